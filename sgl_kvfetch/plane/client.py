@@ -215,16 +215,18 @@ def count_fetch(result: FetchResult, timeout_s: float) -> None:
 
 def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None, spare: Decoders) -> DecodePool[Decoders]:
     """Open as many decode sessions as the profile says, or ``codec_threads`` without one, and with NVDEC at least one
-    per video engine. With ``spare`` decoders more sessions follow that use them, which take what comes while all before
-    them are busy; a profile was measured without such sessions, and there are none. Raises ConfigError."""
+    per video engine. Without a profile, more sessions follow, which take what comes while all before them are busy:
+    those with ``spare`` decoders, or, if only the CPU decodes, as many again at low priority. Raises ConfigError."""
     profile = None if config.decode_profile is None else load_decode_profile(Path(config.decode_profile))
     num_sessions = config.codec_threads if profile is None else profile.num_sessions
     if nvdec is not None:
         nvdec.surface_limit_bytes = MAX_SURFACE_BYTES
         num_sessions = max(num_sessions, nvdec.num_engines)
     num_spare = _SPARE_SESSIONS if spare and profile is None else 0
-    sessions: list[Decoders] = [{}] * num_sessions + [spare] * num_spare
-    return DecodePool([{**session, **(nvdec.open_session() if nvdec else {})} for session in sessions], profile)
+    num_yielding = num_sessions if nvdec is None and not spare and profile is None else 0
+    sessions: list[Decoders] = [{}] * (num_sessions + num_yielding) + [spare] * num_spare
+    opened = [{**session, **(nvdec.open_session() if nvdec else {})} for session in sessions]
+    return DecodePool(opened, profile, num_yielding=num_yielding)
 
 
 def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:

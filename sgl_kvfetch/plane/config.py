@@ -206,7 +206,8 @@ class KVFetchConfig(_Keys):
         default_factory=lambda: max(1, min(8, (os.cpu_count() or 1) // 2)),
         ge=1,
         le=256,
-        description="threads that encode, and as many that decode; by default half the cores, at most 8",
+        description="threads that encode, and as many that decode, and as many again at low priority; by default half "
+        "the cores, at most 8",
     )
 
     @field_validator("store", mode="before")

@@ -3,6 +3,22 @@ the tensors are contiguous, and float32 unless it says otherwise. ``heads``: of 
 channels of a K head that rotate; ``table`` has ``(tokens, 2 * pairs)``, and is not read if there are none. A cell's
 ``channels`` are those of K, then those of V."""
 
+def multiply(
+    tokens: int,
+    rows: int,
+    row_stride: int,
+    channels: int,
+    is_portable: bool,
+    integers: int,
+    shifts: int,
+    matrix: int,
+    units: int,
+    product: int,
+    /,
+) -> None:
+    """Write ``product``, ``(tokens, channels)``, from ``integers``, uint8 ``(rows, tokens)``. ``row_stride``: bytes
+    between rows. The rest: see klt.py. The portable half computes the same, to the bit."""
+
 def restore(
     tokens: int,
     heads: int,

@@ -43,9 +43,16 @@ EXACT = 0  # instead of an exponent: the token's values are in the part "exact"
 UNIT = 128  # the exponent of scale 1
 _MOST_EXPONENT = 8
 
+_MOST_INTEGER_ERROR = 0.01  # as a share of a channel's noise of rounding, rms: what a matrix of int16 may add
+_TILE_CHANNELS = 64  # as in klt.cpp
+
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of the native half
 # Whether the CPU multiplies matrices in bfloat16, which is several times as fast as float32.
 _HAS_BFLOAT16 = any(torch.cpu.get_capabilities().get(name) for name in ("amx_bf16", "avx512_bf16"))
+# Whether the native half multiplies int16 with AVX2 or AVX-512, which is faster than float32, and, without AMX, than
+# bfloat16.
+_HAS_INTEGERS = bool(torch.cpu.get_capabilities().get("avx2"))
+_HAS_AMX = bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 KLT_IDENTITY = re.compile(r"klt\(profile=[0-9a-f]{32};step=[0-9.e+-]{1,16}\)")
 _PARTS = (Part("exponents"), Part("exact"), Part("coefficients", "coefficients", token_dim=1))
@@ -124,6 +131,55 @@ class _Rows:
         return torch.cat((inverse[: self.kept], high))
 
 
+class _IntegerMatrix(NamedTuple):
+    """The inverse transform in int16.
+
+    ``matrix``: int16 ``(tiles, pairs of rows, _TILE_CHANNELS, 2)``. ``shifts``: uint8 ``(count,)``; a row's integers
+    count ``2**shift`` times. ``units``: float32 ``(C,)``, of the matrix's channels.
+    """
+
+    matrix: torch.Tensor
+    shifts: torch.Tensor
+    units: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, cell: CellProfile, rows: _Rows, step: float, most_error: float = _MOST_INTEGER_ERROR
+    ) -> _IntegerMatrix | None:
+        """Return None if it would add errors that matter."""
+        inverse = torch.cat((cell.inverse[: rows.kept], cell.inverse[rows.wide])).double()
+        shifts = torch.cat((torch.zeros(rows.kept, dtype=torch.int64), rows.bits))
+        # Units are powers of two, so entries of a bfloat16 matrix are exact, except the smallest of a channel. Sums fit
+        # int32 whatever the integers, down to -128, and although entries are rounded up.
+        largest = ZERO * 2.0 ** shifts.double()
+        room = torch.minimum(
+            (2**15 - 1) / inverse.abs().amax(0).clamp_min(2.0**-100),
+            (2**31 - 1 - largest.sum() / 2) / (largest @ inverse.abs()).clamp_min(2.0**-100),
+        )
+        units = 0.5 ** room.log2().floor()
+        entries = (inverse / units).round()
+        error = ((entries * units - inverse)[: rows.kept] * (cell.spread[: rows.kept, None] / step)).norm(dim=0)
+        noise = inverse[: rows.kept].norm(dim=0) / math.sqrt(12)
+        if not float((error / noise.clamp_min(1e-30)).square().mean().sqrt()) <= most_error:
+            return None
+        count, channels = entries.shape
+        filled = torch.nn.functional.pad(entries.short(), (0, -channels % _TILE_CHANNELS, 0, count % 2))
+        matrix = filled.view(-1, 2, filled.shape[1] // _TILE_CHANNELS, _TILE_CHANNELS).permute(2, 0, 3, 1)
+        return cls(matrix.contiguous(), shifts.to(torch.uint8), units.float())
+
+    def multiply(self, integers: torch.Tensor, is_portable: bool = False) -> torch.Tensor:
+        """Return the channels of ``integers``, uint8 ``(count, tokens)``, in steps: float32 ``(tokens, C)``."""
+        if integers.stride(1) != 1:
+            integers = integers.contiguous()
+        count, num_tokens = integers.shape
+        assert count == len(self.shifts), (count, len(self.shifts))
+        product = torch.empty((num_tokens, len(self.units)))
+        sizes = num_tokens, count, integers.stride(0), len(self.units)
+        tensors = integers, self.shifts, self.matrix, self.units, product
+        _klt.multiply(*sizes, is_portable, *_addresses(tensors))
+        return product
+
+
 class _Forward(NamedTuple):
     """What quantises a cell. ``matrix``: from channels to coefficients, in the type of the product.
     ``inverse_spread``: float32, of the coefficients, as the features have it."""
@@ -158,7 +214,7 @@ class KltQuantiser(KltIntegers):
         self.profile = profile
         self.step = step
         self._rows = {key: _Rows.of(cell, step) for key, cell in profile.cells.items()}
-        self._matrices: dict[tuple[tuple[int, int], torch.dtype], torch.Tensor] = {}
+        self._matrices: dict[tuple[tuple[int, int], torch.dtype], torch.Tensor | _IntegerMatrix] = {}
         self._forwards: dict[tuple[int, int], _Forward] = {}
 
     @property
@@ -239,11 +295,10 @@ class KltQuantiser(KltIntegers):
         which, exact = self.exact_tokens(quantised, dtype, place)
         first, end, _ = tokens.indices(len(exponents))
         mean, rope = self.profile.cells[self._key(place)].mean, self.profile.rope
-        matrix = self._matrix(place, dtype)
-        n = integers[:, first:end].T.to(matrix.dtype, memory_format=torch.contiguous_format).sub_(ZERO)  # exact
+        product = self._product(integers[:, first:end], place, dtype)
         scales = scales_of(exponents[first:end]) * self.step
         table = None if rope is None else rope.table(place.tokens.start + first, end - first)
-        values = self._restored(n @ matrix, scales, mean, table, dtype, place)
+        values = self._restored(product, scales, mean, table, dtype, place)
         wanted = (which >= first) & (which < end)
         for restored, kept in zip(values, exact, strict=True):
             restored[which[wanted] - first] = kept[wanted]
@@ -294,14 +349,29 @@ class KltQuantiser(KltIntegers):
         exponents = torch.full_like(zeros[0], UNIT)
         return self.dequantise((exponents, zeros[:0].flatten(), zeros), dtype, place)
 
-    def _matrix(self, place: CellPlace, dtype: torch.dtype) -> torch.Tensor:
-        """Return the inverse transform for values of ``dtype``. For bfloat16 it is bfloat16, so that sums are rounded
-        as the values are in the end."""
+    def _product(self, integers: torch.Tensor, place: CellPlace, dtype: torch.dtype) -> torch.Tensor:
+        """Return the channels of ``integers`` in steps, ``(tokens, C)``."""
+        matrix = self._matrix(place, dtype)
+        if isinstance(matrix, _IntegerMatrix):
+            return matrix.multiply(integers)
+        n = integers.T.to(matrix.dtype, memory_format=torch.contiguous_format).sub_(ZERO)  # exact
+        return n @ matrix
+
+    def _matrix(self, place: CellPlace, dtype: torch.dtype) -> torch.Tensor | _IntegerMatrix:
+        """Return the inverse transform for values of ``dtype``. For bfloat16 it may be bfloat16, so that sums are
+        rounded as the values are in the end."""
         key = self._key(place)
         if (key, dtype) not in self._matrices:
-            used = torch.bfloat16 if dtype == torch.bfloat16 and _HAS_BFLOAT16 else torch.float32
-            self._matrices[key, dtype] = self.inverse_of(place).matrix.to(used).contiguous()
+            self._matrices[key, dtype] = self._make_matrix(place, dtype)
         return self._matrices[key, dtype]
+
+    def _make_matrix(self, place: CellPlace, dtype: torch.dtype) -> torch.Tensor | _IntegerMatrix:
+        key, is_bfloat16 = self._key(place), dtype == torch.bfloat16 and _HAS_BFLOAT16
+        if _HAS_INTEGERS and not (is_bfloat16 and _HAS_AMX):
+            integers = _IntegerMatrix.of(self.profile.cells[key], self._rows[key], self.step)
+            if integers is not None:
+                return integers
+        return self.inverse_of(place).matrix.to(torch.bfloat16 if is_bfloat16 else torch.float32).contiguous()
 
     def _split(self, channels: torch.Tensor, place: CellPlace) -> tuple[torch.Tensor, torch.Tensor]:
         """Split ``(tokens, C)`` into K and V, ``(tokens, layers, heads, dim)``."""

@@ -3,7 +3,9 @@ make the profile of a new machine."""
 
 from __future__ import annotations
 
+import os
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock
 from typing import Any, Generic, TypeVar
 
 from sgl_kvfetch.plane.adapt.decode_profile import Decoded, DecodeProfile, VariantProfile, corrections
 from sgl_kvfetch.plane.adapt.pipeline import UNCONFIGURED, PoolState, SessionQueue, SessionStart, SessionState
 
+_YIELDING_NICE = 5  # a third of the CPU time of others beside it
 _NUM_MEASURED = 64
 _MOST_DECODED = 64
 _LEAST_LEFT = 0.02  # fraction of a late chunk that is assumed to remain
@@ -106,17 +108,21 @@ class DecodePool(Generic[S]):
         sessions: Sequence[S],
         profile: DecodeProfile | None = None,
         *,
+        num_yielding: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``profile``: the decode times that a policy uses; None if no policy uses this pool."""
+        """``profile``: the decode times that a policy uses; None if no policy uses this pool. The last ``num_yielding``
+        sessions run at low priority."""
         self._sessions = list(sessions)
         self.num_sessions = len(self._sessions)
         self._clock = clock
-        self._lock = Lock()  # guards the board and the tracker
+        self._lock = threading.Lock()  # guards the board and the tracker
         self._board: SessionQueue[_Job[S]] = SessionQueue(self.num_sessions)
         self._tracker = None if profile is None else PoolTracker(profile, self.num_sessions)
         self._measured: deque[tuple[int, float]] = deque(maxlen=_NUM_MEASURED)
-        self._threads = ThreadPoolExecutor(self.num_sessions, thread_name_prefix="kvfetch-decode")
+        self._num_usual = self.num_sessions - num_yielding
+        self._usual = ThreadPoolExecutor(self._num_usual, "kvfetch-decode")
+        self._yielding = ThreadPoolExecutor(max(1, num_yielding), "kvfetch-spare", _lower_priority)
         self._closed = False
 
     def submit(self, job: Callable[[S], R], variant: int | None = None, *, work: float = 1.0) -> Future[R]:
@@ -162,7 +168,8 @@ class DecodePool(Generic[S]):
             for _, job in self._board.waiting:
                 job.future.cancel()
             self._board.waiting.clear()
-        self._threads.shutdown(wait=wait)
+        for threads in (self._usual, self._yielding):
+            threads.shutdown(wait=wait)
 
     def _start(self, start: SessionStart[_Job[S]] | None) -> None:
         """Let a session begin its chunk. Call with the lock held."""
@@ -170,7 +177,8 @@ class DecodePool(Generic[S]):
             return
         if self._tracker is not None and start.variant != UNCONFIGURED:
             self._tracker.started(self._clock(), start.session, start.variant, start.switches, start.item.work)
-        self._threads.submit(self._run, start)
+        threads = self._usual if start.session < self._num_usual else self._yielding
+        threads.submit(self._run, start)
 
     def _run(self, start: SessionStart[_Job[S]]) -> None:
         future = start.item.future
@@ -191,6 +199,13 @@ class DecodePool(Generic[S]):
             future.set_exception(error)
         elif wanted:
             future.set_result(result)
+
+
+def _lower_priority() -> None:
+    """Lower the priority of the calling thread. On Linux a thread has a priority of its own."""
+    thread = threading.get_native_id()
+    usual = os.getpriority(os.PRIO_PROCESS, thread)
+    os.setpriority(os.PRIO_PROCESS, thread, min(usual + _YIELDING_NICE, 19))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from sgl_kvfetch.codec.quant.klt import (
     UNIT,
     ZERO,
     KltQuantiser,
+    _IntegerMatrix,
     exponents_of,
     forward_of,
     head_norms,
@@ -412,6 +413,53 @@ def test_the_native_half_rounds_as_torch_does(dtype: torch.dtype) -> None:
     _klt.restore(len(values), 1, 1, 1, 0, False, 0, DTYPES.index(dtype), *(x.data_ptr() for x in tensors))
     assert torch.equal(k, values.to(dtype))
     assert torch.equal(v, (-values).to(dtype))
+
+
+@pytest.mark.parametrize(("step", "v_head_dim"), [(0.03, 16), (1.0, 24), (4.0, 5)])
+@pytest.mark.parametrize("num_tokens", [1, 64, 131])
+def test_products_of_integers_are_exact_whatever_the_integers(step: float, v_head_dim: int, num_tokens: int) -> None:
+    """In the native half and the portable one: the largest sums that a channel can have, then others."""
+    profile = make_profile(v_head_dim=v_head_dim)
+    cell, rows = profile.cells[ONLY], KltQuantiser(profile, step=step)._rows[ONLY]
+    matrix = _IntegerMatrix.of(cell, rows, step, most_error=float("inf"))
+    assert matrix is not None
+    factors = 2.0 ** matrix.shifts[:, None].double()
+    rounded = torch.cat((cell.inverse[: rows.kept], cell.inverse[rows.wide])).double().div(matrix.units).round()
+    assert rounded.abs().max() < 1 << 15
+    generator = torch.Generator().manual_seed(0)
+    integers = torch.randint(0, 256, (rows.count, 3 * num_tokens), generator=generator, dtype=torch.uint8)
+    integers[:, num_tokens] = torch.where(rounded[:, 0] > 0, 0, 255)
+    integers[:, 2 * num_tokens - 1] = 0
+    integers = integers[:, num_tokens : 2 * num_tokens]  # rows apart
+    expected = ((integers.double() - ZERO) * factors).T @ rounded
+    assert expected.abs().max() < 1 << 31
+    assert (rounded.abs() * factors).sum(0).max() * ZERO < 1 << 31
+    for is_portable in (False, True):
+        assert torch.equal(matrix.multiply(integers, is_portable), expected.float() * matrix.units)
+
+
+@pytest.mark.parametrize("step", [0.2, 1.0, 4.0])
+def test_integers_restore_as_near_as_float32_does(step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bfloat16 up to its rounding; float32 within a hundredth of the noise of quantising."""
+    profile = make_profile()
+    place, values = place_of(profile, ONLY, 301), values_of(profile, 301)
+    errors: dict[tuple[bool, torch.dtype], float] = {}
+    for has_integers in (False, True):
+        monkeypatch.setattr("sgl_kvfetch.codec.quant.klt._HAS_INTEGERS", has_integers)
+        monkeypatch.setattr("sgl_kvfetch.codec.quant.klt._HAS_BFLOAT16", False)
+        quantiser = KltQuantiser(profile, step=step)
+        quantised = exponents, _, integers = quantiser.quantise(values, place)
+        assert bool((exponents != EXACT).all())
+        inverse = quantiser.inverse_of(place)
+        n = (integers.T.double() - ZERO) * scales_of(exponents)[:, None].double() * step
+        exact = n @ inverse.matrix.double() + inverse.mean.double()
+        for dtype in (torch.float32, torch.bfloat16):
+            assert isinstance(quantiser._matrix(place, dtype), _IntegerMatrix) == has_integers
+            back = torch.cat([x.flatten(1) for x in quantiser.dequantise(quantised, dtype, place)], dim=1)
+            errors[has_integers, dtype] = (back.double() - exact).square().mean().sqrt().item()
+    channels = torch.cat([x.flatten(1) for x in values], dim=1)
+    assert errors[True, torch.bfloat16] < 1.01 * errors[False, torch.bfloat16]
+    assert errors[True, torch.float32] < 0.01 * (channels - exact).square().mean().sqrt().item()
 
 
 def _as_specified(quantiser: KltQuantiser, values: CellValues, place: CellPlace) -> tuple[torch.Tensor, torch.Tensor]:

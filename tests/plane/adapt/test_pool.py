@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -215,3 +217,16 @@ def test_sessions_decode_side_by_side(pool: DecodePool[str]) -> None:
     pool.measured(1000, 0.5)
     pool.measured(3000, 0.5)
     assert pool.bytes_per_s == pytest.approx(2 * 4000)
+
+
+def test_the_last_sessions_yield_to_other_threads() -> None:
+    with closing(DecodePool(["usual", "yielding"], num_yielding=1)) as pool:
+        both = threading.Barrier(2)
+
+        def nice(session: str) -> tuple[str, int]:
+            both.wait(WAIT_S)
+            return session, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+        here = os.getpriority(os.PRIO_PROCESS, 0)
+        found = dict(future.result(WAIT_S) for future in [pool.submit(nice), pool.submit(nice)])
+        assert found == {"usual": here, "yielding": here + 5}

@@ -41,8 +41,8 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     sessions: list[Any] = []
 
     class Recording(DecodePool[Any]):
-        def __init__(self, opened: Sequence[Any], *args: Any) -> None:
-            super().__init__(opened, *args)
+        def __init__(self, opened: Sequence[Any], *args: Any, **options: Any) -> None:
+            super().__init__(opened, *args, **options)
             sessions.extend(opened)
 
     monkeypatch.setattr(client, "DecodePool", Recording)
@@ -144,9 +144,9 @@ def test_surfaces_of_decoders_are_bounded(make: Make, sessions: list[Any], nvc: 
     assert {session["hevc"]._nvdec.surface_limit_bytes for session in sessions} == {256 << 20}
 
 
-def test_without_nvdec_there_are_as_many_sessions_as_threads(make: Make, sessions: list[Any]) -> None:
+def test_without_nvdec_there_are_twice_as_many_sessions_as_threads(make: Make, sessions: list[Any]) -> None:
     make(codec_threads=3)
-    assert sessions == [{}] * 3
+    assert sessions == [{}] * 6
 
 
 def test_the_engines_gpu_is_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
