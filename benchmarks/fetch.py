@@ -193,7 +193,9 @@ class Bench:
             await store.close()
 
     async def _transmit(self, store: Store) -> None:
-        await asyncio.gather(*(store.get(u.reader.data_name, u.start, u.size_bytes) for u in self._units))
+        await asyncio.gather(
+            *(store.get(name, start, end - start) for u in self._units for name, start, end in u.reads)
+        )
 
     async def _fetch(self, store: Store) -> None:
         args = self._args
@@ -255,7 +257,8 @@ class Bench:
         return self._on_threads(restore)
 
     def _data(self, unit: ReadUnit) -> bytes:
-        return self._segment.data[unit.start : unit.end]
+        ((_, start, end),) = unit.reads
+        return self._segment.data[start:end]
 
     def _on_threads(self, work: Callable[[ReadUnit, Any], Any]) -> float:
         """Return the seconds of ``work`` on all cells."""

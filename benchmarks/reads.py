@@ -31,7 +31,10 @@ async def read_all(store: Store, units: Sequence[ReadUnit]) -> int:
 
 
 async def _size(store: Store, unit: ReadUnit) -> int:
-    data = await store.get(unit.reader.data_name, unit.start, unit.size_bytes)
-    if data is None:
-        raise SystemExit(f"{unit.reader.data_name} is not in the store")
-    return len(data)
+    size = 0
+    for name, start, end in unit.reads:
+        data = await store.get(name, start, end - start)
+        if data is None:
+            raise SystemExit(f"{name} is not in the store")
+        size += len(data)
+    return size

@@ -49,7 +49,7 @@ PAGE_SIZE = 16
 COMPUTING = "computing"
 _BINS: dict[str, Any] = {"quantiser": "cachegen", "cachegen": {"k_bins": [32], "v_bins": [32]}}
 _NUM_BACKWARDS = 2  # prompts per length whose tokens backwards are other prompts, as long to compute
-_TIMEOUT_S = 300
+TIMEOUT_S = 300
 _WIDTH = 120
 
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with no_traceback():
         model = Path(args.model) if args.model else real_model()
         profile = Path(args.profile) if args.profile else real_profile()
-        prompts = _prompts(model, args)
+        prompts = make_prompts(model, args)
     rows: list[Row] = []
     for name, config in methods(profile).items():
         if args.methods and name not in args.methods:
@@ -159,7 +159,7 @@ def _numbers(text: str) -> list[float]:
     return [float(number) for number in text.split(",")]
 
 
-def _prompts(model: Path, args: argparse.Namespace) -> dict[int, list[list[int]]]:
+def make_prompts(model: Path, args: argparse.Namespace) -> dict[int, list[list[int]]]:
     """Return prompts by length, each with another beginning. Each length has one more prompt, for the warm-up."""
     from transformers import AutoTokenizer
 
@@ -184,14 +184,14 @@ def _measure(
     def launch(mode: str) -> SGLangServer:
         flags = ["--dtype", fast_dtype(), "--context-length", str(longest + 64), "--max-total-tokens", str(4 * longest)]
         if config is not None:
-            limited = config | {"mode": mode, "fetch_timeout_s": _TIMEOUT_S}
+            limited = config | {"mode": mode, "fetch_timeout_s": TIMEOUT_S}
             flags += device_args(f"http://127.0.0.1:{port}", **limited)
-        return SGLangServer(model, extra_args=flags, request_timeout_s=2 * _TIMEOUT_S)
+        return SGLangServer(model, extra_args=flags, request_timeout_s=2 * TIMEOUT_S)
 
     with tempfile.TemporaryDirectory(prefix="kvfetch-ttft-") as folder:
         if config is not None:
             with StoreProcess(folder, port=port), launch("read_write") as server:
-                _store_all(server, [prompt for several in prompts.values() for prompt in several])
+                store_all(server, [prompt for several in prompts.values() for prompt in several])
         with launch("read_only") as server:
             with StoreProcess(folder, port=port):
                 for prompt in (prompt for several in prompts.values() for prompt in several[:_NUM_BACKWARDS]):
@@ -207,12 +207,12 @@ def _measure(
                         yield _ask(server, name, length, several, gbps)
 
 
-def _store_all(server: SGLangServer, prompts: Sequence[list[int]]) -> None:
+def store_all(server: SGLangServer, prompts: Sequence[list[int]]) -> None:
     num_pages = 0
     for prompt in prompts:
         server.generate(input_ids=prompt, max_new_tokens=1)
         num_pages += len(prompt) // PAGE_SIZE
-        wait_until_written(server, num_pages, timeout_s=2 * _TIMEOUT_S)
+        wait_until_written(server, num_pages, timeout_s=2 * TIMEOUT_S)
 
 
 def _ask(server: SGLangServer, name: str, length: int, prompts: Sequence[list[int]], gbps: float) -> Row:

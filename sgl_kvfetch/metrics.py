@@ -13,6 +13,9 @@ FETCHED_PAGES = Counter("sgl_kvfetch_fetched_pages", "Pages requested from fetch
 SIDE_PAGES = Counter(
     "sgl_kvfetch_side_pages", "Pages of SGLang's side pools: stored, or requested from fetches", ["pool", "result"]
 )  # stored, hit, miss
+READ_CELLS = Counter(
+    "sgl_kvfetch_read_cells", "Cells restored, by how many levels of coefficients were left out", ["levels_left_out"]
+)
 WIRE_BYTES = Counter("sgl_kvfetch_wire_bytes", "Bytes on the wire", ["direction"])  # read, write
 RAW_BYTES = Counter("sgl_kvfetch_raw_bytes", "Size of the same pages in the pool", ["direction"])
 CORRUPT_CHUNKS = Counter("sgl_kvfetch_corrupt_chunks", "Cells that failed a checksum or did not decode")

@@ -7,6 +7,7 @@ from .bitstream.ans import (
 from .bitstream.base import Codec as Codec, Decoders as Decoders
 from .bitstream.gpu_ans import open_gpu_ans as open_gpu_ans
 from .bitstream.hevc import HevcCodec as HevcCodec
+from .bitstream.levels import MOST_LEVELS as MOST_LEVELS
 from .bitstream.nvdec import (
     MAX_SURFACE_BYTES as MAX_SURFACE_BYTES,
     Nvdec as Nvdec,
@@ -20,6 +21,7 @@ from .bitstream.nvidia import (
 )
 from .bitstream.registry import (
     CODECS as CODECS,
+    READABLE as READABLE,
     CodecName as CodecName,
     get_codec as get_codec,
     resolution_for as resolution_for,

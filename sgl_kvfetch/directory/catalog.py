@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = ".catalog"  # no namespace is called like this
 BUSY_S = 5.0  # how long a write waits for others; lookups never wait
-_VERSION = 5
+_VERSION = 6
 _USES_AT_ONCE = 256
 _BLOCK_BYTES = 4096
 _MAX_LOG_BYTES = 64 << 20  # the write-ahead log is cut to this after it has grown
@@ -63,10 +63,13 @@ CREATE TABLE segments (
     digest TEXT,                  -- object_digest of the manifest, if FOUND
     last_used REAL NOT NULL,      -- seconds since the epoch
     pinned INTEGER NOT NULL DEFAULT 0,
-    expires REAL                  -- its manifest's: seconds since the epoch; NULL for never
+    expires REAL,                 -- its manifest's: seconds since the epoch; NULL for never
+    levels INTEGER NOT NULL DEFAULT 0,  -- that may be dropped from it
+    dropped INTEGER NOT NULL DEFAULT 0  -- levels that it has lost
 );
 CREATE INDEX segments_by_state ON segments (state);
 CREATE INDEX segments_by_use ON segments (pinned, last_used) WHERE state != 0;
+CREATE INDEX segments_with_levels ON segments (last_used) WHERE levels > 0;
 CREATE INDEX segments_by_expiry ON segments (expires) WHERE expires IS NOT NULL;
 
 CREATE TABLE files (

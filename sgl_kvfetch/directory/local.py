@@ -80,6 +80,7 @@ class StoreUsage:
     write_problem: str | None = None  # why nothing can be written now
     disk_bytes: int = 0  # of the directory's file system; 0 while there is no directory
     disk_free_bytes: int = field(default=0, compare=False)  # changes with whatever else writes to the disk
+    num_dropped_levels: int = 0  # since the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,19 +143,20 @@ class LocalStore(AdminStore):
         *,
         capacity_bytes: int | None = None,
         min_free_bytes: int | None = None,
+        drop_levels: int = 0,
         orphan_age_s: float = 900.0,
         num_threads: int = 8,
     ) -> None:
         """The first write creates the directory. Raises ConfigError for a capacity below one byte.
 
         ``min_free_bytes``: segments are also evicted to leave this much of the disk free; by default 1 % of it, at most
-        1 GiB.
+        1 GiB. ``drop_levels``: how many levels of coefficients a segment loses before any segment is evicted.
         """
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ConfigError(f"capacity_bytes is {capacity_bytes}; expected at least 1, or none for no limit")
         self.root = Path(root)
         self._catalog = Catalog(self.root, self._start_sweep)
-        self._room = DiskRoom(self._catalog, capacity_bytes, min_free_bytes)
+        self._room = DiskRoom(self._catalog, capacity_bytes, min_free_bytes, drop_levels)
         self._repair = Repair(self._catalog, self._room, orphan_age_s)
         self._checks = DamageChecks(self._catalog, self._room)
         # Each kind of work has its own threads: none waits for a slower kind. Writes may all be waiting for a lock.
@@ -500,7 +502,7 @@ class LocalStore(AdminStore):
                         (num_segments,) = db.execute(count, (SegmentState.FOUND,)).fetchone()
         repair = self._repair
         counted = self._room.num_evicted, repair.num_collected, repair.num_unreadable
-        return StoreUsage(stored_bytes, num_segments, *counted, problem, disk_bytes, free_bytes)
+        return StoreUsage(stored_bytes, num_segments, *counted, problem, disk_bytes, free_bytes, self._room.num_dropped)
 
     @_on("_scans")
     def folder_usages(self, limit: int) -> Sequence[FolderUsage]:

@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+import msgspec
+
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, require_rewritable
 from sgl_kvfetch.directory import files, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
-from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.stores import MAX_PINNED_PART
+from sgl_kvfetch.stores import MAX_PINNED_PART, decode_named_manifest, object_digest
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -45,6 +48,11 @@ SELECT id, pinned FROM segments WHERE state != {SegmentState.LOOSE:d} AND NOT EX
     AND (files.state = {FileState.WRITING:d} OR role = {FileRole.PENDING:d} AND since > ?)
 ) ORDER BY pinned, last_used LIMIT {_EVICTED_AT_ONCE}"""
 # Not those with a new file: they may be being written again, data first.
+_LEAST_USED_WITH_LEVELS = f"""
+SELECT name FROM segments WHERE levels > 0 AND dropped < ? AND NOT pinned AND NOT EXISTS (
+    SELECT 1 FROM files WHERE segment = segments.id
+    AND (files.state = {FileState.WRITING:d} OR role = {FileRole.PENDING:d} AND since > ?)
+) ORDER BY last_used LIMIT {_EVICTED_AT_ONCE}"""
 _EXPIRED = f"""
 SELECT id FROM segments WHERE state != {SegmentState.LOOSE:d} AND expires <= ? AND NOT EXISTS (
     SELECT 1 FROM files WHERE segment = segments.id AND (files.state = {FileState.WRITING:d} OR since > ?)
@@ -56,13 +64,18 @@ Doomed = tuple[int, str]  # a file to delete: its identifier and its object's na
 class DiskRoom:
     """Keeps what is on the disk within the capacity, apart from the catalog and the rest of each file's last block."""
 
-    def __init__(self, catalog: Catalog, capacity_bytes: int | None, min_free_bytes: int | None) -> None:
+    def __init__(
+        self, catalog: Catalog, capacity_bytes: int | None, min_free_bytes: int | None, drop_levels: int = 0
+    ) -> None:
+        """``drop_levels``: the most that a segment loses, instead of being evicted."""
         self.num_evicted = 0  # segments
+        self.num_dropped = 0  # levels
         self.counted = threading.Event()  # set unless a sweep is counting what is on the disk
         self.counted.set()
         self._catalog = catalog
         self._capacity_bytes = capacity_bytes
         self._min_free_bytes = min_free_bytes
+        self._drop_levels = drop_levels
         self._evicting = threading.Lock()
 
     def reserve(self, name: str, num_bytes: int) -> tuple[int, files.TempFile]:
@@ -224,9 +237,10 @@ class DiskRoom:
         return keep + num_bytes - disk.f_bavail * disk.f_frsize
 
     def _evict(self, lacking: int) -> bool:
-        """Delete old data without a manifest, then the least recently used segments: a few. Return whether any.
+        """Delete old data without a manifest, then last levels of the least recently used segments, then such segments:
+        a few. Return whether any.
 
-        Pinned segments go when there are no others.
+        Pinned segments keep their levels, and go when there are no others.
         """
         if self.delete_leftovers():
             return True
@@ -240,12 +254,74 @@ class DiskRoom:
                 if lacking > 0:
                     self._remove(db, [name], doomed)
                     lacking, found = lacking - size, True
+        if lacking > 0 and self._drop_some_levels(lacking, before):
+            return True
+        with self._deleting() as (db, doomed):
             for segment, pinned in db.execute(_LEAST_USED, (before,)).fetchall():
                 if lacking > 0:
                     if pinned:
                         _limited.warning("pinned", "pinned segments are evicted: nothing else is left to evict")
                     lacking, found = lacking - self._evict_segment(db, segment, doomed), True
         return found
+
+    def _drop_some_levels(self, lacking: int, before: float) -> int:
+        """Drop the last level of a few segments. Return how many bytes that has freed."""
+        if not self._drop_levels:
+            return 0
+        with self._catalog.writing() as db:
+            found = db.execute(_LEAST_USED_WITH_LEVELS, (self._drop_levels, before)).fetchall()
+        freed = 0
+        for (name,) in found:
+            if freed < lacking:
+                freed += self._drop_level(name)
+        return freed
+
+    def _drop_level(self, name: str) -> int:
+        """Replace a manifest by one without the last level, and delete that level. Return the level's bytes, 0 if that
+        was not done.
+
+        The manifest's own bytes may exceed the capacity for a moment.
+        """
+        content = files.read_object(self._catalog.root, name, MAX_MANIFEST_BYTES)
+        try:
+            manifest = decode_named_manifest(content or b"", name)
+            require_rewritable(content or b"")
+        except FormatError as e:
+            logger.warning("cannot drop a level of %s: %s", name, e)
+            self._keep_levels(name)
+            return 0
+        assert content is not None
+        (variant,) = manifest.variants
+        coarser = msgspec.structs.replace(manifest, variants=(variant.with_levels(len(variant.levels) - 1),))
+        new = coarser.encode()
+        with self._catalog.writing() as db:
+            file_id = rows.add_file(db, name, len(new), FileState.WRITING)
+        temp = files.TempFile(self._catalog.root, name.partition("/")[0], temp_name(file_id))
+        try:
+            temp.write(memoryview(new))
+            temp.sync()
+            with self._deleting() as (db, doomed):
+                stored = db.execute("SELECT digest FROM segments WHERE name = ?", (name,)).fetchone()
+                if stored != (object_digest(content),):
+                    return 0  # others changed it meanwhile
+                replaced = rows.stored_id(db, name)
+                temp.commit(name.partition("/")[2], None if replaced is None else temp_name(replaced))
+                rows.store_file(db, file_id, name, len(new), replaced)
+                rows.index_segment(db, coarser, new)
+                if replaced is not None:
+                    doomed.append((replaced, name))
+                self._remove(db, manifest.data_names - coarser.data_names, doomed)
+        finally:
+            if temp.is_open:
+                temp.discard()
+                self.forget_file(file_id)
+        self.num_dropped += 1
+        return manifest.data_bytes(variant.levels[-1])
+
+    def _keep_levels(self, name: str) -> None:
+        """Never try again to drop a level of this segment."""
+        with self._catalog.writing() as db:
+            db.execute("UPDATE segments SET levels = 0 WHERE name = ?", (name,))
 
     def _delete_expired(self, db: sqlite3.Connection, doomed: list[Doomed]) -> None:
         """Delete expired segments, a few. Each write does this, so that none lasts long."""

@@ -7,7 +7,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, split_signature
 from sgl_kvfetch.directory import files, local_pins
 from sgl_kvfetch.directory.catalog import FileRole, FileState, SegmentState, temp_name
 from sgl_kvfetch.directory.page_index import page_rows
@@ -152,8 +152,19 @@ def index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) ->
         db.execute("INSERT INTO chains VALUES (?, ?, ?)", (segment, *chain))
         db.executemany("INSERT INTO pages VALUES (?, ?, ?)", page_rows(key.namespace, segment, *chain))
     pinned = local_pins.is_pinned(db, manifest.page_hashes[0])
-    found = SegmentState.FOUND, object_digest(content), pinned, manifest.expires, segment
-    db.execute("UPDATE segments SET state = ?, digest = ?, pinned = ?, expires = ? WHERE id = ?", found)
+    found = SegmentState.FOUND, object_digest(content), pinned, manifest.expires, *_levels(manifest, content), segment
+    db.execute(
+        "UPDATE segments SET state = ?, digest = ?, pinned = ?, expires = ?, levels = ?, dropped = ? WHERE id = ?",
+        found,
+    )
+
+
+def _levels(manifest: Manifest, content: bytes) -> tuple[int, int]:
+    """Return how many levels may be dropped, and how many have been. All variants hold the same values, so none may
+    become coarser alone; and a signed manifest is only replaced by those with its key."""
+    if len(manifest.variants) > 1 or split_signature(content)[1]:
+        return 0, 0
+    return len(manifest.levels), manifest.variants[0].num_dropped
 
 
 def hide_segment(db: sqlite3.Connection, segment: int, state: SegmentState) -> None:
@@ -166,7 +177,7 @@ def hide_segment(db: sqlite3.Connection, segment: int, state: SegmentState) -> N
         keys = page_rows(name.partition("/")[0], segment, first_page, hashes)
         db.executemany("DELETE FROM pages WHERE key = ? AND first_page = ? AND segment = ?", keys)
         db.execute("DELETE FROM chains WHERE segment = ?", (segment,))
-    db.execute("UPDATE segments SET state = ?, digest = NULL, pinned = 0 WHERE id = ?", (state, segment))
+    db.execute("UPDATE segments SET state = ?, digest = NULL, pinned = 0, levels = 0 WHERE id = ?", (state, segment))
 
 
 def examine_if_unread(db: sqlite3.Connection, root: Path, name: str) -> None:

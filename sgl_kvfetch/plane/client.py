@@ -17,6 +17,7 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import (
     MAX_SURFACE_BYTES,
     Decoders,
+    KltQuantiser,
     Quantiser,
     SegmentSpec,
     read_encryption_keys,
@@ -34,6 +35,7 @@ from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, failure_reason
 from sgl_kvfetch.plane.fetch.finder import PageFinder
+from sgl_kvfetch.plane.fetch.levels import LevelPolicy
 from sgl_kvfetch.plane.fetch.sides import SideFetcher
 from sgl_kvfetch.plane.open import S3Options, open_hedged
 from sgl_kvfetch.plane.write.writer import Writer
@@ -101,6 +103,7 @@ def open_client(
     """Open the store; call this on the event loop. ``nvdec`` decodes what it can, the CPU the rest; while
     that is busy, so do ``spare_decoders``. ``max_span_pages``: upper limit for the pages of a span. Raises
     ConfigError."""
+    levels = _level_policy(config, quantiser)
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     store = open_configured_store(config, heads)
     spec = writer_spec(config, heads, quantiser, max_span_pages)
@@ -116,6 +119,7 @@ def open_client(
         may_delete=config.writes,
         decode_bytes=_DECODE_BYTES,
         policy=None if config.decode_profile is None else LookAhead(horizon=_HORIZON),
+        levels=levels,
     )
     return StoreClient(
         store,
@@ -126,6 +130,7 @@ def open_client(
             partial(count_miss, "lookup"),
             fetcher.link.answered,
             engine_codecs=() if nvdec is None else nvdec.codecs,
+            most_left_out=levels.most_left_out,
         ),
         fetcher,
         SideFetcher(store, fetcher.report_damage),
@@ -138,6 +143,7 @@ def open_client(
             linger_s=_LINGER_S,
             retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s),
             ttl_s=config.ttl_s,
+            refines=levels.most_left_out == 0,
         ),
         encode_pool,
     )
@@ -157,7 +163,16 @@ def writer_spec(
         min(span_pages, max_span_pages or span_pages),
         _cell_heads(heads, config.max_tp_size),
         encrypts=config.encryption_key_file is not None,
+        num_levels=1 if config.levels is None else config.levels.count,
     )
+
+
+def _level_policy(config: KVFetchConfig, quantiser: Quantiser) -> LevelPolicy:
+    """Raises ConfigError."""
+    if config.levels is None or config.levels.max_kl is None:
+        return LevelPolicy()
+    assert isinstance(quantiser, KltQuantiser)
+    return LevelPolicy(quantiser.levels_within(config.levels.max_kl), config.levels.within_s)
 
 
 def _cell_heads(heads: HeadSlice, max_tp_size: int) -> int:

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sgl_kvfetch.codec import MAX_BINS, MIN_BINS, CodecName, QuantiserName
+from sgl_kvfetch.codec import MAX_BINS, MIN_BINS, MOST_LEVELS, CodecName, QuantiserName
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.sizes import parse_duration, parse_size
 
@@ -90,6 +90,23 @@ class LocalCache(_Keys):
     @classmethod
     def _size(cls, value: object) -> int:
         return parse_size(str(value))
+
+
+class LevelsConfig(_Keys):
+    """Qualities of ``klt`` in one segment, each in a data object of its own."""
+
+    count: int = Field(
+        default=2, ge=2, le=MOST_LEVELS, description="levels that are written; each divides the step by 3"
+    )
+    max_kl: float | None = Field(
+        default=None,
+        gt=0,
+        le=10,
+        description="KL divergence that reading fewer levels may cost; by default all levels are read",
+    )
+    within_s: float = Field(
+        default=1.0, gt=0, le=600, description="time for a prompt to arrive, before levels are left out"
+    )
 
 
 class DeviceModeConfig(_Keys):
@@ -195,6 +212,9 @@ class KVFetchConfig(_Keys):
     write_queue_bytes: int = Field(
         512 * MiB, ge=1 * MiB, description="raw bytes that may wait to be written; further writes are dropped"
     )
+    levels: LevelsConfig | None = Field(
+        None, description="write klt in levels, and read fewer where the link is slow: count, max_kl, within_s"
+    )
     decode_profile: Text | None = Field(
         None,
         description="file from `kvfetch profile` on this machine, for choosing among a segment's variants",
@@ -229,6 +249,8 @@ class KVFetchConfig(_Keys):
             raise ValueError("quantiser = 'klt' needs a profile: run kvfetch calibrate, and set profile to its file")
         if name != "klt" and (self.profile is not None or "target_kl" in self.model_fields_set):
             raise ValueError(f"profile and target_kl need quantiser = 'klt', not {name!r}")
+        if self.levels is not None and (name, self.codec, self.encryption_key_file) != ("klt", "ans", None):
+            raise ValueError("levels needs quantiser = 'klt' with codec = 'ans', and no encryption_key_file")
         if not self.store.startswith("s3:"):
             for key in ("s3", "index"):
                 if getattr(self, key) is not None:
@@ -257,6 +279,7 @@ GROUPS: dict[str, type[_Keys]] = {
     "index": IndexConfig,
     "cachegen": CacheGenConfig,
     "local_cache": LocalCache,
+    "levels": LevelsConfig,
     "device": DeviceModeConfig,
 }
 

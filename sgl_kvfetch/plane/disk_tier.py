@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 import xxhash
 
-from sgl_kvfetch.codec import Manifest, Variant, decode_manifest
+from sgl_kvfetch.codec import Level, Manifest, Variant, decode_manifest
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.side_by_side import Tasks
@@ -117,8 +117,8 @@ class DiskTier(WrappedStore):
         reads_all = hit.first_page < manifest.span_pages and last_page // manifest.span_pages == manifest.num_spans - 1
         wanted = self._options.heads
         reads_all &= wanted is None or set(manifest.heads.heads) <= set(wanted)
-        for variant in manifest.variants:
-            data = NamedData(hit.manifest, manifest, variant, reads_all)
+        for rows in (rows for variant in manifest.variants for rows in variant.objects):
+            data = NamedData(hit.manifest, manifest, rows, reads_all)
             self._forget_data(data.name)
             self._known[data.name] = data
             self._known_bytes += len(data.stored)
@@ -219,22 +219,22 @@ class NamedData:
 
     stored: bytes  # the manifest as the store has it
     manifest: Manifest
-    variant: Variant
+    rows: Variant | Level
     is_read_whole: bool  # whether a fetch of what the lookup found reads all bytes of a variant
 
     @property
     def name(self) -> str:
-        return self.manifest.data_name(self.variant)
+        return self.manifest.data_name(self.rows)
 
     @property
     def size_bytes(self) -> int:
-        return self.manifest.data_bytes(self.variant)
+        return self.manifest.data_bytes(self.rows)
 
     def is_sound(self, start: int, content: bytes) -> bool:
         """Return whether the whole chunks in ``content``, which begins at byte ``start``, match their checksums."""
         view = memoryview(content)
         offset = -start
-        for chunk in self.variant.chunks:
+        for chunk in self.rows.chunks:
             end = offset + chunk.size_bytes
             if offset >= 0 and end <= len(view) and xxhash.xxh3_128_digest(view[offset:end]) != chunk.coded_checksum:
                 return False
@@ -349,13 +349,25 @@ class Filler:
                 await self._put_manifest(data)
 
     async def _put_manifest(self, data: NamedData) -> None:
-        """A local store demands all data that a manifest names, so leave out the variants that nobody has read, and
-        side pages, which are not kept."""
+        """A local store demands all data that a manifest names, so leave out the variants and levels that nobody has
+        read, and side pages, which are not kept."""
         manifest = data.manifest
-        here = [v for v in manifest.variants if await self._disk.head(manifest.data_name(v)) is not None]
+        here = []
+        for variant in manifest.variants:
+            if await self._is_here(manifest, variant):
+                levels = variant.levels
+                count = 0
+                while count < len(levels) and await self._is_here(manifest, levels[count]):
+                    count += 1
+                here.append(variant.with_levels(count))
+        if not here:
+            return  # a level came first
         partial = msgspec.structs.replace(manifest, variants=tuple(here), sides=())
         stored = data.stored if partial == manifest else partial.encode()
         await self._disk.put(manifest.key.manifest_name, stored)
+
+    async def _is_here(self, manifest: Manifest, rows: Variant | Level) -> bool:
+        return await self._disk.head(manifest.data_name(rows)) is not None
 
 
 def _give_up(fill: _Fill) -> None:

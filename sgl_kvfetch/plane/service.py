@@ -166,7 +166,7 @@ class Service:
             self._emit(m.Found(command.work, len(sources), self._cost(sources), usable.lengths, usable.stored))
 
     def _cost(self, sources: Sequence[PageSource]) -> m.Cost:
-        size_bytes = total_bytes(sources)
+        size_bytes = total_bytes(sources, self.client.fetcher.levels.coarsest)
         goodput_bps = self.client.fetcher.link.goodput_bps()  # an old one, too: a fetch or a probe corrects it
         decoded_bytes_per_s = self.client.fetcher.pool.bytes_per_s
         return m.Cost(

@@ -52,7 +52,12 @@ def create_app(config: ServerConfig) -> web.Application:
     """
     tokens = config.read_tokens()
     metrics = ServerMetrics(config.capacity_bytes)
-    store = LocalStore(config.root, capacity_bytes=config.capacity_bytes, orphan_age_s=config.orphan_age_s)
+    store = LocalStore(
+        config.root,
+        capacity_bytes=config.capacity_bytes,
+        drop_levels=config.drop_levels,
+        orphan_age_s=config.orphan_age_s,
+    )
     bodies = BodyReader(metrics, config.idle_timeout_s)
     objects = ObjectHandlers(store, bodies, metrics, config)
     lookup = LookupHandler(store, bodies, metrics)

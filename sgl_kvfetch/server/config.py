@@ -25,6 +25,7 @@ class ServerConfig:
     token_file: Path | None = None  # instead of ``token``: tokens by role (see ``parse_tokens``), read again on change
     insecure: bool = False  # allow access from other hosts without a token
     capacity_bytes: int | None = None  # segments are evicted above it; None for no limit
+    drop_levels: int = 0  # that a segment loses before any segment is evicted
     max_body_bytes: int = 4 << 30  # per uploaded object
     max_uploads: int = 64  # concurrent uploads; further ones wait for ``upload_wait_s``, then get 503
     upload_wait_s: float = 5.0

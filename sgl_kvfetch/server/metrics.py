@@ -66,6 +66,7 @@ class ServerMetrics:
         capacity.set(float("inf") if capacity_bytes is None else capacity_bytes)
         self._segments = gauge("segments", "Segments that lookups can find")
         self._evicted = counter("evicted_segments", "Segments evicted to make room")
+        self._dropped = counter("dropped_levels", "Levels of coefficients dropped to make room")
         self._collected = counter("collected_objects", "Orphaned objects and temporary files removed")
         self._unreadable = counter("unreadable_manifests", "Unreadable manifests that were skipped")
         self._last = StoreUsage(0, 0, 0, 0, 0)
@@ -111,6 +112,7 @@ class ServerMetrics:
         self._disk_bytes.set(usage.disk_bytes)
         self._disk_free_bytes.set(usage.disk_free_bytes)
         self._evicted.inc(usage.num_evicted - self._last.num_evicted)
+        self._dropped.inc(usage.num_dropped_levels - self._last.num_dropped_levels)
         self._collected.inc(usage.num_collected - self._last.num_collected)
         self._unreadable.inc(usage.num_unreadable - self._last.num_unreadable)
         self._last = usage

@@ -45,11 +45,13 @@ async def draw_span(
     for cell in manifest.span_cells(span):
         if (num_bytes := reader.frames_bytes(cell)) > _MOST_FRAMES_BYTES:
             raise ConfigError(f"{cell} has {num_bytes} bytes of frames; pictures show at most {_MOST_FRAMES_BYTES}")
-        start, end = reader.cell_range(cell)
-        data = await objects.get(reader.data_name, start, end - start)
-        if data is None:
-            raise StoreError("missing", f"{reader.data_name} is gone")
-        for line in writer.write_cell(cell, reader.decode_cell(cell, data)):
+        pieces = []
+        for name, (start, end) in zip(reader.object_names, reader.cell_ranges(cell), strict=True):
+            data = await objects.get(name, start, end - start)
+            if data is None:
+                raise StoreError("missing", f"{name} is gone")
+            pieces.append(data)
+        for line in writer.write_cell(cell, reader.decode_cell(cell, b"".join(pieces))):
             yield line
     yield f"contact sheet: {writer.write_contact_sheet()}"
 

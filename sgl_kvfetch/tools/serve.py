@@ -24,6 +24,16 @@ def serve(
     capacity: Annotated[
         str | None, option("SIZE", "Most bytes to store, such as 100GiB; then the least recently used is evicted.")
     ] = None,
+    drop_levels: Annotated[
+        int,
+        option(
+            "COUNT",
+            "Levels (config key levels) that a segment loses before any is evicted; each makes the divergence about "
+            "nine times as large.",
+            min=0,
+            max=3,
+        ),
+    ] = 0,
     token: TokenOption = None,
     token_file: Annotated[
         Path | None,
@@ -90,6 +100,7 @@ def serve(
         tls_client_ca=tls_client_ca,
         insecure=insecure,
         capacity_bytes=parse_size(capacity) if capacity is not None else None,
+        drop_levels=drop_levels,
         max_body_bytes=parse_size(max_object),
         max_uploads=max_uploads,
         max_connections=max_connections,

@@ -194,7 +194,7 @@ def _summarise_sides(manifest: Manifest) -> Iterator[SideSummary]:
 def _summarise_variant(stored: StoredSegment, manifest: Manifest, variant: Variant) -> VariantSummary:
     assert stored.manifest is not None
     name = manifest.data_name(variant)
-    stored_bytes = stored.manifest.size_bytes + manifest.data_bytes(variant)
+    stored_bytes = stored.manifest.size_bytes + sum(map(manifest.data_bytes, variant.objects))
     parts = [
         _summarise_part(manifest, variant, group, index)
         for group in range(manifest.grid.num_layer_groups)

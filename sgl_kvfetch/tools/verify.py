@@ -244,8 +244,14 @@ class Verifier:
                 pieces = [self._stored_pieces(manifest.data_bytes(data)) for data in manifest.data]
             else:
                 quantiser = quantiser_from_identity(opened.namespace.quantiser)
-                readers = [SegmentReader(opened, quantiser, index) for index in range(len(opened.variants))]
-                pieces = [*map(self._variant_pieces, readers), *(self._side_pieces(opened, s) for s in opened.sides)]
+                num_variants = len(opened.variants)
+                readers = [SegmentReader(opened, quantiser, index, num_levels=1) for index in range(num_variants)]
+                pieces = [
+                    *map(self._variant_pieces, readers),
+                    # A level is decoded with those before it. Its bytes are compared with the digest in its name.
+                    *(self._stored_pieces(opened.data_bytes(level)) for level in opened.levels),
+                    *(self._side_pieces(opened, side) for side in opened.sides),
+                ]
         except (FormatError, StoreError) as e:
             self._blame(info.name, e)
             return
@@ -306,9 +312,8 @@ class Verifier:
         for span in range(reader.manifest.num_spans):
             for unit in read_units(reader, span, self.read_bytes):
                 num_chunks = len(unit.cells) * reader.manifest.chunks_per_cell
-                yield _Piece(
-                    unit.start, unit.size_bytes, num_chunks, [partial(_decode_cell, unit, c) for c in unit.cells]
-                )
+                ((_, start, end),) = unit.reads
+                yield _Piece(start, end - start, num_chunks, [partial(_decode_cell, unit, c) for c in unit.cells])
 
     def _stored_pieces(self, num_bytes: int) -> Iterator[_Piece]:
         """Yield the pieces of a data object that cannot be decoded, and so is only compared with its digest."""

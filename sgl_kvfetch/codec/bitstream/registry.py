@@ -8,6 +8,7 @@ from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec
 from sgl_kvfetch.codec.bitstream.base import Codec
 from sgl_kvfetch.codec.bitstream.entropy import DeflateCodec, RawCodec, ZstdCodec
 from sgl_kvfetch.codec.bitstream.hevc import HEVC_CODECS
+from sgl_kvfetch.codec.bitstream.levels import LADDER
 from sgl_kvfetch.codec.layout.frames import FLAT
 from sgl_kvfetch.errors import FormatError
 
@@ -15,6 +16,7 @@ CodecName = Literal["ans", "hevc", "hevc420", "zstd", "deflate", "raw"]
 
 _OTHERS = AnsCodec(), AnsTablesCodec(), ZstdCodec(), DeflateCodec(), RawCodec()
 CODECS: dict[str, Codec] = {**HEVC_CODECS, **{codec.name: codec for codec in _OTHERS}}
+READABLE = frozenset({*CODECS, LADDER})  # of a variant's chunks
 
 
 def get_codec(name: str) -> Codec:

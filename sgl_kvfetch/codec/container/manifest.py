@@ -132,6 +132,7 @@ class Variant(msgspec.Struct, frozen=True, omit_defaults=True):
     chunk_digests: bytes = b""  # `signing.chunk_digest` of each chunk, in signed manifests
     encryption: Encryption | None = None  # since version 2.3
     levels: Annotated[tuple[Level, ...], Meta(max_length=MOST_LEVELS - 1)] = ()  # since version 2.4
+    num_dropped: Annotated[int, Meta(ge=0, lt=MOST_LEVELS)] = 0  # levels that a store has dropped; since version 2.4
 
     def frame_sum(self, chunk: int) -> int | None:
         return self.frame_sums[chunk] if self.frame_sums else None
@@ -140,6 +141,22 @@ class Variant(msgspec.Struct, frozen=True, omit_defaults=True):
     def codecs(self) -> frozenset[str]:
         """The codecs that a reader of this variant needs."""
         return frozenset(chunk.codec for chunk in self.chunks)
+
+    @property
+    def objects(self) -> tuple[Variant | Level, ...]:
+        """What has a data object of its own: level 0 with all else, then each further level."""
+        return self, *self.levels
+
+    @property
+    def contents(self) -> list[bytes]:
+        """The checksums of what each chunk decodes to with all levels."""
+        finest = iter(self.levels[-1].chunks if self.levels else ())
+        return [(next(finest, row) if row.codec == LADDER else row).decoded_checksum for row in self.chunks]
+
+    def with_levels(self, count: int) -> Variant:
+        """Return the variant with only the first ``count`` levels; level 0, which it always has, is not counted."""
+        dropped = self.num_dropped + len(self.levels[count:])
+        return msgspec.structs.replace(self, levels=self.levels[:count], num_dropped=dropped)
 
 
 class SidePage(msgspec.Struct, frozen=True, array_like=True):
@@ -392,7 +409,8 @@ class Manifest(msgspec.Struct, frozen=True):
         body = _Body(**{name: getattr(self, name) for name in _Body.__struct_fields__} | changed)
         packed = msgspec.msgpack.encode(body)
         # The lowest version that has its fields.
-        has = self.sides or self.expires is not None, labels, self.is_encrypted, self.levels
+        has_levels = any(variant.levels or variant.num_dropped for variant in self.variants)
+        has = self.sides or self.expires is not None, labels, self.is_encrypted, has_levels
         minor = max((number for number, each in enumerate(has, 1) if each), default=0)
         head = _HEADER.pack(MAGIC, FORMAT_MAJOR, minor, len(packed)) + packed
         num_bytes = len(head) + CHECKSUM_BYTES + TRAILER_BYTES
@@ -551,8 +569,10 @@ def _check_levels(manifest: Manifest, variant: Variant) -> None:
             raise FormatError(f"manifest has the codec {LADDER}, but not one part of {COEFFICIENTS}")
         if not all(layout.is_flat for layout in variant.layouts.values()):
             raise FormatError(f"manifest has the codec {LADDER} in a layout that is not flat")
-    elif variant.levels:
+    elif variant.levels or variant.num_dropped:
         raise FormatError(f"manifest has levels, but no chunk in the codec {LADDER}")
+    if (num_levels := 1 + len(variant.levels) + variant.num_dropped) > MOST_LEVELS:
+        raise FormatError(f"manifest has {num_levels} levels with those that were dropped, more than {MOST_LEVELS}")
     num_cells = manifest.num_spans * manifest.cells_per_span
     for level in variant.levels:
         if len(level.chunks) != num_cells or {chunk.codec for chunk in level.chunks} != {DIGITS}:

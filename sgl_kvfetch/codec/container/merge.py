@@ -9,7 +9,6 @@ from dataclasses import replace
 import msgspec
 import xxhash
 
-from sgl_kvfetch.codec.bitstream.levels import MOST_LEVELS
 from sgl_kvfetch.codec.container.manifest import Cell, Level, Manifest, Variant
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_cells, first_readable
 from sgl_kvfetch.codec.container.sides import join_sides
@@ -83,7 +82,9 @@ def _grid_of(manifest: Manifest) -> tuple[object, ...]:
 
 def _reader_and_data(spec: SegmentSpec, segment: CodedSegment) -> tuple[SegmentReader, list[bytes]]:
     variant = first_readable(segment.manifest)
-    reader = SegmentReader(segment.manifest, spec.quantiser, variant, num_levels=MOST_LEVELS)
+    reader = SegmentReader(segment.manifest, spec.quantiser, variant)
+    if reader.levels_left_out:
+        raise FormatError(f"{segment.manifest.key.stem} has lost levels, and is merged only with one that has, too")
     return reader, [segment.variant_data(variant), *segment.levels_of(variant)]
 
 
@@ -95,8 +96,8 @@ def _common_variants(a: Manifest, b: Manifest) -> list[tuple[int, int]]:
         return [(i, theirs.index(kind(x))) for i, x in enumerate(a.variants) if kind(x) in theirs]
 
     return (
-        pairs(lambda x: (x.codec, x.resolution, x.layouts, len(x.levels)))
-        or pairs(lambda x: (x.layouts, len(x.levels)))[:1]
+        pairs(lambda x: (x.codec, x.resolution, x.layouts, len(x.levels), x.num_dropped))
+        or pairs(lambda x: (x.layouts, len(x.levels), x.num_dropped))[:1]
     )
 
 

@@ -23,7 +23,7 @@ from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder, encode_ladder
 from sgl_kvfetch.codec.bitstream.levels import DIGITS, LADDER, Wide
-from sgl_kvfetch.codec.bitstream.registry import CODECS, get_codec
+from sgl_kvfetch.codec.bitstream.registry import CODECS, READABLE, get_codec
 from sgl_kvfetch.codec.container.manifest import (
     MAX_CHUNK_BYTES,
     MAX_MANIFEST_BYTES,
@@ -379,9 +379,9 @@ class SegmentReader:
     ) -> None:
         """``variant``: its index; None selects the first whose codecs are available. ``rank_heads``: the heads that the
         reading rank has, counted in the model; None for those of the segment. ``num_levels``: how many levels of
-        coefficients to read, if there are so many; a variant with levels cannot be read without it. Raises FormatError
-        if the manifest was not written with this quantiser, or if a codec of the variant is unknown, EncryptedError if
-        it must be opened first, UnsupportedError if the segment's cells have both heads of the rank and others."""
+        coefficients to read; None for all. Raises FormatError if the manifest was not written with this quantiser, or
+        if a codec of the variant is unknown, EncryptedError if it must be opened first, UnsupportedError if the
+        segment's cells have both heads of the rank and others."""
         manifest.require_open()
         self.manifest = manifest
         self.rank_heads = manifest.heads.heads if rank_heads is None else rank_heads
@@ -389,12 +389,13 @@ class SegmentReader:
         self.variant = manifest.variants[first_readable(manifest) if variant is None else variant]
         self.geometry: KVGeometry = manifest.geometry
         self._require_quantiser()
-        for codec in self.variant.codecs - {"" if num_levels is None else LADDER}:
+        for codec in self.variant.codecs - {LADDER}:
             get_codec(codec)
-        self.levels = self.variant.levels[: (num_levels or 1) - 1]
+        self.levels = self.variant.levels[: None if num_levels is None else num_levels - 1]
         self._offsets = [0, *accumulate(chunk.size_bytes for chunk in self.variant.chunks)]
         self._level_offsets = [[0, *accumulate(chunk.size_bytes for chunk in level.chunks)] for level in self.levels]
         self._head_blocks = self._blocks_of_rank()
+        self._coarser: dict[int, SegmentReader] = {}
 
     def _blocks_of_rank(self) -> range:
         """Return the head blocks that have heads of the rank. Raises UnsupportedError if one has others, too."""
@@ -426,11 +427,11 @@ class SegmentReader:
         if cells != made:
             raise FormatError(f"segment has cells of {cells} layers, heads and coefficients, expected {made}")
 
-    @property
+    @cached_property
     def data_name(self) -> str:
         return self.manifest.data_name(self.variant)
 
-    @property
+    @cached_property
     def object_names(self) -> list[str]:
         """The data objects that have a cell's bytes: the variant's, and those of its levels."""
         return [self.data_name, *map(self.manifest.data_name, self.levels)]
@@ -439,6 +440,28 @@ class SegmentReader:
         """Return bytes ``[start, end)`` of a cell in each of ``object_names``. Together they are the cell's bytes."""
         index = self.manifest.cell_index(cell)
         return [self.cell_range(cell), *((offsets[index], offsets[index + 1]) for offsets in self._level_offsets)]
+
+    def coded_bytes(self, cell: Cell) -> int:
+        """Return the size of a cell's bytes."""
+        return sum(end - start for start, end in self.cell_ranges(cell))
+
+    @property
+    def num_levels(self) -> int:
+        """How many levels of coefficients are read."""
+        return 1 + len(self.levels)
+
+    @property
+    def levels_left_out(self) -> int:
+        """How many levels are not read, or not stored any more: each is a step three times as large."""
+        return self.variant.num_dropped + len(self.variant.levels) - len(self.levels)
+
+    def without_levels(self, count: int) -> SegmentReader:
+        """Return the reader that leaves out the last ``count`` levels of this one."""
+        if count and count not in self._coarser:
+            index = self.manifest.variants.index(self.variant)
+            kept = self.num_levels - count
+            self._coarser[count] = SegmentReader(self.manifest, self.quantiser, index, self.rank_heads, kept)
+        return self._coarser[count] if count else self
 
     def cell_data(self, cell: Cell, objects: Sequence[bytes | memoryview]) -> bytes | memoryview:
         """Return a cell's bytes. ``objects``: the contents of ``object_names``."""
@@ -464,11 +487,6 @@ class SegmentReader:
         """Return whether equal cells hold equal values in both segments, which have the same pages."""
         a, b = self.manifest, other.manifest
         return (a.span_pages, a.cell_heads) == (b.span_pages, b.cell_heads)
-
-    def span_range_bytes(self, span: int) -> tuple[int, int]:
-        """Return bytes ``[start, end)`` of a span in the data object."""
-        per_span = self.manifest.cells_per_span * self.manifest.chunks_per_cell
-        return self._offsets[span * per_span], self._offsets[(span + 1) * per_span]
 
     def heads_of(self, cell: Cell) -> range:
         """Return a cell's heads, counted from the rank's first head."""
@@ -499,7 +517,7 @@ class SegmentReader:
         return tuple(
             self if variant is self.variant else SegmentReader(self.manifest, self.quantiser, index, self.rank_heads)
             for index, variant in enumerate(self.manifest.variants)
-            if variant.codecs <= CODECS.keys()
+            if variant.codecs <= READABLE
         )
 
     def decode_cell(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> Quantised:
@@ -579,7 +597,7 @@ class SegmentReader:
     def _stored_pieces(self, cell: Cell, data: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
         """Yield the number and the verified bytes of each of a cell's chunks."""
         start, _ = self.cell_range(cell)
-        expected = sum(end - start for start, end in self.cell_ranges(cell))
+        expected = self.coded_bytes(cell)
         if len(data) != expected:
             raise CorruptError(f"{cell} has {len(data)} bytes, expected {expected}")
         view = memoryview(data)
@@ -654,7 +672,7 @@ def first_readable(manifest: Manifest, engine_codecs: Collection[str] = ()) -> i
     reports the unknown codec. ``engine_codecs`` are decoded by video engines: variants that leave no video codec to the
     CPU are preferred."""
     codecs = [variant.codecs for variant in manifest.variants]
-    readable = [i for i, names in enumerate(codecs) if names <= CODECS.keys()]
+    readable = [i for i, names in enumerate(codecs) if names <= READABLE]
     if engine_codecs:
         on_cpu = {name for name, codec in CODECS.items() if codec.is_video and name not in engine_codecs}
         readable = [i for i in readable if not codecs[i] & on_cpu] or readable

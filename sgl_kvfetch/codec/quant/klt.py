@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec.bitstream.levels import Wide
+from sgl_kvfetch.codec.bitstream.levels import MOST_LEVELS, Wide
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.quant import _klt
@@ -231,6 +231,16 @@ class KltQuantiser(KltIntegers):
     def wide_coefficients(self, place: CellPlace) -> Sequence[Wide]:
         rows = self._rows[self._key(place)]
         return list(map(Wide, rows.wide.tolist(), rows.bits.tolist()))
+
+    def levels_within(self, max_kl: float) -> int:
+        """Return how many levels may be left out if values may cost ``max_kl`` nats a token: each triples the step.
+
+        Raises ConfigError if that is none.
+        """
+        costs = [self.profile.kl_of(self.step * 3**count) for count in range(1, MOST_LEVELS)]
+        if max_kl < costs[0]:
+            raise ConfigError(f"max_kl = {max_kl:g} is below {costs[0]:.2g}, which one level less would cost")
+        return sum(cost <= max_kl for cost in costs)
 
     @property
     def coefficient_shares(self) -> tuple[float, float]:

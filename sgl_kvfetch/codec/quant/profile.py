@@ -160,6 +160,14 @@ class Profile:
                 return float(f"{low.step * (high.step / low.step) ** part:.4g}")
         return self.curve[-1].step
 
+    def kl_of(self, step: float) -> float:
+        """Return what a step costs, in nats a token, interpolated between measured steps; infinite beyond them."""
+        for low, high in itertools.pairwise(self.curve):
+            if step <= high.step:
+                part = math.log(step / low.step) / math.log(high.step / low.step)
+                return low.kl * math.pow(high.kl / low.kl, part)
+        return math.inf
+
     def save(self, path: Path) -> None:
         """Write the file atomically. Raises ConfigError."""
         from safetensors.torch import save

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
-from sgl_kvfetch.plane.fetch.plan import CellsKey, ReadUnit
+from sgl_kvfetch.plane.fetch.plan import CellsKey, ReadUnit, UnitKey
 
 # Yields the units of a lookup's pages that are still to be read. The argument says which cells to leave out.
 Units = Callable[[Callable[[CellsKey], bool]], Iterator[ReadUnit]]
@@ -40,7 +40,7 @@ class ReadAhead:
         self._link = link
         self._budget = budget
         self._transmit = transmit
-        self._reads: dict[tuple[str, int], tuple[ReadUnit, asyncio.Task[bytes], asyncio.TimerHandle]] = {}
+        self._reads: dict[UnitKey, tuple[ReadUnit, asyncio.Task[bytes], asyncio.TimerHandle]] = {}
         self._by_cells: dict[CellsKey, ReadUnit] = {}
         self._lookups: dict[_Lookup, asyncio.Task[None]] = {}
 
@@ -98,7 +98,7 @@ class ReadAhead:
         del self._lookups[lookup]
         timer.cancel()
 
-    def _drop(self, key: tuple[str, int]) -> None:
+    def _drop(self, key: UnitKey) -> None:
         unit, _, _ = self._reads[key]
         task = self.take_read(unit)
         assert task is not None

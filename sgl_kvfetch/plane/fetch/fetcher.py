@@ -11,9 +11,9 @@ import logging
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -24,8 +24,9 @@ from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError, KVFetc
 from sgl_kvfetch.plane.adapt.policy import Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.ahead import ReadAhead
+from sgl_kvfetch.plane.fetch.levels import LevelPolicy, Supply
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
-from sgl_kvfetch.plane.fetch.plan import CellsKey, PageSource, ReadUnit, SpanPart, read_unit, read_units, span_parts
+from sgl_kvfetch.plane.fetch.plan import CellsKey, PageSource, ReadUnit, SpanPart, UnitKey, read_units, span_parts
 from sgl_kvfetch.plane.fetch.restore import Restored, restore_cell, working_bytes
 from sgl_kvfetch.plane.fetch.rounds import Early, FetchProgress, Round
 from sgl_kvfetch.plane.fetch.sink import Destination
@@ -65,11 +66,12 @@ class Fetcher:
         may_delete: bool,
         decode_bytes: int = sys.maxsize,
         policy: Policy | None = None,
+        levels: LevelPolicy | None = None,
     ) -> None:
         """``may_delete``: report damaged segments to the store, which deletes them if they are damaged there.
         ``decode_bytes`` bounds the memory for frames and values between bitstreams and pages; by default, only the
         number of sessions bounds it. ``policy`` chooses among a segment's variants, and needs a pool with a profile;
-        if None, the first decodable variant is read."""
+        if None, the first decodable variant is read. ``levels``: which levels may be left out; by default none."""
         self._store = store
         self.pool = pool
         self._read_bytes = read_bytes
@@ -80,13 +82,14 @@ class Fetcher:
         self._on_device: list[tuple[int, Callable[[], bool]]] = []  # bytes of frames, and whether it has finished
         self.link = Link()
         self._chooser = None if policy is None else VariantChooser(policy, pool, self.link)
+        self.levels = levels or LevelPolicy()
         self._may_delete = may_delete
         self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
         self._running: set[FetchProgress] = set()
         self._ahead = ReadAhead(self.link, self._ahead_budget, partial(self._transmit, request=timeline.NOBODY))
         # Bytes of spans that a fetch used only in part. SGLang fetches in batches of 128 pages, and the next batch or
         # the next turn of a conversation begins with the rest of the span.
-        self._begun: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._begun: OrderedDict[UnitKey, bytes] = OrderedDict()
         self._begun_bytes = inflight_bytes // 8
 
     def close(self, *, wait: bool = True) -> None:
@@ -101,7 +104,7 @@ class Fetcher:
     def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
         """Start to transmit the bytes of these pages, as link and budget allow, and keep them for ``expire_s``
         seconds."""
-        self._ahead.begin(partial(self._units_ahead, span_parts(sources)), expire_s)
+        self._ahead.begin(partial(self._units_ahead, span_parts(sources), self.levels.due_s()), expire_s)
 
     async def probe(self, sources: Sequence[PageSource]) -> None:
         """Measure the link again with the first bytes of pages that will not be fetched, if that is due."""
@@ -110,11 +113,13 @@ class Fetcher:
                 for unit in islice(read_units(sources[0].reader, 0, size_bytes), 2):
                     await self._transmit(unit, timeline.NOBODY)
 
-    def _units_ahead(self, parts: Sequence[SpanPart], is_taken: Callable[[CellsKey], bool]) -> Iterator[ReadUnit]:
+    def _units_ahead(
+        self, parts: Sequence[SpanPart], due_s: float, is_taken: Callable[[CellsKey], bool]
+    ) -> Iterator[ReadUnit]:
         unasked = sum(part.reader.cells_per_span for part in parts)
         for part in parts:
             left = unasked
-            for unit in self._units(part, lambda: left, is_taken):  # noqa: B023, it must see later values
+            for unit in self._units(part, due_s, lambda: left, is_taken):  # noqa: B023, it must see later values
                 left -= len(unit.cells)
                 if unit.key not in self._begun:
                     yield unit
@@ -163,13 +168,14 @@ class Fetcher:
         self, progress: FetchProgress, requested: asyncio.Event, deadline_s: float, request: timeline.Request
     ) -> None:
         """Run all units. Sets ``requested`` when no more can be requested, for now or at all."""
+        due_s = self.levels.due_s()
         try:
             async with asyncio.TaskGroup() as group:
                 for index, (each, part) in enumerate(progress.parts):
                     if self._comes_after(part, deadline_s):
                         progress.is_late = True
                         progress.fail(index, None)
-                    for unit in self._units(part, self._num_unasked):
+                    for unit in self._units(part, due_s, self._num_unasked):
                         if not progress.is_wanted(index):
                             break
                         self._ahead.leave_out(unit)
@@ -202,7 +208,8 @@ class Fetcher:
         goodput_bps = self.link.goodput_bps(now_s)
         if goodput_bps is None:
             return False
-        return now_s + (self.link.outstanding_bytes + part.size_bytes) * 8 / goodput_bps > deadline_s
+        least_bytes = replace(part, reader=self.levels.coarsest(part.reader)).size_bytes
+        return now_s + (self.link.outstanding_bytes + least_bytes) * 8 / goodput_bps > deadline_s
 
     async def _acquire(self, unit: ReadUnit, each: Round, requested: asyncio.Event) -> BytesBudget:
         """Wait for the unit's bytes in a budget. Return that budget."""
@@ -216,51 +223,64 @@ class Fetcher:
         return self._fetch_budget
 
     async def _run_unit(self, unit: ReadUnit, index: int, progress: FetchProgress, request: timeline.Request) -> None:
-        """Take one unit through all three stages."""
-        each, part = progress.parts[index]
-        try:
+        """Take one unit through all three stages; if a level is damaged or gone, once more without it, if it may be
+        left out."""
+        while True:
             try:
-                data = await self._bytes_of(unit, request)
-            except KVFetchError:
-                progress.num_transmitting -= 1
-                raise
-            progress.num_transmitting -= 1
-            each.want()
-            if progress.early is not None:
-                unit.verify(data)
-            progress.num_waiting += 1
-            destination = await asyncio.shield(each.destination)
-            progress.num_waiting -= 1
-            if destination is None:
-                progress.fail(index, None)
-            else:
-                restore = partial(_restore_part, destination, part, request)
-                progress.undecoded_bytes += unit.size_bytes
-                progress.num_first_layers += sum(cell.layer_group == 0 for cell in unit.cells)
-                cells = [
-                    self._restore(
-                        unit, cell, data, restore, progress, working_bytes(unit.reader, cell, destination.sink.pool)
-                    )
-                    for cell in unit.cells
-                ]
-                # Wait for all cells even if one fails: they hold memory until they are done.
-                for error in await asyncio.gather(*cells, return_exceptions=True):
-                    if error is not None:
-                        raise error
-                for cell in unit.cells:
-                    layers, heads = unit.reader.manifest.grid.layers(cell.layer_group), unit.reader.heads_of(cell)
-                    destination.count(layers, heads, len(part.request_pages))
-                progress.restored(index, len(unit.cells))
-                if part.is_begun and part.request_pages[-1] == each.end_page - each.first_page - 1:
-                    self._keep_begun(unit, data)
-        except KVFetchError as e:
-            if isinstance(e, FormatError):
-                metrics.CORRUPT_CHUNKS.inc()
-            if isinstance(e, FormatError) or failure_reason(e) == "missing":
-                self.report_damage(unit.reader)
-            progress.fail(index, e)
+                await self._take_through(unit, index, progress, request)
+                break
+            except KVFetchError as e:
+                is_damage = isinstance(e, FormatError) or failure_reason(e) in ("missing", "truncated")
+                if isinstance(e, FormatError):
+                    metrics.CORRUPT_CHUNKS.inc()
+                if is_damage:
+                    self.report_damage(unit.reader)
+                if not is_damage or self.levels.coarsest(unit.reader) is unit.reader:
+                    progress.fail(index, e)
+                    break
+                unit = replace(unit, reader=unit.reader.without_levels(1))
+                progress.num_transmitting += 1
         if progress.advance():
             raise _SettledError
+
+    async def _take_through(
+        self, unit: ReadUnit, index: int, progress: FetchProgress, request: timeline.Request
+    ) -> None:
+        each, part = progress.parts[index]
+        try:
+            data = await self._bytes_of(unit, request)
+        except KVFetchError:
+            progress.num_transmitting -= 1
+            raise
+        progress.num_transmitting -= 1
+        each.want()
+        if progress.early is not None:
+            unit.verify(data)
+        progress.num_waiting += 1
+        destination = await asyncio.shield(each.destination)
+        progress.num_waiting -= 1
+        if destination is None:
+            progress.fail(index, None)
+            return
+        restore = partial(_restore_part, destination, part, request)
+        progress.undecoded_bytes += unit.size_bytes
+        progress.num_first_layers += sum(cell.layer_group == 0 for cell in unit.cells)
+        pool = destination.sink.pool
+        cells = [
+            self._restore(unit, cell, data, restore, progress, working_bytes(unit.reader, cell, pool))
+            for cell in unit.cells
+        ]
+        # Wait for all cells even if one fails: they hold memory until they are done.
+        for error in await asyncio.gather(*cells, return_exceptions=True):
+            if error is not None:
+                raise error
+        for cell in unit.cells:
+            layers, heads = unit.reader.manifest.grid.layers(cell.layer_group), unit.reader.heads_of(cell)
+            destination.count(layers, heads, len(part.request_pages))
+        metrics.READ_CELLS.labels(str(unit.reader.levels_left_out)).inc(len(unit.cells))
+        progress.restored(index, len(unit.cells))
+        if part.is_begun and part.request_pages[-1] == each.end_page - each.first_page - 1:
+            self._keep_begun(unit, data)
 
     def _consider_early(self, progress: FetchProgress) -> None:
         """Decode layer by layer if all bytes of the fetch are here. Report when it will be done soon enough."""
@@ -338,23 +358,34 @@ class Fetcher:
     def _units(
         self,
         part: SpanPart,
+        due_s: float,
         num_unasked: Callable[[], int],
         is_taken: Callable[[CellsKey], bool] = lambda _: False,
     ) -> Iterator[ReadUnit]:
-        """Yield the units to read of a span. Each unit's variant is chosen when the unit is requested, unless its cells
-        are read ahead already. Cells for which ``is_taken`` returns True are left out. ``num_unasked`` counts the cells
-        not requested yet, including those of the next unit."""
+        """Yield the units to read of a span. Each unit's variant and levels are chosen when the unit is requested,
+        unless its cells are read ahead already. Cells for which ``is_taken`` returns True are left out. ``num_unasked``
+        counts the cells not requested yet, including those of the next unit. ``due_s``: as in `LevelPolicy`."""
+        reader = part.reader
         if self._chooser is None:
-            yield from (u for u in read_units(part.reader, part.span, self._read_bytes) if not is_taken(u.cells_key))
-            return
-        for run in self._chooser.runs(part.reader, part.span):
-            key = part.reader.manifest.key.stem, run[0]
-            if not is_taken(key):
-                unit = self._ahead.find_unit(key)
-                # The segment may have been rewritten meanwhile, with other spans or cells.
-                if unit is None or not unit.reader.has_cells_of(part.reader):
-                    unit = read_unit(self._chooser.choose(part.reader, run, num_unasked()), run)
-                yield unit
+            runs: Iterable[tuple[Cell, ...]] = (u.cells for u in read_units(reader, part.span, self._read_bytes))
+        else:
+            runs = self._chooser.runs(reader, part.span)
+        for run in runs:
+            key = reader.manifest.key.stem, run[0]
+            if is_taken(key):
+                continue
+            unit = self._ahead.find_unit(key)
+            # The segment may have been rewritten meanwhile, with other spans or cells.
+            if unit is None or unit.cells != run or not unit.reader.has_cells_of(reader):
+                chosen = reader if self._chooser is None else self._chooser.choose(reader, run, num_unasked())
+                supply = partial(self._supply, num_unasked)
+                unit = ReadUnit(self.levels.choose(chosen, run[0], due_s, supply), run)
+            yield unit
+
+    def _supply(self, num_unasked: Callable[[], int]) -> Supply:
+        goodput_bps = self.link.goodput_bps()  # an old one, too: the first cells correct it
+        read_bytes_per_s = None if goodput_bps is None else goodput_bps / 8
+        return Supply(num_unasked(), self.link.outstanding_bytes, read_bytes_per_s, self.pool.bytes_per_s)
 
     async def _bytes_of(self, unit: ReadUnit, request: timeline.Request) -> bytes:
         if unit.key in self._begun:
@@ -371,11 +402,9 @@ class Fetcher:
         """Keep these bytes, and evict older ones if there is no room, but never those of the same span."""
         self._begun[unit.key] = data
         self._begun.move_to_end(unit.key)
-        name, span = unit.reader.data_name, unit.cells[0].span
-        first, end = unit.reader.span_range_bytes(span)
         while sum(map(len, self._begun.values())) > self._begun_bytes:
-            oldest_name, oldest_start = oldest = next(iter(self._begun))
-            if oldest_name == name and first <= oldest_start < end:
+            oldest_name, oldest_cell, _ = oldest = next(iter(self._begun))
+            if (oldest_name, oldest_cell.span) == (unit.reader.data_name, unit.cells[0].span):
                 return
             del self._begun[oldest]
 
@@ -402,15 +431,31 @@ class Fetcher:
         data = None
         self.link.started(unit.size_bytes)
         try:
-            data = await self._store.get(unit.reader.data_name, unit.start, unit.size_bytes)
+            data = await self._read(unit)
         finally:
             self.link.ended(unit.size_bytes, started_s, is_whole=data is not None)
-        if data is None:
-            raise StoreError("missing", f"{unit.reader.data_name} is not in the store")
         ended_s = time.monotonic()
         metrics.STAGE_SECONDS.labels("transmit").observe(ended_s - started_s)
         metrics.WIRE_BYTES.labels("read").inc(len(data))
         timeline.add(request, "transmit", started_s, ended_s, bytes=len(data))
+        return data
+
+    async def _read(self, unit: ReadUnit) -> bytes:
+        """Return the bytes of all the unit's objects, one behind the other. Raises StoreError."""
+        reads = unit.reads
+        if len(reads) == 1:
+            return await self._read_object(*reads[0])
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._read_object(*each)) for each in reads]
+        except ExceptionGroup as e:
+            raise e.exceptions[0] from None
+        return b"".join(task.result() for task in tasks)
+
+    async def _read_object(self, name: str, start: int, end: int) -> bytes:
+        data = await self._store.get(name, start, end - start)
+        if data is None:
+            raise StoreError("missing", f"{name} is not in the store")
         return data
 
     def _report_queue(self) -> None:

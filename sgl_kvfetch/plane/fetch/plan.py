@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from sgl_kvfetch.codec import Cell, SegmentReader
 
@@ -12,6 +12,7 @@ _READS_A_SPAN = 8
 _LEAST_READ_BYTES = 128 << 10
 
 CellsKey = tuple[str, Cell]  # a segment and the first cell of a run
+UnitKey = tuple[str, Cell, int]  # a data object, the first cell, and the number of levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +46,26 @@ class SpanPart:
 
     @property
     def size_bytes(self) -> int:
-        return sum(end - start for start, end in map(self.reader.cell_range, self.reader.span_cells(self.span)))
+        return sum(map(self.reader.coded_bytes, self.reader.span_cells(self.span)))
 
 
 @dataclass(frozen=True, slots=True)
 class ReadUnit:
-    """A run of neighbouring cells of one span, read with one ranged GET."""
+    """A run of neighbouring cells of one span, read with one ranged GET of each object: one a level."""
 
     reader: SegmentReader
     cells: tuple[Cell, ...]
-    start: int  # bytes [start, end) of the data object
-    end: int
 
     @property
-    def key(self) -> tuple[str, int]:
-        return self.reader.data_name, self.start
+    def reads(self) -> list[tuple[str, int, int]]:
+        """The objects to read from, and bytes ``[start, end)`` of each."""
+        first, last = self.reader.cell_ranges(self.cells[0]), self.reader.cell_ranges(self.cells[-1])
+        names = self.reader.object_names
+        return [(name, start, end) for name, (start, _), (_, end) in zip(names, first, last, strict=True)]
+
+    @property
+    def key(self) -> UnitKey:
+        return self.reader.data_name, self.cells[0], self.reader.num_levels
 
     @property
     def cells_key(self) -> CellsKey:
@@ -68,7 +74,7 @@ class ReadUnit:
 
     @property
     def size_bytes(self) -> int:
-        return self.end - self.start
+        return sum(end - start for _, start, end in self.reads)
 
     def verify(self, data: bytes) -> None:
         """Verify the compressed bytes. Raises CorruptError."""
@@ -76,9 +82,12 @@ class ReadUnit:
             self.reader.verify_cell(cell, self.piece(cell, data))
 
     def piece(self, cell: Cell, data: bytes) -> memoryview:
-        """Return a cell's part of the unit's bytes."""
-        start, end = self.reader.cell_range(cell)
-        return memoryview(data)[start - self.start : end - self.start]
+        """Return a cell's part of the unit's bytes. ``data``: those of all objects, one behind the other."""
+        view, offset, pieces = memoryview(data), 0, []
+        for (_, first, last), (start, end) in zip(self.reads, self.reader.cell_ranges(cell), strict=True):
+            pieces.append(view[offset + start - first : offset + end - first])
+            offset += last - first
+        return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
 
 def span_parts(sources: Sequence[PageSource]) -> list[SpanPart]:
@@ -91,9 +100,12 @@ def span_parts(sources: Sequence[PageSource]) -> list[SpanPart]:
     return [SpanPart(*place, tuple(held), tuple(held.values())) for place, held in pages.items()]
 
 
-def total_bytes(sources: Sequence[PageSource]) -> int:
-    """Return the number of bytes to read for these pages. Spans are read whole."""
-    return sum(part.size_bytes for part in span_parts(sources))
+def total_bytes(
+    sources: Sequence[PageSource], choose: Callable[[SegmentReader], SegmentReader] = lambda reader: reader
+) -> int:
+    """Return the number of bytes to read for these pages with the readers that ``choose`` returns. Spans are read
+    whole."""
+    return sum(replace(part, reader=choose(part.reader)).size_bytes for part in span_parts(sources))
 
 
 def read_size(span_bytes: int, read_bytes: int) -> int:
@@ -105,20 +117,17 @@ def read_units(reader: SegmentReader, span: int, read_bytes: int) -> Iterator[Re
     """Cut the bytes of a span's cells at cell boundaries into reads of at most about ``read_bytes``. Equal arguments
     give equal units, so that a read started for one caller can serve another."""
     cells = list(reader.span_cells(span))
-    read_bytes = read_size(sum(end - start for start, end in map(reader.cell_range, cells)), read_bytes)
+    read_bytes = read_size(sum(map(reader.coded_bytes, cells)), read_bytes)
     for run in neighbours(reader, cells):
         taken: list[Cell] = []
+        num_bytes = 0
         for cell in run:
-            if taken and reader.cell_range(cell)[1] - reader.cell_range(taken[0])[0] > read_bytes:
-                yield read_unit(reader, taken)
-                taken = []
+            num_bytes += reader.coded_bytes(cell)
+            if taken and num_bytes > read_bytes:
+                yield ReadUnit(reader, tuple(taken))
+                taken, num_bytes = [], reader.coded_bytes(cell)
             taken.append(cell)
-        yield read_unit(reader, taken)
-
-
-def read_unit(reader: SegmentReader, cells: Sequence[Cell]) -> ReadUnit:
-    """Return the read of a run of neighbouring cells."""
-    return ReadUnit(reader, tuple(cells), reader.cell_range(cells[0])[0], reader.cell_range(cells[-1])[1])
+        yield ReadUnit(reader, tuple(taken))
 
 
 def neighbours(reader: SegmentReader, cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:

@@ -41,7 +41,7 @@ class VariantChooser:
         # A policy sees one cell at a time, so give it the mean size: the cells of a run are alike.
         sizes = [v.size_bytes for v in profile.variants]
         for variant, candidate in readers.items():
-            sizes[variant] = -(-sum(end - start for start, end in map(candidate.cell_range, run)) // len(run))
+            sizes[variant] = -(-sum(map(candidate.coded_bytes, run)) // len(run))
         variant = self._policy.choose(
             Situation(
                 profile=profile,

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -73,9 +73,11 @@ class Writer:
         linger_s: float,
         retire_s: float,
         ttl_s: float | None = None,
+        refines: bool = False,
     ) -> None:
         """Call on the event loop that the writer should use. ``retire_s``: see ``Merger``. ``ttl_s``: how long segments
-        live from their commit on; by default for ever."""
+        live from their commit on; by default for ever. ``refines``: write segments that have lost levels again; not for
+        a server that reads coarse values, which it would take for its own."""
         self._store = store
         self._spec = spec
         self._encode_pool = encode_pool
@@ -85,6 +87,7 @@ class Writer:
         self._linger_s = linger_s
         self._queue_bytes = queue_bytes
         self._ttl_s = ttl_s
+        self._refines = refines
         self._room = threading.Condition()
         self._used_bytes = 0
         self.on_settled: Callable[[int], None] = lambda num_pages: None  # called when so many pages leave the queue
@@ -167,11 +170,15 @@ class Writer:
 
     async def _encode_and_commit(self, segment: PageBatch) -> Manifest | None:
         """Return the committed manifest, or None if the store has these pages already."""
+        coarse: list[Manifest] = []
         for _ in range(_ADD_ATTEMPTS):
             found = await self._store.lookup(self._spec.heads.folder, segment.page_hashes)
             if found.from_cache:  # do not encode what cannot be stored
                 raise StoreError("skipped", "the store does not answer; only the local cache does")
             if found.num_pages < len(segment.page_hashes):
+                break
+            coarse = await asyncio.to_thread(_coarse_segments, found.hits) if self._refines else []
+            if coarse:
                 break
             if await self._add_sides(found.hits, segment):
                 return None
@@ -185,6 +192,7 @@ class Writer:
             manifest = msgspec.structs.replace(coded.manifest, expires=math.ceil(time.time() + self._ttl_s))
             coded = replace(coded, manifest=manifest)
         coded, num_bytes = await commit_segment(self._store, coded)
+        self._merger.retire(each for each in coarse if each.key != coded.manifest.key)
         metrics.STAGE_SECONDS.labels("encode").observe(encoded_s - started_s)
         metrics.STAGE_SECONDS.labels("commit").observe(time.monotonic() - encoded_s)
         metrics.WIRE_BYTES.labels("write").inc(num_bytes)
@@ -287,8 +295,7 @@ class Merger:
                 break
             whole = await run(partial(self._merged, left, segment))
             whole, _ = await commit_segment(self._store, whole)
-            for half in (left, segment):
-                self._retiring.begin(self._delete_later(half.manifest))
+            self.retire(half.manifest for half in (left, segment))
             segment, manifest = whole, whole.manifest
             num_merged += 1
         return num_merged
@@ -328,6 +335,11 @@ class Merger:
         more, rest = tuple(contents[1:num_variants]), tuple(contents[num_variants:])
         return CodedSegment(manifest, contents[0], more, level_data=rest[:num_levels], side_data=rest[num_levels:])
 
+    def retire(self, manifests: Iterable[Manifest]) -> None:
+        """Delete segments that others replace, as soon as no reader should still use them."""
+        for manifest in manifests:
+            self._retiring.begin(self._delete_later(manifest))
+
     async def _delete_later(self, manifest: Manifest) -> None:
         await asyncio.sleep(self._retire_s)
         # If deleting fails, the half stays until the store evicts it. That is harmless: lookups prefer longer segments.
@@ -337,6 +349,19 @@ class Merger:
     async def close(self) -> None:
         """Cancel pending deletions. Halves that stay do no harm."""
         await self._retiring.cancel()
+
+
+def _coarse_segments(hits: Sequence[SegmentHit]) -> list[Manifest]:
+    """Return the manifests of segments that have lost levels; none if one of all these has pages beyond its hit, which
+    would be lost."""
+    coarse = []
+    for hit in hits:
+        manifest = decode_manifest(hit.manifest)
+        if hit.num_pages < manifest.num_pages:
+            return []
+        if any(variant.num_dropped for variant in manifest.variants):
+            coarse.append(manifest)
+    return coarse
 
 
 def _may_change(store: Store, manifest: Manifest, stored: bytes) -> bool:

@@ -25,6 +25,7 @@ from sgl_kvfetch.codec import (
     EncryptionKeys,
     Manifest,
     ManifestKeys,
+    Variant,
     decode_manifest,
     open_manifest,
     require_rewritable,
@@ -297,12 +298,11 @@ class Encoder:
         keys, signs = self._store.encryption_keys, self._store.signs
         opened = await self._run(partial(open_manifest, manifest, keys))
         source = cheapest_variant(opened)
-        variant = manifest.variants[source]
-        data = await self._store.get(manifest.data_name(variant), 0, manifest.data_bytes(variant))
-        if data is None:
-            raise StoreError("missing", f"{manifest.data_name(variant)} is gone")
+        data, *levels = await self._objects_of(manifest, manifest.variants[source])
         self._on_step("encode", name)
-        coded = await self._run(partial(transcode, opened, data, missing, source, before_cell=self._before_cell))
+        coded = await self._run(
+            partial(transcode, opened, data, missing, source, levels=levels, before_cell=self._before_cell)
+        )
         coded = await self._run(partial(secure_segment, coded, keys, signs))
         for data_name, new in coded.data_objects():
             self._on_step("put", data_name)
@@ -321,11 +321,19 @@ class Encoder:
                 continue
             checked.add(name)
             self._on_step("check", name)
-            data = await self._store.get(name, 0, whole.data_bytes(variant))
-            if data is None:
-                raise StoreError("missing", f"{name} is gone")
-            await self._run(partial(verify_variant, opened, index, data, before_cell=self._before_cell))
+            data, *levels = await self._objects_of(whole, variant)
+            await self._run(partial(verify_variant, opened, index, data, levels=levels, before_cell=self._before_cell))
         require_same_content(opened)
+
+    async def _objects_of(self, manifest: Manifest, variant: Variant) -> list[bytes]:
+        """Return the contents of a variant's data object and of its levels'. Raises StoreError."""
+        objects = []
+        for each in variant.objects:
+            data = await self._store.get(manifest.data_name(each), 0, manifest.data_bytes(each))
+            if data is None:
+                raise StoreError("missing", f"{manifest.data_name(each)} is gone")
+            objects.append(data)
+        return objects
 
     async def _run(self, compute: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, compute)

@@ -9,8 +9,8 @@ from typing import NamedTuple, get_args
 import msgspec
 
 from sgl_kvfetch.codec import (
-    CODECS,
     MAX_VARIANTS,
+    READABLE,
     RESOLUTIONS,
     CodecName,
     CodedChunk,
@@ -29,7 +29,7 @@ from sgl_kvfetch.codec import (
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
 
 # Rank of the decoding cost; low is fast.
-_COST = {"raw": 0, "ans": 1, "ans-tables": 1, "zstd": 2, "deflate": 3, "hevc": 4, "hevc420": 5}
+_COST = {"raw": 0, "ans": 1, "ans-tables": 1, "ladder": 1, "zstd": 2, "deflate": 3, "hevc": 4, "hevc420": 5}
 
 
 class Target(NamedTuple):
@@ -61,7 +61,10 @@ def find_variant(manifest: Manifest, target: Target) -> Variant | None:
 
 
 def is_done(manifest: Manifest, targets: Sequence[Target], keep_source: bool) -> bool:
-    """Return whether the wanted variants come first, in order. Others may follow only with ``keep_source``."""
+    """Return whether the wanted variants come first, in order. Others may follow only with ``keep_source``. Nothing is
+    made of a segment that has lost levels."""
+    if any(variant.num_dropped for variant in manifest.variants):
+        return True
     found = [(v.codec, v.resolution) for v in manifest.variants]
     return found[: len(targets)] == list(targets) and (keep_source or len(found) == len(targets))
 
@@ -81,15 +84,15 @@ def with_variants(
 
 def cheapest_variant(manifest: Manifest) -> int:
     """Return the index of the variant that is cheapest to decode. Raises FormatError if none can be decoded here."""
-    readable = [i for i, v in enumerate(manifest.variants) if v.codecs <= CODECS.keys()]
+    readable = [i for i, v in enumerate(manifest.variants) if v.codecs <= READABLE]
     if not readable:
         found = sorted(set().union(*(v.codecs for v in manifest.variants)))
-        raise FormatError(f"no variant can be decoded here: codecs are {', '.join(found)}, known {', '.join(CODECS)}")
+        raise FormatError(f"no variant can be decoded here: codecs are {', '.join(found)}, known {', '.join(READABLE)}")
     return min(
         readable,
         key=lambda i: (
             max(_COST[codec] for codec in manifest.variants[i].codecs),
-            manifest.data_bytes(manifest.variants[i]),
+            sum(map(manifest.data_bytes, manifest.variants[i].objects)),
         ),
     )
 
@@ -100,24 +103,27 @@ def transcode(
     targets: Sequence[Target],
     source: int = 0,
     *,
+    levels: Sequence[bytes] = (),
     before_cell: Callable[[], None] = lambda: None,
 ) -> CodedSegment:
     """Return the same segment with ``targets`` as its variants, without side pages. ``data`` is the data object of
-    variant ``source``.
+    variant ``source``, ``levels`` those of its levels.
 
     Needs no profile. Verifies every checksum of the source; checksums of decoded values are the same in all variants.
     Memory use: the coded bytes and one decoded cell. ``before_cell`` may raise to abort. Raises
-    CorruptError, FormatError, and UnsupportedError if a target does not suit the quantiser.
+    CorruptError, FormatError, also if the source has lost levels, and UnsupportedError if a target does not suit the
+    quantiser.
     """
     quantiser = quantiser_from_identity(manifest.namespace.quantiser)
     reader = SegmentReader(manifest, quantiser, source)
+    if reader.levels_left_out:
+        raise FormatError(f"{manifest.key.stem} has lost {reader.levels_left_out} levels: it is no source for others")
     ways = [(target.codec, target_layouts(manifest, quantiser, target.resolution)) for target in targets]
     # With short spans, several resolutions have the same layout. Encode it only once.
     coded: dict[int, list[CodedChunk]] = {ways.index(way): [] for way in ways}
-    view = memoryview(data)
     for cell in manifest.cells():
         before_cell()
-        quantised = reader.decode_cell(cell, view[slice(*reader.cell_range(cell))])
+        quantised = reader.decode_cell(cell, reader.cell_data(cell, (data, *levels)))
         for index, chunks in coded.items():
             codec, layouts = ways[index]
             chunks += encode_cell(manifest, cell, quantised, layouts, codec)
@@ -142,21 +148,27 @@ def target_layouts(manifest: Manifest, quantiser: Quantiser, resolution: str) ->
 
 def require_same_content(manifest: Manifest, *variants: Variant) -> None:
     """Raise CorruptError unless all variants list the same checksums of decoded values."""
-    expected = [chunk.decoded_checksum for chunk in manifest.variants[0].chunks]
+    expected = manifest.variants[0].contents
     for variant in (*manifest.variants, *variants):
-        if [chunk.decoded_checksum for chunk in variant.chunks] != expected:
+        if variant.contents != expected:
             raise CorruptError(f"variants of {manifest.key.stem} have different checksums of decoded values")
 
 
 def verify_variant(
-    manifest: Manifest, variant: int, data: bytes, *, before_cell: Callable[[], None] = lambda: None
+    manifest: Manifest,
+    variant: int,
+    data: bytes,
+    *,
+    levels: Sequence[bytes] = (),
+    before_cell: Callable[[], None] = lambda: None,
 ) -> None:
-    """Decode a variant's whole data object. Raises CorruptError or FormatError unless every checksum matches."""
+    """Decode a variant's whole data object, and its levels'. Raises CorruptError or FormatError unless every checksum
+    matches."""
     reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser), variant)
-    expected = manifest.data_bytes(reader.variant)
-    if len(data) != expected:
-        raise CorruptError(f"{reader.data_name} has {len(data)} bytes, expected {expected}")
-    view = memoryview(data)
+    objects = data, *levels
+    for name, each, rows in zip(reader.object_names, objects, reader.variant.objects, strict=True):
+        if len(each) != (expected := manifest.data_bytes(rows)):
+            raise CorruptError(f"{name} has {len(each)} bytes, expected {expected}")
     for cell in manifest.cells():
         before_cell()
-        reader.decode_cell(cell, view[slice(*reader.cell_range(cell))])
+        reader.decode_cell(cell, reader.cell_data(cell, objects))

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from sgl_kvfetch.codec.bitstream.levels import MOST_LEVELS
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.manifest import Level, Manifest, decode_manifest
 from sgl_kvfetch.codec.container.merge import merge_segments
@@ -140,12 +141,34 @@ def test_neighbours_are_merged_with_their_levels(num_pages: int) -> None:
     assert (merged.data, merged.level_data) == (whole.data, whole.level_data)
 
 
-def test_readers_that_know_no_levels_do_not_read_them() -> None:
-    """Not as coarser values, and not as damage."""
-    with pytest.raises(FormatError, match="codec 'ladder' is unknown"):
-        SegmentReader(segment().manifest, KLT)
-    assert first_readable(segment().manifest) == 0
-    assert SegmentReader(segment().manifest, KLT, num_levels=1).variants == ()
+def test_readers_know_what_they_leave_out_and_what_is_lost() -> None:
+    manifest = segment().manifest
+    assert first_readable(manifest) == 0
+    reader = SegmentReader(manifest, KLT)
+    assert (reader.num_levels, reader.levels_left_out) == (LEVELS, 0)
+    assert reader.without_levels(0) is reader
+    coarser = reader.without_levels(1)
+    assert coarser is reader.without_levels(1)
+    assert (coarser.num_levels, coarser.levels_left_out) == (LEVELS - 1, 1)
+    cell = next(manifest.cells())
+    assert coarser.coded_bytes(cell) < reader.coded_bytes(cell)
+    lost = msgspec.structs.replace(manifest, variants=(manifest.variants[0].with_levels(1),))
+    reader = SegmentReader(decode_manifest(lost.encode()), KLT)
+    assert (reader.num_levels, reader.levels_left_out) == (2, LEVELS - 2)
+    assert reader.without_levels(1).levels_left_out == LEVELS - 1
+
+
+def test_segments_that_lost_levels_are_not_merged_with_whole_ones() -> None:
+    """The merged one would pass for as fine as the other half."""
+    left, right = (make(SPEC, first, 1) for first in (0, 1))
+    (variant,) = left.manifest.variants
+    lost = replace(
+        left,
+        manifest=msgspec.structs.replace(left.manifest, variants=(variant.with_levels(1),)),
+        level_data=left.level_data[:1],
+    )
+    with pytest.raises(FormatError, match="has lost levels"):
+        merge_segments(SPEC, lost, right)
 
 
 def test_levels_are_signed() -> None:
@@ -167,6 +190,9 @@ def test_levels_are_not_encrypted_yet() -> None:
 def test_manifests_say_which_version_has_levels() -> None:
     assert segment().manifest.encode()[4:8] == b"\2\0\4\0"
     assert changed(segment().manifest).encode()[4:8] == b"\2\0\0\0"
+    (variant,) = segment().manifest.variants
+    lost = msgspec.structs.replace(segment().manifest, variants=(variant.with_levels(0),))
+    assert lost.encode()[4:8] == b"\2\0\4\0"
 
 
 def test_levels_that_do_not_fit_are_refused() -> None:
@@ -182,10 +208,13 @@ def test_levels_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(FormatError, match=fault):
             decode_manifest(changed(manifest, *levels).encode())
+    (variant,) = manifest.variants
+    dropped = msgspec.structs.replace(variant, num_dropped=MOST_LEVELS - LEVELS + 1)
+    with pytest.raises(FormatError, match="5 levels with those that were dropped, more than 4"):
+        decode_manifest(msgspec.structs.replace(manifest, variants=(dropped,)).encode())
     at_once = make(replace(SPEC, num_levels=1)).manifest
     with pytest.raises(FormatError, match="levels, but no chunk in the codec ladder"):
         decode_manifest(changed(at_once, first).encode())
-    (variant,) = manifest.variants
     pictures = msgspec.structs.replace(variant, layouts={"coefficients": region_layout(200, 16, "240p")})
     with pytest.raises(FormatError, match="ladder in a layout that is not flat"):
         decode_manifest(msgspec.structs.replace(manifest, variants=(pictures,)).encode())

@@ -130,7 +130,7 @@ async def test_a_failed_read_ahead_fails_the_fetch_that_takes_it(
 
 async def test_a_corrupt_span_ends_the_hit(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
     wanted = sources(segment, range(8))
-    store.flip_from = next(read_units(wanted[0].reader, 2, 600)).start
+    store.flip_from = next(read_units(wanted[0].reader, 2, 600)).reads[0][1]
     pool = PoisonedPool(8)
     result = await fetch(fetcher, wanted, pool, list(range(8)))
     assert result.num_pages == 4

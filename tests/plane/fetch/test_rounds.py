@@ -122,7 +122,7 @@ async def test_a_failure_ends_a_fetch_whose_later_rounds_wait(
     fetcher: Fetcher, segment: Segment, store: SpoiltStore
 ) -> None:
     wanted = sources(segment, range(8))
-    store.fail_from = next(read_units(wanted[0].reader, 2, 600)).start
+    store.fail_from = next(read_units(wanted[0].reader, 2, 600)).reads[0][1]
     rounds, task = await start(fetcher, segment, [2, 8])
     pool = PoisonedPool(8)
     give(rounds[0], pool)

@@ -1,0 +1,148 @@
+"""A full directory drops the last levels of what was used least before it evicts segments."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.fetching import fetch_pages
+from harness.memory_pool import MemoryPool
+from harness.waiting import WAIT_S
+from sgl_kvfetch.codec.bitstream.base import Decoders
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.segment import CodedSegment
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.fetch.finder import PageFinder
+from sgl_kvfetch.plane.fetch.levels import LevelPolicy
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.write.writer import commit_segment
+from sgl_kvfetch.stores import Pin
+from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, segment
+from tests.segments import page_hashes
+
+WHOLE = len(segment().manifest.encode()) + sum(len(data) for _, data in segment().data_objects())
+FOLDER = SPEC.heads.folder
+MakeStore = Callable[..., LocalStore]
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[MakeStore]:
+    """Makes stores with room for six whole segments."""
+    stores = []
+
+    def make(**options: int) -> LocalStore:
+        stores.append(LocalStore(tmp_path, capacity_bytes=6 * WHOLE, **options))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        await store.close()
+
+
+def chain(number: int) -> CodedSegment:
+    hashes = tuple(page_hashes(4, f"chain {number}"))
+    return replace(segment(), manifest=msgspec.structs.replace(segment().manifest, page_hashes=hashes))
+
+
+async def fill(store: LocalStore, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        await commit_segment(store, chain(number))
+
+
+async def lost(store: LocalStore, number: int) -> int | None:
+    """Return how many levels a segment has lost, None if it is not found."""
+    hits = (await store.lookup(FOLDER, chain(number).manifest.page_hashes)).hits
+    return decode_manifest(hits[0].manifest).variants[0].num_dropped if hits else None
+
+
+def disk_bytes(root: Path) -> int:
+    return sum(path.stat().st_size for path in (root / FOLDER).iterdir())
+
+
+async def test_levels_go_before_segments(make: MakeStore, tmp_path: Path) -> None:
+    store = make(drop_levels=1)
+    await fill(store, range(7))
+    assert [await lost(store, number) for number in range(7)].count(None) == 0
+    assert (await lost(store, 0), await lost(store, 6)) == (1, 0)
+    usage = await store.usage()
+    assert usage.num_evicted == 0
+    assert usage.num_dropped_levels >= 2
+    assert disk_bytes(tmp_path) == usage.stored_bytes <= 6 * WHOLE
+
+    await fill(store, range(7, 40))
+    assert (await store.usage()).num_evicted > 0
+    found = [await lost(store, number) for number in range(40)]
+    assert set(found) == {0, 1, None}
+    assert found[-1] is not None
+    assert disk_bytes(tmp_path) == (await store.usage()).stored_bytes <= 6 * WHOLE
+
+
+async def test_without_being_told_no_level_is_dropped(make: MakeStore) -> None:
+    store = make()
+    await fill(store, range(12))
+    assert {await lost(store, number) for number in range(12)} == {0, None}
+
+
+async def test_as_many_levels_are_dropped_as_allowed(make: MakeStore) -> None:
+    store = make(drop_levels=LEVELS - 1)
+    await fill(store, range(40))
+    assert LEVELS - 1 in {await lost(store, number) for number in range(40)}
+
+
+async def test_what_is_pinned_or_has_two_variants_keeps_its_levels(make: MakeStore) -> None:
+    store = make(drop_levels=1)
+    await fill(store, [0])
+    await store.put_pin(Pin("a prompt", 1, b"".join(chain(0).manifest.page_hashes)))
+    other = chain(1)
+    (variant,) = other.manifest.variants
+    twice = msgspec.structs.replace(other.manifest, variants=(variant, msgspec.structs.replace(variant, codec="raw")))
+    await commit_segment(
+        store, replace(other, manifest=twice, more_data=(other.data,), level_data=other.level_data * 2)
+    )
+    await fill(store, range(2, 6))
+    assert await lost(store, 0) == 0
+    assert await lost(store, 1) == 0
+    assert await lost(store, 2) == 1
+
+
+async def test_what_is_written_again_has_all_levels(make: MakeStore) -> None:
+    store = make(drop_levels=1)
+    await fill(store, range(7))
+    assert await lost(store, 0) == 1
+    await fill(store, [0])
+    assert await lost(store, 0) == 0
+
+
+async def test_a_catalog_made_anew_knows_what_was_dropped(make: MakeStore) -> None:
+    store = make(drop_levels=1)
+    await fill(store, range(7))
+    before = [await lost(store, number) for number in range(7)]
+    await store.rebuild()
+    assert [await lost(store, number) for number in range(7)] == before
+    await fill(store, range(7, 9))
+    assert {await lost(store, number) for number in range(9)} <= {0, 1, None}
+
+
+async def test_a_level_that_is_dropped_between_lookup_and_fetch(make: MakeStore) -> None:
+    """The levels before it count."""
+    store = make(drop_levels=1)
+    await fill(store, [0])
+    hashes = list(chain(0).manifest.page_hashes)
+    with closing(DecodePool[Decoders]([{}])) as pool:
+        levels = LevelPolicy(1, 1e9)
+        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=True, levels=levels)
+        finder = PageFinder(store, SPEC.heads, KLT, print, most_left_out=1)
+        sources = await finder.find_pages(hashes, WAIT_S)
+        await fill(store, range(1, 7))
+        assert await lost(store, 0) == 1
+        memory = MemoryPool(GEOMETRY, 4, 0.0)
+        result = await fetch_pages(fetcher, sources, range(4), GuardedSink(memory), WAIT_S)
+        assert (result.num_pages, result.failures) == (4, ())
+    assert await lost(store, 0) == 1  # reported, and found sound

@@ -1,0 +1,205 @@
+"""Fetches of segments whose coefficients are in levels: how many are read, and what faults of a level do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+import pytest
+import torch
+
+from harness.fetching import fetch_pages
+from harness.memory_pool import MemoryPool
+from harness.metrics import own_metric
+from harness.waiting import WAIT_S, until
+from sgl_kvfetch.codec.bitstream.base import Decoders
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader
+from sgl_kvfetch.codec.quant.base import CellValues
+from sgl_kvfetch.errors import CorruptError, StoreError
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
+from sgl_kvfetch.plane.fetch.finder import PageFinder
+from sgl_kvfetch.plane.fetch.levels import LevelPolicy, Supply
+from sgl_kvfetch.plane.fetch.plan import PageSource, read_units
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.write.writer import commit_segment
+from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, make
+from tests.plane.fetch.conftest import SpoiltStore, assert_nothing_held
+
+NUM_PAGES = 4
+ANY, NONE = LevelPolicy(LEVELS - 1, 1e9), LevelPolicy()
+AT_ONCE = LevelPolicy(LEVELS - 1, 1e-9)  # always too late
+
+
+@pytest.fixture
+async def laddered(store: SpoiltStore) -> CodedSegment:
+    coded, _ = await commit_segment(store, make(num_pages=NUM_PAGES))
+    return coded
+
+
+@pytest.fixture
+def pool() -> Iterator[DecodePool[Decoders]]:
+    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
+        yield pool
+
+
+def fetcher_of(store: SpoiltStore, pool: DecodePool[Decoders], levels: LevelPolicy) -> Fetcher:
+    return Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=True, levels=levels)
+
+
+def sources(coded: CodedSegment) -> list[PageSource]:
+    reader = SegmentReader(coded.manifest, KLT)
+    return [PageSource(reader, page) for page in range(coded.manifest.num_pages)]
+
+
+async def fetched(fetcher: Fetcher, wanted: list[PageSource]) -> tuple[FetchResult, CellValues]:
+    memory = MemoryPool(GEOMETRY, NUM_PAGES, 57.0)
+    result = await fetch_pages(fetcher, wanted, range(NUM_PAGES), GuardedSink(memory), WAIT_S)
+    await assert_nothing_held(fetcher)
+    return result, CellValues(*(memory.read(tensor, range(NUM_PAGES)) for tensor in ("k", "v")))
+
+
+def values_at(coded: CodedSegment, num_levels: int) -> CellValues:
+    """The values that the first levels restore, by page as in the pool."""
+    reader = SegmentReader(coded.manifest, KLT, num_levels=num_levels)
+    memory = MemoryPool(GEOMETRY, NUM_PAGES, 0.0)
+    objects = [coded.data, *coded.level_data][:num_levels]
+    for cell in coded.manifest.cells():
+        values = reader.dequantise_cell(cell, reader.decode_cell(cell, reader.cell_data(cell, objects)))
+        memory.write(
+            coded.manifest.grid.layers(cell.layer_group),
+            coded.manifest.grid.heads(cell.head_block),
+            range(*coded.manifest.span_range(cell.span)),
+            values,
+        )
+    return CellValues(*(memory.read(tensor, range(NUM_PAGES)) for tensor in ("k", "v")))
+
+
+def same(a: CellValues, b: CellValues) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("levels", [NONE, ANY], ids=["by default", "with time"])
+async def test_all_levels_are_read_unless_they_are_late(
+    store: SpoiltStore, pool: DecodePool[Decoders], laddered: CodedSegment, levels: LevelPolicy
+) -> None:
+    result, values = await fetched(fetcher_of(store, pool, levels), sources(laddered))
+    assert result == FetchResult(NUM_PAGES, (), False)
+    assert same(values, values_at(laddered, LEVELS))
+    assert not same(values, values_at(laddered, LEVELS - 1))
+
+
+@pytest.mark.parametrize("most_left_out", [0, 1, 2])
+async def test_levels_that_would_be_late_are_left_out_as_far_as_allowed(
+    store: SpoiltStore, pool: DecodePool[Decoders], laddered: CodedSegment, most_left_out: int
+) -> None:
+    fetcher = fetcher_of(store, pool, LevelPolicy(most_left_out, 1e-9))
+    await fetched(fetcher, sources(laddered))  # measures the link
+    before = own_metric("sgl_kvfetch_read_cells_total", levels_left_out=str(most_left_out))
+    result, values = await fetched(fetcher, sources(laddered))
+    assert result == FetchResult(NUM_PAGES, (), False)
+    assert same(values, values_at(laddered, LEVELS - most_left_out))
+    num_cells = len(list(laddered.manifest.cells()))
+    assert own_metric("sgl_kvfetch_read_cells_total", levels_left_out=str(most_left_out)) == before + num_cells
+
+
+async def test_cells_of_one_unit_are_the_same_at_all_levels(laddered: CodedSegment) -> None:
+    reader = SegmentReader(laddered.manifest, KLT)
+    objects = [laddered.data, *laddered.level_data]
+    for unit in read_units(reader, 0, 600):
+        for count in range(LEVELS):
+            coarser = replace(unit, reader=reader.without_levels(count))
+            data = b"".join(objects[i][start:end] for i, (_, start, end) in enumerate(coarser.reads))
+            assert len(data) == coarser.size_bytes
+            coarser.verify(data)
+            for cell in unit.cells:
+                assert coarser.piece(cell, data) == coarser.reader.cell_data(cell, objects[: LEVELS - count])
+
+
+async def test_what_was_read_ahead_is_fetched_in_the_same_levels(
+    store: SpoiltStore, pool: DecodePool[Decoders], laddered: CodedSegment
+) -> None:
+    fetcher = fetcher_of(store, pool, ANY)
+    fetcher.read_ahead(sources(laddered), expire_s=60)
+    await until(lambda: fetcher.link.goodput_bps() is not None)
+    fetcher.levels = AT_ONCE
+    result, values = await fetched(fetcher, sources(laddered))
+    assert result.num_pages == NUM_PAGES
+    assert same(values, values_at(laddered, LEVELS))
+
+
+@pytest.mark.parametrize("fault", ["missing", "corrupt"])
+@pytest.mark.parametrize("level", range(1, LEVELS))
+async def test_the_levels_before_a_bad_one_count(
+    store: SpoiltStore, pool: DecodePool[Decoders], laddered: CodedSegment, level: int, fault: str
+) -> None:
+    name = laddered.manifest.data_name(laddered.manifest.levels[level - 1])
+    if fault == "missing":
+        assert await store.delete(name)
+    else:
+        path = store.root / name
+        path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    result, values = await fetched(fetcher_of(store, pool, ANY), sources(laddered))
+    assert result == FetchResult(NUM_PAGES, (), False)
+    expected = values_at(laddered, level), values_at(laddered, LEVELS)  # only one cell is corrupt
+    if fault == "missing":
+        assert same(values, expected[0])
+    else:
+        assert not same(values, expected[1])
+    assert set(store.reports) == {laddered.manifest.key.manifest_name}
+
+    result, _ = await fetched(fetcher_of(store, pool, NONE), sources(laddered))
+    kind = StoreError if fault == "missing" else CorruptError
+    assert result.num_pages < NUM_PAGES
+    assert isinstance(result.failures[0], kind)
+
+
+async def test_without_the_first_level_there_is_nothing(
+    store: SpoiltStore, pool: DecodePool[Decoders], laddered: CodedSegment
+) -> None:
+    assert await store.delete(laddered.data_name)
+    result, _ = await fetched(fetcher_of(store, pool, ANY), sources(laddered))
+    assert result.num_pages == 0
+    assert isinstance(result.failures[0], StoreError)
+
+
+async def test_segments_that_lost_more_levels_than_allowed_are_misses(
+    store: SpoiltStore, laddered: CodedSegment
+) -> None:
+    (variant,) = laddered.manifest.variants
+    lost = msgspec.structs.replace(laddered.manifest, variants=(variant.with_levels(1),))
+    await store.put(lost.key.manifest_name, lost.encode())
+    faults: list[Exception] = []
+    find = partial(PageFinder, store, SPEC.heads, KLT, faults.append)
+    assert len(await find(most_left_out=1).find_pages(list(lost.page_hashes), WAIT_S)) == NUM_PAGES
+    assert not faults
+    assert await find(most_left_out=0).find_pages(list(lost.page_hashes), WAIT_S) == []
+    (fault,) = faults
+    assert isinstance(fault, StoreError)
+    assert (fault.reason, "has lost 1 levels; 0 may be left out" in str(fault)) == ("coarse", True)
+
+
+def test_as_many_levels_are_chosen_as_the_slower_of_link_and_decoders_brings_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sgl_kvfetch.plane.fetch.levels.time.monotonic", lambda: 100.0)
+    reader = SegmentReader(make(num_pages=NUM_PAGES).manifest, KLT)
+    cell = next(reader.manifest.cells())
+    sizes = [reader.without_levels(count).coded_bytes(cell) for count in range(LEVELS)]
+    policy = LevelPolicy(1, 2.0)
+    assert policy.due_s() == 102.0
+
+    def left_out(num_bytes: float, outstanding: int = 0, *, decodes: float | None = None) -> int:
+        supply = Supply(10, outstanding, num_bytes / 2, decodes)
+        return policy.choose(reader, cell, 102.0, lambda: supply).levels_left_out
+
+    assert left_out(10 * sizes[0]) == 0
+    assert left_out(10 * sizes[0] - 2) == 1
+    assert left_out(10 * sizes[0], outstanding=1) == 1
+    assert left_out(10 * sizes[0], decodes=5 * sizes[0] - 1.0) == 1
+    assert left_out(10 * sizes[2]) == 1  # no more than allowed
+    unknown = Supply(10, 0, None, None)
+    assert policy.choose(reader, cell, 102.0, lambda: unknown).levels_left_out == 0
