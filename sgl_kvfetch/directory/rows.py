@@ -162,7 +162,7 @@ def index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) ->
 def _levels(manifest: Manifest, content: bytes) -> tuple[int, int]:
     """Return how many levels may be dropped, and how many have been. All variants hold the same values, so none may
     become coarser alone; and a signed manifest is only replaced by those with its key."""
-    if len(manifest.variants) > 1 or split_signature(content)[1]:
+    if len(manifest.variants) != 1 or split_signature(content)[1]:
         return 0, 0
     return len(manifest.levels), manifest.variants[0].num_dropped
 

@@ -29,6 +29,7 @@ class FakeManifest:
     expires: int | None = None
     previous_hash: bytes | None = None
     namespace: Namespace = NAMESPACE
+    variants: tuple[()] = ()
 
     @property
     def key(self) -> SegmentKey:

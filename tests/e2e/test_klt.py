@@ -39,10 +39,13 @@ def profile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, store: StoreProcess, profile: Path) -> None:
     """As transformers does from the same KV, quantised in memory; see ``test_round_trip.test_quantised``. Positions
-    are at stake here: the second half of the prompt is written by itself, and stands where it stood."""
+    are at stake here: the second half of the prompt is written by itself, and stands where it stood. It is stored in
+    levels, all of which are read. Another server leaves some out, because it has no time."""
     calibrated = load_profile(profile)
     target_kl = calibrated.curve[len(calibrated.curve) // 2].kl
-    flags = hicache_args(store.url, profile=str(profile), target_kl=target_kl)
+    quantiser = KltQuantiser(calibrated, target_kl)
+    config = {"profile": str(profile), "target_kl": target_kl, "lookup_timeout_s": WAIT_S, "fetch_timeout_s": WAIT_S}
+    flags = hicache_args(store.url, **config, levels={"count": 3})
     prompt = make_prompt(0)
     with SGLangServer(model, extra_args=flags) as server:
         ask(server, prompt[:320])
@@ -55,13 +58,29 @@ def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, store: Sto
         metrics = server.metrics()
     num_cached = from_storage(answer)
     assert num_cached >= 0.9 * 640
-    quantiser = KltQuantiser(calibrated, target_kl)
     tokens, logprobs = continue_from_quantised(model, prompt, num_cached, quantiser, len(answer.output_ids))
     assert answer.output_ids == tokens
     # A coefficient halfway between two integers may become the other one, if sums are taken in another order.
     assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)
     assert _first_differs(answer, computed)
     assert read_metric(metrics, "sgl_kvfetch_misses_total") == 0
+    assert _num_cells(metrics, 0) > 0
+    assert _num_cells(metrics, 1) == 0
+
+    hurried = {"count": 3, "max_kl": calibrated.kl_of(3 * quantiser.step), "within_s": 1e-6}
+    flags = hicache_args(store.url, **config, levels=hurried, mode="read_only")
+    with SGLangServer(model, extra_args=flags) as server:
+        coarse = ask(server, prompt)
+        metrics = server.metrics()
+    assert from_storage(coarse) == num_cached
+    assert _num_cells(metrics, 1) > 0
+    assert _num_cells(metrics, 2) == 0
+    assert read_metric(metrics, "sgl_kvfetch_misses_total") == 0
+    assert coarse.logprobs[0] != pytest.approx(answer.logprobs[0], abs=1e-5)
+
+
+def _num_cells(metrics: str, levels_left_out: int) -> float:
+    return read_metric(metrics, "sgl_kvfetch_read_cells_total", levels_left_out=str(levels_left_out))
 
 
 def _first_differs(answer: Generation, computed: Generation) -> bool:

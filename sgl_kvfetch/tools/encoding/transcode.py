@@ -9,6 +9,7 @@ from typing import NamedTuple, get_args
 import msgspec
 
 from sgl_kvfetch.codec import (
+    CODECS,
     MAX_VARIANTS,
     READABLE,
     RESOLUTIONS,
@@ -87,7 +88,7 @@ def cheapest_variant(manifest: Manifest) -> int:
     readable = [i for i, v in enumerate(manifest.variants) if v.codecs <= READABLE]
     if not readable:
         found = sorted(set().union(*(v.codecs for v in manifest.variants)))
-        raise FormatError(f"no variant can be decoded here: codecs are {', '.join(found)}, known {', '.join(READABLE)}")
+        raise FormatError(f"no variant can be decoded here: codecs are {', '.join(found)}, known {', '.join(CODECS)}")
     return min(
         readable,
         key=lambda i: (
