@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from benchmarks.scaling.__main__ import main as scaling
 from benchmarks.soak.__main__ import main as soak
 from benchmarks.store.__main__ import main as store
 from benchmarks.store.nginx import find_nginx
+from benchmarks.stores import levels
 from benchmarks.stores.__main__ import main as stores
 from harness.faults import Fault
 from harness.redis_server import REDIS, REDIS_MISSING
 from tests.benchmarks.conftest import Run
+from tests.codec.container.test_levels import SPEC, make as make_laddered
 
 PNG = b"\x89PNG"
 
@@ -198,3 +201,20 @@ def test_real_model(real_model: Path) -> None:
     tokens = model.generate(**tokenizer("The capital of France is", return_tensors="pt"), max_new_tokens=1)
     assert tokenizer.decode(tokens[0]) == "The capital of France is Paris"
     assert prose().startswith('The "assert" statement')
+
+
+def test_levels_in_a_store_that_is_too_small(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve blocks are asked for again. A store with room for ten has them all without their last levels."""
+    coded = make_laddered(replace(SPEC, num_levels=2), 0, 1)
+    block = levels.Block(coded.manifest, (coded.data, *coded.level_data), (1.0, 9.0))
+    monkeypatch.setattr(levels, "make_block", lambda model, profile: block)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(f'{{"hash_ids": [{number}]}}\n' for number in (*range(12), *range(12))))
+    rows = run(levels.main, trace, "--parts", "0.9,1.1", "--model", "m", "--profile", "p")["rows"]
+    assert [(row["part"], row["drop_levels"]) for row in rows] == [(0.9, 0), (0.9, 1), (1.1, 0), (1.1, 1)]
+    short, dropping, large, idle = rows
+    assert short["served_tokens"] < dropping["served_tokens"] <= large["served_tokens"] == idle["served_tokens"]
+    assert large["served_tokens"] == 12 * levels.BLOCK_TOKENS
+    assert (short["kl"], large["kl"], idle["kl"]) == (1.0 if short["served_tokens"] else 0.0, 1.0, 1.0)
+    assert 1.0 < dropping["kl"] <= 9.0
+    assert short["num_dropped"] == large["num_dropped"] == 0 < dropping["num_dropped"]

@@ -132,7 +132,7 @@ class Variant(msgspec.Struct, frozen=True, omit_defaults=True):
     chunk_digests: bytes = b""  # `signing.chunk_digest` of each chunk, in signed manifests
     encryption: Encryption | None = None  # since version 2.3
     levels: Annotated[tuple[Level, ...], Meta(max_length=MOST_LEVELS - 1)] = ()  # since version 2.4
-    num_dropped: Annotated[int, Meta(ge=0, lt=MOST_LEVELS)] = 0  # levels that a store has dropped; since version 2.4
+    num_dropped: Annotated[int, Meta(ge=0, lt=MOST_LEVELS)] = 0  # levels that a store has dropped; since version 2.5
 
     def frame_sum(self, chunk: int) -> int | None:
         return self.frame_sums[chunk] if self.frame_sums else None
@@ -409,8 +409,8 @@ class Manifest(msgspec.Struct, frozen=True):
         body = _Body(**{name: getattr(self, name) for name in _Body.__struct_fields__} | changed)
         packed = msgspec.msgpack.encode(body)
         # The lowest version that has its fields.
-        has_levels = any(variant.levels or variant.num_dropped for variant in self.variants)
-        has = self.sides or self.expires is not None, labels, self.is_encrypted, has_levels
+        lost = any(variant.num_dropped for variant in self.variants)
+        has = self.sides or self.expires is not None, labels, self.is_encrypted, self.levels, lost
         minor = max((number for number, each in enumerate(has, 1) if each), default=0)
         head = _HEADER.pack(MAGIC, FORMAT_MAJOR, minor, len(packed)) + packed
         num_bytes = len(head) + CHECKSUM_BYTES + TRAILER_BYTES

@@ -192,7 +192,7 @@ def test_manifests_say_which_version_has_levels() -> None:
     assert changed(segment().manifest).encode()[4:8] == b"\2\0\0\0"
     (variant,) = segment().manifest.variants
     lost = msgspec.structs.replace(segment().manifest, variants=(variant.with_levels(0),))
-    assert lost.encode()[4:8] == b"\2\0\4\0"
+    assert lost.encode()[4:8] == b"\2\0\5\0"
 
 
 def test_levels_that_do_not_fit_are_refused() -> None:
