@@ -392,7 +392,7 @@ def test_what_a_newer_version_wrote_is_not_written_again() -> None:
     require_rewritable(manifest.encode())
     newer = as_newer(manifest.encode())
     assert decode_manifest(newer) == manifest
-    with pytest.raises(FormatVersionError, match=r"version 2\.5"):
+    with pytest.raises(FormatVersionError, match=r"version 2\.6"):
         require_rewritable(newer)
 
 
