@@ -32,7 +32,7 @@ from sgl_kvfetch.plane import (
 )
 from sgl_kvfetch.plugin.device.board import Board, Done, PageCount, Ticket
 from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
-from sgl_kvfetch.plugin.device.prefill import FetchOrRecompute, PrefillSpeed
+from sgl_kvfetch.plugin.device.prefill import FetchLag, FetchOrRecompute, PrefillSpeed
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.weight_updates import Access
 
@@ -49,6 +49,7 @@ class LookupWork:
     number: int | None = None  # the data plane's number for this lookup
     num_chosen: int = 0  # pages to be fetched
     deadline_s: float = 0.0  # by when the found pages must arrive, in time.monotonic()
+    expected_s: float | None = None  # when the fetch should end, if no other one is ahead of it; as `deadline_s`
 
 
 class Finding(NamedTuple):
@@ -143,6 +144,7 @@ class DeviceBackend:
         self._report = board.report
         self._speed = speed
         self._choice = FetchOrRecompute()
+        self._lag = FetchLag()
         self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy", use_one_thread)
         self._num_losses = 0  # of the data plane, as far as reported
 
@@ -194,10 +196,13 @@ class DeviceBackend:
     ) -> None:
         """Decide and report. Runs on the scheduler's thread, unless the data plane has ended."""
         is_fetched = True
+        now_s = time.monotonic()
         try:
             if found.num_pages:
-                is_fetched = self._is_fetched(found.num_pages, found.cost, num_ahead())
-            now_s = time.monotonic()
+                ahead = num_ahead()
+                is_fetched = self._is_fetched(found.num_pages, found.cost, ahead, self._lag.seconds(now_s))
+                if not ahead and found.cost.seconds is not None:
+                    work.expected_s = now_s + found.cost.seconds
             work.deadline_s = now_s + self._config.fetch_timeout_s
             timeline.add(request, "lookup", started_s, now_s, pages=len(work.hashes), found=found.num_pages)
             if is_fetched:
@@ -206,16 +211,17 @@ class DeviceBackend:
         finally:
             self._report(ticket, Finding(found.num_pages, int(is_fetched)))
 
-    def _is_fetched(self, num_pages: int, cost: Cost, num_ahead: int) -> bool:
+    def _is_fetched(self, num_pages: int, cost: Cost, num_ahead: int, lag_s: float) -> bool:
         """Return whether to fetch ``num_pages`` pages. ``cost``: of these pages alone. ``num_ahead``: pages that will
-        be fetched before them; each is assumed to cost as much. Ranks may differ, so they must agree before they act.
-        """
+        be fetched before them; each is assumed to cost as much. ``lag_s``: that a fetch takes besides. Ranks may
+        differ, so they must agree before they act."""
         if self._config.device.recompute == "never":
             metrics.DEVICE_DECISIONS.labels("fetch", "configured").inc()
             return True
         num_tokens, times = num_pages * self.pages.geometry.page_size, 1 + num_ahead / num_pages
         in_turn = Cost(*(None if seconds is None else times * seconds for seconds in (cost.transmit_s, cost.decode_s)))
-        decision = self._choice.decide(num_tokens, in_turn, self._speed.seconds_saved(num_tokens))
+        saved_s = self._speed.seconds_saved(num_tokens)
+        decision = self._choice.decide(num_tokens, in_turn, None if saved_s is None else saved_s - lag_s)
         metrics.DEVICE_DECISIONS.labels("fetch" if decision.is_fetched else "recompute", decision.reason).inc()
         return decision.is_fetched
 
@@ -252,7 +258,13 @@ class DeviceBackend:
         if early_ticket is not None:
             call.certain.add_done_callback(lambda done: self._report(early_ticket, Certainty(int(done.result()))))
         call.link.add_done_callback(lambda _: self._report(link_ticket, Done()))
+        call.end.add_done_callback(partial(self._measure, lookup, call, len(pages)))
         return call
+
+    def _measure(self, lookup: LookupWork, call: FetchCall, num_pages: int, _: Future[None]) -> None:
+        """Compare when a whole fetch has ended with what was expected."""
+        if lookup.expected_s is not None and sum(over.result() for over in call.over) == num_pages == lookup.num_chosen:
+            self._lag.ended(time.monotonic(), lookup.expected_s)
 
     def await_end(self, ticket: Ticket[Done], call: FetchCall) -> None:
         """Report when a fetch is over."""
@@ -268,7 +280,7 @@ class DeviceBackend:
         try:
             if (cost := here.result()) is not None:
                 # The lookup already decided on the first round.
-                is_wanted = index == 0 or self._is_fetched(num_left, cost, 0)
+                is_wanted = index == 0 or self._is_fetched(num_left, cost, 0, 0.0)
                 start = RoundStart.WANTED if is_wanted else RoundStart.STOP
         finally:
             self._report(ticket, RoundStarts(start))

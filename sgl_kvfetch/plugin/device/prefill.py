@@ -21,6 +21,7 @@ _MIN_SPREAD = 2.0
 MARGIN = 1.05
 # A batch whose requests have so many times as many tokens before it as in it is what is left to compute after a fetch.
 _TAIL_FACTOR = 8
+LAG_COUNTS_S = 60.0
 _NEAR = 0.1  # doublings; batches whose sizes differ by less have about the same weight
 
 
@@ -145,6 +146,25 @@ def _weighted_median(values: list[tuple[float, float]]) -> float:
         if half <= 0:
             return value
     raise AssertionError("no values")
+
+
+class FetchLag:
+    """Measures how much later fetches end than link and decoders say: because of the first bytes, the last cells, and
+    the way to the scheduler. Pure: times are arguments. Any thread adds and reads.
+
+    Only the last minute counts: if computing is chosen because of it, nothing else would correct it.
+    """
+
+    def __init__(self) -> None:
+        self._lags: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # when it ended, and how late
+
+    def ended(self, now_s: float, expected_s: float) -> None:
+        """Note that a fetch that should have ended at ``expected_s`` has ended now."""
+        self._lags.append((now_s, max(0.0, now_s - expected_s)))
+
+    def seconds(self, now_s: float) -> float:
+        """Return the median, 0 if there is none."""
+        return statistics.median([lag for ended_s, lag in list(self._lags) if now_s < ended_s + LAG_COUNTS_S] or [0.0])
 
 
 Reason = Literal["faster", "unmeasured", "link", "decoder"]

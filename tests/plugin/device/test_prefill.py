@@ -13,10 +13,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_kvfetch import timeline
 from sgl_kvfetch.plane.messages import Cost
 from sgl_kvfetch.plugin.device.prefill import (
+    LAG_COUNTS_S,
     MARGIN,
     MIN_BATCHES,
     WINDOW,
     Decision,
+    FetchLag,
     FetchOrRecompute,
     PrefillMeter,
     PrefillSpeed,
@@ -233,3 +235,13 @@ def test_short_and_long_prompts_have_separate_decisions() -> None:
     assert not choice.decide(1000, Cost(2.0, 0.0), 1.0).is_fetched
     assert choice.decide(100_000, Cost(0.5, 0.0), 1.0).is_fetched
     assert not choice.decide(1000, Cost(1.1, 0.0), 1.0).is_fetched
+
+
+def test_how_late_fetches_end_counts_for_a_minute() -> None:
+    lag = FetchLag()
+    assert lag.seconds(0.0) == 0.0
+    for ended_s, expected_s in ((10.0, 9.8), (11.0, 10.7), (12.0, 2.0), (13.0, 14.0), (14.0, 13.6)):
+        lag.ended(ended_s, expected_s)
+    assert lag.seconds(14.0) == pytest.approx(0.3)  # one that was early counts as being in time
+    assert lag.seconds(12.0 + LAG_COUNTS_S) == pytest.approx(0.2)
+    assert lag.seconds(14.0 + LAG_COUNTS_S) == 0.0
