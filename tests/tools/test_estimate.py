@@ -24,8 +24,9 @@ def config(tmp_path: Path) -> Path:
 
 
 def measured() -> dict[tuple[int, str], list[float]]:
-    """Return the rows of the table of times to first token, by tokens and link: one time for each way."""
-    table = CODEC_MD.read_text().partition("| prompt, link | computing |")[2].partition("\n\n")[0]
+    """Return the rows of the table of times to first token with AMX, whose speeds `estimate` has, by tokens and link:
+    one time for each way."""
+    table = CODEC_MD.read_text().partition("| two cores with AMX")[2].partition("\n\n")[0]
     rows, gbps = {}, ""
     for line in table.splitlines()[2:]:
         first, *cells = (cell.strip(" *") for cell in line.strip("| ").split("|"))
