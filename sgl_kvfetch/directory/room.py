@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, require_rewritable
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, require_rewritable
 from sgl_kvfetch.directory import files, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
 from sgl_kvfetch.errors import FormatError, StoreError
@@ -53,6 +53,7 @@ SELECT name FROM segments WHERE levels > 0 AND dropped < ? AND NOT pinned AND NO
     SELECT 1 FROM files WHERE segment = segments.id
     AND (files.state = {FileState.WRITING:d} OR role = {FileRole.PENDING:d} AND since > ?)
 ) ORDER BY last_used LIMIT {_EVICTED_AT_ONCE}"""
+_SET_LAST_USED = "UPDATE segments SET last_used = ? WHERE name = ?"
 _EXPIRED = f"""
 SELECT id FROM segments WHERE state != {SegmentState.LOOSE:d} AND expires <= ? AND NOT EXISTS (
     SELECT 1 FROM files WHERE segment = segments.id AND (files.state = {FileState.WRITING:d} OR since > ?)
@@ -282,46 +283,57 @@ class DiskRoom:
 
         The manifest's own bytes may exceed the capacity for a moment.
         """
-        content = files.read_object(self._catalog.root, name, MAX_MANIFEST_BYTES)
         try:
-            manifest = decode_named_manifest(content or b"", name)
-            require_rewritable(content or b"")
-        except FormatError as e:
+            content = files.read_object(self._catalog.root, name, MAX_MANIFEST_BYTES) or b""
+            manifest = decode_named_manifest(content, name)
+            require_rewritable(content)
+        except (FormatError, OSError) as e:
             logger.warning("cannot drop a level of %s: %s", name, e)
-            self._keep_levels(name)
             return 0
-        assert content is not None
-        (variant,) = manifest.variants
+        variant, *others = manifest.variants
+        if others or not variant.levels:
+            return 0  # others have changed it
         coarser = msgspec.structs.replace(manifest, variants=(variant.with_levels(len(variant.levels) - 1),))
-        new = coarser.encode()
+        try:
+            is_replaced = self._replace_manifest(name, object_digest(content), coarser)
+        except OSError as e:  # such as a full disk
+            logger.warning("cannot drop a level of %s: %s", name, e)
+            return 0
+        if is_replaced:
+            self.delete(manifest.data_names - coarser.data_names)
+            self.num_dropped += 1
+        return manifest.data_bytes(variant.levels[-1]) if is_replaced else 0
+
+    def _replace_manifest(self, name: str, digest: str, manifest: Manifest) -> bool:
+        """Replace a manifest of this digest, which is no use of the segment. Return whether it was there."""
+        content = manifest.encode()
         with self._catalog.writing() as db:
-            file_id = rows.add_file(db, name, len(new), FileState.WRITING)
+            found = db.execute("SELECT digest, last_used FROM segments WHERE name = ?", (name,)).fetchone()
+            if found is None or found[0] != digest:
+                return False
+            file_id = rows.add_file(db, name, len(content), FileState.WRITING)
+            db.execute(_SET_LAST_USED, (found[1], name))
         temp = files.TempFile(self._catalog.root, name.partition("/")[0], temp_name(file_id))
         try:
-            temp.write(memoryview(new))
+            rest = memoryview(content)
+            while rest:
+                rest = rest[temp.write(rest) :]
             temp.sync()
             with self._deleting() as (db, doomed):
-                stored = db.execute("SELECT digest FROM segments WHERE name = ?", (name,)).fetchone()
-                if stored != (object_digest(content),):
-                    return 0  # others changed it meanwhile
+                if db.execute("SELECT digest FROM segments WHERE name = ?", (name,)).fetchone() != (digest,):
+                    return False
                 replaced = rows.stored_id(db, name)
                 temp.commit(name.partition("/")[2], None if replaced is None else temp_name(replaced))
-                rows.store_file(db, file_id, name, len(new), replaced)
-                rows.index_segment(db, coarser, new)
+                rows.store_file(db, file_id, name, len(content), replaced)
+                rows.index_segment(db, manifest, content)
+                db.execute(_SET_LAST_USED, (found[1], name))
                 if replaced is not None:
                     doomed.append((replaced, name))
-                self._remove(db, manifest.data_names - coarser.data_names, doomed)
+            return True
         finally:
             if temp.is_open:
                 temp.discard()
                 self.forget_file(file_id)
-        self.num_dropped += 1
-        return manifest.data_bytes(variant.levels[-1])
-
-    def _keep_levels(self, name: str) -> None:
-        """Never try again to drop a level of this segment."""
-        with self._catalog.writing() as db:
-            db.execute("UPDATE segments SET levels = 0 WHERE name = ?", (name,))
 
     def _delete_expired(self, db: sqlite3.Connection, doomed: list[Doomed]) -> None:
         """Delete expired segments, a few. Each write does this, so that none lasts long."""

@@ -166,13 +166,11 @@ class Service:
             self._emit(m.Found(command.work, len(sources), self._cost(sources), usable.lengths, usable.stored))
 
     def _cost(self, sources: Sequence[PageSource]) -> m.Cost:
-        size_bytes = total_bytes(sources, self.client.fetcher.levels.coarsest)
-        goodput_bps = self.client.fetcher.link.goodput_bps()  # an old one, too: a fetch or a probe corrects it
-        decoded_bytes_per_s = self.client.fetcher.pool.bytes_per_s
-        return m.Cost(
-            None if goodput_bps is None else size_bytes * 8 / goodput_bps,
-            None if decoded_bytes_per_s is None else size_bytes / decoded_bytes_per_s,
-        )
+        fetcher = self.client.fetcher
+        sizes = total_bytes(sources), total_bytes(sources, fetcher.levels.coarsest)
+        goodput_bps = fetcher.link.goodput_bps()  # an old one, too: a fetch or a probe corrects it
+        rates = None if goodput_bps is None else goodput_bps / 8, fetcher.pool.bytes_per_s
+        return m.Cost(*(None if rate is None else fetcher.levels.seconds(*sizes, rate) for rate in rates))
 
     # Fetches
 

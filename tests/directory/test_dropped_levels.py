@@ -24,7 +24,7 @@ from sgl_kvfetch.plane.fetch.levels import LevelPolicy
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores import Pin
-from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, segment
+from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, make as make_segment, segment
 from tests.segments import page_hashes
 
 WHOLE = len(segment().manifest.encode()) + sum(len(data) for _, data in segment().data_objects())
@@ -82,6 +82,21 @@ async def test_levels_go_before_segments(make: MakeStore, tmp_path: Path) -> Non
     assert set(found) == {0, 1, None}
     assert found[-1] is not None
     assert disk_bytes(tmp_path) == (await store.usage()).stored_bytes <= 6 * WHOLE
+
+
+async def test_to_lose_a_level_is_no_use(make: MakeStore) -> None:
+    """The segment that was used least is evicted first, although it has lost a level since, and others could not."""
+    store = make(drop_levels=1)
+    await fill(store, [0])
+    plain = make_segment(replace(SPEC, num_levels=1))
+    manifest = msgspec.structs.replace(plain.manifest, page_hashes=chain(1).manifest.page_hashes)
+    await commit_segment(store, replace(plain, manifest=manifest))
+    await fill(store, range(2, 7))
+    number = 7
+    while not (await store.usage()).num_evicted:
+        await fill(store, [number])
+        number += 1
+    assert [await lost(store, 0), await lost(store, 1)] == [None, 0]
 
 
 async def test_without_being_told_no_level_is_dropped(make: MakeStore) -> None:

@@ -230,7 +230,7 @@ class Fetcher:
                 await self._take_through(unit, index, progress, request)
                 break
             except KVFetchError as e:
-                is_damage = isinstance(e, FormatError) or failure_reason(e) in ("missing", "truncated")
+                is_damage = isinstance(e, FormatError) or failure_reason(e) == "missing"
                 if isinstance(e, FormatError):
                     metrics.CORRUPT_CHUNKS.inc()
                 if is_damage:

@@ -31,6 +31,11 @@ class LevelPolicy:
         """Return when a fetch that begins now should end, on the monotonic clock."""
         return time.monotonic() + self.within_s
 
+    def seconds(self, most_bytes: int, least_bytes: int, bytes_per_s: float) -> float:
+        """Return how long a fetch takes at this rate. It leaves levels out only for what takes longer than
+        ``within_s``."""
+        return min(most_bytes / bytes_per_s, max(least_bytes / bytes_per_s, self.within_s))
+
     def coarsest(self, reader: SegmentReader) -> SegmentReader:
         """Return the reader of as few levels as may be read."""
         may_leave_out = self.most_left_out - reader.levels_left_out

@@ -203,3 +203,12 @@ def test_as_many_levels_are_chosen_as_the_slower_of_link_and_decoders_brings_in_
     assert left_out(10 * sizes[2]) == 1  # no more than allowed
     unknown = Supply(10, 0, None, None)
     assert policy.choose(reader, cell, 102.0, lambda: unknown).levels_left_out == 0
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "least_bytes", "seconds"),
+    [(150, 50, 1.5), (400, 50, 2.0), (400, 300, 3.0), (150, 150, 1.5)],
+)
+def test_how_long_a_fetch_takes(most_bytes: int, least_bytes: int, seconds: float) -> None:
+    assert LevelPolicy(2, within_s=2.0).seconds(most_bytes, least_bytes, 100.0) == seconds
+    assert LevelPolicy().seconds(most_bytes, most_bytes, 100.0) == most_bytes / 100
