@@ -256,8 +256,11 @@ def _segment_tables(s: SegmentSummary) -> Iterator[Table | str]:
         yield _parts_table(variant)
         if len(variant.parts) > _MAX_PART_ROWS:
             yield f"... {len(variant.parts) - _MAX_PART_ROWS} more parts are in the totals, and shown by --json"
+        if variant.level_bytes or variant.num_dropped_levels:
+            levels = ", ".join(map(format_size, variant.level_bytes)) or "none"
+            yield f"further levels: {levels}; {variant.num_dropped_levels} were dropped"
         if variant.missing:
-            yield "this variant's data object is MISSING"
+            yield "some of this variant's data is MISSING"
     for side in s.sides:
         raw, stored = format_size(side.raw_bytes), format_size(side.stored_bytes)
         yield f"side pool {printable(side.pool)}: {side.num_pages} pages, {raw} raw, {stored} stored"

@@ -110,6 +110,8 @@ class VariantSummary(Struct, frozen=True):
     layouts: dict[str, TileLayout | RegionLayout]
     sizes: Sizes  # this variant and the manifest
     parts: tuple[PartSummary, ...]
+    level_bytes: tuple[int, ...] = ()  # of each level after the first
+    num_dropped_levels: int = 0
 
 
 class SideSummary(Struct, frozen=True):
@@ -204,10 +206,12 @@ def _summarise_variant(stored: StoredSegment, manifest: Manifest, variant: Varia
         variant.codec,
         variant.resolution,
         name,
-        name not in stored.data,
+        any(manifest.data_name(each) not in stored.data for each in variant.objects),
         variant.layouts,
         sizes(manifest.kv_bytes, stored_bytes, manifest.namespace.kv_dtype),
         tuple(parts),
+        tuple(map(manifest.data_bytes, variant.levels)),
+        variant.num_dropped,
     )
 
 

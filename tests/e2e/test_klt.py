@@ -44,7 +44,12 @@ def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, store: Sto
     calibrated = load_profile(profile)
     target_kl = calibrated.curve[len(calibrated.curve) // 2].kl
     quantiser = KltQuantiser(calibrated, target_kl)
-    config = {"profile": str(profile), "target_kl": target_kl, "lookup_timeout_s": WAIT_S, "fetch_timeout_s": WAIT_S}
+    config: dict[str, Any] = {
+        "profile": str(profile),
+        "target_kl": target_kl,
+        "lookup_timeout_s": WAIT_S,
+        "fetch_timeout_s": WAIT_S,
+    }
     flags = hicache_args(store.url, **config, levels={"count": 3})
     prompt = make_prompt(0)
     with SGLangServer(model, extra_args=flags) as server:

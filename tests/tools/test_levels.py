@@ -1,0 +1,91 @@
+"""The commands on segments whose coefficients are in levels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode, verify_variant
+from tests.codec.container.test_levels import KLT, LEVELS, cells, segment
+from tests.tools.conftest import kvfetch, kvfetch_json
+
+ZSTD = make_targets(["zstd"], ["240p"])
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    objects = [*segment().data_objects(), (segment().manifest.key.manifest_name, segment().manifest.encode())]
+    for name, content in objects:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def test_inspect_shows_levels(root: Path) -> None:
+    name = f"{root}#{segment().manifest.key.manifest_name}"
+    (shown,) = kvfetch_json("inspect", name)["segments"]
+    (variant,) = shown["variants"]
+    assert variant["level_bytes"] == [len(data) for data in segment().level_data]
+    assert (variant["num_dropped_levels"], variant["missing"]) == (0, False)
+    stored = len(segment().manifest.encode()) + sum(len(data) for _, data in segment().data_objects())
+    assert variant["sizes"]["stored_bytes"] == stored
+    assert "further levels: " in kvfetch("inspect", name).output
+    (root / segment().manifest.data_name(segment().manifest.levels[1])).unlink()
+    (shown,) = kvfetch_json("inspect", name)["segments"]
+    assert shown["variants"][0]["missing"]
+
+
+def test_pictures_are_those_of_all_levels(root: Path, tmp_path: Path) -> None:
+    result = kvfetch("inspect", f"{root}#{segment().manifest.key.manifest_name}", "--png", str(tmp_path / "png"))
+    assert result.exit_code == 0, result.output
+    assert list((tmp_path / "png").glob("*.png"))
+
+
+@pytest.mark.parametrize("level", range(LEVELS))
+def test_verify_reads_all_levels(root: Path, level: int) -> None:
+    assert kvfetch("verify", str(root)).exit_code == 0
+    names = [segment().data_name, *map(segment().manifest.data_name, segment().manifest.levels)]
+    path = root / names[level]
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert kvfetch("verify", str(root)).exit_code == 1
+
+
+def test_encode_makes_other_variants_of_all_levels_and_back(root: Path) -> None:
+    result = kvfetch("encode", str(root), "--codec", "zstd", "--once")
+    assert result.exit_code == 0, result.output
+    (path,) = root.rglob("*.kvm")
+    manifest = decode_manifest(path.read_bytes())
+    assert [variant.codec for variant in manifest.variants] == ["zstd"]
+    reader = SegmentReader(manifest, KLT)
+    data = (root / reader.data_name).read_bytes()
+    for cell, expected in zip(manifest.cells(), cells(segment()), strict=True):
+        found = reader.decode_cell(cell, data[slice(*reader.cell_range(cell))])
+        assert all((x == y).all() for x, y in zip(found, expected, strict=True))
+
+
+def test_nothing_is_made_of_a_segment_that_has_lost_levels(root: Path) -> None:
+    """It would pass for a whole one."""
+    (variant,) = segment().manifest.variants
+    lost = msgspec.structs.replace(segment().manifest, variants=(variant.with_levels(1),))
+    (path,) = root.rglob("*.kvm")
+    path.write_bytes(lost.encode())
+    result = kvfetch("encode", str(root), "--codec", "zstd", "--once")
+    assert result.exit_code == 0, result.output
+    assert path.read_bytes() == lost.encode()
+    with pytest.raises(FormatError, match="lost 1 levels"):
+        transcode(lost, segment().data, ZSTD, levels=segment().level_data[:1])
+
+
+def test_a_variant_is_verified_with_its_levels() -> None:
+    how = {"levels": segment().level_data}
+    verify_variant(segment().manifest, 0, segment().data, **how)
+    bad = replace(segment(), level_data=(*segment().level_data[:-1], segment().level_data[-1] + b"x")).level_data
+    with pytest.raises(FormatError, match="bytes, expected"):
+        verify_variant(segment().manifest, 0, segment().data, levels=bad)
