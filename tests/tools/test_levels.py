@@ -84,8 +84,7 @@ def test_nothing_is_made_of_a_segment_that_has_lost_levels(root: Path) -> None:
 
 
 def test_a_variant_is_verified_with_its_levels() -> None:
-    how = {"levels": segment().level_data}
-    verify_variant(segment().manifest, 0, segment().data, **how)
+    verify_variant(segment().manifest, 0, segment().data, levels=segment().level_data)
     bad = replace(segment(), level_data=(*segment().level_data[:-1], segment().level_data[-1] + b"x")).level_data
     with pytest.raises(FormatError, match="bytes, expected"):
         verify_variant(segment().manifest, 0, segment().data, levels=bad)
