@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -202,10 +202,10 @@ class DecodePool(Generic[S]):
 
 
 def _lower_priority() -> None:
-    """Lower the priority of the calling thread. On Linux a thread has a priority of its own."""
+    """Lower the priority of the calling thread, where that is allowed. On Linux a thread has a priority of its own."""
     thread = threading.get_native_id()
-    usual = os.getpriority(os.PRIO_PROCESS, thread)
-    os.setpriority(os.PRIO_PROCESS, thread, min(usual + _YIELDING_NICE, 19))
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + _YIELDING_NICE, 19))
 
 
 @dataclass(frozen=True, slots=True)
