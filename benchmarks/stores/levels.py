@@ -111,8 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_block(model_path: Path, profile_path: Path) -> Block:
-    """Return a block of real tokens, in two levels, shrunk."""
+def make_block(model_path: Path, profile_path: Path, shrink: int = _SHRINK) -> Block:
+    """Return a block of real tokens, in two levels, of which only one byte of ``shrink`` is kept."""
     model, profile = KVModel(str(model_path)), load_profile(profile_path)
     klt = KltQuantiser(profile)
     (ids,) = windows_of(model, [prose()], PROMPTS_PART, 1, BLOCK_TOKENS)
@@ -125,8 +125,8 @@ def make_block(model_path: Path, profile_path: Path) -> Block:
     spec = SegmentSpec(HeadSlice(namespace, range(k.shape[2])), klt, "ans", FLAT, span_pages=1, num_levels=2)
     coded = encode_segment(spec, {"k": k, "v": v}, 0, None, [bytes(32)])
     (variant,), (level,) = coded.manifest.variants, coded.manifest.levels
-    chunks, data = _shrunk(variant.chunks, coded.data)
-    level_chunks, level_data = _shrunk(level.chunks, coded.level_data[0])
+    chunks, data = _shrunk(variant.chunks, coded.data, shrink)
+    level_chunks, level_data = _shrunk(level.chunks, coded.level_data[0], shrink)
     level = msgspec.structs.replace(level, data_digest=xxhash.xxh3_128_hexdigest(level_data), chunks=level_chunks)
     variant = msgspec.structs.replace(
         variant, data_digest=xxhash.xxh3_128_hexdigest(data), chunks=chunks, levels=(level,)
@@ -135,8 +135,8 @@ def make_block(model_path: Path, profile_path: Path) -> Block:
     return Block(manifest, (data, level_data), (profile.kl_of(klt.step), profile.kl_of(3 * klt.step)))
 
 
-def _shrunk(rows: Sequence[Chunk], data: bytes) -> tuple[tuple[Chunk, ...], bytes]:
-    sizes = [max(1, row.size_bytes // _SHRINK) for row in rows]
+def _shrunk(rows: Sequence[Chunk], data: bytes, shrink: int) -> tuple[tuple[Chunk, ...], bytes]:
+    sizes = [max(1, row.size_bytes // shrink) for row in rows]
     shrunk = tuple(msgspec.structs.replace(row, size_bytes=size) for row, size in zip(rows, sizes, strict=True))
     return shrunk, data[: sum(sizes)]
 

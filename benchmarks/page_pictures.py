@@ -1,0 +1,128 @@
+"""Draws the pictures of a store's page for docs/serving.md, in Debian's Chromium: light, dark, and 390 pixels wide.
+
+    python -m benchmarks.page_pictures [--seconds 120] [--out docs/images]
+
+A real store holds segments of SmolLM2 with its profile, under two names of models: the same 512 tokens again and again,
+as if they were others. Before the pictures are taken, prompts are written, looked up and read for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+
+from benchmarks.real_model import real_model
+from benchmarks.real_profile import real_profile
+from benchmarks.report import make_parser, no_traceback, whole_number
+from benchmarks.stores.levels import Block, make_block
+from harness.store_process import StoreProcess
+from sgl_kvfetch.keys import HeadSlice
+from sgl_kvfetch.labels import Labels
+from sgl_kvfetch.stores import HttpStore
+
+_BLOCKS = 10  # of a prompt
+_MODELS = ("SmolLM2-135M-Instruct", "SmolLM2-135M-tuned")
+_PICTURES = {"light": (1100, 837, "light"), "dark": (1100, 837, "dark"), "phone": (390, 844, "light")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser("benchmarks.page_pictures", __doc__)
+    parser.add_argument("--seconds", type=whole_number, default=120, help="how long the store is used first")
+    parser.add_argument("--out", type=Path, default=Path("docs/images"), help="where to write the pictures")
+    args = parser.parse_args(argv)
+    with no_traceback():
+        block = make_block(real_model(), real_profile(), shrink=1)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvfetch-page-") as root,
+        StoreProcess(root, extra_args=["--capacity", "4GiB"]) as store,
+    ):
+        stop = threading.Event()
+        user = threading.Thread(target=lambda: asyncio.run(_use(store.url, block, stop)))
+        user.start()
+        try:
+            time.sleep(args.seconds)
+            _draw(store.url, args.out)
+        finally:
+            stop.set()
+            user.join()
+    return 0
+
+
+async def _use(url: str, block: Block, stop: threading.Event) -> None:
+    """Write prompts, one a second, and read some of the latest."""
+    store = HttpStore(url)
+    try:
+        number = 0
+        while not stop.is_set():
+            for segment in _prompt(block, number):
+                for rows, content in zip(segment.manifest.data, segment.contents, strict=True):
+                    await store.put(segment.manifest.data_name(rows), content)
+                await store.put(segment.manifest.key.manifest_name, segment.manifest.encode())
+            for earlier in (number, number - 3, number - 40):
+                segments = list(_prompt(block, earlier))
+                folder = segments[0].manifest.key.namespace
+                found = await store.lookup(folder, [each.manifest.page_hashes[0] for each in segments])
+                for segment in segments[: found.num_pages]:
+                    rows = segment.manifest.variants[0]
+                    await store.get(segment.manifest.data_name(rows), 0, len(segment.contents[0]))
+            number += 1
+            await asyncio.sleep(1)
+    finally:
+        await store.close()
+
+
+def _prompt(block: Block, number: int) -> Iterator[Block]:
+    """Yield the segments of a prompt, one a block."""
+    model = _MODELS[number % 4 == 0]
+    namespace = replace(block.manifest.namespace, model=model)
+    labels = Labels(model=model, quantiser=f"klt {block.costs[0]:.1e}")
+    heads = HeadSlice(namespace, range(namespace.num_heads), labels)
+    hashes = [hashlib.sha256(f"{number} {page}".encode()).digest() for page in range(_BLOCKS)]
+    for page, page_hash in enumerate(hashes):
+        manifest = msgspec.structs.replace(
+            block.manifest,
+            namespace=heads.namespace,
+            labels=labels,
+            first_page=page,
+            previous_hash=hashes[page - 1] if page else None,
+            page_hashes=(page_hash,),
+        )
+        yield replace(block, manifest=manifest)
+
+
+def _draw(url: str, out: Path) -> None:
+    for name, (width, height, scheme) in _PICTURES.items():
+        options = Options()
+        for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+            options.add_argument(flag)
+        options.binary_location = str(shutil.which("chromium"))
+        driver = webdriver.Chrome(options=options, service=Service(str(shutil.which("chromedriver"))))
+        try:
+            media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            size = {"width": width, "height": height, "deviceScaleFactor": 2 if width < 600 else 1}
+            driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size | {"mobile": width < 600})
+            driver.get(url)
+            time.sleep(5)  # it draws when its requests are answered
+            path = out / f"page-{name}.png"
+            path.write_bytes(driver.get_screenshot_as_png())
+            print(f"wrote {path}")
+        finally:
+            driver.quit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
