@@ -27,10 +27,12 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import disk_tier
 from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
+from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Lookup, Store
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.keyed import KeyedStore
 from sgl_kvfetch.stores.remote import HttpOptions
+from tests.codec.container import test_levels as laddered
 
 CAPACITY = 100 << 20
 CHAIN = page_hashes(64)
@@ -594,3 +596,27 @@ async def test_manifests_in_memory_are_bounded(
             await tier.lookup(FOLDER, page_hashes(64, f"{i}"))
         assert len(tier._known) == min(i + 1, 2)
         assert tier._known_bytes == sum(len(data.stored) for data in tier._known.values()) <= 2 * size
+
+
+@pytest.mark.parametrize("order", [(0,), (1, 0), (0, 1, 2), (2, 1, 0)], ids=str)
+async def test_levels_are_kept_as_far_as_they_were_read(
+    make: MakeTier, remote: RemoteStore, events: Events, order: Sequence[int]
+) -> None:
+    """The disk's own manifest says which are not there, in whatever order the others have come."""
+    segment = laddered.segment()
+    folder, hashes = laddered.SPEC.heads.folder, segment.manifest.page_hashes
+    await commit_segment(remote, segment)
+    tier = make()
+    await tier.lookup(folder, hashes)
+    objects = list(segment.data_objects())
+    for count, level in enumerate(order, 1):
+        name, content = objects[level]
+        assert await tier.get(name, 0, len(content)) == content
+        await until(lambda count=count: events.fills["stored"] == count)
+    remote.error = StoreError("refused", "as told")
+    (hit,) = (await tier.lookup(folder, hashes)).hits
+    (variant,) = decode_manifest(hit.manifest).variants
+    kept = next(count for count in range(laddered.LEVELS + 1) if count not in order)
+    assert (1 + len(variant.levels), variant.num_dropped) == (kept, laddered.LEVELS - kept)
+    for name, content in objects[:kept]:
+        assert await tier.get(name, 0, len(content)) == content
