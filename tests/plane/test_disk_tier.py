@@ -11,6 +11,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -598,6 +599,10 @@ async def test_manifests_in_memory_are_bounded(
         assert tier._known_bytes == sum(len(data.stored) for data in tier._known.values()) <= 2 * size
 
 
+def _has_stored(events: Events, count: int) -> bool:
+    return events.fills["stored"] == count
+
+
 @pytest.mark.parametrize("order", [(0,), (1, 0), (0, 1, 2), (2, 1, 0)], ids=str)
 async def test_levels_are_kept_as_far_as_they_were_read(
     make: MakeTier, remote: RemoteStore, events: Events, order: Sequence[int]
@@ -612,7 +617,7 @@ async def test_levels_are_kept_as_far_as_they_were_read(
     for count, level in enumerate(order, 1):
         name, content = objects[level]
         assert await tier.get(name, 0, len(content)) == content
-        await until(lambda count=count: events.fills["stored"] == count)
+        await until(partial(_has_stored, events, count))
     remote.error = StoreError("refused", "as told")
     (hit,) = (await tier.lookup(folder, hashes)).hits
     (variant,) = decode_manifest(hit.manifest).variants
