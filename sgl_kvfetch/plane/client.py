@@ -35,7 +35,7 @@ from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, failure_reason
 from sgl_kvfetch.plane.fetch.finder import PageFinder
-from sgl_kvfetch.plane.fetch.levels import LevelPolicy
+from sgl_kvfetch.plane.fetch.plan import LevelPolicy
 from sgl_kvfetch.plane.fetch.sides import SideFetcher
 from sgl_kvfetch.plane.open import S3Options, open_hedged
 from sgl_kvfetch.plane.write.writer import Writer

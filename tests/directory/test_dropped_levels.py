@@ -20,7 +20,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.finder import PageFinder
-from sgl_kvfetch.plane.fetch.levels import LevelPolicy
+from sgl_kvfetch.plane.fetch.plan import LevelPolicy
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores import Pin

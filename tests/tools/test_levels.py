@@ -58,7 +58,7 @@ def test_verify_reads_all_levels(root: Path, level: int) -> None:
 
 
 def test_encode_makes_other_variants_of_all_levels_and_back(root: Path) -> None:
-    result = kvfetch("encode", str(root), "--codec", "zstd", "--once")
+    result = kvfetch("encode", str(root), "--codec", "zstd", "--once", "--grace", "0")
     assert result.exit_code == 0, result.output
     (path,) = root.rglob("*.kvm")
     manifest = decode_manifest(path.read_bytes())
@@ -76,7 +76,7 @@ def test_nothing_is_made_of_a_segment_that_has_lost_levels(root: Path) -> None:
     lost = msgspec.structs.replace(segment().manifest, variants=(variant.with_levels(1),))
     (path,) = root.rglob("*.kvm")
     path.write_bytes(lost.encode())
-    result = kvfetch("encode", str(root), "--codec", "zstd", "--once")
+    result = kvfetch("encode", str(root), "--codec", "zstd", "--once", "--grace", "0")
     assert result.exit_code == 0, result.output
     assert path.read_bytes() == lost.encode()
     with pytest.raises(FormatError, match="lost 1 levels"):

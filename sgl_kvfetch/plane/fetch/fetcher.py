@@ -24,9 +24,18 @@ from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError, KVFetc
 from sgl_kvfetch.plane.adapt.policy import Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.ahead import ReadAhead
-from sgl_kvfetch.plane.fetch.levels import LevelPolicy, Supply
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
-from sgl_kvfetch.plane.fetch.plan import CellsKey, PageSource, ReadUnit, SpanPart, UnitKey, read_units, span_parts
+from sgl_kvfetch.plane.fetch.plan import (
+    CellsKey,
+    LevelPolicy,
+    PageSource,
+    ReadUnit,
+    SpanPart,
+    Supply,
+    UnitKey,
+    read_units,
+    span_parts,
+)
 from sgl_kvfetch.plane.fetch.restore import Restored, restore_cell, working_bytes
 from sgl_kvfetch.plane.fetch.rounds import Early, FetchProgress, Round
 from sgl_kvfetch.plane.fetch.sink import Destination
@@ -104,7 +113,8 @@ class Fetcher:
     def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
         """Start to transmit the bytes of these pages, as link and budget allow, and keep them for ``expire_s``
         seconds."""
-        self._ahead.begin(partial(self._units_ahead, span_parts(sources), self.levels.due_s()), expire_s)
+        due_s = time.monotonic() + self.levels.within_s
+        self._ahead.begin(partial(self._units_ahead, span_parts(sources), due_s), expire_s)
 
     async def probe(self, sources: Sequence[PageSource]) -> None:
         """Measure the link again with the first bytes of pages that will not be fetched, if that is due."""
@@ -168,7 +178,7 @@ class Fetcher:
         self, progress: FetchProgress, requested: asyncio.Event, deadline_s: float, request: timeline.Request
     ) -> None:
         """Run all units. Sets ``requested`` when no more can be requested, for now or at all."""
-        due_s = self.levels.due_s()
+        due_s = time.monotonic() + self.levels.within_s
         try:
             async with asyncio.TaskGroup() as group:
                 for index, (each, part) in enumerate(progress.parts):
@@ -364,7 +374,7 @@ class Fetcher:
     ) -> Iterator[ReadUnit]:
         """Yield the units to read of a span. Each unit's variant and levels are chosen when the unit is requested,
         unless its cells are read ahead already. Cells for which ``is_taken`` returns True are left out. ``num_unasked``
-        counts the cells not requested yet, including those of the next unit. ``due_s``: as in `LevelPolicy`."""
+        counts the cells not requested yet, including those of the next unit. ``due_s``: when the fetch should end."""
         reader = part.reader
         if self._chooser is None:
             runs: Iterable[tuple[Cell, ...]] = (u.cells for u in read_units(reader, part.span, self._read_bytes))
@@ -379,7 +389,7 @@ class Fetcher:
             if unit is None or unit.cells != run or not unit.reader.has_cells_of(reader):
                 chosen = reader if self._chooser is None else self._chooser.choose(reader, run, num_unasked())
                 supply = partial(self._supply, num_unasked)
-                unit = ReadUnit(self.levels.choose(chosen, run[0], due_s, supply), run)
+                unit = ReadUnit(self.levels.choose(chosen, run[0], due_s - time.monotonic(), supply), run)
             yield unit
 
     def _supply(self, num_unasked: Callable[[], int]) -> Supply:

@@ -200,7 +200,7 @@ class DeviceBackend:
         try:
             if found.num_pages:
                 ahead = num_ahead()
-                is_fetched = self._is_fetched(found.num_pages, found.cost, ahead, self._lag.seconds(now_s))
+                is_fetched = self._is_fetched(found.num_pages, found.cost, ahead, now_s)
                 if not ahead and found.cost.seconds is not None:
                     work.expected_s = now_s + found.cost.seconds
             work.deadline_s = now_s + self._config.fetch_timeout_s
@@ -211,16 +211,17 @@ class DeviceBackend:
         finally:
             self._report(ticket, Finding(found.num_pages, int(is_fetched)))
 
-    def _is_fetched(self, num_pages: int, cost: Cost, num_ahead: int, lag_s: float) -> bool:
+    def _is_fetched(self, num_pages: int, cost: Cost, num_ahead: int, begins_s: float | None = None) -> bool:
         """Return whether to fetch ``num_pages`` pages. ``cost``: of these pages alone. ``num_ahead``: pages that will
-        be fetched before them; each is assumed to cost as much. ``lag_s``: that a fetch takes besides. Ranks may
-        differ, so they must agree before they act."""
+        be fetched before them; each is assumed to cost as much. ``begins_s``: when the fetch would begin, None if it
+        has begun already. Ranks may differ, so they must agree before they act."""
         if self._config.device.recompute == "never":
             metrics.DEVICE_DECISIONS.labels("fetch", "configured").inc()
             return True
         num_tokens, times = num_pages * self.pages.geometry.page_size, 1 + num_ahead / num_pages
         in_turn = Cost(*(None if seconds is None else times * seconds for seconds in (cost.transmit_s, cost.decode_s)))
         saved_s = self._speed.seconds_saved(num_tokens)
+        lag_s = 0.0 if begins_s is None else self._lag.seconds(begins_s)
         decision = self._choice.decide(num_tokens, in_turn, None if saved_s is None else saved_s - lag_s)
         metrics.DEVICE_DECISIONS.labels("fetch" if decision.is_fetched else "recompute", decision.reason).inc()
         return decision.is_fetched
@@ -258,7 +259,8 @@ class DeviceBackend:
         if early_ticket is not None:
             call.certain.add_done_callback(lambda done: self._report(early_ticket, Certainty(int(done.result()))))
         call.link.add_done_callback(lambda _: self._report(link_ticket, Done()))
-        call.end.add_done_callback(partial(self._measure, lookup, call, len(pages)))
+        if self._config.device.recompute == "auto":
+            call.end.add_done_callback(partial(self._measure, lookup, call, len(pages)))
         return call
 
     def _measure(self, lookup: LookupWork, call: FetchCall, num_pages: int, _: Future[None]) -> None:
@@ -280,7 +282,7 @@ class DeviceBackend:
         try:
             if (cost := here.result()) is not None:
                 # The lookup already decided on the first round.
-                is_wanted = index == 0 or self._is_fetched(num_left, cost, 0, 0.0)
+                is_wanted = index == 0 or self._is_fetched(num_left, cost, 0)
                 start = RoundStart.WANTED if is_wanted else RoundStart.STOP
         finally:
             self._report(ticket, RoundStarts(start))

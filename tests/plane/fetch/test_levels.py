@@ -22,8 +22,7 @@ from sgl_kvfetch.errors import CorruptError, StoreError
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
-from sgl_kvfetch.plane.fetch.levels import LevelPolicy, Supply
-from sgl_kvfetch.plane.fetch.plan import PageSource, read_units
+from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource, Supply, read_units
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
 from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, make
@@ -182,19 +181,15 @@ async def test_segments_that_lost_more_levels_than_allowed_are_misses(
     assert (fault.reason, "has lost 1 levels; 0 may be left out" in str(fault)) == ("coarse", True)
 
 
-def test_as_many_levels_are_chosen_as_the_slower_of_link_and_decoders_brings_in_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("sgl_kvfetch.plane.fetch.levels.time.monotonic", lambda: 100.0)
+def test_as_many_levels_are_chosen_as_the_slower_of_link_and_decoders_brings_in_time() -> None:
     reader = SegmentReader(make(num_pages=NUM_PAGES).manifest, KLT)
     cell = next(reader.manifest.cells())
     sizes = [reader.without_levels(count).coded_bytes(cell) for count in range(LEVELS)]
     policy = LevelPolicy(1, 2.0)
-    assert policy.due_s() == 102.0
 
     def left_out(num_bytes: float, outstanding: int = 0, *, decodes: float | None = None) -> int:
         supply = Supply(10, outstanding, num_bytes / 2, decodes)
-        return policy.choose(reader, cell, 102.0, lambda: supply).levels_left_out
+        return policy.choose(reader, cell, 2.0, lambda: supply).levels_left_out
 
     assert left_out(10 * sizes[0]) == 0
     assert left_out(10 * sizes[0] - 2) == 1
@@ -202,7 +197,7 @@ def test_as_many_levels_are_chosen_as_the_slower_of_link_and_decoders_brings_in_
     assert left_out(10 * sizes[0], decodes=5 * sizes[0] - 1.0) == 1
     assert left_out(10 * sizes[2]) == 1  # no more than allowed
     unknown = Supply(10, 0, None, None)
-    assert policy.choose(reader, cell, 102.0, lambda: unknown).levels_left_out == 0
+    assert policy.choose(reader, cell, 2.0, lambda: unknown).levels_left_out == 0
 
 
 @pytest.mark.parametrize(
