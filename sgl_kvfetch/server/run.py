@@ -145,8 +145,12 @@ async def serve_until_signal(config: ServerConfig) -> None:
 
 def run_server(config: ServerConfig) -> None:
     """Serve on a new event loop until SIGINT or SIGTERM. Call on the main thread. Raises ConfigError."""
+    before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
-    asyncio.run(serve_until_signal(config))
+    try:
+        asyncio.run(serve_until_signal(config))
+    finally:
+        sys.setswitchinterval(before)
 
 
 def fit_connections(most: int, max_uploads: int) -> int:

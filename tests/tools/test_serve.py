@@ -89,3 +89,14 @@ def test_serve_needs_a_directory(tmp_path: Path) -> None:
     result = kvfetch("serve", str(tmp_path / "file" / "store"))
     assert result.exit_code == 2
     assert "cannot make" in result.stderr
+
+
+def test_a_server_leaves_its_process_as_it_was(tmp_path: Path) -> None:
+    """Threads of the tests that came after once took turns ten times as often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.004)
+    try:
+        assert kvfetch("serve", str(tmp_path), "--host", "0.0.0.0").exit_code != 0  # it serves others only with a token
+        assert sys.getswitchinterval() == 0.004
+    finally:
+        sys.setswitchinterval(before)
