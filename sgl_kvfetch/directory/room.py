@@ -42,24 +42,32 @@ _MIN_FREE_PART, _MIN_FREE_BYTES = 1 / 100, 1 << 30
 _OLDEST_PENDING = (
     f"SELECT name, bytes, since FROM files WHERE role = {FileRole.PENDING:d} AND state = {FileState.STORED:d} "
 )
+_IS_SETTLED = f"""NOT EXISTS (
+    SELECT 1 FROM files WHERE segment = segments.id
+    AND (files.state = {FileState.WRITING:d} OR role = {FileRole.PENDING:d} AND since > ?)
+)"""
 _LEAST_USED = f"""
-SELECT id, pinned FROM segments WHERE state != {SegmentState.LOOSE:d} AND NOT EXISTS (
-    SELECT 1 FROM files WHERE segment = segments.id
-    AND (files.state = {FileState.WRITING:d} OR role = {FileRole.PENDING:d} AND since > ?)
-) ORDER BY pinned, last_used LIMIT {_EVICTED_AT_ONCE}"""
-# Not those with a new file: they may be being written again, data first.
+SELECT id, pinned FROM segments WHERE state != {SegmentState.LOOSE:d} AND {_IS_SETTLED}
+ORDER BY pinned, last_used LIMIT {_EVICTED_AT_ONCE}"""
 _LEAST_USED_WITH_LEVELS = f"""
-SELECT name FROM segments WHERE levels > 0 AND dropped < ? AND NOT pinned AND NOT EXISTS (
-    SELECT 1 FROM files WHERE segment = segments.id
-    AND (files.state = {FileState.WRITING:d} OR role = {FileRole.PENDING:d} AND since > ?)
-) ORDER BY last_used LIMIT {_EVICTED_AT_ONCE}"""
+SELECT name FROM segments WHERE levels > 0 AND dropped < ? AND NOT pinned AND {_IS_SETTLED}
+ORDER BY last_used LIMIT {_EVICTED_AT_ONCE}"""
 _SET_LAST_USED = "UPDATE segments SET last_used = ? WHERE name = ?"
+# Not those with a new file: they may be being written again, data first.
 _EXPIRED = f"""
 SELECT id FROM segments WHERE state != {SegmentState.LOOSE:d} AND expires <= ? AND NOT EXISTS (
     SELECT 1 FROM files WHERE segment = segments.id AND (files.state = {FileState.WRITING:d} OR since > ?)
 ) ORDER BY expires LIMIT {_EVICTED_AT_ONCE}"""
 
 Doomed = tuple[int, str]  # a file to delete: its identifier and its object's name
+
+
+def name_file(db: sqlite3.Connection, temp: files.TempFile, file_id: int, name: str, num_bytes: int) -> list[Doomed]:
+    """Give a written file its object's name. Return the file that had it, to be deleted after the transaction."""
+    replaced = rows.stored_id(db, name)
+    temp.commit(name.partition("/")[2], None if replaced is None else temp_name(replaced))
+    rows.store_file(db, file_id, name, num_bytes, replaced)
+    return [] if replaced is None else [(replaced, name)]
 
 
 class DiskRoom:
@@ -322,13 +330,9 @@ class DiskRoom:
             with self._deleting() as (db, doomed):
                 if db.execute("SELECT digest FROM segments WHERE name = ?", (name,)).fetchone() != (digest,):
                     return False
-                replaced = rows.stored_id(db, name)
-                temp.commit(name.partition("/")[2], None if replaced is None else temp_name(replaced))
-                rows.store_file(db, file_id, name, len(content), replaced)
+                doomed += name_file(db, temp, file_id, name, len(content))
                 rows.index_segment(db, manifest, content)
                 db.execute(_SET_LAST_USED, (found[1], name))
-                if replaced is not None:
-                    doomed.append((replaced, name))
             return True
         finally:
             if temp.is_open:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest
 from sgl_kvfetch.directory import files, rows
-from sgl_kvfetch.directory.catalog import Catalog, temp_name
-from sgl_kvfetch.directory.room import DiskRoom, Doomed
+from sgl_kvfetch.directory.catalog import Catalog
+from sgl_kvfetch.directory.room import DiskRoom, Doomed, name_file
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck, ObjectName
 from sgl_kvfetch.stores import decode_named_manifest, object_digest
@@ -49,11 +49,7 @@ class _NewFile:
         self._temp.sync()
 
     def commit(self, db: sqlite3.Connection) -> list[Doomed]:
-        """Give the file its object's name. Return the file that had it, to be deleted after the transaction."""
-        replaced = rows.stored_id(db, self._name)
-        self._temp.commit(self._name.partition("/")[2], None if replaced is None else temp_name(replaced))
-        rows.store_file(db, self._id, self._name, self._written_bytes, replaced)
-        return [] if replaced is None else [(replaced, self._name)]
+        return name_file(db, self._temp, self._id, self._name, self._written_bytes)
 
     def discard(self) -> None:
         """Remove the file unless it is committed."""

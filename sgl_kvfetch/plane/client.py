@@ -143,7 +143,7 @@ def open_client(
             linger_s=_LINGER_S,
             retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s),
             ttl_s=config.ttl_s,
-            refines=levels.most_left_out == 0,
+            refines=config.quantiser_name == "klt" and levels.most_left_out == 0,
         ),
         encode_pool,
     )

@@ -167,7 +167,11 @@ class Service:
 
     def _cost(self, sources: Sequence[PageSource]) -> m.Cost:
         fetcher = self.client.fetcher
-        sizes = total_bytes(sources), total_bytes(sources, fetcher.levels.coarsest)
+        most_bytes = total_bytes(sources)
+        sizes = (
+            most_bytes,
+            total_bytes(sources, fetcher.levels.coarsest) if fetcher.levels.most_left_out else most_bytes,
+        )
         goodput_bps = fetcher.link.goodput_bps()  # an old one, too: a fetch or a probe corrects it
         rates = None if goodput_bps is None else goodput_bps / 8, fetcher.pool.bytes_per_s
         return m.Cost(*(None if rate is None else fetcher.levels.seconds(*sizes, rate) for rate in rates))

@@ -457,11 +457,13 @@ class SegmentReader:
 
     def without_levels(self, count: int) -> SegmentReader:
         """Return the reader that leaves out the last ``count`` levels of this one."""
-        if count and count not in self._coarser:
+        if not count:
+            return self
+        if count not in self._coarser:
             index = self.manifest.variants.index(self.variant)
             kept = self.num_levels - count
             self._coarser[count] = SegmentReader(self.manifest, self.quantiser, index, self.rank_heads, kept)
-        return self._coarser[count] if count else self
+        return self._coarser[count]
 
     def cell_data(self, cell: Cell, objects: Sequence[bytes | memoryview]) -> bytes | memoryview:
         """Return a cell's bytes. ``objects``: the contents of ``object_names``."""
