@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,9 +27,8 @@ from selenium.webdriver.chrome.service import Service
 from benchmarks.real_model import real_model
 from benchmarks.real_profile import real_profile
 from benchmarks.report import make_parser, no_traceback, whole_number
-from benchmarks.stores.levels import Block, make_block
+from benchmarks.stores.levels import Block, make_block, put_block
 from harness.store_process import StoreProcess
-from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.stores import HttpStore
 
@@ -68,11 +67,9 @@ async def _use(url: str, block: Block, stop: threading.Event) -> None:
         number = 0
         while not stop.is_set():
             for segment in _prompt(block, number):
-                for rows, content in zip(segment.manifest.data, segment.contents, strict=True):
-                    await store.put(segment.manifest.data_name(rows), content)
-                await store.put(segment.manifest.key.manifest_name, segment.manifest.encode())
+                await put_block(store, segment)
             for earlier in (number, number - 3, number - 40):
-                segments = list(_prompt(block, earlier))
+                segments = _prompt(block, earlier)
                 folder = segments[0].manifest.key.namespace
                 found = await store.lookup(folder, [each.manifest.page_hashes[0] for each in segments])
                 for segment in segments[: found.num_pages]:
@@ -84,23 +81,14 @@ async def _use(url: str, block: Block, stop: threading.Event) -> None:
         await store.close()
 
 
-def _prompt(block: Block, number: int) -> Iterator[Block]:
-    """Yield the segments of a prompt, one a block."""
+def _prompt(block: Block, number: int) -> list[Block]:
+    """Return the segments of a prompt, one a block."""
     model = _MODELS[number % 4 == 0]
     namespace = replace(block.manifest.namespace, model=model)
     labels = Labels(model=model, quantiser=f"klt {block.costs[0]:.1e}")
-    heads = HeadSlice(namespace, range(namespace.num_heads), labels)
     hashes = [hashlib.sha256(f"{number} {page}".encode()).digest() for page in range(_BLOCKS)]
-    for page, page_hash in enumerate(hashes):
-        manifest = msgspec.structs.replace(
-            block.manifest,
-            namespace=heads.namespace,
-            labels=labels,
-            first_page=page,
-            previous_hash=hashes[page - 1] if page else None,
-            page_hashes=(page_hash,),
-        )
-        yield replace(block, manifest=manifest)
+    manifest = msgspec.structs.replace(block.manifest, namespace=namespace, labels=labels)
+    return [replace(block, manifest=manifest).at(page, hashes) for page in range(_BLOCKS)]
 
 
 def _draw(url: str, out: Path) -> None:

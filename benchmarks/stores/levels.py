@@ -17,7 +17,7 @@ import hashlib
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -38,6 +38,7 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import HeadSlice, Namespace
+from sgl_kvfetch.stores import Store
 
 BLOCK_TOKENS = 512
 _SHRINK = 10
@@ -71,6 +72,14 @@ class Block:
     @property
     def size_bytes(self) -> int:
         return len(self.manifest.encode()) + sum(map(len, self.contents))
+
+    def at(self, page: int, hashes: Sequence[bytes]) -> Block:
+        """Return the block as a page of a prompt with these ``hashes``."""
+        previous = hashes[page - 1] if page else None
+        manifest = msgspec.structs.replace(
+            self.manifest, first_page=page, previous_hash=previous, page_hashes=(hashes[page],)
+        )
+        return replace(self, manifest=manifest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,7 +172,7 @@ async def _run(
             for dropped in found:
                 served[dropped] += 1
             for page in range(len(found), len(hashes)):
-                await _put(store, block, page, hashes)
+                await put_block(store, block.at(page, hashes))
         usage = await store.usage()
     finally:
         await store.close()
@@ -185,11 +194,8 @@ async def _find(store: LocalStore, block: Block, hashes: Sequence[bytes]) -> lis
     return found
 
 
-async def _put(store: LocalStore, block: Block, page: int, hashes: Sequence[bytes]) -> None:
-    previous = hashes[page - 1] if page else None
-    manifest = msgspec.structs.replace(
-        block.manifest, first_page=page, previous_hash=previous, page_hashes=(hashes[page],)
-    )
+async def put_block(store: Store, block: Block) -> None:
+    manifest = block.manifest
     for rows, content in zip(manifest.data, block.contents, strict=True):
         await store.put(manifest.data_name(rows), content)
     await store.put(manifest.key.manifest_name, manifest.encode())
