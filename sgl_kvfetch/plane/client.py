@@ -130,7 +130,7 @@ def open_client(
             partial(count_miss, "lookup"),
             fetcher.link.answered,
             engine_codecs=() if nvdec is None else nvdec.codecs,
-            most_left_out=levels.most_left_out,
+            levels=levels,
         ),
         fetcher,
         SideFetcher(store, fetcher.report_damage),
@@ -154,7 +154,7 @@ def writer_spec(
 ) -> SegmentSpec:
     """Return how this config's writer encodes segments. Arguments as in `open_client`."""
     span_pages = _power_of_two_pages(SPAN_TOKENS, heads.namespace.page_size)
-    codec = config.codec
+    codec, num_levels = config.codec, 1 if config.levels is None else config.levels.count
     return SegmentSpec(
         heads,
         quantiser,
@@ -163,16 +163,23 @@ def writer_spec(
         min(span_pages, max_span_pages or span_pages),
         _cell_heads(heads, config.max_tp_size),
         encrypts=config.encryption_key_file is not None,
-        num_levels=1 if config.levels is None else config.levels.count,
+        num_levels=num_levels,
+        num_dropped=min(num_levels - 1, _level_policy(config, quantiser).least_left_out),
     )
 
 
 def _level_policy(config: KVFetchConfig, quantiser: Quantiser) -> LevelPolicy:
     """Raises ConfigError."""
-    if config.levels is None or config.levels.max_kl is None:
+    levels, needless, most = config.levels, 0, 0
+    if levels is None:
         return LevelPolicy()
     assert isinstance(quantiser, KltQuantiser)
-    return LevelPolicy(quantiser.levels_within(config.levels.max_kl), config.levels.within_s)
+    if levels.finest_kl is not None:
+        target_kl = config.target_kl or quantiser.profile.default_target_kl
+        needless = quantiser.levels_within(target_kl, "target_kl")
+    if levels.max_kl is not None:
+        most = quantiser.levels_within(levels.max_kl, "levels.max_kl")
+    return LevelPolicy(max(most, needless), levels.within_s, needless)
 
 
 def _cell_heads(heads: HeadSlice, max_tp_size: int) -> int:

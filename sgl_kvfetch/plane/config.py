@@ -104,6 +104,13 @@ class LevelsConfig(_Keys):
         le=10,
         description="KL divergence that reading fewer levels may cost; by default all levels are read",
     )
+    finest_kl: float | None = Field(
+        default=None,
+        gt=0,
+        le=10,
+        description="target_kl of all levels together; servers with the same one read each other's prompts, and write "
+        "the levels that their own target_kl needs; by default target_kl",
+    )
     within_s: float = Field(
         default=1.0, gt=0, le=600, description="time for a prompt to arrive, before levels are left out"
     )
@@ -213,7 +220,8 @@ class KVFetchConfig(_Keys):
         512 * MiB, ge=1 * MiB, description="raw bytes that may wait to be written; further writes are dropped"
     )
     levels: LevelsConfig | None = Field(
-        None, description="write klt in levels, and read fewer where the link is slow: count, max_kl, within_s"
+        None,
+        description="write klt in levels, and read fewer where the link is slow: count, max_kl and more",
     )
     decode_profile: Text | None = Field(
         None,
@@ -264,6 +272,11 @@ class KVFetchConfig(_Keys):
     @property
     def quantiser_name(self) -> QuantiserName:
         return self.quantiser or ("exact" if self.profile is None else "klt")
+
+    @property
+    def finest_kl(self) -> float | None:
+        """What all levels together may cost: ``target_kl``, unless other servers need more levels."""
+        return self.target_kl if self.levels is None else self.levels.finest_kl or self.target_kl
 
     @property
     def reads(self) -> bool:

@@ -17,4 +17,4 @@ def config_quantiser(config: KVFetchConfig) -> Quantiser:
         bins = config.cachegen or CacheGenConfig()
         return make_quantiser(config.quantiser_name, bins.k_bins, bins.v_bins)
     assert config.profile is not None
-    return KltQuantiser(load_profile(Path(config.profile)), config.target_kl)
+    return KltQuantiser(load_profile(Path(config.profile)), config.finest_kl)

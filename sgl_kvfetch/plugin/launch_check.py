@@ -39,7 +39,8 @@ def check_launch(server_args: Any) -> None:
     check_files(config)
     if config.profile is not None:
         # Load no tensors: SGLang forks after this, and whatever makes torch start threads here hangs in the children.
-        require_target(Path(config.profile), config.target_kl)
+        for target in {config.target_kl, config.finest_kl}:
+            require_target(Path(config.profile), target)
 
 
 def _check_flags(server_args: Any) -> None:

@@ -213,7 +213,7 @@ def _labels(config: KVFetchConfig, quantiser: Quantiser) -> Labels:
     model = label_of_model(get_serving().served_model_name or path, path)
     if not isinstance(quantiser, KltQuantiser):
         return Labels(model)
-    return Labels(model, label_of_klt(config.target_kl or quantiser.profile.default_target_kl))
+    return Labels(model, label_of_klt(config.finest_kl or quantiser.profile.default_target_kl))
 
 
 def _model_heads(rank_heads: int, tp_size: int) -> int:

@@ -153,7 +153,7 @@ async def test_a_level_that_is_dropped_between_lookup_and_fetch(make: MakeStore)
     with closing(DecodePool[Decoders]([{}])) as pool:
         levels = LevelPolicy(1, 1e9)
         fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=True, levels=levels)
-        finder = PageFinder(store, SPEC.heads, KLT, print, most_left_out=1)
+        finder = PageFinder(store, SPEC.heads, KLT, print, levels=LevelPolicy(1))
         sources = await finder.find_pages(hashes, WAIT_S)
         await fill(store, range(1, 7))
         assert await lost(store, 0) == 1

@@ -40,6 +40,10 @@ def merge_segments(
 
     spec = replace(spec, cell_heads=a.cell_heads)  # joining changes only a cell's tokens
     halves = [_reader_and_data(spec, segment) for segment in (left, right)]
+    lost, also_lost = (reader.levels_left_out for reader, _ in halves)
+    if lost != also_lost or lost >= spec.num_levels:
+        raise FormatError(f"of levels, {a.key.stem} has lost {lost}, {b.key.stem} {also_lost}: they are not merged")
+    spec = replace(spec, num_dropped=lost)
     manifest = msgspec.structs.replace(
         spec.manifest(a.first_page, a.previous_hash, a.page_hashes + b.page_hashes), expires=_earlier_expiry(a, b)
     )
@@ -83,8 +87,6 @@ def _grid_of(manifest: Manifest) -> tuple[object, ...]:
 def _reader_and_data(spec: SegmentSpec, segment: CodedSegment) -> tuple[SegmentReader, list[bytes]]:
     variant = first_readable(segment.manifest)
     reader = SegmentReader(segment.manifest, spec.quantiser, variant)
-    if reader.levels_left_out:
-        raise FormatError(f"{segment.manifest.key.stem} has lost levels, and is merged only with one that has, too")
     return reader, [segment.variant_data(variant), *segment.levels_of(variant)]
 
 

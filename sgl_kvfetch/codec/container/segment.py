@@ -63,7 +63,7 @@ NOISE_BITS = 7.9
 class SegmentSpec:
     """How a writer encodes the segments of one rank. ``cell_heads``: heads of a cell, a divisor of the
     rank's; None for all. A quantiser's own choice goes before it. ``encrypts``: whether the store encrypts.
-    ``num_levels``: of coefficients; 1 for all at once."""
+    ``num_levels``: of coefficients; 1 for all at once. ``num_dropped``: last levels that are not stored."""
 
     heads: HeadSlice
     quantiser: Quantiser
@@ -73,9 +73,11 @@ class SegmentSpec:
     cell_heads: int | None = None
     encrypts: bool = False
     num_levels: int = 1
+    num_dropped: int = 0
 
     def __post_init__(self) -> None:
         get_codec(self.codec)
+        assert 0 <= self.num_dropped < self.num_levels
         assert self.heads.namespace.quantiser == self.quantiser.identity
         assert self.num_levels == 1 or (self.codec == AnsCodec.name and not self.encrypts)
 
@@ -271,8 +273,9 @@ def encode_cells(
     for level in zip(*(chunk.levels for chunk in coded if chunk.levels), strict=True):
         contents.append(b"".join(chunk.bitstream for chunk in level))
         rows.append(Level(xxhash.xxh3_128_hexdigest(contents[-1]), tuple(chunk.row for chunk in level)))
-    variant = msgspec.structs.replace(variant, levels=tuple(rows))
-    return CodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), data, level_data=tuple(contents))
+    kept = spec.num_levels - 1 - spec.num_dropped
+    variant = msgspec.structs.replace(variant, levels=tuple(rows)).with_levels(kept)
+    return CodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), data, level_data=tuple(contents[:kept]))
 
 
 def make_variant(

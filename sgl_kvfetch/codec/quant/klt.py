@@ -232,14 +232,14 @@ class KltQuantiser(KltIntegers):
         rows = self._rows[self._key(place)]
         return list(map(Wide, rows.wide.tolist(), rows.bits.tolist()))
 
-    def levels_within(self, max_kl: float) -> int:
+    def levels_within(self, max_kl: float, key: str) -> int:
         """Return how many levels may be left out if values may cost ``max_kl`` nats a token: each triples the step.
 
-        Raises ConfigError if that is none.
+        Raises ConfigError if that is none, naming the config's ``key``.
         """
         costs = [self.profile.kl_of(self.step * 3**count) for count in range(1, MOST_LEVELS)]
         if max_kl < costs[0]:
-            raise ConfigError(f"max_kl = {max_kl:g} is below {costs[0]:.2g}, which one level less would cost")
+            raise ConfigError(f"{key} = {max_kl:g} is below {costs[0]:.2g}, which one level less would cost")
         return sum(cost <= max_kl for cost in costs)
 
     @property

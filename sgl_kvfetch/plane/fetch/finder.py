@@ -16,7 +16,7 @@ from sgl_kvfetch.codec import Quantiser, SegmentReader, decode_manifest, first_r
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
-from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource
 from sgl_kvfetch.stores import Breaker, SegmentHit, Store
 
 _MAX_KNOWN_PAGES = 1 << 15  # remembered between a lookup and its fetch
@@ -49,18 +49,18 @@ class PageFinder:
         on_fault: Callable[[KVFetchError], None],
         on_answer: Callable[[float], None] = lambda seconds: None,
         engine_codecs: Collection[str] = (),
-        most_left_out: int = 0,
+        levels: LevelPolicy | None = None,
     ) -> None:
         """``on_fault`` gets the error for each unusable segment that the store returned, ``on_answer`` the seconds of
         each lookup. ``engine_codecs``: the codecs that video engines decode; variants in these codecs are preferred.
-        Segments that have lost more than ``most_left_out`` levels are not used."""
+        Segments that have lost more levels than ``levels`` allows are not used."""
         self._on_answer = on_answer
         self._store = store
         self._heads = heads
         self._quantiser = quantiser
         self._on_fault = on_fault
         self._engine_codecs = engine_codecs
-        self._most_left_out = most_left_out
+        self._levels = levels or LevelPolicy()
         self._lookups = Breaker()
         self._fetches = Breaker()
         self._side_fetches = Breaker()  # its own: before each of these, a fetch of KV has succeeded
@@ -240,10 +240,9 @@ class PageFinder:
         heads.require_same(manifest.heads)
         variant = first_readable(manifest, self._engine_codecs)
         reader = SegmentReader(manifest, self._quantiser, variant, self._heads.heads)
-        if (lost := reader.levels_left_out) > self._most_left_out:
-            stem = manifest.key.stem
-            raise StoreError("coarse", f"{stem} has lost {lost} levels; {self._most_left_out} may be left out")
-        return reader
+        if (lost := reader.levels_left_out) > (most := self._levels.most_left_out):
+            raise StoreError("coarse", f"{manifest.key.stem} has lost {lost} levels; {most} may be left out")
+        return self._levels.finest(reader)
 
     async def _make_room(self, num_bytes: int) -> int:
         """Forget pages until there is room for manifests of so many bytes. Return how much room there is."""

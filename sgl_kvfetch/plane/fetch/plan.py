@@ -152,20 +152,24 @@ class Supply:
 @dataclass(frozen=True, slots=True)
 class LevelPolicy:
     """``most_left_out``: levels, of which each that is left out triples the step. ``within_s``: how long a fetch may
-    take before it leaves some out."""
+    take before it leaves some out. ``least_left_out``: levels that other servers need, and this one never reads."""
 
     most_left_out: int = 0
     within_s: float = 0.0
+    least_left_out: int = 0
 
     def seconds(self, most_bytes: int, least_bytes: int, bytes_per_s: float) -> float:
         """Return how long a fetch takes at this rate. It leaves levels out only for what takes longer than
         ``within_s``."""
         return min(most_bytes / bytes_per_s, max(least_bytes / bytes_per_s, self.within_s))
 
+    def finest(self, reader: SegmentReader) -> SegmentReader:
+        """Return the reader of as many levels as are wanted."""
+        return _leaving_out(reader, self.least_left_out)
+
     def coarsest(self, reader: SegmentReader) -> SegmentReader:
         """Return the reader of as few levels as may be read."""
-        may_leave_out = self.most_left_out - reader.levels_left_out
-        return reader.without_levels(max(0, min(reader.num_levels - 1, may_leave_out)))
+        return _leaving_out(reader, self.most_left_out)
 
     def choose(
         self, reader: SegmentReader, cell: Cell, left_s: float, make_supply: Callable[[], Supply]
@@ -184,3 +188,8 @@ class LevelPolicy:
             if (each := reader.without_levels(count)).coded_bytes(cell) * supply.num_cells <= left_bytes:
                 return each
         return coarsest
+
+
+def _leaving_out(reader: SegmentReader, count: int) -> SegmentReader:
+    """Return the reader that leaves out so many levels, counting those that are lost; level 0 is always read."""
+    return reader.without_levels(max(0, min(reader.num_levels - 1, count - reader.levels_left_out)))

@@ -158,17 +158,24 @@ def test_readers_know_what_they_leave_out_and_what_is_lost() -> None:
     assert reader.without_levels(1).levels_left_out == LEVELS - 1
 
 
+@pytest.mark.parametrize("num_pages", [1, 2])
+def test_neighbours_that_lack_the_same_levels_are_merged(num_pages: int) -> None:
+    spec = replace(SPEC, num_dropped=1)
+    left, right = (make(spec, first, num_pages) for first in (0, num_pages))
+    merged, whole = merge_segments(SPEC, left, right), make(spec, 0, 2 * num_pages)
+    assert whole.manifest.variants[0].num_dropped == 1
+    assert merged.manifest.variants == whole.manifest.variants
+    assert (merged.data, merged.level_data) == (whole.data, whole.level_data)
+    assert whole.level_data == make(SPEC, 0, 2 * num_pages).level_data[:-1]
+
+
 def test_segments_that_lost_levels_are_not_merged_with_whole_ones() -> None:
     """The merged one would pass for as fine as the other half."""
-    left, right = (make(SPEC, first, 1) for first in (0, 1))
-    (variant,) = left.manifest.variants
-    lost = replace(
-        left,
-        manifest=msgspec.structs.replace(left.manifest, variants=(variant.with_levels(1),)),
-        level_data=left.level_data[:1],
-    )
-    with pytest.raises(FormatError, match="has lost levels"):
+    lost, right = make(replace(SPEC, num_dropped=1), 0, 1), make(SPEC, 1, 1)
+    with pytest.raises(FormatError, match=r"has lost 1, \S+ 0: they are not merged"):
         merge_segments(SPEC, lost, right)
+    with pytest.raises(FormatError, match="they are not merged"):
+        merge_segments(replace(SPEC, num_levels=1), lost, make(replace(SPEC, num_dropped=1), 1, 1))
 
 
 def test_levels_are_signed() -> None:

@@ -173,9 +173,9 @@ async def test_segments_that_lost_more_levels_than_allowed_are_misses(
     await store.put(lost.key.manifest_name, lost.encode())
     faults: list[Exception] = []
     find = partial(PageFinder, store, SPEC.heads, KLT, faults.append)
-    assert len(await find(most_left_out=1).find_pages(list(lost.page_hashes), WAIT_S)) == NUM_PAGES
+    assert len(await find(levels=LevelPolicy(1)).find_pages(list(lost.page_hashes), WAIT_S)) == NUM_PAGES
     assert not faults
-    assert await find(most_left_out=0).find_pages(list(lost.page_hashes), WAIT_S) == []
+    assert await find(levels=NONE).find_pages(list(lost.page_hashes), WAIT_S) == []
     (fault,) = faults
     assert isinstance(fault, StoreError)
     assert (fault.reason, "has lost 1 levels; 0 may be left out" in str(fault)) == ("coarse", True)
