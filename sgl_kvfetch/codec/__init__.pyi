@@ -46,8 +46,10 @@ from .container.manifest import (
     Variant as Variant,
     decode_manifest as decode_manifest,
     encryption_keys_of as encryption_keys_of,
+    may_lose_levels as may_lose_levels,
     require_rewritable as require_rewritable,
     split_signature as split_signature,
+    without_last_level as without_last_level,
 )
 from .container.merge import merge_segments as merge_segments
 from .container.secured import (

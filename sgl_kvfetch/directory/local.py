@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -179,6 +179,12 @@ class LocalStore(AdminStore):
         require_name(name)
         with files.os_errors(f"reading {name}"):
             return files.read_object(self.root, name, MAX_MANIFEST_BYTES + 1)
+
+    @_on("_writes")
+    def drop_level(self, name: str) -> Mapping[str, int]:
+        require_name(name)
+        with files.os_errors(f"dropping a level of {name}"):
+            return self._room.drop_level(name)
 
     @_on("_reads")
     def _read(self, name: str, start: int, length: int | None) -> bytes | None:

@@ -11,13 +11,11 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-import msgspec
-
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, require_rewritable
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, without_last_level
 from sgl_kvfetch.directory import files, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
 from sgl_kvfetch.errors import FormatError, StoreError
@@ -281,36 +279,32 @@ class DiskRoom:
             found = db.execute(_LEAST_USED_WITH_LEVELS, (self._drop_levels, before)).fetchall()
         freed = 0
         for (name,) in found:
-            if freed < lacking:
-                freed += self._drop_level(name)
+            if freed >= lacking:
+                break
+            try:
+                dropped = self.drop_level(name)
+            except (FormatError, OSError) as e:  # such as a full disk
+                logger.warning("cannot drop a level of %s: %s", name, e)
+                continue
+            self.delete(dropped)
+            freed += sum(dropped.values())
         return freed
 
-    def _drop_level(self, name: str) -> int:
-        """Replace a manifest by one without the last level, and delete that level. Return the level's bytes, 0 if that
-        was not done.
+    def drop_level(self, name: str) -> Mapping[str, int]:
+        """Replace a manifest by one without the last level, which is no use of the segment. Return the sizes, by name,
+        of what it does not need any more; nothing if it keeps its levels. Raises FormatError and OSError.
 
         The manifest's own bytes may exceed the capacity for a moment.
         """
-        try:
-            content = files.read_object(self._catalog.root, name, MAX_MANIFEST_BYTES) or b""
-            manifest = decode_named_manifest(content, name)
-            require_rewritable(content)
-        except (FormatError, OSError) as e:
-            logger.warning("cannot drop a level of %s: %s", name, e)
-            return 0
-        variant, *others = manifest.variants
-        if others or not variant.levels:
-            return 0  # others have changed it
-        coarser = msgspec.structs.replace(manifest, variants=(variant.with_levels(len(variant.levels) - 1),))
-        try:
-            is_replaced = self._replace_manifest(name, object_digest(content), coarser)
-        except OSError as e:  # such as a full disk
-            logger.warning("cannot drop a level of %s: %s", name, e)
-            return 0
-        if is_replaced:
-            self.delete(manifest.data_names - coarser.data_names)
-            self.num_dropped += 1
-        return manifest.data_bytes(variant.levels[-1]) if is_replaced else 0
+        content = files.read_object(self._catalog.root, name, MAX_MANIFEST_BYTES)
+        if content is None:
+            return {}
+        manifest = decode_named_manifest(content, name)
+        coarser = without_last_level(manifest, content)
+        if coarser is None or not self._replace_manifest(name, object_digest(content), coarser):
+            return {}
+        self.num_dropped += 1
+        return {each: size for each, size in manifest.data_sizes.items() if each not in coarser.data_names}
 
     def _replace_manifest(self, name: str, digest: str, manifest: Manifest) -> bool:
         """Replace a manifest of this digest, which is no use of the segment. Return whether it was there."""

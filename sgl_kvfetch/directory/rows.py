@@ -7,7 +7,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, split_signature
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, may_lose_levels
 from sgl_kvfetch.directory import files, local_pins
 from sgl_kvfetch.directory.catalog import FileRole, FileState, SegmentState, temp_name
 from sgl_kvfetch.directory.page_index import page_rows
@@ -160,9 +160,8 @@ def index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) ->
 
 
 def _levels(manifest: Manifest, content: bytes) -> tuple[int, int]:
-    """Return how many levels may be dropped, and how many have been. All variants hold the same values, so none may
-    become coarser alone; and a signed manifest is only replaced by those with its key."""
-    if len(manifest.variants) != 1 or split_signature(content)[1]:
+    """Return how many levels may be dropped, and how many have been."""
+    if not may_lose_levels(manifest, content):
         return 0, 0
     return len(manifest.levels), manifest.variants[0].num_dropped
 

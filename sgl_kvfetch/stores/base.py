@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +23,13 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, MAX_SEGMENT_PAGES, EncryptionKeys, decode_manifest
+from sgl_kvfetch.codec import (
+    MAX_MANIFEST_BYTES,
+    MAX_SEGMENT_PAGES,
+    EncryptionKeys,
+    decode_manifest,
+    without_last_level,
+)
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import NAMESPACE_PATTERN, ObjectName, SegmentKey, parse_object_name
 from sgl_kvfetch.side_by_side import side_by_side
@@ -230,6 +236,23 @@ class AdminStore(Store):
 
         await side_by_side(_READS_AT_ONCE, segments, look)
         return found
+
+    async def peek(self, name: str) -> bytes | None:
+        """Read a manifest, which is no use of its segment."""
+        return await self.get(name)
+
+    async def drop_level(self, name: str) -> Mapping[str, int]:
+        """Replace a manifest by one without the last level, which is no use of its segment. Return the sizes, by name,
+        of what it does not need any more; nothing if it keeps its levels, or others have changed it. Raises
+        FormatError and StoreError."""
+        content = await self.peek(name)
+        if content is None:
+            return {}
+        manifest = decode_manifest(content)
+        coarser = without_last_level(manifest, content)
+        if coarser is None or not await self.replace(name, coarser.encode(), object_digest(content)):
+            return {}
+        return {each: size for each, size in manifest.data_sizes.items() if each not in coarser.data_names}
 
     def sweeping(self) -> AbstractAsyncContextManager[None]:
         """Exclude other sweepers of this store. This default excludes nobody.

@@ -1,6 +1,8 @@
-"""Delete expired segments of a store, and the least recently used until the rest fits into its capacity and quotas.
+"""Delete expired segments of a store, and levels and segments of those used least until the rest fits into its
+capacity and quotas.
 
-For stores that do not evict by themselves. All is decided by one listing: the store alone knows what it has.
+For stores that do not evict by themselves. All is decided by one listing: the store alone knows what it has. Only the
+manifests of segments that may lose levels are read.
 """
 
 from __future__ import annotations
@@ -10,14 +12,32 @@ import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.codec import decode_manifest, may_lose_levels
+from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.side_by_side import side_by_side
-from sgl_kvfetch.stores.base import AdminStore
-from sgl_kvfetch.stores.listing import StoredSegment, folders_named, list_segments, names_of_folders
+from sgl_kvfetch.stores.base import AdminStore, ObjectInfo
+from sgl_kvfetch.stores.listing import (
+    StoredSegment,
+    decode_named_manifest,
+    folders_named,
+    list_segments,
+    names_of_folders,
+)
 from sgl_kvfetch.stores.pins import pinned_segments
 
 ORPHAN_AGE_S = 900.0  # data without a manifest, or the reverse, may be a write under way until then
 _WORKERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Coarser:
+    """A segment that is to lose its last levels. ``leftovers``: data that its manifest does not name."""
+
+    segment: StoredSegment
+    num_levels: int
+    num_bytes: int
+    leftovers: list[ObjectInfo]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +49,7 @@ class Plan:
     num_expired: int
     evicted: list[StoredSegment]  # expired ones first, then the least recently used; pinned ones after all others
     broken: list[StoredSegment]  # without a manifest or without data, for longer than a write takes
+    coarser: list[Coarser]  # the least recently used first
     oldest_use_s: float | None  # of the segments that are kept, in seconds since the epoch
     unused_quotas: list[str]  # names of which nothing is stored
 
@@ -38,20 +59,24 @@ class Plan:
 
     @property
     def freed_bytes(self) -> int:
-        return sum(segment.stored_bytes for segment in self.doomed)
+        return sum(segment.stored_bytes for segment in self.doomed) + sum(each.num_bytes for each in self.coarser)
 
 
 @dataclass(slots=True)
 class Swept:
     num_objects: int = 0
     num_bytes: int = 0
+    num_levels: int = 0
     failures: dict[str, str] = field(default_factory=dict)  # by the object's name
 
 
-async def plan_sweep(store: AdminStore, capacity_bytes: int | None, quotas: Mapping[str, int] | None = None) -> Plan:
+async def plan_sweep(
+    store: AdminStore, capacity_bytes: int | None, quotas: Mapping[str, int] | None = None, drop_levels: int = 0
+) -> Plan:
     """List the store and decide what to delete.
 
-    ``quotas``: most bytes of all namespaces together that have a name, as of `folders_named`. Raises StoreError.
+    ``quotas``: most bytes of all namespaces together that have a name, as of `folders_named`. ``drop_levels``: the
+    most that a segment loses before any segment is evicted. Raises StoreError.
     """
     segments = await list_segments(store, "")
     whole = [segment for segment in segments if segment.manifest is not None and segment.data]
@@ -61,7 +86,9 @@ async def plan_sweep(store: AdminStore, capacity_bytes: int | None, quotas: Mapp
     # One with a newer object may be being written again, data first.
     expired = await store.expired([segment.key for segment in whole if segment.modified_s < oldest_write_s])
     pinned = await pinned_segments(store, {segment.key.namespace for segment in whole})
-    last_uses = {s.key: max(used or 0.0, s.modified_s) for s, used in zip(whole, uses, strict=True)}
+    # Manifests are also replaced by what is no use.
+    last_writes = {s.key: max(info.modified_s for info in s.data.values()) for s in whole}
+    last_uses = {s.key: max(used or 0.0, last_writes[s.key]) for s, used in zip(whole, uses, strict=True)}
 
     def order(segment: StoredSegment) -> tuple[bool, bool, float]:
         return segment.key not in expired, segment.key in pinned, last_uses[segment.key]
@@ -70,23 +97,37 @@ async def plan_sweep(store: AdminStore, capacity_bytes: int | None, quotas: Mapp
     broken = [segment for segment in parts if segment.modified_s < oldest_write_s]
     doomed = expired | {segment.key for segment in broken}
 
-    def shrink(folders: Container[str], most_bytes: int) -> None:
-        inside = [segment for segment in segments if segment.key.namespace in folders]
-        lacking = sum(segment.stored_bytes for segment in inside if segment.key not in doomed) - most_bytes
+    coarser: dict[SegmentKey, Coarser] = {}
+
+    async def shrink(folders: Container[str], most_bytes: int) -> None:
+        inside = [segment for segment in segments if segment.key.namespace in folders and segment.key not in doomed]
+        lacking = sum(segment.stored_bytes for segment in inside) - most_bytes
+        lacking -= sum(coarser[segment.key].num_bytes for segment in inside if segment.key in coarser)
+        may_lose = [
+            segment
+            for segment in in_order
+            if segment.key.namespace in folders and not {segment.key} & (doomed | pinned) and segment.key not in coarser
+        ]
+        while drop_levels and lacking > 0 and may_lose:
+            some, may_lose = may_lose[:_WORKERS], may_lose[_WORKERS:]
+            for found in await asyncio.gather(*(_coarser(store, segment, drop_levels) for segment in some)):
+                if lacking > 0 and found is not None:
+                    coarser[found.segment.key] = found
+                    lacking -= found.num_bytes
         for segment in in_order:
             if lacking > 0 and segment.key.namespace in folders and segment.key not in doomed:
                 doomed.add(segment.key)
-                lacking -= segment.stored_bytes
+                lacking -= segment.stored_bytes - (coarser.pop(segment.key).num_bytes if segment.key in coarser else 0)
 
     names = await names_of_folders(store, reversed(in_order)) if quotas else {}
     unused_quotas = []
     for name, most_bytes in (quotas or {}).items():
         folders = folders_named(name, names)
-        shrink(folders, most_bytes)
+        await shrink(folders, most_bytes)
         if not folders:
             unused_quotas.append(name)
     if capacity_bytes is not None:
-        shrink({segment.key.namespace for segment in segments}, capacity_bytes)
+        await shrink({segment.key.namespace for segment in segments}, capacity_bytes)
     evicted = [segment for segment in in_order if segment.key in doomed]
     return Plan(
         stored_bytes=sum(segment.stored_bytes for segment in segments),
@@ -96,13 +137,39 @@ async def plan_sweep(store: AdminStore, capacity_bytes: int | None, quotas: Mapp
         num_expired=len(expired),
         evicted=evicted,
         broken=broken,
+        coarser=list(coarser.values()),
         oldest_use_s=min((last_uses[segment.key] for segment in whole if segment.key not in doomed), default=None),
         unused_quotas=unused_quotas,
     )
 
 
-async def sweep_segments(store: AdminStore, segments: Sequence[StoredSegment], grace_s: float) -> Swept:
-    """Delete segments: their manifests, and after ``grace_s``, when their readers are done, their data.
+async def _coarser(store: AdminStore, segment: StoredSegment, drop_levels: int) -> Coarser | None:
+    """Return how a segment can lose levels, ``drop_levels`` at most with those that it has lost; None if it cannot."""
+    if len(segment.data) == 1:
+        return None
+    try:
+        content = await store.peek(segment.key.manifest_name)
+        manifest = None if content is None else decode_named_manifest(content, segment.key.manifest_name)
+    except FormatError:
+        return None  # ``kvfetch verify`` reports those
+    if content is None or manifest is None:
+        return None
+    (*_, variant), oldest_write_s = manifest.variants, time.time() - ORPHAN_AGE_S
+    infos = segment.data.values()
+    leftovers = [x for x in infos if x.name not in manifest.data_names and x.modified_s < oldest_write_s]
+    count = max(0, min(len(variant.levels), drop_levels - variant.num_dropped))
+    if not may_lose_levels(manifest, content):
+        count = 0
+    num_bytes = sum(manifest.data_bytes(level) for level in variant.levels[len(variant.levels) - count :])
+    num_bytes += sum(info.size_bytes for info in leftovers)
+    return Coarser(segment, count, num_bytes, leftovers) if num_bytes else None
+
+
+async def sweep_segments(
+    store: AdminStore, segments: Sequence[StoredSegment], grace_s: float, coarser: Sequence[Coarser] = ()
+) -> Swept:
+    """Delete segments: their manifests, and after ``grace_s``, when their readers are done, their data. Likewise the
+    last levels of ``coarser``.
 
     Objects that cannot be deleted are reported and stay: a later sweep finds them. Raises StoreError if the store or
     its index cannot be used at all.
@@ -124,9 +191,35 @@ async def sweep_segments(store: AdminStore, segments: Sequence[StoredSegment], g
             for info in segment.data.values():
                 await delete(info.name, info.size_bytes)
 
+    unnamed: dict[SegmentKey, dict[str, int]] = {}
+
+    async def drop_levels(each: Coarser) -> None:
+        name = each.segment.key.manifest_name
+        unneeded = unnamed.setdefault(each.segment.key, {info.name: info.size_bytes for info in each.leftovers})
+        try:
+            for _ in range(each.num_levels):
+                dropped = await store.drop_level(name)
+                swept.num_levels += bool(dropped)
+                unneeded |= dropped
+        except (FormatError, StoreError) as e:
+            if isinstance(e, StoreError) and not e.concerns_object:
+                raise
+            swept.failures[name] = str(e)
+
+    async def delete_unnamed(segment: SegmentKey) -> None:
+        content = await store.peek(segment.manifest_name)
+        try:
+            named = frozenset[str]() if content is None else decode_manifest(content).data_names
+        except FormatError:
+            return
+        for name in unnamed[segment].keys() - named:  # some may have been written again meanwhile
+            await delete(name, unnamed[segment][name])
+
     manifests = [segment.manifest for segment in segments if segment.manifest is not None]
     await side_by_side(_WORKERS, manifests, lambda info: delete(info.name, info.size_bytes))
-    if any(segment.manifest is not None and segment.data for segment in segments):
+    await side_by_side(_WORKERS, coarser, drop_levels)
+    if unnamed or any(segment.manifest is not None and segment.data for segment in segments):
         await asyncio.sleep(grace_s)
     await side_by_side(_WORKERS, [segment for segment in segments if segment.data], delete_data)
+    await side_by_side(_WORKERS, unnamed, delete_unnamed)
     return swept

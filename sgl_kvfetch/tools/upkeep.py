@@ -40,6 +40,15 @@ def gc(
         list[str] | None,
         option("MODEL=SIZE", f"Most bytes that stay of this model: {MODEL_HELP} Repeatable."),
     ] = None,
+    drop_levels: Annotated[
+        int,
+        option(
+            "COUNT",
+            "Instead of deleting segments, drop up to so many levels of them, the least recently used first.",
+            min=0,
+            max=3,
+        ),
+    ] = 0,
     index: IndexOption = None,
     dry_run: DryRunOption = False,
     grace_s: Annotated[
@@ -48,8 +57,9 @@ def gc(
     as_json: Annotated[
         bool,
         json_flag(
-            "an object with stored_bytes, num_segments, pinned_bytes, num_expired, evicted, broken, planned_bytes, "
-            "oldest_use_s, unused_quotas and deleted (null in a dry run), which has num_objects, num_bytes and failures"
+            "an object with stored_bytes, num_segments, pinned_bytes, num_expired, evicted, broken, coarser, "
+            "planned_bytes, oldest_use_s, unused_quotas and deleted (null in a dry run), which has num_objects, "
+            "num_bytes, num_levels and failures"
         ),
     ] = False,
 ) -> None:
@@ -76,10 +86,12 @@ def gc(
 
     async def collect(opened: AdminStore) -> tuple[Plan, Swept | None]:
         if dry_run:
-            return await plan_sweep(opened, *limits), None
+            return await plan_sweep(opened, *limits, drop_levels), None
+        if drop_levels:
+            await opened.require_replace()
         async with opened.sweeping():
-            plan = await plan_sweep(opened, *limits)
-            return plan, await sweep_segments(opened, plan.doomed, grace_s)
+            plan = await plan_sweep(opened, *limits, drop_levels)
+            return plan, await sweep_segments(opened, plan.doomed, grace_s, plan.coarser)
 
     plan, swept = run_on_store(store, None, None, index, collect)
     failures = {f"--quota {printable(name)}": "nothing is stored of this model" for name in plan.unused_quotas}
@@ -105,6 +117,7 @@ def _summary(plan: Plan, swept: Swept | None) -> dict[str, object]:
         "num_expired": plan.num_expired,
         "evicted": [segment.key.stem for segment in plan.evicted],
         "broken": [segment.key.stem for segment in plan.broken],
+        "coarser": {each.segment.key.stem: each.num_levels for each in plan.coarser},
         "planned_bytes": plan.freed_bytes,
         "oldest_use_s": plan.oldest_use_s,
         "unused_quotas": plan.unused_quotas,
@@ -116,17 +129,24 @@ def _gc_lines(plan: Plan, swept: Swept | None) -> Iterator[str]:
     if swept is None:
         for segment in plan.doomed:
             yield f"{segment.key.stem}  {format_size(segment.stored_bytes)}"
+        for each in plan.coarser:
+            yield f"{each.segment.key.stem}  {format_size(each.num_bytes)}, {each.num_levels} levels"
     verb = "would delete" if swept is None else "deleted"
     freed = format_size(plan.freed_bytes if swept is None else swept.num_bytes)
     yield (
         f"{verb} {len(plan.evicted)} segments, {plan.num_expired} of them expired, and {len(plan.broken)} that are not "
-        f"whole: {freed} of {format_size(plan.stored_bytes)}"
+        f"whole{_levels(plan, swept)}: {freed} of {format_size(plan.stored_bytes)}"
     )
     if plan.num_pinned_evicted:
         yield f"WARNING: {plan.num_pinned_evicted} of them are pinned; {format_size(plan.pinned_bytes)} are pinned"
     if plan.oldest_use_s is not None:
         age, num_kept = format_age(time.time() - plan.oldest_use_s), plan.num_segments - len(plan.evicted)
         yield f"{num_kept} segments stay; the least recently used of them was last used {age} ago"
+
+
+def _levels(plan: Plan, swept: Swept | None) -> str:
+    count = sum(each.num_levels for each in plan.coarser) if swept is None else swept.num_levels
+    return f", and {count} levels of others" if count else ""
 
 
 @dataclass(slots=True)

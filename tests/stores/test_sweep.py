@@ -126,7 +126,7 @@ async def test_without_an_index_the_oldest_go_first(s3: S3Server) -> None:
 
         await until(is_later)  # moto's times are in whole seconds
     await put_segment(store, SEGMENTS[2])
-    await store.put(KEYS[0].manifest_name, SEGMENTS[0].manifest.encode())
+    await put_segment(store, SEGMENTS[0])
     plan = await plan_sweep(store, 2 * SIZE + SIZE // 2)
     assert keys(plan.evicted) == [KEYS[1]]
     await store.close()

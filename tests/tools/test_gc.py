@@ -77,7 +77,12 @@ def test_a_bucket_with_an_index(s3: S3Server) -> None:
 def test_a_bucket_without_an_index(s3: S3Server) -> None:
     summary = kvfetch_json("gc", URL, "--capacity", "1", "--grace", "0")
     assert set(summary["evicted"]) == {key.stem for key in KEYS}
-    assert summary["deleted"] == {"num_objects": 6, "num_bytes": summary["stored_bytes"], "failures": {}}
+    assert summary["deleted"] == {
+        "num_objects": 6,
+        "num_bytes": summary["stored_bytes"],
+        "num_levels": 0,
+        "failures": {},
+    }
     assert asyncio.run(names(S3Store(URL))) == set()
 
 

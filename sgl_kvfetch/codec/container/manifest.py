@@ -478,6 +478,21 @@ def require_rewritable(data: bytes) -> None:
         )
 
 
+def may_lose_levels(manifest: Manifest, data: bytes) -> bool:
+    """Return whether a stored segment has levels that a store may drop. All variants hold the same values, so none may
+    become coarser alone; and a signed manifest is only replaced by those with its key."""
+    return len(manifest.variants) == 1 and bool(manifest.levels) and not split_signature(data)[1]
+
+
+def without_last_level(manifest: Manifest, data: bytes) -> Manifest | None:
+    """Return a stored manifest without its last level, None if it may not lose it. Raises FormatVersionError."""
+    if not may_lose_levels(manifest, data):
+        return None
+    require_rewritable(data)
+    (variant,) = manifest.variants
+    return msgspec.structs.replace(manifest, variants=(variant.with_levels(len(variant.levels) - 1),))
+
+
 def _validated(body: _Body) -> Manifest:
     num_pages, rest = divmod(len(body.page_hashes), PAGE_HASH_BYTES)
     if rest or not is_power_of_two(num_pages) or num_pages > MAX_SEGMENT_PAGES:

@@ -1,0 +1,170 @@
+"""Sweeps that drop last levels before they delete segments."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.redis_server import RedisProcess
+from harness.s3_server import BUCKET, S3Server
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.segment import CodedSegment
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.plane.write.writer import commit_segment
+from sgl_kvfetch.stores.base import AdminStore
+from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
+from sgl_kvfetch.stores.pins import Pin
+from sgl_kvfetch.stores.redis_index import IndexOptions
+from sgl_kvfetch.stores.s3 import S3Store
+from sgl_kvfetch.stores.sweep import ORPHAN_AGE_S, Swept, plan_sweep, sweep_segments
+from tests.codec.container.test_levels import SPEC, segment
+from tests.segments import page_hashes
+from tests.tools.conftest import kvfetch, kvfetch_json
+
+FOLDER = SPEC.heads.folder
+NUM = 3
+WHOLE = len(segment().manifest.encode()) + sum(len(data) for _, data in segment().data_objects())
+LAST = len(segment().level_data[-1])
+
+
+def chain(number: int) -> CodedSegment:
+    hashes = tuple(page_hashes(4, f"chain {number}"))
+    return replace(segment(), manifest=msgspec.structs.replace(segment().manifest, page_hashes=hashes))
+
+
+@pytest.fixture(params=["directory", "bucket", "bucket with index"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path, s3: S3Server) -> AsyncIterator[AdminStore]:
+    """A store of three segments, of which the first was used longest ago where the store knows."""
+    url = f"s3://{BUCKET}/kv"
+    store: AdminStore
+    if request.param == "directory":
+        store = LocalStore(tmp_path)
+    elif request.param == "bucket":
+        store = S3Store(url, config=s3.config)
+    else:
+        redis: RedisProcess = request.getfixturevalue("index")
+        store = IndexedS3Store(url, IndexOptions(redis.url), config=s3.config)
+    for number in range(NUM):
+        await commit_segment(store, chain(number))
+        if isinstance(store, IndexedS3Store):
+            await store._index.note_uses({chain(number).manifest.key: time.time() + 10 * number})
+    yield store
+    await store.close()
+
+
+async def lost(store: AdminStore) -> list[int | None]:
+    """Return how many levels each segment has lost, None for those that are gone."""
+    contents = [await store.peek(chain(number).manifest.key.manifest_name) for number in range(NUM)]
+    return [None if each is None else decode_manifest(each).variants[0].num_dropped for each in contents]
+
+
+async def sweep(store: AdminStore, capacity: int, drop_levels: int = 1) -> Swept:
+    plan = await plan_sweep(store, capacity, drop_levels=drop_levels)
+    before = await lost(store)
+    swept = await sweep_segments(store, plan.doomed, 0, plan.coarser)
+    assert await lost(store) != before or not plan.freed_bytes
+    return swept
+
+
+async def named(store: AdminStore) -> set[str]:
+    """Return the names of all data, and require that manifests name all of it."""
+    names = {info.name async for info in store.list() if not info.name.endswith(".kvm")}
+    manifests = [await store.peek(chain(number).manifest.key.manifest_name) for number in range(NUM)]
+    assert names == {name for each in manifests if each is not None for name in decode_manifest(each).data_names}
+    return names
+
+
+async def test_levels_go_before_segments_those_used_least_first(store: AdminStore) -> None:
+    swept = await sweep(store, NUM * WHOLE - LAST // 2)
+    assert (swept.num_levels, swept.num_objects, swept.num_bytes, swept.failures) == (1, 1, LAST, {})
+    assert sorted(map(str, await lost(store))) == ["0", "0", "1"]
+    if type(store) is not S3Store:  # whose times are those of writing, in whole seconds
+        assert await lost(store) == [1, 0, 0]
+        await sweep(store, NUM * WHOLE - LAST - LAST // 2)
+        assert await lost(store) == [1, 1, 0]  # dropping was no use of the first
+        await sweep(store, (NUM - 1) * WHOLE - LAST - 64)
+        assert await lost(store) == [None, 1, 1]
+    await named(store)
+
+
+async def test_no_more_levels_are_dropped_than_allowed(store: AdminStore) -> None:
+    assert (await plan_sweep(store, 0)).coarser == []
+    two = (await plan_sweep(store, NUM * WHOLE - LAST // 2, drop_levels=2)).coarser
+    assert [each.num_levels for each in two] == [2]
+    swept = await sweep(store, NUM * (WHOLE - LAST) + 64 * NUM)
+    assert swept.num_levels == NUM
+    assert await lost(store) == [1] * NUM
+    assert (await plan_sweep(store, NUM * (WHOLE - LAST) + 64 * NUM, drop_levels=1)).freed_bytes == 0
+    plan = await plan_sweep(store, WHOLE, drop_levels=1)
+    assert (plan.coarser, len(plan.evicted)) == ([], 2)
+
+
+async def test_pinned_segments_keep_their_levels(store: AdminStore) -> None:
+    first = chain(0).manifest
+    await store.put_pin(Pin("kept", 1, b"".join(first.page_hashes)))
+    await sweep(store, (NUM - 1) * WHOLE)
+    assert (await lost(store))[0] == 0
+
+
+async def test_a_segment_that_is_written_again_meanwhile_keeps_its_data(store: AdminStore) -> None:
+    """After its level was dropped, and before the level's data is deleted."""
+    plan = await plan_sweep(store, NUM * WHOLE - LAST // 2, drop_levels=1)
+    (coarser,) = plan.coarser
+    number = next(n for n in range(NUM) if chain(n).manifest.key == coarser.segment.key)
+    drop_level = store.drop_level
+
+    async def drop_and_write(name: str) -> object:
+        dropped = await drop_level(name)
+        await commit_segment(store, chain(number))
+        return dropped
+
+    store.drop_level = drop_and_write  # type: ignore[method-assign, assignment]
+    swept = await sweep_segments(store, plan.doomed, 0, plan.coarser)
+    assert (swept.num_levels, swept.num_objects) == (1, 0)
+    assert await lost(store) == [0] * NUM
+    await named(store)
+
+
+async def test_levels_that_an_interrupted_sweep_has_left_are_deleted(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for number in range(NUM):
+        await commit_segment(store, chain(number))
+    name = chain(0).manifest.key.manifest_name
+    (left,) = await store.drop_level(name)
+    capacity = (await plan_sweep(store, None)).stored_bytes - 1
+    assert (await plan_sweep(store, capacity, drop_levels=1)).coarser[0].segment.key != chain(0).manifest.key
+    old_s = time.time() - ORPHAN_AGE_S - 60
+    os.utime(tmp_path / left, (old_s, old_s))
+    plan = await plan_sweep(store, capacity, drop_levels=1)
+    swept = await sweep_segments(store, plan.doomed, 0, plan.coarser)
+    assert (swept.num_levels, swept.num_objects) == (0, 1)
+    assert left not in await named(store)
+    await store.close()
+
+
+def test_gc_says_which_levels_it_drops(tmp_path: Path) -> None:
+    async def fill() -> None:
+        store = LocalStore(tmp_path)
+        for number in range(NUM):
+            await commit_segment(store, chain(number))
+        await store.close()
+
+    asyncio.run(fill())
+    options = (str(tmp_path), "--capacity", f"{NUM * WHOLE - 1}", "--drop-levels", "1", "--grace", "0")
+    planned = kvfetch_json("gc", *options, "--dry-run")
+    assert (list(planned["coarser"].values()), planned["evicted"], planned["planned_bytes"]) == ([1], [], LAST)
+    (stem,) = planned["coarser"]
+    shown = kvfetch("gc", *options, "--dry-run").output
+    assert f"{stem}  " in shown
+    assert "would delete 0 segments" in shown
+    assert "and 1 levels of others" in shown
+    swept = json.loads(kvfetch("gc", *options, "--json").stdout)["deleted"]
+    assert (swept["num_levels"], swept["num_objects"], swept["num_bytes"]) == (1, 1, LAST)
