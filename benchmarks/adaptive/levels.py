@@ -83,7 +83,7 @@ def fetch(link: Link, choose: Choose) -> Fetch:
     now_s = link_free_s = 0.0
     on_the_way: deque[tuple[float, int]] = deque()  # when runs arrive, and with how many levels
     rated: deque[tuple[float, float]] = deque(maxlen=_NUM_RATED)  # bytes and seconds
-    levels = []
+    levels: list[int] = []
     for run in range(link.num_runs):
         rate = sum(size for size, _ in rated) / sum(seconds for _, seconds in rated) if rated else None
         room = _RUN_BYTES[0] if rate is None else rate * _IN_FLIGHT_S
