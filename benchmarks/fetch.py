@@ -37,7 +37,8 @@ from harness.fetching import fetch_pages
 from harness.memory_pool import MemoryPool
 from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
-from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.container.reader import SegmentReader
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.plane.adapt.decode_profile import load_decode_profile

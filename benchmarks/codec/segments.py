@@ -14,7 +14,8 @@ from benchmarks.heads import make_heads
 from harness.small_segments import page_hashes
 from sgl_kvfetch.codec.bitstream.registry import resolution_for
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
-from sgl_kvfetch.codec.container.segment import SegmentReader, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.container.reader import SegmentReader
+from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.keys import buddy_split

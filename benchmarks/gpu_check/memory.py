@@ -24,7 +24,8 @@ from harness import stand_in_pool
 from harness.fetching import fetch_pages
 from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.bitstream.nvdec import MAX_SURFACE_BYTES, open_nvdec
-from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader
+from sgl_kvfetch.codec.container.reader import SegmentReader
+from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.cuda_streams import Device, Stream
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.plane.adapt.pool import DecodePool

@@ -11,8 +11,8 @@ import pytest
 from harness.small_segments import expiring
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES, Chunk, Manifest, PartInfo, Variant, decode_manifest
+from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.secured import secure_segment
-from sgl_kvfetch.codec.container.segment import SegmentReader
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
 from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.tools.pictures import PictureWriter

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sgl_kvfetch.codec.container.manifest import decode_manifest
-from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode, verify_variant
 from tests.codec.container.test_levels import KLT, LEVELS, cells, segment

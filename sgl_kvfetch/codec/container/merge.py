@@ -10,7 +10,8 @@ import msgspec
 import xxhash
 
 from sgl_kvfetch.codec.container.manifest import Cell, Level, Manifest, Variant
-from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec, encode_cells, first_readable
+from sgl_kvfetch.codec.container.reader import SegmentReader, first_readable
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_cells
 from sgl_kvfetch.codec.container.sides import join_sides
 from sgl_kvfetch.codec.quant.base import Quantised, join_parts
 from sgl_kvfetch.errors import FormatError

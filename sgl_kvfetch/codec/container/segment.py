@@ -1,16 +1,13 @@
-"""Encode KV values into segments (a manifest and a data object), and decode them. No I/O: that is the caller's.
+"""Encode KV values into segments: a manifest and a data object. No I/O: that is the caller's.
 
-The data object is the concatenation of the chunks' bitstreams in the manifest's order.
+The data object is the concatenation of the chunks' bitstreams in the manifest's order. `reader` decodes segments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from itertools import accumulate
-from math import prod
 from typing import NamedTuple
 
 import msgspec
@@ -19,13 +16,11 @@ import torch
 import xxhash
 
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec
-from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder, encode_ladder
 from sgl_kvfetch.codec.bitstream.levels import DIGITS, LADDER, Wide
-from sgl_kvfetch.codec.bitstream.registry import CODECS, READABLE, get_codec
+from sgl_kvfetch.codec.bitstream.registry import get_codec
 from sgl_kvfetch.codec.container.manifest import (
-    MAX_CHUNK_BYTES,
     MAX_MANIFEST_BYTES,
     Cell,
     Chunk,
@@ -37,18 +32,14 @@ from sgl_kvfetch.codec.container.manifest import (
     checked_namespace,
     require_layouts,
 )
-from sgl_kvfetch.codec.container.sides import SideKey, SidePlace, side_places
-from sgl_kvfetch.codec.container.signing import nth_digest
 from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
-from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError, UnsupportedError
+from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
-_BYTES = ZstdCodec()  # for parts that are plain bytes
-# A part of plain bytes holds at most every value of its cell, and this many bytes a token.
-_MOST_BYTES_A_TOKEN = 4096
+BYTES_CODEC = ZstdCodec()  # for parts that are plain bytes
 # Of a signed manifest: what is neither rows nor hashes; and a chunk's row: 72 bytes with a frame sum, 69 without.
 _HEAD_BYTES, _ROW_BYTES = 4096, 71
 _TABLE_BYTES = 38  # that encryption adds to a chunk
@@ -94,12 +85,12 @@ class SegmentSpec:
             span_pages=min(self.span_pages, len(page_hashes)),
             cell_layers=quantiser.cell_layers,
             cell_heads=self._heads_of_a_cell(),
-            parts=_part_infos(quantiser, geometry),
+            parts=part_infos(quantiser, geometry),
             coefficients=(),
             variants=(),
             labels=self.heads.labels,
         )
-        return msgspec.structs.replace(manifest, coefficients=_coefficients(manifest, quantiser))
+        return msgspec.structs.replace(manifest, coefficients=coefficients_of(manifest, quantiser))
 
     def _heads_of_a_cell(self) -> int:
         if self.quantiser.cell_heads is not None:
@@ -139,11 +130,11 @@ class SegmentSpec:
         return layouts_of(manifest, self.quantiser, self.resolution)
 
 
-def _part_infos(quantiser: Quantiser, geometry: KVGeometry) -> tuple[PartInfo, ...]:
+def part_infos(quantiser: Quantiser, geometry: KVGeometry) -> tuple[PartInfo, ...]:
     return tuple(PartInfo(part.name, part.layout or "") for part in quantiser.parts(geometry.torch_dtype))
 
 
-def _coefficients(manifest: Manifest, quantiser: Quantiser) -> tuple[int, ...]:
+def coefficients_of(manifest: Manifest, quantiser: Quantiser) -> tuple[int, ...]:
     places = (cell_place(manifest, cell) for cell in manifest.span_cells(0))
     return tuple(n for n in map(quantiser.num_coefficients, places) if n is not None)
 
@@ -304,8 +295,8 @@ def encode_cell(
     for part, x in zip(manifest.parts, quantised, strict=True):
         raw = x.contiguous().cpu().numpy().tobytes()
         if not part.layout:
-            bitstream = _BYTES.compress(raw)
-            chunks.append(CodedChunk(Chunk.of(_BYTES.name, bitstream, raw), bitstream, None))
+            bitstream = BYTES_CODEC.compress(raw)
+            chunks.append(CodedChunk(Chunk.of(BYTES_CODEC.name, bitstream, raw), bitstream, None))
             continue
         frames = layouts[part.layout].to_frames(x)
         if num_levels > 1:
@@ -350,335 +341,3 @@ def _entropy_bits(data: bytes) -> float:
     counts = np.bincount(np.frombuffer(data, np.uint8), minlength=256)
     p = counts[counts > 0] / len(data)
     return float(-(p * np.log2(p)).sum())
-
-
-@dataclass(frozen=True, slots=True)
-class CellFrames:
-    """A decoded and verified cell, its integers still in frames, with everything that restoring needs.
-
-    ``parts``: for each part, uint8 frames ``(frames, 3, height, width)``, or bytes ``(n,)``. ``layouts``: for each
-    part, None for bytes. ``is_on_device``: for each part, whether its frames are on the device and not on the host.
-    """
-
-    place: CellPlace
-    layers: range  # counted from the rank's first layer
-    heads: range  # counted from the reading rank's first head
-    parts: tuple[torch.Tensor, ...]
-    layouts: tuple[Layout | None, ...]
-    is_on_device: tuple[bool, ...]
-    quantiser: Quantiser
-
-
-class SegmentReader:
-    """Decodes the cells of one variant of a segment."""
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        quantiser: Quantiser,
-        variant: int | None = None,
-        rank_heads: range | None = None,
-        num_levels: int | None = None,
-    ) -> None:
-        """``variant``: its index; None selects the first whose codecs are available. ``rank_heads``: the heads that the
-        reading rank has, counted in the model; None for those of the segment. ``num_levels``: how many levels of
-        coefficients to read; None for all. Raises FormatError if the manifest was not written with this quantiser, or
-        if a codec of the variant is unknown, EncryptedError if it must be opened first, UnsupportedError if the
-        segment's cells have both heads of the rank and others."""
-        manifest.require_open()
-        self.manifest = manifest
-        self.rank_heads = manifest.heads.heads if rank_heads is None else rank_heads
-        self.quantiser = quantiser
-        self.variant = manifest.variants[first_readable(manifest) if variant is None else variant]
-        self.geometry: KVGeometry = manifest.geometry
-        self._require_quantiser()
-        for codec in self.variant.codecs - {LADDER}:
-            get_codec(codec)
-        self.levels = self.variant.levels[: None if num_levels is None else num_levels - 1]
-        self._offsets = [0, *accumulate(chunk.size_bytes for chunk in self.variant.chunks)]
-        self._level_offsets = [[0, *accumulate(chunk.size_bytes for chunk in level.chunks)] for level in self.levels]
-        self._head_blocks = self._blocks_of_rank()
-        self._coarser: dict[int, SegmentReader] = {}
-
-    def _blocks_of_rank(self) -> range:
-        """Return the head blocks that have heads of the rank. Raises UnsupportedError if one has others, too."""
-        m, mine = self.manifest, self.rank_heads
-        first = max(mine.start, m.first_head) - m.first_head
-        end = min(mine.stop, m.first_head + m.num_heads) - m.first_head
-        assert first < end, (mine, m.heads.heads)
-        if first % m.cell_heads or end % m.cell_heads:
-            raise UnsupportedError(
-                f"segment has cells of {m.cell_heads} heads: heads {mine.start} to {mine.stop} are not whole cells of "
-                f"heads {m.first_head} to {m.first_head + m.num_heads}"
-            )
-        return range(first // m.cell_heads, end // m.cell_heads)
-
-    def _require_quantiser(self) -> None:
-        """Raise FormatError unless the manifest describes cells as the quantiser makes them."""
-        m, quantiser = self.manifest, self.quantiser
-        found = m.namespace.quantiser, m.parts
-        expected = quantiser.identity, _part_infos(quantiser, self.geometry)
-        if found != expected:
-            raise FormatError(f"segment is quantised as {found}, expected {expected}")
-        if not quantiser.knows_cells:
-            return
-        cells = m.cell_layers, m.cell_heads, m.coefficients
-        try:
-            made = quantiser.cell_layers, quantiser.cell_heads or m.cell_heads, _coefficients(m, quantiser)
-        except ConfigError as e:
-            raise FormatError(f"segment does not fit its quantiser: {e}") from e
-        if cells != made:
-            raise FormatError(f"segment has cells of {cells} layers, heads and coefficients, expected {made}")
-
-    @cached_property
-    def data_name(self) -> str:
-        return self.manifest.data_name(self.variant)
-
-    @cached_property
-    def object_names(self) -> list[str]:
-        """The data objects that have a cell's bytes: the variant's, and those of its levels."""
-        return [self.data_name, *map(self.manifest.data_name, self.levels)]
-
-    def cell_ranges(self, cell: Cell) -> list[tuple[int, int]]:
-        """Return bytes ``[start, end)`` of a cell in each of ``object_names``. Together they are the cell's bytes."""
-        index = self.manifest.cell_index(cell)
-        return [self.cell_range(cell), *((offsets[index], offsets[index + 1]) for offsets in self._level_offsets)]
-
-    def coded_bytes(self, cell: Cell) -> int:
-        """Return the size of a cell's bytes."""
-        return sum(end - start for start, end in self.cell_ranges(cell))
-
-    @property
-    def num_levels(self) -> int:
-        """How many levels of coefficients are read."""
-        return 1 + len(self.levels)
-
-    @property
-    def levels_left_out(self) -> int:
-        """How many levels are not read, or not stored any more: each is a step three times as large."""
-        return self.variant.num_dropped + len(self.variant.levels) - len(self.levels)
-
-    def without_levels(self, count: int) -> SegmentReader:
-        """Return the reader that leaves out the last ``count`` levels of this one."""
-        if not count:
-            return self
-        if count not in self._coarser:
-            index = self.manifest.variants.index(self.variant)
-            kept = self.num_levels - count
-            self._coarser[count] = SegmentReader(self.manifest, self.quantiser, index, self.rank_heads, kept)
-        return self._coarser[count]
-
-    def cell_data(self, cell: Cell, objects: Sequence[bytes | memoryview]) -> bytes | memoryview:
-        """Return a cell's bytes. ``objects``: the contents of ``object_names``."""
-        pieces = [memoryview(x)[slice(*each)] for x, each in zip(objects, self.cell_ranges(cell), strict=True)]
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def cell_range(self, cell: Cell) -> tuple[int, int]:
-        """Return bytes ``[start, end)`` of a cell in the variant's data object, without further levels."""
-        per_cell = self.manifest.chunks_per_cell
-        first = self.manifest.cell_index(cell) * per_cell
-        return self._offsets[first], self._offsets[first + per_cell]
-
-    def span_cells(self, span: int) -> Iterator[Cell]:
-        """Yield the span's cells that the rank reads, in storage order."""
-        return (cell for cell in self.manifest.span_cells(span) if cell.head_block in self._head_blocks)
-
-    @property
-    def cells_per_span(self) -> int:
-        """How many cells of a span the rank reads."""
-        return self.manifest.grid.num_layer_groups * len(self._head_blocks)
-
-    def has_cells_of(self, other: SegmentReader) -> bool:
-        """Return whether equal cells hold equal values in both segments, which have the same pages."""
-        a, b = self.manifest, other.manifest
-        return (a.span_pages, a.cell_heads) == (b.span_pages, b.cell_heads)
-
-    def heads_of(self, cell: Cell) -> range:
-        """Return a cell's heads, counted from the rank's first head."""
-        heads, shift = self.manifest.grid.heads(cell.head_block), self.manifest.first_head - self.rank_heads.start
-        return range(heads.start + shift, heads.stop + shift)
-
-    def num_integers(self, cell: Cell) -> int:
-        """Return the number of integers in a cell, over all parts."""
-        return sum(prod(shape) for _, shape in self._laid_out(cell))
-
-    def frames_bytes(self, cell: Cell) -> int:
-        """Return the size of a cell's frames in bytes, over all parts."""
-        return sum(prod(layout.frames_shape(shape)) for layout, shape in self._laid_out(cell))
-
-    def _laid_out(self, cell: Cell) -> Iterator[tuple[Layout, tuple[int, ...]]]:
-        """Yield the layout and the shape of the integers of each part that has frames."""
-        for part in self.manifest.parts:
-            if part.layout:
-                yield self.variant.layouts[part.layout], self.manifest.integers_shape(cell, part.layout)
-
-    @cached_property
-    def side_places(self) -> Mapping[SideKey, SidePlace]:
-        return side_places(self.manifest)
-
-    @cached_property
-    def variants(self) -> tuple[SegmentReader, ...]:
-        """A reader for each variant whose codecs are available, including this one."""
-        return tuple(
-            self if variant is self.variant else SegmentReader(self.manifest, self.quantiser, index, self.rank_heads)
-            for index, variant in enumerate(self.manifest.variants)
-            if variant.codecs <= READABLE
-        )
-
-    def decode_cell(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> Quantised:
-        """Verify a cell's bytes and decode them into its parts, on the host. ``decoders``: for codecs that are not
-        decoded on the CPU. Raises CorruptError, FormatError."""
-        pieces = self._verified_pieces(cell, data)
-        parts = tuple(
-            self._decode_integers(cell, part, piece, decoders or {})
-            if part.layout
-            else self._decode_bytes(cell, part, piece)
-            for part, piece in zip(self.manifest.parts, pieces, strict=True)
-        )
-        self._require_sound(cell, parts)
-        return parts
-
-    def _require_sound(self, cell: Cell, parts: Quantised) -> None:
-        token_bytes = self._cell_bytes(cell) // self.manifest.span_tokens(cell.span)
-        self.quantiser.require_sound(parts, cell_place(self.manifest, cell), token_bytes)
-
-    def _cell_bytes(self, cell: Cell) -> int:
-        """Return the size of a cell's values."""
-        return self.manifest.cell_values(cell) * self.geometry.torch_dtype.itemsize
-
-    def decode_frames(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> CellFrames:
-        """Verify and decode a cell, leaving its integers in frames, on the device if ``decoders`` decode to it. Raises
-        CorruptError, FormatError."""
-        pieces = self._verified_pieces(cell, data)
-        decoded = [
-            self._decode_frames(cell, part, piece, decoders or {})
-            for part, piece in zip(self.manifest.parts, pieces, strict=True)
-        ]
-        parts = tuple(each.frames for each in decoded)
-        self._require_sound(cell, parts)
-        return CellFrames(
-            place=cell_place(self.manifest, cell),
-            layers=self.manifest.grid.layers(cell.layer_group),
-            heads=self.heads_of(cell),
-            parts=parts,
-            layouts=tuple(self.variant.layouts[p.layout] if p.layout else None for p in self.manifest.parts),
-            is_on_device=tuple(each.is_on_device for each in decoded),
-            quantiser=self.quantiser,
-        )
-
-    def verify_cell(self, cell: Cell, data: bytes | memoryview) -> None:
-        """Verify a cell's bytes as they are stored. Raises CorruptError."""
-        for _ in self._stored_pieces(cell, data):
-            pass
-        self._stored_levels(cell, data)
-
-    def _verified_pieces(self, cell: Cell, data: bytes | memoryview) -> list[CodedChunk]:
-        """Return a cell's chunks, verified and decrypted."""
-        cipher = self.manifest.ciphers.get(self.variant.data_digest)
-        stored = list(self._stored_pieces(cell, data))
-        levels = self._stored_levels(cell, data)
-        return [
-            CodedChunk(
-                self.variant.chunks[index],
-                cipher.decrypt(index, piece, str(cell)) if cipher else piece,
-                self.variant.frame_sum(index),
-                levels if self.variant.chunks[index].codec == LADDER else (),
-            )
-            for index, piece in stored
-        ]
-
-    def _stored_levels(self, cell: Cell, data: bytes | memoryview) -> tuple[CodedChunk, ...]:
-        """Return the verified chunks of a cell's levels, without the first."""
-        index, end = self.manifest.cell_index(cell), len(data)
-        found = []
-        for level in reversed(self.levels):
-            chunk = level.chunks[index]
-            piece = memoryview(data)[max(0, end - chunk.size_bytes) : end]
-            chunk.require_coded(piece, nth_digest(level.chunk_digests, index), f"{cell}, digits")
-            found.append(CodedChunk(chunk, piece, None))
-            end -= chunk.size_bytes
-        return tuple(reversed(found))
-
-    def _stored_pieces(self, cell: Cell, data: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Yield the number and the verified bytes of each of a cell's chunks."""
-        start, _ = self.cell_range(cell)
-        expected = self.coded_bytes(cell)
-        if len(data) != expected:
-            raise CorruptError(f"{cell} has {len(data)} bytes, expected {expected}")
-        view = memoryview(data)
-        first = self.manifest.cell_index(cell) * self.manifest.chunks_per_cell
-        for index in range(first, first + self.manifest.chunks_per_cell):
-            chunk = self.variant.chunks[index]
-            piece = view[self._offsets[index] - start :][: chunk.size_bytes]
-            chunk.require_coded(piece, nth_digest(self.variant.chunk_digests, index), str(cell))
-            yield index, piece
-
-    def dequantise_cell(self, cell: Cell, quantised: Quantised, tokens: slice = slice(None)) -> CellValues:
-        """Return the values of a cell, ``(tokens, layers, heads, dim)`` of the KV dtype, for ``tokens`` of the span."""
-        return self.quantiser.dequantise(quantised, self.geometry.torch_dtype, cell_place(self.manifest, cell), tokens)
-
-    def _decode_integers(self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders) -> torch.Tensor:
-        frames = self._decode_video(cell, part, coded, decoders, to_host=True).frames
-        integers = self._verified_integers(cell, part, coded, frames)
-        # A copy, as the frames may be in the decoder's own memory, which the next part overwrites.
-        return integers.clone() if coded.row.codec in decoders else integers
-
-    def _decode_frames(self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders) -> DecodedFrames:
-        """Return a part's frames, or its bytes."""
-        if not part.layout:
-            raw = self._decode_bytes(cell, part, coded)
-            return DecodedFrames(raw, raw)
-        decoded = self._decode_video(cell, part, coded, decoders, with_sum=coded.frame_sum is not None)
-        if decoded.host is not None:
-            self._verified_integers(cell, part, coded, decoded.host)
-        elif decoded.digest is not None:
-            coded.row.require_digest(decoded.digest, f"{cell}, decoded {part.name}")
-        elif decoded.frame_sum != coded.frame_sum:
-            raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
-        return decoded
-
-    def _decode_video(
-        self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders, **how: bool
-    ) -> DecodedFrames:
-        """Return a part's frames, not yet verified. ``how``: as in `FrameDecoder.decode`."""
-        layout = self.variant.layouts[part.layout]
-        integers = self.manifest.integers_shape(cell, part.layout)
-        shape = layout.num_frames(integers), layout.height, layout.width
-        if coded.row.codec == LADDER:
-            frames = decode_ladder([each.bitstream for each in (coded, *coded.levels)], shape)
-            return DecodedFrames(frames, frames)
-        if decoder := decoders.get(coded.row.codec):
-            num_integers = prod(integers) if layout.begins_with(integers) else None
-            return decoder.decode(coded.bitstream, shape, num_integers=num_integers, **how)
-        frames = get_codec(coded.row.codec).decode(coded.bitstream, shape)
-        return DecodedFrames(frames, frames)
-
-    def _verified_integers(self, cell: Cell, part: PartInfo, coded: CodedChunk, frames: torch.Tensor) -> torch.Tensor:
-        """Return the integers in ``frames`` (on the host) after verifying them. Also verify the frame sum: readers on a
-        GPU would treat sound frames with a wrong sum as a miss for ever."""
-        shape = self.manifest.integers_shape(cell, part.layout)
-        integers = self.variant.layouts[part.layout].from_frames(frames, shape)
-        coded.finest.require_decoded(integers.numpy().data, f"{cell}, decoded {part.name}")
-        if coded.frame_sum is not None and sum_of_frames(frames) != coded.frame_sum:
-            raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
-        return integers
-
-    def _decode_bytes(self, cell: Cell, part: PartInfo, coded: CodedChunk) -> torch.Tensor:
-        if coded.row.codec != _BYTES.name:
-            raise FormatError(f"{cell} has {part.name} in codec {coded.row.codec!r}, expected {_BYTES.name!r}")
-        most = self._cell_bytes(cell) + self.manifest.span_tokens(cell.span) * _MOST_BYTES_A_TOKEN
-        raw = _BYTES.decompress(coded.bitstream, min(most, MAX_CHUNK_BYTES))
-        coded.row.require_decoded(raw, f"{cell}, {part.name}")
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-
-
-def first_readable(manifest: Manifest, engine_codecs: Collection[str] = ()) -> int:
-    """Return the index of the first variant whose codecs are all available. Without one, return 0, so that the reader
-    reports the unknown codec. ``engine_codecs`` are decoded by video engines: variants that leave no video codec to the
-    CPU are preferred."""
-    codecs = [variant.codecs for variant in manifest.variants]
-    readable = [i for i, names in enumerate(codecs) if names <= READABLE]
-    if engine_codecs:
-        on_cpu = {name for name, codec in CODECS.items() if codec.is_video and name not in engine_codecs}
-        readable = [i for i in readable if not codecs[i] & on_cpu] or readable
-    return next(iter(readable), 0)

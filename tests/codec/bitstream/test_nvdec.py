@@ -15,7 +15,8 @@ from sgl_kvfetch.codec.bitstream.base import DecodedFrames, FrameDecoder
 from sgl_kvfetch.codec.bitstream.hevc import Hevc420Codec, HevcCodec, join_access_units, split_access_units
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, NvdecDecoder, open_nvdec
 from sgl_kvfetch.codec.bitstream.nvidia import DecodeCaps
-from sgl_kvfetch.codec.container.segment import SegmentReader, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.container.reader import SegmentReader
+from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
 from sgl_kvfetch.codec.cuda_streams import Device
 from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.codec.layout.tiles import TileLayout

@@ -29,7 +29,8 @@ from sgl_kvfetch.codec.container.manifest import (
     decode_manifest,
     require_rewritable,
 )
-from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec
+from sgl_kvfetch.codec.container.reader import SegmentReader
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser

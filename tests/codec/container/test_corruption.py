@@ -11,7 +11,8 @@ import pytest
 import xxhash
 
 from sgl_kvfetch.codec.container.manifest import CHECKSUM_BYTES, decode_manifest
-from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader
+from sgl_kvfetch.codec.container.reader import SegmentReader
+from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError, FormatError, FormatVersionError, KVFetchError
 from sgl_kvfetch.types import KVGeometry

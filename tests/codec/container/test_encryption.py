@@ -12,8 +12,9 @@ from harness.small_segments import make_segment as make_small
 from sgl_kvfetch.codec.container.encryption import ENCRYPTED, EncryptionKeys, read_encryption_keys
 from sgl_kvfetch.codec.container.manifest import Manifest, Side, Variant, decode_manifest, encryption_keys_of
 from sgl_kvfetch.codec.container.merge import merge_segments
+from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.secured import open_manifest, plain_segment, secure_segment
-from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, SegmentSpec
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec
 from sgl_kvfetch.codec.container.sides import encode_side, side_places
 from sgl_kvfetch.codec.layout.tiles import TileLayout
 from sgl_kvfetch.codec.quant.base import Quantised

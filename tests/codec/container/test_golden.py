@@ -9,8 +9,8 @@ import torch
 from sgl_kvfetch import prompts
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.secured import open_manifest
-from sgl_kvfetch.codec.container.segment import SegmentReader
 from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser

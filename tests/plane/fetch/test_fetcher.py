@@ -13,7 +13,7 @@ from harness.fetching import fetch_pages
 from harness.waiting import WAIT_S, LoopClock, until, until_idle
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.bitstream.base import Decoders
-from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError, StoreError

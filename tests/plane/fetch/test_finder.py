@@ -17,7 +17,7 @@ import xxhash
 from harness.metrics import own_metric
 from harness.small_segments import expiring, put_segment
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
-from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import KVFetchError, NamespaceMismatchError, StoreError

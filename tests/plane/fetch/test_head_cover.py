@@ -4,7 +4,7 @@ from typing import cast
 
 import pytest
 
-from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.plane.fetch.finder import join_heads
 from sgl_kvfetch.plane.fetch.plan import PageSource
 

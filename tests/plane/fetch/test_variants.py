@@ -10,7 +10,8 @@ import pytest
 
 from harness.waiting import until, until_idle
 from sgl_kvfetch.codec.bitstream.base import Decoders
-from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader
+from sgl_kvfetch.codec.container.reader import SegmentReader
+from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane.adapt.policy import LookAhead
 from sgl_kvfetch.plane.adapt.pool import DecodePool

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, EvictPara
 
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S
-from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.metrics import DEVICE_REQUESTS
 from sgl_kvfetch.plugin.device.fetch_state import State

@@ -24,7 +24,8 @@ from harness.fetching import fetch_pages
 from harness.waiting import until
 from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.manifest import Cell
-from sgl_kvfetch.codec.container.segment import CellFrames, CodedSegment, SegmentReader
+from sgl_kvfetch.codec.container.reader import CellFrames, SegmentReader
+from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.cuda_streams import Device, Stream
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import Quantiser

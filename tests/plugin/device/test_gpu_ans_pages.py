@@ -11,7 +11,7 @@ import torch
 
 from sgl_kvfetch.codec.bitstream import gpu_ans
 from sgl_kvfetch.codec.bitstream.gpu_ans import GpuAnsDecoder
-from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.plane import client, parse_config

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvfetch.codec.container.segment import CellFrames
+from sgl_kvfetch.codec.container.reader import CellFrames
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plugin.device import klt_batches

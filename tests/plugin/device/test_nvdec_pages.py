@@ -15,7 +15,7 @@ from harness.fetching import fetch_pages
 from harness.waiting import until_idle
 from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.bitstream.registry import resolution_for
-from sgl_kvfetch.codec.container.segment import SegmentReader
+from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from sgl_kvfetch.codec.container.segment import CellFrames, SegmentReader
+from sgl_kvfetch.codec.container.reader import CellFrames, SegmentReader
 from sgl_kvfetch.codec.cuda_streams import Device
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellValues, Quantiser, TransformInverse

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
-from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentReader, first_readable, layouts_of
+from sgl_kvfetch.codec.container.reader import SegmentReader, first_readable
+from sgl_kvfetch.codec.container.segment import CodedSegment, layouts_of
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised
 from sgl_kvfetch.codec.quant.exact import to_planes
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltIntegers
