@@ -40,14 +40,8 @@ from benchmarks.sampler import Sampler
 from harness.fetching import fetch_pages
 from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
-from sgl_kvfetch.codec.container.segment import (
-    CodedChunk,
-    CodedSegment,
-    SegmentSpec,
-    encode_cells,
-    encode_segment,
-    make_variant,
-)
+from sgl_kvfetch.codec.container.reader import CodedChunk
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_cells, encode_segment, make_variant
 from sgl_kvfetch.codec.quant.base import Quantised, Quantiser
 from sgl_kvfetch.codec.quant.klt import UNIT, ZERO, KltQuantiser
 from sgl_kvfetch.codec.quant.profile import load_profile

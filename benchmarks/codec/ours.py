@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from benchmarks.codec.method import Method
 from benchmarks.codec.segments import SegmentMethod, segments_of
 from sgl_kvfetch.codec.bitstream.registry import get_codec
-from sgl_kvfetch.codec.container.reader import SegmentReader
-from sgl_kvfetch.codec.container.segment import cell_place
+from sgl_kvfetch.codec.container.reader import SegmentReader, cell_place
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Profile

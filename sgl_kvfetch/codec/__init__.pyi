@@ -52,7 +52,13 @@ from .container.manifest import (
     without_last_level as without_last_level,
 )
 from .container.merge import merge_segments as merge_segments
-from .container.reader import CellFrames as CellFrames, SegmentReader as SegmentReader, first_readable as first_readable
+from .container.reader import (
+    CellFrames as CellFrames,
+    CodedChunk as CodedChunk,
+    SegmentReader as SegmentReader,
+    cell_place as cell_place,
+    first_readable as first_readable,
+)
 from .container.secured import (
     open_manifest as open_manifest,
     plain_segment as plain_segment,
@@ -60,10 +66,8 @@ from .container.secured import (
     secure_segment as secure_segment,
 )
 from .container.segment import (
-    CodedChunk as CodedChunk,
     CodedSegment as CodedSegment,
     SegmentSpec as SegmentSpec,
-    cell_place as cell_place,
     encode_cell as encode_cell,
     encode_segment as encode_segment,
     layouts_of as layouts_of,

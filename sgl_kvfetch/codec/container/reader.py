@@ -7,25 +7,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 import torch
 
 from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders
+from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder
 from sgl_kvfetch.codec.bitstream.levels import LADDER
 from sgl_kvfetch.codec.bitstream.registry import CODECS, READABLE, get_codec
 from sgl_kvfetch.codec.container.manifest import (
     MAX_CHUNK_BYTES,
     Cell,
+    Chunk,
     Manifest,
     PartInfo,
-)
-from sgl_kvfetch.codec.container.segment import (
-    BYTES_CODEC,
-    CodedChunk,
-    cell_place,
-    coefficients_of,
-    part_infos,
 )
 from sgl_kvfetch.codec.container.sides import SideKey, SidePlace, side_places
 from sgl_kvfetch.codec.container.signing import nth_digest
@@ -35,8 +31,23 @@ from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quant
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError, UnsupportedError
 from sgl_kvfetch.types import KVGeometry
 
+BYTES_CODEC = ZstdCodec()  # for parts that are plain bytes
 # A part of plain bytes holds at most every value of its cell, and this many bytes a token.
 _MOST_BYTES_A_TOKEN = 4096
+
+
+class CodedChunk(NamedTuple):
+    """A chunk's row and bitstream. ``frame_sum``: as in `Variant`. ``levels``: those that refine it."""
+
+    row: Chunk
+    bitstream: bytes | memoryview
+    frame_sum: int | None
+    levels: tuple[CodedChunk, ...] = ()
+
+    @property
+    def finest(self) -> Chunk:
+        """The row with the checksum of what all its levels decode to."""
+        return self.levels[-1].row if self.levels else self.row
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +368,28 @@ class SegmentReader:
         raw = BYTES_CODEC.decompress(coded.bitstream, min(most, MAX_CHUNK_BYTES))
         coded.row.require_decoded(raw, f"{cell}, {part.name}")
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+
+
+def part_infos(quantiser: Quantiser, geometry: KVGeometry) -> tuple[PartInfo, ...]:
+    return tuple(PartInfo(part.name, part.layout or "") for part in quantiser.parts(geometry.torch_dtype))
+
+
+def coefficients_of(manifest: Manifest, quantiser: Quantiser) -> tuple[int, ...]:
+    places = (cell_place(manifest, cell) for cell in manifest.span_cells(0))
+    return tuple(n for n in map(quantiser.num_coefficients, places) if n is not None)
+
+
+def cell_place(manifest: Manifest, cell: Cell) -> CellPlace:
+    """Return a cell's layers, heads and tokens in the model and in the sequence."""
+    grid, first_layer = manifest.grid, manifest.namespace.first_layer
+    layers, heads = grid.layers(cell.layer_group), grid.heads(cell.head_block)
+    first_page, _ = manifest.span_range(cell.span)
+    first_token = (manifest.first_page + first_page) * manifest.namespace.page_size
+    return CellPlace(
+        range(first_layer + layers.start, first_layer + layers.stop),
+        range(manifest.first_head + heads.start, manifest.first_head + heads.stop),
+        range(first_token, first_token + manifest.span_tokens(cell.span)),
+    )
 
 
 def first_readable(manifest: Manifest, engine_codecs: Collection[str] = ()) -> int:

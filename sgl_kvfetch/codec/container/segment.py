@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,7 +15,6 @@ import torch
 import xxhash
 
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec
-from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder, encode_ladder
 from sgl_kvfetch.codec.bitstream.levels import DIGITS, LADDER, Wide
 from sgl_kvfetch.codec.bitstream.registry import get_codec
@@ -32,14 +30,14 @@ from sgl_kvfetch.codec.container.manifest import (
     checked_namespace,
     require_layouts,
 )
+from sgl_kvfetch.codec.container.reader import BYTES_CODEC, CodedChunk, cell_place, coefficients_of, part_infos
 from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.codec.layout.frames import Layout
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
+from sgl_kvfetch.codec.quant.base import CellValues, Quantised, Quantiser
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
-from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+from sgl_kvfetch.types import TENSORS, TensorName
 
-BYTES_CODEC = ZstdCodec()  # for parts that are plain bytes
 # Of a signed manifest: what is neither rows nor hashes; and a chunk's row: 72 bytes with a frame sum, 69 without.
 _HEAD_BYTES, _ROW_BYTES = 4096, 71
 _TABLE_BYTES = 38  # that encryption adds to a chunk
@@ -130,32 +128,10 @@ class SegmentSpec:
         return layouts_of(manifest, self.quantiser, self.resolution)
 
 
-def part_infos(quantiser: Quantiser, geometry: KVGeometry) -> tuple[PartInfo, ...]:
-    return tuple(PartInfo(part.name, part.layout or "") for part in quantiser.parts(geometry.torch_dtype))
-
-
-def coefficients_of(manifest: Manifest, quantiser: Quantiser) -> tuple[int, ...]:
-    places = (cell_place(manifest, cell) for cell in manifest.span_cells(0))
-    return tuple(n for n in map(quantiser.num_coefficients, places) if n is not None)
-
-
 def layouts_of(manifest: Manifest, quantiser: Quantiser, resolution: str) -> dict[str, Layout]:
     """Return the best layouts of a segment's integers at this resolution."""
     most = max(manifest.coefficients, default=None)
     return quantiser.layouts(manifest.geometry, manifest.cell_heads, most, manifest.span_tokens(0), resolution)
-
-
-def cell_place(manifest: Manifest, cell: Cell) -> CellPlace:
-    """Return a cell's layers, heads and tokens in the model and in the sequence."""
-    grid, first_layer = manifest.grid, manifest.namespace.first_layer
-    layers, heads = grid.layers(cell.layer_group), grid.heads(cell.head_block)
-    first_page, _ = manifest.span_range(cell.span)
-    first_token = (manifest.first_page + first_page) * manifest.namespace.page_size
-    return CellPlace(
-        range(first_layer + layers.start, first_layer + layers.stop),
-        range(manifest.first_head + heads.start, manifest.first_head + heads.stop),
-        range(first_token, first_token + manifest.span_tokens(cell.span)),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,20 +172,6 @@ class CodedSegment:
         """Return the segment with one more object of side pages."""
         manifest = msgspec.structs.replace(self.manifest, sides=(*self.manifest.sides, side))
         return replace(self, manifest=manifest, side_data=(*self.side_data, data))
-
-
-class CodedChunk(NamedTuple):
-    """A chunk's row and bitstream. ``frame_sum``: as in `Variant`. ``levels``: those that refine it."""
-
-    row: Chunk
-    bitstream: bytes | memoryview
-    frame_sum: int | None
-    levels: tuple[CodedChunk, ...] = ()
-
-    @property
-    def finest(self) -> Chunk:
-        """The row with the checksum of what all its levels decode to."""
-        return self.levels[-1].row if self.levels else self.row
 
 
 def encode_segment(

@@ -50,6 +50,7 @@ READ_BUFFER_BYTES = 8 * MiB
 DEVICE_BYTES = RESTORE_BUFFERS * RESTORE_BUFFER_BYTES + READ_BUFFER_BYTES
 
 _TABLES = 64  # kept: of rotations, 512 KiB for a span of 1024 tokens, and of pixels, a few KiB
+_ROTATED_SPANS = 32  # of which rotations are made at the start; each takes about a millisecond of a CPU
 _RESTORE_STREAMS = 4  # a round waits for the passes that ran when it began, and not for those of the next rounds
 
 
@@ -193,7 +194,11 @@ class CudaPages(DevicePages, FramePool):
 
     def prepare(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
         for place in places:
-            self._inverse(quantiser, place)
+            inverse = self._inverse(quantiser, place)
+        if isinstance(inverse, TransformInverse) and inverse.rope is not None:
+            num_tokens = len(place.tokens)
+            for first in range(0, _ROTATED_SPANS * num_tokens, num_tokens):
+                self._resident(inverse.rope.table, first, num_tokens)
 
     def _inverse(self, quantiser: Quantiser, place: CellPlace) -> Inverse:
         """Return the inverse of a cell's quantiser. Its tensors stay on the device, for later cells."""

@@ -13,9 +13,9 @@ from sgl_kvfetch.codec.bitstream.levels import MOST_LEVELS
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.manifest import Level, Manifest, decode_manifest
 from sgl_kvfetch.codec.container.merge import merge_segments
-from sgl_kvfetch.codec.container.reader import SegmentReader, first_readable
+from sgl_kvfetch.codec.container.reader import SegmentReader, cell_place, first_readable
 from sgl_kvfetch.codec.container.secured import secure_segment
-from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, cell_place, encode_segment
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.layout.frames import FLAT
 from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.quant.base import Quantised
