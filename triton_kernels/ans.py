@@ -53,6 +53,12 @@ def ans_decode(data: torch.Tensor, chunks: Sequence[AnsChunk], out: torch.Tensor
         ValueError: tensors of another dtype, device or strides, or chunks that exceed them.
         UnsupportedError: a GPU without Triton.
     """
+    require_chunks(chunks, data, out)
+    return (_launch if use_kernels(data.device) else ans_decode_reference)(data, chunks, out)
+
+
+def require_chunks(chunks: Sequence[AnsChunk], data: torch.Tensor, out: torch.Tensor) -> None:
+    """Raise ValueError unless both tensors are as ``ans_decode`` takes them, and ``chunks`` lie within them."""
     for name, x in (("data", data), ("out", out)):
         require(
             x.dtype == torch.uint8 and x.device == data.device and x.is_contiguous(),
@@ -72,7 +78,6 @@ def ans_decode(data: torch.Tensor, chunks: Sequence[AnsChunk], out: torch.Tensor
             and chunk.out_start + chunk.num_bytes <= out.numel(),
             lambda chunk=chunk: f"{chunk} exceeds {data.numel()} bytes of data or {out.numel()} of output",  # type: ignore[misc]
         )
-    return (_launch if use_kernels(data.device) else ans_decode_reference)(data, chunks, out)
 
 
 def ans_decode_reference(data: torch.Tensor, chunks: Sequence[AnsChunk], out: torch.Tensor) -> torch.Tensor:
@@ -124,13 +129,13 @@ def _launch(data: torch.Tensor, chunks: Sequence[AnsChunk], out: torch.Tensor) -
 
 
 @jit
-def _bits_of(m_lane, o_lane):
+def bits_of(m_lane, o_lane):
     """Return a number with the bit of each lane in the mask."""
     return tl.sum(tl.where(m_lane, tl.full(o_lane.shape, 1, tl.uint32) << o_lane.to(tl.uint32), 0), axis=0)
 
 
 @jit
-def _ones(b_bits):
+def ones(b_bits):
     """Count the bits that are one: the compiler knows this form, and makes one instruction of it."""
     b_bits = b_bits - ((b_bits >> 1) & 0x55555555)
     b_bits = (b_bits & 0x33333333) + ((b_bits >> 2) & 0x33333333)
@@ -139,26 +144,45 @@ def _ones(b_bits):
 
 
 @jit
+def below(o_lane):
+    """Return for each lane the bits of the lanes below it."""
+    return (tl.full(o_lane.shape, 1, tl.uint32) << o_lane.to(tl.uint32)) - 1
+
+
+@jit
+def level_of(b_energy):
+    """Return a token's level of energy, 0 to 31: four to an octave."""
+    b_level = (b_energy.to(tl.float32).to(tl.int32, bitcast=True) >> 21) - 532
+    return tl.minimum(tl.maximum(b_level, 0), 31)
+
+
+@jit
+def next_energy(b_energy, b_integer, gain):
+    """Return a token's energy after an integer in a row whose class has this gain."""
+    b_seen = tl.minimum(tl.abs(b_integer - 128) * gain, 16384)
+    return b_energy + ((b_seen >> 5) - (b_energy >> 5))
+
+
+@jit
 def _take(b_state, o_table, m_lane, i_next, i_last, p_bytes, p_words, p_decode, size, SLOTS: tl.constexpr):
     """Take a symbol from each lane in the mask. Return the new states, the integers, and the next word and the end of
     what is left of the bitstream. Where nothing is left, 0 is read, and nothing beside the bitstream."""
     o_lane = tl.arange(0, b_state.shape[0])
-    o_below = (tl.full(o_lane.shape, 1, tl.uint32) << o_lane.to(tl.uint32)) - 1  # bits of the lanes below
     o_slot = (b_state & (SLOTS - 1)).to(tl.int32)
     b_entry = tl.load(p_decode + o_table * SLOTS + o_slot, mask=m_lane, other=0).to(tl.uint32, bitcast=True)
     b_moved = ((b_entry >> 8) & 1023) * (b_state // SLOTS) + ((b_entry >> 18) & 1023)
     m_low = m_lane & (b_moved < 65536)
-    b_bits = _bits_of(m_low, o_lane)
-    o_word = i_next + _ones(b_bits & o_below)
+    b_bits = bits_of(m_low, o_lane)
+    o_word = i_next + ones(b_bits & below(o_lane))
     b_word = tl.load(p_words + o_word, mask=m_low & (o_word < size // 2), other=0).to(tl.uint32) & 0xFFFF
     b_state = tl.where(m_lane, tl.where(m_low, (b_moved << 16) | b_word, b_moved), b_state)
 
     m_escaped = m_lane & (b_entry >= 1 << 28)
-    b_escapes = _bits_of(m_escaped, o_lane)
-    o_escape = i_last - 1 - _ones(b_escapes & o_below)
+    b_escapes = bits_of(m_escaped, o_lane)
+    o_escape = i_last - 1 - ones(b_escapes & below(o_lane))
     b_escaped = tl.load(p_bytes + o_escape, mask=m_escaped & (o_escape >= 0), other=0).to(tl.int32)
     b_integer = tl.where(m_escaped, b_escaped, (b_entry & 255).to(tl.int32))
-    return b_state, b_integer, i_next + _ones(b_bits), i_last - _ones(b_escapes)
+    return b_state, b_integer, i_next + ones(b_bits), i_last - ones(b_escapes)
 
 
 @jit
@@ -209,16 +233,12 @@ def ans_decode_kernel(
             o_token = i_token + o_lane
             m_token = o_token < tokens
             b_energy = tl.load(p_energies + o_token, mask=m_token & (i_row > 0), other=1024).to(tl.int32)
-            b_level = (b_energy.to(tl.float32).to(tl.int32, bitcast=True) >> 21) - 532
-            b_level = tl.minimum(tl.maximum(b_level, 0), 31)
-            o_table = tl.load(p_choice + row_class * 32 + b_level).to(tl.int32)
+            o_table = tl.load(p_choice + row_class * 32 + level_of(b_energy)).to(tl.int32)
             b_state, b_integer, i_next, i_last = _take(
                 b_state, o_table, m_token, i_next, i_last, p_data, p_words, p_decode, size, SLOTS
             )
             tl.store(p_row + o_token, b_integer.to(tl.uint8), mask=m_token)
-            b_seen = tl.minimum(tl.abs(b_integer - 128) * gain, 16384)
-            b_energy += (b_seen >> 5) - (b_energy >> 5)
-            tl.store(p_energies + o_token, b_energy.to(tl.int16), mask=m_token)
+            tl.store(p_energies + o_token, next_energy(b_energy, b_integer, gain).to(tl.int16), mask=m_token)
         p_row += tokens
     m_broken |= (b_state != 65536) | (2 * i_next != i_last)
     tl.store(p_status + tl.program_id(0), tl.max(m_broken.to(tl.int32), axis=0))

@@ -1,4 +1,4 @@
-"""Checks the kernels that decode and verify `ans` against the CPU, and measures how many integers they decode."""
+"""Checks the kernels that decode, verify and encode `ans` against the CPU, and measures how many integers they take."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import xxhash
 from benchmarks.gpu_check.record import Record
 from sgl_kvfetch.codec import AnsCodec
 from sgl_kvfetch.triton_kernels.ans import ALIGNMENT, AnsChunk, ans_decode
+from sgl_kvfetch.triton_kernels.ans_encode import ans_encode
 from sgl_kvfetch.triton_kernels.xxh3 import digest_of, xxh3_sums
 
 _DIFFERENT = 4  # bitstreams; larger numbers repeat them
@@ -53,7 +54,12 @@ def check(record: Record, device: torch.device, every: Sequence[Rows]) -> None:
         )
         first = chunks[0]._replace(size=chunks[0].size - 1)
         is_refused = ans_decode(data, [first], out).tolist() == [1]
-        found = {"bits": is_right, "checksum": is_verified, "cut": is_refused}
+        own, encoded = chunks[: len(frames)], torch.full_like(data, 0xAB)
+        sizes = ans_encode(expected.to(device), own, encoded).tolist()
+        is_encoded = sizes == [chunk.size for chunk in own] and all(
+            torch.equal(encoded[chunk.start :][: chunk.size], data[chunk.start :][: chunk.size]) for chunk in own
+        )
+        found = {"bits": is_right, "checksum": is_verified, "cut": is_refused, "encoded": is_encoded}
         wrong = ", ".join(name for name, is_good in found.items() if not is_good)
         record.row("ans: bits", at=str(rows), found=f"wrong: {wrong}" if wrong else "as the CPU's")
         if wrong:
@@ -68,6 +74,10 @@ def measure(record: Record, device: torch.device, every: Sequence[Rows]) -> None
         ranges = [(chunk.out_start, num_bytes) for chunk in chunks]
         decode_s = _seconds_of(lambda data=data, chunks=chunks, out=out: ans_decode(data, chunks, out), device)  # type: ignore[misc]
         verify_s = _seconds_of(lambda out=out, ranges=ranges: xxh3_sums(out, ranges), device)  # type: ignore[misc]
+        room = _aligned(max(chunk.size for chunk in chunks))
+        rooms = [chunk._replace(start=i * room, size=room) for i, chunk in enumerate(chunks)]
+        encoded = data.new_empty(room * len(rooms))
+        encode_s = _seconds_of(lambda out=out, rooms=rooms, encoded=encoded: ans_encode(out, rooms, encoded), device)  # type: ignore[misc]
         record.row(
             "ans: speed",
             bitstreams=rows.num_chunks,
@@ -75,6 +85,7 @@ def measure(record: Record, device: torch.device, every: Sequence[Rows]) -> None
             decode_ms=1e3 * decode_s,
             integers_gb_a_second=out.numel() / decode_s / 1e9,
             checksum_ms=1e3 * verify_s,
+            encode_ms=1e3 * encode_s,
         )
 
 
@@ -88,10 +99,14 @@ def _bitstreams(rows: Rows, device: torch.device) -> tuple[list[torch.Tensor], t
         frames.append(torch.from_numpy(values).view(rows.num_frames, 3, 1, rows.tokens))
         bitstream = AnsCodec().encode(frames[-1])
         chunks.append(AnsChunk(len(data), len(bitstream), rows.num_frames, rows.tokens, 0))
-        data += bitstream + bytes(-len(bitstream) % ALIGNMENT)
+        data += bitstream + bytes(_aligned(len(bitstream)) - len(bitstream))
     size = frames[0].numel()
     repeated = [chunks[i % len(chunks)]._replace(out_start=i * size) for i in range(rows.num_chunks)]
     return frames, torch.frombuffer(data, dtype=torch.uint8).to(device), repeated
+
+
+def _aligned(size: int) -> int:
+    return size + int(-size % ALIGNMENT)
 
 
 def _whole_words(x: torch.Tensor) -> torch.Tensor:

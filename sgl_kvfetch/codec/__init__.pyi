@@ -1,8 +1,11 @@
 from .bitstream.ans import (
     CLASS_TABLE as CLASS_TABLE,
+    NUM_CLASSES as NUM_CLASSES,
     SLOTS as SLOTS,
     AnsCodec as AnsCodec,
     decoding_tables as decoding_tables,
+    encoding_tables as encoding_tables,
+    least_sums as least_sums,
 )
 from .bitstream.base import Codec as Codec, Decoders as Decoders
 from .bitstream.gpu_ans import open_gpu_ans as open_gpu_ans

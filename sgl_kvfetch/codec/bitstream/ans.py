@@ -11,8 +11,10 @@ rANS: Duda, "Asymmetric numeral systems" (arXiv 1311.2540); lanes: Giesen, "Inte
 
 from __future__ import annotations
 
+import math
 import struct
-from functools import cache
+from bisect import bisect_left
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -29,6 +31,8 @@ from sgl_kvfetch.errors import CorruptError
 ESCAPE = 256  # the symbol of integers without one
 SLOTS = 1024  # of a distribution; a symbol has as many as its probability
 CLASS_TABLE = 17  # codes the classes of rows
+NUM_CLASSES = 64  # of rows
+ZERO = 128  # the integer that stands for n = 0
 _NATIVE_ESCAPE = 1 << 28  # in an entry of the native coder's tables
 _HEADER = struct.Struct("<BI")  # of `ans-tables`: distributions, and bytes of them
 _MOST_TABLES = 16
@@ -86,6 +90,49 @@ def decoding_tables() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     assert isinstance(decode, bytes)
     entries = torch.frombuffer(bytearray(decode), dtype=torch.int32).view(-1, SLOTS)
     return entries, torch.from_numpy(found.choice), torch.from_numpy(found.gains.astype(np.int32))
+
+
+class EncodingTables(NamedTuple):
+    """What the kernel encodes with.
+
+    ``entries``: int32 ``(48, 256)``, by distribution and integer: first slot | frequency << 10 | shift << 20 |
+    increment << 24 | escape << 28. ``reciprocals``: uint32 as int32 ``(48, 256)``; the quotient of any 32-bit state and
+    the frequency is ``(state + increment) * reciprocal >> (32 + shift)``. ``choice`` and ``gains``: as for decoding.
+    """
+
+    entries: torch.Tensor
+    reciprocals: torch.Tensor
+    choice: torch.Tensor
+    gains: torch.Tensor
+
+
+def encoding_tables() -> EncodingTables:
+    """Return the kernel's tables. The reciprocals are exact by Robison, "N-Bit Unsigned Division via N-Bit
+    Multiply-Add" (ARITH 2005): rounded down with an increment, or rounded up without one."""
+    encode = static_tables()[1]
+    assert isinstance(encode, bytes)
+    entries = np.frombuffer(encode, np.uint32).reshape(-1, ESCAPE).astype(np.int64)
+    count = entries >> 10 & (SLOTS - 1)
+    shift = np.frexp(count)[1].astype(np.int64) - 1
+    power = np.int64(1) << (32 + shift)
+    reciprocal = (power - 1) // count
+    is_below = power - reciprocal * count <= 1 << shift
+    entries |= shift << 20 | is_below.astype(np.int64) << 24
+    reciprocal += ~is_below
+    as_int32 = (torch.from_numpy(x.astype(np.uint32).view(np.int32)) for x in (entries, reciprocal))
+    return EncodingTables(next(as_int32), next(as_int32), *decoding_tables()[1:])
+
+
+@lru_cache(maxsize=256)
+def least_sums(tokens: int) -> tuple[int, ...]:
+    """Return the least sums of ``abs(n)`` with which the native encoder gives a row the classes 1 to 63. No row of
+    ``tokens`` reaches a sum above ``128 * tokens``."""
+
+    def class_of(total: int) -> int:
+        return math.floor(4 * math.log2(total / tokens + 1 / 64) + 0.5) + 24
+
+    sums = range(ZERO * tokens + 1)
+    return tuple(bisect_left(sums, row_class, key=class_of) for row_class in range(1, NUM_CLASSES))
 
 
 class AnsCodec(Codec):
