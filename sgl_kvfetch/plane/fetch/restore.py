@@ -57,7 +57,8 @@ def restore_cell(
     ended_s = time.monotonic()
     metrics.STAGE_SECONDS.labels("decode").observe(decoded_s - started_s)
     metrics.STAGE_SECONDS.labels("restore").observe(ended_s - decoded_s)
-    timeline.add(request, "decode", started_s, decoded_s, bytes=len(data), codec=reader.variant.codec)
+    about: dict[str, int | str] = {"bytes": len(data), "codec": reader.variant.codec}
+    timeline.add(request, "decode", started_s, decoded_s, **about, levels_left_out=reader.levels_left_out)
     timeline.add(request, "restore", decoded_s, ended_s)
     return Restored(ended_s - started_s, launched)
 

@@ -15,6 +15,7 @@ from harness.fetching import fetch_pages
 from harness.memory_pool import MemoryPool
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, until
+from sgl_kvfetch import timeline
 from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
@@ -94,16 +95,28 @@ async def test_all_levels_are_read_unless_they_are_late(
 
 @pytest.mark.parametrize("most_left_out", [0, 1, 2])
 async def test_levels_that_would_be_late_are_left_out_as_far_as_allowed(
-    store: SpoiltStore, pool: DecodePool[Decoders], laddered: CodedSegment, most_left_out: int
+    store: SpoiltStore,
+    pool: DecodePool[Decoders],
+    laddered: CodedSegment,
+    most_left_out: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fetcher = fetcher_of(store, pool, LevelPolicy(most_left_out, 1e-9))
     await fetched(fetcher, sources(laddered))  # measures the link
+    traced = []
+
+    def add(request: timeline.Request, stage: timeline.Stage, *times: float, **about: int | str) -> None:
+        if stage == "decode":
+            traced.append(about["levels_left_out"])
+
+    monkeypatch.setattr(timeline, "add", add)
     before = own_metric("sgl_kvfetch_read_cells_total", levels_left_out=str(most_left_out))
     result, values = await fetched(fetcher, sources(laddered))
     assert result == FetchResult(NUM_PAGES, (), False)
     assert same(values, values_at(laddered, LEVELS - most_left_out))
     num_cells = len(list(laddered.manifest.cells()))
     assert own_metric("sgl_kvfetch_read_cells_total", levels_left_out=str(most_left_out)) == before + num_cells
+    assert traced == [most_left_out] * num_cells
 
 
 async def test_cells_of_one_unit_are_the_same_at_all_levels(laddered: CodedSegment) -> None:
