@@ -122,7 +122,7 @@ from .quant.profile import (
     Calibration as Calibration,
     Profile as Profile,
     load_profile as load_profile,
-    require_target as require_target,
+    require_targets as require_targets,
 )
 from .quant.registry import (
     PlainQuantiserName as PlainQuantiserName,

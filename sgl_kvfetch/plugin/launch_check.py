@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from sgl_kvfetch.codec import require_target
+from sgl_kvfetch.codec import require_targets
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plane import check_files, parse_config
 from sgl_kvfetch.plugin.hooks import BACKEND
@@ -39,8 +39,7 @@ def check_launch(server_args: Any) -> None:
     check_files(config)
     if config.profile is not None:
         # Load no tensors: SGLang forks after this, and whatever makes torch start threads here hangs in the children.
-        for target in {config.target_kl, config.finest_kl}:
-            require_target(Path(config.profile), target)
+        require_targets(Path(config.profile), target_kl=config.target_kl, finest_kl=config.finest_kl)
 
 
 def _check_flags(server_args: Any) -> None:

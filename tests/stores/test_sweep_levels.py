@@ -7,16 +7,13 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET, S3Server
 from sgl_kvfetch.codec.container.manifest import decode_manifest
-from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import AdminStore
@@ -25,19 +22,12 @@ from sgl_kvfetch.stores.pins import Pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
 from sgl_kvfetch.stores.sweep import ORPHAN_AGE_S, Swept, plan_sweep, sweep_segments
-from tests.codec.container.test_levels import SPEC, segment
-from tests.segments import page_hashes
+from tests.codec.container.test_levels import segment
+from tests.directory.test_dropped_levels import WHOLE, chain
 from tests.tools.conftest import kvfetch, kvfetch_json
 
-FOLDER = SPEC.heads.folder
 NUM = 3
-WHOLE = len(segment().manifest.encode()) + sum(len(data) for _, data in segment().data_objects())
 LAST = len(segment().level_data[-1])
-
-
-def chain(number: int) -> CodedSegment:
-    hashes = tuple(page_hashes(4, f"chain {number}"))
-    return replace(segment(), manifest=msgspec.structs.replace(segment().manifest, page_hashes=hashes))
 
 
 @pytest.fixture(params=["directory", "bucket", "bucket with index"])

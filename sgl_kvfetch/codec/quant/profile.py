@@ -190,10 +190,11 @@ class Profile:
         }
 
 
-def require_target(path: Path, target_kl: float | None) -> None:
-    """Raise ConfigError unless this profile can be read and reaches the target. Does not read tensors."""
+def require_targets(path: Path, **targets: float | None) -> None:
+    """Raise ConfigError unless this profile can be read and reaches the targets. Does not read tensors."""
     metadata, _ = _read(path, with_tensors=False)
-    _reachable_target(metadata.curve, metadata.context_kl, target_kl)
+    for key, target_kl in targets.items():
+        _reachable_target(metadata.curve, metadata.context_kl, target_kl, key)
 
 
 def load_profile(path: Path) -> Profile:
@@ -212,12 +213,14 @@ def _default_target(curve: Sequence[MeasuredStep], context_kl: float) -> float:
     return min(max(DEFAULT_SHARE * context_kl, curve[0].kl), curve[-1].kl)
 
 
-def _reachable_target(curve: Sequence[MeasuredStep], context_kl: float, target_kl: float | None) -> float:
+def _reachable_target(
+    curve: Sequence[MeasuredStep], context_kl: float, target_kl: float | None, key: str = "target_kl"
+) -> float:
     default = _default_target(curve, context_kl)
     target_kl = default if target_kl is None else target_kl
     if not curve[0].kl <= target_kl <= curve[-1].kl:
         raise ConfigError(
-            f"target_kl = {target_kl:g} is outside this profile's range, {curve[0].kl:.2g} to {curve[-1].kl:.2g}; "
+            f"{key} = {target_kl:g} is outside this profile's range, {curve[0].kl:.2g} to {curve[-1].kl:.2g}; "
             f"its default is {default:.2g}"
         )
     return target_kl

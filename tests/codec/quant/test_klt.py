@@ -28,7 +28,7 @@ from sgl_kvfetch.codec.quant.klt import (
     require_grid,
     scales_of,
 )
-from sgl_kvfetch.codec.quant.profile import CellProfile, Profile, load_profile, require_target
+from sgl_kvfetch.codec.quant.profile import CellProfile, Profile, load_profile, require_targets
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
 from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
 from sgl_kvfetch.codec.quant.sensitivity import features, log_cost
@@ -365,7 +365,7 @@ def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
     profile.save(tmp_path / "p")
     with pytest.raises(ConfigError, match=r"0\.0\.spread has values that are not finite"):
         load_profile(tmp_path / "p")
-    require_target(tmp_path / "p", None)  # looks at no tensors
+    require_targets(tmp_path / "p", target_kl=None)  # looks at no tensors
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
 def test_targets_within_the_curve_are_there(tmp_path: Path, target_kl: float | None, is_there: bool) -> None:
     make_profile().save(tmp_path / "p")
     with nullcontext() if is_there else pytest.raises(ConfigError, match=r"range, 1e-05 to 0\.01"):
-        require_target(tmp_path / "p", target_kl)
+        require_targets(tmp_path / "p", target_kl=target_kl)
 
 
 _WIDE_CELLS = """
