@@ -115,6 +115,12 @@ def test_what_is_stored(page: Browser) -> None:
     assert page.find("#segment img").get_attribute("alt")
 
 
+def test_dropped_levels_are_shown_if_there_are_any(page: Browser) -> None:
+    assert "Dropped levels" not in page.text("#tiles")
+    page.driver.execute_script("latest.history.at(-1).values['dropped_levels_total'] = 42; draw(latest)")
+    assert "Dropped levels\n42" in page.text("#tiles")
+
+
 def test_segments_are_found_by_the_beginning_of_their_names(page: Browser) -> None:
     page.all("#folders tbody button")[0].click()
     name = page.find("#segments tbody button").text.rstrip("…")

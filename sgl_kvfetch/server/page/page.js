@@ -160,6 +160,7 @@ function draw(summary) {
     ["Sent", `${size(mean(0))}/s`],
     ["Received", `${size(mean(1))}/s`],
     ["Evicted segments", count(now["evicted_segments_total"] ?? 0)],
+    ...(now["dropped_levels_total"] ? [["Dropped levels", count(now["dropped_levels_total"])]] : []),
     ["Requests in flight", count(now["requests_in_flight"] ?? 0)],
   ];
   $("#tiles").replaceChildren(...pairs(tiles));
