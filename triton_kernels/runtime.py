@@ -23,7 +23,17 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 # These arguments vary from launch to launch. Specialising on multiples of 16 would recompile, and stall restores.
-_VARYING = ("num_tokens", "first_frame", "num_frames", "num_vectors", "num_blocks", "most_exact", "page_size")
+_VARYING = (
+    "num_tokens",
+    "first_frame",
+    "num_frames",
+    "num_vectors",
+    "num_blocks",
+    "most_exact",
+    "page_size",
+    "num_kept",
+    "num_sinks",
+)
 
 # Fusing a multiply and an add would round once, where the reference rounds twice.
 COMPILE_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}

@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.compiled_kernels.recorder import Recorder, recording
 from sgl_kvfetch.codec.layout.tiles import tile_layout
-from sgl_kvfetch.triton_kernels import ans, ans_encode, frame_sum, restore, restore_klt, xxh3
+from sgl_kvfetch.codec.quant.klt import KltForward
+from sgl_kvfetch.triton_kernels import ans, ans_encode, frame_sum, quantise_klt, restore, restore_klt, xxh3
 
 TOKENS, SLOTS, LAYERS = 1000, 4096, 3
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,6 +63,10 @@ def all_variants() -> Iterator[Variant]:
             yield _restore_klt(_BF16, heads, dim, "rotated")
     for dtype in FLOATS:
         yield _restore_klt(dtype, 2, 128, "", "exact_tokens")
+    for dtype in FLOATS:
+        yield _quantise_klt(dtype, rotary_dim=128)
+    yield _quantise_klt(_BF16, rotary_dim=0)
+    yield _quantise_klt(_BF16, rotary_dim=128, kernel="round")
     frames = _empty(4, 3, 480, 856, dtype=torch.uint8)
     yield Variant("frame_sum", frame_sum, "frame_sum_kernel", lambda: frame_sum.frame_sum(frames), access="load")
     data = _empty(1 << 20, dtype=torch.uint8)
@@ -107,6 +112,33 @@ def _restore_klt(
 
     kind = f" {rotation}" if rotation else ""
     return Variant(f"{kernel}{kind} {_name(dtype)} {heads}x{dim}", restore_klt, f"{kernel}_kernel", launch)
+
+
+def _quantise_klt(dtype: torch.dtype, rotary_dim: int, kernel: Literal["centre", "round"] = "centre") -> Variant:
+    buffers = [_empty(SLOTS, 8, 128, dtype=dtype)[:, :2] for _ in range(LAYERS)]
+    channels, norms = 2 * LAYERS * 2 * 128, 2 * LAYERS * 2
+    forward = KltForward(
+        matrix=_empty(channels, channels, dtype=_BF16),
+        mean=_empty(channels, dtype=torch.float32),
+        inverse_spread=_empty(channels, dtype=torch.float32),
+        sensitivity=_empty(channels + norms + 1, dtype=torch.float32),
+        limits=_empty(channels, dtype=torch.float32),
+        bits=_empty(channels, dtype=torch.int32),
+        high=_empty(channels, dtype=torch.int32),
+        inverse_steps=_empty(256, dtype=torch.float32),
+        kept=1000,
+        num_rows=1100,
+        interleaved=False,
+    )
+    slots = _empty(TOKENS, dtype=torch.int64)
+    rotation = _empty(TOKENS, rotary_dim, dtype=torch.float32) if rotary_dim else None
+
+    def launch() -> None:
+        quantise_klt.quantise_klt(forward, buffers, buffers, slots, rotation, 4)
+
+    kind = " rotated" if rotary_dim else ""
+    name = "round" if kernel == "round" else f"centre{kind} {_name(dtype)} 2x128"
+    return Variant(name, quantise_klt, f"{kernel}_kernel", launch)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -117,7 +117,12 @@ from .quant.base import (
     TransformInverse as TransformInverse,
 )
 from .quant.exact import from_planes as from_planes
-from .quant.klt import KltQuantiser as KltQuantiser, require_grid as require_grid, scales_of as scales_of
+from .quant.klt import (
+    KltForward as KltForward,
+    KltQuantiser as KltQuantiser,
+    require_grid as require_grid,
+    scales_of as scales_of,
+)
 from .quant.profile import (
     Calibration as Calibration,
     Profile as Profile,

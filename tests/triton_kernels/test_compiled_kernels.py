@@ -29,6 +29,7 @@ KLT_KERNELS = [
     *(f"restore_klt {which}bfloat16 {shape}" for which in ("", "rotated ") for shape in ("3x64", "2x80", "2x256")),
     "restore_klt bfloat16 2x128",
 ]
+QUANTISING_KERNELS = [*(f"centre rotated {dtype} 2x128" for dtype in FLOATS), "centre bfloat16 2x128", "round"]
 
 Facts = dict[tuple[str, str], dict[str, Any]]
 
@@ -97,10 +98,20 @@ def test_compiles_a_program_of_one_warp(kernel: str, registers: int, target: str
     assert facts["shared_bytes"] <= 1024
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kernel", QUANTISING_KERNELS)
+def test_compiles_what_quantises(kernel: str, target: str, compiled: Facts) -> None:
+    """With 64 registers a thread 16 programs fit an SM, with 168 three."""
+    facts = compiled[kernel, target]
+    assert facts["stack_bytes"] == 0, "registers spill"
+    assert facts["registers"] <= (168 if kernel == "round" else 64)
+    assert facts["access_bytes"] == (1 if kernel == "round" else 16)
+
+
 def test_every_variant_is_named_here(compiled: Facts) -> None:
     exact = (f"exact_tokens {dtype} 2x128" for dtype in FLOATS)
     others = "frame_sum", "ans_decode", "ans_encode", "xxh3"
-    assert {kernel for kernel, _ in compiled} == {*KERNELS, *KLT_KERNELS, *exact, *others}
+    assert {kernel for kernel, _ in compiled} == {*KERNELS, *KLT_KERNELS, *QUANTISING_KERNELS, *exact, *others}
 
 
 def test_the_page_says_what_is_compiled_now(compiled: Facts, tmp_path: Path) -> None:
@@ -131,6 +142,7 @@ from sgl_kvfetch.codec.quant.exact import to_planes
 from sgl_kvfetch.triton_kernels.ans import AnsChunk, ans_decode
 from sgl_kvfetch.triton_kernels.ans_encode import ans_encode
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
+from sgl_kvfetch.triton_kernels.quantise_klt import quantise_klt
 from sgl_kvfetch.triton_kernels.restore import restore
 from sgl_kvfetch.triton_kernels.restore_klt import (
     KltCell, KltModel, KltPlaces, klt_shape, pack, region_pixels, restore_klt
@@ -168,11 +180,12 @@ encoded = torch.zeros_like(data)
 assert ans_encode(rows, [AnsChunk(0, len(bitstream), 1, 96, 0)], encoded).tolist() == [len(bitstream)]
 assert torch.equal(encoded, data)
 assert xxh3_sums(decoded, [(0, 288)]).shape == (1, 8)
-try:
-    frame_sum(frames[0].to("meta"))
-except UnsupportedError as e:
-    assert "triton" in str(e)
-else:
-    raise AssertionError("no error")
+for call in lambda: frame_sum(frames[0].to("meta")), lambda: quantise_klt(None, [], [], slots.to("meta"), None, 0):
+    try:
+        call()
+    except UnsupportedError as e:
+        assert "triton" in str(e)
+    else:
+        raise AssertionError("no error")
 """,
     )

@@ -35,6 +35,7 @@ from sgl_kvfetch.types import KVGeometry
 
 ZERO = 128  # the integer that represents zero
 LARGEST = 127  # largest magnitude of an integer
+_DROPPED_LARGEST = 16.0  # steps, of a coefficient that is not kept; as in klt.cpp
 _MAX_WIDE_BITS = 8
 _MOST_ERROR = 0.05  # steps, rms, that a product in bfloat16 may add to a coefficient: 3% of the noise of rounding
 
@@ -201,6 +202,39 @@ class _Forward(NamedTuple):
         return cls(matrix.contiguous(), 1 / spread)
 
 
+class KltForward(NamedTuple):
+    """What the kernels quantise a cell of C channels with; see ``triton_kernels.quantise_klt``.
+
+    Attributes:
+        matrix: ``(C, C)``, from channels to coefficients, float32 or bfloat16 as on this CPU.
+        mean: float32 ``(C,)``.
+        inverse_spread: float32 ``(C,)``, of the coefficients.
+        sensitivity: float32 ``(C + norms + 1,)``.
+        limits: float32 ``(C,)``, the largest magnitude of a coefficient in steps, also of those that are not kept.
+        bits: int32 ``(C,)``, of the lower of a coefficient's two integers; 0 for those that have one.
+        high: int32 ``(C,)``, the row of the higher one.
+        inverse_steps: float32 ``(256,)``, by a token's exponent.
+        kept: The number of coefficients that are kept.
+        num_rows: The number of integers of a token.
+        interleaved: Whether a rotation turns pairs of neighbours, as in GPT-J.
+    """
+
+    matrix: torch.Tensor
+    mean: torch.Tensor
+    inverse_spread: torch.Tensor
+    sensitivity: torch.Tensor
+    limits: torch.Tensor
+    bits: torch.Tensor
+    high: torch.Tensor
+    inverse_steps: torch.Tensor
+    kept: int
+    num_rows: int
+    interleaved: bool
+
+    def to(self, device: torch.device) -> KltForward:
+        return KltForward(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in self))  # type: ignore[arg-type]
+
+
 class KltQuantiser(KltIntegers):
     """The quantiser ``klt`` of one model, at one step."""
 
@@ -252,9 +286,7 @@ class KltQuantiser(KltIntegers):
     def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
         key = self._key(place)
         cell, rows = self.profile.cells[key], self._rows[key]
-        if key not in self._forwards:
-            self._forwards[key] = _Forward.of(cell, self.step)
-        matrix, inverse_spread = self._forwards[key]
+        matrix, inverse_spread = self._forward_at(key)
         centred, log_norms = self._centred(values, place, matrix.dtype)
         product = centred @ matrix
         num_tokens, channels = product.shape
@@ -267,6 +299,25 @@ class KltQuantiser(KltIntegers):
         sizes = num_tokens, log_norms.shape[1] // 2, channels, rows.kept, len(rows.wide), sinks
         _klt.round_steps(*sizes, self.step, _TYPES[product.dtype], *_addresses(tensors))
         return exponents, _exact_bytes(values, exponents == EXACT), integers
+
+    def forward(self, place: CellPlace) -> KltForward:
+        """Return the tensors with which the kernels quantise a cell. They are on the host."""
+        key = self._key(place)
+        cell, rows = self.profile.cells[key], self._rows[key]
+        limits = torch.full((cell.num_channels,), _DROPPED_LARGEST)
+        limits[: rows.kept] = rows.limits
+        bits, high = torch.zeros((2, cell.num_channels), dtype=torch.int32)
+        bits[rows.wide], high[rows.wide] = rows.bits.int(), torch.arange(rows.kept, rows.count, dtype=torch.int32)
+        inverse_steps = 1 / (scales_of(torch.arange(256)) * self.step)
+        rows_of = limits, bits, high, inverse_steps, rows.kept, rows.count
+        matrix, inverse_spread = self._forward_at(key)
+        is_interleaved = self._shape_of_heads()[3]
+        return KltForward(matrix, cell.mean, inverse_spread, cell.sensitivity, *rows_of, is_interleaved)
+
+    def _forward_at(self, key: tuple[int, int]) -> _Forward:
+        if key not in self._forwards:
+            self._forwards[key] = _Forward.of(self.profile.cells[key], self.step)
+        return self._forwards[key]
 
     def _centred(
         self, values: CellValues, place: CellPlace, product_type: torch.dtype
