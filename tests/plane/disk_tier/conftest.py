@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.small_segments import put_segment
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.plane.disk_tier import DiskTier
+from sgl_kvfetch.stores.base import Store
+from tests.plane.disk_tier.tiers import CAPACITY, SEGMENT, Events, MakeTier, RemoteStore
+
+
+@pytest.fixture
+async def remote(tmp_path: Path) -> AsyncIterator[RemoteStore]:
+    store = RemoteStore(tmp_path / "remote")
+    await put_segment(store, SEGMENT)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture
+async def make(tmp_path: Path, remote: RemoteStore, events: Events) -> AsyncIterator[MakeTier]:
+    """Makes tiers on one directory, and closes them."""
+    made: list[DiskTier] = []
+
+    def make(store: Store = remote, *, capacity: int = CAPACITY, **options: object) -> DiskTier:
+        disk = LocalStore(tmp_path / "disk", capacity_bytes=capacity)
+        made.append(DiskTier(store, disk, replace(events.options, **options)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for tier in made:
+        await tier.close()
+
+
+@pytest.fixture
+def tier(make: MakeTier) -> DiskTier:
+    return make()
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Path:
+    """The file of the segment's data on the disk."""
+    return tmp_path / "disk" / SEGMENT.data_name
