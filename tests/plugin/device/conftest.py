@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 
+from sgl_kvfetch.codec.container.reader import CellFrames
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane import client
 from sgl_kvfetch.plane.open import open_hedged
 from sgl_kvfetch.plugin import data_plane as plane
+from sgl_kvfetch.triton_kernels import runtime
+from tests.plugin.device.cuda_pages import GEOMETRY, NUM_PAGES, Segment, cells_of
 from tests.plugin.device.gated_store import GatedStore
 from tests.plugin.device.rig import Rig, make_rig
+from tests.segments import make_segment
 
 MakeRig = Callable[..., Rig]
 
@@ -37,3 +42,19 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
 @pytest.fixture
 def rig(make: MakeRig) -> Rig:
     return make()
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the kernels' PyTorch references, because the interpreter takes far longer."""
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+
+
+@pytest.fixture(scope="module")
+def exact() -> Segment:
+    return make_segment(GEOMETRY, NUM_PAGES, span_pages=4)
+
+
+@pytest.fixture(scope="module")
+def decoded(exact: Segment) -> list[CellFrames]:
+    return [reader.decode_frames(cell, data) for reader, cell, data in cells_of(exact, make_quantiser("exact"))]

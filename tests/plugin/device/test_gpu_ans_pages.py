@@ -22,8 +22,7 @@ from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.ans import ans_decode
 from sgl_kvfetch.types import TENSORS
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_nvdec
-from tests.plugin.device.fake_streams import FakeDevice
-from tests.plugin.device.test_cuda_pages import (
+from tests.plugin.device.cuda_pages import (
     GEOMETRY,
     NUM_PAGES,
     PLACES,
@@ -32,6 +31,7 @@ from tests.plugin.device.test_cuda_pages import (
     memory,
     slots_of,
 )
+from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.device.test_nvdec_pages import fetch, make_segment_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")

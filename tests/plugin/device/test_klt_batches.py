@@ -16,8 +16,8 @@ from sgl_kvfetch.plugin.device import klt_batches
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.restore_klt import KltCell, restore_klt
+from tests.plugin.device.cuda_pages import WIDE, cells_of, make_pages, make_wide, memory, slots_of
 from tests.plugin.device.fake_streams import FakeDevice, FakeEvent
-from tests.plugin.device.test_cuda_pages import WIDE, cells_of, make_pages, make_wide, memory, slots_of
 
 PAGES = range(64)
 

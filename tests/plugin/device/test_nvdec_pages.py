@@ -32,8 +32,7 @@ from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.types import TENSORS, TensorName
 from tests.codec.bitstream.fake_nvdec import CountingDevice, FakeNvc, make_nvdec
 from tests.codec.quant.profiles import make_profile, values_of
-from tests.plugin.device.fake_streams import FakeDevice
-from tests.plugin.device.test_cuda_pages import (
+from tests.plugin.device.cuda_pages import (
     GEOMETRY,
     NUM_PAGES,
     PLACES,
@@ -43,6 +42,7 @@ from tests.plugin.device.test_cuda_pages import (
     memory,
     slots_of,
 )
+from tests.plugin.device.fake_streams import FakeDevice
 from tests.segments import make_segment, without_frame_sums
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -13,8 +13,8 @@ from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plugin import data_plane as plane
 from sgl_kvfetch.plugin.data_plane import prepare_restores
 from sgl_kvfetch.triton_kernels import runtime
+from tests.plugin.device.cuda_pages import WIDE, cells_of, make_pages, make_wide, memory, slots_of
 from tests.plugin.device.fake_streams import FakeDevice
-from tests.plugin.device.test_cuda_pages import WIDE, cells_of, make_pages, make_wide, memory, slots_of
 from tests.segments import make_heads, make_segment
 
 
