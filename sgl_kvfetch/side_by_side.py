@@ -1,4 +1,4 @@
-"""Runs coroutines side by side: many items, a few at a time, or tasks in the background."""
+"""Runs coroutines side by side: all at once, many items a few at a time, or tasks in the background."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines at once, and return their results. Cancel the rest at the first error, and raise that error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as e:
+        raise e.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
 async def side_by_side(count: int, items: Iterable[T], work: Callable[[T], Awaitable[object]]) -> None:
     """Process ``count`` items at a time. Cancel the rest at the first error, and raise that error."""
     left = iter(items)
@@ -17,12 +27,7 @@ async def side_by_side(count: int, items: Iterable[T], work: Callable[[T], Await
         for item in left:
             await work(item)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(count):
-                group.create_task(take())
-    except ExceptionGroup as e:
-        raise e.exceptions[0] from None
+    await together(take() for _ in range(count))
 
 
 class Tasks:

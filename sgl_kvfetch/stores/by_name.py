@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from sgl_kvfetch.codec import MAX_SEGMENT_PAGES, Manifest, decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import SegmentKey
+from sgl_kvfetch.side_by_side import together
 from sgl_kvfetch.stores.base import Lookup, SegmentHit
 from sgl_kvfetch.stores.wire import MAX_LOOKUP_ANSWER_BYTES
 
-GetObject = Callable[[str], Awaitable[bytes | None]]
+GetObject = Callable[[str], Coroutine[Any, Any, bytes | None]]
 
 
 async def lookup_by_name(get: GetObject, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
@@ -38,7 +40,7 @@ async def lookup_by_name(get: GetObject, namespace: str, page_hashes: Sequence[b
         lengths = possible_lengths(len(page_hashes) - page, position)
         keys = [SegmentKey(namespace, length, page_hashes[page + length - 1]) for length in lengths]
         try:
-            contents = await get_all(get, [key.manifest_name for key in keys])
+            contents = await together(get(key.manifest_name) for key in keys)
         except StoreError:
             if not hits:
                 raise
@@ -76,17 +78,3 @@ def decode_expected(content: bytes, key: SegmentKey) -> Manifest | None:
     except FormatError:
         return None
     return manifest if manifest.key == key and not manifest.is_expired(time.time()) else None
-
-
-async def get_all(get: GetObject, names: Iterable[str]) -> list[bytes | None]:
-    """Read objects concurrently. Raises the first StoreError, and cancels the others."""
-
-    async def read(name: str) -> bytes | None:
-        return await get(name)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(read(name)) for name in names]
-    except ExceptionGroup as e:
-        raise e.exceptions[0] from None
-    return [task.result() for task in tasks]

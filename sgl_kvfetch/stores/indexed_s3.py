@@ -13,8 +13,9 @@ from sgl_kvfetch.codec import decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, SegmentKey
 from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.side_by_side import Tasks, together
 from sgl_kvfetch.stores.base import Lookup, SegmentHit, require_namespace
-from sgl_kvfetch.stores.by_name import decode_expected, get_all
+from sgl_kvfetch.stores.by_name import decode_expected
 from sgl_kvfetch.stores.coverage import furthest
 from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex, entries_of
 from sgl_kvfetch.stores.s3 import S3Store
@@ -36,7 +37,7 @@ class IndexedS3Store(S3Store):
         """``options`` are those of `S3Store`. Raises ConfigError."""
         super().__init__(url, **options)
         self._index = PageIndex(index, self.url)
-        self._mending: set[asyncio.Task[None]] = set()
+        self._mending = Tasks()
         self._uses: dict[SegmentKey, float] = {}  # since they were last saved
         self._saving: asyncio.Task[None] | None = None
 
@@ -77,9 +78,7 @@ class IndexedS3Store(S3Store):
         found = Lookup(hits) if hits else await super().lookup(namespace, page_hashes)
         unknown = () if hits else found.hits
         if stale or unknown:
-            task = asyncio.create_task(self._quietly(self._mend(namespace, stale, unknown)))
-            self._mending.add(task)
-            task.add_done_callback(self._mending.discard)
+            self._mending.begin(self._quietly(self._mend(namespace, stale, unknown)))
         return found
 
     async def _read(
@@ -111,8 +110,8 @@ class IndexedS3Store(S3Store):
         """Read the parts' manifests, a few at a time. Raises StoreError."""
         for i in range(0, len(parts), _READS_AT_ONCE):
             some = parts[i : i + _READS_AT_ONCE]
-            names = [entry.key(namespace).manifest_name for _, _, entry in some]
-            for each in zip(some, await get_all(self.get, names), strict=True):
+            contents = await together(self.get(entry.key(namespace).manifest_name) for _, _, entry in some)
+            for each in zip(some, contents, strict=True):
                 yield each
 
     async def _mend(self, namespace: str, stale: dict[bytes, Entry], unknown: Sequence[SegmentHit]) -> None:
@@ -158,7 +157,7 @@ class IndexedS3Store(S3Store):
             _limited.warning(error.reason, f"{error}; {self.url} is used without it")
 
     async def close(self) -> None:
-        await asyncio.gather(*self._mending)
+        await self._mending.join()
         if self._saving is not None:
             self._saving.cancel()
         await self._save_uses()

@@ -191,7 +191,7 @@ async def test_entries_that_lie_never_give_wrong_pages(
                 assert hit.manifest == manifest.encode()
             assert list(manifest.page_hashes[hit.first_page : hit.first_page + hit.num_pages]) == asked
             pos += hit.num_pages
-        await asyncio.gather(*store._mending)
+        await store._mending.join()
         for page in range(8):
             index.client.set(keys[CHAIN[page]], Entry(page, 3, good.last_page_hash).encode())
         assert parts(await store.lookup(FOLDER, CHAIN[:8])) == [(0, 8)]
@@ -225,7 +225,7 @@ async def test_a_dead_index_costs_nothing_but_round_trips(
     await put(store, (16, 8))
     for _ in range(8):
         assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16), (0, 8)]
-    await asyncio.gather(*store._mending)
+    await store._mending.join()
     assert 3 <= len(failures) <= 4  # then it is left alone; two may fail at the same time
     assert sum("is used without it" in record.message for record in caplog.records) == 1
     await store.close()

@@ -40,6 +40,7 @@ from sgl_kvfetch.plane.fetch.restore import Restored, restore_cell, working_byte
 from sgl_kvfetch.plane.fetch.rounds import Early, FetchProgress, Round
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.fetch.variants import VariantChooser
+from sgl_kvfetch.side_by_side import together
 from sgl_kvfetch.stores import Store
 
 logger = logging.getLogger(__name__)
@@ -455,12 +456,7 @@ class Fetcher:
         reads = unit.reads
         if len(reads) == 1:
             return await self._read_object(*reads[0])
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._read_object(*each)) for each in reads]
-        except ExceptionGroup as e:
-            raise e.exceptions[0] from None
-        return b"".join(task.result() for task in tasks)
+        return b"".join(await together(self._read_object(*each) for each in reads))
 
     async def _read_object(self, name: str, start: int, end: int) -> bytes:
         data = await self._store.get(name, start, end - start)
