@@ -17,7 +17,7 @@ import torch
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.errors import FormatError, KVFetchError
-from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
+from sgl_kvfetch.keys import HeadSlice, split_hashes
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Arena, Emit, Room, arena_destination, send_side_page
 from sgl_kvfetch.plane.channel import Outbox
@@ -143,7 +143,7 @@ class Service:
     # Lookups
 
     async def _look_up(self, command: m.LookUp) -> None:
-        hashes = _split(command.hashes)
+        hashes = split_hashes(command.hashes)
         sources: list[PageSource] = []
         usable = Usable((), {})
         try:
@@ -180,7 +180,7 @@ class Service:
 
     async def _fetch(self, command: m.FetchPages, fetch: _Fetch) -> None:
         finder, fetcher = self.client.finder, self.client.fetcher
-        hashes = _split(command.hashes)
+        hashes = split_hashes(command.hashes)
         request = timeline.Request(command.request_id, command.traceparent)
         sources: list[PageSource] = []
         result = FetchResult(0, (), False)
@@ -230,7 +230,7 @@ class Service:
             self._emit(m.LinkHasRoom(command.work))
 
     async def _fetch_side(self, command: m.FetchSide) -> None:
-        finder, hashes = self.client.finder, _split(command.hashes)
+        finder, hashes = self.client.finder, split_hashes(command.hashes)
         come: list[int] = []
 
         def take(page: int, content: bytearray) -> None:
@@ -287,7 +287,7 @@ class Service:
 
     def _take(self, command: m.Write) -> int:
         """Copy pages out of shared memory and queue them. Return how many; 0 if there was no room for them in time."""
-        geometry, hashes = self._geometry, _split(command.hashes)
+        geometry, hashes = self._geometry, split_hashes(command.hashes)
         sides_at = command.offset + len(hashes) * geometry.page_bytes
         sizes = [self._sides[pool] for pool, _ in command.sides]
         num_bytes = len(hashes) * geometry.page_bytes + sum(sizes)
@@ -315,10 +315,6 @@ class Service:
             fault = str(e)
         finally:
             self._emit(m.ClearOver(command.work, fault))
-
-
-def _split(hashes: bytes) -> list[bytes]:
-    return [hashes[i : i + PAGE_HASH_BYTES] for i in range(0, len(hashes), PAGE_HASH_BYTES)]
 
 
 async def run_data_plane(

@@ -36,6 +36,7 @@ from sgl_kvfetch.keys import (
     Namespace,
     SegmentKey,
     is_power_of_two,
+    split_hashes,
 )
 from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.types import MAX_HEADS, MAX_LAYERS, TENSORS, CellGrid, KVGeometry
@@ -508,7 +509,7 @@ def _validated(body: _Body) -> Manifest:
             f"heads {body.first_head} to {body.first_head + body.num_heads} do not fit blocks of {body.cell_heads}, "
             f"or exceed the model's {namespace.num_heads}"
         )
-    hashes = tuple(body.page_hashes[i : i + PAGE_HASH_BYTES] for i in range(0, len(body.page_hashes), PAGE_HASH_BYTES))
+    hashes = tuple(split_hashes(body.page_hashes))
     parsed = {"namespace": namespace, "page_hashes": hashes, "labels": body.labels or Labels()}
     manifest = Manifest(**msgspec.structs.asdict(body) | parsed)
     try:
