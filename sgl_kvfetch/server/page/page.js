@@ -321,8 +321,8 @@ $("#clear").addEventListener("click", () => {
   });
 });
 
-async function showSegment(name) {
-  try {
+function showSegment(name) {
+  return attempt(async () => {
     const found = await askJson(`v1/segments/${name}`);
     const range = ([first, end]) => (end - first > 1 ? `${first} to ${end - 1}` : `${first}`);
     const about = [
@@ -352,16 +352,14 @@ async function showSegment(name) {
     $("#segment").hidden = false;
     $("#segment-title").focus();
     $("#draw").requestSubmit();
-  } catch (error) {
-    say(error.message, true);
-  }
+  });
 }
 
-$("#draw").addEventListener("submit", async (event) => {
+$("#draw").addEventListener("submit", (event) => {
   event.preventDefault();
   const [name, span, status] = [$("#segment").dataset.name, $("#span").value, $("#draw [role=status]")];
   status.textContent = "Decoding …";
-  try {
+  attempt(async () => {
     const picture = await (await ask(`v1/pictures/${name}?span=${span}`)).blob();
     const image = $("#segment img");
     URL.revokeObjectURL(image.src);
@@ -370,9 +368,7 @@ $("#draw").addEventListener("submit", async (event) => {
     $("#segment figcaption").textContent = `Span ${span}, the first frame of each part, contrast stretched`;
     $("#segment figure").hidden = false;
     status.textContent = "";
-  } catch (error) {
-    status.textContent = error.message;
-  }
+  }, status);
 });
 
 function lookUp(pin) {
