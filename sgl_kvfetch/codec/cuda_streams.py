@@ -63,8 +63,7 @@ class Device:
 
     def launch(self, stream: Stream, work: Callable[[], object]) -> None:
         """Enqueue the work that ``work`` launches. It may run at any later time that the stream allows."""
-        self._select()
-        with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
+        with self.launching(stream):
             work()
 
     @contextmanager

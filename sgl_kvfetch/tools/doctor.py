@@ -127,9 +127,6 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "")[:300]
 
 
-# Software
-
-
 def check_python() -> list[Check]:
     found = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info >= MIN_PYTHON:
@@ -229,9 +226,6 @@ def check_codecs() -> list[Check]:
     return checks
 
 
-# GPU
-
-
 def check_gpu() -> list[Check]:
     import torch
 
@@ -299,9 +293,6 @@ def _check_binding() -> Check:
             advice = f"{_INSTALL_VIDEO}; on a GPU without NVENC a stub will do: docs/gpu/README.md"
         return Check(name, "warn", f"does not import: {first_line(e)}", advice)
     return Check(name, "yes", str(getattr(module, "__version__", "installed")))
-
-
-# Store
 
 
 def check_store(url: str, token: str | None) -> list[Check]:
