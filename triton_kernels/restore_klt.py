@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from sgl_kvfetch.codec import PLANES, RegionLayout, from_planes
@@ -102,11 +104,11 @@ def _heads_of(buffer: torch.Tensor, rotary_dim: int, *, interleaved: bool) -> _H
 class _Fields(NamedTuple):
     """Where a row of a table has what: a constant of the kernels. The first six are of the cell, four of its places."""
 
+    data: int  # address of the bytes of `pack`
     tokens: int  # number
     pages: int  # number
     exact: int  # number of exact tokens
     frames: int  # address
-    data: int  # address of the pieces of `pack`
     rotation: int  # address
     pixels: int  # address
     token_cols: int
@@ -122,6 +124,7 @@ class _Fields(NamedTuple):
 
 
 _F = _Fields(*range(len(_Fields._fields)))
+_ADDRESS, _OWN_WORDS = struct.Struct("q"), struct.Struct("5q")
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,12 +177,16 @@ class KltModel:
         return self.k[0].dtype
 
     @cached_property
-    def words(self) -> tuple[int, ...]:
+    def num_coefficients(self) -> int:
+        return len(self.matrix)
+
+    @cached_property
+    def words(self) -> bytes:
         """The end of a cell's row."""
         room = (0,) * (self.shape.layers - len(self.k))
         addresses = [x.data_ptr() for x in (self.matrix, self.mean, self.scales)]
         outputs = (*(x.data_ptr() for x in self.k), *room, *(x.data_ptr() for x in self.v), *room)
-        return *self.matrix.shape, *addresses, len(self.k), *outputs
+        return array("q", (*self.matrix.shape, *addresses, len(self.k), *outputs)).tobytes()
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,10 +211,10 @@ class KltPlaces:
         return _VECTOR if self.layout.token_cols % _VECTOR == self.layout.width % _VECTOR == 0 else 1
 
     @cached_property
-    def words(self) -> tuple[int, ...]:
+    def words(self) -> bytes:
         """A part of a cell's row."""
         x = self.layout
-        return self.pixels.data_ptr(), x.token_cols, x.width, x.token_rows * x.token_cols
+        return array("q", (self.pixels.data_ptr(), x.token_cols, x.width, x.token_rows * x.token_cols)).tobytes()
 
 
 @dataclass(eq=False, slots=True)
@@ -216,7 +223,7 @@ class KltCell:
 
     ``frames``: uint8 ``(n, 3, height, width)``, all frames of the cell, contiguous. ``rotation``: float32 ``(tokens,
     rotary_dim)``, the cosines of each token's position, then its sines (``Rope.table``); None without a rotation.
-    ``data``: uint8 memory that has the pieces of `pack` one after another, from ``offset`` on, a multiple of 4.
+    ``data``: uint8 memory that has the bytes of `pack` from ``offset`` on, a multiple of 4.
     """
 
     model: KltModel
@@ -228,8 +235,12 @@ class KltCell:
     data: torch.Tensor
     offset: int
 
-    def row(self) -> bytes:
-        """Return the cell's row of a table. Raises ValueError if the frames do not fit the layout."""
+    def row(self, words: bytes = b"") -> bytes:
+        """Return the cell's row of a table. ``words``: those of the cell, if they have been made."""
+        return _ADDRESS.pack(self.data.data_ptr() + self.offset) + (words or self.words())
+
+    def words(self) -> bytes:
+        """Return all but the beginning of the cell's row. Raises ValueError if the frames do not fit the layout."""
         frames, places = self.frames, self.places
         require(
             frames.shape == places.frames_shape
@@ -241,17 +252,13 @@ class KltCell:
                 f"uint8 {places.frames_shape} at a multiple of {places.vector} bytes"
             ),
         )
-        words = (
-            *(places.num_tokens, self.num_pages, self.num_exact, frames.data_ptr()),
-            *(self.data.data_ptr() + self.offset, 0 if self.rotation is None else self.rotation.data_ptr()),
-            *places.words,
-            *self.model.words,
-        )
-        return struct.pack(f"{len(words)}q", *words)
+        rotation = 0 if self.rotation is None else self.rotation.data_ptr()
+        own = _OWN_WORDS.pack(places.num_tokens, self.num_pages, self.num_exact, frames.data_ptr(), rotation)
+        return own + places.words + self.model.words
 
 
-def pack(pages: bytes, exponents: torch.Tensor, exact: torch.Tensor) -> tuple[list[Any], int]:
-    """Return what a cell has beside its frames, as pieces of memory, and its number of exact tokens.
+def pack(pages: bytes, exponents: torch.Tensor, exact: torch.Tensor) -> tuple[bytes, int]:
+    """Return what a cell has beside its frames, a multiple of 4 bytes, and its number of exact tokens.
 
     Args:
         pages: An int32 for each page of the span: its page among the slots of the launch; -1 leaves it out.
@@ -259,10 +266,12 @@ def pack(pages: bytes, exponents: torch.Tensor, exact: torch.Tensor) -> tuple[li
         exact: uint8, the values of exact tokens, on the host: for each one byte plane after another, each of K and V
             (``quant.exact.to_planes``).
     """
-    if not exact.numel():
-        return [pages, exponents.numpy()], 0
-    which = (exponents == EXACT).nonzero().squeeze(1).to(torch.int32)
-    return [pages, which.numpy().view("u1"), exponents.numpy(), exact.numpy()], which.numel()
+    which, tokens = b"", exponents.numpy()
+    if exact.numel():
+        which = np.flatnonzero(tokens == EXACT).astype(np.int32).tobytes()
+        tokens = np.concatenate((tokens, exact.numpy()))
+    packed = pages + which + tokens.tobytes()
+    return packed + bytes(-len(packed) % 4), len(which) // 4
 
 
 def region_pixels(layout: RegionLayout, num_coefficients: int) -> torch.Tensor:
@@ -356,8 +365,8 @@ def launch_klt(
 ) -> None:
     """Launch the kernels: one for all tokens, then one for exact tokens if a cell has any. Cells have up to
     ``most_tokens`` tokens and ``most_exact`` exact ones. Rows of zeros write nothing."""
-    num_cells, num_blocks = table.numel() // shape.row_bytes, triton.cdiv(most_tokens, TOKENS)
-    tiles = shape.layers * shape.heads * sum(triton.cdiv(x.dim, 2 * x.pairs) for x in (shape.k, shape.v))
+    num_cells, num_blocks = table.numel() // shape.row_bytes, -(-most_tokens // TOKENS)  # triton.cdiv takes 4 us
+    tiles = shape.layers * shape.heads * sum(-(-x.dim // (2 * x.pairs)) for x in (shape.k, shape.v))
     table = table.view(torch.int64)
     common = {"LAYERS": shape.layers, "HEADS": shape.heads, "K": shape.k, "V": shape.v, "F": _F}
     with on_device(slots.device):

@@ -156,8 +156,8 @@ restore(frames, layout, slots, [output])
 assert torch.equal(values[:, 0], output)
 layout = region_layout(5, 9)
 places = KltPlaces(layout, 9, region_pixels(layout, 5))
-pieces, _ = pack(bytes(4), torch.full((9,), 128, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8))
-data = torch.frombuffer(bytearray(b"".join(map(bytes, pieces))), dtype=torch.uint8)
+packed, _ = pack(bytes(4), torch.full((9,), 128, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8))
+data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 model = KltModel(
     klt_shape(output, output, 1),
     torch.ones((5, 256), dtype=torch.bfloat16),

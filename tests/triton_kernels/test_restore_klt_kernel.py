@@ -139,8 +139,8 @@ class Span:
         scales = scales_of(torch.arange(256, dtype=torch.uint8)) * STEP
         model = KltModel(self.shape, self.matrix, self.mean, scales.to(DEVICE), *self.buffers)
         exact = to_planes(self.exact).movedim(0, 1).flatten()
-        pieces, num_exact = pack(torch.tensor(pages, dtype=torch.int32).numpy().tobytes(), self.exponents, exact)
-        data = torch.frombuffer(bytearray(b"\xab" * 16 + b"".join(map(bytes, pieces))), dtype=torch.uint8)
+        packed, num_exact = pack(torch.tensor(pages, dtype=torch.int32).numpy().tobytes(), self.exponents, exact)
+        data = torch.frombuffer(bytearray(b"\xab" * 16 + packed), dtype=torch.uint8)
         return KltCell(
             **{
                 "model": model,
@@ -245,7 +245,7 @@ def test_same_as_the_quantiser(rope: Rope | None, run: Restore, monkeypatch: pyt
             klt_shape(k[0], v[0], 3, rope.rotary_dim if rope else 0),
         )
         scales = (scales_of(torch.arange(256, dtype=torch.uint8)) * quantiser.step).to(DEVICE)
-        pieces, num_exact = pack(torch.arange(50, dtype=torch.int32).numpy().tobytes(), exponents, exact)
+        packed, num_exact = pack(torch.arange(50, dtype=torch.int32).numpy().tobytes(), exponents, exact)
         cells.append(
             KltCell(
                 KltModel(shape, inverse.matrix, inverse.mean, scales, k, v),
@@ -254,7 +254,7 @@ def test_same_as_the_quantiser(rope: Rope | None, run: Restore, monkeypatch: pyt
                 None if rope is None else rope.table(0, 50, DEVICE),
                 50,
                 num_exact,
-                torch.frombuffer(bytearray(b"".join(map(bytes, pieces))), dtype=torch.uint8).to(DEVICE),
+                torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(DEVICE),
                 0,
             )
         )  # fmt: skip

@@ -32,7 +32,7 @@ from sgl_kvfetch.codec import (
 )
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import FramePool, Guard, IsFinished, consecutive_runs
-from sgl_kvfetch.plugin.device.klt_batches import KltBatches, make_model
+from sgl_kvfetch.plugin.device.klt_batches import KltBatches, make_model, rotation_of
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.device.restores import CellOutputs, Restore, restores_of
 from sgl_kvfetch.plugin.device.staging import StagingRing, needed_bytes
@@ -157,10 +157,10 @@ class CudaPages(DevicePages, FramePool):
     ) -> bool:
         staged = [cell.parts[i][part] for i in work.parts if not cell.is_on_device[i]]
         with self._restore_staging.buffer(needed_bytes([*work.fixed, *staged]), self._restores) as buffer:
-            there, num_bytes = buffer.put([*work.fixed, *staged])
+            there = buffer.put([*work.fixed, *staged])
             arguments, uploaded = there[: len(work.fixed)], iter(there[len(work.fixed) :])
             frames = [cell.parts[i][part] if cell.is_on_device[i] else next(uploaded) for i in work.parts]
-            self._device.launch(self._restores, partial(buffer.upload, num_bytes))
+            self._device.launch(self._restores, buffer.upload)
             kind = work.kind, len(cell.layers)
             self._compile_once(kind, lambda: work.launch(torch.full_like(slots, -1), arguments, frames, part.start))
             return guarded(lambda: self._write(partial(work.launch, slots, arguments, frames, part.start)))
@@ -198,7 +198,7 @@ class CudaPages(DevicePages, FramePool):
         if isinstance(inverse, TransformInverse) and inverse.rope is not None:
             num_tokens = len(place.tokens)
             for first in range(0, _ROTATED_SPANS * num_tokens, num_tokens):
-                self._resident(inverse.rope.table, first, num_tokens)
+                rotation_of(inverse.rope, range(first, first + num_tokens), self._resident)
 
     def _inverse(self, quantiser: Quantiser, place: CellPlace) -> Inverse:
         """Return the inverse of a cell's quantiser. Its tensors stay on the device, for later cells."""

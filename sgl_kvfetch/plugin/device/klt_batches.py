@@ -12,13 +12,14 @@ from array import array
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self
+from typing import NamedTuple, Self
 
 import torch
 
-from sgl_kvfetch.codec import CellFrames, Device, KltQuantiser, RegionLayout, Stream, TransformInverse, scales_of
+from sgl_kvfetch.codec import CellFrames, Device, KltQuantiser, RegionLayout, Rope, Stream, TransformInverse, scales_of
+from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import Guard, IsFinished
-from sgl_kvfetch.plugin.device.staging import ALIGNMENT, StagingRing, aligned
+from sgl_kvfetch.plugin.device.staging import StagingBuffer, StagingRing, aligned, needed_bytes
 from sgl_kvfetch.triton_kernels.restore_klt import (
     KltCell,
     KltModel,
@@ -32,8 +33,9 @@ from sgl_kvfetch.triton_kernels.restore_klt import (
 
 WAIT_S = 0.002  # for more cells, after the first
 _MOST_CELLS = 32
-_CELL_BYTES = 4 << 10  # of staging memory: what spans of 1,024 tokens need, and room for exact tokens
+_MOST_BYTES = 128 << 10  # of staging memory, for several cells: 1 KiB each, and room for exact tokens
 _LAUNCHING_THREADS = 4  # a launch that waits for the driver holds up no other
+_ROTATING = ThreadPoolExecutor(1, "kvfetch-rotate", use_one_thread)  # teams of OpenMP threads would spin
 
 # Calls a function with hashable arguments, and keeps the tensor that it returns on the device for the next call.
 Resident = Callable[..., torch.Tensor]
@@ -60,7 +62,7 @@ class KltBatches:
         opened._stream, opened._slots, opened._write, opened._resident = stream, slots, write, resident
         opened._lock = threading.Lock()  # guards what follows
         opened._batch = None
-        opened._latest = {}
+        opened._places, opened._span = {}, None
         return opened
 
     _stream: Stream
@@ -68,148 +70,124 @@ class KltBatches:
     _write: Write
     _resident: Resident
     _lock: threading.Lock
-    _batch: _Batch | None
-    _latest: dict[str, tuple[Any, Any]]  # tables of the latest cell, by name, each with its key: most cells share them
+    _batch: _Batch | None  # to which cells are added
+    _places: dict[tuple[RegionLayout, int, int], KltPlaces]
+    _span: _Span | None  # of the latest cell: most cells share it with the next
 
     def restore(
         self, cell: CellFrames, model: KltModel, span_pages: Sequence[int], pages: Sequence[int], guarded: Guard
     ) -> Future[IsFinished]:
         """Add a cell to a batch; see `FramePool.restore`."""
-        frames = cell.parts[2]
-        most_bytes = 9 * len(cell.place.tokens) + cell.parts[1].nbytes  # with an int32 a page, and one an exact token
-        if not cell.is_on_device[2]:
-            # Such cells come at the pace of a CPU, and a few of them fill the staging memory: each is a batch.
-            own = _Batch(self._ring, model, guarded, 1, most_bytes, [frames])
-            try:
-                with self._lock:
-                    own.add(*self._row(cell, model, own.uploaded[0], span_pages, pages))
-            finally:
-                launched = self._threads.submit(self._launch, own, 0.0)  # which gives its memory back, in any case
-            return launched
-        self._device.used_on(frames, self._stream)  # they were allocated for another stream, which has finished
+        frames, on_host = cell.parts[2], not cell.is_on_device[2]
+        if not on_host:
+            self._device.used_on(frames, self._stream)  # they were allocated for another stream, which has finished
         with self._lock:
-            row = self._row(cell, model, frames, span_pages, pages)
-            batch = self._batch
-            while batch is None or batch.guarded != guarded or not batch.add(*row):
-                batch = _Batch(self._ring, model, guarded, _MOST_CELLS, _MOST_CELLS * _CELL_BYTES + most_bytes, [])
-                batch.launched = self._threads.submit(self._launch, batch, WAIT_S)
-                self._batch = batch
+            restored, packed = self._cell(cell, model, span_pages, pages)
+            words = b"" if on_host else restored.words()
+            batch = None if on_host else self._batch
+            if batch is None or batch.guarded != guarded or not batch.add(restored, words, packed):
+                batch = _Batch(guarded)
+                batch.add(restored, words, packed)
+                if on_host:  # such cells come at the pace of a CPU, and a few of them fill the staging memory
+                    batch.is_full.set()
+                else:
+                    self._batch = batch
+                batch.launched = self._threads.submit(self._launch, batch)
             return batch.launched
 
-    def _row(
-        self,
-        cell: CellFrames,
-        model: KltModel,
-        frames: torch.Tensor,
-        span_pages: Sequence[int],
-        pages: Sequence[int],
-    ) -> tuple[KltCell, list[Any]]:
+    def _cell(
+        self, cell: CellFrames, model: KltModel, span_pages: Sequence[int], pages: Sequence[int]
+    ) -> tuple[KltCell, bytes]:
         """Return a cell without its bytes in a batch, and these bytes."""
-        layout, tokens, quantiser = cell.layouts[2], cell.place.tokens, cell.quantiser
+        layout, tokens, quantiser, frames = cell.layouts[2], cell.place.tokens, cell.quantiser, cell.parts[2]
         assert isinstance(layout, RegionLayout)
         assert isinstance(quantiser, KltQuantiser)
-        rope, num_pages = quantiser.profile.rope, len(tokens) // self._page_size
-        table = self._kept("pages", (num_pages, span_pages, pages), _page_table)
-        pieces, num_exact = pack(table, cell.parts[0], cell.parts[1])
-        places = self._kept("places", (layout, len(tokens), model.words[0]), self._make_places)
-        rotation = None
-        if rope is not None:
-            rotation = self._kept("rotation", (tokens.start, len(tokens)), partial(self._resident, rope.table))
+        span, shape = self._span, (layout, len(tokens), model.num_coefficients)
+        if span is None or span[:3] != (tokens, span_pages, pages):
+            table = _page_table(len(tokens) // self._page_size, span_pages, pages)
+            rope = quantiser.profile.rope
+            rotation = None if rope is None else rotation_of(rope, tokens, self._resident)
+            span = self._span = _Span(tokens, span_pages, pages, table, rotation)
+        if (places := self._places.get(shape)) is None:
+            pixels = self._resident(region_pixels, layout, model.num_coefficients)
+            places = self._places[shape] = KltPlaces(layout, len(tokens), pixels)
+        packed, num_exact = pack(span.table, cell.parts[0], cell.parts[1])
         none = frames, 0  # until it is in a batch
-        return KltCell(model, places, frames, rotation, num_pages, num_exact, *none), pieces
+        return KltCell(model, places, frames, span.rotation, len(span.table) // 4, num_exact, *none), packed
 
-    def _make_places(self, layout: RegionLayout, num_tokens: int, num_coefficients: int) -> KltPlaces:
-        return KltPlaces(layout, num_tokens, self._resident(region_pixels, layout, num_coefficients))
-
-    def _kept(self, name: str, key: tuple[Any, ...], make: Callable[..., Any]) -> Any:
-        """Return ``make(*key)``, or what it returned for the latest cell."""
-        latest = self._latest.get(name)
-        if latest is None or latest[0] != key:
-            latest = self._latest[name] = key, make(*key)
-        return latest[1]
-
-    def _launch(self, batch: _Batch, wait_s: float) -> IsFinished:
-        """Launch a batch after ``wait_s``, or once it is full. Return whether the device has finished with it."""
-        batch.is_full.wait(wait_s)
-        cells = batch.close()
+    def _launch(self, batch: _Batch) -> IsFinished:
+        """Launch a batch after a while, or once it is full. Return whether the device has finished with it."""
+        batch.is_full.wait(WAIT_S)
+        with self._lock:
+            if self._batch is batch:
+                self._batch = None  # no cell is added from now on
+        buffer = self._ring.lend(batch.num_bytes)
         try:
-            if cells:
-                self._device.launch(self._stream, batch.upload)
-                kind = cells[0].model.shape, cells[0].model.dtype, cells[0].places.vector
-                self._compile_once(kind, partial(compile_klt, *kind, self._slots))
-                kernels = partial(restore_klt, cells, batch.table(len(cells)), self._slots, self._page_size)
-                batch.guarded(lambda: self._write(kernels))
+            table = batch.fill(buffer)
+            self._device.launch(self._stream, buffer.upload)
+            kind = batch.cells[0].model.shape, batch.cells[0].model.dtype, batch.cells[0].places.vector
+            self._compile_once(kind, partial(compile_klt, *kind, self._slots))
+            kernels = partial(restore_klt, batch.cells, table, self._slots, self._page_size)
+            batch.guarded(lambda: self._write(kernels))
         finally:
-            self._ring.take_back(batch.buffer, self._stream)
+            self._ring.take_back(buffer, self._stream)
         return self._stream.record_event().query
 
 
-class _Batch:
-    """Cells of one launch. Their rows and bytes are in one piece of staging memory."""
+class _Span(NamedTuple):
+    """What the cells of a span share."""
 
-    def __init__(
-        self,
-        ring: StagingRing,
-        model: KltModel,
-        guarded: Guard,
-        most_cells: int,
-        num_bytes: int,
-        frames: Sequence[torch.Tensor],
-    ) -> None:
-        """Waits for staging memory. ``frames`` on the host are uploaded with the batch. ``num_bytes``: for cells beside
-        rows and frames."""
-        self._row_bytes = model.shape.row_bytes
-        rows_bytes = most_cells * self._row_bytes + num_bytes + ALIGNMENT
-        self.buffer = ring.lend(sum(x.nbytes + ALIGNMENT for x in frames) + rows_bytes)
-        self.uploaded, end = self.buffer.put(frames)
-        self._first = aligned(end)
-        self._end = self._first + most_cells * self._row_bytes
-        self._memory = self.buffer.memory
-        self._most_cells = most_cells
-        self._lock = threading.Lock()
-        self._cells: list[KltCell] | None = []  # None once it is closed
+    tokens: range
+    span_pages: Sequence[int]
+    pages: Sequence[int]
+    table: bytes  # of pages
+    rotation: torch.Tensor | None
+
+
+class _Batch:
+    """Cells of one launch, with their bytes. Frames on the host are uploaded with them."""
+
+    def __init__(self, guarded: Guard) -> None:
         self.guarded = guarded
+        self.cells: list[KltCell] = []
+        self._words: list[bytes] = []
+        self._packed: list[bytes] = []
+        self.num_bytes = 0  # of staging memory
         self.is_full = threading.Event()
         self.launched: Future[IsFinished]
 
-    def add(self, cell: KltCell, pieces: Sequence[Any]) -> bool:
-        """Add a cell and its bytes. Return False if it is for another launch."""
-        with self._lock:
-            cells, begin = self._cells, self._end
-            if cells is None:
-                return False
-            if (
-                len(cells) == self._most_cells
-                or begin + sum(map(len, pieces)) > len(self._memory)
-                or (cells and (cells[0].model.shape, cells[0].places.vector) != (cell.model.shape, cell.places.vector))
-            ):
-                self.is_full.set()
-                return False
-            end = begin
-            for piece in pieces:
-                self._memory[end : end + len(piece)] = piece
-                end += len(piece)
-            self._end = end - end % -4  # the next cell begins with an int32
-            row = self._first + len(cells) * self._row_bytes
-            cell.data, cell.offset = self.buffer.device, begin
-            self._memory[row : row + self._row_bytes] = cell.row()
-            cells.append(cell)
-            if len(cells) == self._most_cells:
-                self.is_full.set()
-            return True
+    def add(self, cell: KltCell, words: bytes, packed: bytes) -> bool:
+        """Add a cell. Return False if it is for another launch. ``words``: none if its frames are on the host."""
+        shape = cell.model.shape
+        num_bytes = self.num_bytes + shape.row_bytes + len(packed) + (0 if words else aligned(cell.frames.nbytes))
+        if self.cells and (
+            self.is_full.is_set()
+            or num_bytes > _MOST_BYTES
+            or (self.cells[0].model.shape, self.cells[0].places.vector) != (shape, cell.places.vector)
+        ):
+            self.is_full.set()
+            return False
+        self.num_bytes = num_bytes
+        self.cells.append(cell)
+        self._words.append(words)
+        self._packed.append(packed)
+        if len(self.cells) == _MOST_CELLS:
+            self.is_full.set()
+        return True
 
-    def close(self) -> list[KltCell]:
-        """Return the cells; none is added from now on, and none is kept."""
-        with self._lock:
-            cells, self._cells = self._cells, None
-        assert cells is not None
-        return cells
-
-    def upload(self) -> None:
-        self.buffer.upload(self._end)
-
-    def table(self, num_cells: int) -> torch.Tensor:
-        return self.buffer.device[self._first : self._first + num_cells * self._row_bytes]
+    def fill(self, buffer: StagingBuffer) -> torch.Tensor:
+        """Copy all into a buffer of ``num_bytes``. Return the table of the cells, on the device."""
+        on_host = [cell for cell, words in zip(self.cells, self._words, strict=True) if not words]
+        frames = [cell.frames for cell in on_host]
+        for cell, uploaded in zip(on_host, buffer.put(frames), strict=True):
+            cell.frames = uploaded
+        begin = needed_bytes(frames)
+        end = first = begin + len(self.cells) * self.cells[0].model.shape.row_bytes
+        for cell, packed in zip(self.cells, self._packed, strict=True):
+            cell.data, cell.offset = buffer.device, end
+            end += len(packed)
+        buffer.memory[begin:end] = b"".join([*map(KltCell.row, self.cells, self._words), *self._packed])
+        return buffer.device[begin:first]
 
 
 def make_model(
@@ -230,6 +208,15 @@ def make_model(
 
 def _steps(step: float) -> torch.Tensor:
     return scales_of(torch.arange(256, dtype=torch.uint8)) * step
+
+
+def rotation_of(rope: Rope, tokens: range, resident: Resident) -> torch.Tensor:
+    """Return ``rope.table`` of a span, on the device."""
+    return resident(_rotation, rope.table, tokens.start, len(tokens))
+
+
+def _rotation(table: Callable[[int, int], torch.Tensor], first_token: int, num_tokens: int) -> torch.Tensor:
+    return _ROTATING.submit(table, first_token, num_tokens).result()
 
 
 def _page_table(num_pages: int, span_pages: Sequence[int], pages: Sequence[int]) -> bytes:

@@ -36,9 +36,9 @@ class StagingBuffer:
         """The host half."""
         return self._host.numpy().data
 
-    def put(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
-        """Copy host tensors into the pinned half. Return a device tensor for each, and how many bytes must be uploaded
-        before they can be used."""
+    def put(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy host tensors into the pinned half. Return a device tensor for each, which has its values after `upload`.
+        They take `needed_bytes`."""
         views = []
         end = 0
         for tensor in tensors:
@@ -47,10 +47,10 @@ class StagingBuffer:
             assert end <= self._host.numel(), (end, self._host.numel())
             self._host[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             views.append(self.device[begin:end].view(tensor.dtype).view(tensor.shape))
-        return views, end
+        return views
 
-    def upload(self, num_bytes: int) -> None:
-        self.device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
+    def upload(self) -> None:
+        self.device.copy_(self._host, non_blocking=True)
 
     def room(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``num_bytes`` of the host half and of the device half."""

@@ -88,7 +88,7 @@ def test_coefficients_that_do_not_fit_at_once_are_refused() -> None:
     frames = reader.decode_frames(cell, data)
     pages = make_pages(FakeDevice(), WIDE, restore_buffer_bytes=frames_bytes(frames) // 2)  # no room for a row
     with pytest.raises(UnsupportedError, match=r"bytes do not fit into staging memory"):
-        pages.restore(frames, range(3, 64, 4), range(1, 17), GuardedSink(pages).run)
+        pages.restore(frames, range(3, 64, 4), range(1, 17), GuardedSink(pages).run).result(60)
 
 
 @pytest.mark.parametrize("when", ["before", "between two pictures"])

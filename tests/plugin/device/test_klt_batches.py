@@ -47,7 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(klt_batches, "restore_klt", counted)
     monkeypatch.setattr(klt_batches, "WAIT_S", 60.0)
-    monkeypatch.setattr(klt_batches, "_CELL_BYTES", 64 << 10)
+    monkeypatch.setattr(klt_batches, "_MOST_BYTES", 1 << 20)
     return numbers
 
 
@@ -103,7 +103,7 @@ def test_cells_without_room_go_into_the_next_batch(
     cells: list[CellFrames], launches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those of another guard: each sink closes on its own."""
-    monkeypatch.setattr(klt_batches, "_CELL_BYTES", 0)  # only one has room
+    monkeypatch.setattr(klt_batches, "_MOST_BYTES", 0)  # only one has room
     monkeypatch.setattr(klt_batches, "WAIT_S", 0.0)
     device = FakeDevice()
     opened = open_round(device)
@@ -147,11 +147,9 @@ def test_frames_are_kept_until_they_are_restored(cells: list[CellFrames], launch
     opened = open_round(device)
     future = add(opened, cells[0], GuardedSink(opened).run)
     assert any(tensor is cells[0].parts[2] and stream is opened._restores for tensor, stream in device.used)
-    batch = opened._batches._batch
-    assert batch is not None
-    batch.is_full.set()
+    opened._batches._batch.is_full.set()  # type: ignore[union-attr]
     future.result(60)
-    assert batch._cells is None
+    assert opened._batches._batch is None
 
 
 def test_cells_on_the_host_are_batches_of_their_own(cells: list[CellFrames], launches: list[int]) -> None:
@@ -172,7 +170,7 @@ def test_a_cell_that_does_not_fit_its_layout_keeps_no_memory(cells: list[CellFra
     _, _, frames = cells[0].parts
     wrong = replace(cells[0], parts=(*cells[0].parts[:2], frames[:-1]), is_on_device=(False, False, is_on_device))
     with pytest.raises(ValueError, match=r"frames are .*, expected contiguous uint8"):
-        add(opened, wrong, GuardedSink(opened).run)
+        add(opened, wrong, GuardedSink(opened).run).result(60)
     opened._batches._threads.shutdown()
     assert all(region.done is not None for region in opened._restore_staging._regions)
 
