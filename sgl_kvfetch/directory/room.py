@@ -299,12 +299,11 @@ class DiskRoom:
         content = files.read_object(self._catalog.root, name, MAX_MANIFEST_BYTES)
         if content is None:
             return {}
-        manifest = decode_named_manifest(content, name)
-        coarser = without_last_level(manifest, content)
-        if coarser is None or not self._replace_manifest(name, object_digest(content), coarser):
+        found = without_last_level(decode_named_manifest(content, name), content)
+        if found is None or not self._replace_manifest(name, object_digest(content), found[0]):
             return {}
         self.num_dropped += 1
-        return {each: size for each, size in manifest.data_sizes.items() if each not in coarser.data_names}
+        return found[1]
 
     def _replace_manifest(self, name: str, digest: str, manifest: Manifest) -> bool:
         """Replace a manifest of this digest, which is no use of the segment. Return whether it was there."""

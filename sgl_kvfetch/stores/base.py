@@ -248,11 +248,10 @@ class AdminStore(Store):
         content = await self.peek(name)
         if content is None:
             return {}
-        manifest = decode_manifest(content)
-        coarser = without_last_level(manifest, content)
-        if coarser is None or not await self.replace(name, coarser.encode(), object_digest(content)):
+        found = without_last_level(decode_manifest(content), content)
+        if found is None or not await self.replace(name, found[0].encode(), object_digest(content)):
             return {}
-        return {each: size for each, size in manifest.data_sizes.items() if each not in coarser.data_names}
+        return found[1]
 
     def sweeping(self) -> AbstractAsyncContextManager[None]:
         """Exclude other sweepers of this store. This default excludes nobody.

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from sgl_kvfetch.codec import decode_manifest, may_lose_levels
-from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.stores.base import AdminStore, ObjectInfo
@@ -150,7 +151,9 @@ async def _coarser(store: AdminStore, segment: StoredSegment, drop_levels: int) 
     try:
         content = await store.peek(segment.key.manifest_name)
         manifest = None if content is None else decode_named_manifest(content, segment.key.manifest_name)
-    except FormatError:
+    except KVFetchError as e:
+        if not e.concerns_object:
+            raise
         return None  # ``kvfetch verify`` reports those
     if content is None or manifest is None:
         return None
@@ -176,18 +179,25 @@ async def sweep_segments(
     """
     swept = Swept()
 
-    async def delete(name: str, num_bytes: int) -> None:
+    @contextmanager
+    def noting_failures(name: str) -> Iterator[None]:
         try:
-            if await store.delete(name):
-                swept.num_objects += 1
-                swept.num_bytes += num_bytes
-        except StoreError as e:
+            yield
+        except KVFetchError as e:
             if not e.concerns_object:
                 raise
             swept.failures[name] = str(e)
 
+    async def delete(name: str, num_bytes: int) -> None:
+        with noting_failures(name):
+            if await store.delete(name):
+                swept.num_objects += 1
+                swept.num_bytes += num_bytes
+
     async def delete_data(segment: StoredSegment) -> None:
-        if await store.head(segment.key.manifest_name) is None:  # it has not been written again meanwhile
+        with noting_failures(segment.key.manifest_name):
+            if await store.head(segment.key.manifest_name) is not None:
+                return  # it has been written again meanwhile
             for info in segment.data.values():
                 await delete(info.name, info.size_bytes)
 
@@ -196,24 +206,18 @@ async def sweep_segments(
     async def drop_levels(each: Coarser) -> None:
         name = each.segment.key.manifest_name
         unneeded = unnamed.setdefault(each.segment.key, {info.name: info.size_bytes for info in each.leftovers})
-        try:
+        with noting_failures(name):
             for _ in range(each.num_levels):
                 dropped = await store.drop_level(name)
                 swept.num_levels += bool(dropped)
                 unneeded |= dropped
-        except (FormatError, StoreError) as e:
-            if isinstance(e, StoreError) and not e.concerns_object:
-                raise
-            swept.failures[name] = str(e)
 
     async def delete_unnamed(segment: SegmentKey) -> None:
-        content = await store.peek(segment.manifest_name)
-        try:
+        with noting_failures(segment.manifest_name):
+            content = await store.peek(segment.manifest_name)
             named = frozenset[str]() if content is None else decode_manifest(content).data_names
-        except FormatError:
-            return
-        for name in unnamed[segment].keys() - named:  # some may have been written again meanwhile
-            await delete(name, unnamed[segment][name])
+            for name in unnamed[segment].keys() - named:  # some may have been written again meanwhile
+                await delete(name, unnamed[segment][name])
 
     manifests = [segment.manifest for segment in segments if segment.manifest is not None]
     await side_by_side(_WORKERS, manifests, lambda info: delete(info.name, info.size_bytes))

@@ -15,6 +15,7 @@ from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET, S3Server
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
@@ -121,6 +122,26 @@ async def test_a_segment_that_is_written_again_meanwhile_keeps_its_data(store: A
     assert (swept.num_levels, swept.num_objects) == (1, 0)
     assert await lost(store) == [0] * NUM
     await named(store)
+
+
+async def test_a_manifest_that_cannot_be_read_ends_no_sweep(store: AdminStore) -> None:
+    """Neither while it is planned nor while it runs."""
+    peek, broken = store.peek, chain(0).manifest.key.manifest_name
+
+    async def fail(name: str) -> bytes | None:
+        if name == broken:
+            raise StoreError("io", "cannot be read")
+        return await peek(name)
+
+    capacity = NUM * (WHOLE - LAST) + 64 * NUM
+    plan = await plan_sweep(store, capacity, drop_levels=1)
+    store.peek = fail  # type: ignore[method-assign]
+    planned = await plan_sweep(store, capacity, drop_levels=1)
+    assert chain(0).manifest.key not in {each.segment.key for each in planned.coarser}
+    assert planned.stored_bytes - planned.freed_bytes <= capacity  # others make room
+    swept = await sweep_segments(store, (), 0, plan.coarser)
+    assert swept.failures == {broken: "cannot be read"}
+    assert swept.num_objects == NUM - 1
 
 
 async def test_levels_that_an_interrupted_sweep_has_left_are_deleted(tmp_path: Path) -> None:

@@ -485,13 +485,15 @@ def may_lose_levels(manifest: Manifest, data: bytes) -> bool:
     return len(manifest.variants) == 1 and bool(manifest.levels) and not split_signature(data)[1]
 
 
-def without_last_level(manifest: Manifest, data: bytes) -> Manifest | None:
-    """Return a stored manifest without its last level, None if it may not lose it. Raises FormatVersionError."""
+def without_last_level(manifest: Manifest, data: bytes) -> tuple[Manifest, dict[str, int]] | None:
+    """Return a stored manifest without its last level, and the sizes, by name, of what it does not need any more. None
+    if it may not lose the level. Raises FormatVersionError."""
     if not may_lose_levels(manifest, data):
         return None
     require_rewritable(data)
     (variant,) = manifest.variants
-    return msgspec.structs.replace(manifest, variants=(variant.with_levels(len(variant.levels) - 1),))
+    coarser = msgspec.structs.replace(manifest, variants=(variant.with_levels(len(variant.levels) - 1),))
+    return coarser, {name: size for name, size in manifest.data_sizes.items() if name not in coarser.data_names}
 
 
 def _validated(body: _Body) -> Manifest:
