@@ -7,6 +7,7 @@ import threading
 import time
 
 _PERIOD_S = 60.0
+_MESSAGE_CHARS = 240
 
 
 class LimitedLogger:
@@ -35,3 +36,8 @@ def printable(text: str) -> str:
     """Replace unprintable characters: what comes from a server or a store must not control a terminal, or begin lines
     of a log."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def brief(error: Exception) -> str:
+    """Return an exception's message in one line: PyNvVideoCodec's spread over several, and the first says little."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MESSAGE_CHARS]

@@ -23,8 +23,9 @@ _HERE = "benchmarks.gpu_check"
 # The first step finds out whether there is a GPU.
 STEPS = (
     Step("machine", "Hardware, driver, versions", f"{_HERE}.facts:run", 25, needs_gpu=False),
-    Step("kernels", "Kernels against their references and a device copy", f"{_HERE}.kernels:run", 65),
+    Step("kernels", "Kernels against their references and a device copy", f"{_HERE}.kernels:run", 55),
     Step("ans", "ans: bits, checksums and speed", f"{_HERE}.ans:run", 30),
+    Step("quantise", "klt quantised on the device: integers and speed", f"{_HERE}.quantise:run", 10),
     Step("nvdec", "NVDEC: bits, throughput, decoders", f"{_HERE}.nvdec:run", 130),
     Step("memory", "A 32K-token fetch into CudaPages: values, memory, forward passes", f"{_HERE}.memory:run", 75),
     Step("interference", "A matrix product beside decoding", f"{_HERE}.interference:run", 45),

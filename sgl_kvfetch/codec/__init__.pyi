@@ -55,6 +55,7 @@ from .container.manifest import (
     without_last_level as without_last_level,
 )
 from .container.merge import merge_segments as merge_segments
+from .container.pages import Pages as Pages, QuantisedPages as QuantisedPages, RawPages as RawPages
 from .container.reader import (
     CellFrames as CellFrames,
     CodedChunk as CodedChunk,
@@ -72,6 +73,7 @@ from .container.segment import (
     CodedSegment as CodedSegment,
     SegmentSpec as SegmentSpec,
     encode_cell as encode_cell,
+    encode_pages as encode_pages,
     encode_segment as encode_segment,
     layouts_of as layouts_of,
     make_variant as make_variant,
@@ -115,11 +117,13 @@ from .quant.base import (
     Quantiser as Quantiser,
     StepInverse as StepInverse,
     TransformInverse as TransformInverse,
+    join_parts as join_parts,
 )
 from .quant.exact import from_planes as from_planes
 from .quant.klt import (
     KltForward as KltForward,
     KltQuantiser as KltQuantiser,
+    exact_bytes as exact_bytes,
     require_grid as require_grid,
     scales_of as scales_of,
 )

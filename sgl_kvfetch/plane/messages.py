@@ -17,7 +17,7 @@ from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels
 
-VERSION = 2
+VERSION = 3
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 64 << 20  # limit for a message; a lookup has 32 bytes per page
 
@@ -113,7 +113,8 @@ class FetchSide(_Message, frozen=True):
 
 class Write(_Message, frozen=True):
     """Take pages out of shared memory and write them: K of all pages at ``offset``, then V, then side pages in the
-    order of ``sides``: the name of the pool, and the page, counted from the first."""
+    order of ``sides``: the name of the pool, and the page, counted from the first. ``cells``: the sizes of each cell's
+    parts, of which the last has a row for each integer, if these stand there instead of K and V."""
 
     work: int
     first_page: int  # position in the sequence
@@ -121,6 +122,7 @@ class Write(_Message, frozen=True):
     hashes: bytes
     offset: int
     sides: tuple[tuple[str, int], ...] = ()
+    cells: tuple[tuple[int, ...], ...] = ()
 
 
 class FreePiece(_Message, frozen=True):

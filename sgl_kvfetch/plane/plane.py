@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 
 from sgl_kvfetch import metrics, timeline
-from sgl_kvfetch.codec import CellValues, SideKey
+from sgl_kvfetch.codec import CellValues, Quantised, SideKey
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError, UnsupportedError
 from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import messages as m
@@ -53,6 +54,7 @@ _WRITES_S = 4.0  # after which no further part of the pages is begun: SGLang wai
 _ANSWER_S = 5.0  # how much longer a caller waits than the data plane's own deadline
 
 ReadPages = Callable[[TensorName, Sequence[int]], torch.Tensor | None]
+ReadQuantised = Callable[[range], Sequence[Quantised] | None]
 ReadSide = Callable[[], torch.Tensor]  # returns uint8, (bytes,)
 TakeSide = Callable[[int, torch.Tensor], None]
 
@@ -211,6 +213,7 @@ class DataPlane:
         pool_pages: Sequence[int],
         read: ReadPages,
         sides: Mapping[SideKey, ReadSide] | None = None,
+        read_quantised: ReadQuantised | None = None,
     ) -> int:
         """Queue consecutive pages of a sequence for writing. Return how many, from the first on, were queued. Waits a
         little for room.
@@ -218,7 +221,8 @@ class DataPlane:
         ``first_page``: position in the sequence. ``previous_hash``: hash of the page before, None at the sequence's
         start. ``pool_pages``: their page numbers in the pool. ``read`` returns a copy of pages of the pool, or None if
         they are no longer available. ``sides``: how to read the side pages of some of these pages, which are counted
-        from the first.
+        from the first. ``read_quantised`` goes before ``read``: it returns the parts of these pages, also counted from
+        the first, for each cell in storage order; None if ``read`` is to be used.
         """
         started_s = time.monotonic()
         sides = sides or {}
@@ -231,7 +235,8 @@ class DataPlane:
                 next(self._numbers), first_page + part.start, previous_hash, b"".join(hashes[run]), 0, tuple(theirs)
             )
             left_s = max(0.0, started_s + _WRITE_S - time.monotonic())
-            if not self._run.write(command, pool_pages[run], read, list(theirs.values()), left_s):
+            quantised = read_quantised and partial(read_quantised, part)
+            if not self._run.write(command, pool_pages[run], read, quantised, list(theirs.values()), left_s):
                 return part.start
             previous_hash = hashes[run][-1]
         return len(hashes)
@@ -401,6 +406,7 @@ class _Run:
         command: m.Write,
         pool_pages: Sequence[int],
         read: ReadPages,
+        read_quantised: Callable[[], Sequence[Quantised] | None] | None,
         read_sides: Sequence[ReadSide],
         timeout_s: float,
     ) -> bool:
@@ -412,19 +418,32 @@ class _Run:
             return False
         with ExitStack() as undo:
             undo.callback(self._room.free, offset)
-            if not self._copy(offset, pool_pages, read):
+            cells = read_quantised() if read_quantised is not None else None
+            sizes_of_cells = self._copy_quantised(offset, sides_at, cells or ())
+            if not sizes_of_cells and not self._copy(offset, pool_pages, read):
                 return False
             views = self._pages.views(offset + sides_at, torch.uint8, ((size,) for size in sizes))
             for read_side, into in zip(read_sides, views, strict=True):
                 into.copy_(read_side())
             undo.pop_all()
-        taken = self.ask(msgspec.structs.replace(command, offset=offset), m.Taken(command.work, 0))
+        command = msgspec.structs.replace(command, offset=offset, cells=sizes_of_cells)
+        taken = self.ask(command, m.Taken(command.work, 0))
         # Not earlier, however long it takes: the data plane may still be copying the pages.
         taken.add_done_callback(lambda _: self._room.free(offset))
         try:
             return taken.result(_ANSWER_S).num_queued > 0
         except TimeoutError:
             return False
+
+    def _copy_quantised(self, offset: int, most_bytes: int, cells: Sequence[Quantised]) -> tuple[tuple[int, ...], ...]:
+        """Copy the parts of cells into the shared memory. Return their sizes; none if they take more than the values,
+        as where all tokens are exact."""
+        if sum(x.nbytes for cell in cells for x in cell) > most_bytes:
+            return ()
+        flat = [x for cell in cells for x in cell]
+        for x, into in zip(flat, self._pages.views(offset, torch.uint8, (x.shape for x in flat)), strict=True):
+            into.copy_(x)
+        return tuple(tuple(x.nbytes for x in cell) for cell in cells)
 
     def _copy(self, offset: int, pool_pages: Sequence[int], read: ReadPages) -> bool:
         """Copy pages into the shared memory. Return False if they are no longer available."""

@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 
 from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch.codec import Pages, QuantisedPages, RawPages
 from sgl_kvfetch.errors import FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice, split_hashes
 from sgl_kvfetch.plane import messages as m
@@ -32,7 +33,7 @@ from sgl_kvfetch.plane.launch import Line
 from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plane.write.gather import PageBatch
 from sgl_kvfetch.side_by_side import Tasks
-from sgl_kvfetch.types import TENSORS, KVGeometry
+from sgl_kvfetch.types import KVGeometry
 
 logger = logging.getLogger(__name__)
 
@@ -290,18 +291,26 @@ class Service:
         geometry, hashes = self._geometry, split_hashes(command.hashes)
         sides_at = command.offset + len(hashes) * geometry.page_bytes
         sizes = [self._sides[pool] for pool, _ in command.sides]
-        num_bytes = len(hashes) * geometry.page_bytes + sum(sizes)
+        page_bytes = -(-sum(map(sum, command.cells)) // len(hashes)) or geometry.page_bytes
+        num_bytes = len(hashes) * page_bytes + sum(sizes)
         if not self.client.writer.reserve(num_bytes, _QUEUE_S):
             return 0
         try:
-            pieces = [[x.clone()] for x in self._written.pages(command.offset, geometry, len(hashes))]
+            pages: Pages
+            if command.cells:
+                shapes = [(size,) for sizes in command.cells for size in sizes]
+                parts = iter([x.clone() for x in self._written.views(command.offset, torch.uint8, shapes)])
+                tokens = len(hashes) * geometry.page_size
+                cells = [(next(parts), next(parts), next(parts).view(-1, tokens)) for _ in command.cells]
+                pages = QuantisedPages(cells, range(len(hashes)), geometry.page_size, page_bytes)
+            else:
+                pages = RawPages(*(x.clone() for x in self._written.pages(command.offset, geometry, len(hashes))))
             sides = [x.clone() for x in self._written.views(sides_at, torch.uint8, ((size,) for size in sizes))]
         except BaseException:
             self.client.writer.release(num_bytes)
             raise
-        values = dict(zip(TENSORS, pieces, strict=True))
         by_page = dict(zip(command.sides, sides, strict=True))
-        self.client.writer.submit(PageBatch(command.first_page, command.previous_hash, hashes, values, by_page))
+        self.client.writer.submit(PageBatch(command.first_page, command.previous_hash, hashes, [pages], by_page))
         return len(hashes)
 
     async def _clear(self, command: m.Clear) -> None:

@@ -11,6 +11,7 @@ import torch
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import (
     CellFrames,
+    CellPlace,
     CellValues,
     Device,
     KltQuantiser,
@@ -138,7 +139,10 @@ def open_plane(
         has_steps=isinstance(pages, DevicePages),
     )
     if isinstance(pages, FramePool):
-        prepare_restores(pages, writer_spec(config, heads, quantiser, most_span_pages))
+        spec = writer_spec(config, heads, quantiser, most_span_pages)
+        prepare_restores(pages, spec)
+        if config.writes:
+            pages.prepare_writes(quantiser, _cell_places(spec))
 
     def open_here(config: KVFetchConfig, heads: HeadSlice, start: Start) -> StoreClient:
         spare = pages.spare_decoders if isinstance(pages, FramePool) else None
@@ -159,15 +163,20 @@ def prepare_restores(pages: FramePool, spec: SegmentSpec) -> None:
     takes seconds. Kernels for what other servers wrote in another way are compiled when they are first needed. Writes
     nothing. Raises nothing."""
     try:
-        manifest = _blank_manifest(spec, spec.span_pages)
-        pages.prepare(spec.quantiser, (cell_place(manifest, cell) for cell in manifest.span_cells(0)))
+        pages.prepare(spec.quantiser, _cell_places(spec))
         num_pages = spec.span_pages  # a segment that is shorter than a span is its own span
-        while num_pages >= 1 and num_pages * manifest.namespace.page_size >= _LEAST_SEGMENT_TOKENS:
+        while num_pages >= 1 and num_pages * spec.heads.namespace.page_size >= _LEAST_SEGMENT_TOKENS:
             for cell in _blank_cells(spec, _blank_manifest(spec, num_pages)):
                 pages.restore(cell, (), (), lambda write: True).result()
             num_pages //= 2
     except Exception:
         logger.warning("kvfetch: the restore kernels were not compiled at the start", exc_info=True)
+
+
+def _cell_places(spec: SegmentSpec) -> list[CellPlace]:
+    """Return the places of a span's cells."""
+    manifest = _blank_manifest(spec, spec.span_pages)
+    return [cell_place(manifest, cell) for cell in manifest.span_cells(0)]
 
 
 def _blank_manifest(spec: SegmentSpec, num_pages: int) -> Manifest:

@@ -23,6 +23,7 @@ from benchmarks.gpu_check import (
     nvdec,
     nvdec_damage,
     passes,
+    quantise,
     tests,
 )
 from benchmarks.gpu_check.record import Record
@@ -32,7 +33,9 @@ from benchmarks.kernel_bytes import Span
 from benchmarks.memory import SPAN_TOKENS, Setup, repeated_segments
 from harness import stand_in_pool
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
+from sgl_kvfetch.plugin.device import klt_reads
 from sgl_kvfetch.triton_kernels import runtime
+from sgl_kvfetch.triton_kernels.quantise_klt import quantise_klt
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 
@@ -153,6 +156,22 @@ def test_ans_is_held_against_the_cpu_and_measured(record: Record, monkeypatch: p
         monkeypatch.setattr(ans, name, lambda data, chunks, out: torch.zeros(len(chunks), dtype=torch.int32))
     ans.check(record, device, tiny)  # which leaves the poison
     assert "wrong bits, checksum, cut, encoded" in found_by(record)["reason"]
+
+
+def test_quantising_is_held_against_the_cpu_and_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantise.check(record, FakeDevice(), num_tokens=40, dim=16)
+    found = found_by(record)
+    assert not found["reason"]
+    assert found["rows"][0]["share_of_other_integers"] <= 0.005
+    assert found["rows"][1]["kernels_us"] > 0
+
+    def wrong(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        exponents, integers = quantise_klt(*args)
+        return exponents, integers ^ 1
+
+    monkeypatch.setattr(klt_reads, "quantise_klt", wrong)
+    quantise.check(record, FakeDevice(), num_tokens=40, dim=16)
+    assert "of a cell's integers are not the CPU's" in found_by(record)["reason"]
 
 
 def test_nvdec_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:

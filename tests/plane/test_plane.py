@@ -207,7 +207,9 @@ def test_errors_of_reading_pages_are_raised(plane: DataPlane) -> None:
 def test_all_pieces_share_one_deadline_for_room(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, waits_s = 100.0, []
 
-    def write_slowly(command: object, pool_pages: object, read: object, sides: object, timeout_s: float) -> bool:
+    def write_slowly(
+        command: object, pool_pages: object, read: object, quantised: object, sides: object, timeout_s: float
+    ) -> bool:
         nonlocal now_s
         now_s += 0.7
         waits_s.append(timeout_s)

@@ -26,6 +26,7 @@ from harness.small_segments import (
     put_segment,
 )
 from harness.waiting import until
+from sgl_kvfetch.codec.container.pages import RawPages
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.catalog import FOLDER as CATALOG
 from sgl_kvfetch.directory.local import LocalStore
@@ -240,7 +241,7 @@ async def client(
 async def test_the_config_sets_the_time(client: StoreClient, later: Later) -> None:
     async def write() -> None:
         values = torch.zeros(4, 1, 1, 1, 48, dtype=torch.bfloat16)
-        batch = PageBatch(0, None, CHAIN[:4], {"k": [values], "v": [values]})
+        batch = PageBatch(0, None, CHAIN[:4], [RawPages(values, values)])
         assert client.writer.reserve(batch.size_bytes, 1.0)
         client.writer.submit(batch)
         await asyncio.sleep(0)  # the event loop takes it

@@ -18,11 +18,10 @@ import xxhash
 
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec
 from sgl_kvfetch.codec.bitstream.base import DecodedFrames, FrameDecoder, PictureShape
-from sgl_kvfetch.codec.bitstream.nvidia import brief
 from sgl_kvfetch.codec.cuda_streams import Device, Event, Stream
 from sgl_kvfetch.codec.layout.frames import PLANES
 from sgl_kvfetch.errors import CorruptError
-from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.log import LimitedLogger, brief
 from sgl_kvfetch.triton_kernels.ans import MAX_BYTES, AnsChunk, ans_decode
 from sgl_kvfetch.triton_kernels.xxh3 import MIN_BYTES, SUMS, digest_of, xxh3_sums
 

@@ -32,7 +32,6 @@ from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders, FrameDecod
 from sgl_kvfetch.codec.bitstream.hevc import HEVC_CODECS, HevcCodec
 from sgl_kvfetch.codec.bitstream.nvidia import (
     DecodeCaps,
-    brief,
     decode_caps,
     moving_gradients,
     pass_trials,
@@ -42,7 +41,7 @@ from sgl_kvfetch.codec.cuda_streams import Device, Stream
 from sgl_kvfetch.codec.layout.frame_sum import WORD_BYTES, sum_of_frames
 from sgl_kvfetch.codec.layout.frames import MIN_PICTURE
 from sgl_kvfetch.errors import CorruptError
-from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.log import LimitedLogger, brief
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 
 _limited = LimitedLogger(logging.getLogger(__name__))

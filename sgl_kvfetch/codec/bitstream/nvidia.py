@@ -14,8 +14,6 @@ ENCODE_LIBRARY = "libnvidia-encode.so.1"  # PyNvVideoCodec loads it even to deco
 _CUVID_HEVC = 8
 CHROMA = {"hevc": 3, "hevc420": 1}  # by codec: 4:4:4 and 4:2:0
 
-_MESSAGE_CHARS = 240
-
 
 class DecodeCaps(ctypes.Structure):
     """CUVIDDECODECAPS of cuviddec.h."""
@@ -86,8 +84,3 @@ def moving_gradients(num_frames: int, height: int, width: int) -> torch.Tensor:
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     planes = torch.stack([(rows * (plane + 1) + columns) // 2 for plane in range(3)])
     return torch.stack([(planes + frame) % 256 for frame in range(num_frames)]).to(torch.uint8)
-
-
-def brief(error: Exception) -> str:
-    """Return an exception's message in one line: PyNvVideoCodec's spread over several, and the first says little."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MESSAGE_CHARS]

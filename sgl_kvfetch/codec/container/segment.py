@@ -30,10 +30,11 @@ from sgl_kvfetch.codec.container.manifest import (
     checked_namespace,
     require_layouts,
 )
+from sgl_kvfetch.codec.container.pages import Pages, RawPages, quantised_cells
 from sgl_kvfetch.codec.container.reader import BYTES_CODEC, CodedChunk, cell_place, coefficients_of, part_infos
 from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.codec.layout.frames import Layout
-from sgl_kvfetch.codec.quant.base import CellValues, Quantised, Quantiser
+from sgl_kvfetch.codec.quant.base import Quantised, Quantiser
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
 from sgl_kvfetch.types import TENSORS, TensorName
@@ -191,15 +192,21 @@ def encode_segment(
     expected = (len(page_hashes) * geometry.page_size, geometry.num_layers, geometry.num_heads)
     for x in values.values():
         assert x.shape[:3] == expected, (x.shape, expected)
+    pages = RawPages(*(values[t].view(-1, geometry.page_size, *values[t].shape[1:]) for t in TENSORS))
+    return encode_pages(spec, [pages], first_page, previous_hash, page_hashes, executor)
+
+
+def encode_pages(
+    spec: SegmentSpec,
+    pieces: Sequence[Pages],
+    first_page: int,
+    previous_hash: bytes | None,
+    page_hashes: Sequence[bytes],
+    executor: Executor | None = None,
+) -> CodedSegment:
+    """Encode one segment, as `encode_segment` does, of consecutive pieces. Values in several ones are copied."""
     manifest = spec.manifest(first_page, previous_hash, page_hashes)
-
-    def quantise(cell: Cell) -> Quantised:
-        tokens = slice(*(page * geometry.page_size for page in manifest.span_range(cell.span)))
-        layers, heads = manifest.grid.layers(cell.layer_group), manifest.grid.heads(cell.head_block)
-        part = CellValues(values["k"], values["v"]).tokens(tokens).cell(layers, heads)
-        return spec.quantiser.quantise(part, cell_place(manifest, cell))
-
-    return encode_cells(spec, manifest, quantise, executor)
+    return encode_cells(spec, manifest, quantised_cells(spec.quantiser, manifest, pieces), executor)
 
 
 def encode_cells(

@@ -120,6 +120,10 @@ class Quantiser(ABC):
         ``parts``: integers may be in frames. ``token_bytes``: size of a token's values in this cell.
         """
 
+    def some_tokens(self, parts: Quantised, tokens: slice) -> Quantised:
+        """Return the parts of some tokens of a cell."""
+        raise NotImplementedError(f"{self.identity} quantises on the host only")
+
     splits_heads: bool = True  # whether a head's integers are the same, whatever other heads its cell has
     knows_cells: bool = True  # whether the following three are known
 

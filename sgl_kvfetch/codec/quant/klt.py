@@ -89,6 +89,13 @@ class KltIntegers(Quantiser):
                 f"{exact.numel()} bytes of exact tokens, expected {num_exact * token_bytes} for {num_exact} tokens"
             )
 
+    def some_tokens(self, parts: Quantised, tokens: slice) -> Quantised:
+        exponents, exact, integers = parts
+        is_exact = exponents == EXACT
+        token_bytes = exact.numel() // max(1, int(is_exact.sum()))
+        before, here = (token_bytes * int(is_exact[x].sum()) for x in (slice(tokens.start), tokens))
+        return exponents[tokens], exact[before : before + here], integers[:, tokens]
+
     def quantise(self, *args: Any, **kwargs: Any) -> Any:
         raise QuantiseError(f"{self.identity} needs its profile to convert values")
 
@@ -298,7 +305,7 @@ class KltQuantiser(KltIntegers):
         assert all(x.is_contiguous() for x in tensors)
         sizes = num_tokens, log_norms.shape[1] // 2, channels, rows.kept, len(rows.wide), sinks
         _klt.round_steps(*sizes, self.step, _TYPES[product.dtype], *_addresses(tensors))
-        return exponents, _exact_bytes(values, exponents == EXACT), integers
+        return exponents, exact_bytes(values, exponents == EXACT), integers
 
     def forward(self, place: CellPlace) -> KltForward:
         """Return the tensors with which the kernels quantise a cell. They are on the host."""
@@ -486,7 +493,7 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
     return (x.data_ptr() for x in tensors)
 
 
-def _exact_bytes(values: CellValues, which: torch.Tensor) -> torch.Tensor:
+def exact_bytes(values: CellValues, which: torch.Tensor) -> torch.Tensor:
     """Return the values of some tokens, uint8 ``(n,)``: for each token K, then V, byte plane by byte plane."""
     kept = torch.cat([t[which].flatten(1) for t in values], dim=1)
     return to_planes(kept).movedim(0, 1).flatten()

@@ -58,6 +58,11 @@ class FramePool(PagePool):
     def prepare(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
         """Keep on the device what restores of such cells need, beside their frames."""
 
+    @abstractmethod
+    def prepare_writes(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
+        """Keep on the device what it needs to quantise the pool's cells, if it can. ``places``: all, in storage order.
+        Raises nothing."""
+
 
 class GuardedSink:
     """Writes to a pool until it is closed, and never afterwards: the pages may then belong to another request."""

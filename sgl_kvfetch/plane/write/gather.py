@@ -7,20 +7,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sgl_kvfetch.codec import SideKey
+from sgl_kvfetch.codec import Pages, SideKey
 from sgl_kvfetch.keys import buddy_split
-from sgl_kvfetch.types import TENSORS, TensorName
 
 
 @dataclass(frozen=True, slots=True)
 class PageBatch:
-    """Consecutive pages. ``values``: K and V, each in pieces ``(pages, page_size, layers, heads, dim)``. ``sides``: the
-    side pages of some pages, uint8 ``(bytes,)`` each, with pages counted from the first."""
+    """Consecutive pages, in pieces. ``sides``: the side pages of some pages, uint8 ``(bytes,)`` each, with pages
+    counted from the first."""
 
     first_page: int  # position in the sequence
     previous_hash: bytes | None  # page hash of the page before; None at the sequence's start
     page_hashes: Sequence[bytes]
-    values: dict[TensorName, list[torch.Tensor]]
+    pieces: list[Pages]
     sides: dict[SideKey, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -29,8 +28,7 @@ class PageBatch:
 
     @property
     def size_bytes(self) -> int:
-        pages = sum(piece.nbytes for pieces in self.values.values() for piece in pieces)
-        return pages + sum(x.nbytes for x in self.sides.values())
+        return sum(piece.num_bytes for piece in self.pieces) + sum(x.nbytes for x in self.sides.values())
 
 
 @dataclass(slots=True, eq=False)
@@ -54,16 +52,15 @@ class _BatchRun:
         """Cut pages ``[first_page, first_page + num_pages)`` as one batch. Drop batches that are no longer needed."""
         end = first_page + num_pages
         hashes: list[bytes] = []
-        pieces: dict[TensorName, list[torch.Tensor]] = {tensor: [] for tensor in TENSORS}
+        pieces: list[Pages] = []
         sides: dict[SideKey, torch.Tensor] = {}
         for batch in self.batches:
             lo, hi = max(first_page, batch.first_page), min(end, batch.end_page)
             if lo < hi:
                 part = slice(lo - batch.first_page, hi - batch.first_page)
                 hashes += batch.page_hashes[part]
-                for tensor in TENSORS:
-                    (whole,) = batch.values[tensor]
-                    pieces[tensor].append(whole[part])
+                (whole,) = batch.pieces
+                pieces.append(whole.some(part))
                 shift = batch.first_page - first_page
                 sides |= {(pool, n + shift): x for (pool, n), x in batch.sides.items() if part.start <= n < part.stop}
         self.batches = [batch for batch in self.batches if batch.end_page > end] or self.batches[-1:]

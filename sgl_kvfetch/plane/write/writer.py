@@ -18,7 +18,6 @@ from functools import partial
 from typing import TypeVar
 
 import msgspec
-import torch
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import (
@@ -29,7 +28,7 @@ from sgl_kvfetch.codec import (
     SegmentSpec,
     Side,
     decode_manifest,
-    encode_segment,
+    encode_pages,
     encode_side,
     merge_segments,
     plain_segment,
@@ -198,7 +197,8 @@ class Writer:
         metrics.WIRE_BYTES.labels("write").inc(num_bytes)
         for side in coded.manifest.sides:
             _count_sides(side)
-        metrics.RAW_BYTES.labels("write").inc(segment.size_bytes)
+        raw_bytes = len(segment.page_hashes) * self._spec.heads.geometry.page_bytes
+        metrics.RAW_BYTES.labels("write").inc(raw_bytes + sum(x.nbytes for x in segment.sides.values()))
         return coded.manifest
 
     async def _add_sides(self, hits: Sequence[SegmentHit], segment: PageBatch) -> bool:
@@ -235,9 +235,9 @@ class Writer:
         return True
 
     def _encode(self, segment: PageBatch) -> CodedSegment:
-        coded = encode_segment(
+        coded = encode_pages(
             self._spec,
-            {tensor: torch.cat(pieces).flatten(0, 1) for tensor, pieces in segment.values.items()},
+            segment.pieces,
             segment.first_page,
             segment.previous_hash,
             segment.page_hashes,

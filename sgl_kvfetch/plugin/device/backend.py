@@ -315,7 +315,10 @@ class DeviceBackend:
         try:
             previous = None if run.previous_hash is None else hash_bytes([run.previous_hash])[0]
             hashes, pool_pages = hash_bytes(run.page_hashes), self.pages.page_indices(run.slots)
-            num_queued = self.plane.write(run.first_page, previous, hashes, pool_pages, source.read)
+            quantise = partial(source.quantise, run.first_page)
+            num_queued = self.plane.write(
+                run.first_page, previous, hashes, pool_pages, source.read, read_quantised=quantise
+            )
         except Exception:
             logger.exception("kvfetch copy failed")
         finally:

@@ -7,6 +7,7 @@ the host. docs/device-mode-gpu.md explains the design.
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -26,18 +27,24 @@ from sgl_kvfetch.codec import (
     Event,
     Inverse,
     KltQuantiser,
+    Quantised,
     Quantiser,
     Stream,
     TransformInverse,
 )
 from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.log import LimitedLogger, brief
 from sgl_kvfetch.plane import FramePool, Guard, IsFinished, consecutive_runs
 from sgl_kvfetch.plugin.device.klt_batches import KltBatches, make_model, rotation_of
+from sgl_kvfetch.plugin.device.klt_reads import KltReads, PoolCell, open_klt_reads
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.device.restores import CellOutputs, Restore, restores_of
 from sgl_kvfetch.plugin.device.staging import StagingRing, needed_bytes
 from sgl_kvfetch.triton_kernels.restore_klt import KltModel
 from sgl_kvfetch.types import TENSORS, TensorName
+
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
 
 MiB = 1 << 20
 
@@ -99,6 +106,7 @@ class CudaPages(DevicePages, FramePool):
         self._compiled: set[Hashable] = set()
         batches = KltBatches(device, self._restore_staging, page_size, self._compile_once)
         self._batches = batches.open(self._restores, self._slots_there, self._write, self._resident)
+        self._klt_reads: KltReads | None = None
 
     # Ordering, on the scheduler's thread
 
@@ -112,6 +120,8 @@ class CudaPages(DevicePages, FramePool):
     def open_reads(self, slots: torch.Tensor) -> Self:
         opened = self._open(slots)
         opened._fence(self._reads)  # a forward pass under way may compute what will be read
+        if self._klt_reads is not None:
+            opened._klt_reads = self._klt_reads.open(opened._slots_there, opened._read_slots, self.geometry.page_size)
         return opened
 
     def _open(self, slots: torch.Tensor) -> Self:
@@ -143,7 +153,7 @@ class CudaPages(DevicePages, FramePool):
             if there:
                 # They were allocated for another stream, which has finished with them.
                 self._device.used_on(frames, self._restores)
-        for work in restores_of(cell, inverse, self._outputs(cell)):
+        for work in restores_of(cell, inverse, self._outputs(cell.layers, cell.heads)):
             step = self._frames_at_once(cell, work)
             firsts = range(0, len(cell.parts[work.parts[0]]), step)
             if not all(self._restore_frames(cell, work, slots, slice(i, i + step), guarded) for i in firsts):
@@ -219,7 +229,7 @@ class CudaPages(DevicePages, FramePool):
         if quantiser is not cell.quantiser or model is None:
             inverse = self._inverse(cell.quantiser, cell.place)
             assert isinstance(inverse, TransformInverse)
-            model = make_model(cell, inverse, *self._outputs(cell), self._resident)
+            model = make_model(cell, inverse, *self._outputs(cell.layers, cell.heads), self._resident)
             self._models[key] = cell.quantiser, model
         return model
 
@@ -235,12 +245,12 @@ class CudaPages(DevicePages, FramePool):
         self._device.used_on(table, self._restores)
         return table
 
-    def _outputs(self, cell: CellFrames) -> CellOutputs:
-        """Return K's and V's buffers of the cell's layers, reduced to its heads."""
-        key = cell.layers, cell.heads
+    def _outputs(self, layers: range, heads: range) -> CellOutputs:
+        """Return K's and V's buffers of some layers, reduced to some heads, both counted from the pool's first."""
+        key = layers, heads
         if key not in self._outputs_of:
-            layers, heads = (slice(x.start, x.stop) for x in key)
-            k, v = ([x[:, heads] for x in self._buffers[t][layers]] for t in TENSORS)
+            of_layers, of_heads = (slice(x.start, x.stop) for x in key)
+            k, v = ([x[:, of_heads] for x in self._buffers[t][of_layers]] for t in TENSORS)
             self._outputs_of[key] = k, v
         return self._outputs_of[key]
 
@@ -266,16 +276,52 @@ class CudaPages(DevicePages, FramePool):
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
         """Return a copy of the pages on the host. Waits for the device."""
         size, buffers = self.geometry.page_size, self._buffers[tensor]
-        row_bytes = len(buffers) * buffers[0][0].nbytes
-        at_once = self._read_staging.num_bytes // row_bytes
-        assert at_once, "the read buffer has no room for a token"
         rows = torch.empty((len(pages) * size, len(buffers), *buffers[0].shape[1:]), dtype=self._raw_dtype)
         for run, places in consecutive_runs(pages):
             out = rows[places.start * size : places.stop * size]
             slots = self._slots_there[run.start * size : run.stop * size]
-            for first in range(0, len(out), at_once):
-                self._read_rows(buffers, slots[first : first + at_once], out[first : first + at_once])
+            self._read_in_parts(buffers, slots, out)
         return self._as_pages(rows, len(pages))
+
+    def prepare_writes(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
+        self._klt_reads = None
+        if not isinstance(quantiser, KltQuantiser):
+            return
+        cells: list[PoolCell] = []
+        for place in places:
+            first_head = cells[0].place.heads.start if cells else place.heads.start
+            layers = range(place.layers.start - self.first_layer, place.layers.stop - self.first_layer)
+            heads = range(place.heads.start - first_head, place.heads.stop - first_head)
+            cells.append(PoolCell(place, layers, heads, self._outputs(layers, heads)))
+        opened = open_klt_reads(self._device, self._read_staging, self._reads, quantiser, cells)
+        self._klt_reads, result = opened
+        logger.info("kvfetch: %s", result)
+
+    def quantise(self, first_page: int, pages: range) -> Sequence[Quantised] | None:
+        if self._klt_reads is None:
+            return None
+        try:
+            return self._klt_reads.quantise(first_page, pages)
+        except Exception as e:  # a compiler and a driver fail in many ways
+            _limited.warning("quantise", f"pages are quantised on the CPU: {brief(e)}")
+            return None
+
+    def _read_slots(self, slots: torch.Tensor) -> CellValues:
+        """Return a copy of slots on the host. Waits for the device."""
+        found = []
+        for tensor in TENSORS:
+            buffers = self._buffers[tensor]
+            rows = torch.empty((len(slots), len(buffers), *buffers[0].shape[1:]), dtype=self._raw_dtype)
+            self._read_in_parts(buffers, slots, rows)
+            found.append(rows.view(self._dtype))
+        return CellValues(*found)
+
+    def _read_in_parts(self, buffers: Sequence[torch.Tensor], slots: torch.Tensor, out: torch.Tensor) -> None:
+        row_bytes = len(buffers) * buffers[0][0].nbytes
+        at_once = self._read_staging.num_bytes // row_bytes
+        assert at_once, "the read buffer has no room for a token"
+        for first in range(0, len(out), at_once):
+            self._read_rows(buffers, slots[first : first + at_once], out[first : first + at_once])
 
     def _read_rows(self, buffers: Sequence[torch.Tensor], slots: torch.Tensor, out: torch.Tensor) -> None:
         with self._read_staging.buffer(out.nbytes, self._reads) as buffer:

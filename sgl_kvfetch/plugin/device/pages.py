@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from sgl_kvfetch.codec import CellValues
+from sgl_kvfetch.codec import CellValues, Quantised
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import PagePool, consecutive_runs
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
@@ -69,6 +69,14 @@ class DevicePages(PagePool):
         slots = self._slots(pages)
         return self._as_pages(torch.stack([buffer[slots] for buffer in self._buffers[tensor]], dim=1), len(pages))
 
+    def quantise(self, first_page: int, pages: range) -> Sequence[Quantised] | None:
+        """Return the parts of a run's pages for each cell, in storage order; None if they are to be read as they are.
+
+        ``first_page``: the run's position in the sequence. ``pages``: counted from the run's first. This default
+        quantises nothing: the data plane does.
+        """
+        return None
+
     def page_indices(self, slots: torch.Tensor) -> Sequence[int]:
         """Return the page numbers of a run of whole pages that was opened. ``slots``: one per token."""
         size = self.geometry.page_size
@@ -113,6 +121,11 @@ class GuardedSource:
         """Return a copy of the pages, or None if the source is closed."""
         with self._lock:
             return None if self._closed else self._pool.read(tensor, pages)
+
+    def quantise(self, first_page: int, pages: range) -> Sequence[Quantised] | None:
+        """See `DevicePages.quantise`. Also None if the source is closed."""
+        with self._lock:
+            return None if self._closed else self._pool.quantise(first_page, pages)
 
     def close(self) -> None:
         with self._lock:

@@ -12,6 +12,7 @@ import pytest
 
 from harness.waiting import until_idle
 from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.pages import RawPages
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.plane.write.gather import PageBatch
 from sgl_kvfetch.plane.write.writer import Writer, commit_segment
@@ -22,8 +23,8 @@ from tests.segments import page_hashes
 
 def batch(num_pages: int) -> PageBatch:
     k, v = (x[: num_pages * GEOMETRY.page_size].bfloat16() for x in values_of(KLT.profile, 64))
-    values = {t: [x.view(-1, GEOMETRY.page_size, *x.shape[1:])] for t, x in (("k", k), ("v", v))}
-    return PageBatch(0, None, page_hashes(num_pages), values)  # type: ignore[arg-type]
+    pages = RawPages(*(x.view(-1, GEOMETRY.page_size, *x.shape[1:]) for x in (k, v)))
+    return PageBatch(0, None, page_hashes(num_pages), [pages])
 
 
 @pytest.mark.parametrize("refines", [True, False])

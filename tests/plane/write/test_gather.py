@@ -1,6 +1,7 @@
 import torch
 from hypothesis import given, strategies as st
 
+from sgl_kvfetch.codec.container.pages import RawPages
 from sgl_kvfetch.keys import buddy_split
 from sgl_kvfetch.plane.write.gather import Gatherer, PageBatch
 from tests.segments import page_hashes
@@ -10,7 +11,7 @@ def batch(first_page: int, num_pages: int, seed: str = "") -> PageBatch:
     """Make a batch in which each page's values are its position, so that tests detect mix-ups."""
     pages = torch.arange(first_page, first_page + num_pages).view(-1, 1, 1, 1, 1)
     return PageBatch(
-        first_page, previous(first_page, seed), page_hashes(num_pages, seed, first_page), {"k": [pages], "v": [-pages]}
+        first_page, previous(first_page, seed), page_hashes(num_pages, seed, first_page), [RawPages(pages, -pages)]
     )
 
 
@@ -35,7 +36,8 @@ def test_batches_are_cut_like_the_whole_sequence(start: int, sizes: list[int]) -
     assert shape(segments) == list(buddy_split(start, page - start, 16))
     for segment in segments:
         end = segment.first_page + len(segment.page_hashes)
-        assert torch.cat(segment.values["k"]).flatten().tolist() == list(range(segment.first_page, end))
+        values = [piece.k for piece in segment.pieces if isinstance(piece, RawPages)]
+        assert torch.cat(values).flatten().tolist() == list(range(segment.first_page, end))
         assert segment.previous_hash == previous(segment.first_page)
         assert segment.page_hashes == page_hashes(end - segment.first_page, "", segment.first_page)
     assert gatherer.flush() == []

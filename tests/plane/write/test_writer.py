@@ -10,6 +10,7 @@ import pytest
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, LoopClock, until_idle
 from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.pages import RawPages
 from sgl_kvfetch.codec.container.segment import SegmentSpec
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
@@ -18,6 +19,7 @@ from sgl_kvfetch.plane.write.gather import PageBatch
 from sgl_kvfetch.plane.write.writer import Writer, commit_segment
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
+from sgl_kvfetch.types import TENSORS
 from tests.segments import SMALL, as_newer, make_heads, make_values, page_hashes
 
 SPEC = SegmentSpec(make_heads(SMALL), make_quantiser("exact"), "zstd", "240p", 4)
@@ -46,9 +48,10 @@ async def make(store: LocalStore) -> AsyncIterator[Callable[..., Writer]]:
 
 
 def batch(first_page: int, num_pages: int) -> PageBatch:
-    values = {t: [v.view(-1, SMALL.page_size, *v.shape[1:])] for t, v in make_values(SMALL, num_pages).items()}
+    values = make_values(SMALL, num_pages)
+    pages = RawPages(*(values[t].view(-1, SMALL.page_size, *values[t].shape[1:]) for t in TENSORS))
     previous = page_hashes(1, "", first_page - 1)[0] if first_page else None
-    return PageBatch(first_page, previous, page_hashes(num_pages, "", first_page), values)
+    return PageBatch(first_page, previous, page_hashes(num_pages, "", first_page), [pages])
 
 
 async def write(writer: Writer, first_page: int, num_pages: int) -> None:
@@ -175,7 +178,7 @@ async def test_nothing_is_encoded_while_only_a_cache_answers(
         return Lookup((), from_cache=True)
 
     monkeypatch.setattr(store, "lookup", answer)
-    monkeypatch.setattr("sgl_kvfetch.plane.write.writer.encode_segment", pytest.fail)
+    monkeypatch.setattr("sgl_kvfetch.plane.write.writer.encode_pages", pytest.fail)
     before = own_metric("sgl_kvfetch_written_pages_total", result="dropped_error")
     await write(make(), 0, 4)
     assert own_metric("sgl_kvfetch_written_pages_total", result="dropped_error") == before + 4

@@ -167,9 +167,10 @@ def test_a_detached_backend_is_not_suspended(make: MakeRig) -> None:
 
 @pytest.mark.parametrize("fault", [ConfigError("no such key"), OSError("no such file")])
 def test_all_ranks_attach_or_none(make: MakeRig, fault: Exception) -> None:
+    others = kvfetch_threads()
     ranks = Ranks(2)
     rigs = [make(rank=rank, agree=ranks.agree(rank)) for rank in range(2)]
-    before = kvfetch_threads()
+    own = kvfetch_threads() - others
     answers: list[tuple[bool, str]] = [(True, ""), (True, "")]
 
     def change(rank: int) -> None:
@@ -186,7 +187,7 @@ def test_all_ranks_attach_or_none(make: MakeRig, fault: Exception) -> None:
     assert "another rank" in answers[0][1]
     assert str(fault) in answers[1][1]
     assert all(rig.cache.check_prefetch_progress(rig.arrive(prompt(0))) for rig in rigs)
-    wait_until(lambda: not kvfetch_threads() & before)
+    wait_until(lambda: not kvfetch_threads() & own)
 
 
 class SchedulerOfOurs:

@@ -1,0 +1,102 @@
+"""Checks the integers of `klt` that the device quantises against the CPU's, and measures the time of both.
+
+The model is like Llama-3.1-8B, of which it has three layers: four cells. Its profile's transform changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from benchmarks.gpu_check.record import Record
+from benchmarks.gpu_check.timing import seconds_of
+from sgl_kvfetch.codec import Calibration, CellPlace, CellValues, Device, KltQuantiser, Profile, Rope
+from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredStep
+from sgl_kvfetch.plugin.device.klt_reads import KltReads, PoolCell
+from sgl_kvfetch.plugin.device.staging import StagingRing
+from sgl_kvfetch.triton_kernels.quantise_klt import quantise_klt
+from sgl_kvfetch.types import CellGrid
+
+LAYERS, HEADS, CELL_HEADS, DIM = 3, 8, 2, 128
+_RING_BYTES = 8 << 20
+_MOST_OTHERS = 0.005  # share of integers that the order of sums may round in another way
+
+
+def run(record: Record) -> None:
+    check(record, Device(torch.device("cuda")), num_tokens=2048, dim=DIM)
+
+
+def check(record: Record, device: Device, num_tokens: int, dim: int) -> None:
+    quantiser, values = KltQuantiser(_make_profile(dim), step=1.0), _make_values(num_tokens, dim)
+    pool = [[x[:, layer].to(device.torch_device) for layer in range(LAYERS)] for x in values]
+    grid, cells = quantiser.profile.grid, []
+    for group, block in grid.cells():
+        layers, heads = grid.layers(group), grid.heads(block)
+        k, v = ([x[:, heads.start : heads.stop] for x in buffers] for buffers in pool)
+        cells.append(PoolCell(CellPlace(layers, heads, range(num_tokens)), layers, heads, (k, v)))
+    stream = device.new_stream()
+    reads = KltReads(device, StagingRing(device, _RING_BYTES), stream, quantiser, cells)
+    slots = torch.arange(num_tokens, device=device.torch_device)
+
+    def read() -> list[tuple[torch.Tensor, ...]]:
+        # A new run for each call: an opened one keeps its block.
+        opened = reads.open(slots, lambda some: values.tokens(some.cpu()), page_size=1)  # type: ignore[arg-type]
+        found = opened.quantise(0, range(num_tokens))
+        assert found is not None
+        return found
+
+    others = []
+    for cell, (exponents, _, integers) in zip(cells, read(), strict=True):
+        expected = quantiser.quantise(values.cell(cell.layers, cell.heads), cell.place)
+        ours, theirs = torch.cat((exponents[None], integers)), torch.cat((expected[0][None], expected[2]))
+        others.append(float((ours != theirs).float().mean()))
+    record.row("klt: quantised", cells=len(cells), tokens=num_tokens, share_of_other_integers=max(others))
+    if max(others) > _MOST_OTHERS:
+        record.fail(f"quantise_klt: {max(others):.1%} of a cell's integers are not the CPU's")
+
+    forward = quantiser.forward(cells[0].place).to(device.torch_device)
+    kernels_s = seconds_of(lambda: quantise_klt(forward, *cells[0].buffers, slots, None, 0), device.torch_device)
+    started_s, started_cpu_s = time.perf_counter(), time.thread_time()
+    read()
+    took_s, python_s = time.perf_counter() - started_s, time.thread_time() - started_cpu_s
+    raw_bytes = sum(x.nbytes for x in values) / len(cells)
+    record.row(
+        "klt: speed of quantising, a cell",
+        kernels_us=1e6 * kernels_s,
+        with_copies_us=1e6 * took_s / len(cells),
+        cpu_us=1e6 * python_s / len(cells),
+        raw_gb_a_second=raw_bytes / (took_s / len(cells)) / 1e9,
+    )
+
+
+def _make_profile(dim: int) -> Profile:
+    grid, size = CellGrid(LAYERS, HEADS, LAYERS, CELL_HEADS), 2 * LAYERS * CELL_HEADS * dim
+    spread = _scales(size)
+    one = CellProfile(
+        inverse=torch.eye(size, dtype=torch.bfloat16),
+        k_weight=torch.eye(CELL_HEADS * dim).repeat(LAYERS, 1, 1),
+        v_weight=torch.eye(CELL_HEADS * dim).repeat(LAYERS, 1, 1),
+        mean=torch.zeros(size),
+        spread=spread,
+        reach=torch.stack((spread, 6 * spread)),
+        sensitivity=torch.zeros(size + 2 * LAYERS * CELL_HEADS + 1),
+    )
+    curve = (MeasuredStep(0.5, 1e-4, 1.0), MeasuredStep(2.0, 1e-2, 0.5))
+    calibration = Calibration("numbers", "0" * 32, "none", 1, 1, 1)
+    rope = Rope(inv_freq=tuple(10000.0 ** (-i / (dim // 2)) for i in range(dim // 2)))
+    return Profile(grid, dim, dim, dict.fromkeys(grid.cells(), one), rope, 0, curve, 1.0, calibration)
+
+
+def _scales(size: int) -> torch.Tensor:
+    return torch.logspace(1, -1, size)
+
+
+def _make_values(num_tokens: int, dim: int) -> CellValues:
+    """Return K and V, of which each cell has channels of these scales."""
+    generator = torch.Generator().manual_seed(0)
+    scales = (
+        _scales(2 * LAYERS * CELL_HEADS * dim).view(2, LAYERS, CELL_HEADS, dim).repeat(1, 1, HEADS // CELL_HEADS, 1)
+    )
+    k, v = (scale * torch.randn((num_tokens, LAYERS, HEADS, dim), generator=generator) for scale in scales)
+    return CellValues(k.to(torch.bfloat16), v.to(torch.bfloat16))

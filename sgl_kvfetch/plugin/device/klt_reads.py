@@ -1,0 +1,200 @@
+"""Quantises pages on the GPU on their way to the store: of 2 bytes a value 0.7 cross the bus, and no CPU multiplies.
+
+docs/device-mode-gpu.md has the design.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+
+from sgl_kvfetch.codec import (
+    CellPlace,
+    CellValues,
+    Device,
+    KltForward,
+    KltQuantiser,
+    Quantised,
+    Stream,
+    exact_bytes,
+    join_parts,
+)
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.log import brief
+from sgl_kvfetch.plugin.device.restores import CellOutputs
+from sgl_kvfetch.plugin.device.staging import StagingRing
+from sgl_kvfetch.triton_kernels.quantise_klt import NOT_FINITE, quantise_klt
+from sgl_kvfetch.triton_kernels.restore_klt import EXACT
+
+ENV = "KVFETCH_GPU_QUANTISE"  # 0 disables it
+_TOKENS = 2048  # of a block: temporary tensors on the device take some 15 MB
+_TRIAL_TOKENS = 48
+_MOST_OTHERS = 0.02  # share of integers that a trial may round in another way
+
+
+@dataclass(frozen=True)
+class PoolCell:
+    """``layers`` and ``heads``: counted from the first ones of the pool. ``buffers``: of these layers, reduced to these
+    heads."""
+
+    place: CellPlace
+    layers: range
+    heads: range
+    buffers: CellOutputs
+
+
+class _Cell(NamedTuple):
+    cell: PoolCell
+    forward: KltForward  # on the device
+
+
+# Returns the values of some slots, on the host: ``(tokens, layers, heads, dim)`` of all layers and heads.
+ReadSlots = Callable[[torch.Tensor], CellValues]
+
+
+class KltReads:
+    """Quantises the pages of runs."""
+
+    def __init__(
+        self, device: Device, ring: StagingRing, stream: Stream, quantiser: KltQuantiser, cells: Iterable[PoolCell]
+    ) -> None:
+        """``cells``: all those of the pool, in storage order. Raises UnsupportedError."""
+        self._device, self._ring, self._stream, self._quantiser = device, ring, stream, quantiser
+        self._cells = [_Cell(cell, device.upload(quantiser.forward(cell.place), stream)) for cell in cells]
+        most_rows = max(1 + cell.forward.num_rows for cell in self._cells)
+        self._most_tokens = min(_TOKENS, ring.num_bytes // most_rows)
+        if not self._most_tokens:
+            raise UnsupportedError(f"{most_rows} bytes of a token do not fit into {ring.num_bytes} of staging memory")
+
+    def open(self, slots: torch.Tensor, read: ReadSlots, page_size: int) -> Self:
+        """Return these reads for a run of whole pages. ``slots``: int64, on the device. ``read`` is for tokens that are
+        kept exact."""
+        opened = copy.copy(self)
+        opened._slots, opened._read, opened._page_size = slots, read, page_size
+        opened._block, opened._found = range(0), []
+        return opened
+
+    _slots: torch.Tensor
+    _read: ReadSlots
+    _page_size: int
+    _block: range  # tokens of the run that were quantised last: callers ask for fewer pages at a time
+    _found: list[Quantised]
+
+    def quantise(self, first_page: int, pages: range) -> list[Quantised] | None:
+        """Return the parts of pages of the run for each cell, on the host; None if a value is not finite. Waits for
+        the device.
+
+        ``first_page``: the run's position in the sequence. ``pages``: counted from the run's first.
+        """
+        wanted = range(pages.start * self._page_size, pages.stop * self._page_size)
+        if not (self._block.start <= wanted.start and wanted.stop <= self._block.stop):
+            block = range(wanted.start, max(wanted.stop, min(wanted.start + _TOKENS, len(self._slots))))
+            pieces = []
+            for first in range(block.start, block.stop, self._most_tokens):
+                slots = self._slots[first : min(first + self._most_tokens, block.stop)]
+                piece = self._quantise(slots, first_page * self._page_size + first)
+                if piece is None:
+                    return None
+                pieces.append(piece)
+            parts = self._quantiser.parts(torch.uint8)
+            self._block, self._found = block, [join_parts(parts, each) for each in zip(*pieces, strict=True)]
+        tokens = slice(wanted.start - self._block.start, wanted.stop - self._block.start)
+        return [self._quantiser.some_tokens(cell, tokens) for cell in self._found]
+
+    def _quantise(self, slots: torch.Tensor, first_token: int) -> list[Quantised] | None:
+        rotation = self._rotation(first_token, len(slots))
+        found = [self._integers(forward, cell.buffers, slots, first_token, rotation) for cell, forward in self._cells]
+        if any(bool((rows[0] == NOT_FINITE).any()) for rows in found):
+            return None
+        is_exact = torch.stack([rows[0] == EXACT for rows in found])
+        some = is_exact.any(dim=0).nonzero().squeeze(1)
+        values = self._read(self._device.upload(self._on_host(slots)[some] if len(some) else some, self._stream))
+        parts: list[Quantised] = []
+        for (cell, _), rows, which in zip(self._cells, found, is_exact, strict=True):
+            own = values.cell(cell.layers, cell.heads)
+            parts.append((rows[0], exact_bytes(own, which[some]), rows[1:]))
+        return parts
+
+    def _rotation(self, first_token: int, num_tokens: int) -> torch.Tensor | None:
+        rope = self._quantiser.profile.rope
+        if rope is None:
+            return None
+        table = rope.table(first_token, num_tokens) / rope.attention_scaling**2
+        uploaded: torch.Tensor = self._device.upload(table, self._stream)
+        return uploaded
+
+    def _integers(
+        self,
+        forward: KltForward,
+        buffers: CellOutputs,
+        slots: torch.Tensor,
+        first_token: int,
+        rotation: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return a cell's exponents and integers on the host, uint8 ``(1 + rows, tokens)``."""
+        shape = 1 + forward.num_rows, len(slots)
+        sinks = max(0, self._quantiser.profile.num_sinks - first_token)
+
+        def work(host: torch.Tensor) -> None:
+            rows = host.view(shape)
+            exponents, integers = quantise_klt(forward, *buffers, slots, rotation, sinks)
+            rows[0].copy_(exponents, non_blocking=True)
+            rows[1:].copy_(integers[: forward.num_rows], non_blocking=True)
+
+        return self._fetched(shape[0] * shape[1], work).view(shape)
+
+    def _on_host(self, slots: torch.Tensor) -> torch.Tensor:
+        def work(host: torch.Tensor) -> None:
+            host.view(torch.int64).copy_(slots, non_blocking=True)
+
+        return self._fetched(slots.nbytes, work).view(torch.int64)
+
+    def _fetched(self, num_bytes: int, work: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """Return what ``work`` copies into pinned memory, uint8 ``(num_bytes,)``. Waits for the device."""
+        with self._ring.buffer(num_bytes, self._stream) as buffer:
+            host, _ = buffer.room(num_bytes)
+            self._device.launch(self._stream, lambda: work(host))
+            self._device.mark(self._stream).synchronize()
+            return host.clone()
+
+    def trial(self) -> str:
+        """Quantise made-up values of the first cell, which compiles the kernels. Return what is wrong; an empty string
+        if nothing is."""
+        (cell, forward), quantiser = self._cells[0], self._quantiser
+        first_token = quantiser.profile.num_sinks
+        place = CellPlace(cell.place.layers, cell.place.heads, range(first_token, first_token + _TRIAL_TOKENS))
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randint(120, 137, (forward.num_rows, _TRIAL_TOKENS), dtype=torch.uint8, generator=generator)
+        steps = torch.full_like(rows[0], 128), rows[0][:0], rows
+        values = quantiser.dequantise(steps, cell.buffers[0][0].dtype, place)
+        sides: list[list[torch.Tensor]] = []
+        for x, buffers in zip(values, cell.buffers, strict=True):
+            sides.append([])
+            for layer, buffer in enumerate(buffers):
+                like = torch.empty_strided(x[:, layer].shape, buffer.stride(), dtype=x.dtype, device=buffer.device)
+                sides[-1].append(like.copy_(x[:, layer]))
+        slots = self._device.upload(torch.arange(_TRIAL_TOKENS), self._stream)
+        rotation = self._rotation(first_token, _TRIAL_TOKENS)
+        found = self._integers(forward, (sides[0], sides[1]), slots, first_token, rotation)
+        exponents, _, integers = quantiser.quantise(values, place)
+        others = (found != torch.cat((exponents[None], integers))).float().mean()
+        return "" if float(others) <= _MOST_OTHERS else f"a trial gave {float(others):.0%} other integers"
+
+
+def open_klt_reads(
+    device: Device, ring: StagingRing, stream: Stream, quantiser: KltQuantiser, cells: Iterable[PoolCell]
+) -> tuple[KltReads | None, str]:
+    """Open the reads, if they pass a trial. Return them, or None, and a sentence about the result. Raises nothing."""
+    if os.environ.get(ENV) == "0":
+        return None, f"klt is quantised on the CPU: {ENV}=0 is set"
+    try:
+        reads = KltReads(device, ring, stream, quantiser, cells)
+        fault = reads.trial()
+    except Exception as e:  # a compiler and a driver fail in many ways
+        fault = brief(e)
+    return (None, f"klt is quantised on the CPU: {fault}") if fault else (reads, "klt is quantised on the GPU")

@@ -1,0 +1,197 @@
+"""Pages that a GPU quantises on their way to the store. Kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.waiting import wait_until
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.reader import SegmentReader
+from sgl_kvfetch.codec.quant import klt
+from sgl_kvfetch.codec.quant.base import CellValues, Quantised, join_parts
+from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
+from sgl_kvfetch.codec.quant.rope import Rope
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.plane import plane as plane_module
+from sgl_kvfetch.plane.messages import Start
+from sgl_kvfetch.plane.plane import DataPlane
+from sgl_kvfetch.plugin.device import klt_reads
+from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+from sgl_kvfetch.plugin.device.pages import GuardedSource
+from sgl_kvfetch.triton_kernels.quantise_klt import quantise_klt
+from sgl_kvfetch.types import TENSORS
+from tests.codec.quant.profiles import make_profile, place_of, values_of
+from tests.plugin.device.cuda_pages import GEOMETRY, PLACES, make_pages, slots_of, stored
+from tests.plugin.device.fake_streams import FakeDevice
+from tests.plugin.planes import Served
+from tests.segments import make_heads, page_hashes
+
+ROPE = Rope(inv_freq=tuple(10.0 ** (-i / 6) for i in range(24)), attention_scaling=1.1)
+TARGET_KL = 3e-5
+NUM_TOKENS = len(PLACES) * GEOMETRY.page_size
+
+
+@pytest.fixture(autouse=True)
+def products_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(klt, "_HAS_BFLOAT16", False)
+
+
+@pytest.fixture
+def quantiser() -> KltQuantiser:
+    profile = make_profile(num_layers=4, num_heads=2, cell_heads=1, head_dim=48, v_head_dim=64, rope=ROPE, num_sinks=2)
+    return KltQuantiser(profile, TARGET_KL)
+
+
+def pages_of(quantiser: KltQuantiser, first_page: int = 0, device: FakeDevice | None = None) -> CudaPages:
+    """Return pages whose slots have values of these positions. Some tokens must be kept exact in some cells."""
+    pages = make_pages(device or FakeDevice(), read_buffer_bytes=1 << 18)
+    k, v = values_of(quantiser.profile, NUM_TOKENS, first_page * GEOMETRY.page_size)
+    v[7::16, 3, 1] *= 1e6
+    for tensor, x in zip(TENSORS, (k, v), strict=True):
+        for layer, buffer in enumerate(pages._buffers[tensor]):
+            buffer[slots_of(PLACES)] = x[:, layer].bfloat16()
+    profile = quantiser.profile
+    pages.prepare_writes(quantiser, [place_of(profile, key, 16) for key in profile.cells])
+    assert pages._klt_reads is not None
+    return pages
+
+
+def of_the_cpu(quantiser: KltQuantiser, pages: CudaPages, first_page: int) -> list[Quantised]:
+    """Return each cell's parts as the CPU quantises them."""
+    values, found = CellValues(*(stored(pages, t, PLACES) for t in TENSORS)), []
+    for key in quantiser.profile.cells:
+        place = place_of(quantiser.profile, key, NUM_TOKENS, first_page * GEOMETRY.page_size)
+        found.append(quantiser.quantise(values.cell(place.layers, place.heads), place))
+    return found
+
+
+def require(found: Sequence[Quantised] | None) -> Sequence[Quantised]:
+    assert found is not None
+    return found
+
+
+def assert_same_but_for_ties(found: Quantised, expected: Quantised) -> None:
+    assert torch.equal(found[0] == EXACT, expected[0] == EXACT)
+    assert torch.equal(found[1], expected[1])
+    others = found[2] != expected[2]
+    assert float(others.float().mean()) < 0.01
+    assert float((found[0] != expected[0]).float().mean()) < 0.05
+
+
+@pytest.mark.parametrize("first_page", [0, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_parts_as_on_the_cpu(
+    quantiser: KltQuantiser, first_page: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks, of which callers take some pages at a time."""
+    monkeypatch.setattr(klt_reads, "_TOKENS", 12)
+    pages = pages_of(quantiser, first_page, FakeDevice(seed))
+    opened = pages.open_reads(slots_of(PLACES))
+    pieces = [opened.quantise(first_page, part) for part in (range(2), range(2, 3), range(3, 8))]
+    joined = [join_parts(quantiser.parts(torch.bfloat16), each) for each in zip(*map(require, pieces), strict=True)]
+    expected = of_the_cpu(quantiser, pages, first_page)
+    for each, other in zip(joined, expected, strict=True):
+        assert_same_but_for_ties(each, other)
+    assert {int((each[0] == EXACT).sum()) for each in expected} == ({0, 2} if first_page else {2, 4})
+
+
+def test_values_that_are_not_finite_are_left_to_the_cpu(quantiser: KltQuantiser) -> None:
+    pages = pages_of(quantiser)
+    pages._buffers["v"][3][slots_of(PLACES)[9], 0, 0] = torch.inf
+    opened = pages.open_reads(slots_of(PLACES))
+    assert opened.quantise(0, range(8)) is None
+
+
+def test_a_source_that_is_closed_quantises_nothing(quantiser: KltQuantiser) -> None:
+    source = GuardedSource(pages_of(quantiser).open_reads(slots_of(PLACES)))
+    assert source.quantise(0, range(8)) is not None
+    source.close()
+    assert source.quantise(0, range(8)) is None
+
+
+@pytest.mark.parametrize("fault", ["other integers", "no compiler", "disabled"])
+def test_without_a_trial_that_passes_the_cpu_quantises(
+    quantiser: KltQuantiser, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if fault == "no compiler":
+            raise RuntimeError("no compiler")
+        exponents, integers = quantise_klt(*args)
+        return exponents, integers + 1
+
+    if fault == "disabled":
+        monkeypatch.setenv("KVFETCH_GPU_QUANTISE", "0")
+    else:
+        monkeypatch.setattr(klt_reads, "quantise_klt", wrong)
+    pages = make_pages(FakeDevice())
+    with caplog.at_level("INFO"):
+        pages.prepare_writes(quantiser, [place_of(quantiser.profile, key, 16) for key in quantiser.profile.cells])
+    said = {"other integers": "a trial gave 100% other integers", "disabled": "KVFETCH_GPU_QUANTISE=0 is set"}
+    assert f"klt is quantised on the CPU: {said.get(fault, 'RuntimeError: no compiler')}" in caplog.text
+    assert pages.open_reads(slots_of(PLACES)).quantise(0, range(8)) is None
+
+
+def test_an_error_leaves_pages_to_the_cpu(
+    quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = pages_of(quantiser).open_reads(slots_of(PLACES))
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(klt_reads, "quantise_klt", fail)
+    assert opened.quantise(0, range(8)) is None
+    assert "pages are quantised on the CPU: RuntimeError: the device is lost" in caplog.text
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+def test_what_is_stored(quantiser: KltQuantiser, levels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the pages come quantised, the rest as values; both are in one segment, as the CPU makes it but for
+    ties."""
+    monkeypatch.setattr(plane_module, "SHARED_BYTES", 4 * 3 * GEOMETRY.page_bytes)  # parts of three pages
+    quantiser.profile.save(tmp_path / "profile")
+    pages = pages_of(quantiser)
+    opened = pages.open_reads(slots_of(PLACES))
+    heads, hashes, served = make_heads(GEOMETRY, quantiser), page_hashes(len(PLACES)), Served()
+    settings = {
+        "store": (tmp_path / "store").as_uri(),
+        "profile": str(tmp_path / "profile"),
+        "target_kl": TARGET_KL,
+        "codec": "ans",
+    } | ({"levels": {"count": levels}} if levels > 1 else {})
+    plane = DataPlane(Start(settings, heads.namespace, 0, 2, 0, None), GEOMETRY, served.launch)
+    try:
+        num_queued = plane.write(
+            0,
+            None,
+            hashes,
+            range(len(PLACES)),
+            opened.read,
+            read_quantised=lambda part: opened.quantise(0, part) if part.start < 4 else None,
+        )
+        assert num_queued == len(PLACES)
+        wait_until(lambda: not plane._run._room._taken)
+        served.run(served.service.client.writer.drain())
+    finally:
+        plane.close()
+
+    async def load() -> tuple[Any, bytes, list[bytes]]:
+        store = LocalStore(tmp_path / "store")
+        found = await store.lookup(heads.folder, hashes)
+        (hit,) = found.hits
+        manifest = decode_manifest(hit.manifest)
+        contents = [await store.get(manifest.data_name(each)) for each in manifest.data]
+        await store.close()
+        return manifest, contents[0] or b"", [each or b"" for each in contents[1:]]
+
+    manifest, data, level_data = asyncio.run(load())
+    reader = SegmentReader(manifest, quantiser)
+    for cell, expected in zip(manifest.cells(), of_the_cpu(quantiser, pages, 0), strict=True):
+        found = reader.decode_cell(cell, reader.cell_data(cell, [data, *level_data]))
+        assert_same_but_for_ties(found, expected)
