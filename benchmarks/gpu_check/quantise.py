@@ -10,7 +10,7 @@ import time
 import torch
 
 from benchmarks.gpu_check.record import Record
-from benchmarks.gpu_check.timing import seconds_of
+from benchmarks.gpu_check.timing import seconds_behind_work
 from sgl_kvfetch.codec import Calibration, CellPlace, CellValues, Device, KltQuantiser, Profile, Rope
 from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredStep
 from sgl_kvfetch.plugin.device.klt_reads import KltReads, PoolCell
@@ -56,7 +56,12 @@ def check(record: Record, device: Device, num_tokens: int, dim: int) -> None:
         record.fail(f"quantise_klt: {max(others):.1%} of a cell's integers are not the CPU's")
 
     forward = quantiser.forward(cells[0].place).to(device.torch_device)
-    kernels_s = seconds_of(lambda: quantise_klt(forward, *cells[0].buffers, slots, None, 0), device.torch_device)
+    rope = quantiser.profile.rope
+    assert rope is not None
+    rotation = rope.inverse_table(0, num_tokens, device.torch_device)
+    kernels_s = seconds_behind_work(
+        lambda: quantise_klt(forward, *cells[0].buffers, slots, rotation, 0), device.torch_device
+    )
     started_s, started_cpu_s = time.perf_counter(), time.thread_time()
     read()
     took_s, python_s = time.perf_counter() - started_s, time.thread_time() - started_cpu_s

@@ -438,9 +438,9 @@ class _Run:
     def _copy_quantised(self, offset: int, most_bytes: int, cells: Sequence[Quantised]) -> tuple[tuple[int, ...], ...]:
         """Copy the parts of cells into the shared memory. Return their sizes; none if they take more than the values,
         as where all tokens are exact."""
-        if sum(x.nbytes for cell in cells for x in cell) > most_bytes:
-            return ()
         flat = [x for cell in cells for x in cell]
+        if sum(x.nbytes for x in flat) > most_bytes:
+            return ()
         for x, into in zip(flat, self._pages.views(offset, torch.uint8, (x.shape for x in flat)), strict=True):
             into.copy_(x)
         return tuple(tuple(x.nbytes for x in cell) for cell in cells)

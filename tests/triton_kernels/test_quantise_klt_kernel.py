@@ -48,7 +48,7 @@ def quantised_there(quantiser: KltQuantiser, values: CellValues, place: CellPlac
         sides.append([buffer[:, 1:] for buffer in buffers])
     rotation = None
     if rope is not None:
-        rotation = rope.table(place.tokens.start, num_tokens, DEVICE) / rope.attention_scaling**2
+        rotation = rope.inverse_table(place.tokens.start, num_tokens, DEVICE)
     sinks = max(0, quantiser.profile.num_sinks - place.tokens.start)
     forward = quantiser.forward(place).to(DEVICE)
     exponents, integers = quantise_klt(forward, *sides, slots, rotation, sinks)

@@ -67,7 +67,7 @@ class QuantisedPages:
         self, quantiser: Quantiser, manifest: Manifest, cell: Cell, place: CellPlace, own: slice
     ) -> Quantised:
         first = self.pages.start * self.page_size
-        parts = self.cells[manifest.grid.cells().index(cell[1:])]
+        parts = self.cells[manifest.cell_index(cell._replace(span=0))]
         return quantiser.some_tokens(parts, slice(first + own.start, first + own.stop))
 
 

@@ -91,10 +91,12 @@ class KltIntegers(Quantiser):
 
     def some_tokens(self, parts: Quantised, tokens: slice) -> Quantised:
         exponents, exact, integers = parts
-        is_exact = exponents == EXACT
-        token_bytes = exact.numel() // max(1, int(is_exact.sum()))
-        before, here = (token_bytes * int(is_exact[x].sum()) for x in (slice(tokens.start), tokens))
-        return exponents[tokens], exact[before : before + here], integers[:, tokens]
+        if exact.numel():  # which is rare
+            is_exact = exponents == EXACT
+            token_bytes = exact.numel() // int(is_exact.sum())
+            before, here = (token_bytes * int(is_exact[x].sum()) for x in (slice(tokens.start), tokens))
+            exact = exact[before : before + here]
+        return exponents[tokens], exact, integers[:, tokens]
 
     def quantise(self, *args: Any, **kwargs: Any) -> Any:
         raise QuantiseError(f"{self.identity} needs its profile to convert values")
@@ -335,7 +337,7 @@ class KltQuantiser(KltIntegers):
         k, v = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in values)
         num_tokens, layers, heads, _ = k.shape
         mean, rope = self.profile.cells[self._key(place)].mean, self.profile.rope
-        table = mean if rope is None else rope.table(place.tokens.start, num_tokens) / rope.attention_scaling**2
+        table = mean if rope is None else rope.inverse_table(place.tokens.start, num_tokens)
         centred = torch.empty((num_tokens, len(mean)), dtype=product_type)
         log_norms = torch.empty((num_tokens, 2 * layers * heads))
         assert {x.device.type for x in values} == {"cpu"}

@@ -51,6 +51,12 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
         angles = (positions / self.position_divisor)[:, None] * inv_freq
         return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.attention_scaling
 
+    def inverse_table(
+        self, first_token: int, num_tokens: int, device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        """Return `table` as rotations by the opposite angles need it, which undo both the rotation and the scaling."""
+        return self.table(first_token, num_tokens, device) / self.attention_scaling**2
+
 
 def rotate(x: torch.Tensor, table: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Rotate ``x``, float32 ``(tokens, ..., dim)``. ``table``: the rows of ``Rope.table`` for its tokens."""

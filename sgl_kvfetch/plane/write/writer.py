@@ -80,7 +80,7 @@ class Writer:
         self._store = store
         self._spec = spec
         self._encode_pool = encode_pool
-        # encode_segment waits for cells in the encode pool, so it must not occupy a thread of that pool itself.
+        # encode_pages waits for cells in the encode pool, so it must not occupy a thread of that pool itself.
         self._segment_pool = ThreadPoolExecutor(_CONCURRENT_SEGMENTS, "kvfetch-segment")
         self._gatherer = Gatherer(max_segment_pages, linger_s)
         self._linger_s = linger_s

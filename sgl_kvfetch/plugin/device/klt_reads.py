@@ -83,7 +83,7 @@ class KltReads:
     _read: ReadSlots
     _page_size: int
     _block: range  # tokens of the run that were quantised last: callers ask for fewer pages at a time
-    _found: list[Quantised]
+    _found: list[Quantised] | None  # None if they are left to the CPU
 
     def quantise(self, first_page: int, pages: range) -> list[Quantised] | None:
         """Return the parts of pages of the run for each cell, on the host; None if a value is not finite. Waits for
@@ -94,17 +94,22 @@ class KltReads:
         wanted = range(pages.start * self._page_size, pages.stop * self._page_size)
         if not (self._block.start <= wanted.start and wanted.stop <= self._block.stop):
             block = range(wanted.start, max(wanted.stop, min(wanted.start + _TOKENS, len(self._slots))))
-            pieces = []
-            for first in range(block.start, block.stop, self._most_tokens):
-                slots = self._slots[first : min(first + self._most_tokens, block.stop)]
-                piece = self._quantise(slots, first_page * self._page_size + first)
-                if piece is None:
-                    return None
-                pieces.append(piece)
-            parts = self._quantiser.parts(torch.uint8)
-            self._block, self._found = block, [join_parts(parts, each) for each in zip(*pieces, strict=True)]
+            self._block, self._found = block, self._quantise_block(block, first_page * self._page_size)
+        if self._found is None:
+            return None
         tokens = slice(wanted.start - self._block.start, wanted.stop - self._block.start)
         return [self._quantiser.some_tokens(cell, tokens) for cell in self._found]
+
+    def _quantise_block(self, block: range, first_token: int) -> list[Quantised] | None:
+        pieces = []
+        for first in range(block.start, block.stop, self._most_tokens):
+            slots = self._slots[first : min(first + self._most_tokens, block.stop)]
+            piece = self._quantise(slots, first_token + first)
+            if piece is None:
+                return None
+            pieces.append(piece)
+        parts = self._quantiser.parts(torch.uint8)
+        return [join_parts(parts, each) for each in zip(*pieces, strict=True)]
 
     def _quantise(self, slots: torch.Tensor, first_token: int) -> list[Quantised] | None:
         rotation = self._rotation(first_token, len(slots))
@@ -124,8 +129,7 @@ class KltReads:
         rope = self._quantiser.profile.rope
         if rope is None:
             return None
-        table = rope.table(first_token, num_tokens) / rope.attention_scaling**2
-        uploaded: torch.Tensor = self._device.upload(table, self._stream)
+        uploaded: torch.Tensor = self._device.upload(rope.inverse_table(first_token, num_tokens), self._stream)
         return uploaded
 
     def _integers(

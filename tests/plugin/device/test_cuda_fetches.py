@@ -28,12 +28,16 @@ from tests.plugin.device.fake_streams import FakeDevice, FakeEvent
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("reference")]
 
 
+async def stored(segment: Segment, folder: Path) -> tuple[LocalStore, SegmentReader]:
+    coded, _ = segment
+    store = LocalStore(folder)
+    await store.put(coded.data_name, coded.data)
+    return store, SegmentReader(coded.manifest, make_quantiser("exact"))
+
+
 async def test_a_fetch_from_end_to_end(exact: Segment, tmp_path: Path) -> None:
     """Decode threads and the device run at the same time."""
-    coded, _ = exact
-    store = LocalStore(tmp_path)
-    await store.put(coded.data_name, coded.data)
-    reader = SegmentReader(coded.manifest, make_quantiser("exact"))
+    store, reader = await stored(exact, tmp_path)
     device = FakeDevice()
     pages = make_pages(device)
     with closing(DecodePool[Decoders]([{}] * 2)) as pool:
@@ -53,10 +57,7 @@ async def test_a_fetch_from_end_to_end(exact: Segment, tmp_path: Path) -> None:
 async def test_decoded_frames_are_bounded_until_the_device_has_finished_with_them(
     exact: Segment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coded, _ = exact
-    store = LocalStore(tmp_path)
-    await store.put(coded.data_name, coded.data)
-    reader = SegmentReader(coded.manifest, make_quantiser("exact"))
+    store, reader = await stored(exact, tmp_path)
     device = FakeDevice()
     prefill_is_over = FakeEvent(device)
     device.forward.wait_event(prefill_is_over)
@@ -69,7 +70,7 @@ async def test_decoded_frames_are_bounded_until_the_device_has_finished_with_the
         return handed[-1]
 
     monkeypatch.setattr(CudaPages, "restore", noted)
-    size = max(working_bytes(reader, cell, opened) for cell in coded.manifest.cells())
+    size = max(working_bytes(reader, cell, opened) for cell in reader.manifest.cells())
     with closing(DecodePool[Decoders]([{}] * 2)) as pool:
         fetcher = Fetcher(store, pool, read_bytes=2000, inflight_bytes=10_000, may_delete=True, decode_bytes=2 * size)
         sources = [PageSource(reader, page) for page in range(NUM_PAGES)]

@@ -16,6 +16,7 @@ import torch
 from sgl_kvfetch.codec.container.reader import CellFrames
 from sgl_kvfetch.codec.cuda_streams import Stream
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.types import TENSORS
 from tests.plugin.device.cuda_pages import (
     PLACES,
@@ -38,14 +39,20 @@ from tests.plugin.device.fake_streams import ClockedDevice, ClockedStream, FakeD
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("reference")]
 
 
+def restored(device: FakeDevice, decoded: list[CellFrames], publishes: bool) -> CudaPages:
+    """Return pages of which a round was restored, and published or not."""
+    pages = make_pages(device)
+    opened = pages.open_round(slots_of(PLACES))
+    restore_all(decoded, opened)
+    if publishes:
+        opened.publish()
+    return pages
+
+
 def test_a_forward_pass_sees_what_was_published(exact: Segment, decoded: list[CellFrames]) -> None:
     def is_right(seed: int, publishes: bool) -> bool:
         device = FakeDevice(seed)
-        pages = make_pages(device)
-        opened = pages.open_round(slots_of(PLACES))
-        restore_all(decoded, opened)
-        if publishes:
-            opened.publish()
+        pages = restored(device, decoded, publishes)
         seen: list[bool] = []
         device.forward_pass(lambda: seen.append(holds(pages, exact, PLACES)))
         device.run()
@@ -57,11 +64,7 @@ def test_a_forward_pass_sees_what_was_published(exact: Segment, decoded: list[Ce
 def test_slots_of_a_dropped_fetch_keep_the_values_of_their_next_owner(decoded: list[CellFrames]) -> None:
     def is_right(seed: int, publishes: bool) -> bool:
         device = FakeDevice(seed)
-        pages = make_pages(device)
-        opened = pages.open_round(slots_of(PLACES))
-        restore_all(decoded, opened)
-        if publishes:
-            opened.publish()
+        pages = restored(device, decoded, publishes)
         device.forward_pass(lambda: set_slots(pages, PLACES, 3.0))
         device.run()
         return is_set(pages, PLACES, 3.0)

@@ -101,11 +101,16 @@ def test_the_same_parts_as_on_the_cpu(
     assert {int((each[0] == EXACT).sum()) for each in expected} == ({0, 2} if first_page else {2, 4})
 
 
-def test_values_that_are_not_finite_are_left_to_the_cpu(quantiser: KltQuantiser) -> None:
+def test_values_that_are_not_finite_are_left_to_the_cpu(
+    quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pages = pages_of(quantiser)
     pages._buffers["v"][3][slots_of(PLACES)[9], 0, 0] = torch.inf
     opened = pages.open_reads(slots_of(PLACES))
-    assert opened.quantise(0, range(8)) is None
+    assert opened.quantise(0, range(4)) is None
+    monkeypatch.setattr(klt_reads, "quantise_klt", pytest.fail)
+    assert opened.quantise(0, range(4, 8)) is None, "the block is not tried again"
+    assert not caplog.records
 
 
 def test_a_source_that_is_closed_quantises_nothing(quantiser: KltQuantiser) -> None:
