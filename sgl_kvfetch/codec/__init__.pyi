@@ -86,7 +86,7 @@ from .container.sides import (
     side_places as side_places,
 )
 from .container.signing import ManifestKeys as ManifestKeys, read_manifest_keys as read_manifest_keys
-from .cuda_streams import Device as Device, Event as Event, Stream as Stream
+from .cuda_streams import Device as Device, Event as Event, Fence as Fence, Stream as Stream
 from .fingerprint import (
     digest_file as digest_file,
     digest_files as digest_files,

@@ -11,13 +11,21 @@ import torch
 
 
 class Event(Protocol):
-    """A point in a stream."""
+    """A point in a stream that threads can ask about and wait for. Only `Device.mark` makes it."""
 
     def query(self) -> bool:
         """Return whether the stream has passed this event."""
 
     def synchronize(self) -> None:
         """Wait until the stream has passed this event. Never call it on the scheduler's thread."""
+
+
+class Fence(Protocol):
+    """A point in a stream that other streams can wait for. Threads ask an `Event` instead: those of torch do not select
+    their device first."""
+
+    def wait(self, stream: Any) -> None:
+        """Do the same as ``stream.wait_event``."""
 
 
 class Stream(Protocol):
@@ -27,17 +35,33 @@ class Stream(Protocol):
     def cuda_stream(self) -> int:
         """The driver's handle. Never 0, which is the default stream."""
 
-    def record_event(self) -> Event: ...
+    def record_event(self) -> Fence: ...
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: Fence) -> None:
         """Make work launched on this stream from now on run after ``event``. The caller does not wait."""
+
+
+class _SelectingEvent:
+    """An event of torch that selects its device before it asks the driver."""
+
+    def __init__(self, event: Event, select: Callable[[], None]) -> None:
+        self._event = event
+        self._select = select
+
+    def query(self) -> bool:
+        self._select()
+        return self._event.query()
+
+    def synchronize(self) -> None:
+        self._select()
+        self._event.synchronize()
 
 
 class Device:
     """One GPU. Its streams and the default stream do not wait for each other. Thread-safe.
 
-    It becomes the current device of each thread that calls its methods: on a thread that has none, torch would create
-    a context on GPU 0, for every rank.
+    It becomes the current device of each thread that calls its methods or those of its events: on a thread that has
+    none, torch would create a context on GPU 0, for every rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +98,10 @@ class Device:
             yield lambda work: work()
 
     def mark(self, stream: Stream) -> Event:
-        """Record an event for a thread to wait on without busy-waiting, unlike events of ``record_event``."""
+        """Record an event. A thread that waits for it does not busy-wait. Any thread may ask about it."""
+        return _SelectingEvent(self._record(stream), self._select)
+
+    def _record(self, stream: Stream) -> Event:
         self._select()
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(cast(torch.cuda.Stream, stream))

@@ -62,3 +62,17 @@ def test_every_thread_uses_the_ranks_own_gpu(use: Callable[[Device], object], mo
         assert calls.mock_calls[0] == call.set_device(gpu)
         assert names.count("set_device") == 1
         assert len(names) > 2
+
+
+@pytest.mark.parametrize("ask", ["query", "synchronize"])
+def test_a_thread_that_asks_about_an_event_uses_the_ranks_own_gpu(ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop's thread polls events, and does nothing else with the GPU."""
+    calls = MagicMock()
+    monkeypatch.setattr(torch, "cuda", calls)
+    gpu = torch.device("cuda", 3)
+    event = Device(gpu).mark(Mock())
+    calls.reset_mock()
+    thread = threading.Thread(target=getattr(event, ask))
+    thread.start()
+    thread.join()
+    assert calls.mock_calls == [call.set_device(gpu), getattr(call.Event(), ask)()]

@@ -24,7 +24,7 @@ from sgl_kvfetch.codec import (
     CellValues,
     Decoders,
     Device,
-    Event,
+    Fence,
     Inverse,
     KltQuantiser,
     Quantised,
@@ -92,7 +92,7 @@ class CudaPages(DevicePages, FramePool):
         self._restores = next(self._restore_streams)
         # Of the round or the reads, on the device.
         self._slots_there = torch.empty(0, dtype=torch.int64, device=device.torch_device)
-        self._restored: Event | None = None  # after the round's last launched restore; changes only within a guard
+        self._restored: Fence | None = None  # after the round's last launched restore; changes only within a guard
         self._restore_buffer_bytes = restore_buffer_bytes
         self._restore_staging = StagingRing(device, RESTORE_BUFFERS * restore_buffer_bytes)
         self._read_staging = StagingRing(device, read_buffer_bytes)
@@ -159,7 +159,7 @@ class CudaPages(DevicePages, FramePool):
             if not all(self._restore_frames(cell, work, slots, slice(i, i + step), guarded) for i in firsts):
                 break
         launched: Future[IsFinished] = Future()
-        launched.set_result(self._restores.record_event().query)
+        launched.set_result(self._device.mark(self._restores).query)
         return launched
 
     def _restore_frames(

@@ -131,7 +131,7 @@ class KltBatches:
             batch.guarded(lambda: self._write(kernels))
         finally:
             self._ring.take_back(buffer, self._stream)
-        return self._stream.record_event().query
+        return self._device.mark(self._stream).query
 
 
 class _Span(NamedTuple):

@@ -12,20 +12,28 @@ from typing import Any, cast
 
 import torch
 
-from sgl_kvfetch.codec.cuda_streams import Device, Event, Stream
+from sgl_kvfetch.codec.cuda_streams import Device, Event, Fence, Stream
 
 
 class FakeEvent:
+    """An event that objects if the calling thread has not selected its device: torch's would create a context on
+    GPU 0."""
+
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
         self.is_done = False
         self.at_ms = 0.0  # of a device with a clock
 
     def query(self) -> bool:
+        self._device.require_selected()
         return self.is_done
 
     def synchronize(self) -> None:
+        self._device.require_selected()
         self._device.run(lambda: self.is_done)
+
+    def wait(self, stream: FakeStream) -> None:
+        stream.wait_event(self)
 
 
 class FakeStream:
@@ -47,7 +55,7 @@ class FakeStream:
         self.add(reach)
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: Fence) -> None:
         with self._device.lock:
             self.queue.append(cast(FakeEvent, event))
 
@@ -90,8 +98,14 @@ class FakeDevice(Device):
         self.num_launching += 1
         yield partial(self.launch, stream)
 
-    def mark(self, stream: Stream) -> Event:
-        return stream.record_event()
+    def _select(self) -> None:
+        self._local.is_selected = True
+
+    def require_selected(self) -> None:
+        assert getattr(self._local, "is_selected", False), f"{threading.current_thread().name} uses GPU 0"
+
+    def _record(self, stream: Stream) -> Event:
+        return cast(FakeStream, stream).record_event()
 
     def empty(self, shape: Sequence[int], stream: Stream) -> torch.Tensor:
         self.num_empty += 1
