@@ -3,14 +3,18 @@
     python -m benchmarks.gpu_launches [--tokens N]
 
 The cells are those of `klt` for a model like Llama-3.1-8B: three layers, two heads of 128, 1,114 coefficients, spans of
-1,024 tokens, frames on the device. They come all at once. Streams are stubs. Kernels are counted and not run, so the
-time lacks Triton's launcher and the driver. Torch's small operations run on the CPU in place of their launches. The
-time is CPU time of all threads, since all need the interpreter lock.
+1,024 tokens. They come all at once. Their frames are on the device, as after a GPU decoded them, and then on the host,
+as after a CPU did: these are copied to staging memory, which needs no interpreter lock and is counted by itself.
+Streams are stubs. Kernels are counted and not run, and nothing is uploaded, so the time lacks Triton's launcher and the
+driver. Torch's small operations run on the CPU in place of their launches. The time is CPU time of all threads, since
+all need the interpreter lock.
 """
 
 from __future__ import annotations
 
 import time
+from array import array
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -77,8 +81,8 @@ class _StubDevice(Device):
         return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def make_cells(num_tokens: int) -> list[CellFrames]:
-    """Return the cells of a prefix. Cells with the same layers and heads share their frames."""
+def make_cells(num_tokens: int, *, on_device: bool) -> list[CellFrames]:
+    """Return the cells of a prefix. All share their frames."""
     quantiser = KltQuantiser(_make_profile(), step=1.0)
     layout = region_layout(COEFFICIENTS, SPAN_TOKENS)
     frames = torch.zeros(layout.frames_shape((COEFFICIENTS, SPAN_TOKENS)), dtype=torch.uint8)
@@ -94,7 +98,7 @@ def make_cells(num_tokens: int) -> list[CellFrames]:
                     heads=place.heads,
                     parts=parts,
                     layouts=(None, None, layout),
-                    is_on_device=(False, False, True),
+                    is_on_device=(False, False, on_device),
                     quantiser=quantiser,
                 )
             )
@@ -118,16 +122,26 @@ def _make_profile() -> Profile:
     return Profile(grid, DIM, DIM, by_key, rope, 0, curve, 1.0, Calibration("zeros", "0" * 32, "none", 1, 1, 1))
 
 
-def measure(num_tokens: int) -> dict[str, float]:
-    """Return the cells, the kernel launches, and the time of Python, once tables are uploaded."""
+def measure(num_tokens: int, *, on_device: bool = True) -> dict[str, float]:
+    """Return the cells, the kernel launches, and the time of Python, once tables are uploaded, without that of copying
+    frames. ``on_device``: where the cells' frames are."""
     torch.set_num_threads(1)  # the stubs' copies stand for launches
     stand_in_pool.install_if_missing()
     from sgl_kvfetch.plugin.device import pages as device_pages
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+    from sgl_kvfetch.plugin.device.staging import StagingBuffer
 
     stand_in = stand_in_pool.MHATokenToKVPool
     pool = stand_in(PAGE_TOKENS, PAGE_TOKENS, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False, v_head_dim=DIM)
-    kernel, cells = _Stub(), make_cells(num_tokens)
+    put, copying_s = StagingBuffer.put, array("d")
+
+    def timed_put(buffer: StagingBuffer, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        started_s = time.thread_time()
+        views = put(buffer, tensors)
+        copying_s.append(time.thread_time() - started_s)
+        return views
+
+    kernel, cells = _Stub(), make_cells(num_tokens, on_device=on_device)
     with patch.object(device_pages, "MHATokenToKVPool", stand_in):
         pages = CudaPages(pool, PAGE_TOKENS, _StubDevice(torch.device("cpu")), _Stub())
     pages.prepare(cells[0].quantiser, (cell.place for cell in cells))
@@ -135,10 +149,13 @@ def measure(num_tokens: int) -> dict[str, float]:
         patch.object(restore_klt, "restore_klt_kernel", kernel),
         patch.object(restore_klt, "exact_tokens_kernel", kernel),
         patch.object(restore_klt, "use_kernels", lambda device: True),
+        patch.object(StagingBuffer, "upload", lambda buffer: None),
+        patch.object(StagingBuffer, "put", timed_put),
     ):
         per_span = len(cells) * SPAN_TOKENS // num_tokens
         for timed in (cells[:per_span], cells):
             opened = pages.open_round(torch.zeros(num_tokens, dtype=torch.int64))  # no kernel reads them
+            del copying_s[:]
             kernel.num_launches, started_s, launched = 0, time.process_time(), []
             for cell in timed:
                 first = cell.place.tokens.start // PAGE_TOKENS
@@ -146,9 +163,14 @@ def measure(num_tokens: int) -> dict[str, float]:
                 launched.append(opened.restore(cell, span_pages, range(first, first + len(span_pages)), _always))
             for each in set(launched):
                 each.result()
-            seconds = time.process_time() - started_s
-    us = 1e6 * seconds
-    return {"cells": len(cells), "launches": kernel.num_launches, "ms": us / 1e3, "us a cell": us / len(cells)}
+            seconds = time.process_time() - started_s - sum(copying_s)
+    return {
+        "cells": len(cells),
+        "launches": kernel.num_launches,
+        "ms": 1e3 * seconds,
+        "us a cell": 1e6 * seconds / len(cells),
+        "ms of copying frames": 1e3 * sum(copying_s),
+    }
 
 
 def _always(write: Any) -> bool:
@@ -159,8 +181,10 @@ def _always(write: Any) -> bool:
 def main() -> None:
     parser = make_parser("benchmarks.gpu_launches", __doc__)
     parser.add_argument("--tokens", type=whole_number, default=32768)
-    found = measure(parser.parse_args().tokens)
-    print("  ".join(f"{name} {value:.0f}" for name, value in found.items()))
+    num_tokens = parser.parse_args().tokens
+    for name, on_device in (("on the device", True), ("on the host", False)):
+        found = measure(num_tokens, on_device=on_device)
+        print(f"frames {name}:", "  ".join(f"{key} {value:.0f}" for key, value in found.items()))
 
 
 if __name__ == "__main__":

@@ -84,14 +84,11 @@ class KltBatches:
         with self._lock:
             restored, packed = self._cell(cell, model, span_pages, pages)
             words = b"" if on_host else restored.words()
-            batch = None if on_host else self._batch
+            batch = self._batch
             if batch is None or batch.guarded != guarded or not batch.add(restored, words, packed):
-                batch = _Batch(guarded)
+                # So that each launching thread has room for a batch's frames, and copies them while the others do.
+                self._batch = batch = _Batch(guarded, self._ring.num_bytes // _LAUNCHING_THREADS)
                 batch.add(restored, words, packed)
-                if on_host:  # such cells come at the pace of a CPU, and a few of them fill the staging memory
-                    batch.is_full.set()
-                else:
-                    self._batch = batch
                 batch.launched = self._threads.submit(self._launch, batch)
             return batch.launched
 
@@ -147,33 +144,42 @@ class _Span(NamedTuple):
 class _Batch:
     """Cells of one launch, with their bytes. Frames on the host are uploaded with them."""
 
-    def __init__(self, guarded: Guard) -> None:
+    def __init__(self, guarded: Guard, most_frames_bytes: int) -> None:
+        """``most_frames_bytes``: of the frames of several cells that are on the host."""
         self.guarded = guarded
         self.cells: list[KltCell] = []
         self._words: list[bytes] = []
         self._packed: list[bytes] = []
-        self.num_bytes = 0  # of staging memory
+        self._most_frames_bytes = most_frames_bytes
+        self._rows_bytes = self._frames_bytes = 0
         self.is_full = threading.Event()
         self.launched: Future[IsFinished]
 
     def add(self, cell: KltCell, words: bytes, packed: bytes) -> bool:
         """Add a cell. Return False if it is for another launch. ``words``: none if its frames are on the host."""
         shape = cell.model.shape
-        num_bytes = self.num_bytes + shape.row_bytes + len(packed) + (0 if words else aligned(cell.frames.nbytes))
+        rows_bytes = self._rows_bytes + shape.row_bytes + len(packed)
+        frames_bytes = self._frames_bytes + (0 if words else aligned(cell.frames.nbytes))
         if self.cells and (
             self.is_full.is_set()
-            or num_bytes > _MOST_BYTES
+            or rows_bytes > _MOST_BYTES
+            or frames_bytes > self._most_frames_bytes
             or (self.cells[0].model.shape, self.cells[0].places.vector) != (shape, cell.places.vector)
         ):
             self.is_full.set()
             return False
-        self.num_bytes = num_bytes
+        self._rows_bytes, self._frames_bytes = rows_bytes, frames_bytes
         self.cells.append(cell)
         self._words.append(words)
         self._packed.append(packed)
         if len(self.cells) == _MOST_CELLS:
             self.is_full.set()
         return True
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the buffer that it needs."""
+        return self._rows_bytes + self._frames_bytes
 
     def fill(self, buffer: StagingBuffer) -> torch.Tensor:
         """Copy all into a buffer of ``num_bytes``. Return the table of the cells, on the device."""

@@ -152,14 +152,48 @@ def test_frames_are_kept_until_they_are_restored(cells: list[CellFrames], launch
     assert opened._batches._batch is None
 
 
-def test_cells_on_the_host_are_batches_of_their_own(cells: list[CellFrames], launches: list[int]) -> None:
+def on_host(cell: CellFrames) -> CellFrames:
+    return replace(cell, is_on_device=(False,) * 3)
+
+
+def test_cells_on_the_host_share_launches_with_the_others(
+    cells: list[CellFrames], launches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU has decoded every second one."""
+    monkeypatch.setattr(klt_batches, "_MOST_CELLS", 8)
     device = FakeDevice()
     opened = open_round(device)
-    on_host = [replace(cell, is_on_device=(False,) * 3) for cell in cells]
-    for future in [add(opened, cell, GuardedSink(opened).run) for cell in on_host]:
+    sink = GuardedSink(opened)
+    mixed = [on_host(cell) if i % 2 else cell for i, cell in enumerate(cells)]
+    for future in [add(opened, cell, sink.run) for cell in mixed]:
         future.result(60)
     device.run()
-    assert launches == [1] * 8
+    assert launches == [8]
+    assert not has_poison(opened, 16)
+
+
+def test_cells_on_the_host_leave_staging_memory_to_other_batches(
+    cells: list[CellFrames], launches: list[int]
+) -> None:
+    """A batch takes a quarter of it. Here that is room for two cells, and the ring for four batches: all are launched
+    although a forward pass keeps the device from working."""
+    device = FakeDevice()
+    forward_is_over = FakeEvent(device)
+    device.forward.wait_event(forward_is_over)
+    num_bytes = cells[0].parts[2].nbytes
+    assert all(cell.parts[2].nbytes <= num_bytes for cell in cells)
+    pages = make_pages(device, WIDE, restore_buffer_bytes=2 * (2 * num_bytes + (64 << 10)))
+    opened = pages.open_round(slots_of(list(range(20)), 16))
+    sink = GuardedSink(opened)
+    futures = [add(opened, on_host(cell), sink.run) for cell in cells]
+    opened._batches._batch.is_full.set()  # type: ignore[union-attr]
+    for future in futures:
+        future.result(60)
+    assert not launches
+    forward_is_over.is_done = True
+    device.run()
+    assert sum(launches) == 8
+    assert 3 <= len(launches) <= 5
     assert not has_poison(opened, 16)
 
 
