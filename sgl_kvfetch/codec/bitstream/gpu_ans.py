@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
+from threading import Condition, Lock
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from sgl_kvfetch.triton_kernels.xxh3 import MIN_BYTES, SUMS, digest_of, xxh3_sum
 _limited = LimitedLogger(logging.getLogger(__name__))
 
 ENV = "KVFETCH_GPU_ANS"  # 0 disables it
-NUM_STREAMS = 4  # that launches take in turn
+NUM_STREAMS = 4  # of launches
 _ALIGNMENT = 16  # of bitstreams and frames, in bytes
 
 
@@ -41,6 +42,7 @@ class _Launched:
     sums: torch.Tensor
     done: Event
     kept: torch.Tensor  # pinned memory that is being uploaded
+    stream: Stream | None  # until a thread has seen that it is done
 
 
 @dataclass(eq=False)
@@ -60,18 +62,18 @@ class _Request:
 class GpuAnsDecoder(FrameDecoder):
     """Decodes `ans` for all sessions of a process. Thread-safe.
 
-    One thread at a time launches all that wait. Streams take turns, and a stream is given no more until it has
-    finished: meanwhile bitstreams gather. Frames of a launch share memory, which is freed with the last of them.
+    One thread at a time launches all that wait, on any stream that has finished: meanwhile bitstreams gather. SGLang
+    gives streams few connections to the device (``CUDA_DEVICE_MAX_CONNECTIONS``), so one of ours may share a
+    connection with restores that wait for a forward pass, and wait with them. Others go on. Frames of a launch share
+    memory, which is freed with the last of them.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._codec = AnsCodec()
-        self._streams = [device.new_stream() for _ in range(NUM_STREAMS)]
-        self._ends: list[Event | None] = [None] * NUM_STREAMS  # of each stream's last launch
-        self._turn = 0
-        self._launching = Lock()  # guards the two above; held while waiting for a stream
-        self._lock = Lock()  # guards the list below
+        self._launching = Lock()  # held while waiting for a stream
+        self._freed = Condition()  # guards what follows
+        self._free = deque(device.new_stream() for _ in range(NUM_STREAMS))  # those that have finished
         self._waiting: list[_Request] = []
 
     def decode(
@@ -93,7 +95,7 @@ class GpuAnsDecoder(FrameDecoder):
         return DecodedFrames(frames, frames)
 
     def _decode(self, request: _Request) -> DecodedFrames:
-        with self._lock:
+        with self._freed:
             self._waiting.append(request)
         with self._launching:
             if request.launched is None:
@@ -102,26 +104,36 @@ class GpuAnsDecoder(FrameDecoder):
         assert launched is not None
         if isinstance(launched, Exception):
             raise launched
-        launched.done.synchronize()
+        try:
+            launched.done.synchronize()
+        finally:
+            with self._freed:
+                if launched.stream is not None:  # no other thread of this launch was here before
+                    self._free_again(launched.stream)
+                    launched.stream = None
         if launched.status[request.index]:
             raise CorruptError("ans bitstream does not decode on the GPU")
         digest = digest_of(launched.sums[request.index].tolist(), request.num_integers)
         return DecodedFrames(launched.frames[request.index], None, digest=digest)
 
     def _launch_waiting(self) -> None:
-        turn, self._turn = self._turn, (self._turn + 1) % NUM_STREAMS
-        if (end := self._ends[turn]) is not None:
-            end.synchronize()
-        with self._lock:
+        with self._freed:
+            self._freed.wait_for(lambda: self._free)
+            stream = self._free.popleft()
             requests, self._waiting = self._waiting, []
         launched: _Launched | Exception
         try:
-            launched = self._launch(requests, self._streams[turn])
-            self._ends[turn] = launched.done
+            launched = self._launch(requests, stream)
         except Exception as e:
             launched = e
+            with self._freed:
+                self._free_again(stream)
         for index, request in enumerate(requests):
             request.launched, request.index = launched, index
+
+    def _free_again(self, stream: Stream) -> None:
+        self._free.append(stream)
+        self._freed.notify()
 
     def _launch(self, requests: Sequence[_Request], stream: Stream) -> _Launched:
         chunks, start, out_start = [], 0, 0
@@ -148,7 +160,7 @@ class GpuAnsDecoder(FrameDecoder):
             out[chunk.out_start : chunk.out_start + chunk.num_bytes].view(request.shape[0], PLANES, *request.shape[1:])
             for chunk, request in zip(chunks, requests, strict=True)
         ]
-        return _Launched(frames, status, sums, self._device.mark(stream), host)
+        return _Launched(frames, status, sums, self._device.mark(stream), host, stream)
 
 
 def _aligned(size: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 import torch
 import xxhash
 
+from harness.waiting import polls, wait_until
 from sgl_kvfetch.codec.bitstream import gpu_ans
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec
 from sgl_kvfetch.codec.bitstream.base import DecodedFrames
 from sgl_kvfetch.codec.bitstream.gpu_ans import NUM_STREAMS, GpuAnsDecoder, open_gpu_ans
+from sgl_kvfetch.codec.cuda_streams import Stream
 from sgl_kvfetch.codec.layout.frames import FLAT
 from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.errors import CorruptError
@@ -21,7 +25,7 @@ from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.ans import ans_decode
 from sgl_kvfetch.triton_kernels.xxh3 import xxh3_sums
 from tests.codec.bitstream.test_ans import coefficients
-from tests.plugin.device.fake_streams import FakeDevice
+from tests.plugin.device.fake_streams import FakeDevice, FakeEvent
 
 CODEC = AnsCodec()
 
@@ -108,14 +112,65 @@ def test_bitstreams_that_wait_share_a_launch(launches: list[int]) -> None:
         assert decoded.digest == xxhash.xxh3_128_digest(frames.numpy().data)
 
 
-def test_a_stream_is_given_no_more_until_it_has_finished() -> None:
+def test_streams_take_turns() -> None:
+    """Each is used again once it has finished."""
     device = FakeDevice()
     decoder = GpuAnsDecoder(device)
     frames = coefficients(40, 33)
-    for _ in range(2 * NUM_STREAMS + 1):
+    used = {stream.cuda_stream for stream in decoder._free}
+    before = {stream.cuda_stream: stream.num_added for stream in device.streams}
+    for _ in range(2 * NUM_STREAMS):
         assert torch.equal(decode(decoder, frames, 40 * 33).frames, frames)
-    assert len({id(stream) for stream in decoder._streams}) == NUM_STREAMS
-    assert all(end is not None and end.query() for end in decoder._ends)
+    each = {stream.num_added - before[stream.cuda_stream] for stream in device.streams if stream.cuda_stream in used}
+    assert len(used) == NUM_STREAMS
+    assert len(each) == 1
+    assert {stream.cuda_stream for stream in decoder._free} == used
+
+
+class FewConnections(FakeDevice):
+    """Streams share a device's connections, as with ``CUDA_DEVICE_MAX_CONNECTIONS``: what is launched on a stream runs
+    after all that was launched before on the streams that share its connection. Threads wait for work that cannot run
+    yet."""
+
+    def __init__(self, num_connections: int) -> None:
+        self._connections: list[deque[Any]] = [deque() for _ in range(num_connections)]
+        super().__init__()
+
+    def new_stream(self) -> Stream:
+        stream = super().new_stream()
+        self.streams[-1].queue = self._connections[len(self.streams) % len(self._connections)]
+        return stream
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        for _ in polls():
+            with self.lock:
+                while not until() and (ready := [stream for stream in self.streams if stream.can_step]):
+                    ready[0].step()
+                if until():
+                    return
+
+
+def test_a_restore_that_waits_for_a_forward_pass_holds_up_one_stream_and_not_all() -> None:
+    """Streams share connections. A bitstream whose stream shares that of the restore waits; others go on."""
+    device = FewConnections(4)
+    restores = device.new_stream()
+    decoder = GpuAnsDecoder(device)
+    forward_is_over = FakeEvent(device)
+    restores.wait_event(forward_is_over)
+    held_up = [
+        stream for stream in device.streams if stream.queue is device.streams[2].queue and stream is not restores
+    ]
+    assert len(held_up) == 1
+    frames = coefficients(40, 33)
+    with ThreadPoolExecutor(1) as threads:
+        while not held_up[0].num_added:
+            waiting = threads.submit(decode, decoder, frames, 40 * 33)
+            wait_until(lambda: waiting.done() or bool(held_up[0].num_added))
+        for _ in range(2 * NUM_STREAMS):
+            assert torch.equal(decode(decoder, frames, 40 * 33).frames, frames)
+        assert not waiting.done()
+        forward_is_over.is_done = True
+        assert torch.equal(waiting.result(60).frames, frames)
 
 
 def test_without_memory_the_cpu_decodes_and_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,9 +172,7 @@ def test_cells_on_the_host_share_launches_with_the_others(
     assert not has_poison(opened, 16)
 
 
-def test_cells_on_the_host_leave_staging_memory_to_other_batches(
-    cells: list[CellFrames], launches: list[int]
-) -> None:
+def test_cells_on_the_host_leave_staging_memory_to_other_batches(cells: list[CellFrames], launches: list[int]) -> None:
     """A batch takes a quarter of it. Here that is room for two cells, and the ring for four batches: all are launched
     although a forward pass keeps the device from working."""
     device = FakeDevice()
