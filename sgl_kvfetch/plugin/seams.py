@@ -174,6 +174,8 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", "form_batch"),
         # No flag names a radix cache for a storage backend without a host tier.
         (f"{_SRT}.mem_cache.registry.default_radix_cache_factory", "around", "build_cache"),
+        # Unmaps the pool before it empties the tree, and asserts that nothing is under way.
+        (f"{_UPDATER}.release_memory_occupation", "before", "stop_using_pool"),
     ),
     *_seams(
         Scope.DEVICE,

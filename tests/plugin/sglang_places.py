@@ -60,6 +60,11 @@ PLACES: tuple[Place, ...] = (
         params=("self",),
     ),
     Place(
+        "sglang.srt.environ.envs",
+        "the switches that the gate looks at",
+        has=("SGLANG_VIT_ENABLE_CUDA_GRAPH", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
+    ),
+    Place(
         "sglang.srt.server_args.ServerArgs",
         "the flags that the gate looks at",
         has=(
@@ -680,6 +685,12 @@ PLACES: tuple[Place, ...] = (
         "guards the count of the pool's slots, and its emptying",
         params=("self", "for_health_check", "ignore_waiting"),
         mentions=("_engine_paused", "waiting_queue"),
+    ),
+    Place(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation",
+        "unmaps the pool before it empties the tree",
+        params=("self", "recv_req"),
+        mentions=("scheduler", "is_fully_idle", "pause", "flush_cache"),
     ),
     Place(
         "sglang.srt.managers.scheduler.Scheduler.clear_hicache_storage_wrapped",

@@ -47,6 +47,8 @@ from sgl_kvfetch.plugin.versions import require_distinct_images
 
 logger = logging.getLogger(__name__)
 
+_UNUSED_S = 30.0  # how long launched restores and copies may take to end: a forward pass before them takes seconds
+
 
 @dataclass(frozen=True)
 class _Parts:
@@ -67,6 +69,7 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     # Set on the class, because SGLang's constructor calls reset().
     _parts: _Parts | None = None
+    _pages: DevicePages | None = None  # of the last attachment
     _connect: Callable[[str | None], None] | None = None
     _extra_config: str | None = None
     _changed: Sequence[Any] = ()  # handles that were left when the store was detached
@@ -88,6 +91,7 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
     ) -> DeviceBackend:
         """Put a store behind the tree. ``pool_tokens``: the size of the pool. ``threshold_tokens``: the smallest number
         of tokens that is worth a lookup. ``is_writer`` is false if another rank has the same pages and writes them."""
+        self._pages = pages
         board = Board(self._agree if self._num_ranks() > 1 else None)
         known = KnownPages()
         backend = DeviceBackend(config, plane, pages, self.prefill_meter.speed, board, is_writer=is_writer)
@@ -326,6 +330,21 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self._parts.fetches.drop_all()
         self._parts.writes.drop_all()
         self._parts.board.clear()
+
+    def stop_using_pool(self) -> None:
+        """End all work under way, and wait until the device has ended it, too: the pool's memory is about to go.
+
+        This is the scheduler's thread, which waits for nothing otherwise. Here it must: a kernel that runs on memory
+        that is gone destroys the process's context, and SGLang neither serves nor steps until this returns. The wait is
+        bounded, since a device that hangs would hold up all ranks. Then the memory must not go: raises KVFetchError,
+        which ends the server.
+        """
+        self.end_cache_operations()
+        if self._pages is not None and not self._pages.wait_until_unused(_UNUSED_S):
+            raise KVFetchError(
+                f"memory was not released: the GPU still reads or writes the KV pool {_UNUSED_S:g} s after the last "
+                "fetch and copy were ended; it seems to hang"
+            )
 
     def clear_storage_backend(self) -> bool:
         """Empty the store, while an operator waits. Return whether it succeeded."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
@@ -58,6 +59,7 @@ DEVICE_BYTES = RESTORE_BUFFERS * RESTORE_BUFFER_BYTES + READ_BUFFER_BYTES
 
 _TABLES = 64  # kept: of rotations, 512 KiB for a span of 1024 tokens, and of pixels, a few KiB
 _ROTATED_SPANS = 32  # of which rotations are made at the start; each takes about a millisecond of a CPU
+_POLL_S = 0.001  # events have no wait with a deadline
 _RESTORE_STREAMS = 4  # a round waits for the passes that ran when it began, and not for those of the next rounds
 
 
@@ -88,7 +90,9 @@ class CudaPages(DevicePages, FramePool):
         self._device = device
         self._forward_stream = forward_stream
         self._reads = device.new_stream()
-        self._restore_streams = cycle([device.new_stream() for _ in range(_RESTORE_STREAMS)])
+        restores = [device.new_stream() for _ in range(_RESTORE_STREAMS)]
+        self._pool_streams = [self._reads, *restores]  # that use the pool
+        self._restore_streams = cycle(restores)
         self._restores = next(self._restore_streams)
         # Of the round or the reads, on the device.
         self._slots_there = torch.empty(0, dtype=torch.int64, device=device.torch_device)
@@ -138,6 +142,15 @@ class CudaPages(DevicePages, FramePool):
         if self._restored is not None:
             # The forward stream waits for the scheduler's stream before each pass.
             self._device.current_stream().wait_event(self._restored)
+
+    def wait_until_unused(self, timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        events = [self._device.mark(stream) for stream in self._pool_streams]
+        while not all(event.query() for event in events):
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     # Restoring
 

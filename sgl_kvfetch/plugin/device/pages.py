@@ -54,6 +54,11 @@ class DevicePages(PagePool):
         """Order later computation after the round's restores. Call this on the scheduler's thread, after the round's
         sink was closed and before anything else uses its slots. Never waits."""
 
+    def wait_until_unused(self, timeout_s: float) -> bool:
+        """Wait until no work that was launched uses the pool, for ``timeout_s`` at most. Return whether that is so.
+        Call this after all sinks and sources were closed."""
+        return True
+
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         size = self.geometry.page_size
         for tensor, x in zip(TENSORS, values, strict=True):

@@ -168,6 +168,15 @@ def detach_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) ->
         return original(scheduler, recv_req)
 
 
+def stop_using_pool(manager: Any, recv_req: Any) -> None:
+    """Before ``SchedulerWeightUpdaterManager.release_memory_occupation``: end all use of the pool.
+
+    SGLang asserts there that nothing is under way, and unmaps the pool before it flushes the tree."""
+    cache = manager.scheduler.tree_cache
+    if _is_ours(cache):
+        cache.stop_using_pool()
+
+
 @contextmanager
 def _as_with_host_tier(scheduler: Any) -> Iterator[None]:
     """Let calls run that require a host tier but do not need one: they only call our cache."""
@@ -183,7 +192,8 @@ def count_pending(idle: bool, scheduler: Any, for_health_check: bool = False, ig
     """After ``Scheduler.is_fully_idle``: a scheduler is not idle while fetches or copies hold slots or locks.
 
     An idle scheduler would miss these slots in its count, and could empty the pool. A paused scheduler may be idle: it
-    takes no steps, and ``reset`` ends fetches of its waiting requests. A health check concerns only requests.
+    takes no steps, and ``reset`` ends fetches of its waiting requests, as does `stop_using_pool`. A health check
+    concerns only requests.
     """
     cache = scheduler.tree_cache
     if not idle or for_health_check or scheduler._engine_paused or not _is_ours(cache):

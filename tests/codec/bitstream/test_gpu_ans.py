@@ -157,15 +157,18 @@ def test_a_restore_that_waits_for_a_forward_pass_holds_up_one_stream_and_not_all
     decoder = GpuAnsDecoder(device)
     forward_is_over = FakeEvent(device)
     restores.wait_event(forward_is_over)
-    held_up = [
-        stream for stream in device.streams if stream.queue is device.streams[2].queue and stream is not restores
-    ]
-    assert len(held_up) == 1
+    (held_up,) = [x for x in device.streams if x.queue is device.streams[2].queue and x is not restores]
     frames = coefficients(40, 33)
+
+    def decode_until_held_up() -> DecodedFrames:
+        while True:
+            found = decode(decoder, frames, 40 * 33)
+            if held_up.num_added:
+                return found
+
     with ThreadPoolExecutor(1) as threads:
-        while not held_up[0].num_added:
-            waiting = threads.submit(decode, decoder, frames, 40 * 33)
-            wait_until(lambda: waiting.done() or bool(held_up[0].num_added))
+        waiting = threads.submit(decode_until_held_up)
+        wait_until(lambda: bool(held_up.num_added))
         for _ in range(2 * NUM_STREAMS):
             assert torch.equal(decode(decoder, frames, 40 * 33).frames, frames)
         assert not waiting.done()

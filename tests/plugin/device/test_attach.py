@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.managers.scheduler import Scheduler
 
 from harness.waiting import WAIT_S, wait_until
-from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.errors import ConfigError, KVFetchError
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device import scheduler_hooks
 from sgl_kvfetch.plugin.device.fetch_state import State
@@ -244,3 +244,30 @@ def test_sglang_detaches_and_attaches(rig: Rig, monkeypatch: pytest.MonkeyPatch)
     assert overrides[-1]["hicache_storage_backend"] == "kvfetch"
     assert is_fetched(rig, prompt(0))
     rig.assert_nothing_held()
+
+
+def test_the_pools_memory_goes_only_when_nothing_uses_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.stored(prompt(0))
+    rig.store.reads.is_open = False
+    handle = rig.arrive(prompt(0))
+    rig.settle(lambda: rig.states() == [State.FILLING])
+    rig.compute(prompt(1))
+    manager = SimpleNamespace(scheduler=SchedulerOfOurs(rig))
+    pages = rig.backend.pages
+    waited: list[bool] = []
+
+    def wait_until_unused(timeout_s: float) -> bool:
+        assert 1 < timeout_s < 600
+        waited.append(rig.cache.has_pending_cache_operations())
+        return len(waited) < 3
+
+    monkeypatch.setattr(pages, "wait_until_unused", wait_until_unused)
+    scheduler_hooks.stop_using_pool(manager, None)
+    assert waited == [False]
+    assert rig.cache.check_prefetch_progress(handle)
+    rig.cache.detach_storage_backend()
+    scheduler_hooks.stop_using_pool(manager, None)  # what was launched before may still run
+    with pytest.raises(KVFetchError, match="memory was not released: the GPU still reads or writes the KV pool"):
+        scheduler_hooks.stop_using_pool(manager, None)
+    manager.scheduler.tree_cache = SimpleNamespace()  # not ours
+    scheduler_hooks.stop_using_pool(manager, None)

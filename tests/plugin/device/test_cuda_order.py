@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 import torch
 
+from harness.waiting import polls
 from sgl_kvfetch.codec.container.reader import CellFrames
 from sgl_kvfetch.codec.cuda_streams import Stream
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
@@ -229,6 +230,39 @@ def test_a_round_does_not_wait_for_another(exact: Segment, decoded: list[CellFra
     device.launch(device.scheduler, lambda: seen.append(holds(pages, exact, PLACES)))
     device.run(lambda: bool(seen))
     assert seen == [True]
+
+
+def test_the_memory_goes_only_when_the_device_has_ended_all_restores_and_reads(
+    exact: Segment, decoded: list[CellFrames]
+) -> None:
+    """SGLang unmaps the pool then: what runs later would be an illegal access. Restores are launched, and late."""
+    device = FakeDevice()
+    pages = make_pages(device)
+    forward_is_over = FakeEvent(device)
+    device.forward.wait_event(forward_is_over)
+    opened = pages.open_round(slots_of(PLACES))
+    restore_all(decoded, opened)
+    pages.open_reads(slots_of(PLACES))
+    assert not pages.wait_until_unused(0.01)
+    held: list[bool] = []
+
+    def wait() -> None:
+        assert pages.wait_until_unused(60)
+        held.append(holds(pages, exact, PLACES))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    forward_is_over.is_done = True
+    device.run()
+    for _ in polls():  # events that are recorded since
+        if not waiting.is_alive():
+            break
+        device.run()
+    assert held == [True]
+    pages.open_reads(slots_of(PLACES))
+    device.forward.wait_event(FakeEvent(device))  # its end never comes
+    pages.open_reads(slots_of(PLACES))
+    assert not pages.wait_until_unused(0.01)
 
 
 class StuckDevice(FakeDevice):

@@ -1,0 +1,131 @@
+"""SGLang gives its pool's memory up, and takes it again: `--enable-memory-saver`, on the CPU engine."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from harness.engine import SGLangServer, device_args
+from harness.faults import Fault
+from harness.metrics import wait_until_written
+from harness.store_process import StoreProcess
+from harness.waiting import WAIT_S
+from tests.e2e.conftest import ask, make_prompt, same_answer
+from tests.e2e.device import begin, wait_until_parked
+from tests.e2e.faults import PAGES, Proxy, is_data
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+# The package `torch_memory_saver` needs a GPU. This one takes the pool's memory away from the process: an access ends
+# it with SIGSEGV. It prints whether anything was under way then.
+SAVER = """
+import ctypes, mmap, sys
+from contextlib import nullcontext
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_NONE, _ALL = 0, mmap.PROT_READ | mmap.PROT_WRITE
+
+
+def _cache():
+    frame = sys._getframe()
+    while not frame.f_code.co_name.endswith("_memory_occupation"):
+        frame = frame.f_back
+    return frame.f_locals["self"].scheduler.tree_cache
+
+
+def _protect(cache, protection):
+    pool = cache.token_to_kv_pool_allocator.get_kvcache()
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        first = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (buffer.data_ptr() + buffer.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        assert first < end and _libc.mprotect(ctypes.c_void_p(first), ctypes.c_size_t(end - first), protection) == 0
+
+
+class _Saver:
+    enabled = True
+
+    def region(self, tag, enable_cpu_backup=False):
+        return nullcontext()
+
+    def cuda_graph(self, **kwargs):
+        return nullcontext()
+
+    def disable(self):
+        return nullcontext()
+
+    def pause(self, tag):
+        cache = _cache()
+        print(f"released while under way: {cache.has_pending_cache_operations()}", flush=True)
+        _protect(cache, _NONE)
+
+    def resume(self, tag):
+        _protect(_cache(), _ALL)
+
+
+torch_memory_saver = _Saver()
+
+
+def configure_subprocess():
+    return nullcontext()
+"""
+
+
+@pytest.fixture(scope="module")
+def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    with StoreProcess(tmp_path_factory.mktemp("released") / "store") as store:
+        proxy = Proxy(store)
+        yield proxy
+        proxy.close()
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, link: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+    package = tmp_path_factory.mktemp("saver")
+    (package / "torch_memory_saver.py").write_text(SAVER)
+    path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
+    args = [*device_args(link.url, fetch_timeout_s=600, write_queue_bytes=8 << 20), "--enable-memory-saver"]
+    with SGLangServer(model, extra_args=args, env={"PYTHONPATH": path}) as server:
+        yield server
+
+
+def releases(server: SGLangServer) -> list[str]:
+    return [line.rpartition(": ")[2] for line in server.log().splitlines() if "released while under way" in line]
+
+
+def release_and_resume(server: SGLangServer) -> None:
+    """Give the pool's memory up, and check that nothing used it any more."""
+    before = len(releases(server))
+    server.request("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
+    assert releases(server)[before:] == ["False"]
+    server.request("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})
+
+
+def test_fetches_of_a_paused_engine_end_before_the_memory_goes(server: SGLangServer, link: Proxy) -> None:
+    answers = [ask(server, make_prompt(seed)) for seed in range(4, 6)]
+    wait_until_written(server, 2 * PAGES)
+    server.flush()
+    link.set(Fault("hang", only=is_data))
+    with ThreadPoolExecutor(1) as pool:
+        parked = begin(server, pool, 4, "parked")
+        wait_until_parked(server, 1)
+        link.wait_for_data()
+        server.request("POST", "/pause_generation", {"mode": "retract"})
+        release_and_resume(server)
+        link.reset()
+        server.request("POST", "/continue_generation", {})
+        assert json.loads(parked.result(WAIT_S))["output_ids"] == answers[0].output_ids[:4]
+    assert same_answer(ask(server, make_prompt(5)), answers[1])
+
+
+def test_copies_end_before_the_memory_goes(server: SGLangServer, link: Proxy) -> None:
+    """SGLang refuses to give memory up while anything is under way, with an assertion that ends the server."""
+    link.set(Fault("hang", only=lambda method, path: method == "PUT"))  # so that copies wait for room
+    answers = [ask(server, make_prompt(seed)) for seed in range(6, 12)]
+    release_and_resume(server)
+    link.reset()
+    assert same_answer(ask(server, make_prompt(6)), answers[0])
