@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def check_launch(server_args: Any) -> None:
     if (version := installed_version()) not in SGLANG_VERSIONS:
         logger.warning("kvfetch was not tested with sglang %s", version)
     _check_flags(server_args)
+    _check_environment(is_device_mode=not server_args.enable_hierarchical_cache)
     extra, _ = read_extra_config(server_args.hicache_storage_backend_extra_config)
     config = parse_config(extra)
     if (server_args.enable_lora or server_args.lora_paths) and config.model_id is None:
@@ -87,6 +89,27 @@ def _check_device_mode(server_args: Any) -> None:
                 f"--hicache-storage-backend {BACKEND} without --enable-hierarchical-cache (device mode) "
                 f"does not work with {flag}: leave it out, or add --enable-hierarchical-cache"
             )
+
+
+def _check_environment(*, is_device_mode: bool) -> None:
+    """Refuse or warn of switches that SGLang takes from its environment. Both need a GPU, and have not been tried."""
+    from sglang.srt.environ import envs
+
+    if envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.get():
+        # CUDA's global mode of capture, in which a thread that asks about an event breaks the capture of another.
+        why = "SGLANG_VIT_ENABLE_CUDA_GRAPH: SGLang captures graphs while it serves, and our threads would break that"
+        if is_device_mode:
+            raise UnsupportedError(
+                f"--hicache-storage-backend {BACKEND} without --enable-hierarchical-cache (device mode) does not work "
+                f"with {why}; unset it, or add --enable-hierarchical-cache"
+            )
+        if os.environ.get("KVFETCH_NVDEC") != "0":  # the only use of the GPU in host mode
+            logger.warning("kvfetch: %s; set KVFETCH_NVDEC=0, or unset it", why)
+    if is_device_mode and envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
+        logger.warning(
+            "kvfetch: SGLANG_ENABLE_POST_CAPTURE_KV_SIZING gives the KV pool memory that device mode needs for tables "
+            "and buffers, 0.5 to 1 GB for an 8B model: unset it, or lower --mem-fraction-static"
+        )
 
 
 def read_extra_config(text: str | None) -> tuple[dict[str, Any], int]:

@@ -160,6 +160,38 @@ def test_flags_unsupported_in_device_mode_are_refused(flags: dict[str, Any], fla
     check_launch(_args(enable_hierarchical_cache=False))
 
 
+def test_graphs_of_vision_encoders_are_refused_in_device_mode(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang captures them while it serves, in a mode in which no thread may ask about an event."""
+    device_mode = _args(enable_hierarchical_cache=False)
+    check_launch(device_mode)
+    monkeypatch.setenv("SGLANG_VIT_ENABLE_CUDA_GRAPH", "1")
+    with pytest.raises(UnsupportedError, match=r"SGLANG_VIT_ENABLE_CUDA_GRAPH.*add --enable-hierarchical-cache"):
+        check_launch(device_mode)
+    assert not caplog.messages
+    check_launch(_args())
+    (message,) = caplog.messages
+    assert "SGLANG_VIT_ENABLE_CUDA_GRAPH" in message
+    assert "KVFETCH_NVDEC=0" in message
+    caplog.clear()
+    monkeypatch.setenv("KVFETCH_NVDEC", "0")
+    check_launch(_args())
+    assert not caplog.messages
+
+
+def test_a_pool_that_takes_all_memory_is_warned_of_in_device_mode(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "true")
+    check_launch(_args())
+    assert not caplog.messages
+    check_launch(_args(enable_hierarchical_cache=False))
+    (message,) = caplog.messages
+    assert "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING" in message
+    assert "--mem-fraction-static" in message
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
