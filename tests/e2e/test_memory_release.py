@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.engine import SGLangServer, device_args
 from harness.faults import Fault
@@ -19,7 +20,11 @@ from tests.e2e.conftest import ask, make_prompt, same_answer
 from tests.e2e.device import begin, wait_until_parked
 from tests.e2e.faults import PAGES, Proxy, is_data
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.accelerator.is_available(), reason="takes the memory of a pool on the CPU away"),
+]
 
 # The package `torch_memory_saver` needs a GPU. This one takes the pool's memory away from the process: an access ends
 # it with SIGSEGV. It prints whether anything was under way then.
