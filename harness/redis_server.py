@@ -1,7 +1,16 @@
-"""Runs ``redis-server`` as a child process on a free loopback port, without files of its own."""
+"""Runs ``redis-server`` as a child process on a free loopback port, without files of its own, and failovers.
+
+with RedisProcess() as first, RedisProcess() as second:
+    second.replicate(first)
+    async with RedisService(first) as service:
+        ...                    # clients connect to service.url
+        fail_over(first, second)
+        service.lead_to(second)  # new connections; those that are open stay with the first, now a replica
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import subprocess
@@ -27,6 +36,7 @@ class RedisProcess:
         self.url = f"redis{'+cluster' if cluster else ''}://127.0.0.1:{self.port}"
         self.client = redis.Redis(port=self.port, password=password)
         self._args = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self._args += ["--repl-diskless-sync-delay", "0"]  # or a replica waits 5 s for others
         self._args += ["--requirepass", password] if password else []
         self._is_cluster = cluster
         self._args += ["--cluster-enabled", "yes", "--cluster-port", str(free_port())] if cluster else []
@@ -58,6 +68,23 @@ class RedisProcess:
             commands.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
             self._wait_for(lambda: b"cluster_state:ok" in commands.execute_command("CLUSTER", "INFO"))
 
+    def replicate(self, primary: RedisProcess) -> None:
+        """Become a replica of ``primary``, and wait until all its data are here."""
+        commands: Any = self.client
+        commands.execute_command("REPLICAOF", "127.0.0.1", primary.port)
+        self._wait_for(lambda: commands.info("replication")["master_link_status"] == "up")
+
+    def promote(self) -> None:
+        """Become a primary, with the data that are here."""
+        commands: Any = self.client
+        commands.execute_command("REPLICAOF", "NO", "ONE")
+
+    @property
+    def offset(self) -> int:
+        """How many bytes of writes a primary has sent, and a replica has received."""
+        commands: Any = self.client
+        return int(commands.info("replication")["master_repl_offset"])
+
     def _wait_for(self, condition: Any) -> None:
         assert self._process is not None
         for _ in polls():
@@ -75,3 +102,61 @@ class RedisProcess:
         if process is not None:
             process.kill()
             process.wait()
+
+
+def fail_over(primary: RedisProcess, replica: RedisProcess) -> None:
+    """Exchange their roles without losing a write. Both live on."""
+    replica._wait_for(lambda: replica.offset == primary.offset)
+    replica.promote()
+    primary.replicate(replica)
+
+
+class RedisService:
+    """A context manager: a loopback address that leads each new connection to one server, and leaves open connections
+    where they are, as a Kubernetes Service or a managed Redis's primary endpoint does. Belongs to one event loop."""
+
+    def __init__(self, target: RedisProcess) -> None:
+        self._target = target
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self.num_connections = 0  # since the start
+        self.url = ""
+
+    def lead_to(self, target: RedisProcess) -> None:
+        self._target = target
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.url = f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._server.wait_closed()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        connection = asyncio.create_task(self._connect(reader, writer))
+        self._connections.add(connection)
+        connection.add_done_callback(self._connections.discard)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            their_reader, their_writer = await asyncio.open_connection("127.0.0.1", self._target.port)
+            with contextlib.closing(their_writer):
+                await asyncio.gather(_pipe(reader, their_writer), _pipe(their_reader, writer))
+
+
+async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy until the sender ends. Then close the other connection, too."""
+    with contextlib.suppress(OSError):
+        while piece := await reader.read(1 << 16):
+            writer.write(piece)
+            await writer.drain()
+    writer.close()

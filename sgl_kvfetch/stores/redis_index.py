@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import struct
 import time
@@ -41,12 +42,21 @@ _DIGEST_BYTES = 16
 _ENTRY = struct.Struct(f">QB{PAGE_HASH_BYTES}s")  # 41 bytes; Redis keeps up to 44 in one allocation
 _ORDER_AT = 9  # where Lua, which counts from 1, finds the order in an entry
 
-# Scripts over all KEYS. What is not a string, which only others can have put there, counts as nothing.
-_READ = """
-local found = {}
-for i, key in ipairs(KEYS) do
+# Scripts over all KEYS. Each reads with `_VALUE`, which ends the script with the error if the server refuses the read:
+# only what the server says is missing counts as missing. A value that is not a string, which only others can have put
+# there, counts as missing, too.
+_VALUE = """
   local value = redis.pcall('GET', key)
-  found[i] = type(value) == 'string' and value
+  if type(value) == 'table' then
+    if not value.err or not value.err:find('WRONGTYPE', 1, true) then return value end
+    value = false
+  end
+"""
+_READ = f"""
+local found = {{}}
+for i, key in ipairs(KEYS) do
+{_VALUE}
+  found[i] = value
 end
 return found
 """
@@ -54,27 +64,40 @@ _READ_AND_KEEP = _READ.replace("'GET', key", "'GETEX', key, 'EX', ARGV[1]")
 # Keep the entry of a longer segment. Replace any other value, garbage included.
 _SET = f"""
 for i, key in ipairs(KEYS) do
-  local old, new = redis.pcall('GET', key), ARGV[i + 1]
-  if type(old) ~= 'string' or #old ~= #new or old:byte({_ORDER_AT}) <= new:byte({_ORDER_AT}) then
+{_VALUE}
+  local new = ARGV[i + 1]
+  if not value or #value ~= #new or value:byte({_ORDER_AT}) <= new:byte({_ORDER_AT}) then
     redis.call('SET', key, new, 'EX', ARGV[1])
   end
 end
 """
-_DELETE = """
+_DELETE = f"""
 for i, key in ipairs(KEYS) do
-  if redis.pcall('GET', key) == ARGV[i + 1] then redis.call('DEL', key) end
+{_VALUE}
+  if value == ARGV[i + 1] then redis.call('DEL', key) end
 end
 """
 _PUT = """
 for i, key in ipairs(KEYS) do redis.call('SET', key, ARGV[i + 1], 'EX', ARGV[1]) end
 """
 # Take the lease if nobody has it, or keep it. The second argument is its holder.
-_HOLD = """
-local holder = redis.pcall('GET', KEYS[1])
-if holder and holder ~= ARGV[2] then return 0 end
-redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[1])
+_HOLD = f"""
+for i, key in ipairs(KEYS) do
+{_VALUE}
+  if value and value ~= ARGV[2] then return 0 end
+  redis.call('SET', key, ARGV[2], 'EX', ARGV[1])
+end
 return 1
 """
+# What a server answers that is a replica, has lost its primary, or still loads its data. Redis's client has a class for
+# each, but not if the answer comes from within a script of Redis 6.2.
+_ELSEWHERE_ERRORS = (
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.MasterDownError,
+    redis.exceptions.BusyLoadingError,
+)
+_ELSEWHERE = re.compile(r"\b(READONLY|MASTERDOWN|LOADING)\b")
+_ELSEWHERE_PAUSE_S = 1.0
 _LEASE_S = 30
 _KEYS_AT_ONCE = 512  # in a script, which nothing else can interrupt
 _USES_AT_ONCE = 16 * _KEYS_AT_ONCE  # in a round trip
@@ -148,6 +171,10 @@ class PageIndex:
     """Client of the index. The first call connects, on the event loop of that call.
 
     All methods raise StoreError. After three failures in a row they do so at once, for 1 to 30 s (``skipped``).
+
+    After a failover, the old primary may live on as a replica, and keep our connections. So when a server says that
+    it cannot serve, the connections are closed, and the call is tried once more: the URL may lead to another server by
+    now. A server that says so does not let requests wait, so it is left alone for at most 1 s.
     """
 
     def __init__(self, options: IndexOptions, store_url: str) -> None:
@@ -261,18 +288,28 @@ class PageIndex:
         ttl = max(1, int(self.options.ttl_s if ttl_s is None else ttl_s))
         if self._breaker.is_open(time.monotonic()):
             raise StoreError("skipped", f"{what}: the index keeps failing", retriable=True)
+
+        async def run() -> list[object]:
+            pipeline = self._connected().pipeline(transaction=False)
+            for part in parts:
+                arguments = [values[i] for i in part] if values else []
+                pipeline.eval(script, len(part), *(keys[i] for i in part), ttl, *arguments)
+            return cast(list[object], await pipeline.execute())
+
         try:
             async with asyncio.timeout(self.options.timeout_s):
-                pipeline = self._connected().pipeline(transaction=False)
-                for part in parts:
-                    arguments = [values[i] for i in part] if values else []
-                    pipeline.eval(script, len(part), *(keys[i] for i in part), ttl, *arguments)
-                answers = cast(list[object], await pipeline.execute())
+                try:
+                    answers = await run()
+                except redis.exceptions.RedisError as e:
+                    if not _is_elsewhere(e):
+                        raise
+                    await self._connected().aclose()  # its connections; the next call makes new ones
+                    answers = await run()
         except (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError, TypeError) as e:
             # TypeError is how its parser fails at a map with a list as a key. The rest of that answer must not be read.
             if isinstance(e, TypeError):
                 await self.close()
-            self._breaker.failed(time.monotonic())
+            self._breaker.failed(time.monotonic(), _ELSEWHERE_PAUSE_S if _is_elsewhere(e) else None)
             error = _store_error(f"index {self.options.label}: {what}", e)
             self.options.on_failure(error)
             raise error from e
@@ -292,7 +329,15 @@ class PageIndex:
         return self._client
 
 
+def _is_elsewhere(error: Exception) -> bool:
+    """Return whether a server says that it cannot serve, though another may."""
+    return isinstance(error, _ELSEWHERE_ERRORS) or bool(_ELSEWHERE.search(str(error)))
+
+
 def _store_error(what: str, error: Exception) -> StoreError:
+    if _is_elsewhere(error):
+        message = f"{what}: the server is a replica, or still loads its data; the URL must lead to the primary"
+        return StoreError("server", message, retriable=True)
     match error:
         case TimeoutError() | redis.exceptions.TimeoutError():
             return StoreError("timeout", f"{what}: no answer in time", retriable=True)

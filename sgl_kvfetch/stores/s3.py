@@ -312,6 +312,10 @@ class S3Store(RemoteStore):
         except FileNotFoundError as e:
             if "<Code>NoSuchBucket</Code>" in str(e):
                 raise StoreError("invalid", f"{what}: there is no bucket for {self.url}") from e
+            # A proxy without a backend, or an endpoint that is no S3 store, answers 404, too. HEAD has no body that
+            # would tell them apart.
+            if "<Code>" not in str(e) and "performing HEAD" not in str(e):
+                raise StoreError("protocol", f"{what}: status 404, but not from an S3 store: {_text(e)}") from e
             return None
         except (PermissionDeniedError, UnauthenticatedError) as e:
             raise StoreError("unauthorised", f"{what}: {_text(e)}") from e

@@ -254,6 +254,17 @@ async def test_slow_down_is_tried_again_and_then_an_error(store: IndexedS3Store,
     assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]  # a failure is no reason to forget entries
 
 
+async def test_a_404_that_is_not_s3s_makes_the_index_forget_nothing(
+    store: IndexedS3Store, pages: PageIndex, s3_proxy: FaultyProxy
+) -> None:
+    await put(store, (0, 16))
+    await s3_proxy.set(Fault("error", status=404))
+    with pytest.raises(StoreError, match="404"):
+        await store.lookup(FOLDER, CHAIN)
+    await store._mending.join()
+    assert None not in await pages.find(FOLDER, CHAIN[:16])
+
+
 async def test_manifests_that_are_cut_short_are_an_error(store: IndexedS3Store, s3_proxy: FaultyProxy) -> None:
     await put(store, (0, 16))
     await s3_proxy.set(Fault("close", after_bytes=20))

@@ -53,6 +53,7 @@ NAME = data_object(CONTENT)
         (Fault("error", status=401), "unauthorised", False),
         (Fault("error", status=403), "unauthorised", False),
         (Fault("error", status=400), "invalid", False),
+        (Fault("error", status=404), "protocol", False),  # without S3's code: from a proxy, or a wrong endpoint
         (Fault("error", status=301), "protocol", False),
         (Fault("error", status=507), "full", True),
         (Fault("close", after_bytes=500), "truncated", True),
