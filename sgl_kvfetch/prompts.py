@@ -13,6 +13,7 @@ import xxhash
 from msgspec import Meta
 
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.user_files import read_text
 
 MAX_TOKEN = (1 << 32) - 1  # SGLang hashes larger ones otherwise; no tokenizer has them
 
@@ -43,10 +44,7 @@ def text_digest(file: Path) -> str:
 
 def _read(file: Path, kind: Any, expected: str) -> list[Any]:
     line_type: Any = msgspec.defstruct("Line", [("prompt", kind)])
-    try:
-        content = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{file}: {e}") from e
+    content = read_text(file, "the file")
     if file.suffix != ".jsonl":
         if not content.strip():
             raise ConfigError(f"{file} is empty")

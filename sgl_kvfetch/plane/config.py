@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from sgl_kvfetch.codec import MAX_BINS, MIN_BINS, MOST_LEVELS, CodecName, QuantiserName
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.sizes import parse_duration, parse_size
+from sgl_kvfetch.user_files import environment_secret
 
 TOKEN_ENV = "KVFETCH_TOKEN"
 _SECRET_KEYS = frozenset({"token", "s3", "index"})  # their values are never shown
@@ -303,8 +304,9 @@ def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envir
     Raises ConfigError naming each invalid key, its value and what is allowed.
     """
     ours = {key: value for key, value in extra.items() if key not in SGLANG_KEYS}
-    if "token" not in ours and environ.get(TOKEN_ENV) and not str(ours.get("store")).startswith(("file:", "s3:")):
-        ours["token"] = environ[TOKEN_ENV]
+    token = environment_secret(TOKEN_ENV, environ)
+    if "token" not in ours and token and not str(ours.get("store")).startswith(("file:", "s3:")):
+        ours["token"] = token
     try:
         return KVFetchConfig.model_validate(ours)
     except ValidationError as e:

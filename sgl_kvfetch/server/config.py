@@ -9,6 +9,7 @@ from pathlib import Path
 
 from sgl_kvfetch.errors import ConfigError, require_positive
 from sgl_kvfetch.server.tokens import Role, TokenFile, Tokens
+from sgl_kvfetch.user_files import require_secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class ServerConfig:
             raise ConfigError("token and token_file are both given; expected only one of them")
         if self.token is not None and not self.token.strip():
             raise ConfigError("token is empty")
+        require_secret((self.token or "").strip(), "token")
         require_positive(self, "capacity_bytes", "max_body_bytes", "max_uploads", "max_connections")
         require_positive(self, "idle_timeout_s", "orphan_age_s")
         if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):

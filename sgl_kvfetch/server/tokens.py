@@ -14,6 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.server.bodies import error_answer
 from sgl_kvfetch.stores import PAGE_PATHS, Route
+from sgl_kvfetch.user_files import read_text, require_secret
 
 logger = logging.getLogger(__name__)
 # They tell nothing: the page asks for a token, and reads with it.
@@ -75,12 +76,7 @@ class TokenFile(Tokens):
         return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _read(self) -> dict[str, Role]:
-        try:
-            text = self._path.read_text(encoding="utf-8")
-        except OSError as e:
-            raise ConfigError(f"token_file {self._path} cannot be read: {e.strerror or e}") from e
-        except UnicodeDecodeError:
-            raise ConfigError(f"token_file {self._path} cannot be read: it is not UTF-8") from None  # it has the tokens
+        text = read_text(self._path, "token_file")
         try:
             return parse_tokens(text)
         except ConfigError as e:
@@ -96,6 +92,8 @@ def parse_tokens(text: str) -> dict[str, Role]:
     lines = [(number, words) for number, words in lines if words and not words[0].startswith("#")]
     if not lines:
         raise ConfigError("is empty")
+    for number, words in lines:
+        require_secret(words[-1], f"line {number}")
     if len(lines) == 1 and len(lines[0][1]) == 1 and lines[0][1][0] not in _ROLES:
         return {lines[0][1][0]: Role.ADMIN}
     roles = {}

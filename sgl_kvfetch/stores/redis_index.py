@@ -12,7 +12,6 @@ an `Entry`. Beside them are when segments were last used, under digests of their
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import secrets
 import struct
@@ -34,6 +33,7 @@ from sgl_kvfetch.codec import MAX_SEGMENT_PAGES, Manifest
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, SegmentKey
 from sgl_kvfetch.stores.breaker import Breaker
+from sgl_kvfetch.user_files import environment_secret
 
 PASSWORD_ENV = "KVFETCH_INDEX_PASSWORD"
 _SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
@@ -321,7 +321,7 @@ class PageIndex:
             kind = redis.asyncio.RedisCluster if self._is_cluster else redis.asyncio.Redis
             self._client = cast(Any, kind).from_url(
                 self.options.url.replace("+cluster", "", 1),
-                password=os.environ.get(PASSWORD_ENV) or None,  # one in the URL goes before it
+                password=environment_secret(PASSWORD_ENV),  # one in the URL goes before it
                 socket_connect_timeout=self.options.timeout_s,
                 # A connection that was idle may be dead by now. Nothing else is tried again: callers do without.
                 retry=Retry(NoBackoff(), 1),

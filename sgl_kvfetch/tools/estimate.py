@@ -14,6 +14,7 @@ from rich.table import Table
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.tools.terminal import format_ratio, format_size, json_flag, make_table, option, show
+from sgl_kvfetch.user_files import read_text
 
 # Prices of Amazon S3, in USD: S3 Standard in us-east-1, without discounts. DELETEs are free.
 PRICES_AS_OF = "2024, aws.amazon.com/s3/pricing, not checked against today's list"
@@ -134,10 +135,10 @@ def values_per_token(model: str) -> int:
     """Return how many values of KV a token has, by a model's config.json. Raises ConfigError."""
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     try:
-        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except OSError as e:
-        raise ConfigError(f"--model {model}: expected a config.json, or a folder with one: {e.strerror}") from e
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        config = msgspec.json.decode(read_text(path, "--model"), type=dict[str, Any])
+    except ConfigError as e:
+        raise ConfigError(f"{e}; expected a config.json, or a folder with one") from e
+    except msgspec.DecodeError as e:
         raise ConfigError(f"--model {model}: {path} is not a model's config.json: {e}") from e
     config = config.get("text_config", config)
     layers = _positive(config, path, "num_hidden_layers", "n_layer")

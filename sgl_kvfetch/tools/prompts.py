@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +26,7 @@ from sgl_kvfetch.tools.terminal import (
     option,
     show,
 )
+from sgl_kvfetch.user_files import environment_secret
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -216,7 +216,7 @@ def warm(
     prompts, server = _prompts_of(prompt, file, required=True), require_scheme(server).rstrip("/")
 
     async def send_all(store: Store) -> list[StoredPrompt]:
-        key = os.environ.get(API_KEY_ENV)
+        key = environment_secret(API_KEY_ENV)
         try:
             headers = {"Authorization": f"Bearer {key}"} if key else None
             async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session:

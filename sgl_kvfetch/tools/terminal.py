@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from rich.table import Table
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.sizes import UNITS
+from sgl_kvfetch.user_files import environment_secret, read_secret_lines
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -75,15 +75,12 @@ def read_token(token: str | None, token_file: Path | None) -> str | None:
     if token is not None and token_file is not None:
         raise ConfigError("give either --token or --token-file, not both")
     if token_file is not None:
-        try:
-            token = token_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"--token-file {token_file}: {e}") from e
+        token = "\n".join(read_secret_lines(token_file, "--token-file"))
         if not token:
             raise ConfigError(f"--token-file {token_file} is empty")
     if token == "":
         raise ConfigError("--token is empty")
-    return token or os.environ.get(TOKEN_ENV) or None
+    return token or environment_secret(TOKEN_ENV)
 
 
 def show(

@@ -179,7 +179,7 @@ async def test_a_replica_without_its_primary(
     await asyncio.to_thread(fail_over, primary, replica)
     primary.client.config_set("replica-serve-stale-data", "no")
     replica.kill()
-    await until(lambda: primary.client.info("replication")["master_link_status"] == "down")  # type: ignore[index]
+    await until(lambda: primary.client.info("replication")["master_link_status"] == "down")
     with pytest.raises(StoreError, match="a replica"):
         await pages.last_uses([SEGMENT.manifest.key])
     primary.promote()

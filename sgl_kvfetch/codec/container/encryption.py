@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from sgl_kvfetch.errors import ConfigError, CorruptError
+from sgl_kvfetch.user_files import read_secret_lines
 
 ENCRYPTED = "aes-256-gcm"  # what stands for the codec of encrypted chunks
 SALT_BYTES = 32
@@ -83,10 +84,7 @@ def read_encryption_keys(path: str | Path | None) -> EncryptionKeys | None:
     prints. Return None without a file. Raises ConfigError."""
     if path is None:
         return None
-    try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"encryption key file {path} cannot be read: {getattr(e, 'strerror', None) or e}") from e
+    lines = read_secret_lines(path, "encryption key file")
     found = [_LINE.fullmatch(line) for line in lines]
     keys = {match[1]: bytes.fromhex(match[2]) for match in found if match}
     if not keys or len(keys) < len(lines):

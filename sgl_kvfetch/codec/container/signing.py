@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.user_files import read_secret_lines
 
 _MAGIC = b"KVFS"
 _CONTEXT = b"sgl_kvfetch manifest\0"
@@ -58,14 +59,11 @@ def _signature(manifest: bytes, key: bytes) -> bytes:
 def read_manifest_keys(path: str | Path | None) -> ManifestKeys | None:
     """Read a file with a key on each line, such as ``openssl rand -hex 32`` prints. Return None without a file.
 
-    Raises ConfigError if it cannot be read, has no key, or has one of fewer than 32 characters.
+    Raises ConfigError if it cannot be read, has no key, or has one that is not 32 or more printable ASCII characters.
     """
     if path is None:
         return None
-    try:
-        keys = [line.strip() for line in Path(path).read_bytes().splitlines() if line.strip()]
-    except OSError as e:
-        raise ConfigError(f"manifest key file {path} cannot be read: {e.strerror or e}") from e
+    keys = [line.encode() for line in read_secret_lines(path, "manifest key file")]
     if not keys or min(map(len, keys)) < _LEAST_KEY_CHARS:
         raise ConfigError(
             f"manifest key file {path}: expected keys of {_LEAST_KEY_CHARS} or more characters, one a line"

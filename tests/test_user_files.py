@@ -1,0 +1,116 @@
+"""Files that users write: an editor may put a byte order mark before them, or characters that nobody sees into them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.codec.container.encryption import read_encryption_keys
+from sgl_kvfetch.codec.container.signing import ManifestKeys, read_manifest_keys
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.plane.config import TOKEN_ENV, parse_config
+from sgl_kvfetch.prompts import read_prompts, read_texts
+from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.tokens import Role, TokenFile
+from sgl_kvfetch.stores.redis_index import PASSWORD_ENV
+from sgl_kvfetch.stores.remote import TlsFiles
+from sgl_kvfetch.tools.estimate import values_per_token
+from sgl_kvfetch.tools.terminal import read_token
+from sgl_kvfetch.user_files import environment_secret
+
+KEY = "0f" * 32
+TOKEN = "s3cret-Zq7"
+MODEL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
+MARK = "\ufeff"
+INVISIBLE = "\u200b"  # a space of no width, as web pages have them
+
+
+def _verifies(path: Path) -> bool:
+    manifest, keys = b"a manifest", read_manifest_keys(path)
+    assert keys is not None
+    trailer = ManifestKeys([KEY.encode()]).sign(manifest)[len(manifest) :]
+    return keys.is_signed(manifest, trailer[4:])
+
+
+def _encrypts(path: Path) -> bool:
+    keys = read_encryption_keys(path)
+    return keys is not None and keys.first == "name"
+
+
+READERS: dict[str, tuple[str, Callable[[Path], object], object]] = {
+    "one token": (TOKEN, lambda path: TokenFile(path).role_of(f"Bearer {TOKEN}"), Role.ADMIN),
+    "tokens": (f"read {TOKEN}\n", lambda path: TokenFile(path).role_of(f"Bearer {TOKEN}"), Role.READ),
+    "a client's token": (f"{TOKEN}\r\n", lambda path: read_token(None, path), TOKEN),
+    "manifest keys": (f"{KEY}\r\n", _verifies, True),
+    "encryption keys": (f"name {KEY}\r\n", _encrypts, True),
+    "a text": ("hello", read_texts, ["hello"]),
+    "prompts": ('{"prompt": [1, 2]}\n', read_prompts, [[1, 2]]),
+    "a model": (json.dumps(MODEL), lambda path: values_per_token(str(path)), 2 * 2 * 4 * 64),
+}
+
+
+@pytest.mark.parametrize("what", READERS)
+def test_a_byte_order_mark_is_not_part_of_the_content(what: str, tmp_path: Path) -> None:
+    text, read, expected = READERS[what]
+    file = tmp_path / "file.jsonl" if what == "prompts" else tmp_path / "file"
+    for mark in ("", MARK):
+        file.write_bytes((mark + text).encode())
+        assert read(file) == expected
+
+
+@pytest.mark.parametrize("what", ["one token", "tokens", "a client's token", "manifest keys", "encryption keys"])
+@pytest.mark.parametrize("bad", [INVISIBLE, "\u00e9", "\x07", f"{MARK}"], ids=ascii)
+def test_secrets_are_printable_ascii(what: str, bad: str, tmp_path: Path) -> None:
+    """The error says where, and quotes nothing of the secret."""
+    text, read, _ = READERS[what]
+    file = tmp_path / "file"
+    words = text.split()
+    file.write_text("\n" + " ".join([*words[:-1], words[-1][:3] + bad + words[-1][3:]]), encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"{file}.*line 2.*printable ASCII") as caught:
+        read(file)
+    assert words[-1][3:] not in str(caught.value)
+
+
+@pytest.mark.parametrize("what", READERS)
+def test_other_encodings_are_named(what: str, tmp_path: Path) -> None:
+    """PowerShell's ``>`` writes UTF-16."""
+    text, read, _ = READERS[what]
+    file = tmp_path / "file"
+    file.write_text(text, encoding="utf-16")
+    with pytest.raises(ConfigError, match="UTF-8") as caught:
+        read(file)
+    assert TOKEN not in str(caught.value)
+
+
+def test_comments_may_have_other_characters(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(f"{MARK}# f\u00fcr Leser\nread s3cret\n", encoding="utf-8")
+    assert TokenFile(file).role_of("Bearer s3cret") == Role.READ
+
+
+def test_a_servers_own_token_is_printable_ascii() -> None:
+    with pytest.raises(ConfigError, match="printable ASCII"):
+        ServerConfig(Path("/store"), token="s3cret" + INVISIBLE)
+
+
+def test_secrets_of_the_environment_are_stripped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes passes on the line's end of ``echo secret | base64``."""
+    for name in (TOKEN_ENV, PASSWORD_ENV):
+        monkeypatch.setenv(name, " s3cret\r\n")
+        assert environment_secret(name) == "s3cret"
+        monkeypatch.setenv(name, "\n")
+        assert environment_secret(name) is None
+    assert parse_config({"store": "http://store:8700"}, {TOKEN_ENV: "s3cret\n"}).token == "s3cret"
+    monkeypatch.setenv(TOKEN_ENV, "s3cret\n")
+    assert read_token(None, None) == "s3cret"
+
+
+def test_a_ca_file_with_a_byte_order_mark_is_an_error(tmp_path: Path) -> None:
+    """OpenSSL finds no certificate in it."""
+    file = tmp_path / "ca.pem"
+    file.write_text(f"{MARK}-----BEGIN CERTIFICATE-----\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="TLS file"):
+        TlsFiles(str(file)).context()
