@@ -22,6 +22,7 @@ from typing import Any, Self
 import redis
 
 from harness.engine import free_port
+from harness.streams import StreamServer, relay
 from harness.waiting import polls
 
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -111,52 +112,20 @@ def fail_over(primary: RedisProcess, replica: RedisProcess) -> None:
     primary.replicate(replica)
 
 
-class RedisService:
-    """A context manager: a loopback address that leads each new connection to one server, and leaves open connections
-    where they are, as a Kubernetes Service or a managed Redis's primary endpoint does. Belongs to one event loop."""
+class RedisService(StreamServer):
+    """A loopback address that leads each new connection to one server, and leaves open connections where they are, as a
+    Kubernetes Service or a managed Redis's primary endpoint does."""
 
     def __init__(self, target: RedisProcess) -> None:
+        super().__init__()
         self._target = target
-        self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
-        self.num_connections = 0  # since the start
-        self.url = ""
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
 
     def lead_to(self, target: RedisProcess) -> None:
         self._target = target
 
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.url = f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._server is not None
-        self._server.close()
-        for connection in self._connections:
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-        await self._server.wait_closed()
-
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_connections += 1
-        connection = asyncio.create_task(self._connect(reader, writer))
-        self._connections.add(connection)
-        connection.add_done_callback(self._connections.discard)
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer):
-            their_reader, their_writer = await asyncio.open_connection("127.0.0.1", self._target.port)
-            with contextlib.closing(their_writer):
-                await asyncio.gather(_pipe(reader, their_writer), _pipe(their_reader, writer))
-
-
-async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy until the sender ends. Then close the other connection, too."""
-    with contextlib.suppress(OSError):
-        while piece := await reader.read(1 << 16):
-            writer.write(piece)
-            await writer.drain()
-    writer.close()
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await relay("127.0.0.1", self._target.port, reader, writer)

@@ -33,6 +33,7 @@ from sgl_kvfetch.stores.http_answers import (
     take_range,
 )
 from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
+from sgl_kvfetch.stores.proxies import environment_proxy
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore
 
 T = TypeVar("T")
@@ -64,6 +65,8 @@ class HttpStore(RemoteStore):
         if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
             raise ConfigError("the token is not allowed: expected printable ASCII without spaces around it")
         super().__init__(url, options)
+        proxy = environment_proxy(parts.scheme)
+        self._proxy = proxy.url if proxy and proxy.leads_to(parts.hostname) else None
         self._tls = self.options.tls.context() if self.options.tls and parts.scheme == "https" else True
         self._headers = {"Accept-Encoding": "identity"}
         if token is not None:
@@ -282,6 +285,7 @@ class HttpStore(RemoteStore):
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 read_bufsize=1 << 20,
+                proxy=self._proxy,
             )
         if body is not None:
             headers = {**(headers or {}), "Content-Length": str(len(body))}

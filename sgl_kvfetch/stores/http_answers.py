@@ -38,6 +38,8 @@ def client_errors(what: str) -> Iterator[None]:
         yield
     except (aiohttp.ConnectionTimeoutError, aiohttp.SocketTimeoutError) as e:
         raise StoreError("timeout", f"{what}: no connection in time: {_text(e)}", retriable=True) from e
+    except aiohttp.ClientProxyConnectionError as e:
+        raise StoreError("refused", f"{what}: the environment's proxy: {_text(e)}", retriable=True) from e
     except aiohttp.ClientConnectorError as e:
         raise StoreError("refused", f"{what}: {_text(e)}", retriable=True) from e
     except _BROKEN as e:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from sgl_kvfetch.stores.base import Lookup, ObjectInfo, is_namespace, object_dig
 from sgl_kvfetch.stores.by_name import lookup_by_name
 from sgl_kvfetch.stores.http_answers import status_error
 from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
+from sgl_kvfetch.stores.proxies import environment_proxy
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ _LISTED_AT_ONCE = 1000
 _DELETED_AT_ONCE = 1000  # the most that one request may name
 _MAX_REPLACES = 4
 _PINS = ".kvfetch-pins"  # no object's name: listings leave them out
+_ENDPOINT = re.compile(r"(aws_)?endpoint(_url)?(_s3)?")  # as obstore's config and the environment call it
 _WRONG_TAG = f'"{"0" * 32}"'
 _PROBE = b"made to find out whether this server supports If-Match"
 _NO_IF_MATCH = "the server does not support If-Match on PUT"
@@ -80,7 +83,7 @@ class S3Store(RemoteStore):
                 bucket,
                 prefix=prefix or None,
                 config=cast(Any, dict(config or {})),
-                client_options=_client_options(self.options),
+                client_options=_client_options(self.options, _endpoint_scheme(config or {})),
                 retry_config={
                     "max_retries": self.options.max_attempts - 1,
                     "retry_timeout": timedelta(seconds=self.options.timeout_s),
@@ -335,13 +338,23 @@ def _parse_url(url: str) -> tuple[str, str]:
     return parts.netloc, parts.path.strip("/")
 
 
-def _client_options(options: HttpOptions) -> ClientConfig:
+def _endpoint_scheme(config: Mapping[str, Any]) -> str:
+    """Return the scheme of the endpoint that the config or the environment names; without one, it is Amazon's."""
+    settings = [*os.environ.items(), *config.items()]
+    endpoints = [str(value) for key, value in settings if _ENDPOINT.fullmatch(key.lower()) and value]
+    return urlsplit(endpoints[-1]).scheme if endpoints else "https"
+
+
+def _client_options(options: HttpOptions, scheme: str) -> ClientConfig:
     client: ClientConfig = {
         "allow_http": True,  # only an endpoint that the user wrote as http:// is one
         "connect_timeout": timedelta(seconds=options.connect_timeout_s),
         # A call has its own deadline. This one is for the longest.
         "timeout": timedelta(seconds=options.timeout_s + options.max_object_bytes / options.min_bytes_per_s),
     }
+    if proxy := environment_proxy(scheme):
+        client["proxy_url"] = proxy.url
+        client["proxy_excludes"] = ",".join(proxy.excluded)
     if options.tls is not None and options.tls.cert is not None:
         raise ConfigError("a client's certificate is for https:// stores; s3:// stores have credentials")
     if options.tls is not None and options.tls.ca is not None:
