@@ -34,6 +34,7 @@ from benchmarks.heads import make_heads
 from benchmarks.machine import machine
 from benchmarks.processes import peak_rss_bytes
 from benchmarks.report import make_parser, make_table, output_file, settings, whole_number, write_json
+from harness.children import end_children_on_signals
 from harness.small_segments import page_hashes
 from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -80,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure_beside(kind: str, num_lookups: int, at_once: int) -> Row:
     """Start a store and a reader."""
+    end_children_on_signals()
     spawn = get_context("spawn")
     ours, theirs = spawn.Pipe()
     store = spawn.Process(target=_serve, args=(kind, theirs), daemon=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from harness.children import start_child
 from harness.engine import free_port
 from harness.s3_server import ACCESS_KEY, SECRET_KEY, make_bucket, s3_config, wait_until_it_answers
 from harness.waiting import WAIT_S
@@ -115,7 +116,7 @@ class CephProcess:
 
     def _spawn(self, *command: str) -> subprocess.Popen[bytes]:
         with self.log_path.open("ab") as log:
-            return subprocess.Popen(command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            return start_child(command, env=self._env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def start_gateway(self) -> None:
         """Start the gateway, and wait until it answers. Raises RuntimeError, with the log, if it does not."""

@@ -24,6 +24,7 @@ from typing import Any, Self
 
 import torch
 
+from harness.children import start_child
 from harness.waiting import WAIT_S, polls
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ class SGLangServer:
         """Start the server and wait until it answers ``/health``. If this raises, nothing is left running."""
         assert self._process is None, "already started"
         with open(self.log_path, "wb") as log:
-            self._process = subprocess.Popen(
+            self._process = start_child(
                 self.command,
                 cwd=self._directory.name,
                 env=self._env,

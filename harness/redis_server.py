@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import redis
 
+from harness.children import start_child
 from harness.engine import free_port
 from harness.streams import StreamServer, relay
 from harness.waiting import polls
@@ -60,7 +61,7 @@ class RedisProcess:
         assert REDIS is not None, REDIS_MISSING
         assert self._process is None, "already started"
         Path(self._folder.name, "nodes.conf").unlink(missing_ok=True)  # a cluster's, of a server that was killed
-        self._process = subprocess.Popen(
+        self._process = start_child(
             [REDIS, *self._args, "--dir", self._folder.name], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
         self._wait_for(self.client.ping)

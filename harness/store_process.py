@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from harness.children import start_child
 from harness.engine import free_port
 from harness.waiting import WAIT_S, polls
 
@@ -58,7 +59,8 @@ class StoreProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.require_running()
+            if not isinstance(error, KeyboardInterrupt):  # then all children were killed
+                self.require_running()
         finally:
             self.stop()
             self._log.close()
@@ -107,7 +109,7 @@ class StoreProcess:
     def launch(self) -> None:
         """Start the store's process without waiting until it answers."""
         assert self._process is None, "already started"
-        self._process = subprocess.Popen(
+        self._process = start_child(
             self._args,
             stdin=subprocess.DEVNULL,
             stdout=self._log,

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from harness.children import start_child
 from harness.engine import free_port
 from harness.s3_server import ACCESS_KEY, SECRET_KEY, make_bucket, s3_config, wait_until_it_answers
 
@@ -44,7 +45,7 @@ class SwiftProcess:
         log_path = Path(self._folder.name, "log")
         args = [self._folder.name, str(self._port), ACCESS_KEY, SECRET_KEY]
         with log_path.open("wb") as log:
-            self._process = subprocess.Popen(
+            self._process = start_child(
                 [sys.executable, "-m", "harness.swift_app", *args], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         if not wait_until_it_answers(f"{self.config['endpoint']}/info", self._process):

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 
+from harness.children import end_children_on_signals
+
 _CPU_S = 5
 _WALL_S = 120  # only for what waits: the machine may be busy
 _MEMORY_BYTES = 512 << 20
@@ -34,6 +36,7 @@ def passes(code: str, tests: str) -> bool:
 
     Raises OSError where the system gives no network namespace: the code does not run then.
     """
+    end_children_on_signals()
     done = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
         child = subprocess.Popen(

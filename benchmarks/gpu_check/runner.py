@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.gpu_check.record import Outcome
 from benchmarks.gpu_check.steps import Step
+from harness.children import start_child
 
 _END_S = 20.0  # for a step to clean up after its time limit; an interpreter takes seconds on a busy machine
 _TAIL_LINES = 30
@@ -41,7 +42,7 @@ def run_step(step: Step, folder: Path, limit_s: float) -> Result:
     found_path, log_path = folder / f"{step.name}.json", folder / f"{step.name}.log"
     started_s = time.monotonic()
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
+        process = start_child(
             [sys.executable, "-m", "benchmarks.gpu_check.step", step.runs, str(found_path)],
             stdin=subprocess.DEVNULL,
             stdout=log,

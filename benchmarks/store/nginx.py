@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from harness.children import start_child
 from harness.engine import free_port
 
 _START_S = 10.0
@@ -62,7 +63,7 @@ class NginxProcess:
         self._command = [binary, "-p", str(folder), "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")]
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
+        self._process = start_child(self._command, stdin=subprocess.DEVNULL)
         try:
             self._wait()
         except BaseException:

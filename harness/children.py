@@ -1,0 +1,60 @@
+"""Ends what this process has started when it is asked to end: Python runs no ``finally`` for SIGTERM, and a server in a
+session of its own sees no Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_before: dict[int, Any] = {}  # the handlers that ours took the place of
+
+
+def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process that ends with this one, as `end_children_on_signals` says. ``options``: those of Popen."""
+    end_children_on_signals()
+    return subprocess.Popen(command, **options)
+
+
+def end_children_on_signals() -> None:
+    """On SIGTERM and SIGINT, kill all descendants of this process first. Then do what would have been done before; for
+    SIGTERM, where that was to end at once, raise KeyboardInterrupt, so that temporary folders are removed.
+
+    Does nothing in other threads than the main one, which alone may set handlers, and for signals that are ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in _SIGNALS:
+        before = signal.getsignal(number)
+        if before not in (_end, signal.SIG_IGN):
+            _before[number] = before
+            signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    _kill_descendants()
+    before = _before[number]
+    if callable(before):
+        before(number, frame)
+        return
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _kill_descendants() -> None:
+    found: set[psutil.Process] = set()
+    # Stop them before one is killed: what a stopped process has started stays its child, and it starts no more.
+    while new := set(psutil.Process().children(recursive=True)) - found:
+        for process in new:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+        found |= new
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
