@@ -145,6 +145,7 @@ def read_values(
             if codec == "ladder":
                 assert layout == "coefficients"
                 finer = [next(pieces) for pieces in digits]
+                assert bitstream[0] == 1 + len(coding.get("levels", ())) + coding.get("num_dropped", 0)
                 part = unladder([bitstream, *(piece for piece, _ in finer)], *cell.shape(space, layout))
                 decoded = finer[-1][1] if finer else decoded
             elif layout:

@@ -57,6 +57,19 @@ def test_verify_reads_all_levels(root: Path, level: int) -> None:
     assert kvfetch("verify", str(root)).exit_code == 1
 
 
+def test_verify_finds_levels_that_a_manifest_hides(root: Path) -> None:
+    """A store, or whoever may write, leaves out the last level and does not say so."""
+    manifest = segment().manifest
+    (variant,) = manifest.variants
+    hidden = msgspec.structs.replace(variant, levels=variant.levels[:-1])
+    hiding = msgspec.structs.replace(manifest, variants=(hidden,))
+    (root / manifest.key.manifest_name).write_bytes(hiding.encode())
+    (root / manifest.data_name(manifest.levels[-1])).unlink()
+    result = kvfetch("verify", str(root))
+    assert result.exit_code == 1
+    assert f"ladder has {LEVELS} levels, expected the manifest's {LEVELS - 1}" in result.output
+
+
 def test_encode_makes_other_variants_of_all_levels_and_back(root: Path) -> None:
     result = kvfetch("encode", str(root), "--codec", "zstd", "--once", "--grace", "0")
     assert result.exit_code == 0, result.output

@@ -53,14 +53,16 @@ def encode_ladder(
 
 
 def decode_ladder(
-    bitstreams: Sequence[bytes | memoryview], shape: PictureShape, *, is_portable: bool = False
+    bitstreams: Sequence[bytes | memoryview], num_levels: int, shape: PictureShape, *, is_portable: bool = False
 ) -> torch.Tensor:
-    """Return the frames of ``shape`` that the first levels decode to. Raises CorruptError."""
+    """Return the frames of ``shape`` that the first of ``num_levels`` levels decode to. Raises CorruptError, also if
+    they were encoded in another number of levels: the values would pass for finer or coarser than they are."""
     num_frames, height, tokens = shape
     assert height == 1
-    num_levels, kept, wide, coded = _read_header(bitstreams[0], num_frames * PLANES)
-    if len(bitstreams) > num_levels:
-        raise CorruptError(f"ladder has {num_levels} levels, expected {len(bitstreams)}")
+    assert 1 <= len(bitstreams) <= num_levels
+    found, kept, wide, coded = _read_header(bitstreams[0], num_frames * PLANES)
+    if found != num_levels:
+        raise CorruptError(f"ladder has {found} levels, expected the manifest's {num_levels}")
     far, tables = _far_rows(wide, num_levels), static_tables(is_portable)
     coarse = torch.empty((kept + len(far), tokens), dtype=torch.uint8)
     fill(tables, coded, kept + len(far), tokens, coarse)

@@ -343,7 +343,8 @@ class SegmentReader:
         integers = self.manifest.integers_shape(cell, part.layout)
         shape = layout.num_frames(integers), layout.height, layout.width
         if coded.row.codec == LADDER:
-            frames = decode_ladder([each.bitstream for each in (coded, *coded.levels)], shape)
+            bitstreams = [each.bitstream for each in (coded, *coded.levels)]
+            frames = decode_ladder(bitstreams, self.num_levels + self.levels_left_out, shape)
             return DecodedFrames(frames, frames)
         if decoder := decoders.get(coded.row.codec):
             num_integers = prod(integers) if layout.begins_with(integers) else None

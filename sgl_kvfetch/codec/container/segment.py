@@ -286,7 +286,8 @@ def _with_levels(
     chunks = []
     for count, bitstream in enumerate(bitstreams, 1):
         shape_of_frames = len(frames), *frames.shape[2:]
-        decoded = frames if count == len(bitstreams) else decode_ladder(bitstreams[:count], shape_of_frames)
+        is_whole = count == len(bitstreams)
+        decoded = frames if is_whole else decode_ladder(bitstreams[:count], len(bitstreams), shape_of_frames)
         content = layout.from_frames(decoded, shape).numpy().tobytes()
         chunks.append(CodedChunk(Chunk.of(LADDER if count == 1 else DIGITS, bitstream, content), bitstream, None))
     return chunks[0]._replace(levels=tuple(chunks[1:]))

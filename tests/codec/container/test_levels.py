@@ -117,12 +117,27 @@ def test_the_integers_of_each_prefix_have_a_checksum() -> None:
 
 def test_a_segment_without_its_last_level_is_a_coarser_one() -> None:
     dropped = CodedSegment(
-        changed(segment().manifest, *segment().manifest.levels[:-1]),
+        msgspec.structs.replace(segment().manifest, variants=(segment().manifest.variants[0].with_levels(LEVELS - 2),)),
         segment().data,
         level_data=segment().level_data[:-1],
     )
     for a, b in zip(cells(dropped), cells(segment(), LEVELS - 1), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(("num_levels", "num_dropped"), [(LEVELS - 1, 0), (1, 0), (1, 1), (LEVELS, 1)])
+def test_a_manifest_that_lacks_levels_and_does_not_say_so_is_refused(num_levels: int, num_dropped: int) -> None:
+    """Its values would count as finer than they are."""
+    (variant,) = segment().manifest.variants
+    lying = msgspec.structs.replace(variant.with_levels(num_levels - 1), num_dropped=num_dropped)
+    manifest = decode_manifest(msgspec.structs.replace(segment().manifest, variants=(lying,)).encode())
+    named = num_levels + num_dropped
+    for read in range(1, num_levels + 1):
+        reader = SegmentReader(manifest, KLT, num_levels=read)
+        data = reader.cell_data(next(manifest.cells()), [segment().data, *segment().level_data][:read])
+        for decode in (reader.decode_cell, reader.decode_frames):
+            with pytest.raises(CorruptError, match=f"ladder has {LEVELS} levels, expected the manifest's {named}"):
+                decode(next(manifest.cells()), data)
 
 
 @pytest.mark.parametrize("num_pages", [1, 2])
