@@ -52,10 +52,12 @@ from .container.manifest import (
     may_lose_levels as may_lose_levels,
     require_rewritable as require_rewritable,
     split_signature as split_signature,
+    whole_of as whole_of,
     without_last_level as without_last_level,
 )
 from .container.merge import merge_segments as merge_segments
 from .container.pages import Pages as Pages, QuantisedPages as QuantisedPages, RawPages as RawPages
+from .container.partial import is_part as is_part, part_with as part_with
 from .container.reader import (
     CellFrames as CellFrames,
     CodedChunk as CodedChunk,

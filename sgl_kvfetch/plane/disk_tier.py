@@ -15,10 +15,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
 import xxhash
 
-from sgl_kvfetch.codec import Level, Manifest, Variant, decode_manifest
+from sgl_kvfetch.codec import (
+    MAX_MANIFEST_BYTES,
+    Level,
+    Manifest,
+    Variant,
+    decode_manifest,
+    part_with,
+    split_signature,
+    whole_of,
+)
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.side_by_side import Tasks
@@ -32,6 +40,7 @@ _READ_S = 1.0  # a disk that takes longer to answer counts as broken
 _KNOWN_BYTES = 8 << 20  # of manifests that lookups returned, as stored; decoded they take seven times as much
 _MAX_FILLS = 64  # at a time; each may have two files open
 _DISK_CALLS = 2  # at a time, so that the local store has threads left for reads
+_ROOM_BYTES = 256  # of a manifest, for what comes with another one inside it
 _VERDICTS = frozenset({"invalid", "unauthorised"})  # the store's own answers, not failures of the store
 
 
@@ -352,22 +361,20 @@ class Filler:
         """A local store demands all data that a manifest names, so leave out the variants and levels that nobody has
         read, and side pages, which are not kept."""
         manifest = data.manifest
-        here = []
-        for variant in manifest.variants:
-            if await self._is_here(manifest, variant):
-                levels = variant.levels
-                count = 0
-                while count < len(levels) and await self._is_here(manifest, levels[count]):
-                    count += 1
-                here.append(variant.with_levels(count))
-        if not here:
+        names = [manifest.data_name(rows) for variant in manifest.variants for rows in variant.objects]
+        part = part_with(manifest, {name for name in names if await self._disk.head(name) is not None})
+        if part is None:
             return  # a level came first
-        partial = msgspec.structs.replace(manifest, variants=tuple(here), sides=())
-        stored = data.stored if partial == manifest else partial.encode()
+        stored = data.stored if part == manifest else _encode_part(part, whole_of(data.stored) or data.stored)
         await self._disk.put(manifest.key.manifest_name, stored)
 
-    async def _is_here(self, manifest: Manifest, rows: Variant | Level) -> bool:
-        return await self._disk.head(manifest.data_name(rows)) is not None
+
+def _encode_part(part: Manifest, whole: bytes) -> bytes:
+    """Return the bytes of a part of a stored manifest, with that manifest if it is signed: its readers want to see the
+    signature. Without it if both would be too large: then readers with a key miss the segment."""
+    is_signed = bool(split_signature(whole)[1])
+    alone = part.encode()
+    return part.encode(whole) if is_signed and len(alone) + len(whole) <= MAX_MANIFEST_BYTES - _ROOM_BYTES else alone
 
 
 def _give_up(fill: _Fill) -> None:

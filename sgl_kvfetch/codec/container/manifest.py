@@ -212,6 +212,16 @@ class _Body(msgspec.Struct, frozen=True, omit_defaults=True):
     labels: Labels | None = None  # since version 2.2
 
 
+class _PartBody(_Body, frozen=True, omit_defaults=True, kw_only=True):
+    whole: bytes
+
+
+class _Whole(msgspec.Struct):
+    """Of a body, the manifest that it is a part of. Whoever decodes it as a `_Body` ignores that."""
+
+    whole: bytes = b""
+
+
 class _Encrypted(msgspec.Struct):
     encryption: Encryption | None = None
 
@@ -226,6 +236,7 @@ class _Encryptions(msgspec.Struct):
 # msgspec looks at a type's annotations when it first decodes one, and crashes the process (in version 0.22) if another
 # thread decodes one meanwhile. So it is made to look here, before there are threads.
 _bodies = msgspec.msgpack.Decoder(_Body)
+_wholes = msgspec.msgpack.Decoder(_Whole)
 _encryptions = msgspec.msgpack.Decoder(_Encryptions)
 tables = msgspec.msgpack.Decoder(Table)
 msgspec.msgpack.Decoder(Namespace)
@@ -402,12 +413,16 @@ class Manifest(msgspec.Struct, frozen=True):
         """The size of these pages in all of SGLang's pools."""
         return self.kv_bytes + sum(page.num_bytes for side in self.sides for page in side.pages)
 
-    def encode(self) -> bytes:
-        """Return the manifest's bytes. Raises FormatError if readers would refuse them, signed, for their number."""
+    def encode(self, whole: bytes = b"") -> bytes:
+        """Return the manifest's bytes. Raises FormatError if readers would refuse them, signed, for their number.
+
+        ``whole``: a stored manifest that this one is a part of. It goes along, and `whole_of` returns it (`partial`).
+        """
         assert not self.ciphers, "an opened manifest is not what is stored"
         labels = None if self.labels == Labels() else self.labels
         changed = {"namespace": asdict(self.namespace), "page_hashes": b"".join(self.page_hashes), "labels": labels}
-        body = _Body(**{name: getattr(self, name) for name in _Body.__struct_fields__} | changed)
+        values = {name: getattr(self, name) for name in _Body.__struct_fields__} | changed
+        body = _PartBody(**values, whole=whole) if whole else _Body(**values)
         packed = msgspec.msgpack.encode(body)
         # The lowest version that has its fields.
         lost = any(variant.num_dropped for variant in self.variants)
@@ -467,6 +482,15 @@ def encryption_keys_of(data: bytes) -> set[str]:
         raise FormatError(f"manifest's body is malformed: {e}") from e
     found = [each.encryption for each in (*body.variants, *body.sides)]
     return {each.key for each in found if each} if all(found) else set()
+
+
+def whole_of(data: bytes) -> bytes:
+    """Return the stored manifest that a manifest without a signature is a part of; b"" if it says none. Verifies
+    nothing."""
+    try:
+        return _wholes.decode(memoryview(data)[_HEADER.size : -CHECKSUM_BYTES]).whole
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return b""
 
 
 def require_rewritable(data: bytes) -> None:
