@@ -220,14 +220,17 @@ class SGLangServer:
         temperature: float = 0.0,
         logprobs: bool = False,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         **sampling: Any,
     ) -> Generation:
-        """Generate from a text or from token ids, greedily by default. ``sampling`` holds more sampling parameters."""
+        """Generate from a text or from token ids, greedily by default. ``adapter`` is the name of a LoRA adapter that
+        the server has; ``sampling`` holds more sampling parameters."""
         assert (prompt is None) != (input_ids is None), "give either a prompt or input_ids"
         params = {"max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True}
         body: dict[str, Any] = {"sampling_params": params | sampling, "return_logprob": logprobs, "stream": True}
         body |= {"text": prompt} if prompt is not None else {"input_ids": list(input_ids or ())}
         body |= {} if cache_salt is None else {"cache_salt": cache_salt}
+        body |= {} if adapter is None else {"lora_path": adapter}
         answer, ttft_s = self._last_event("/generate", body)
         meta = answer["meta_info"]
         return Generation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,28 @@ def make_tiny_mellum(directory: Path, window: int) -> Path:
         torch.manual_seed(0)
         MellumForCausalLM(config).float().save_pretrained(directory)
     _save_tokenizer(directory, config.vocab_size)
+    return directory
+
+
+def make_adapter(directory: Path, model: Path, seed: int, rank: int = 4) -> Path:
+    """Write a random LoRA adapter of all attention projections of the model in ``model``, in PEFT's format; return its
+    directory. Its weights are large enough that answers depend on it."""
+    from safetensors.torch import load_file, save_file
+
+    projections = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        if layer.rpartition(".")[2] in projections:
+            rows, columns = weight.shape
+            for matrix, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+                values = 0.2 * torch.randn(shape, generator=generator)
+                weights[f"base_model.model.{layer}.lora_{matrix}.weight"] = values
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": projections}
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
 
 

@@ -11,7 +11,6 @@ from sgl_kvfetch.codec import require_targets
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plane import check_files, parse_config
 from sgl_kvfetch.plugin.hooks import BACKEND
-from sgl_kvfetch.plugin.namespace import LORA_NEEDS_MODEL_ID
 from sgl_kvfetch.plugin.register import needed_scopes
 from sgl_kvfetch.plugin.seams import check_seams
 from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS, installed_version
@@ -36,8 +35,6 @@ def check_launch(server_args: Any) -> None:
     _check_environment(is_device_mode=not server_args.enable_hierarchical_cache)
     extra, _ = read_extra_config(server_args.hicache_storage_backend_extra_config)
     config = parse_config(extra)
-    if (server_args.enable_lora or server_args.lora_paths) and config.model_id is None:
-        raise UnsupportedError(LORA_NEEDS_MODEL_ID)
     check_files(config)
     if config.profile is not None:
         # Load no tensors: SGLang forks after this, and whatever makes torch start threads here hangs in the children.

@@ -24,6 +24,7 @@ from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.labels import Labels, label_of_klt, label_of_model
 from sgl_kvfetch.plane import KVFetchConfig, config_quantiser
+from sgl_kvfetch.plugin.adapters import require_named_adapters
 from sgl_kvfetch.plugin.weight_updates import require_known_weights
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
@@ -35,11 +36,6 @@ _ELSEWHERE = {
     "remote": "takes the weights from elsewhere",
     "remote_instance": "takes the weights from another server",
 }
-LORA_NEEDS_MODEL_ID = (
-    "LoRA needs model_id in the kvfetch config: SGLang identifies adapters by their names and paths, so an adapter "
-    "that is trained again in the same place would get the KV cache of the old one. Change model_id whenever you "
-    "change an adapter"
-)
 # Flags that change the values of K and V, besides the weights.
 # All fields of the group ``model`` count except these. So a field that another SGLang adds counts until it is known.
 IRRELEVANT = frozenset(
@@ -75,6 +71,11 @@ IRRELEVANT = frozenset(
         # A flag of the draft model, which is in ``DRAFT``.
         "decrypted_draft_config_file",
     }
+)
+# Models that make their rotary embedding for ``--context-length``. With some kinds of scaling, K depends on that. Other
+# models make it for the length in their config.
+READ_CONTEXT_LENGTH = frozenset(
+    {"Grok1ForCausalLM", "Grok1ModelForCausalLM", "MiMoV2ForCausalLM", "MiMoV2FlashForCausalLM"}
 )
 # Of the other groups, only these fields count. Kernels and parallelism change nothing but the rounding.
 RELEVANT = (
@@ -118,6 +119,14 @@ FILES = frozenset(
     }
 )
 JSON_TEXTS = frozenset({"json_model_override_args", "model_loader_extra_config"})
+# Values that do what the default does. What a KV cache without quantisation holds is in the namespace already.
+LIKE_THE_DEFAULT = {
+    "load_format": {"safetensors", "fastsafetensors", "instanttensor", "runai_streamer"},
+    "model_impl": {"sglang"},
+    "kv_cache_dtype": {"bf16", "bfloat16"},
+}
+# Keys of ``model_loader_extra_config`` that say how fast the weights are read.
+LOADER_SPEED = frozenset({"enable_multithread_load", "num_threads", "concurrency", "memory_limit", "distributed"})
 
 
 def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeometry, first_layer: int) -> Quantiser:
@@ -185,9 +194,10 @@ def engine_heads(
     identifies the pages of the rank's side pools.
 
     Reads the weights of the model unless ``model_id`` is set. Raises UnsupportedError if nothing identifies the
-    weights, or if ``model_id`` is the name of weights that the server had before.
+    weights or LoRA adapters, or if ``model_id`` is the name of weights that the server had before.
     """
     require_known_weights(config.model_id)
+    require_named_adapters()
     name = f"id:{config.model_id}" if config.model_id is not None else f"weights:{_weights_digest()}"
     num_heads = 1 if storage_config.is_mla_model else _model_heads(geometry.num_heads, storage_config.tp_size)
     namespace = Namespace(
@@ -230,11 +240,9 @@ def _model_heads(rank_heads: int, tp_size: int) -> int:
 
 def _weights_digest() -> str:
     """Return the fingerprint of the loaded weights. Raises UnsupportedError if the model's files do not give it."""
-    from sglang.srt.runtime_context import get_lora, get_model
+    from sglang.srt.runtime_context import get_model
 
     model = get_model()
-    if get_lora().enable_lora:
-        raise UnsupportedError(LORA_NEEDS_MODEL_ID)
     _require_own_files("--load-format", model.load_format)
     if model.weight_cache_mode == "client":
         raise UnsupportedError(
@@ -309,10 +317,39 @@ def _changed_flags(counts: Callable[[str, str], bool]) -> Iterator[tuple[str, An
         group = groups[field.name]
         if not counts(group, field.name):
             continue
-        value = _comparable(field.name, _resolved(group, field.name))
         default = field.default_factory() if callable(field.default_factory) else field.default
-        if value != _comparable(field.name, default):
+        found = _resolved(group, field.name)
+        if isinstance(found, str) and found in LIKE_THE_DEFAULT.get(field.name, ()):
+            continue
+        value = _comparable(field.name, found)
+        if value != _comparable(field.name, default) and _matters(field.name):
             yield field.name, value
+
+
+def _matters(name: str) -> bool:
+    """Return whether this flag, which is not at its default, changes K or V of the engine's model."""
+    if name == "context_length":
+        return _reads_context_length()
+    return name != "trust_remote_code" or not _is_sglangs_own()
+
+
+def _reads_context_length() -> bool:
+    """Return whether K may depend on ``--context-length``: in the models of ``READ_CONTEXT_LENGTH``, and in a draft model,
+    whose own length SGLang may set to it."""
+    from sglang.srt.runtime_context import get_spec, process_model_config
+
+    architectures = process_model_config().hf_config.architectures or ()
+    return get_spec().speculative_draft_model_path is not None or not READ_CONTEXT_LENGTH.isdisjoint(architectures)
+
+
+def _is_sglangs_own() -> bool:
+    """Return whether SGLang has code of its own for the model. Otherwise Transformers computes it, and
+    ``--trust-remote-code`` decides with which code."""
+    from sglang.srt.configs.model_config import ModelImpl
+    from sglang.srt.model_loader.utils import get_resolved_model_impl
+    from sglang.srt.runtime_context import process_model_config
+
+    return bool(get_resolved_model_impl(process_model_config()) == ModelImpl.SGLANG)
 
 
 def _resolved(group: str, name: str) -> Any:
@@ -331,9 +368,12 @@ def _comparable(name: str, value: Any) -> Any:
         return _path_digest(Path(value))
     if name in JSON_TEXTS:
         try:
-            return json.loads(value or "{}")
+            parsed = json.loads(value or "{}")
         except ValueError:
             return value
+        if name == "model_loader_extra_config" and isinstance(parsed, dict):
+            return {key: each for key, each in parsed.items() if key not in LOADER_SPEED}
+        return parsed
     if value in ("", [], {}):  # SGLang resolves some unset flags to one of these
         return None
     return msgspec.to_builtins(value, enc_hook=repr)

@@ -50,6 +50,7 @@ def _seams(scope: Scope, hooks: str, *rows: tuple[str, Kind, str], **fields: Any
 
 _HOOKS = "sgl_kvfetch.plugin.hooks"
 _VERSION_HOOKS = "sgl_kvfetch.plugin.versions"
+_ADAPTER_HOOKS = "sgl_kvfetch.plugin.adapters"
 _DEVICE_HOOKS = "sgl_kvfetch.plugin.device.scheduler_hooks"
 _CPU_HOOKS = "sgl_kvfetch.plugin.cpu.engine"
 _CPU_KERNELS = "sgl_kvfetch.plugin.cpu.kernels"
@@ -59,6 +60,7 @@ _MHA_POOL = f"{_HOST_POOLS}.mha.MHATokenToKVPoolHost"
 _MLA_POOL = f"{_HOST_POOLS}.mla.MLATokenToKVPoolHost"
 _MAMBA_POOL = f"{_HOST_POOLS}.mamba.MambaPoolHost"
 _TORCH_ATTENTION = f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_LORA = f"{_SRT}.lora"
 _CONV1D = "sglang.kernels.ops.mamba.causal_conv1d_triton"
 _FLA = "sglang.kernels.ops.attention.fla"
 _FACTORY = f"{_SRT}.mem_cache.storage.backend_factory.StorageBackendFactory"
@@ -108,6 +110,16 @@ SEAMS: tuple[Seam, ...] = (
     # Is called before all of these.
     *_seams(
         Scope.HOST, _HOOKS, (WEIGHTS_CHANGE, "before", "suspend_for_update"), patch=WEIGHTS_CHANGE, is_patched=True
+    ),
+    *_seams(
+        Scope.HOST,
+        _ADAPTER_HOOKS,
+        # Loads the first adapters, in every rank.
+        (f"{_LORA}.lora_manager.LoRAManager.init_state", "before", "watch_adapters"),
+        # Is the first to change the weights of an adapter, whether they came from files or in a request.
+        (f"{_LORA}.lora.LoRAAdapter._normalize_weights", "before", "note_adapter"),
+        # Tells the pages of adapters apart by ids, which say nothing of the adapters' weights.
+        (f"{_SRT}.managers.schedule_batch.Req.__init__", "after", "name_by_content"),
     ),
     *_seams(
         Scope.HOST,
@@ -206,6 +218,9 @@ SEAMS: tuple[Seam, ...] = (
         # Write layers with sliding windows to a pool of their own, and read them where the other layers' pool has them.
         (f"{_TORCH_ATTENTION}._run_sdpa_forward_extend", "before", "look_in_window_pool"),
         (f"{_TORCH_ATTENTION}._run_sdpa_forward_decode", "before", "look_in_window_pool"),
+        # Make pinned tensors for adapters: once for each layer, and for each batch.
+        (f"{_LORA}.lora_manager.LoRAManager.init_state", "around", "make_plain_tensors"),
+        (f"{_LORA}.lora_manager.LoRAManager.prepare_lora_batch", "around", "make_plain_tensors"),
         # Pin the host pool's memory with CUDA.
         (f"{_HOST_POOLS}.base.HostKVCache.__init__", "before", "without_pinning"),
         (f"{_MAMBA_POOL}.__init__", "before", "without_pinning"),

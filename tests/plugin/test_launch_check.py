@@ -31,8 +31,6 @@ def _args(extra: Any = STORE, **flags: Any) -> SimpleNamespace:
         "pp_size": 1,
         "enable_pdmux": False,
         "disaggregation_decode_enable_offload_kvcache": False,
-        "enable_lora": None,
-        "lora_paths": None,
         "disable_radix_cache": False,
         "radix_cache_backend": None,
         "enable_lmcache": False,
@@ -60,13 +58,6 @@ def test_the_config_of_a_bucket_is_checked() -> None:
         check_launch(_args(bucket | {"s3": {"regoin": "eu-central-1"}}))
     with pytest.raises(ConfigError, match="the index's URL"):
         check_launch(_args(bucket | {"index": {"url": "http://index"}}))
-
-
-@pytest.mark.parametrize("flags", [{"enable_lora": True}, {"lora_paths": ["a"]}])
-def test_adapters_need_a_model_id(flags: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match="LoRA needs model_id"):
-        check_launch(_args(**flags))
-    check_launch(_args(STORE | {"model_id": "mine"}, **flags))
 
 
 def test_a_profile_is_read_before_a_model_is_loaded(tmp_path: Path) -> None:

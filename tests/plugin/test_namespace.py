@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import sglang.srt.models
+import sglang.srt.runtime_context as runtime_context
 from sglang.srt.arg_groups.arg_utils import namespace_of
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_config import ModelConfig, ModelImpl
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
@@ -20,12 +22,13 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.plane.config import parse_config
-from sgl_kvfetch.plugin import weight_updates
+from sgl_kvfetch.plugin import adapters, weight_updates
 from sgl_kvfetch.plugin.namespace import (
     DRAFT,
     FILES,
     IRRELEVANT,
     JSON_TEXTS,
+    READ_CONTEXT_LENGTH,
     RELEVANT,
     compute_flags,
     draft_model,
@@ -142,11 +145,13 @@ def test_defaults_are_a_stable_short_string(flags: dict[str, Bag]) -> None:
     ("group", "name", "value"),
     [
         ("model", "kv_cache_dtype", "fp8_e4m3"),
-        ("model", "context_length", 2048),
         ("model", "json_model_override_args", '{"rope_theta": 1}'),
         ("model", "modelopt_quant", "fp8"),
         ("model", "custom_weight_loader", ["a.b"]),
         ("model", "load_format", "flash_rl"),
+        ("model", "load_format", "pt"),
+        ("model", "model_impl", "transformers"),
+        ("model", "model_loader_extra_config", '{"qlora_adapter_name_or_path": "/adapter"}'),
         ("exec.dllm", "dllm_algorithm", "LowConfidence"),
         ("exec.moe", "kt_weight_path", "/no/such/folder"),
         ("observability", "forward_hooks", [{"name": "x"}]),
@@ -155,6 +160,75 @@ def test_defaults_are_a_stable_short_string(flags: dict[str, Bag]) -> None:
 def test_flags_that_change_values_change_the_string(flags: dict[str, Bag], group: str, name: str, value: Any) -> None:
     setattr(flags[group], name, value)
     assert re.fullmatch(r"dtype=auto;quantization=None;flags=[0-9a-f]{16}", compute_flags())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("context_length", 2048),
+        ("trust_remote_code", True),
+        ("load_format", "safetensors"),
+        ("load_format", "fastsafetensors"),
+        ("model_impl", "sglang"),
+        ("kv_cache_dtype", "bfloat16"),
+        ("model_loader_extra_config", '{"enable_multithread_load": true, "num_threads": 8}'),
+    ],
+)
+def test_flags_that_change_no_values_do_not_count(
+    flags: dict[str, Bag], llama: SimpleNamespace, name: str, value: Any
+) -> None:
+    setattr(flags["model"], name, value)
+    assert compute_flags() == "dtype=auto;quantization=None"
+
+
+@pytest.fixture
+def llama(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return SGLang's config of a model that it has code for."""
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]))
+    config._resolved_model_impl = ModelImpl.SGLANG
+    monkeypatch.setattr(runtime_context, "process_model_config", lambda: config)
+    return config
+
+
+@pytest.mark.parametrize("architecture", sorted(READ_CONTEXT_LENGTH))
+def test_the_length_counts_for_models_that_make_their_rotation_for_it(
+    flags: dict[str, Bag], llama: SimpleNamespace, architecture: str
+) -> None:
+    llama.hf_config.architectures = [architecture]
+    unset = compute_flags()
+    flags["model"].context_length = 2048
+    assert compute_flags() != unset
+
+
+def test_the_length_counts_with_a_draft_model_which_may_be_made_for_it(
+    flags: dict[str, Bag], llama: SimpleNamespace
+) -> None:
+    flags["spec"].speculative_draft_model_path = "/draft"
+    unset = compute_flags()
+    flags["model"].context_length = 2048
+    assert compute_flags() != unset
+
+
+def test_remote_code_counts_for_models_that_sglang_has_no_code_for(
+    flags: dict[str, Bag], llama: SimpleNamespace
+) -> None:
+    llama._resolved_model_impl = ModelImpl.TRANSFORMERS
+    flags["model"].trust_remote_code = True
+    assert compute_flags() != "dtype=auto;quantization=None"
+
+
+def test_the_models_that_read_the_length_are_known() -> None:
+    """Each of SGLang's modules that reads the length from its config, and the classes that it registers. The two that
+    are left out have a rotary embedding without scaling: there the length only sets how many rows its table has."""
+    readers = {}
+    for file in Path(sglang.srt.models.__path__[0]).glob("*.py"):
+        text = file.read_text()
+        if re.search(r"""\bconfig\.context_len\b|["']context_len["']|\bconfig, "context_len\"""", text):
+            entry = re.search(r"^EntryClass = (.*)$", text, re.MULTILINE)
+            readers[file.stem] = set(re.findall(r"\w+", entry[1])) if entry else set()
+    assert set(readers) - {"embedding_gemma2", "muse_spark"} == {"grok", "mimo_v2", "mimo_v2_nextn"}
+    assert readers["grok"] | readers["mimo_v2"] == READ_CONTEXT_LENGTH
+    assert readers["mimo_v2_nextn"] == {"MiMoV2MTP"}  # the draft model of a target that is in the list
 
 
 def test_the_order_of_an_override_does_not_count(flags: dict[str, Bag]) -> None:
@@ -190,7 +264,6 @@ def test_weights_are_named_by_their_files_or_by_the_user(flags: dict[str, Bag], 
         ("model", "load_format", "dummy", "random weights; set model_id"),
         ("model", "load_format", "remote_instance", "from another server; set model_id"),
         ("model", "weight_cache_mode", "client", "from a daemon; set model_id"),
-        ("lora", "enable_lora", True, "LoRA needs model_id"),
     ],
 )
 def test_a_model_id_is_required_if_files_do_not_identify_the_weights(
@@ -200,6 +273,21 @@ def test_a_model_id_is_required_if_files_do_not_identify_the_weights(
     with pytest.raises(UnsupportedError, match=message):
         _model()
     assert _model(model_id="mine") == "id:mine"
+
+
+def test_adapters_are_no_part_of_the_namespace(
+    flags: dict[str, Bag], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests without an adapter share pages with servers that have none."""
+    monkeypatch.setattr(adapters, "_state", adapters._State())
+    (tmp_path / "model.safetensors").write_bytes(b"w")
+    flags["model"].model_path = str(tmp_path)
+    name = _model()
+    flags["lora"].enable_lora = True
+    with pytest.raises(UnsupportedError, match="adapters were loaded for another storage backend"):
+        _model()
+    adapters._state.manager = object()
+    assert _model() == name
 
 
 def test_changed_weights_need_a_new_model_id(flags: dict[str, Bag]) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from sgl_kvfetch.plugin.host.pages import is_mla, pages_view
 
@@ -44,6 +45,21 @@ def attend_in_latent_space(result: None, server_args: Any) -> None:
 def leave_tensors_unpinned(result: None, server_args: Any) -> None:
     """After ``_set_envs_and_config``: let SGLang ask for pinned copies of tensors, and keep the tensors as they are."""
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[assignment, method-assign, misc]
+
+
+class _Unpinned(TorchFunctionMode):
+    """Within this mode, PyTorch makes tensors in plain memory where it is asked for pinned memory."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def make_plain_tensors(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Around the methods of ``LoRAManager`` that make pinned tensors: make plain ones."""
+    with _Unpinned():
+        return original(*args, **kwargs)
 
 
 def leave_less_memory_free(result: None, server_args: Any) -> None:

@@ -1,0 +1,190 @@
+"""Tests the names of LoRA adapters' pages, with SGLang's own adapters and requests."""
+
+from __future__ import annotations
+
+import array
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import sglang.srt.runtime_context as runtime_context
+import torch
+import xxhash
+from safetensors.torch import load_file, save_file
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.lora.lora import LoRAAdapter
+from sglang.srt.lora.lora_config import LoRAConfig
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+from transformers import AutoConfig
+
+from harness.models import make_adapter, make_tiny_llama
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.plugin import adapters
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+HEX = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("adapters") / "model", hidden_size=32, intermediate_size=32)
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return a stand-in for SGLang's manager of adapters. Adapters that SGLang loads are noted, as by our hook."""
+    monkeypatch.setattr(adapters, "_state", adapters._State())
+    normalise = LoRAAdapter._normalize_weights
+
+    def note_and_normalise(adapter: LoRAAdapter) -> None:
+        adapters.note_adapter(adapter)
+        normalise(adapter)
+
+    monkeypatch.setattr(LoRAAdapter, "_normalize_weights", note_and_normalise)
+    _launch(monkeypatch, "kvfetch", hierarchical=False)
+    found = SimpleNamespace(loras={}, target_modules={"qkv_proj", "o_proj"})
+    adapters.watch_adapters(found)
+    return found
+
+
+def _launch(monkeypatch: pytest.MonkeyPatch, backend: str | None, *, hierarchical: bool) -> None:
+    memory = SimpleNamespace(hicache_storage_backend=backend, enable_hierarchical_cache=hierarchical)
+    monkeypatch.setattr(runtime_context, "get_memory", lambda: memory)
+    monkeypatch.setattr(runtime_context, "get_lora", lambda: SimpleNamespace(enable_lora=True))
+
+
+def _make(model: Path, config: LoRAConfig, tensors: dict[str, torch.Tensor]) -> LoRAAdapter:
+    adapter = LoRAAdapter("id", config, AutoConfig.from_pretrained(model), LoadConfig(), SimpleNamespace())
+    adapter.initialize_weights_from_tensors(tensors)
+    return adapter
+
+
+def _load(model: Path, path: Path) -> LoRAAdapter:
+    return _make(model, LoRAConfig(str(path)), load_file(path / "adapter_model.safetensors"))
+
+
+def _extra_key(manager: SimpleNamespace, adapter: LoRAAdapter, extra_key: str | None = None) -> str | None:
+    """Return the key of a request with an adapter that SGLang has given a random id."""
+    manager.loras["f" * 32] = adapter
+    req = Req("rid", "", array.array("q", [1]), SamplingParams(), lora_id="f" * 32, extra_key=extra_key, vocab_size=9)
+    adapters.name_by_content(None, req)
+    return req.extra_key
+
+
+def test_equal_adapters_have_equal_names_wherever_they_come_from(
+    manager: SimpleNamespace, model: Path, tmp_path: Path
+) -> None:
+    one = make_adapter(tmp_path / "one", model, seed=1)
+    name = _extra_key(manager, _load(model, one))
+    assert name is not None
+    assert len(name) == 32
+    assert set(name) <= set(HEX)
+    assert _extra_key(manager, _load(model, shutil.copytree(one, tmp_path / "two"))) == name
+
+    config = LoRAConfig.from_dict(json.loads((one / "adapter_config.json").read_text()))
+    tensors = load_file(one / "adapter_model.safetensors")
+    assert _extra_key(manager, _make(model, config, dict(reversed(tensors.items())))) == name
+
+
+def _change_a_weight(adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    weights = load_file(file)
+    weights[min(weights)][0, 0] += 1
+    save_file(weights, file)
+
+
+def _change_a_dtype(adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: weight.bfloat16() for name, weight in load_file(file).items()}, file)
+
+
+def _change_the_config(adapter: Path) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 9}))
+
+
+@pytest.mark.parametrize("change", [_change_a_weight, _change_a_dtype, _change_the_config])
+def test_an_adapter_that_changes_in_place_has_another_name(
+    manager: SimpleNamespace, model: Path, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    path = make_adapter(tmp_path / "one", model, seed=1)
+    name = _extra_key(manager, _load(model, path))
+    change(path)
+    assert _extra_key(manager, _load(model, path)) != name
+
+
+def test_the_digest_is_the_one_that_the_format_describes(manager: SimpleNamespace, model: Path) -> None:
+    """Other programs may compute it. If this fails, pages of adapters that were stored before are not found."""
+    names = [f"base_model.model.model.layers.{layer}.self_attn.o_proj.lora_A.weight" for layer in (1, 0)]
+    values = [torch.full((2, 3), 1.5), torch.arange(6).bfloat16().reshape(2, 3)]
+    config = {"r": 2, "lora_alpha": 4, "peft_type": "LORA", "target_modules": ["o_proj"]}
+    adapter = _make(model, LoRAConfig.from_dict(config), dict(zip(names, values, strict=True)))
+    contents = [struct.pack("<6f", *[1.5] * 6), b"".join(struct.pack("<f", value)[2:] for value in range(6))]
+    lines = [
+        f"{name}\0{dtype}\0" + f"2,3\0{xxhash.xxh3_128_hexdigest(content)}\n"
+        for name, dtype, content in zip(names, ("float32", "bfloat16"), contents, strict=True)
+    ]
+    text = "".join(reversed(lines)) + '{"lora_alpha":4,"peft_type":"LORA","r":2,"target_modules":["o_proj"]}'
+    assert _extra_key(manager, adapter) == xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def test_a_clients_own_key_stays_in_front(manager: SimpleNamespace, model: Path, tmp_path: Path) -> None:
+    adapter = _load(model, make_adapter(tmp_path / "one", model, seed=1))
+    name = _extra_key(manager, adapter)
+    assert _extra_key(manager, adapter, "tenant") == f"tenant{name}"
+
+
+def test_an_adapter_of_all_layers_is_named_with_those_that_the_server_adapts(
+    manager: SimpleNamespace, model: Path, tmp_path: Path
+) -> None:
+    path = make_adapter(tmp_path / "one", model, seed=1)
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": "all-linear"}))
+    adapter = _load(model, path)
+    name = _extra_key(manager, adapter)
+    assert _extra_key(manager, adapter) == name
+    manager.target_modules = {"qkv_proj"}
+    assert _extra_key(manager, adapter) != name
+
+
+def test_requests_without_an_adapter_keep_their_key(manager: SimpleNamespace) -> None:
+    req = Req("rid", "", array.array("q", [1]), SamplingParams(), extra_key="tenant", vocab_size=9)
+    adapters.name_by_content(None, req)
+    assert req.extra_key == "tenant"
+
+
+@pytest.mark.parametrize(
+    ("backend", "hierarchical", "is_named"),
+    [
+        ("kvfetch", True, True),
+        ("kvfetch", False, True),
+        (None, True, True),
+        (None, False, False),
+        ("file", True, False),
+    ],
+)
+def test_launches_that_cannot_attach_our_backend_are_left_alone(
+    manager: SimpleNamespace,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str | None,
+    hierarchical: bool,
+    is_named: bool,
+) -> None:
+    monkeypatch.setattr(adapters, "_state", adapters._State())
+    _launch(monkeypatch, backend, hierarchical=hierarchical)
+    adapters.watch_adapters(manager)
+    key = _extra_key(manager, _load(model, make_adapter(tmp_path / "one", model, seed=1)))
+    assert (key != "f" * 32) == is_named
+    if is_named:
+        adapters.require_named_adapters()
+    else:
+        with pytest.raises(UnsupportedError, match="start the server with --hicache-storage-backend kvfetch"):
+            adapters.require_named_adapters()
