@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os.path
 import re
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -20,10 +21,12 @@ _BINS = re.compile(r"cachegen\(k=([0-9,]+);v=([0-9,]+)\)")
 
 
 class Labels(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the writer of a segment calls its model and its quantiser; empty if it gave no name."""
+    """What the writer of a segment calls its model and its quantiser, and the flags that its namespace has a digest of;
+    empty if it gave no name."""
 
     model: _Label = ""
     quantiser: _Label = ""
+    flags: _Label = ""
 
     def model_name(self, identity: str) -> str:
         """Return the name to show for a namespace's ``model``: the label, or else the user's own ``model_id``."""
@@ -50,6 +53,15 @@ def label_of_model(served_name: str, path: str) -> str:
         if len(parts) > 2 and parts[-2] == "snapshots":  # Hugging Face's cache: models--ORG--NAME/snapshots/REVISION
             name = parts[-3].removeprefix("models--").replace("--", "/")
     return name[:MAX_LABEL_CHARS]
+
+
+def label_of_flags(flags: Mapping[str, object]) -> str:
+    """Return the label for flags and their JSON values: ``is_embedding=true, kv_cache_dtype=fp8_e4m3``."""
+    texts = (
+        f"{name}={value if isinstance(value, str) else msgspec.json.encode(value, order='sorted').decode()}"
+        for name, value in sorted(flags.items())
+    )
+    return ", ".join(texts)[:MAX_LABEL_CHARS]
 
 
 def label_of_klt(target_kl: float) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.labels import MAX_LABEL_CHARS, Labels, are_named, label_of_klt, label_of_model
+from sgl_kvfetch.labels import MAX_LABEL_CHARS, Labels, are_named, label_of_flags, label_of_klt, label_of_model
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,12 @@ def test_quantisers_without_a_label(identity: str, expected: str) -> None:
 @pytest.mark.parametrize(("target", "expected"), [(6.49e-4, "klt 6.5e-4"), (1e-3, "klt 1e-3"), (0.25, "klt 2.5e-1")])
 def test_klt_is_named_by_its_target(target: float, expected: str) -> None:
     assert label_of_klt(target) == expected
+
+
+def test_a_label_of_many_flags_is_cut() -> None:
+    assert label_of_flags({"b": None, "a": "x" * 500}) == ("a=" + "x" * 500)[:MAX_LABEL_CHARS]
+    assert label_of_flags({"b": False, "a": "x"}) == "a=x, b=false"
+    assert label_of_flags({}) == ""
 
 
 def test_models_are_named_as_they_are_served(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from sgl_kvfetch.codec import (
 )
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.labels import Labels, label_of_klt, label_of_model
+from sgl_kvfetch.labels import Labels, label_of_flags, label_of_klt, label_of_model
 from sgl_kvfetch.plane import KVFetchConfig, config_quantiser
 from sgl_kvfetch.plugin.adapters import require_named_adapters
 from sgl_kvfetch.plugin.weight_updates import require_known_weights
@@ -221,9 +221,10 @@ def _labels(config: KVFetchConfig, quantiser: Quantiser) -> Labels:
 
     path = get_model().model_path
     model = label_of_model(get_serving().served_model_name or path, path)
+    flags = label_of_flags(dict(_changed_flags(_counts)))
     if not isinstance(quantiser, KltQuantiser):
-        return Labels(model)
-    return Labels(model, label_of_klt(config.finest_kl or quantiser.profile.default_target_kl))
+        return Labels(model, flags=flags)
+    return Labels(model, label_of_klt(config.finest_kl or quantiser.profile.default_target_kl), flags)
 
 
 def _model_heads(rank_heads: int, tp_size: int) -> int:
@@ -334,8 +335,8 @@ def _matters(name: str) -> bool:
 
 
 def _reads_context_length() -> bool:
-    """Return whether K may depend on ``--context-length``: in the models of ``READ_CONTEXT_LENGTH``, and in a draft model,
-    whose own length SGLang may set to it."""
+    """Return whether K may depend on ``--context-length``: in the models of ``READ_CONTEXT_LENGTH``, and in a draft
+    model, whose own length SGLang may set to it."""
     from sglang.srt.runtime_context import get_spec, process_model_config
 
     architectures = process_model_config().hf_config.architectures or ()

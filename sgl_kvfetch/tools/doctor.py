@@ -16,32 +16,33 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import unquote, urlsplit
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
-from sgl_kvfetch.tools.terminal import STORE_HELP, TokenFileOption, TokenOption, json_flag, make_table, read_token, show
+from sgl_kvfetch.log import printable
+from sgl_kvfetch.tools.terminal import STORE_HELP, TokenFileOption, TokenOption, json_flag, option, read_token, show
 
 if TYPE_CHECKING:
-    from sgl_kvfetch.stores import Store
+    from sgl_kvfetch.stores import AdminStore
 
 MIN_PYTHON = (3, 11)
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "kvfetch"
 CPU_ENGINE_ENV = "KVFETCH_CPU_ENGINE"
 TIMEOUT_S = 10.0  # of a request to the store
+LIST_TIMEOUT_S = 10.0
+MAX_MODELS = 8  # that are named because of their flags
 _INSTALL_GPU = 'pip install "sgl-kvfetch[gpu]"'
 _INSTALL_VIDEO = "install the driver's video libraries (containers: NVIDIA_DRIVER_CAPABILITIES=compute,video,utility)"
 _CPU_CODECS = "codecs run on the CPU"
 _SEAMS = "SGLang's seams"
-STORE = "store"
+STORE, MODELS = "store", "models in the store"
 _WHAT = {"SGLang": "SGLang, which is imported (a busy machine takes a minute)", "CUDA GPU": "for a CUDA GPU"}
 
 Status = Literal["yes", "no", "warn"]
@@ -60,53 +61,70 @@ class Check:
         assert self.status == "yes" or self.advice, self.name
 
 
-_STYLES: dict[Status, str] = {"yes": "green", "no": "bold red", "warn": "yellow"}
+_COLOURS: dict[Status, str] = {"yes": "green", "no": "red", "warn": "yellow"}
 
 
 def doctor(
     store: Annotated[str | None, typer.Argument(metavar="[STORE]", help=f"Also check this store: {STORE_HELP}")] = None,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
+    store_only: Annotated[
+        bool, option(None, "Check the store alone, on a machine without SGLang.", "--store-only")
+    ] = False,
     as_json: Annotated[bool, json_flag("a list of checks, each with name, status, found and advice")] = False,
 ) -> None:
-    """Check what this machine can do, and say how to fix each "no".
+    """Check a store and what this machine can do, and say how to fix each "no".
 
-    The exit code is 0 if this machine has everything that host mode needs (--enable-hierarchical-cache
-    --hicache-storage-backend kvfetch), and 1 if not. Host mode also runs without the things marked "warn". Stderr
-    says what is being checked.
+    The exit code is 0 if the store answers and this machine has everything that host mode needs
+    (--enable-hierarchical-cache --hicache-storage-backend kvfetch), and 1 if not. Host mode also runs without the
+    things marked "warn". Each result is printed as soon as it is there, the store's first. Stderr says what is being
+    checked.
 
     Examples:
 
         kvfetch doctor
 
         kvfetch doctor http://cache:8700 --token-file token
+
+        kvfetch doctor s3://bucket/prefix --store-only
     """
     secret = read_token(token, token_file)
-    checks = {
-        "Python": check_python,
-        "SGLang": check_sglang,
-        "CUDA GPU": check_gpu,
-        "Triton": check_triton,
-        "codecs": check_codecs,
-    }
+    checks: dict[str, Callable[[], list[Check]]] = {}
     if store is not None:
         checks[STORE] = lambda: check_store(store, secret)
-    found = []
+        checks[MODELS] = lambda: check_models(store, secret)
+    elif store_only:
+        raise ConfigError("--store-only needs a store: kvfetch doctor STORE --store-only")
+    if not store_only:
+        checks |= {
+            "Python": check_python,
+            "SGLang": check_sglang,
+            "CUDA GPU": check_gpu,
+            "Triton": check_triton,
+            "codecs": check_codecs,
+        }
+    found: list[Check] = []
     for name, check in checks.items():
+        if name == MODELS and any(row.status == "no" for row in found):
+            continue  # the store cannot be used
         typer.echo(f"checking {store if name == STORE else _WHAT.get(name, name)} ...", err=True)
-        found += run_check(name, check)
-    show(found, as_json, _lines(found))
-    if any(check.status == "no" for check in found):
+        rows = run_check(name, check)
+        found += rows
+        if not as_json:
+            for row in rows:
+                _print(row)
+    missing = sum(check.status == "no" for check in found)
+    verdict = "the store can be used from here" if store_only else "host mode can run here"
+    show(found, as_json, [f"{verdict.replace('can', 'cannot')}: {missing} to fix" if missing else verdict])
+    if missing:
         raise typer.Exit(1)
 
 
-def _lines(found: Sequence[Check]) -> Iterator[Table | str]:
-    table = make_table(("check", "", "found", "what to do"))
-    for check in found:
-        table.add_row(check.name, Text(check.status, _STYLES[check.status]), check.found, check.advice)
-    yield table
-    missing = sum(check.status == "no" for check in found)
-    yield f"host mode cannot run here: {missing} to fix" if missing else "host mode can run here"
+def _print(row: Check) -> None:
+    """Print a row, and what to do in the next line."""
+    typer.echo(f"{row.name:20} {typer.style(f'{row.status:4}', fg=_COLOURS[row.status])} {printable(row.found)}")
+    if row.advice:
+        typer.echo(f"{'':20} {'':4} {printable(row.advice)}")
 
 
 def run_check(name: str, check: Callable[[], list[Check]]) -> list[Check]:
@@ -297,17 +315,23 @@ def _check_binding() -> Check:
 
 def check_store(url: str, token: str | None) -> list[Check]:
     """Check a store without changing it. Raises ConfigError for an invalid URL."""
+    store, url, has_token = _open(url, token)
+    parts = urlsplit(url)
+    checks = [_check_directory(Path(unquote(parts.path)))] if parts.scheme == "file" else []
+    return checks + asyncio.run(_ask(store, url, has_token=has_token))
+
+
+def _open(url: str, token: str | None) -> tuple[AdminStore, str, bool]:
+    """Open a store. Return its full URL, too, and whether it gets the token. Raises ConfigError for an invalid URL."""
     from sgl_kvfetch.plane import open_store, takes_token
     from sgl_kvfetch.stores import HttpOptions
     from sgl_kvfetch.tools.target import store_url
 
     url = store_url(url)
-    if urlsplit(url).scheme == "file":
-        store, checks = open_store(url), [_check_directory(Path(unquote(urlsplit(url).path)))]
-    else:
-        token = token if takes_token(url) else None
-        store, checks = open_store(url, token=token, options=HttpOptions(timeout_s=TIMEOUT_S, max_attempts=2)), []
-    return checks + asyncio.run(_ask(store, url, has_token=token is not None))
+    if not takes_token(url):
+        token = None
+    options = HttpOptions(timeout_s=TIMEOUT_S, max_attempts=2)
+    return open_store(url, token=token, options=options), url, token is not None
 
 
 def _check_directory(path: Path) -> Check:
@@ -318,7 +342,7 @@ def _check_directory(path: Path) -> Check:
     return Check("store writable", "yes", str(path) if existing == path else f"{path}, created at the first write")
 
 
-async def _ask(store: Store, url: str, *, has_token: bool) -> list[Check]:
+async def _ask(store: AdminStore, url: str, *, has_token: bool) -> list[Check]:
     started_s = time.perf_counter()
     try:
         # A random page is stored nowhere. An empty answer shows that lookups work.
@@ -334,6 +358,37 @@ async def _ask(store: Store, url: str, *, has_token: bool) -> list[Check]:
         Check("store authorised", "yes", "with a token" if has_token else "without a token"),
         Check("store lookup", "yes", f"answered in {took_ms:.0f} ms, including the connection"),
     ]
+
+
+def check_models(url: str, token: str | None) -> list[Check]:
+    """Warn of models that the store has under several sets of flags: their servers share nothing."""
+    from sgl_kvfetch.stores import list_segments
+    from sgl_kvfetch.tools.flags import divided_models
+    from sgl_kvfetch.tools.summary import NamespaceSummary, summarise_namespaces
+
+    store, url, _ = _open(url, token)
+
+    async def read() -> list[NamespaceSummary]:
+        try:
+            async with asyncio.timeout(LIST_TIMEOUT_S):
+                segments = [segment for segment in await list_segments(store, "") if segment.manifest is not None]
+                return await summarise_namespaces(store, segments)
+        finally:
+            await store.close()
+
+    try:
+        namespaces = asyncio.run(read())
+    except TimeoutError:
+        return [Check(MODELS, "warn", f"not listed within {LIST_TIMEOUT_S:g} s", f"list them: kvfetch inspect {url}")]
+    except KVFetchError as e:
+        return [Check(MODELS, "warn", f"cannot be listed: {e}", f"see what is there: kvfetch inspect {url}")]
+    advice = "servers share only what others with equal flags wrote: start all servers of a model with the same ones"
+    rows = [
+        Check(MODELS, "warn", f"the store has {model} under other flags: {'; '.join(sets)}", advice)
+        for model, sets in list(divided_models(namespaces).items())[:MAX_MODELS]
+    ]
+    models = {n.model for n in namespaces if n.model is not None}
+    return rows or [Check(MODELS, "yes", f"{len(models)}, each under one set of flags" if models else "none yet")]
 
 
 def _failed(error: StoreError, url: str, has_token: bool) -> list[Check]:

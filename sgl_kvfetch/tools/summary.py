@@ -43,7 +43,8 @@ def sizes(raw_bytes: int, stored_bytes: int, dtype: str) -> Sizes:
 
 class NamespaceSummary(Struct, frozen=True):
     """Counts of one namespace; overlapping segments count separately. Without a readable manifest, fields from
-    ``num_tokens`` on are None. ``model`` and ``quantiser`` are names for people, from the newest segment's labels."""
+    ``num_tokens`` on are None. ``model``, ``quantiser`` and ``flags`` are names for people, from the newest segment's
+    labels."""
 
     digest: str
     num_segments: int
@@ -56,6 +57,7 @@ class NamespaceSummary(Struct, frozen=True):
     namespace: Namespace | None
     model: str | None
     quantiser: str | None
+    flags: str | None
 
 
 async def summarise_namespaces(objects: Objects, segments: Sequence[StoredSegment]) -> list[NamespaceSummary]:
@@ -76,7 +78,7 @@ async def _summarise_namespace(objects: Objects, segments: Sequence[StoredSegmen
     newest_first = sorted(segments, key=lambda segment: segment.modified_s, reverse=True)
     manifest = await first_readable_manifest(objects, newest_first)
     if manifest is None:
-        return NamespaceSummary(*known, None, None, None, None, None)
+        return NamespaceSummary(*known, None, None, None, None, None, None)
     geometry = manifest.geometry
     return NamespaceSummary(
         *known,
@@ -85,6 +87,7 @@ async def _summarise_namespace(objects: Objects, segments: Sequence[StoredSegmen
         manifest.namespace,
         manifest.labels.model_name(manifest.namespace.model),
         manifest.labels.quantiser_name(manifest.namespace.quantiser),
+        manifest.labels.flags,
     )
 
 

@@ -16,6 +16,20 @@ from tests.e2e.conftest import ask, from_storage, make_prompt, same_answer
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
+def test_flags_that_change_no_values_do_not_divide_a_store(model: Path, store: StoreProcess) -> None:
+    prompt = make_prompt(0)
+    flags = hicache_args(store.url, codec="zstd")
+    with SGLangServer(model, extra_args=flags) as server:
+        expected = ask(server, prompt)
+        wait_until_written(server, len(prompt) // 16)
+    others = ["--context-length", "1024", "--trust-remote-code", "--load-format", "safetensors"]
+    others += ["--model-loader-extra-config", '{"enable_multithread_load": false}']
+    with SGLangServer(model, extra_args=[*flags, *others]) as server:
+        answer = ask(server, prompt)
+    assert from_storage(answer) >= 0.9 * len(prompt)
+    assert same_answer(answer, expected)
+
+
 def test_page_sizes_dtypes_and_weights_do_not_mix(model: Path, other_model: Path, store: StoreProcess) -> None:
     """Each engine is asked the same prompt twice, with its own tiers emptied between: first nothing may come from what
     the engines before it stored, then all of it from what it stored itself."""

@@ -115,6 +115,15 @@ def test_the_label_is_the_served_name_and_no_part_of_the_namespace(flags: dict[s
     assert (renamed.folder, renamed) == (heads.folder, heads)
 
 
+def test_flags_that_count_are_in_the_label(flags: dict[str, Bag]) -> None:
+    flags["model"].kv_cache_dtype = "fp8_e5m2"
+    flags["model"].json_model_override_args = '{"b": 1,  "a": [2]}'
+    config = parse_config({"store": "file:///nowhere", "model_id": "mine"})
+    place = SimpleNamespace(tp_rank=0, tp_size=1, is_mla_model=False)
+    labels = engine_heads(config, make_quantiser("exact"), place, GEOMETRY, 0).labels
+    assert labels.flags == 'json_model_override_args={"a":[2],"b":1}, kv_cache_dtype=fp8_e5m2'
+
+
 def test_klt_is_labelled_with_its_target(flags: dict[str, Bag]) -> None:
     profile = make_profile(num_layers=1, num_heads=1, head_dim=8, v_head_dim=8, cell_layers=1, cell_heads=1)
     config = parse_config({"store": "file:///nowhere", "model_id": "mine", "profile": "p", "target_kl": 0.002})

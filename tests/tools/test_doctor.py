@@ -3,21 +3,27 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
 
 from sgl_kvfetch import codec, plugin
 from sgl_kvfetch.codec.bitstream.nvidia import DecodeCaps
 from sgl_kvfetch.codec.bitstream.registry import CODECS
+from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.errors import ConfigError, CorruptError
+from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.plugin.cpu.platform import ENV
 from sgl_kvfetch.tools import doctor
-from sgl_kvfetch.tools.doctor import Check, check_store, run_check
-from tests.tools.conftest import kvfetch, kvfetch_json
+from sgl_kvfetch.tools.doctor import Check, check_models, check_store, run_check
+from tests.segments import make_segment
+from tests.tools.conftest import kvfetch, kvfetch_json, put
 
 
 def by_name(found: list[Check]) -> dict[str, Check]:
@@ -56,6 +62,86 @@ def test_the_table_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     assert "update it" in result.stdout
     assert "host mode cannot run here: 1 to fix" in result.stdout
+
+
+@pytest.mark.usefixtures("healthy")
+def test_the_store_comes_first_and_rows_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[Check] = []
+
+    def last() -> list[Check]:
+        printed.extend(call.args[0] for call in printer.call_args_list)
+        return [Check("codecs", "yes", "all")]
+
+    printer = Mock(side_effect=doctor._print)
+    monkeypatch.setattr(doctor, "_print", printer)
+    monkeypatch.setattr(doctor, "check_codecs", last)
+    result = kvfetch("doctor", tmp_path.as_uri())
+    assert result.exit_code == 0
+    names = [row.name for row in printed]  # those that were printed before the last check began
+    assert names[:5] == ["store writable", "store reachable", "store authorised", "store lookup", "models in the store"]
+    assert "SGLang" in names
+    assert result.stderr.startswith(f"checking {tmp_path.as_uri()} ...")
+
+
+def test_a_machine_without_sglang_checks_the_store_alone(tmp_path: Path) -> None:
+    """As with the install for stores, which has neither SGLang nor PyTorch."""
+    put(tmp_path, make_segment(num_pages=1)[0])
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['sglang'] = None; from sgl_kvfetch.tools.app import app; "
+        f"app(['doctor', {tmp_path.as_uri()!r}, '--store-only'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["store"] * 4 + ["models", "the"]
+    assert done.stdout.endswith("the store can be used from here\n")
+
+
+def test_a_store_alone_needs_a_store_that_can_be_used(unused_tcp_port: int) -> None:
+    result = kvfetch("doctor", "--store-only")
+    assert result.exit_code == 2
+    assert "kvfetch doctor STORE --store-only" in result.stderr
+    result = kvfetch("doctor", f"http://127.0.0.1:{unused_tcp_port}", "--store-only")
+    assert result.exit_code == 1
+    assert "the store cannot be used from here: 1 to fix" in result.stdout
+    assert "models in the store" not in result.stdout
+
+
+def _segment(model: str, label: str = "", **fields: Any) -> CodedSegment:
+    """Return a segment of a namespace with these fields."""
+    segment, _ = make_segment(num_pages=1, model=model)
+    namespace = replace(segment.manifest.namespace, **fields)
+    manifest = msgspec.structs.replace(segment.manifest, namespace=namespace, labels=Labels("org/llama", flags=label))
+    return replace(segment, manifest=manifest)
+
+
+def test_a_model_under_several_sets_of_flags(tmp_path: Path) -> None:
+    flagless = "dtype=bfloat16;quantization=None"
+    put(tmp_path, _segment("weights:1", model_dtype=flagless))
+    put(tmp_path, _segment("weights:1", model_dtype=flagless, first_layer=5))  # a stage of a pipeline
+    put(tmp_path, _segment("weights:2", model_dtype=flagless, first_layer=9))
+    (check,) = check_models(tmp_path.as_uri(), None)
+    assert (check.status, check.found) == ("yes", "1, each under one set of flags")  # two models with one name
+
+    put(tmp_path, _segment("weights:1", "is_embedding=true", model_dtype=f"{flagless};flags={'0' * 16}"))
+    put(tmp_path, _segment("weights:1", model_dtype=f"{flagless};flags={'1' * 16}"))
+    put(tmp_path, _segment("weights:1", model_dtype="dtype=float16;quantization=fp8"))
+    (check,) = check_models(tmp_path.as_uri(), None)
+    assert check.status == "warn"
+    assert check.found.startswith("the store has org/llama under other flags: ")
+    sets = set(check.found.removeprefix("the store has org/llama under other flags: ").split("; "))
+    assert sets == {
+        "--dtype bfloat16 (2 segments)",
+        "--dtype bfloat16 is_embedding=true (1 segment)",
+        "--dtype bfloat16 flags with the digest 1111111111111111 (1 segment)",
+        "--dtype float16 --quantization fp8 (1 segment)",
+    }
+
+
+def test_a_store_too_large_to_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "LIST_TIMEOUT_S", 0.0)
+    (check,) = check_models(tmp_path.as_uri(), None)
+    assert (check.status, check.found) == ("warn", "not listed within 0 s")
+    assert check.advice == f"list them: kvfetch inspect {tmp_path.as_uri()}"
 
 
 @pytest.mark.usefixtures("healthy")
