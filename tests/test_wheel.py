@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
-import urllib.request
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
-
-from harness.store_process import StoreProcess
-from tests.tools.test_pin import TOKENS, store_pages
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("sgl_kvfetch", "triton_kernels")
@@ -64,28 +58,6 @@ def test_the_wheel_has_all_our_files_and_no_others(wheel: Path) -> None:
     assert names - metadata == expected
     assert "sgl_kvfetch/triton_kernels/restore.py" in names
     assert {name.partition("/")[2] for name in metadata} >= {"METADATA", "entry_points.txt", "licenses/LICENSE"}
-
-
-def test_a_store_runs_from_the_wheel_and_its_few_requirements(
-    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    venv.create(tmp_path / "venv")
-    scripts = tmp_path / "venv" / "bin"
-    install = ("--python", str(scripts / "python"), "install", "--quiet")
-    pip(*install, "-r", str(ROOT / "deploy" / "requirements-store.txt"))
-    pip(*install, "--no-deps", str(wheel))
-    kvfetch = str(scripts / "kvfetch")
-    namespace = store_pages(tmp_path / "store", 8, range(2))
-    with StoreProcess(tmp_path / "store", command=[kvfetch]) as store:
-        look = [kvfetch, "lookup", store.url, "--prompt", str(TOKENS), "--page-size", "1", "--json"]
-        (prompt,) = json.loads(subprocess.run(look, capture_output=True, check=True).stdout)
-        with urllib.request.urlopen(f"{store.url}/v1/summary") as answer:
-            (folder,) = json.loads(answer.read())["folders"]
-        with urllib.request.urlopen(f"{store.url}/page.js") as answer:
-            assert answer.status == 200
-    assert prompt["stored_pages"] == {namespace: 8}
-    assert folder["num_tokens"] == 8
 
 
 def test_sglang_finds_the_plugin_of_the_wheel(wheel: Path, tmp_path: Path) -> None:

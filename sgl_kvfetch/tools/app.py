@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import KVFetchError, StoreError
+from sgl_kvfetch.tools.packages import needs_package
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -87,7 +88,7 @@ class _Command(TyperCommand):
 
 
 class _Commands(TyperGroup):
-    """Imports the command that runs, and reports domain errors as one line and an exit code."""
+    """Imports the command that runs. Reports domain errors and missing packages as one line and an exit code."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -110,6 +111,9 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except KVFetchError as e:
             typer.echo(f"kvfetch: {e}{_advice(e)}", err=True)
+            raise typer.Exit(EXIT_ERROR) from e
+        except ModuleNotFoundError as e:
+            typer.echo(f"kvfetch: {needs_package(ctx.invoked_subcommand, e)}", err=True)
             raise typer.Exit(EXIT_ERROR) from e
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -29,6 +29,7 @@ from sgl_kvfetch.errors import ConfigError, EncryptedError, FormatError, StoreEr
 from sgl_kvfetch.keys import ContentCheck
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import ObjectInfo, Objects, StoredSegment, decode_named_manifest, read_manifest
+from sgl_kvfetch.tools.packages import how_to_install, missing_package
 from sgl_kvfetch.tools.summary import signature_of
 from sgl_kvfetch.tools.target import OpenTarget, run_on_target
 from sgl_kvfetch.tools.terminal import (
@@ -61,7 +62,7 @@ def verify(
         bool,
         json_flag(
             "an object with num_segments, num_chunks, read_bytes, num_gone, num_unchecked, num_locked, problems (each "
-            "with name and what), locking_keys and orphans"
+            "with name and what), locking_keys, orphans and missing_package (null if everything could be decoded)"
         ),
     ] = False,
     jobs: Annotated[
@@ -75,7 +76,7 @@ def verify(
 
     With --manifest-key-file, a manifest whose signature is missing or wrong is a problem, too. Without it, signatures
     are counted and not checked. Without --encryption-key-file, encrypted segments are not decoded, only compared with
-    the digests of their bytes as they are stored.
+    the digests of their bytes as they are stored. So are all segments on a machine without torch and the codecs.
 
     The exit code is 0 if everything is valid, 1 if something is corrupt or missing, 2 if the store cannot be read.
     Only --rebuild changes anything: the catalog. Data without a manifest, left by a crashed writer, are counted but are
@@ -149,6 +150,11 @@ def _lines(report: Report) -> Iterator[str]:
     if report.orphans:
         size = format_size(sum(info.size_bytes for info in report.orphans))
         yield f"{len(report.orphans)} data objects ({size}) have no manifest: being written, or left by a crash"
+    if (package := report.missing_package) is not None:
+        yield (
+            f"nothing was decoded, only compared with digests: {package} is not installed here "
+            f"({how_to_install(package)})"
+        )
     if report.num_unchecked:
         yield f"{report.num_unchecked} manifests are signed (not checked; see --manifest-key-file)"
     if report.num_locked:
@@ -169,7 +175,7 @@ class Report:
     """``orphans`` are data objects that no manifest names: still being written, or left by a writer that crashed.
     ``num_gone`` counts segments that were deleted or replaced during the run; they are no problem. ``num_unchecked``
     counts manifests with a signature that there was no key to check with, ``num_locked`` segments that there was no key
-    to decrypt with, and ``locking_keys`` are the names of those keys."""
+    to decrypt with, and ``locking_keys`` are the names of those keys. ``missing_package``: why nothing was decoded."""
 
     num_segments: int = 0
     num_chunks: int = 0
@@ -177,6 +183,7 @@ class Report:
     num_gone: int = 0
     num_unchecked: int = 0
     num_locked: int = 0
+    missing_package: str | None = None
     problems: list[Problem] = field(default_factory=list)
     locking_keys: list[str] = field(default_factory=list)
     orphans: list[ObjectInfo] = field(default_factory=list)
@@ -198,7 +205,8 @@ class _Piece(NamedTuple):
 @dataclass
 class Verifier:
     """Verifies ``jobs`` segments at a time. Each job holds one read of about ``read_bytes`` bytes in memory. With
-    ``keys``, also requires that all manifests are signed with one of them. ``encryption_keys`` decrypt."""
+    ``keys``, also requires that all manifests are signed with one of them. ``encryption_keys`` decrypt. Where torch or
+    a codec's library is not installed, nothing is decoded: stored bytes are only compared with their digests."""
 
     objects: Objects
     decode_pool: Executor
@@ -211,6 +219,7 @@ class Verifier:
 
     async def run(self, segments: Sequence[StoredSegment]) -> Report:
         """Verify ``segments`` and return the report. Raises StoreError if the store cannot be read at all."""
+        self.report.missing_package = _missing_package()
         queue = iter(segments)
         await asyncio.gather(*(self._work(queue) for _ in range(self.jobs)))
         self.report.problems.sort(key=lambda problem: problem.name)
@@ -227,8 +236,6 @@ class Verifier:
                 self.report.num_gone += 1
 
     async def _verify_segment(self, stored: StoredSegment, info: ObjectInfo) -> None:
-        from sgl_kvfetch.codec import SegmentReader, quantiser_from_identity
-
         try:
             content = await self.objects.get(info.name)
             if content is None:
@@ -236,22 +243,7 @@ class Verifier:
             self._note_read(info.size_bytes)
             manifest = decode_named_manifest(content, info.name)
             self._check_signature(info.name, content)
-            try:
-                opened = open_manifest(manifest, self.encryption_keys)
-            except EncryptedError:
-                self.report.num_locked += 1
-                self.report.locking_keys = sorted({*self.report.locking_keys, *manifest.key_names})
-                pieces = [self._stored_pieces(manifest.data_bytes(data)) for data in manifest.data]
-            else:
-                quantiser = quantiser_from_identity(opened.namespace.quantiser)
-                num_variants = len(opened.variants)
-                readers = [SegmentReader(opened, quantiser, index, num_levels=1) for index in range(num_variants)]
-                pieces = [
-                    *map(self._variant_pieces, readers),
-                    # A level is decoded with those before it. Its bytes are compared with the digest in its name.
-                    *(self._stored_pieces(opened.data_bytes(level)) for level in opened.levels),
-                    *(self._side_pieces(opened, side) for side in opened.sides),
-                ]
+            pieces = self._pieces(manifest)
         except (FormatError, StoreError) as e:
             self._blame(info.name, e)
             return
@@ -306,6 +298,29 @@ class Verifier:
             elif isinstance(result, BaseException):
                 raise result
 
+    def _pieces(self, manifest: Manifest) -> list[Iterator[_Piece]]:
+        """Return the pieces of each data object, in the order of the manifest. Raises FormatError."""
+        if self.report.missing_package is None:
+            try:
+                return self._decoded_pieces(open_manifest(manifest, self.encryption_keys))
+            except EncryptedError:
+                self.report.num_locked += 1
+                self.report.locking_keys = sorted({*self.report.locking_keys, *manifest.key_names})
+        return [self._stored_pieces(manifest.data_bytes(data)) for data in manifest.data]
+
+    def _decoded_pieces(self, opened: Manifest) -> list[Iterator[_Piece]]:
+        from sgl_kvfetch.codec import SegmentReader, quantiser_from_identity
+
+        quantiser = quantiser_from_identity(opened.namespace.quantiser)
+        num_variants = len(opened.variants)
+        readers = [SegmentReader(opened, quantiser, index, num_levels=1) for index in range(num_variants)]
+        return [
+            *map(self._variant_pieces, readers),
+            # A level is decoded with those before it. Its bytes are compared with the digest in its name.
+            *(self._stored_pieces(opened.data_bytes(level)) for level in opened.levels),
+            *(self._side_pieces(opened, side) for side in opened.sides),
+        ]
+
     def _variant_pieces(self, reader: SegmentReader) -> Iterator[_Piece]:
         from sgl_kvfetch.plane import read_units
 
@@ -359,6 +374,15 @@ class Verifier:
 
     def _add(self, name: str, what: str) -> None:
         self.report.problems.append(Problem(name, what))
+
+
+def _missing_package() -> str | None:
+    """Return the name of a package that decoding needs and that is not installed; None if there is none."""
+    try:
+        from sgl_kvfetch.codec import SegmentReader  # noqa: F401 - its import loads torch and all codecs
+    except ModuleNotFoundError as e:
+        return missing_package(e)
+    return None
 
 
 def _side_piece(places: Sequence[SidePlace]) -> _Piece:

@@ -1,0 +1,167 @@
+"""A machine that has only what a store needs: the wheel, and what deploy/requirements-store.txt lists.
+
+The environment is a real one. It takes 16 seconds on two cores, and shows what the list lacks; blocked imports would only
+show what the tests expect to be missing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import urllib.request
+import venv
+from pathlib import Path
+
+import pytest
+
+from harness.engine import free_port
+from harness.store_process import StoreProcess
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.secured import secure_segment
+from sgl_kvfetch.codec.container.signing import ManifestKeys
+from sgl_kvfetch.tools.app import COMMANDS
+from tests.segments import make_segment
+from tests.test_wheel import ROOT, build_wheel, pip
+from tests.tools.conftest import KEY, put
+from tests.tools.test_pin import TOKENS, store_pages
+
+pytestmark = pytest.mark.slow
+INSTALL = re.compile(r"(/\S+/python) -m pip install sgl_kvfetch")
+
+# Each command's arguments and exit code, and what it says. STORE, NAME, FILE, OUT and PORT are replaced. S3, texts and
+# `warm` need packages or servers that a store's machine lacks.
+RUNS: dict[str, tuple[str, int, str]] = {
+    "serve": ("FILE/store --port PORT", 2, "cannot make FILE/store"),  # the tests serve by it
+    "estimate": ("--model CONFIG --link 10Gbps --prefill-tps 8000", 0, "exact"),
+    "inspect": ("STORE", 0, "stored in all"),
+    "lookup": (f"STORE --prompt {json.dumps(TOKENS).replace(' ', '')} --page-size 1", 0, "8 pages; stored: 8 in"),
+    "verify": ("STORE", 0, "nothing was decoded, only compared with digests: torch is not installed here"),
+    "encode": ("STORE", 2, "encode needs torch, which is not installed here"),
+    "index": ("rebuild s3://bucket --index redis://127.0.0.1:1", 2, "pip install 'sgl_kvfetch[s3]'"),
+    "gc": ("FOLDER --dry-run", 0, "would delete 0 segments"),
+    "clear": ("STORE --dry-run", 0, "2 segments"),
+    "move": ("STORE EMPTY --copy", 0, "2 segments copied"),
+    "pin": ("STORE", 0, "no pins"),
+    "unpin": ("STORE --prompt [1] --page-size 1", 1, "there was no such pin"),
+    "warm": ("STORE --server http://127.0.0.1:1 --prompt [1]", 2, "http://127.0.0.1:1"),
+    "timeline": ("FILE --perfetto OUT", 2, "FILE"),
+    "calibrate": ("--model m --text FILE --out OUT", 2, "calibrate needs torch, which is not installed here"),
+    "profile": ("", 2, "profile needs torch, which is not installed here"),
+    "doctor": ("STORE", 1, "store lookup"),
+}
+
+
+@pytest.fixture(scope="module")
+def kvfetch(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The program ``kvfetch`` of the environment."""
+    folder = tmp_path_factory.mktemp("store-only")
+    (folder / "wheel").mkdir()
+    wheel = build_wheel(folder / "wheel")
+    venv.create(folder / "venv")
+    scripts = folder / "venv" / "bin"
+    install = ("--python", str(scripts / "python"), "install", "--quiet")
+    pip(*install, "-r", str(ROOT / "deploy" / "requirements-store.txt"))
+    pip(*install, "--no-deps", str(wheel))
+    return str(scripts / "kvfetch")
+
+
+@pytest.fixture(autouse=True)
+def _only_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
+def run(kvfetch: str, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([kvfetch, *args], capture_output=True, text=True, timeout=120)
+
+
+def test_a_store_runs(kvfetch: str, tmp_path: Path) -> None:
+    namespace = store_pages(tmp_path / "store", 8, range(2))
+    with StoreProcess(tmp_path / "store", command=[kvfetch]) as store:
+        look = run(kvfetch, "lookup", store.url, "--prompt", str(TOKENS), "--page-size", "1", "--json")
+        (prompt,) = json.loads(look.stdout)
+        with urllib.request.urlopen(f"{store.url}/v1/summary") as answer:
+            (folder,) = json.loads(answer.read())["folders"]
+        with urllib.request.urlopen(f"{store.url}/page.js") as answer:
+            assert answer.status == 200
+    assert prompt["stored_pages"] == {namespace: 8}
+    assert folder["num_tokens"] == 8
+
+
+def test_every_command_runs_or_says_what_to_install(kvfetch: str, tmp_path: Path) -> None:
+    assert RUNS.keys() == COMMANDS.keys()
+    folder, empty = tmp_path / "store", tmp_path / "empty"
+    empty.mkdir()
+    store_pages(folder, 8, range(2))
+    put(folder, make_segment(num_pages=1, codec="zstd")[0])
+    config, file = tmp_path / "config.json", tmp_path / "file"
+    config.write_text(json.dumps({"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}))
+    file.write_text("text")
+    with StoreProcess(folder, command=[kvfetch]) as store:
+        words = {
+            "STORE": store.url,
+            "FOLDER": str(folder),
+            "EMPTY": str(empty),
+            "CONFIG": str(config),
+            "FILE": str(file),
+            "OUT": str(tmp_path / "out"),
+            "PORT": str(free_port()),
+        }
+
+        def filled(text: str) -> str:
+            return re.sub("|".join(words), lambda found: words[found[0]], text)
+
+        for command, (args, exit_code, said) in RUNS.items():
+            done = run(kvfetch, command, *map(filled, args.split()))
+            output = done.stdout + done.stderr
+            assert done.returncode == exit_code, f"{command}: {output}"
+            assert filled(said) in output, f"{command}: {output}"
+            assert "Traceback" not in output, f"{command}: {output}"
+            if exit_code == 2:
+                assert done.stderr.startswith("kvfetch: "), output
+                assert done.stderr.count("\n") == 1, output
+            if "not installed here" in output and command != "doctor":
+                (python,) = INSTALL.findall(output)
+                assert Path(python).parent == Path(kvfetch).parent
+
+
+def test_verify_finds_damage_by_digests_and_signatures(kvfetch: str, tmp_path: Path) -> None:
+    segment = make_segment(num_pages=4)[0]
+    root, key_file = tmp_path / "store", tmp_path / "key"
+    key_file.write_bytes(KEY)
+    put(root, segment)
+    manifest_path = root / segment.manifest.key.manifest_name
+    manifest_path.write_bytes(ManifestKeys([KEY]).sign(secure_segment(segment, None, True).manifest.encode()))
+    verify = ("verify", str(root), "--manifest-key-file", str(key_file), "--json")
+    report = json.loads(run(kvfetch, *verify).stdout)
+    assert (report["num_segments"], report["num_chunks"], report["missing_package"]) == (1, 0, "torch")
+    assert report["problems"] == []
+    assert report["read_bytes"] == sum(path.stat().st_size for path in root.rglob("*.kv?"))
+
+    data = bytearray((root / segment.data_name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (root / segment.data_name).write_bytes(data)
+    done = run(kvfetch, *verify)
+    assert done.returncode == 1
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert problem == {"name": segment.data_name, "what": "its bytes do not match the digest in its name"}
+    key_file.write_bytes(bytes(32))
+    assert "its signature was not made with this key" in run(kvfetch, *verify).stdout
+
+
+def test_pictures_need_the_codecs(kvfetch: str, tmp_path: Path) -> None:
+    put(tmp_path, make_segment()[0])
+    done = run(kvfetch, "inspect", str(tmp_path), "--png", str(tmp_path / "pictures"))
+    assert done.returncode == 2
+    assert "inspect needs numpy, which is not installed here" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_encrypted_segments_are_compared_with_digests(kvfetch: str, tmp_path: Path) -> None:
+    """Also with their key: without torch, nothing is decrypted."""
+    root, key_file = tmp_path / "store", tmp_path / "keys"
+    key_file.write_text(f"ours {KEY.hex()}\n")
+    put(root, secure_segment(make_segment()[0], EncryptionKeys({"ours": KEY}), False))
+    report = json.loads(run(kvfetch, "verify", str(root), "--encryption-key-file", str(key_file), "--json").stdout)
+    assert (report["num_segments"], report["num_locked"], report["missing_package"]) == (1, 0, "torch")
+    assert report["problems"] == []
