@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 StoreErrorReason = Literal[
     "refused",  # no connection
+    "tls",  # no connection: the certificate is not trusted, or the server does not speak TLS
     "timeout",  # deadline passed
     "unauthorised",  # 401 or 403
     "too_large",  # body over the store's limit
@@ -70,7 +71,7 @@ class StoreError(KVFetchError):
     """A store could not carry out a request. A missing object is not an error: it is ``None``.
 
     ``reason`` is a fixed word (see ``StoreErrorReason``), usable as a metric label; ``retriable`` says whether the same
-    request may succeed later.
+    request may succeed later. ``url`` is the remote store's, once its client has raised the error.
     """
 
     _OF_OBJECT: ClassVar = frozenset({"truncated", "io", "invalid", "too_large", "full", "protocol", "missing"})
@@ -79,10 +80,16 @@ class StoreError(KVFetchError):
         super().__init__(message)
         self.reason: StoreErrorReason = reason
         self.retriable = retriable
+        self.url: str | None = None
 
     @property
     def concerns_object(self) -> bool:
         return self.reason in self._OF_OBJECT
+
+
+def why(error: OSError | UnicodeDecodeError) -> str:
+    """Return what failed with a file, without the file's name: the messages around it have that already."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def require_positive(config: object, *fields: str) -> None:

@@ -12,9 +12,10 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.errors import ConfigError, why
 from sgl_kvfetch.user_files import read_text
 
+_HUB_TIMEOUT_S = 10.0  # whether it has a model
 MAX_TOKEN = (1 << 32) - 1  # SGLang hashes larger ones otherwise; no tokenizer has them
 
 Tokens = list[Annotated[int, Meta(ge=0, le=MAX_TOKEN)]]
@@ -39,7 +40,7 @@ def text_digest(file: Path) -> str:
     try:
         return xxhash.xxh3_64_hexdigest(file.read_bytes())
     except OSError as e:
-        raise ConfigError(f"{file}: {e}") from e
+        raise ConfigError(f"{file}: {why(e)}") from e
 
 
 def _read(file: Path, kind: Any, expected: str) -> list[Any]:
@@ -81,12 +82,36 @@ def tokenise(model: str, prompts: Sequence[Prompt]) -> list[Tokens]:
     """Return the tokens of prompts, with those that the model's tokenizer adds. Raises ConfigError without one."""
     if all(isinstance(prompt, list) for prompt in prompts):
         return [prompt for prompt in prompts if isinstance(prompt, list)]
+    tokenizer = _load_tokenizer(model)
+    return [prompt if isinstance(prompt, list) else list(tokenizer(prompt).input_ids) for prompt in prompts]
+
+
+def _load_tokenizer(model: str) -> Any:
+    """Load the tokenizer of a model's folder, or of its name at Hugging Face. Raises ConfigError.
+
+    The hub is asked once whether it has the model: `from_pretrained` tries for a minute, file by file, to find out that
+    it has not, or that there is no network.
+    """
     try:
+        import httpx
+        from huggingface_hub import HfApi
         from transformers import AutoTokenizer
     except ImportError as e:
-        raise ConfigError(f"texts need transformers, which is not installed; give tokens instead ({e})") from e
+        raise ConfigError(f"texts need transformers, which is not installed: install it, or give tokens ({e})") from e
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError) as e:
-        raise ConfigError(f"no tokenizer at {model!r}: {str(e).splitlines()[0]}") from e
-    return [prompt if isinstance(prompt, list) else list(tokenizer(prompt).input_ids) for prompt in prompts]
+        if Path(model).is_dir():
+            raise ConfigError(f"no tokenizer in the folder {model}: {_first_line(e)}") from e
+    try:
+        HfApi().model_info(model, timeout=_HUB_TIMEOUT_S)
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, httpx.HTTPError) as e:
+        raise ConfigError(
+            f"no tokenizer of {model!r}: it is no folder on this machine, and Hugging Face's hub did not give it "
+            f"({_first_line(e)}): give the model's folder, or tokens"
+        ) from e
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 import xxhash
 
-from sgl_kvfetch.errors import ConfigError, FormatError
+from sgl_kvfetch.errors import ConfigError, FormatError, why
 from sgl_kvfetch.log import LimitedLogger
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ def start(rank: int | str, environ: Mapping[str, str] = os.environ) -> None:
         try:
             outputs.append(SpanFile(path))
         except OSError as e:
-            raise ConfigError(f"{TIMELINE_ENV} = {name!r}: cannot write {path}: {e}") from e
+            raise ConfigError(f"{TIMELINE_ENV} = {name!r}: cannot write {path}: {why(e)}") from e
         logger.info("timeline of rank %s: %s", rank, path)
     if tracing is not None:
         outputs.append(tracing.Traces(str(rank)))

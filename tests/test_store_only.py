@@ -1,7 +1,7 @@
 """A machine that has only what a store needs: the wheel, and what deploy/requirements-store.txt lists.
 
-The environment is a real one. It takes 16 seconds on two cores, and shows what the list lacks; blocked imports would only
-show what the tests expect to be missing.
+The environment is a real one. Making it takes 16 seconds on two cores. It shows what the list lacks; blocked imports
+would only show what this test expects to be missing.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_kvfetch.errors import ConfigError, require_positive
+from sgl_kvfetch.errors import ConfigError, require_positive, why
 from sgl_kvfetch.server.tokens import Role, TokenFile, Tokens
 from sgl_kvfetch.user_files import require_secret
 
@@ -16,7 +16,8 @@ from sgl_kvfetch.user_files import require_secret
 class ServerConfig:
     """Configures a server.
 
-    Raises ConfigError for invalid values, and for a public host without a token unless ``insecure`` is set.
+    Raises ConfigError for invalid values, and for a public host without a token unless ``insecure`` is set. Messages
+    name the options of ``kvfetch serve``.
     """
 
     root: Path  # the directory with the objects
@@ -44,21 +45,21 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; expected 0 to 65535")
         if self.token is not None and self.token_file is not None:
-            raise ConfigError("token and token_file are both given; expected only one of them")
+            raise ConfigError("--token and --token-file are both given; expected only one of them")
         if self.token is not None and not self.token.strip():
-            raise ConfigError("token is empty")
-        require_secret((self.token or "").strip(), "token")
+            raise ConfigError("--token is empty")
+        require_secret((self.token or "").strip(), "--token")
         require_positive(self, "capacity_bytes", "max_body_bytes", "max_uploads", "max_connections")
         require_positive(self, "idle_timeout_s", "orphan_age_s")
         if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):
-            raise ConfigError("tls_cert and tls_key need each other, and tls_client_ca needs both")
+            raise ConfigError("--tls-cert and --tls-key need each other, and --tls-client-ca needs both")
         for field in ("upload_wait_s", "grace_s"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; expected 0 or more")
         if not (self.has_token or self.insecure or is_loopback(self.host)):
             raise ConfigError(
-                f"host is {self.host!r}, which other machines can reach, but there is no token; "
-                "give a token, or set insecure to allow access without one"
+                f"other machines can reach --host {self.host}, and there is no token: give --token-file FILE (openssl "
+                "rand -hex 32 makes a token), or --insecure to let everybody read, write and delete"
             )
 
     @property
@@ -83,7 +84,7 @@ class ServerConfig:
                 context.verify_mode = ssl.CERT_REQUIRED
         except OSError as e:
             files = ", ".join(str(path) for path in (self.tls_cert, self.tls_key, self.tls_client_ca) if path)
-            raise ConfigError(f"cannot read the certificates in {files}: {e}") from e
+            raise ConfigError(f"cannot read the certificates in {files}: {why(e)}") from e
         return context
 
 

@@ -76,11 +76,16 @@ class TokenFile(Tokens):
         return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _read(self) -> dict[str, Role]:
-        text = read_text(self._path, "token_file")
+        try:
+            text = read_text(self._path, "--token-file")
+        except ConfigError as e:
+            if isinstance(e.__cause__, FileNotFoundError):
+                raise ConfigError(f"{e}: openssl rand -hex 32 >{self._path} makes a token") from e
+            raise
         try:
             return parse_tokens(text)
         except ConfigError as e:
-            raise ConfigError(f"token_file {self._path}: {e}") from e
+            raise ConfigError(f"--token-file {self._path}: {e}") from e
 
 
 def parse_tokens(text: str) -> dict[str, Role]:

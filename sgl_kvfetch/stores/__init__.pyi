@@ -14,6 +14,7 @@ from .breaker import Breaker as Breaker
 from .coverage import furthest as furthest
 from .hedged import MAX_HEDGES as MAX_HEDGES, HedgedStore as HedgedStore, OnHedge as OnHedge
 from .http import HttpStore as HttpStore
+from .http_answers import client_errors as client_errors
 from .indexed_s3 import IndexedS3Store as IndexedS3Store
 from .keyed import with_keys as with_keys
 from .listing import (
@@ -26,6 +27,7 @@ from .listing import (
     names_of_folders as names_of_folders,
     pages_stored as pages_stored,
     read_manifest as read_manifest,
+    stored_page_sizes as stored_page_sizes,
     whole_pages as whole_pages,
 )
 from .pins import (

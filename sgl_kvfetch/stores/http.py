@@ -34,7 +34,7 @@ from sgl_kvfetch.stores.http_answers import (
 )
 from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
 from sgl_kvfetch.stores.proxies import environment_proxy
-from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore
+from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, listing_of
 
 T = TypeVar("T")
 
@@ -190,7 +190,7 @@ class HttpStore(RemoteStore):
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """Stream the listing. Failures are retried up to the first line; each later line has its own deadline."""
-        what = f"listing {prefix!r}"
+        what = listing_of(prefix)
 
         async def start() -> tuple[aiohttp.ClientResponse, bytes]:
             response = await self._request("GET", self.url + wire.Route.OBJECTS, params={"prefix": prefix})
@@ -202,7 +202,7 @@ class HttpStore(RemoteStore):
                 raise
 
         response, line = await self._retried(what, start)
-        with client_errors(what):
+        with self._naming_itself(), client_errors(what):
             async with response:
                 while line:
                     yield decode_listed(line, prefix)
@@ -339,15 +339,16 @@ class HttpStore(RemoteStore):
             with client_errors(what):
                 return await attempt()
 
-        async with self._deadline(what, num_bytes) as timeout_s:
-            retrying = AsyncRetrying(
-                stop=stop_after_attempt(options.max_attempts) | stop_before_delay(timeout_s),
-                wait=wait_random_exponential(options.backoff_s, max=timeout_s),
-                retry=retry_if_exception(_may_help),
-                before_sleep=note_retry,
-                reraise=True,
-            )
-            return await retrying(translated)
+        with self._naming_itself():
+            async with self._deadline(what, num_bytes) as timeout_s:
+                retrying = AsyncRetrying(
+                    stop=stop_after_attempt(options.max_attempts) | stop_before_delay(timeout_s),
+                    wait=wait_random_exponential(options.backoff_s, max=timeout_s),
+                    retry=retry_if_exception(_may_help),
+                    before_sleep=note_retry,
+                    reraise=True,
+                )
+                return await retrying(translated)
 
 
 async def _read_line(response: aiohttp.ClientResponse) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -17,6 +18,7 @@ from sgl_kvfetch.keys import parse_object_name
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit
+from sgl_kvfetch.stores.remote import listing_of
 
 T = TypeVar("T", wire.Deleted, wire.Checked, wire.Folders, wire.PinNames)
 
@@ -27,6 +29,9 @@ _BROKEN = (  # after connecting: ClientConnectorError is caught before
     aiohttp.UploadAbortedError,
     OSError,
 )
+# Of OpenSSL: a self-signed certificate, one in the chain, and two for an issuer that is not known.
+_UNKNOWN_CA = frozenset({18, 19, 20, 21})
+_NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST"})
 _RANGE_SENT = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]{1,18}|\*)")
 _RANGE_REFUSED = re.compile(r"bytes \*/([0-9]{1,18})")
 
@@ -40,12 +45,30 @@ def client_errors(what: str) -> Iterator[None]:
         raise StoreError("timeout", f"{what}: no connection in time: {_text(e)}", retriable=True) from e
     except aiohttp.ClientProxyConnectionError as e:
         raise StoreError("refused", f"{what}: the environment's proxy: {_text(e)}", retriable=True) from e
+    except aiohttp.ClientSSLError as e:
+        raise _tls_error(what, e) from e
     except aiohttp.ClientConnectorError as e:
         raise StoreError("refused", f"{what}: {_text(e)}", retriable=True) from e
     except _BROKEN as e:
         raise StoreError("truncated", f"{what}: the connection broke: {_text(e)}", retriable=True) from e
     except (aiohttp.ClientError, HttpProcessingError, ValueError) as e:
         raise StoreError("protocol", f"{what}: {_text(e)}") from None  # a traceback would show the server's bytes
+
+
+def _tls_error(what: str, error: aiohttp.ClientSSLError) -> StoreError:
+    server, cause = f"{error.host}:{error.port}", error.os_error
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        if cause.verify_code in _UNKNOWN_CA:
+            return StoreError(
+                "tls",
+                f"{what}: no CA that this machine knows has signed the certificate of {server} "
+                f"({cause.verify_message}): name the file of its CA, as SSL_CERT_FILE in the environment, or as "
+                "tls.ca_file in the config of SGLang's backend",
+            )
+        return StoreError("tls", f"{what}: the certificate of {server} does not hold: {cause.verify_message}")
+    if isinstance(cause, ssl.SSLError) and cause.reason in _NO_TLS:
+        return StoreError("tls", f"{what}: {server} does not speak TLS: write its URL with http://")
+    return StoreError("refused", f"{what}: {_text(error)}", retriable=True)
 
 
 def _text(error: BaseException) -> str:
@@ -56,8 +79,16 @@ async def require_status(response: aiohttp.ClientResponse, *expected: int) -> No
     """Raise the matching StoreError unless the status is one of ``expected``."""
     if response.status in expected:
         return
-    message = f"{response.method} {response.url}: status {response.status}{await _explanation(response)}"
+    message = f"{response.method} {response.url}: status {response.status}{_token_problem(response)}"
+    message += await _explanation(response)
     raise status_error(response.status, message)
+
+
+def _token_problem(response: aiohttp.ClientResponse) -> str:
+    if response.status != 401:
+        return ""
+    sent = "Authorization" in response.request_info.headers
+    return ", the store does not know this token" if sent else ", the store wants a token and got none"
 
 
 def status_error(status: int, message: str) -> StoreError:
@@ -209,7 +240,7 @@ def decode_listed(line: bytes, prefix: str) -> ObjectInfo:
         listed = msgspec.json.decode(line, type=ObjectInfo)
         parse_object_name(listed.name)
     except (msgspec.DecodeError, UnicodeDecodeError, FormatError) as e:
-        raise StoreError("protocol", f"listing {prefix!r}: malformed line: {_text(e)}") from e
+        raise StoreError("protocol", f"{listing_of(prefix)}: malformed line: {_text(e)}") from e
     if not listed.name.startswith(prefix):
-        raise StoreError("protocol", f"listing {prefix!r}: {listed.name} does not have this prefix")
+        raise StoreError("protocol", f"{listing_of(prefix)}: {listed.name} does not have this prefix")
     return listed

@@ -8,9 +8,11 @@ from typing import NamedTuple, Protocol
 
 from sgl_kvfetch.codec import Manifest, decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
-from sgl_kvfetch.keys import SegmentKey, parse_object_name
+from sgl_kvfetch.keys import MANIFEST_SUFFIX, SegmentKey, parse_object_name
 from sgl_kvfetch.labels import Labels, are_named
-from sgl_kvfetch.stores.base import ObjectInfo, Store
+from sgl_kvfetch.stores.base import AdminStore, ObjectInfo, Store
+
+_MOST_FOLDERS = 64
 
 
 class Objects(Protocol):
@@ -122,6 +124,22 @@ def decode_named_manifest(content: bytes, name: str) -> Manifest:
     if manifest.key.manifest_name != name:
         raise FormatError(f"manifest belongs under the name {manifest.key.manifest_name}")
     return manifest
+
+
+async def stored_page_sizes(store: AdminStore) -> set[int]:
+    """Return the page sizes, in tokens, of the first `_MOST_FOLDERS` folders. Raises StoreError.
+
+    Reads one manifest a folder.
+    """
+    sizes = set()
+    for folder in sorted(await store.folders())[:_MOST_FOLDERS]:
+        async for info in store.list(f"{folder}/"):
+            if info.name.endswith(MANIFEST_SUFFIX):
+                segment = StoredSegment(parse_object_name(info.name).segment)
+                if (manifest := await first_readable_manifest(store, [segment])) is not None:
+                    sizes.add(manifest.namespace.page_size)
+                break
+    return sizes
 
 
 async def pages_stored(store: Store, hashes: Sequence[bytes]) -> dict[str, int]:

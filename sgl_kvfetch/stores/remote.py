@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
-from sgl_kvfetch.errors import ConfigError, StoreError, require_positive
+from sgl_kvfetch.errors import ConfigError, StoreError, require_positive, why
 from sgl_kvfetch.stores.base import AdminStore, require_name
 
 
@@ -29,7 +29,7 @@ class TlsFiles:
                 context.load_cert_chain(self.cert, self.key, password="")  # never asks on a terminal
         except OSError as e:
             files = ", ".join(name for name in (self.ca, self.cert, self.key) if name)
-            raise ConfigError(f"cannot use the TLS files {files}: {e}") from e
+            raise ConfigError(f"cannot use the TLS files {files}: {why(e)}") from e
         return context
 
 
@@ -51,6 +51,11 @@ class HttpOptions:
         require_positive(self, "max_connections", "max_attempts", "max_object_bytes")
         if self.backoff_s < 0:
             raise ConfigError(f"backoff_s is {self.backoff_s}; expected 0 or more")
+
+
+def listing_of(prefix: str) -> str:
+    """Return what messages call a listing."""
+    return f"listing {prefix!r}" if prefix else "listing everything"
 
 
 class RemoteStore(AdminStore):
@@ -78,6 +83,15 @@ class RemoteStore(AdminStore):
         if info is not None and start > info.size_bytes:
             raise StoreError("truncated", f"{name} has {info.size_bytes} bytes; cannot read from byte {start} on")
         return None if info is None else b""
+
+    @contextmanager
+    def _naming_itself(self) -> Iterator[None]:
+        """Note this store's URL in each StoreError that passes."""
+        try:
+            yield
+        except StoreError as e:
+            e.url = self.url
+            raise
 
     @asynccontextmanager
     async def _deadline(self, what: str, num_bytes: int = 0) -> AsyncIterator[float]:

@@ -23,7 +23,7 @@ from obstore.exceptions import (
     UnauthenticatedError,
 )
 
-from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
+from sgl_kvfetch.errors import ConfigError, FormatError, StoreError, why
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, is_object_name
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, is_namespace, object_digest, require_name, require_namespace
@@ -31,7 +31,7 @@ from sgl_kvfetch.stores.by_name import lookup_by_name
 from sgl_kvfetch.stores.http_answers import status_error
 from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
 from sgl_kvfetch.stores.proxies import environment_proxy
-from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore
+from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, listing_of
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
@@ -61,6 +61,9 @@ _TAG_FORMS: tuple[TagForm, ...] = (str, lambda tag: tag.strip('"'))
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
 _KIND = re.compile(r"\bkind: (Connect|Timeout|Interrupted)\b")
 _DEBUG = "\n\nDebug source"
+# Without credentials, obstore asks the machine's metadata service for its role's.
+_OF_METADATA = re.compile(r"Error performing \w+ \S+/latest/(api/token|meta-data/)")
+_BAD_CERTIFICATE = re.compile(r"\bInvalidCertificate\(")
 
 
 class S3Store(RemoteStore):
@@ -252,7 +255,7 @@ class S3Store(RemoteStore):
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """List objects. Each page has its own deadline. S3 lists by folder; the rest of ``prefix`` is matched here."""
         folder, slash, _ = prefix.partition("/")
-        async for meta in self._list_folder(f"listing {prefix!r}", folder if slash else None):
+        async for meta in self._list_folder(listing_of(prefix), folder if slash else None):
             if meta["path"].startswith(prefix) and is_object_name(meta["path"]):
                 yield _info(meta)
 
@@ -309,21 +312,20 @@ class S3Store(RemoteStore):
         The deadline is extended for ``num_bytes`` that are to be transferred.
         """
         self._require_open()
-        try:
-            async with self._deadline(what, num_bytes), self._free:
-                return await call()
-        except FileNotFoundError as e:
-            if "<Code>NoSuchBucket</Code>" in str(e):
-                raise StoreError("invalid", f"{what}: there is no bucket for {self.url}") from e
-            # A proxy without a backend, or an endpoint that is no S3 store, answers 404, too. HEAD has no body that
-            # would tell them apart.
-            if "<Code>" not in str(e) and "performing HEAD" not in str(e):
-                raise StoreError("protocol", f"{what}: status 404, but not from an S3 store: {_text(e)}") from e
-            return None
-        except (PermissionDeniedError, UnauthenticatedError) as e:
-            raise StoreError("unauthorised", f"{what}: {_text(e)}") from e
-        except BaseError as e:
-            raise _store_error(f"{what}: {_text(e)}", str(e)) from e
+        with self._naming_itself():
+            try:
+                async with self._deadline(what, num_bytes), self._free:
+                    return await call()
+            except FileNotFoundError as e:
+                if "<Code>NoSuchBucket</Code>" in str(e):
+                    raise StoreError("invalid", f"{what}: there is no bucket for {self.url}") from e
+                # A proxy without a backend, or an endpoint that is no S3 store, answers 404, too. HEAD has no body that
+                # would tell them apart.
+                if "<Code>" not in str(e) and "performing HEAD" not in str(e):
+                    raise StoreError("protocol", f"{what}: status 404, but not from an S3 store: {_text(e)}") from e
+                return None
+            except BaseError as e:
+                raise _store_error(what, e) from e
 
 
 def _parse_url(url: str) -> tuple[str, str]:
@@ -361,11 +363,20 @@ def _client_options(options: HttpOptions, scheme: str) -> ClientConfig:
         try:
             client["root_certificate"] = Path(options.tls.ca).read_bytes()
         except OSError as e:
-            raise ConfigError(f"cannot use the TLS file {options.tls.ca}: {e}") from e
+            raise ConfigError(f"cannot use the TLS file {options.tls.ca}: {why(e)}") from e
     return client
 
 
-def _store_error(message: str, detail: str) -> StoreError:
+def _store_error(what: str, error: BaseError) -> StoreError:
+    message, detail = f"{what}: {_text(error)}", str(error)
+    if _OF_METADATA.search(detail):
+        return StoreError("unauthorised", f"{what}: no credentials were given, and this machine's role has none")
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
+        return StoreError("unauthorised", message)
+    if _BAD_CERTIFICATE.search(detail):
+        return StoreError("tls", f"{message}: the server's certificate is not trusted; SSL_CERT_FILE names its CA")
+    if "InvalidContentType" in detail:
+        return StoreError("tls", f"{message}: the server does not speak TLS; write its URL with http://")
     status = _STATUS.search(detail)
     if status is not None and status[1] == "416":
         return StoreError("truncated", message)

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from sgl_kvfetch import __version__
-from sgl_kvfetch.errors import KVFetchError, StoreError
+from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.tools.packages import needs_package
 
 EXIT_ERROR = 2
@@ -64,16 +64,6 @@ def import_command(name: str) -> Callable[..., None]:
     return function
 
 
-def _advice(error: KVFetchError) -> str:
-    """Return what to do about a store that cannot be asked, or an empty string."""
-    match error.reason if isinstance(error, StoreError) else None:
-        case "refused":
-            return "; no store answers there: start it with kvfetch serve DIRECTORY, or correct the host and port"
-        case "unauthorised":
-            return "; give the store's token: --token-file FILE, or KVFETCH_TOKEN in the environment"
-    return ""
-
-
 def _without_types(params: list[Any]) -> list[Any]:
     """Let the help of flags show no type: they take no value."""
     for param in params:
@@ -110,7 +100,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KVFetchError as e:
-            typer.echo(f"kvfetch: {e}{_advice(e)}", err=True)
+            typer.echo(f"kvfetch: {'; '.join((str(e), *getattr(e, '__notes__', ())))}", err=True)
             raise typer.Exit(EXIT_ERROR) from e
         except ModuleNotFoundError as e:
             typer.echo(f"kvfetch: {needs_package(ctx.invoked_subcommand, e)}", err=True)

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -118,6 +119,7 @@ def encode(
             on_step=reporter.step,
             on_total=reporter.total,
             on_segment=reporter.segment_done,
+            on_wait=partial(reporter.waiting, grace_s=grace_s),
         )
         reporter.tally = made.tally
         await _encode(made, poll_interval_s if watch else None)
@@ -181,6 +183,14 @@ class _Reporter:
 
     def total(self, segments: int) -> None:
         self.progress.update(self._task.id, total=(self._task.total or 0) + segments, sizes="")
+
+    def waiting(self, data_objects: int, *, grace_s: float) -> None:
+        """Say why nothing happens: readers that hold an old manifest may still read what it names (--grace)."""
+        self.progress.console.print(
+            f"kvfetch: waiting up to {grace_s:g} s before {data_objects} replaced data objects are deleted, since "
+            "readers may still use them (--grace); Ctrl-C leaves them to the next run",
+            soft_wrap=True,
+        )
 
     def segment_done(self) -> None:
         sizes = _sizes(self.tally)

@@ -191,7 +191,7 @@ def _fields_table(namespaces: Sequence[NamespaceSummary]) -> Table:
             continue
         dims = str(n.k_head_dim) if n.k_head_dim == n.v_head_dim else f"{n.k_head_dim}/{n.v_head_dim}"
         cache = f"{n.attention} {n.kv_dtype}, {n.num_layers} layers x {n.num_heads} heads x {dims}, page {n.page_size}"
-        heads = summary.digest.partition(".")[2]
+        heads = layer_range(*map(int, summary.digest.partition(".")[2].split("-")))
         rank = f"heads {heads}, layers {layer_range(n.first_layer, n.first_layer + n.num_layers)}"
         row = (summary.digest[:NAMESPACE_DIGITS], summary.model or "", cache, summary.quantiser or "", rank, ages)
         table.add_row(*map(printable, row))

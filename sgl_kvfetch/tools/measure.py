@@ -15,7 +15,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from sgl_kvfetch.codec import PLANES, region_layout
-from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.errors import ConfigError, UnsupportedError, why
 from sgl_kvfetch.plane import DecodeProfile, Sample, measure_profile
 from sgl_kvfetch.prompts import read_texts, text_digest
 from sgl_kvfetch.tools.terminal import format_size, json_flag, make_console, make_progress, make_table, option, show
@@ -183,7 +183,7 @@ def profile(
         try:
             out.write_bytes(measured.encode())
         except OSError as e:
-            raise ConfigError(f"--out {out}: {e}") from e
+            raise ConfigError(f"--out {out}: {why(e)}") from e
         progress.print(f"wrote {out}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,15 @@ from msgspec import Struct
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, tokenise
-from sgl_kvfetch.stores import MAX_LABEL, MAX_PIN_PAGES, AdminStore, Pin, Store, pages_stored
+from sgl_kvfetch.stores import (
+    MAX_LABEL,
+    MAX_PIN_PAGES,
+    AdminStore,
+    Pin,
+    Store,
+    pages_stored,
+    stored_page_sizes,
+)
 from sgl_kvfetch.tools.target import require_scheme, run_on_store
 from sgl_kvfetch.tools.terminal import (
     IndexOption,
@@ -94,8 +102,11 @@ def lookup(
     """
     prompts = _tokens_of(_prompts_of(prompt, file, required=True), model)
 
-    async def look_up(store: Store) -> list[StoredPrompt]:
-        return [await _stored_prompt(store, tokens, page_size, cache_salt) for tokens in prompts]
+    async def look_up(store: AdminStore) -> list[StoredPrompt]:
+        found = [await _stored_prompt(store, tokens, page_size, cache_salt) for tokens in prompts]
+        if not any(one.stored_pages for one in found):
+            await _compare_page_sizes(store, page_size)
+        return found
 
     _show_stored(run_on_store(store, token, token_file, index, look_up), as_json)
 
@@ -137,10 +148,13 @@ def pin(
             await store.put_pin(one)
         names = [one.name for one in new] or sorted(await store.pins())
         kept = [kept for name in names if (kept := await store.get_pin(name)) is not None]
-        return [
+        pins = [
             PinSummary(k.name, k.label, len(k.page_hashes), k.page_size, await pages_stored(store, k.page_hashes))
             for k in kept
         ]
+        if page_size is not None and not any(one.stored_pages for one in pins):
+            await _compare_page_sizes(store, page_size)
+        return pins
 
     found = run_on_store(store, token, token_file, index, put)
     lines = (
@@ -217,15 +231,13 @@ def warm(
 
     async def send_all(store: Store) -> list[StoredPrompt]:
         key = environment_secret(API_KEY_ENV)
-        try:
-            headers = {"Authorization": f"Bearer {key}"} if key else None
+        headers = {"Authorization": f"Bearer {key}"} if key else None
+        with _server_errors(server):
             async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session:
-                page_size = int((await _ask(session, "GET", f"{server}/server_info"))["page_size"])
+                page_size = await _page_size_of(session, server)
                 sent = [await _send(session, server, prompt, cache_salt) for prompt in prompts]
-            until = asyncio.get_running_loop().time() + timeout_s
-            return [await _wait_for(store, tokens, page_size, cache_salt, until) for tokens in sent]
-        except (aiohttp.ClientError, TimeoutError, KeyError, ValueError) as e:
-            raise StoreError("protocol", f"{server}: {type(e).__name__}: {e}") from e
+        until = asyncio.get_running_loop().time() + timeout_s
+        return [await _wait_for(store, tokens, page_size, cache_salt, until) for tokens in sent]
 
     warmed = run_on_store(store, token, token_file, index, send_all)
     _show_stored(warmed, as_json)
@@ -284,6 +296,14 @@ async def _stored_prompt(store: Store, tokens: Sequence[int], page_size: int, ca
     return StoredPrompt(len(tokens), len(hashes), await pages_stored(store, hashes))
 
 
+async def _compare_page_sizes(store: AdminStore, page_size: int) -> None:
+    """Say on stderr if the store has segments, and all of another page size: no page of this size can be found."""
+    sizes = await stored_page_sizes(store)
+    if sizes and page_size not in sizes:
+        stored = " or ".join(map(str, sorted(sizes)))
+        typer.echo(f"kvfetch: no pages of {page_size} tokens are stored: type --page-size {stored}", err=True)
+
+
 def _show_stored(prompts: Sequence[StoredPrompt], as_json: bool) -> None:
     lines = (
         f"prompt {number}: {p.num_tokens} tokens, {p.num_pages} pages; {_stored_text(p.stored_pages)}"
@@ -298,6 +318,31 @@ def _stored_text(stored_pages: Mapping[str, int]) -> str:
     return f"stored: {found or 'none'}"
 
 
+@contextlib.contextmanager
+def _server_errors(server: str) -> Iterator[None]:
+    """Translate what goes wrong with an SGLang server to StoreError, and say what to type."""
+    from sgl_kvfetch.stores import client_errors  # aiohttp's, which other stores' commands do not need
+
+    try:
+        with client_errors(f"--server {server}"):
+            yield
+    except StoreError as e:
+        if e.reason == "refused":
+            e.add_note("no SGLang server answers there: start it, or correct the host and port")
+        raise
+
+
+async def _page_size_of(session: ClientSession, server: str) -> int:
+    """Return an SGLang server's page size. Raises ConfigError if another server answers, and as `_ask` does."""
+    try:
+        info = await _ask(session, "GET", f"{server}/server_info")
+    except StoreError as e:
+        raise ConfigError(f"--server {server} is no SGLang server: {e}; SGLang's port is 30000 by default") from e
+    if not isinstance(info, dict) or not isinstance(size := info.get("page_size"), int) or size < 1:
+        raise ConfigError(f"--server {server} is no SGLang server: its /server_info has no page_size")
+    return size
+
+
 async def _send(session: ClientSession, server: str, prompt: Prompt, cache_salt: str | None) -> Tokens:
     """Send a prompt through the server, and return its tokens."""
     if isinstance(prompt, str):
@@ -309,6 +354,8 @@ async def _send(session: ClientSession, server: str, prompt: Prompt, cache_salt:
 
 async def _ask(session: ClientSession, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
     async with session.request(method, url, json=body) as response:
+        if response.status == 401:
+            raise ConfigError(f"{url} wants an API key: give it as {API_KEY_ENV} in the environment")
         if response.status != 200:
             raise StoreError("server", f"{url} answered {response.status}: {(await response.text())[:500]}")
         return await response.json()

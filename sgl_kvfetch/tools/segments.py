@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated
 
@@ -60,6 +60,8 @@ class ClearSummary(Struct):
     num_segments: int  # without the pinned ones that stay
     num_bytes: int
     num_pinned: int  # stay
+    num_orphans: int  # data objects without a manifest
+    orphan_bytes: int
     num_objects: int | None = None  # deleted; None in a dry run
     failures: dict[str, str] = {}  # by the object's name
 
@@ -87,7 +89,10 @@ def clear(
     token_file: TokenFileOption = None,
     as_json: Annotated[
         bool,
-        json_flag("an object with num_segments, num_bytes, num_pinned, num_objects (null in a dry run) and failures"),
+        json_flag(
+            "an object with num_segments, num_bytes, num_pinned, num_orphans (data objects without a manifest), "
+            "orphan_bytes, num_objects (null in a dry run) and failures"
+        ),
     ] = False,
 ) -> None:
     """Delete all segments of a store, or of a part of it.
@@ -116,10 +121,10 @@ def clear(
             segments = [segment for segment in segments if segment.modified_s < written_before_s]
         kept = set() if pinned else await pinned_segments(opened, {segment.key.namespace for segment in segments})
         free = [segment for segment in segments if segment.key not in kept]
-        cleared = ClearSummary(len(free), sum(segment.stored_bytes for segment in free), len(segments) - len(free))
+        cleared = _summary(free, len(segments) - len(free))
         if cleared.num_pinned:
             say(f"{cleared.num_pinned} pinned segments stay; --pinned deletes them, too")
-        say(f"{store}: {cleared.num_segments} segments, {format_size(cleared.num_bytes)}")
+        say(f"{store}: {_amount(cleared)}")
         if dry_run:
             return cleared
         if not yes:
@@ -136,6 +141,21 @@ def clear(
     cleared = run_on_store(url, token, token_file, index, select_and_delete)
     deleted = [] if cleared.num_objects is None else [f"{cleared.num_objects} objects deleted"]
     show(cleared, as_json, deleted, cleared.failures)
+
+
+def _summary(segments: Sequence[StoredSegment], num_pinned: int) -> ClearSummary:
+    """Count what will be deleted. Data without a manifest, which a crashed writer left, are no segments."""
+    whole = [segment for segment in segments if segment.manifest is not None]
+    orphans = [info for segment in segments if segment.manifest is None for info in segment.data.values()]
+    num_bytes, orphan_bytes = sum(each.stored_bytes for each in whole), sum(info.size_bytes for info in orphans)
+    return ClearSummary(len(whole), num_bytes, num_pinned, len(orphans), orphan_bytes)
+
+
+def _amount(cleared: ClearSummary) -> str:
+    segments = f"{cleared.num_segments} segments, {format_size(cleared.num_bytes)}"
+    if not cleared.num_orphans:
+        return segments
+    return f"{segments}; {cleared.num_orphans} data objects without a manifest, {format_size(cleared.orphan_bytes)}"
 
 
 def move(

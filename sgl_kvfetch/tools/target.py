@@ -15,7 +15,8 @@ from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Variant, decode_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import DATA_SUFFIX, MANIFEST_SUFFIX, parse_object_name
 from sgl_kvfetch.stores import ObjectInfo, StoredSegment, list_segments
-from sgl_kvfetch.tools.terminal import read_token
+from sgl_kvfetch.tools.advice import advice
+from sgl_kvfetch.tools.terminal import read_token, token_source
 
 if TYPE_CHECKING:
     from sgl_kvfetch.stores import AdminStore, Objects
@@ -72,33 +73,42 @@ def run_on_store(
     **options: Any,
 ) -> T:
     """Open a store as `open_existing_store` does, and return what ``work`` returns for it. Raises KVFetchError."""
-    secret = read_token(token, token_file)
-    return asyncio.run(_run(lambda: open_existing_store(text, secret, index, **options), work))
+    secret, source = read_token(token, token_file), token_source(token, token_file)
+    return asyncio.run(_run(lambda: open_existing_store(text, secret, index, **options), work, source))
 
 
 def run_on_target(
     text: str, token: str | None, token_file: Path | None, work: Callable[[OpenTarget], Awaitable[T]]
 ) -> T:
     """Open a TARGET argument as `open_target` does, and return what ``work`` returns for it. Raises KVFetchError."""
-    secret = read_token(token, token_file)
-    return asyncio.run(_run(lambda: open_target(text, secret), work))
+    secret, source = read_token(token, token_file), token_source(token, token_file)
+    return asyncio.run(_run(lambda: open_target(text, secret), work, source))
 
 
-async def _run(open_it: Callable[[], C], work: Callable[[C], Awaitable[T]]) -> T:
+async def _run(open_it: Callable[[], C], work: Callable[[C], Awaitable[T]], source: str | None) -> T:
+    """Work on what ``open_it`` opens. A StoreError gets a note of what to type."""
     opened = open_it()
     try:
         return await work(opened)
+    except StoreError as e:
+        if (note := await advice(e, source)) is not None:
+            e.add_note(note)
+        raise
     finally:
         await opened.close()
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTarget:
-    """Objects with the name prefix ``prefix``. Messages call them ``label``."""
+    """Objects with the name prefix ``prefix``. Messages call them ``label``.
+
+    ``store``: the store as commands take it, or None if they are files outside one.
+    """
 
     objects: Objects
     prefix: str
     label: str
+    store: str | None
 
     async def list_segments(self) -> list[StoredSegment]:
         """Return the segments. Raises ConfigError if the prefix has none, and StoreError."""
@@ -122,7 +132,7 @@ def open_target(text: str, token: str | None) -> OpenTarget:
     label = f"{store_url(store)}#{prefix}" if prefix else store_url(store)
     with contextlib.suppress(FormatError):  # it may be the full name of a manifest or data
         prefix = parse_object_name(prefix).segment.stem
-    return OpenTarget(open_existing_store(store, token), prefix, label)
+    return OpenTarget(open_existing_store(store, token), prefix, label, store)
 
 
 def _file_at(path: Path) -> OpenTarget:
@@ -133,8 +143,9 @@ def _file_at(path: Path) -> OpenTarget:
         stem = parse_object_name(f"{path.parent.name}/{path.name}").segment.stem
     except FormatError:
         loose = LooseSegment(path)
-        return OpenTarget(loose, loose.stem, str(path))
-    return OpenTarget(open_existing_store(path.parent.parent.as_uri(), None), stem, str(path))
+        return OpenTarget(loose, loose.stem, str(path), None)
+    store = path.parent.parent
+    return OpenTarget(open_existing_store(store.as_uri(), None), stem, str(path), str(store))
 
 
 class LooseSegment:

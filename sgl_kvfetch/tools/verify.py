@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from sgl_kvfetch.codec import (
     read_manifest_keys,
 )
 from sgl_kvfetch.errors import ConfigError, EncryptedError, FormatError, StoreError
-from sgl_kvfetch.keys import ContentCheck
+from sgl_kvfetch.keys import ContentCheck, parse_object_name
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import ObjectInfo, Objects, StoredSegment, decode_named_manifest, read_manifest
 from sgl_kvfetch.tools.packages import how_to_install, missing_package
@@ -50,6 +51,7 @@ if TYPE_CHECKING:  # these load torch and codecs
     from sgl_kvfetch.plane import ReadUnit
 
 MAX_PROBLEMS_AN_OBJECT = 5
+MAX_COMMANDS = 20
 
 
 def verify(
@@ -78,6 +80,8 @@ def verify(
     are counted and not checked. Without --encryption-key-file, encrypted segments are not decoded, only compared with
     the digests of their bytes as they are stored. So are all segments on a machine without torch and the codecs.
 
+    The output ends with commands that delete corrupt segments: servers compute and store those again.
+
     The exit code is 0 if everything is valid, 1 if something is corrupt or missing, 2 if the store cannot be read.
     Only --rebuild changes anything: the catalog. Data without a manifest, left by a crashed writer, are counted but are
     no error.
@@ -91,8 +95,11 @@ def verify(
         kvfetch verify backup/8-91ab.kvm
     """
     keys, encryption_keys = read_manifest_keys(manifest_key_file), read_encryption_keys(encryption_key_file)
+    store: str | None = None
 
     async def check(opened: OpenTarget) -> Report:
+        nonlocal store
+        store = opened.store
         if rebuild:
             from sgl_kvfetch.directory import LocalStore
 
@@ -105,7 +112,7 @@ def verify(
         report = run_on_target(target, token, token_file, check)
     except FormatError as e:  # TARGET is the path of an invalid manifest
         report = Report(problems=[Problem(str(Path(target)), str(e))])
-    show(report, as_json, _lines(report))
+    show(report, as_json, [*_lines(report), *_next_steps(report, store)])
     if report.problems:
         raise typer.Exit(1)
 
@@ -162,6 +169,21 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"{report.num_locked} segments are encrypted with {names} (not decoded; see --encryption-key-file)"
     if report.num_gone:
         yield f"{report.num_gone} segments were deleted or replaced during the run"
+
+
+def _next_steps(report: Report, store: str | None) -> Iterator[str]:
+    """Yield what to do about corrupt objects of ``store``, or of files outside a store if it is None."""
+    if not report.problems:
+        return
+    if store is None:
+        yield "copy it again from its store, or from a backup"
+        return
+    yield "delete what is corrupt, and servers compute and store it again:"
+    stems = sorted({parse_object_name(problem.name).segment.stem for problem in report.problems})
+    for stem in stems[:MAX_COMMANDS]:
+        yield f"  kvfetch clear {shlex.quote(f'{store}#{stem}')}"
+    if len(stems) > MAX_COMMANDS:
+        yield f"  ... and {len(stems) - MAX_COMMANDS} more segments, which --json names"
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ async def test_large_objects_both_ways(url: str, certificates: Certificates) -> 
 
 
 async def test_a_client_refuses_a_server_that_its_ca_did_not_sign(url: str, certificates: Certificates) -> None:
-    assert await reason_of_get(HttpStore(url, options=HttpOptions(max_attempts=1))) == "refused"
+    assert await reason_of_get(HttpStore(url, options=HttpOptions(max_attempts=1))) == "tls"
 
 
 async def test_a_tls_server_does_not_answer_plain_http(url: str) -> None:

@@ -11,6 +11,7 @@ from harness.small_segments import head_slice, make_segment, page_hashes, put_se
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.stores.pins import Pin
+from sgl_kvfetch.tools.terminal import format_size
 from tests.segments import with_labels
 from tests.tools.conftest import kvfetch, kvfetch_json, unchanged
 
@@ -128,6 +129,30 @@ def test_a_dry_run_deletes_nothing(store: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "2 segments, " in result.output
     assert names(store) == {head_slice("a").folder, head_slice("b").folder}
+
+
+@pytest.mark.parametrize("flags", [("--dry-run",), ("--yes",), ("--yes", "--older-than", "0s")])
+def test_data_without_a_manifest_is_no_segment(store: Path, flags: tuple[str, ...]) -> None:
+    """A writer that crashed has left it."""
+    (manifest,) = (store / head_slice("a").folder).glob("*.kvm")
+    manifest.unlink()
+    (data,) = (store / head_slice("a").folder).iterdir()
+    size, whole = data.stat().st_size, sum(path.stat().st_size for path in (store / head_slice("b").folder).iterdir())
+    output = kvfetch("clear", str(store), *flags).output
+    assert (
+        f"{store}: 1 segments, {format_size(whole)}; 1 data objects without a manifest, {format_size(size)}" in output
+    )
+    if "--yes" in flags:
+        assert "3 objects deleted" in output
+        assert names(store) == set()
+
+
+def test_a_program_reads_how_much_data_has_no_manifest(store: Path) -> None:
+    for manifest in (store / head_slice("a").folder).glob("*.kvm"):
+        manifest.unlink()
+    planned = kvfetch_json("clear", str(store), "--dry-run")
+    assert (planned["num_segments"], planned["num_orphans"]) == (1, 1)
+    assert planned["orphan_bytes"] == sum(path.stat().st_size for path in (store / head_slice("a").folder).iterdir())
 
 
 def test_what_a_program_reads(store: Path) -> None:

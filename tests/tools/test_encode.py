@@ -1,5 +1,6 @@
 """``kvfetch encode`` as a user meets it."""
 
+import json
 import os
 import signal
 import subprocess
@@ -30,6 +31,18 @@ def test_a_store_is_encoded_once(stored: Stored) -> None:
     again = kvfetch("encode", stored.url, "--grace", "0", "--resolutions", "240p,480p")
     assert "0 segments encoded, 3 already done, 0 failed" in again.stdout
     assert "smaller than raw" not in again.stdout
+
+
+def test_the_wait_of_the_grace_period_is_announced(stored: Stored) -> None:
+    """On stderr, since a terminal without a progress bar would show nothing for a minute."""
+    result = kvfetch("encode", stored.url, "--grace", "1.5", "--codec", "deflate", "--json")
+    assert result.exit_code == 0
+    (line,) = [line for line in result.stderr.splitlines() if "waiting" in line]
+    assert line.startswith("kvfetch: waiting ")
+    assert "s before 3 replaced data objects are deleted" in line
+    assert "--grace" in line
+    assert json.loads(result.stdout)["num_deleted"] == 3
+    assert "waiting" not in kvfetch("encode", stored.url, "--codec", "deflate").stderr  # nothing is left to delete
 
 
 def test_json(stored: Stored) -> None:

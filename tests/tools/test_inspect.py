@@ -94,6 +94,13 @@ def test_names_for_people_are_shown_and_those_that_identify_are_in_json(tmp_path
     assert "org/llama" in one
 
 
+@pytest.mark.parametrize(("heads", "shown"), [(range(3), "heads 0-2,"), (range(2, 3), "heads 2,")])
+def test_heads_are_shown_as_layers_are_by_the_first_and_the_last(tmp_path: Path, heads: range, shown: str) -> None:
+    geometry = KVGeometry(30, 3, k_head_dim=8, v_head_dim=8, page_size=4, dtype="bfloat16")
+    put(tmp_path, make_segment(geometry, heads=heads)[0])
+    assert f"{shown} layers 0-29" in kvfetch("inspect", str(tmp_path)).stdout
+
+
 def test_an_empty_store(tmp_path: Path) -> None:
     result = kvfetch("inspect", str(tmp_path))
     assert result.exit_code == 0

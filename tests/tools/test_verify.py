@@ -1,6 +1,7 @@
 import asyncio
 import dataclasses
 import random
+import shlex
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -141,6 +142,36 @@ def test_a_corrupt_object_is_named_with_what_is_wrong(stored: Stored) -> None:
     assert "compressed bytes: checksum does not match" in cell
     assert "digest" in digest
     assert "1 objects corrupt" in result.stdout
+
+
+def test_what_is_corrupt_can_be_deleted_by_the_commands_that_it_prints(
+    stored: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flip(stored.data_path(0), -1)
+    flip(stored.manifest_path(2), 40)
+    output = kvfetch("verify", stored.root.name).stdout
+    commands = [shlex.split(line) for line in output.splitlines() if line.startswith("  kvfetch ")]
+    assert [command[:2] for command in commands] == [["kvfetch", "clear"]] * 2
+    assert "servers compute and store it again" in output
+    for _, *args in commands:
+        result = kvfetch(*args, "--yes")
+        assert "1 segments" in result.output
+        assert "2 objects deleted" in result.output
+    assert "1 segments" in (after := kvfetch("verify", stored.root.name).stdout)
+    assert "all is well" in after
+    assert "kvfetch clear" not in after
+
+
+def test_loose_files_cannot_be_deleted_from_a_store(stored: Stored, tmp_path: Path) -> None:
+    manifest, data = tmp_path / "mine.kvm", tmp_path / "mine.kvd"
+    shutil.copy(stored.manifest_path(2), manifest)
+    shutil.copy(stored.data_path(2), data)
+    flip(data, 100)
+    output = kvfetch("verify", str(data)).stdout
+    assert "CORRUPT" in output
+    assert "kvfetch clear" not in output
+    assert "copy it again" in output
 
 
 def test_many_problems_of_one_object_are_cut_short(stored: Stored) -> None:

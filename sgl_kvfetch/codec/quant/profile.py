@@ -20,7 +20,7 @@ import xxhash
 from msgspec import Meta
 
 from sgl_kvfetch.codec.quant.rope import Rope
-from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.errors import ConfigError, why
 from sgl_kvfetch.types import CellGrid, TensorName
 
 PROFILE_VERSION = 2
@@ -180,7 +180,7 @@ class Profile:
             partial.replace(path)
         except OSError as e:
             partial.unlink(missing_ok=True)
-            raise ConfigError(f"profile {path} cannot be written: {e}") from e
+            raise ConfigError(f"profile {path} cannot be written: {why(e)}") from e
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {
@@ -235,7 +235,8 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[_Metadata, dict[str, torch
             names = file.keys() if with_tensors else ()
             tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as e:
-        raise ConfigError(f"profile {path} cannot be read: {e}") from e
+        # safetensors appends the name to its message.
+        raise ConfigError(f"profile {path} cannot be read: {str(e).removesuffix(f': {path}')}") from e
     if metadata is None:
         raise ConfigError(
             f"{path} is not a profile: its metadata has no {_METADATA_KEY!r}; kvfetch calibrate makes one"

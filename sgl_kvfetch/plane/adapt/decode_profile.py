@@ -10,7 +10,7 @@ from typing import Self
 
 import msgspec
 
-from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.errors import ConfigError, why
 
 VERSION = 1
 
@@ -135,5 +135,7 @@ def load_decode_profile(path: Path) -> DecodeProfile:
     """Read a decode profile. Raises ConfigError, which names the file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=DecodeProfile)
-    except (OSError, ConfigError, msgspec.MsgspecError, UnicodeDecodeError) as e:
+    except OSError as e:
+        raise ConfigError(f"{path}: {why(e)}") from e
+    except (ConfigError, msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path}: invalid decode profile: {e}") from e

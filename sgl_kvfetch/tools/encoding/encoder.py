@@ -100,7 +100,8 @@ class Encoder:
     """Encodes the segments of one store. Belongs to one event loop.
 
     Callbacks: ``on_step`` gets each step and its object's name (or the prefix), ``on_total`` the number of segments
-    that a round has to encode; ``on_segment`` is called after each of them, encoded or not.
+    that a round has to encode; ``on_segment`` is called after each of them, encoded or not. ``on_wait`` gets the number
+    of replaced data objects before `run_once` waits for their grace period.
     ``manifest_keys``, ``encryption_keys``: sign and encrypt, and encode only what is signed and encrypted.
     """
 
@@ -114,6 +115,7 @@ class Encoder:
         on_step: Callable[[Step, str], None] = lambda step, name: None,
         on_total: Callable[[int], None] = lambda segments: None,
         on_segment: Callable[[], None] = lambda: None,
+        on_wait: Callable[[int], None] = lambda data_objects: None,
     ) -> None:
         self.tally = Tally()
         self.garbage = Garbage(store, options.grace_s)
@@ -123,6 +125,7 @@ class Encoder:
         self._on_step = on_step
         self._on_total = on_total
         self._on_segment = on_segment
+        self._on_wait = on_wait
         self._pool = ThreadPoolExecutor(
             options.workers, "kvfetch-encode", initializer=torch.set_num_threads, initargs=(1,)
         )
@@ -142,6 +145,8 @@ class Encoder:
             await self.run_round()
             if self.tally.num_changed == before:
                 break
+        if self.garbage.due_in_s:
+            self._on_wait(len(self.garbage))
         while (due_in_s := self.garbage.due_in_s) is not None:
             await asyncio.sleep(due_in_s)
             if not await self._delete_due():
