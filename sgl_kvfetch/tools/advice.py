@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import socket
 import ssl
 from urllib.parse import urlsplit
 
@@ -12,7 +12,7 @@ _HANDSHAKE_S = 5.0
 _S3_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment to a key that may use this bucket"
 
 
-async def advice(error: StoreError, token_source: str | None) -> str | None:
+def advice(error: StoreError, token_source: str | None) -> str | None:
     """Return what to type, or None if that is not known. ``token_source``: where the token came from, if one was given.
 
     May ask the server whether it speaks TLS.
@@ -30,18 +30,16 @@ async def advice(error: StoreError, token_source: str | None) -> str | None:
             return f"the token came from {token_source}: give another one with --token-file FILE"
         case "unauthorised" if error.url:
             return "give the store's token: --token-file FILE, or KVFETCH_TOKEN in the environment"
-        case "truncated" if url.scheme == "http" and await _speaks_tls(url.hostname or "", url.port or 80):
+        case "truncated" if url.scheme == "http" and _speaks_tls(url.hostname or "", url.port or 80):
             return f"it speaks TLS: type {url._replace(scheme='https').geturl()}"
     return None
 
 
-async def _speaks_tls(host: str, port: int) -> bool:
+def _speaks_tls(host: str, port: int) -> bool:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
     try:
-        async with asyncio.timeout(_HANDSHAKE_S):
-            _, writer = await asyncio.open_connection(host, port, ssl=context)
-    except (OSError, TimeoutError):
+        with socket.create_connection((host, port), _HANDSHAKE_S) as plain, context.wrap_socket(plain):
+            return True
+    except OSError:
         return False
-    writer.close()
-    return True

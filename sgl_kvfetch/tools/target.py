@@ -91,7 +91,7 @@ async def _run(open_it: Callable[[], C], work: Callable[[C], Awaitable[T]], sour
     try:
         return await work(opened)
     except StoreError as e:
-        if (note := await advice(e, source)) is not None:
+        if (note := advice(e, source)) is not None:
             e.add_note(note)
         raise
     finally:

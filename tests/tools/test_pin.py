@@ -104,7 +104,7 @@ def test_a_page_counts_when_all_heads_are_stored(tmp_path: Path) -> None:
         (("warm", ".", "--server", "http://127.0.0.1:1"), "expected --prompt or --file"),
         (("pin", "127.0.0.1:8700"), "type http://127.0.0.1:8700"),
         (("warm", ".", "--server", "cache:30000", "--prompt", "[1]"), "type http://cache:30000"),
-        (("warm", ".", "--server", "http://127.0.0.1:1", "--prompt", "[1]"), "http://127.0.0.1:1: Client"),
+        (("warm", ".", "--server", "http://127.0.0.1:1", "--prompt", "[1]"), "no SGLang server answers there"),
     ],
 )
 def test_what_makes_no_sense_is_refused(args: tuple[str, ...], message: str) -> None:
