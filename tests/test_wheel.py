@@ -29,12 +29,17 @@ def pip(*args: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def build_wheel(folder: Path) -> Path:
-    """Build a wheel from a copy: in a checkout, setuptools would pack deleted modules that it built before."""
+def copy_sources(folder: Path) -> None:
+    """Copy what a wheel is built from: in a checkout, setuptools would pack deleted modules that it built before."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     for name in PACKAGES:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+
+
+def build_wheel(folder: Path) -> Path:
+    """Build a wheel from a copy of the sources in ``folder``."""
+    copy_sources(folder)
     pip("wheel", str(folder), "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
     (wheel,) = folder.glob("*.whl")
     return wheel

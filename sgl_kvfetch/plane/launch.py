@@ -70,7 +70,8 @@ class DataPlaneProcess:
     def __init__(self, line: Line) -> None:
         fds = line.commands.fileno(), line.events.fileno(), line.values.fd, line.pages.fd
         numbers = map(str, (*fds, line.values.num_bytes, line.pages.num_bytes))
-        command = [sys.executable, "-m", "sgl_kvfetch.plane", *numbers]
+        # -P: the installed package, and not a folder of this name where SGLang was started, such as a checkout.
+        command = [sys.executable, "-P", "-m", "sgl_kvfetch.plane", *numbers]
         self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
         self._activity = _Activity(self.process.pid, self.process.pid)
         line.commands.close()

@@ -1,0 +1,97 @@
+"""The README's blocks of commands, as somebody would type them in a checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from harness.engine import free_port
+from harness.models import make_tiny_llama
+from harness.waiting import polls
+from tests.shell_blocks import ROOT, Shell, blocks_of, installing, replaced, running
+from tests.test_wheel import copy_sources
+from tests.tools.conftest import kvfetch
+
+FIRST_HIT, CALIBRATE, TWO_COMMANDS = blocks_of((ROOT / "README.md").read_text())
+MACHINE = re.compile(r"^# on ", re.MULTILINE)  # where the block goes on on another machine
+ON_CPU = re.compile(r'^on_cpu="(.*?)"', re.DOTALL | re.MULTILINE)
+TOKENS = list(range(3, 515))  # eight pages of 64; SGLang looks up no prompt of fewer than 256
+
+
+def run(script: str, folder: Path, name: str) -> None:
+    """Run a script to its end."""
+    with running(script, folder, name, folder / "installed") as shell:
+        assert shell.process.wait() == 0, shell.tail()
+
+
+def wait_for(url: str, shell: Shell) -> None:
+    """Wait until a server answers."""
+    for _ in polls():
+        assert shell.process.poll() is None, shell.tail()
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+        except OSError:
+            continue
+        return
+    pytest.fail(shell.tail())
+
+
+@pytest.mark.slow
+@pytest.mark.sglang
+@pytest.mark.timeout(900)
+def test_install_serve_and_store(tmp_path: Path, tiny_llama: Path) -> None:
+    """The first block, on one machine without a GPU, with these differences:
+
+    * The package is installed beside the tests' own environment, which has SGLang.
+    * MODEL and STORE are a small model and this machine. The store's folder and the ports are the test's own.
+    * SGLang gets the quick start's flags for a CPU.
+    """
+    copy_sources(tmp_path)
+    install, store, sglang = MACHINE.split(FIRST_HIT)
+    ports = free_port(), free_port()
+    on_cpu = " ".join(ON_CPU.findall((ROOT / "docs" / "index.md").read_text())[0].split())
+    run(replaced(install, [("pip install ", installing("installed"))]), tmp_path, "install")
+    assert (tmp_path / "installed" / "sgl_kvfetch").is_dir()
+
+    mine = [("/var/cache/kv", str(tmp_path / "kv")), ("kvfetch serve ", f"kvfetch serve --port {ports[0]} ")]
+    theirs = [
+        ("MODEL", str(tiny_llama)),
+        ("STORE:8700", f"127.0.0.1:{ports[0]}"),
+        ("sglang serve ", f"sglang serve --port {ports[1]} {on_cpu} "),
+    ]
+    url, server = (f"http://127.0.0.1:{port}" for port in ports)
+    with running(replaced(f"# {store}", mine), tmp_path, "store", tmp_path / "installed") as serving:
+        wait_for(f"{url}/healthz", serving)
+        assert (tmp_path / "token").stat().st_mode & 0o077 == 0
+        with running(replaced(f"# {sglang}", theirs), tmp_path, "sglang", tmp_path / "installed") as answering:
+            wait_for(f"{server}/health", answering)
+            warm = ("warm", url, "--server", server, "--prompt", str(TOKENS), "--token-file", str(tmp_path / "token"))
+            warmed = kvfetch(*warm)
+            assert warmed.exit_code == 0, warmed.output + answering.tail()
+            assert "8 pages; stored: 8 in" in warmed.output
+        assert "wants a token" in kvfetch("inspect", url).stderr
+
+
+@pytest.mark.slow
+def test_calibrate(tmp_path: Path) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
+    model = make_tiny_llama(tmp_path / "model", vocab_size=128, head_dim=32, **small)
+    words = (f"w{3 + place * place % 101}" for place in range(40_000))  # 25 windows of 1,536 tokens
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": " ".join(words)}) + "\n")
+    run(replaced(CALIBRATE, [("--model MODEL ", f"--model {model} ")]), tmp_path, "calibrate")
+    assert (tmp_path / "MODEL.profile").stat().st_size > 0
+
+
+def test_two_commands() -> None:
+    """`scripts/test` runs this test, and tests/benchmarks/test_smoke_sglang.py runs the demo."""
+    commands = [line.partition("#")[0].split() for line in TWO_COMMANDS.splitlines()]
+    assert commands == [["scripts/demo"], ["scripts/test"]]
+    for (script,) in commands:
+        assert os.access(ROOT / script, os.X_OK)
+        subprocess.run(["bash", "-n", ROOT / script], check=True)
