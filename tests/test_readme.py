@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.engine import free_port
-from harness.models import make_tiny_llama
+from harness.models import TinyLlama, make_tiny_llama
 from harness.waiting import polls
 from tests.shell_blocks import ROOT, Shell, blocks_of, installing, replaced, running
 from tests.test_wheel import copy_sources
@@ -80,8 +80,8 @@ def test_install_serve_and_store(tmp_path: Path, tiny_llama: Path) -> None:
 
 @pytest.mark.slow
 def test_calibrate(tmp_path: Path) -> None:
-    small = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
-    model = make_tiny_llama(tmp_path / "model", vocab_size=128, head_dim=32, **small)
+    shape = TinyLlama(128, 32, 32, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=32)
+    model = make_tiny_llama(tmp_path / "model", shape)
     words = (f"w{3 + place * place % 101}" for place in range(40_000))  # 25 windows of 1,536 tokens
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": " ".join(words)}) + "\n")
     run(replaced(CALIBRATE, [("--model MODEL ", f"--model {model} ")]), tmp_path, "calibrate")
