@@ -40,7 +40,7 @@ COMMANDS = {
     "timeline": "Convert timelines of device mode to one trace, for ui.perfetto.dev or chrome://tracing.",
     "calibrate": "Measure how a model's keys and values vary and how much errors in them matter.",
     "profile": "Measure how long this machine takes to decode a chunk, for each codec and resolution.",
-    "doctor": 'Check what this machine can do, and say how to fix each "no".',
+    "doctor": 'Check a store and what this machine can do, and say how to fix each "no".',
 }
 _MODULES = {  # of the commands that have no module of their own
     **dict.fromkeys(("lookup", "pin", "unpin", "warm"), "prompts"),

@@ -16,7 +16,7 @@ from rich.table import Table
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.sizes import UNITS
-from sgl_kvfetch.user_files import environment_secret, read_text, require_secret
+from sgl_kvfetch.user_files import environment_secret, read_secret_lines
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -75,29 +75,27 @@ def read_token(token: str | None, token_file: Path | None) -> str | None:
     if token is not None and token_file is not None:
         raise ConfigError("give either --token or --token-file, not both")
     if token_file is not None:
-        text = read_text(token_file, "--token-file")
+        lines = read_secret_lines(token_file, "--token-file")
         try:
-            token = _only_token(text)
+            token = _only_token(lines)
         except ConfigError as e:
             raise ConfigError(f"--token-file {token_file} {e}") from None
-        require_secret(token, f"--token-file {token_file}")
     if token == "":
         raise ConfigError("--token is empty")
     return token or environment_secret(TOKEN_ENV)
 
 
-def _only_token(text: str) -> str:
+def _only_token(lines: Iterable[str]) -> str:
     """Return the token of a file, in which ``#`` begins a comment line. Raises ConfigError, which quotes no token."""
-    lines = [line.split() for line in text.splitlines()]
-    lines = [words for words in lines if words and not words[0].startswith("#")]
-    if not lines:
+    words = [line.split() for line in lines if not line.startswith("#")]
+    if not words:
         raise ConfigError("is empty")
-    if len(lines) > 1 or len(lines[0]) > 1:
+    if len(words) > 1 or len(words[0]) > 1:
         raise ConfigError(
             "has more than one word: the server's file has lines ROLE TOKEN; write one of its tokens, without the "
             "role, to a file of your own"
         )
-    return lines[0][0]
+    return words[0][0]
 
 
 def token_source(token: str | None, token_file: Path | None) -> str | None:
