@@ -497,6 +497,7 @@ def _restore_tile(
     """Both channels of all pairs are columns of one product, so the integers are read and converted once. Turning a
     pair is then arithmetic between two blocks of the same shape."""
     PAIRS: tl.constexpr = H.pairs
+    RUN: tl.constexpr = H.run  # up to Triton 3.6, a named tuple's field is a plain number, which `multiple_of` refuses
     NUM_PAIRS: tl.constexpr = (H.dim + 1) // 2
     num_coefficients = tl.load(p_row + F.coefficients).to(tl.int32)
     stride_row = tl.multiple_of(tl.load(p_row + F.channels).to(tl.int32), ALIGN)
@@ -520,7 +521,7 @@ def _restore_tile(
         o_both = i_block * PAIRS + o_column % PAIRS
         o_first, o_second = _channels_of(o_both, H.dim, H.rotary_dim)
         o_channel = tl.where(o_column < PAIRS, o_first, o_second)
-        o_channel = tl.max_contiguous(tl.multiple_of(o_channel, H.run), H.run)
+        o_channel = tl.max_contiguous(tl.multiple_of(o_channel, RUN), RUN)
         m_channel = (o_both < NUM_PAIRS) & (o_channel < H.dim)
     o_coefficient = tl.arange(0, COEFFICIENTS)
     b_sum = tl.zeros((TOKENS, 2 * PAIRS), dtype=tl.float32)
@@ -612,9 +613,10 @@ def _copy_heads(
     p_bytes, p_output, i_slot, num_channels, HEADS: tl.constexpr, H: tl.constexpr, DTYPE: tl.constexpr,
     ITEMSIZE: tl.constexpr,
 ):  # fmt: skip
-    o_channel = tl.arange(0, H.block)
+    BLOCK: tl.constexpr = H.block
+    o_channel = tl.arange(0, BLOCK)
     m_channel = o_channel < HEADS * H.dim
-    b_value = tl.zeros((H.block,), dtype=tl.uint32)
+    b_value = tl.zeros((BLOCK,), dtype=tl.uint32)
     for i_plane in tl.static_range(ITEMSIZE):
         b_byte = tl.load(p_bytes + i_plane * num_channels + o_channel, mask=m_channel, other=0)
         b_value |= b_byte.to(tl.uint32) << (8 * i_plane)

@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("what", nargs="?", default="page", choices=("page", "facts", "floors"))
     parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE", help="where to write the page")
+    parser.add_argument("--targets", nargs="+", metavar="TARGET", help="facts for these GPUs alone, such as sm_90")
     options = parser.parse_args(arguments)
     if options.what == "floors":
         print("\n".join(floor_lines()))
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out.write_text(page.page(list(machine_code.compile_all())))
         print("wrote", options.out)
         return 0
-    for found in machine_code.compile_all():
+    for found in machine_code.compile_all(options.targets or machine_code.TARGETS):
         print(json.dumps(asdict(found)), flush=True)
     return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,14 +46,14 @@ class Facts:
     loop: tuple[int, int] | None
 
 
-def compile_all() -> Iterator[Facts]:
+def compile_all(targets: Sequence[str] = TARGETS) -> Iterator[Facts]:
     """Compile every variant for every target. If one does not compile, Triton's exception is raised."""
     assert not triton.knobs.runtime.interpret, "Triton interprets"
-    for target in TARGETS:
+    for target in targets:
         for variant in all_variants():
             recorder = variant.record()
             assert recorder.source is not None, f"{variant.name} was not launched"
-            compiled = triton.compile(recorder.source, target=_gpu_target(target), options=recorder.options)
+            compiled = triton.compile(recorder.source, target=gpu_target(target), options=recorder.options)
             is_amd = target.startswith("gfx")
             text = compiled.asm["amdgcn" if is_amd else "ptx"]
             registers, stack_bytes = _amd_usage(text) if is_amd else _cuda_usage(compiled.asm["cubin"])
@@ -98,7 +98,7 @@ def matrix_loop(sass: str) -> tuple[int, int] | None:
     return min((x for x in found if x[1]), default=None)
 
 
-def _gpu_target(target: str) -> GPUTarget:
+def gpu_target(target: str) -> GPUTarget:
     if target.startswith("gfx"):
         return GPUTarget("hip", target, 64)
     return GPUTarget("cuda", int(target.removeprefix("sm_")), 32)

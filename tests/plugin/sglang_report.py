@@ -14,7 +14,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-from harness.sglang_beside import environment, install_beside
+from harness.beside import environment
+from harness.sglang_beside import install_sglang_beside
 from sgl_kvfetch.plugin.seams import check_seam, has, installed_seams
 from sgl_kvfetch.plugin.versions import table_version
 from tests.plugin.sglang_places import PLACES, Place
@@ -122,7 +123,7 @@ def main() -> int:
     if args.version is None:
         parser.error("name a release, such as 0.5.24")
     try:
-        folder = install_beside(args.version)
+        folder = install_sglang_beside(args.version)
     except RuntimeError as error:
         raise SystemExit(str(error)) from error
     version, rows = read_tables_of(folder)

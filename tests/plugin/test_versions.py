@@ -14,7 +14,8 @@ from unittest.mock import Mock, call
 import pytest
 from sglang.srt.mem_cache import hicache_storage
 
-from harness.sglang_beside import environment, install_beside
+from harness.beside import environment
+from harness.sglang_beside import install_sglang_beside
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin.seams import SEAMS, Seam
 from sgl_kvfetch.plugin.versions import (
@@ -37,7 +38,7 @@ from tests.plugin.sglang_places import PLACES, Place
 @pytest.mark.parametrize("version", [version for version in SGLANG_VERSIONS if version != installed_version()])
 def test_the_other_release_matches_the_tables(version: str) -> None:
     try:
-        folder = install_beside(version)
+        folder = install_sglang_beside(version)
     except RuntimeError as error:
         pytest.skip(str(error))
     run(["pytest", "-q", "-p", "no:cacheprovider", "tests/plugin/test_sglang.py"], folder)
@@ -46,7 +47,7 @@ def test_the_other_release_matches_the_tables(version: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(installed_version() != NEWEST, reason=f"the patches are for {NEWEST}")
 def test_our_patches_apply_and_take_the_place_of_hooks() -> None:
-    folder = install_beside("patched")
+    folder = install_sglang_beside("patched")
     run(["pytest", "-q", "-p", "no:cacheprovider", "tests/plugin/test_sglang.py"], folder)
     run(
         ["pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "-c", os.devnull, str(folder.parent / "test")],

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.compiled_kernels.__main__ import PAGE
 from benchmarks.compiled_kernels.floors import floor_lines
+from benchmarks.compiled_kernels.machine_code import Facts as MachineFacts
+from benchmarks.compiled_kernels.page import page
+from tests.triton_kernels.tritons import run_python
 
-ROOT = Path(__file__).parents[2]
+DOCS = Path(__file__).parents[2] / "docs"
 FLOATS = ("float32", "bfloat16", "float16")
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 KERNELS = [
@@ -34,17 +35,13 @@ QUANTISING_KERNELS = [*(f"centre rotated {dtype} 2x128" for dtype in FLOATS), "c
 Facts = dict[tuple[str, str], dict[str, Any]]
 
 
-def run_python(*args: str) -> str:
-    env = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-W", "error", *args]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 @pytest.fixture(scope="session")
 def compiled() -> Facts:
-    lines = run_python("-m", "benchmarks.compiled_kernels", "facts").splitlines()
+    return facts_of()
+
+
+def facts_of(*arguments: str, triton: Path | None = None) -> Facts:
+    lines = run_python("-m", "benchmarks.compiled_kernels", "facts", *arguments, triton=triton).splitlines()
     return {(x["kernel"], x["target"]): x for x in map(json.loads, lines)}
 
 
@@ -114,17 +111,31 @@ def test_every_variant_is_named_here(compiled: Facts) -> None:
     assert {kernel for kernel, _ in compiled} == {*KERNELS, *KLT_KERNELS, *QUANTISING_KERNELS, *exact, *others}
 
 
-def test_the_page_says_what_is_compiled_now(compiled: Facts, tmp_path: Path) -> None:
+def test_the_oldest_triton_compiles_every_kernel(compiled: Facts, oldest_triton: Path) -> None:
+    """For one target, which takes half a minute. `test_emulated_kernels` takes another."""
+    found = facts_of("--targets", "sm_90", triton=oldest_triton)
+    assert set(found) == {(kernel, target) for kernel, target in compiled if target == "sm_90"}
+    for (kernel, target), facts in found.items():
+        assert facts["stack_bytes"] == 0, f"{kernel}: registers spill"
+        assert facts["access_bytes"] >= compiled[kernel, target]["access_bytes"], kernel
+        assert facts["instructions"] == compiled[kernel, target]["instructions"], kernel
+
+
+def test_the_page_says_what_is_compiled_now(compiled: Facts) -> None:
     """``python -m benchmarks.compiled_kernels`` writes it anew."""
-    written = (ROOT / "docs" / "gpu" / "compiled.md").read_text()
+    written = PAGE.read_text()
     if f"with Triton {importlib.metadata.version('triton')}." not in written:
         pytest.skip("it was compiled with another Triton")
-    run_python("-m", "benchmarks.compiled_kernels", "page", "--out", str(tmp_path / "page.md"))
-    assert (tmp_path / "page.md").read_text() == written
+    facts = [MachineFacts(**{name: immutable(x) for name, x in each.items()}) for each in compiled.values()]
+    assert page(facts) == written
+
+
+def immutable(x: Any) -> Any:
+    return tuple(x) if isinstance(x, list) else x
 
 
 def test_the_docs_have_the_floors_that_are_computed_now() -> None:
-    assert "\n".join(floor_lines()) in (ROOT / "docs" / "kernels.md").read_text()
+    assert "\n".join(floor_lines()) in (DOCS / "kernels.md").read_text()
 
 
 def test_references_need_no_triton() -> None:
