@@ -34,6 +34,7 @@ from sgl_kvfetch.triton_kernels.runtime import (
 NOT_FINITE = 255  # instead of an exponent: the token has a value that is infinite or not a number
 _TOKENS = 16  # of one program
 _CHANNELS = 128  # rounded in one step of a loop
+_ALIGNMENT = 16  # of channels, in values
 _TO_WHOLE = 1.5 * 2**23  # added and subtracted: rounds magnitudes up to 2^22, ties to even
 
 
@@ -90,6 +91,8 @@ def quantise_klt(
     num_rows = -(-forward.num_rows // PLANES) * PLANES
     integers = torch.full((num_rows, num_tokens), ZERO, dtype=torch.uint8, device=device)
     num_blocks = triton.cdiv(num_tokens, _TOKENS)
+    # Of each layer's channels, and so of all: the same for all cells of a model, however many layers they have.
+    align = math.gcd(*(x[0].shape[1] * x[0].shape[2] for x in (k, v)), _ALIGNMENT)
     if num_tokens == 0:
         return exponents, integers
     with on_device(device):
@@ -100,12 +103,8 @@ def quantise_klt(
                 table_on([[x.data_ptr() for x in buffers]], device),
                 slots,
                 centred if rotation is None else rotation,
-                forward.mean[first_channel:],
-                centred[:, first_channel:],
-                log_norms[first_norm:],
-                num_tokens,
-                num_channels,
-                num_blocks,
+                *(forward.mean, centred, log_norms),
+                *(num_tokens, num_channels, num_blocks, first_norm, first_channel),
                 DTYPE=_FLOATS[buffers[0].dtype],
                 HEADS=heads,
                 DIM=dim,
@@ -113,6 +112,7 @@ def quantise_klt(
                 HEAD=head,
                 PAIRS=pairs,
                 INTERLEAVED=forward.interleaved,
+                ALIGN=align,
                 TOKENS=_TOKENS,
                 BLOCK=next_power_of_2(dim),
                 **COMPILE_OPTIONS,
@@ -122,6 +122,7 @@ def quantise_klt(
             *(forward.inverse_spread, forward.sensitivity, log_norms, forward.inverse_steps),
             *(forward.limits, forward.bits, forward.high, exponents, integers),
             *(num_tokens, num_channels, num_norms, forward.kept, num_sinks),
+            ALIGN=align,
             TOKENS=_TOKENS,
             CHANNELS=_CHANNELS,
             TO_WHOLE=_TO_WHOLE,
@@ -142,12 +143,14 @@ def centre_kernel(
     p_buffers,  # (layers,): addresses of (num_slots, heads, dim)
     p_slots,  # (tokens,)
     p_rotation,  # (tokens, 2 * PAIRS)
-    p_mean,  # (channels,) from the first of K or V on
-    p_centred,  # (tokens, num_channels), from there on
-    p_log_norms,  # (layers * heads, tokens)
+    p_mean,  # (num_channels,)
+    p_centred,  # (tokens, num_channels)
+    p_log_norms,  # (norms, tokens)
     num_tokens,
     num_channels,
     num_blocks,
+    first_norm,  # of K or V
+    first_channel,
     DTYPE: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -155,11 +158,14 @@ def centre_kernel(
     HEAD: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    ALIGN: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Each program handles TOKENS tokens of one head of one layer, of K or V. The logarithm of a norm is NaN if a value
     is not finite."""
+    num_channels = num_channels // ALIGN * ALIGN  # which tells the compiler what divides it
+    first_channel = first_channel // ALIGN * ALIGN
     i_block, i_head = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
     o_token, o_dim = i_block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK)
     m_token, m_dim = o_token < num_tokens, o_dim < DIM
@@ -169,7 +175,7 @@ def centre_kernel(
     b_x = tl.load(p_head + o_dim[None, :], mask=m_both, other=0.0).to(tl.float32)
     b_squares = tl.minimum(tl.maximum(tl.sum(b_x * b_x, axis=1), 1e-12), 3e38)
     b_log_norm = tl.log(b_squares) * 0.5 + tl.sum(b_x * 0.0, axis=1)
-    tl.store(p_log_norms + i_head * num_tokens + o_token, b_log_norm, mask=m_token)
+    tl.store(p_log_norms + (first_norm + i_head) * num_tokens + o_token, b_log_norm, mask=m_token)
     if PAIRS > 0:
         if INTERLEAVED:
             o_pair, o_other, m_first = o_dim // 2, o_dim ^ 1, o_dim % 2 == 0
@@ -181,9 +187,10 @@ def centre_kernel(
         b_cos = tl.load(p_cos, mask=m_turned, other=1.0)
         b_sin = tl.load(p_cos + PAIRS, mask=m_turned, other=0.0)
         b_x = b_x * b_cos + tl.where(m_first[None, :], b_other, -b_other) * b_sin
-    b_x -= tl.load(p_mean + i_head * DIM + o_dim, mask=m_dim, other=0.0)[None, :]
-    p_row = p_centred + (o_token.to(tl.int64) * num_channels + i_head * DIM)[:, None]
-    tl.store(p_row + o_dim[None, :], round_float32(b_x, p_centred.dtype.element_ty), mask=m_both)
+    o_channel = first_channel + i_head * DIM + o_dim
+    b_x -= tl.load(p_mean + o_channel, mask=m_dim, other=0.0)[None, :]
+    p_row = p_centred + (o_token.to(tl.int64) * num_channels)[:, None]
+    tl.store(p_row + o_channel[None, :], round_float32(b_x, p_centred.dtype.element_ty), mask=m_both)
 
 
 @jit
@@ -211,6 +218,7 @@ def round_kernel(
     num_norms,
     num_kept,
     num_sinks,
+    ALIGN: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     TO_WHOLE: tl.constexpr,
@@ -222,6 +230,7 @@ def round_kernel(
     writes integers. What is read past the last token is not stored."""
     o_token, o_c = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, CHANNELS)
     m_token = o_token < num_tokens
+    num_channels = num_channels // ALIGN * ALIGN
     p_product += (tl.minimum(o_token, num_tokens - 1).to(tl.int64) * num_channels)[:, None]
     b_cost = tl.zeros((TOKENS,), dtype=tl.float32) + tl.load(p_sensitivity + num_channels + num_norms)
     for i_norm in range(0, num_norms):

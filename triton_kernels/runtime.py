@@ -33,7 +33,13 @@ _VARYING = (
     "page_size",
     "num_kept",
     "num_sinks",
+    "num_norms",
+    "num_channels",
+    "first_norm",
+    "first_channel",
 )
+# A view of a larger tensor, which may begin anywhere: with pages of one token, at every multiple of 8 bytes.
+_UNALIGNED = ("p_slots",)
 
 # Fusing a multiply and an add would round once, where the reference rounds twice.
 COMPILE_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -41,7 +47,9 @@ COMPILE_OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 def jit(function: Any) -> Any:
     """Apply ``triton.jit``. Without Triton, return the function itself, which then must not be called."""
-    return function if triton is None else triton.jit(function, do_not_specialize=_VARYING)
+    if triton is None:
+        return function
+    return triton.jit(function, do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
 
 
 def use_kernels(device: torch.device) -> bool:

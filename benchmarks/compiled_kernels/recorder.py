@@ -43,10 +43,8 @@ class Recorder:
                 constants[(i,)] = value
                 continue
             signature[param.name] = _type(value)
-            for path, leaf in _leaves(value, (i,)):
-                if isinstance(leaf, torch.Tensor) or (
-                    isinstance(leaf, int) and leaf % 16 == 0 and not param.do_not_specialize
-                ):
+            for path, leaf in leaves_of(value, (i,)):
+                if _is_specialised(param, leaf):
                     attributes[path] = [["tt.divisibility", 16]]
         self.source = ASTSource(self.kernel, signature, constants, attributes)
 
@@ -75,9 +73,16 @@ def _type(value: Any) -> Any:
     raise TypeError(type(value))
 
 
-def _leaves(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
+def _is_specialised(param: Any, leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return not param.do_not_specialize_on_alignment and leaf.data_ptr() % 16 == 0
+    return isinstance(leaf, int) and leaf % 16 == 0 and not param.do_not_specialize
+
+
+def leaves_of(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Yield an argument's values with their paths. Tuples are passed value by value."""
     if isinstance(value, tuple):
         for i, x in enumerate(value):
-            yield from _leaves(x, (*path, i))
+            yield from leaves_of(x, (*path, i))
     else:
         yield path, value

@@ -1,0 +1,118 @@
+"""Prints, as JSON, how many specialisations of each kernel Triton would compile for what a server launches in a day.
+
+`test_specialisations` runs it, without Triton's interpreter. Nothing is compiled: each launch asks Triton for the key
+under which it would look for compiled code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from sgl_kvfetch.codec.layout.tiles import tile_layout
+from sgl_kvfetch.codec.quant.klt import KltForward
+from sgl_kvfetch.triton_kernels import ans, ans_encode, frame_sum, quantise_klt, restore, restore_klt, xxh3
+
+MODULES = ans, ans_encode, frame_sum, quantise_klt, restore, restore_klt, xxh3
+TOKENS = 1, 15, 16, 33, 64, 1024
+HEADS, DIM = 2, 80
+SLOTS = torch.arange(2048)  # of which launches take views, as with pages of one token
+
+
+class Keys:
+    """Replaces a kernel, and collects the keys of its launches."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.found: set[str] = set()
+        self._bind = create_function_from_signature(
+            kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32))
+        )
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Keys:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        _, specialisation, options = self._bind(*args, **kwargs)
+        self.found.add(repr((specialisation, options)))
+
+
+def replace_kernels(modules: tuple[ModuleType, ...]) -> dict[str, Keys]:
+    replaced = {}
+    for module in modules:
+        for name, kernel in list(vars(module).items()):
+            if name.endswith("_kernel"):
+                replaced[name] = Keys(kernel)
+                setattr(module, name, replaced[name])
+        if hasattr(module, "use_kernels"):
+            module.use_kernels = lambda device: True  # type: ignore[attr-defined]
+    return replaced
+
+
+def slots_of(num_tokens: int) -> Iterator[torch.Tensor]:
+    for first in (0, 1, 3):
+        yield SLOTS[first : first + num_tokens]
+
+
+def buffers(layers: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    return [torch.empty((len(SLOTS), 4 * HEADS, DIM), dtype=dtype)[:, :HEADS] for _ in range(layers)]
+
+
+def forward_of(layers: int, kept: int) -> KltForward:
+    channels, norms = 2 * layers * HEADS * DIM, 2 * layers * HEADS
+    bits, high = torch.empty((2, channels), dtype=torch.int32)
+    return KltForward(
+        matrix=torch.empty((channels, channels), dtype=torch.bfloat16),
+        mean=torch.empty(channels),
+        inverse_spread=torch.empty(channels),
+        sensitivity=torch.empty(channels + norms + 1),
+        limits=torch.empty(channels),
+        bits=bits,
+        high=high,
+        inverse_steps=torch.empty(256),
+        kept=kept,
+        num_rows=kept + 3,
+        interleaved=False,
+    )
+
+
+def launch_all() -> None:
+    layout = tile_layout(HEADS, DIM, 1024)
+    shape = restore_klt.klt_shape(*(buffers(1) * 2), 3, DIM)
+    for tokens in TOKENS:
+        frames = torch.empty(layout.frames_shape((tokens, 3, HEADS, DIM)), dtype=torch.uint8)
+        scales = torch.empty((tokens, 3, HEADS), dtype=torch.bfloat16)
+        for slots in slots_of(tokens):
+            for first in range(len(frames)):
+                restore.restore([frames[first:]] * 2, layout, slots, buffers(3), first_frame=first)
+                some = {"scales": scales, "centres": [127] * 3, "first_frame": first}
+                restore.restore([frames[first:]], layout, slots, buffers(3), **some)
+            for num_cells in (1, 16):
+                table = torch.empty(num_cells * shape.row_bytes, dtype=torch.uint8)
+                for page_size in (1, 64):
+                    restore_klt.launch_klt(shape, torch.bfloat16, 8, table, slots, page_size, tokens, tokens % 5)
+            for layers, kept in ((4, 700), (4, 701), (1, 64)):
+                rotation = torch.empty((tokens, DIM))
+                forward = forward_of(layers, kept)
+                quantise_klt.quantise_klt(forward, buffers(layers), buffers(layers), slots, rotation, tokens % 4)
+        chunk = ans.AnsChunk(0, 4 * tokens, 2, tokens, 0)
+        for chunks in ([chunk], [chunk] * 16):
+            data, rows = (torch.empty(48 * tokens, dtype=torch.uint8) for _ in range(2))
+            ans.ans_decode(data, chunks, rows)
+            ans_encode.ans_encode(rows, chunks, data)
+        for num_inputs in (1, 16):
+            xxh3.xxh3_sums(torch.empty(1 << 16, dtype=torch.uint8), [(0, 241 + tokens)] * num_inputs)
+        frame_sum.frame_sum(torch.empty((tokens, 3, 16, 24), dtype=torch.uint8))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    kernels = replace_kernels(MODULES)
+    launch_all()
+    print(json.dumps({name: len(kernel.found) for name, kernel in kernels.items()}))

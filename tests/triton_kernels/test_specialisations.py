@@ -1,0 +1,30 @@
+"""A server compiles each kernel once, and not again while it serves requests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.triton_kernels.tritons import run_python
+
+KERNELS = {
+    "ans_decode_kernel": 1,
+    "ans_encode_kernel": 1,
+    "centre_kernel": 2,  # for K, whose rotation it undoes, and for V
+    "exact_tokens_kernel": 1,
+    "frame_sum_kernel": 1,
+    "restore_exact_kernel": 1,
+    "restore_klt_kernel": 1,
+    "restore_symmetric_kernel": 1,
+    "round_kernel": 1,
+    "xxh3_kernel": 1,
+}
+
+
+@pytest.mark.parametrize("is_oldest", [False, True], ids=["newest", "oldest"])
+def test_a_day_of_launches_compiles_each_kernel_once(is_oldest: bool, request: pytest.FixtureRequest) -> None:
+    """Whatever the numbers of tokens, cells and layers, and wherever slots begin."""
+    triton: Path | None = request.getfixturevalue("oldest_triton") if is_oldest else None
+    assert json.loads(run_python("-m", "tests.triton_kernels.specialisations", triton=triton)) == KERNELS
