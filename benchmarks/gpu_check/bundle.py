@@ -1,5 +1,8 @@
 """Packs what gpu_check needs on a machine with a GPU and no network: wheels, this tree, and a script that uses both.
 
+The tree has our native modules, too, built of the same commit: git has only their sources, and a folder of the same
+name in the working directory hides an installed package.
+
 Python 3.12, torch, triton, numpy, aiohttp, rich, typer, prometheus-client, xxhash, safetensors, transformers, pip,
 pytest and pytest-timeout have to be there. SGLang is neither packed nor needed. Needs only Python's standard library.
 """
@@ -11,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -34,6 +38,7 @@ _PACKAGES = (
     "pytest-asyncio",
 )
 _VIDEO = "PyNvVideoCodec"  # usually not installed here, so as in pyproject.toml
+_NATIVE = re.compile(r"sgl_kvfetch/.*\.abi3\.so$")  # modules in our wheel
 # In its wheel, but of no use: FFmpeg's source, samples, and further copies of libraries, which are loaded as lib*.so.N.
 _SPARE = re.compile(r"(samples|benchmarks)/|[^/]+\.data/|PyNvVideoCodec/lib\w+\.so(\.\d+\.\d+\.\d+)?$")
 
@@ -41,7 +46,7 @@ _SPARE = re.compile(r"(samples|benchmarks)/|[^/]+\.data/|PyNvVideoCodec/lib\w+\.
 def make(folder: Path) -> list[str]:
     """Fill ``folder``, which must not exist. Return lines that say what is in it, and how to use it.
 
-    Raises CalledProcessError if pip or git fail, PackageNotFoundError if this environment lacks a package, ValueError
+    Raises CalledProcessError if pip, git or the C++ compiler fail, PackageNotFoundError if this environment lacks a package, ValueError
     if the bundle is too large.
     """
     folder.mkdir(parents=True)
@@ -49,7 +54,7 @@ def make(folder: Path) -> list[str]:
     for wheel in folder.glob("*.whl"):
         if wheel.name.lower().startswith(_VIDEO.lower()):
             slim(wheel)
-    subprocess.run(["git", "archive", "--output", folder.resolve() / "tree.tar.gz", "HEAD"], cwd=_ROOT, check=True)
+    _archive(folder.resolve() / "tree.tar.gz")
     script = shutil.copy(_SCRIPT, folder / "gpu_check")
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     lines = [f"{size / 2**20:6.2f} MiB  {name}" for name, size in sizes.items()]
@@ -59,6 +64,25 @@ def make(folder: Path) -> list[str]:
     if status.stdout:
         lines.append("uncommitted changes were left out")
     return [*lines, f"{sum(sizes.values()) / 2**20:6.2f} MiB in all; on the machine with the GPU: {script}"]
+
+
+def _archive(path: Path) -> None:
+    """Write the committed tree, with its native modules."""
+    with tempfile.TemporaryDirectory() as temporary:
+        source, built = Path(temporary, "source"), Path(temporary, "built")
+        source.mkdir()
+        tree = subprocess.run(["git", "archive", "HEAD"], cwd=_ROOT, capture_output=True, check=True).stdout
+        subprocess.run(["tar", "-x", "-C", source], input=tree, check=True)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--no-build-isolation", "--wheel-dir", built, source], check=True)
+        (wheel,) = built.glob("*.whl")
+        added = []
+        with zipfile.ZipFile(wheel) as packed:
+            for name in filter(_NATIVE.match, packed.namelist()):
+                module = packed.extract(name, built)
+                added += [f"--prefix={Path(name).parent.as_posix()}/", f"--add-file={module}"]
+        command = ["git", "archive", "--output", path, *added, "--prefix=", "HEAD"]
+        subprocess.run(command, cwd=_ROOT, check=True)
 
 
 def _download(folder: Path) -> None:

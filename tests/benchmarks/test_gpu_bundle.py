@@ -42,18 +42,57 @@ def make_wheel(folder: Path) -> None:
             wheel.writestr(name, CONTENT.get(name, ""))
 
 
-def test_it_runs_from_the_bundle_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = tmp_path / "bundle"
-    monkeypatch.setattr(bundle, "_download", make_wheel)
-    bundle.make(made)
+CHECKS = """
+import sys
+from pathlib import Path
+import torch
+from benchmarks.gpu_check import ans, kernels, quantise
+from benchmarks.gpu_check.record import Record
+from benchmarks.kernel_bytes import Span
+from sgl_kvfetch.codec.bitstream import _ans
+from sgl_kvfetch.codec.quant import _klt
+
+assert all(Path(x.__file__).is_relative_to(Path.cwd()) for x in (_ans, _klt, quantise))
+record, cpu = Record(Path(sys.argv[1])), torch.device("cpu")
+kernels.check(record, cpu, [Span(17, heads=2, dim=16, coefficients=20)])
+ans.check(record, cpu, [ans.Rows(1, 2, 48)])
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle") / "bundle"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle, "_download", make_wheel)
+        bundle.make(folder)
+    return folder
+
+
+@pytest.fixture
+def env() -> dict[str, str]:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "KVFETCH_PYTHON": sys.executable, "TRITON_INTERPRET": "1"}
+    env.pop("PYTHONPATH", None)
+    return env
+
+
+def test_it_runs_from_the_bundle_alone(made: Path, env: dict[str, str], tmp_path: Path) -> None:
     with zipfile.ZipFile(made / "pynvvideocodec-9.9-py3-none-any.whl") as wheel:
         assert sorted(wheel.namelist()) == sorted(KEPT)
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "KVFETCH_PYTHON": sys.executable}
-    env.pop("PYTHONPATH", None)
-    command = [str(made / "gpu_check"), "--only", "kernels"]
+    command = [str(made / "gpu_check"), "--only", "kernels", "ans"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    machine, kernels = json.loads((made / "results" / "no-gpu.json").read_text())["steps"]
+    machine, *steps = json.loads((made / "results" / "no-gpu.json").read_text())["steps"]
     found = {row["what"]: row["is"] for row in machine["rows"]}
     assert found["PyNvVideoCodec"] == "9.9"
-    assert (kernels["name"], kernels["outcome"]) == ("kernels", "skipped")
+    assert [(step["name"], step["outcome"]) for step in steps] == [("kernels", "skipped"), ("ans", "skipped")]
+
+
+def test_its_tree_checks_the_kernels(made: Path, env: dict[str, str], tmp_path: Path) -> None:
+    """With its own native modules, and in Triton's interpreter instead of on a GPU."""
+    subprocess.run(["tar", "-x", "-f", made / "tree.tar.gz", "-C", tmp_path], check=True)
+    command = [sys.executable, "-c", CHECKS, "found.json"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert not found["reason"]
+    assert {row["found"] for row in found["rows"]} == {"as the reference's", "as the CPU's"}
