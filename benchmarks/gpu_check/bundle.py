@@ -3,8 +3,8 @@
 The tree has our native modules, too, built of the same commit: git has only their sources, and a folder of the same
 name in the working directory hides an installed package.
 
-Python 3.12, torch, triton, numpy, aiohttp, rich, typer, prometheus-client, xxhash, safetensors, transformers, pip,
-pytest and pytest-timeout have to be there. SGLang is neither packed nor needed. Needs only Python's standard library.
+Python 3.12 and what `PRESENT` names have to be there. SGLang is neither packed nor needed. Needs only Python's standard
+library, and setuptools and a C++ compiler for the native modules.
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ _PYTHON = "3.12"
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = Path(__file__).with_name("from_bundle")
+PRESENT = (
+    *("aiohttp", "numpy", "pip", "prometheus-client", "pytest", "pytest-timeout", "rich", "safetensors", "torch"),
+    *("transformers", "triton", "typer", "xxhash"),
+)
 # Packed in the versions that are installed here, with which the tests pass.
-_PACKAGES = (
+PACKAGES = (
     "av",
+    "lazy-loader",
     "msgspec",
     "zstandard",
     "tenacity",
@@ -46,8 +51,8 @@ _SPARE = re.compile(r"(samples|benchmarks)/|[^/]+\.data/|PyNvVideoCodec/lib\w+\.
 def make(folder: Path) -> list[str]:
     """Fill ``folder``, which must not exist. Return lines that say what is in it, and how to use it.
 
-    Raises CalledProcessError if pip, git or the C++ compiler fail, PackageNotFoundError if this environment lacks a package, ValueError
-    if the bundle is too large.
+    Raises CalledProcessError if pip, git or the C++ compiler fail, PackageNotFoundError if this environment lacks a
+    package, ValueError if the bundle is too large.
     """
     folder.mkdir(parents=True)
     _download(folder)
@@ -81,12 +86,12 @@ def _archive(path: Path) -> None:
             for name in filter(_NATIVE.match, packed.namelist()):
                 module = packed.extract(name, built)
                 added += [f"--prefix={Path(name).parent.as_posix()}/", f"--add-file={module}"]
-        command = ["git", "archive", "--output", path, *added, "--prefix=", "HEAD"]
+        command: list[str | Path] = ["git", "archive", "--output", path, *added, "--prefix=", "HEAD"]
         subprocess.run(command, cwd=_ROOT, check=True)
 
 
 def _download(folder: Path) -> None:
-    requirements = [f"{name}=={importlib.metadata.version(name)}" for name in _PACKAGES]
+    requirements = [f"{name}=={importlib.metadata.version(name)}" for name in PACKAGES]
     extras = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     requirements += [each for each in extras["gpu"] if each.startswith(_VIDEO)]
     machine = ["--only-binary=:all:", "--implementation=cp", f"--python-version={_PYTHON}"]

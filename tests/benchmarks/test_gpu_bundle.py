@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 from benchmarks.gpu_check import bundle
 
+ROOT = Path(__file__).parents[2]
 KEPT = [
     "PyNvVideoCodec/__init__.py",
     "PyNvVideoCodec/PyNvVideoCodec_130.cpython-312-x86_64-linux-gnu.so",
@@ -43,16 +46,21 @@ def make_wheel(folder: Path) -> None:
 
 
 CHECKS = """
-import sys
+import importlib, importlib.metadata, json, sys
 from pathlib import Path
 import torch
 from benchmarks.gpu_check import ans, kernels, quantise
 from benchmarks.gpu_check.record import Record
+from benchmarks.gpu_check.steps import STEPS
 from benchmarks.kernel_bytes import Span
 from sgl_kvfetch.codec.bitstream import _ans
 from sgl_kvfetch.codec.quant import _klt
 
 assert all(Path(x.__file__).is_relative_to(Path.cwd()) for x in (_ans, _klt, quantise))
+for step in STEPS:
+    importlib.import_module(step.runs.partition(":")[0])
+packages = importlib.metadata.packages_distributions()
+print(json.dumps([name for module in sys.modules for name in packages.get(module, [])]))
 record, cpu = Record(Path(sys.argv[1])), torch.device("cpu")
 kernels.check(record, cpu, [Span(17, heads=2, dim=16, coefficients=20)])
 ans.check(record, cpu, [ans.Rows(1, 2, 48)])
@@ -93,6 +101,11 @@ def test_its_tree_checks_the_kernels(made: Path, env: dict[str, str], tmp_path: 
     command = [sys.executable, "-c", CHECKS, "found.json"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    needed = {re.split("[<=>]", each)[0] for each in ours} & {
+        name.replace("_", "-") for name in json.loads(done.stdout)
+    }
+    assert needed <= {*bundle.PRESENT, *bundle.PACKAGES}, "in neither the bundle nor the list of what has to be there"
     found = json.loads((tmp_path / "found.json").read_text())
     assert not found["reason"]
     assert {row["found"] for row in found["rows"]} == {"as the reference's", "as the CPU's"}

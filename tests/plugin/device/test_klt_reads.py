@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.waiting import wait_until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
@@ -23,7 +24,9 @@ from sgl_kvfetch.plane.messages import Start
 from sgl_kvfetch.plane.plane import DataPlane
 from sgl_kvfetch.plugin.device import klt_reads
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+from sgl_kvfetch.plugin.device.klt_reads import Others, others_in
 from sgl_kvfetch.plugin.device.pages import GuardedSource
+from sgl_kvfetch.triton_kernels import quantise_klt as quantise_klt_module
 from sgl_kvfetch.triton_kernels.quantise_klt import quantise_klt
 from sgl_kvfetch.types import TENSORS
 from tests.codec.quant.profiles import make_profile, place_of, values_of
@@ -40,6 +43,7 @@ NUM_TOKENS = len(PLACES) * GEOMETRY.page_size
 @pytest.fixture(autouse=True)
 def products_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(klt, "_HAS_BFLOAT16", False)
+    monkeypatch.setattr(klt_reads, "_TRIAL_TOKENS", 48)  # the interpreter takes a second for 512
 
 
 @pytest.fixture
@@ -120,7 +124,7 @@ def test_a_source_that_is_closed_quantises_nothing(quantiser: KltQuantiser) -> N
     assert source.quantise(0, range(8)) is None
 
 
-@pytest.mark.parametrize("fault", ["other integers", "no compiler", "disabled"])
+@pytest.mark.parametrize("fault", ["other integers", "other exponents", "no compiler", "disabled"])
 def test_without_a_trial_that_passes_the_cpu_quantises(
     quantiser: KltQuantiser, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,7 +132,7 @@ def test_without_a_trial_that_passes_the_cpu_quantises(
         if fault == "no compiler":
             raise RuntimeError("no compiler")
         exponents, integers = quantise_klt(*args)
-        return exponents, integers + 1
+        return (exponents, integers + 1) if fault == "other integers" else (exponents + 1, integers)
 
     if fault == "disabled":
         monkeypatch.setenv("KVFETCH_GPU_QUANTISE", "0")
@@ -137,9 +141,64 @@ def test_without_a_trial_that_passes_the_cpu_quantises(
     pages = make_pages(FakeDevice())
     with caplog.at_level("INFO"):
         pages.prepare_writes(quantiser, [place_of(quantiser.profile, key, 16) for key in quantiser.profile.cells])
-    said = {"other integers": "a trial gave 100% other integers", "disabled": "KVFETCH_GPU_QUANTISE=0 is set"}
+    said = {
+        "other integers": "a trial gave 100% other integers",
+        "other exponents": "a trial gave 100% other exponents",
+        "disabled": "KVFETCH_GPU_QUANTISE=0 is set",
+    }
     assert f"klt is quantised on the CPU: {said.get(fault, 'RuntimeError: no compiler')}" in caplog.text
     assert pages.open_reads(slots_of(PLACES)).quantise(0, range(8)) is None
+
+
+def split_product(parts_type: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Multiply as cuBLAS does when it splits sums: add up parts that are rounded to a type."""
+
+    def product(centred: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((len(centred), matrix.shape[1]), dtype=parts_type)
+        for x, y in zip(centred.chunk(4, dim=1), matrix.chunk(4), strict=True):
+            total += (x.float() @ y.float()).to(parts_type)
+        return total.to(matrix.dtype)
+
+    return product
+
+
+@pytest.mark.parametrize("parts_type", [torch.bfloat16, torch.float32])
+def test_a_trial_sees_sums_in_bfloat16(
+    parts_type: torch.dtype, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums in float32 that are rounded once give the CPU's integers, whatever parts they are split into."""
+    monkeypatch.setattr(klt, "_HAS_BFLOAT16", True)
+    monkeypatch.setattr(quantise_klt_module, "_product", split_product(parts_type))
+    found: list[Others] = []
+
+    def noted(*args: Any) -> Others:
+        found.append(others_in(*args))
+        return found[-1]
+
+    monkeypatch.setattr(klt_reads, "others_in", noted)
+    coarse = KltQuantiser(quantiser.profile, step=1.0)
+    places = [place_of(coarse.profile, key, 16) for key in coarse.profile.cells]
+    assert coarse.forward(places[0]).matrix.dtype == torch.bfloat16
+    make_pages(FakeDevice()).prepare_writes(coarse, places)
+    (others,) = found
+    assert others.exponents <= 0.05
+    assert others.integers > 0.005 if parts_type == torch.bfloat16 else others.integers == 0
+
+
+def test_a_device_multiplies_with_sums_in_float32() -> None:
+    """In the flags that torch has at its start, and that SGLang leaves as they are, bfloat16 would permit less."""
+    asked: list[tuple[Any, ...]] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "mm" in str(function):
+                asked.append((str(function), *args[2:]))
+            return function(*args, **(kwargs or {}))
+
+    with Noting():
+        there = torch.empty((48, 48), dtype=torch.bfloat16, device="meta")
+        assert quantise_klt_module._product(there, there).dtype == torch.bfloat16
+    assert asked == [("aten.mm.dtype", torch.float32)]
 
 
 def test_an_error_leaves_pages_to_the_cpu(
