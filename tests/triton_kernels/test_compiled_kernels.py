@@ -98,10 +98,10 @@ def test_compiles_a_program_of_one_warp(kernel: str, registers: int, target: str
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kernel", QUANTISING_KERNELS)
 def test_compiles_what_quantises(kernel: str, target: str, compiled: Facts) -> None:
-    """With 64 registers a thread 16 programs fit an SM, with 168 three."""
+    """With 80 registers a thread six programs fit an SM, with 168 three."""
     facts = compiled[kernel, target]
     assert facts["stack_bytes"] == 0, "registers spill"
-    assert facts["registers"] <= (168 if kernel == "round" else 64)
+    assert facts["registers"] <= (168 if kernel == "round" else 80)
     assert facts["access_bytes"] == (1 if kernel == "round" else 16)
 
 

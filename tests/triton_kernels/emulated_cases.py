@@ -1,0 +1,204 @@
+"""Runs every kernel in the emulator of PTX, and prints, as JSON, what was wrong with each.
+
+`test_emulated_kernels` starts it without Triton's interpreter, with the newest and the oldest Triton. Shapes are the
+smallest with odd sizes, room left, and more than one block or step of a loop. What is expected is what the other tests
+expect. Controls are faults that the emulator must see.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import xxhash
+
+from benchmarks.compiled_kernels import recorder
+from harness.ptx.values import Fault
+from sgl_kvfetch.codec.quant import klt
+from sgl_kvfetch.codec.quant.base import CellValues
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.triton_kernels import restore as restore_module, restore_klt as restore_klt_module
+from sgl_kvfetch.triton_kernels.ans_encode import ans_encode
+from sgl_kvfetch.triton_kernels.frame_sum import frame_sum, frame_sum_reference
+from sgl_kvfetch.triton_kernels.restore import restore
+from sgl_kvfetch.triton_kernels.xxh3 import MIN_BYTES, digest_of, xxh3_sums
+from tests.codec.bitstream.test_ans import coefficients
+from tests.codec.quant.profiles import place_of, values_of
+from tests.triton_kernels import (
+    test_ans_encode_kernel as encoding,
+    test_ans_kernel as decoding,
+    test_quantise_klt_kernel as quantising,
+    test_restore_kernel as restoring,
+    test_restore_klt_kernel as restoring_klt,
+)
+from tests.triton_kernels.cases import NUM_SLOTS, Shape
+from tests.triton_kernels.emulation import Emulator
+from tests.triton_kernels.test_frame_sum_kernel import random_frames
+from tests.triton_kernels.test_xxh3_kernel import random_bytes
+
+KLT = restoring_klt.Case(33, 1, 1, 80, 48, coefficients=70, layout=restoring_klt.WASTEFUL, exact=(0, 32))
+EXACT = Shape(9, 2, 3, 80)
+
+
+def ans_decode_bits() -> None:
+    every = [coefficients(1, 1), coefficients(2, 33), coefficients(1, 70)]
+    data, chunks = decoding.joined([decoding.CODEC.encode(x) for x in every], [(len(x), x.shape[3]) for x in every])
+    status, found = decoding.decoded(data, chunks)
+    assert status == [0] * len(every)
+    assert all(torch.equal(x, y.view(-1)) for x, y in zip(found, every, strict=True))
+
+
+def ans_decode_damaged() -> None:
+    frames = coefficients(2, 33)
+    bitstream = bytearray(decoding.CODEC.encode(frames))
+    bitstream[len(bitstream) // 2] ^= 7
+    data, chunks = decoding.joined([bytes(bitstream)], [(len(frames), 33)])
+    assert decoding.decoded(data, chunks)[0] == [1]
+
+
+def ans_encode_bytes() -> None:
+    every = [coefficients(1, 1), coefficients(2, 33), coefficients(1, 70)]
+    rooms = [encoding.most_bytes(x) for x in every]
+    with patch.object(encoding, "ans_encode_reference", ans_encode):  # which the other tests compare
+        encoding.assert_as_native(every, rooms)
+
+
+def xxh3_digests() -> None:
+    data, ranges = random_bytes(4096), [(0, MIN_BYTES), (8, 1024), (16, 1089)]
+    for (start, size), sums in zip(ranges, xxh3_sums(data, ranges).tolist(), strict=True):
+        assert digest_of(sums, size) == xxhash.xxh3_128_digest(data[start : start + size].numpy().data), size
+
+
+def frame_sum_bits() -> None:
+    frames = random_frames(3, 72, 80)  # a part of a block, after two whole ones
+    assert torch.equal(frame_sum(frames), frame_sum_reference(frames))
+
+
+def restore_exact() -> None:
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        restoring.run_span(restore, restoring.Span("exact", dtype, EXACT, restoring.WASTEFUL))
+
+
+def restore_symmetric() -> None:
+    restoring.run_span(restore, restoring.Span("uint8", torch.float16, EXACT))
+
+
+def restore_klt_plain() -> None:
+    restoring_klt.run_case(restoring_klt.run_kernels, KLT)
+
+
+def restore_klt_rotated() -> None:
+    restoring_klt.run_case(restoring_klt.run_kernels, replace(KLT, coefficients=330, rotary_dim=40))
+
+
+def restore_klt_interleaved() -> None:
+    restoring_klt.run_case(
+        restoring_klt.run_kernels, replace(KLT, rotary_dim=80, interleaved=True, dtype=torch.float16)
+    )
+
+
+def restore_klt_slots_anywhere() -> None:
+    """Slots of pages of one token begin at any multiple of 8 bytes."""
+    span = restoring_klt.Span(replace(KLT, k_dim=48, coefficients=16, exact=(3,)))
+    span.slots = torch.cat((span.slots[:1], span.slots))[1:]
+    assert span.slots.data_ptr() % 16
+    restoring_klt.run_kernels([span.cell()], span.slots, 1)
+    span.check()
+
+
+def quantise_klt() -> None:
+    """In bfloat16, with a rotation, and in float32 with neighbours that rotate."""
+    kinds = (quantising.PLAIN, torch.bfloat16, True), (quantising.EVERY, torch.float32, False)
+    for rope, dtype, has_bfloat16 in kinds:
+        with patch.object(klt, "_HAS_BFLOAT16", has_bfloat16):
+            quantiser = KltQuantiser(quantising.profile_of(rope), step=1.0)
+            place = place_of(quantiser.profile, (1, 0), 17)
+            values = values_of(quantiser.profile, 17).cell(place.layers, place.heads)
+            quantising.assert_as_the_quantiser(quantiser, CellValues(*(x.to(dtype) for x in values)), place)
+
+
+def slots_beyond_the_buffers(emulator: Emulator) -> None:
+    span = restoring.Span("exact", torch.bfloat16, EXACT)
+    span.slots[5] = NUM_SLOTS
+    with emulator.running(), patch.object(restore_module, "require_buffers"):
+        restore(span.frames, span.layout, span.slots, span.buffers())
+
+
+def frames_that_are_not_aligned(emulator: Emulator) -> None:
+    """As if Triton had been told that they are."""
+    frames = torch.zeros(8 + 3 * 64, dtype=torch.uint8)[8:].view(1, 3, 8, 8)
+    assert frames.data_ptr() % 16
+    with emulator.running(), patch.object(recorder, "_is_specialised", lambda param, leaf: True):
+        frame_sum(frames)
+
+
+def no_barriers(emulator: Emulator) -> None:
+    restore_klt_without(emulator, "bar.sync")
+
+
+def no_waits_for_copies(emulator: Emulator) -> None:
+    restore_klt_without(emulator, "cp.async.wait_group")
+
+
+def restore_klt_without(emulator: Emulator, instruction: str) -> None:
+    kernels = dict(emulator.kernels)
+    emulator.kernels |= {key: kernel.without(instruction) for key, kernel in kernels.items()}
+    try:
+        with emulator.running():
+            restore_klt_plain()
+    finally:
+        emulator.kernels |= kernels
+
+
+CONTROLS = {
+    slots_beyond_the_buffers: "outside all tensors",
+    frames_that_are_not_aligned: "misaligned",
+    no_barriers: "barrier",
+    no_waits_for_copies: "shared memory",
+}
+CASES: tuple[Callable[[], None], ...] = (
+    ans_decode_bits,
+    ans_decode_damaged,
+    ans_encode_bytes,
+    xxh3_digests,
+    frame_sum_bits,
+    restore_exact,
+    restore_symmetric,
+    restore_klt_plain,
+    restore_klt_rotated,
+    restore_klt_interleaved,
+    restore_klt_slots_anywhere,
+    quantise_klt,
+)
+
+
+def run_all(target: str) -> dict[str, Any]:
+    """Return what was wrong with each case, an empty string if nothing was; and what ran."""
+    emulator, wrong = Emulator(target), {}
+    for case in CASES:
+        wrong[case.__name__] = ""
+        try:
+            with emulator.running():
+                case()
+        except Exception:
+            wrong[case.__name__] = traceback.format_exc()
+    kernels = sorted({kernel.program.name for kernel in emulator.kernels.values()})
+    for control, text in CONTROLS.items():
+        wrong[control.__name__] = "not seen"
+        try:
+            control(emulator)
+        except Fault as fault:
+            wrong[control.__name__] = "" if text in str(fault) else str(fault)
+    return {"wrong": wrong, "kernels": kernels}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    assert not restore_klt_module.INTERPRETED
+    print(json.dumps({target: run_all(target) for target in sys.argv[1:]}))

@@ -1,0 +1,96 @@
+"""Makes the wrappers of our kernels launch PTX in the emulator, on CPU tensors: see `harness.ptx`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.compiled_kernels.machine_code import gpu_target
+from benchmarks.compiled_kernels.recorder import Recorder, leaves_of
+from harness.ptx.block import Kernel
+from harness.ptx.global_memory import GlobalMemory
+from sgl_kvfetch.triton_kernels import ans, ans_encode, frame_sum, quantise_klt, restore, restore_klt, xxh3
+
+MODULES: tuple[ModuleType, ...] = (ans, ans_encode, frame_sum, quantise_klt, restore, restore_klt, xxh3)
+
+
+class Addressed(TorchFunctionMode):
+    """Notes tensors whose address was asked for: kernels may reach them through tables."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.data_ptr:
+            self.tensors.append(args[0])
+        return function(*args, **(kwargs or {}))
+
+
+class Emulator:
+    """``kernels``: those that were compiled, by their names and what they were compiled for."""
+
+    def __init__(self, target: str) -> None:
+        """``target``: such as ``sm_90``."""
+        self.target = target
+        self.kernels: dict[str, Kernel] = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Make all wrappers launch here."""
+        with ExitStack() as stack:
+            addressed = stack.enter_context(Addressed())
+            for module in MODULES:
+                for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                    launcher = _Launcher(getattr(module, name), self, addressed)
+                    stack.enter_context(patch.object(module, name, launcher))
+                if hasattr(module, "use_kernels"):
+                    stack.enter_context(patch.object(module, "use_kernels", lambda device: True))
+            yield
+
+    def compiled(self, recorder: Recorder) -> Kernel:
+        """Return the kernel for a launch that was recorded."""
+        assert recorder.source is not None
+        key = f"{recorder.kernel.__name__} {recorder.source.hash()} {recorder.options}"
+        if key not in self.kernels:
+            found = triton.compile(recorder.source, target=gpu_target(self.target), options=recorder.options)
+            self.kernels[key] = Kernel(found.asm["ptx"], found.metadata.shared)
+        return self.kernels[key]
+
+
+class _Launcher(Recorder):
+    """Replaces a kernel, and runs its launches."""
+
+    def __init__(self, kernel: Any, emulator: Emulator, addressed: Addressed) -> None:
+        super().__init__(kernel)
+        self._emulator, self._addressed = emulator, addressed
+        self._grid: tuple[int, ...] = ()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> _Launcher:
+        self._grid = grid
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        reachable = list(self._addressed.tensors)
+        super().__call__(*args, **kwargs)
+        names = [param.name for param in self.kernel.params]
+        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        passed = [values[param.name] for param in self.kernel.params if not param.is_constexpr]
+        arguments = [leaf for value in passed for _, leaf in leaves_of(value, ())]
+        memory = GlobalMemory()
+        for tensor in [*(x for x in arguments if isinstance(x, torch.Tensor)), *reachable]:
+            memory.add(tensor, self.kernel.__name__)
+        self._emulator.compiled(self).launch(self._grid[0], list(map(_number_of, arguments)), memory)
+
+
+def _number_of(argument: Any) -> int:
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    return int(np.float32(argument).view(np.uint32)) if isinstance(argument, float) else int(argument)

@@ -1,0 +1,139 @@
+"""What the emulator of PTX computes and refuses, with instructions written by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from harness.ptx.block import Kernel
+from harness.ptx.global_memory import GlobalMemory
+from harness.ptx.shared_memory import SharedMemory
+from harness.ptx.values import Fault
+
+THREADS = 64  # two warps
+PTX = """
+.visible .entry a_kernel(
+	.param .u64 .ptr .global .align 1 a_kernel_param_0,
+	.param .u32 a_kernel_param_1
+)
+.reqntid {threads}
+{{
+	.reg .pred 	%p<9>;
+	.reg .b16 	%rs<9>;
+	.reg .b32 	%r<9>;
+	.reg .b64 	%rd<9>;
+$L__func_begin0:
+	ld.param.b64 	%rd1, [a_kernel_param_0];
+	ld.param.b32 	%r9, [a_kernel_param_1];
+	mov.u32 	%r1, %tid.x;
+	mul.wide.u32 	%rd2, %r1, 4;
+	add.s64 	%rd3, %rd1, %rd2;   // of this thread
+	shl.b32 	%r2, %r1, 2;
+	{code}
+	st.global.b32 	[%rd3], %r3;
+	ret;
+$L__tmp1:
+$L__func_end0:
+}}
+"""
+NEIGHBOUR = "xor.b32 %r4, %r1, 32; shl.b32 %r5, %r4, 2;"  # of the other warp
+
+
+def run(code: str, argument: int = 0, num_blocks: int = 1, threads: int = THREADS) -> list[int]:
+    """Return what threads of all blocks have in %r3."""
+    out = torch.zeros(THREADS, dtype=torch.int32)
+    memory = GlobalMemory()
+    memory.add(out, "out")
+    kernel = Kernel(PTX.format(code=code, threads=threads), shared_bytes=4 * THREADS)
+    kernel.launch(num_blocks, [out.data_ptr(), argument], memory)
+    found: list[int] = out.tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("add.s32 %r3, %r1, -3;", lambda i: i - 3),
+        ("mul.hi.s32 %r3, %r9, 1431655766;", lambda i: -3),  # -7 / 3, rounded down
+        ("div.s32 %r3, %r9, 2;", lambda i: -3),
+        ("shr.s32 %r3, %r9, 40;", lambda i: -1),
+        ("shl.b32 %r3, %r1, 32;", lambda i: 0),
+        ("bfe.s32 %r3, %r1, 2, 2;", lambda i: (i // 4 % 4) - 4 * (i // 8 % 2)),
+        ("prmt.b32 %r3, %r1, %r9, 0x7770;", lambda i: i - 256),
+        ("cvt.rn.f32.s32 %r4, %r9; cvt.rzi.s32.f32 %r3, %r4;", lambda i: -7),
+        ("setp.gtu.f32 %p1, 0f7FC00000, 0f00000000; selp.b32 %r3, 1, 2, %p1;", lambda i: 1),
+        ("setp.gt.f32 %p1, 0f7FC00000, 0f00000000; selp.b32 %r3, 1, 2, %p1;", lambda i: 2),
+        ("cvt.rn.bf16x2.f32 %r3, 0f3F800000, 0f3F818000;", lambda i: 0x3F803F82),  # ties to even
+        ("shfl.sync.bfly.b32 %r3, %r1, 1, 31, -1;", lambda i: i ^ 1),
+        ("redux.sync.add.s32 %r3, %r1, -1;", lambda i: 496 + 1024 * (i // 32)),
+        ("mov.b32 %r3, 0; setp.lt.u32 %p1, %r1, 3; @!%p1 mov.b32 %r3, 9;", lambda i: 0 if i < 3 else 9),
+    ],
+)
+def test_what_instructions_compute(code: str, expected: object) -> None:
+    assert callable(expected)
+    assert run(code, argument=-7) == [np.int32(np.uint32(expected(i) % (1 << 32))) for i in range(THREADS)]
+
+
+def test_warps_pass_shared_memory_over_a_barrier() -> None:
+    code = f"st.shared.b32 [%r2], %r1; bar.sync 0; {NEIGHBOUR} ld.shared.b32 %r3, [%r5];"
+    assert run(code) == [i ^ 32 for i in range(THREADS)]
+
+
+COPY = "cp.async.ca.shared.global [ %r2 + 0 ], [ %rd3 + 0 ], 0x4; cp.async.commit_group;"
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        (f"st.shared.b32 [%r2], %r1; {NEIGHBOUR} ld.shared.b32 %r3, [%r5];", "read before a barrier"),
+        (
+            f"st.shared.b32 [%r2], %r1; bar.sync 0; {NEIGHBOUR} ld.shared.b32 %r3, [%r5]; st.shared.b32 [%r2], %r1;",
+            "overwritten before a barrier",
+        ),
+        (f"{NEIGHBOUR} st.shared.b32 [%r2], %r1; st.shared.b32 [%r5], %r1;", "by two warps without a barrier"),
+        ("st.shared.b32 [0], %r1;", "two threads write different values at one place of shared"),
+        ("ld.shared.b32 %r3, [%r2];", "that nothing wrote"),
+        ("ld.shared.b32 %r3, [%r2+4];", "shared access of 4 bytes"),
+        ("ld.shared.b32 %r3, [%r2+2];", "misaligned"),
+        (f"{COPY} ld.shared.b32 %r3, [%r2];", "while cp.async is in flight"),
+        (f"{COPY} {COPY}", "where another copy is in flight"),
+        ("ld.global.b32 %r3, [%rd3+256];", "outside all tensors: 256 from the first of 256 bytes of out"),
+        ("setp.lt.u32 %p1, %r1, 3; @%p1 ld.global.b32 %r3, [%rd3+2];", "misaligned"),
+        ("st.global.b32 [%rd1], %r1;", "two threads store different values at one place of out"),
+        ("st.global.b32 [%rd3], %r1; ld.global.b32 %r3, [%rd1];", "a thread reads what another has written"),
+        ("setp.lt.u32 %p1, %r1, 3; @%p1 bra $L__tmp1;", "branch apart"),
+    ],
+)
+def test_what_it_refuses(code: str, fault: str) -> None:
+    with pytest.raises(Fault, match=fault):
+        run(code)
+
+
+def test_what_wgmma_reads_stays_until_it_is_waited_for() -> None:
+    shared, place, warp = SharedMemory(64), np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
+    shared.write(place, np.ones((1, 1), np.uint8), warp)
+    with pytest.raises(Fault, match="written since the last barrier"):
+        shared.multiply(place)
+    shared.barrier()
+    shared.multiply(place)
+    shared.commit_products()
+    with pytest.raises(Fault, match="overwritten while wgmma reads it"):
+        shared.write(place, np.ones((1, 1), np.uint8), warp)
+    shared.wait_products(0)
+    shared.write(place, np.ones((1, 1), np.uint8), warp)
+
+
+def test_blocks_may_not_overwrite_each_other() -> None:
+    with pytest.raises(Fault, match="overwrites another's value"):
+        run("mov.u32 %r3, %ctaid.x;", num_blocks=2)
+
+
+def test_a_copy_arrives_when_it_is_waited_for() -> None:
+    assert run(f"{COPY} cp.async.wait_group 0; ld.shared.b32 %r3, [%r2];") == [0] * THREADS
+
+
+def test_an_unknown_instruction_is_not_left_out() -> None:
+    for code in ("ex2.approx.f32 %r3, %r1;", "tcgen05.alloc.b32 %r3, %r1;"):
+        with pytest.raises(NotImplementedError):
+            run(code)
