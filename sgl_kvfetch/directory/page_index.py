@@ -38,8 +38,9 @@ class IndexHit:
 
 
 def page_rows(namespace: str, segment: int, first_page: int, hashes: bytes) -> list[tuple[bytes, int, int]]:
-    """Return the rows of a segment's pages, in the table's order."""
-    return sorted((page_key(namespace, page_hash), first_page, segment) for page_hash in split_hashes(hashes))
+    """Return the rows of a segment's pages, in the table's order. Pages whose keys collide share a row."""
+    keys = {page_key(namespace, page_hash) for page_hash in split_hashes(hashes)}
+    return [(key, first_page, segment) for key in sorted(keys)]
 
 
 def page_key(namespace: str, page_hash: bytes) -> bytes:
@@ -64,7 +65,10 @@ def find_pages(
     if not page_hashes or (first := earliest(0)) is None:
         return []
     (_, _, hashes, _) = db.execute(_SEGMENT, (first[1],)).fetchone()
-    origin = first[0] + split_hashes(hashes).index(page_hashes[0])  # position in the sequence of the first page
+    held = split_hashes(hashes)
+    if page_hashes[0] not in held:
+        return []  # another page has the same key
+    origin = first[0] + held.index(page_hashes[0])  # position in the sequence of the first page
     hits = []
     page = 0
     while reached := furthest(earliest, page, len(page_hashes), origin + page):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, without_last_level
@@ -60,11 +61,22 @@ SELECT id FROM segments WHERE state != {SegmentState.LOOSE:d} AND expires <= ? A
 Doomed = tuple[int, str]  # a file to delete: its identifier and its object's name
 
 
-def name_file(db: sqlite3.Connection, temp: files.TempFile, file_id: int, name: str, num_bytes: int) -> list[Doomed]:
-    """Give a written file its object's name. Return the file that had it, to be deleted after the transaction."""
+def name_file(
+    db: sqlite3.Connection,
+    temp: files.TempFile,
+    file_id: int,
+    name: str,
+    num_bytes: int,
+    index: Callable[[], None] = lambda: None,
+) -> list[Doomed]:
+    """Give a written file its object's name. Return the file that had it, to be deleted after the transaction.
+
+    ``index`` enters a manifest into the catalog. All rows are changed first: what the catalog refuses gets no name.
+    """
     replaced = rows.stored_id(db, name)
-    temp.commit(name.partition("/")[2], None if replaced is None else temp_name(replaced))
     rows.store_file(db, file_id, name, num_bytes, replaced)
+    index()
+    temp.commit(name.partition("/")[2], None if replaced is None else temp_name(replaced))
     return [] if replaced is None else [(replaced, name)]
 
 
@@ -323,8 +335,8 @@ class DiskRoom:
             with self._deleting() as (db, doomed):
                 if db.execute("SELECT digest FROM segments WHERE name = ?", (name,)).fetchone() != (digest,):
                     return False
-                doomed += name_file(db, temp, file_id, name, len(content))
-                rows.index_segment(db, manifest, content)
+                index = partial(rows.index_segment, db, manifest, content)
+                doomed += name_file(db, temp, file_id, name, len(content), index)
                 db.execute(_SET_LAST_USED, (found[1], name))
             return True
         finally:

@@ -138,7 +138,20 @@ def forget_file(db: sqlite3.Connection, file_id: int) -> None:
 
 
 def index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) -> None:
-    """Let lookups find a segment. Its manifest, which is ``content``, and its data are stored."""
+    """Let lookups find a segment. Its manifest is ``content``; manifest and data are stored, or about to be.
+
+    Raises FormatError if the catalog refuses the manifest; nothing is changed then.
+    """
+    db.execute("SAVEPOINT indexing")
+    try:
+        _index_segment(db, manifest, content)
+    except (sqlite3.IntegrityError, sqlite3.DataError, ArithmeticError, ValueError) as e:
+        db.execute("ROLLBACK TO indexing")
+        raise FormatError(f"the catalog refuses the manifest: {e}") from e
+    db.execute("RELEASE indexing")
+
+
+def _index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) -> None:
     key = manifest.key
     (segment,) = db.execute("SELECT id FROM segments WHERE name = ?", (key.manifest_name,)).fetchone()
     stored = "SELECT id, name, role FROM files WHERE segment = ? AND state = ? AND role != ?"
@@ -187,26 +200,23 @@ def examine_if_unread(db: sqlite3.Connection, root: Path, name: str) -> None:
 def examine_segment(db: sqlite3.Connection, root: Path, name: str) -> SegmentState:
     """Compare a segment's rows with its files, read its manifest, and let lookups find it if it is whole.
 
-    Return its state, ``LOOSE`` if it has no manifest. Raises OSError.
+    Return its state, ``LOOSE`` if it has no manifest. A segment that cannot be read or indexed is ``UNREADABLE``, and
+    keeps nobody from examining others in the same transaction.
     """
-    rows = db.execute(
-        "SELECT files.id, files.name FROM files JOIN segments ON segment = segments.id "
-        "WHERE segments.name = ? AND files.state = ?",
-        (name, FileState.STORED),
-    ).fetchall()
-    for file_id, file_name in rows:
-        info = files.stat_object(root, file_name)
-        if info is None:
-            unname_file(db, file_id)
-            forget_file(db, file_id)
-        else:
-            db.execute("UPDATE files SET bytes = ? WHERE id = ?", (info.size_bytes, file_id))
-    if stored_id(db, name) is None:
+    row = db.execute("SELECT id FROM segments WHERE name = ?", (name,)).fetchone()
+    if row is None:
         return SegmentState.LOOSE
-    (segment,) = db.execute("SELECT id FROM segments WHERE name = ?", (name,)).fetchone()
+    (segment,) = row
     try:
+        _compare_sizes(db, root, segment)
+        if stored_id(db, name) is None:
+            return SegmentState.LOOSE
         content = files.read_object(root, name, MAX_MANIFEST_BYTES + 1) or b""
         manifest = decode_named_manifest(content, name)
+        if any(add_if_stored(db, root, data) != size for data, size in manifest.data_sizes.items()):
+            hide_segment(db, segment, SegmentState.INCOMPLETE)
+            return SegmentState.INCOMPLETE
+        index_segment(db, manifest, content)
     except (FormatError, OSError) as e:
         logger.warning("skipping unreadable manifest %s: %s", name, e)
         hide_segment(db, segment, SegmentState.UNREADABLE)
@@ -215,8 +225,16 @@ def examine_segment(db: sqlite3.Connection, root: Path, name: str) -> SegmentSta
             "UPDATE files SET role = ? WHERE segment = ? AND role = ?", (FileRole.NAMED, segment, FileRole.PENDING)
         )
         return SegmentState.UNREADABLE
-    if all(add_if_stored(db, root, name) == size_bytes for name, size_bytes in manifest.data_sizes.items()):
-        index_segment(db, manifest, content)
-        return SegmentState.FOUND
-    hide_segment(db, segment, SegmentState.INCOMPLETE)
-    return SegmentState.INCOMPLETE
+    return SegmentState.FOUND
+
+
+def _compare_sizes(db: sqlite3.Connection, root: Path, segment: int) -> None:
+    """Take the sizes of a segment's stored files from the disk, and forget those that are gone. Raises OSError."""
+    stored = "SELECT id, name FROM files WHERE segment = ? AND state = ?"
+    for file_id, name in db.execute(stored, (segment, FileState.STORED)).fetchall():
+        info = files.stat_object(root, name)
+        if info is None:
+            unname_file(db, file_id)
+            forget_file(db, file_id)
+        else:
+            db.execute("UPDATE files SET bytes = ? WHERE id = ?", (info.size_bytes, file_id))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest
@@ -48,8 +49,8 @@ class _NewFile:
     def sync(self) -> None:
         self._temp.sync()
 
-    def commit(self, db: sqlite3.Connection) -> list[Doomed]:
-        return name_file(db, self._temp, self._id, self._name, self._written_bytes)
+    def commit(self, db: sqlite3.Connection, index: Callable[[], None] = lambda: None) -> list[Doomed]:
+        return name_file(db, self._temp, self._id, self._name, self._written_bytes, index)
 
     def discard(self) -> None:
         """Remove the file unless it is committed."""
@@ -72,8 +73,15 @@ def write_manifest(
     """
     try:
         manifest = decode_named_manifest(content, name)
+        return _write(catalog, room, manifest, content, replaces)
     except FormatError as e:
         raise StoreError("invalid", f"{name}: {e}") from e
+
+
+def _write(
+    catalog: Catalog, room: DiskRoom, manifest: Manifest, content: bytes, replaces: Callable[[str | None], bool]
+) -> bool:
+    name = manifest.key.manifest_name
     doomed: list[Doomed] = []
     with files.os_errors(f"writing {name}"):
         new = _NewFile(room, name, len(content))
@@ -85,8 +93,7 @@ def write_manifest(
                 if not replaces(None if current is None else object_digest(current)):
                     return current == content
                 _require_data(db, catalog.root, manifest)
-                doomed = new.commit(db)
-                rows.index_segment(db, manifest, content)
+                doomed = new.commit(db, partial(rows.index_segment, db, manifest, content))
         finally:
             new.discard()
         room.delete_files(doomed)

@@ -536,6 +536,8 @@ def _validated(body: _Body) -> Manifest:
             f"or exceed the model's {namespace.num_heads}"
         )
     hashes = tuple(split_hashes(body.page_hashes))
+    if len(set(hashes)) < num_pages:
+        raise FormatError("manifest has the same page hash twice")  # hashes are chained: no prompt has that
     parsed = {"namespace": namespace, "page_hashes": hashes, "labels": body.labels or Labels()}
     manifest = Manifest(**msgspec.structs.asdict(body) | parsed)
     try:
