@@ -33,11 +33,17 @@ class Labels(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.model or identity.removeprefix("id:")
 
     def quantiser_name(self, identity: str) -> str:
-        """Return the name to show for a namespace's ``quantiser``, such as ``klt 6.5e-4`` or ``cachegen 32/16``."""
+        """Return the name to show for a namespace's ``quantiser``, such as ``klt 6.5e-4`` or ``cachegen 32/16``.
+
+        Writers choose the identity, so it may be any text. It is shown as it is if it only looks like ``klt``.
+        """
         if self.quantiser:
             return self.quantiser
         if match := _KLT.fullmatch(identity):
-            return f"klt step {float(match[1]):.3g}"
+            try:
+                return f"klt step {float(match[1]):.3g}"
+            except ValueError:
+                return identity
         if match := _BINS.fullmatch(identity):
             k, v = ("/".join(dict.fromkeys(bins.split(","))) for bins in match.groups())
             return f"cachegen {k}" if k == v else f"cachegen k {k}, v {v}"

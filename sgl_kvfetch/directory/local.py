@@ -518,7 +518,8 @@ class LocalStore(AdminStore):
     @_on("_scans")
     def segment_usages(self, folder: str, limit: int, prefix: str = "") -> Sequence[SegmentUsage]:
         """Return the last used segments of a folder, with names that begin with ``prefix``, the last one first."""
-        return self._rows(_SEGMENTS, (f"{folder}/{prefix}", f"{folder}/{prefix}\x7f", limit), SegmentUsage)
+        bounds = f"{folder}/{prefix}", f"{folder}/{prefix}\x7f", limit
+        return self._rows(_SEGMENTS, bounds, lambda *row: SegmentUsage(*row[:-1], bool(row[-1])))
 
     def _rows(self, query: str, values: Sequence[str | int], kind: Callable[..., T]) -> Sequence[T]:
         with files.os_errors("reading the catalog"), self._catalog.reading() as db:

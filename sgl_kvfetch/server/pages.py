@@ -24,8 +24,9 @@ from msgspec import Meta
 from sgl_kvfetch import __version__
 from sgl_kvfetch.codec import Manifest, decode_manifest
 from sgl_kvfetch.directory import FolderUsage, LocalStore
-from sgl_kvfetch.errors import ConfigError, FormatError
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
+from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, page_hashes, tokenise
 from sgl_kvfetch.server.bodies import BodyReader, json_answer
 from sgl_kvfetch.server.budget import Overloaded
@@ -214,12 +215,7 @@ class PageHandlers:
         return web.Response(body=self._summary, content_type="application/json", headers=headers)
 
     async def _row(self, usage: FolderUsage) -> FolderRow:
-        kind = self._kinds.get(usage.folder, _UNKNOWN)
-        if kind is _UNKNOWN and (content := await self._store.peek(usage.some_manifest)) is not None:
-            with contextlib.suppress(FormatError):  # `kvfetch verify` reports it
-                manifest = await asyncio.to_thread(decode_manifest, content)
-                kind = _Kind(_names(manifest), manifest.namespace.page_size, manifest.geometry.page_bytes)
-                self._kinds[usage.folder] = kind
+        kind = await self._kind(usage)
         return FolderRow(
             usage.folder,
             *kind.names,
@@ -230,6 +226,25 @@ class PageHandlers:
             usage.first_used_s,
             usage.last_used_s,
         )
+
+    async def _kind(self, usage: FolderUsage) -> _Kind:
+        """Return what a folder's segments have in common. One that cannot be read or shown costs its own row."""
+        if (known := self._kinds.get(usage.folder, _UNKNOWN)) is not _UNKNOWN:
+            return known
+        try:
+            content = await self._store.peek(usage.some_manifest)
+            if content is None:
+                return _UNKNOWN
+            manifest = await asyncio.to_thread(decode_manifest, content)
+            kind = _Kind(_names(manifest), manifest.namespace.page_size, manifest.geometry.page_bytes)
+        except KVFetchError as e:
+            logger.warning("cannot show the folder %s: %s", usage.folder, printable(str(e)))
+            return _UNKNOWN
+        except Exception:  # a writer's text that nobody thought of must not hide the other folders
+            logger.exception("cannot show the folder %s", usage.folder)
+            return _UNKNOWN
+        self._kinds[usage.folder] = kind
+        return kind
 
     async def segments(self, request: web.Request) -> web.StreamResponse:
         """List the last used segments of a folder. All who ask share an answer: it reads all of the folder's rows."""
@@ -348,8 +363,6 @@ class PageHandlers:
                 stored = await self._stored(hashes) if hashes else {}
         except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as e:
             raise web.HTTPBadRequest(text=str(e)) from e
-        except FormatError as e:
-            raise web.HTTPUnprocessableEntity(text=f"a segment is damaged: {e}") from e
         except TimeoutError as e:
             raise Overloaded("time", f"looking the prompt up in all folders took longer than {_PROMPT_S:g} s") from e
         name = hashes[-1].hex() if hashes else None
@@ -369,7 +382,8 @@ class PageHandlers:
                 runs[folder] = num_pages
                 namespace = folder.partition(".")[0]
                 if namespace not in num_heads and (content := await self._store.peek(some_manifest)) is not None:
-                    num_heads[namespace] = (await asyncio.to_thread(decode_manifest, content)).namespace.num_heads
+                    with contextlib.suppress(FormatError):  # `kvfetch verify` reports it; other folders count
+                        num_heads[namespace] = (await asyncio.to_thread(decode_manifest, content)).namespace.num_heads
         return whole_pages(runs, num_heads)
 
 

@@ -284,7 +284,7 @@ def _facts(s: SegmentSummary) -> Table:
         table.add_row(field, printable(str(getattr(s.namespace, field))))
     for index, variant in enumerate(s.variants):
         for name, layout in variant.layouts.items():
-            table.add_row(f"layout of {name}, variant {index}", _describe_layout(layout))
+            table.add_row(f"layout of {printable(name)}, variant {index}", _describe_layout(layout))
     table.add_row("manifest", format_size(s.manifest_bytes))
     table.add_row("signature", s.signature)
     if s.encryption_keys:
@@ -327,7 +327,7 @@ def _part_cells(parts: Sequence[PartSummary], total_bytes: int) -> tuple[str, ..
     stored = sum(part.stored_bytes for part in parts)
     codecs = sorted({printable(codec) for part in parts for codec in part.codecs})
     return (
-        parts[0].part,
+        printable(parts[0].part),
         ", ".join(codecs),
         str(sum(part.num_chunks for part in parts)),
         format_size(stored),

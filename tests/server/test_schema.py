@@ -17,6 +17,8 @@ from schemathesis.specs.openapi.checks import response_schema_conformance, statu
 from harness.store_process import StoreProcess
 from sgl_kvfetch.server.tokens import Role
 from sgl_kvfetch.stores import wire
+from tests.odd_segments import odd_segments
+from tests.tools.conftest import put
 
 schema = schemathesis.openapi.from_path(Path(__file__).parents[2] / "docs" / "openapi.yaml")
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
@@ -36,6 +38,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
     tokens = folder / "tokens"
     tokens.write_text("".join(f"{role.name.lower()} token-of-{role.name.lower()}\n" for role in Role))
     tokens.chmod(0o600)
+    for segment in odd_segments():
+        put(folder / "store", segment)
     with StoreProcess(folder / "store", extra_args=("--token-file", str(tokens))) as process:
         yield process
 
@@ -53,3 +57,16 @@ def test_answers_are_as_the_document_says(case: schemathesis.Case[Any], role: Ro
     response = case.call(base_url=store.url, headers=headers)
     if response.status_code not in (503, 507):
         case.validate_response(response, checks=CHECKS)
+
+
+@pytest.mark.slow
+def test_answers_about_odd_segments_are_as_the_document_says(store: StoreProcess) -> None:
+    headers = {"Authorization": "Bearer token-of-read"}
+    for segment in odd_segments():
+        name = segment.manifest.key.manifest_name
+        shown = schema[f"{wire.Route.SEGMENTS}/{{name}}"]["GET"].Case(path_parameters={"name": name})
+        assert shown.call_and_validate(base_url=store.url, headers=headers, checks=CHECKS).status_code == 200
+        listed = schema[wire.Route.SEGMENTS]["GET"].Case(query={"folder": segment.manifest.heads.folder})
+        listed.call_and_validate(base_url=store.url, headers=headers, checks=CHECKS)
+    summary = schema[wire.Route.SUMMARY]["GET"].Case()
+    summary.call_and_validate(base_url=store.url, headers=headers, checks=CHECKS)

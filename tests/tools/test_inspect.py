@@ -19,6 +19,7 @@ from sgl_kvfetch.tools.pictures import PictureWriter
 from sgl_kvfetch.tools.terminal import format_size
 from sgl_kvfetch.types import KVGeometry
 from tests.golden.make import CASES
+from tests.odd_segments import odd_segments
 from tests.segments import SMALL, make_heads, make_segment, page_hashes, with_labels
 from tests.tools.conftest import Stored, kvfetch, kvfetch_json, put, sign, unchanged
 
@@ -373,3 +374,30 @@ def test_integers_that_are_no_pictures_are_drawn_as_video_would_be(tmp_path: Pat
         PictureWriter(tmp_path / name, reader, 4).write_cell(cell, integers)
         drawn.append({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()})
     assert drawn[0] == drawn[1] != {}
+
+
+def test_odd_texts_of_writers_end_no_command(tmp_path: Path) -> None:
+    segments = list(odd_segments())
+    for segment in segments:
+        put(tmp_path, segment)
+    for args in (("inspect", str(tmp_path), "--limit", "1000"), ("verify", str(tmp_path), "--jobs", "2")):
+        for options in ((), ("--json",)):
+            shown = kvfetch(*args, *options)
+            assert shown.exit_code == (args[0] == "verify"), shown.output  # some are no quantiser's
+            assert "\x1b" not in shown.output
+    for segment in segments:
+        shown = kvfetch("inspect", f"{tmp_path}#{segment.manifest.key.manifest_name}")
+        assert shown.exit_code == 0, shown.output
+        assert "\x1b" not in shown.output
+
+
+def test_parts_with_odd_names_are_not_drawn(tmp_path: Path) -> None:
+    """Their names would be names of files."""
+    for segment in odd_segments():
+        if segment.manifest.parts[0].name != "k byte 0":
+            put(tmp_path / "store", segment)
+            name = f"{tmp_path / 'store'}#{segment.manifest.key.manifest_name}"
+            drawn = kvfetch("inspect", name, "--png", str(tmp_path / "pictures"))
+            assert drawn.exit_code == 2
+            assert "\x1b" not in drawn.output
+    assert list(tmp_path.rglob("*.png")) == []

@@ -1,0 +1,90 @@
+"""What the page shows of segments whose writers chose odd texts: it never fails because of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.small_segments import make_segment, page_hashes
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.labels import Labels
+from sgl_kvfetch.prompts import page_hashes as hashes_of
+from sgl_kvfetch.stores import wire
+from tests.odd_segments import TEXTS, odd_segments
+from tests.server.test_pages import get, serving
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_text_has_a_name_for_people(text: str) -> None:
+    shown = Labels().quantiser_name(text)
+    if text.startswith("klt(profile"):
+        assert shown in (text, "klt") or shown.startswith("klt step")
+
+
+def test_a_text_that_only_looks_like_klt_is_shown_as_it_is() -> None:
+    text = "klt(profile=0123456789abcdef0123456789abcdef;step=1.2.3)"
+    assert Labels().quantiser_name(text) == text
+
+
+async def test_odd_texts_are_shown_and_fail_no_request(tmp_path: Path) -> None:
+    segments = list(odd_segments())
+    async with serving(tmp_path, *segments) as session:
+        rows = {row["folder"]: row for row in (await get(session, wire.Route.SUMMARY))["folders"]}
+        for segment in segments:
+            manifest = segment.manifest
+            name, namespace = manifest.key.manifest_name, manifest.namespace
+            about = await get(session, f"{wire.Route.SEGMENTS}/{name}")
+            for found in (about, rows[manifest.heads.folder]):
+                assert found["model_identity"] == namespace.model[:200]
+                assert found["quantiser_identity"] == namespace.quantiser[:200]
+            assert len(await get(session, wire.Route.SEGMENTS, folder=manifest.heads.folder)) == 1
+
+
+async def test_a_folder_that_cannot_be_shown_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = make_segment(page_hashes(4), 0, 4), make_segment(page_hashes(4), 0, 4, model="bad")
+    names = Labels.model_name
+
+    def fail(labels: Labels, identity: str) -> str:
+        if identity == "bad":
+            raise ValueError("a text that nobody thought of")
+        return names(labels, identity)
+
+    monkeypatch.setattr(Labels, "model_name", fail)
+    async with serving(tmp_path, good, bad) as session:
+        rows = {row["folder"]: row for row in (await get(session, wire.Route.SUMMARY))["folders"]}
+    assert rows[good.manifest.heads.folder]["model"] == "conformance"
+    assert rows[bad.manifest.heads.folder]["model"] == ""
+    assert rows[bad.manifest.heads.folder]["num_segments"] == 1
+
+
+async def test_a_manifest_that_the_disk_cannot_read_costs_one_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = make_segment(page_hashes(4), 0, 4), make_segment(page_hashes(4), 0, 4, model="bad")
+    monkeypatch.setattr(LocalStore, "peek", _failing(LocalStore.peek, bad.manifest.key.manifest_name))
+    async with serving(tmp_path, good, bad) as session:
+        rows = {row["folder"]: row for row in (await get(session, wire.Route.SUMMARY))["folders"]}
+    assert (rows[good.manifest.heads.folder]["model"], rows[bad.manifest.heads.folder]["model"]) == ("conformance", "")
+
+
+async def test_a_damaged_folder_hides_no_other_from_prompts(tmp_path: Path) -> None:
+    tokens = list(range(8))
+    hashes = hashes_of(tokens, 1, None)
+    good, bad = make_segment(hashes, 0, 8), make_segment(hashes, 0, 8, model="bad")
+    async with serving(tmp_path, good, bad) as session:
+        (tmp_path / bad.manifest.key.manifest_name).write_bytes(b"damaged")
+        async with session.post(wire.Route.PROMPTS, json={"prompt": tokens, "page_size": 1}) as answer:
+            found = await answer.json()
+    assert found["stored_pages"] == {good.manifest.heads.folder.partition(".")[0]: 8}
+
+
+def _failing(peek: Any, broken: str) -> Any:
+    async def fail(store: LocalStore, name: str) -> bytes | None:
+        if name == broken:
+            raise StoreError("io", "a bad sector")
+        return await peek(store, name)  # type: ignore[no-any-return]
+
+    return fail
