@@ -186,6 +186,13 @@ class LocalStore(AdminStore):
         with files.os_errors(f"dropping a level of {name}"):
             return self._room.drop_level(name)
 
+    @_on("_writes")
+    def delete_unnamed(self, name: str) -> bool:
+        """Look at the manifest and delete the data object in one transaction."""
+        require_name(name)
+        with files.os_errors(f"deleting {name}"):
+            return bool(self._room.delete_unnamed([name]))
+
     @_on("_reads")
     def _read(self, name: str, start: int, length: int | None) -> bytes | None:
         assert start >= 0
@@ -285,7 +292,7 @@ class LocalStore(AdminStore):
         """Delete an object. If its segment needs it, lookups do not find the segment any more."""
         require_name(name)
         with files.os_errors(f"deleting {name}"):
-            return self._room.delete([name]) > 0
+            return bool(self._room.delete([name]))
 
     async def delete_prefix(self, prefix: str) -> int:
         count, more = 0, True
@@ -307,7 +314,7 @@ class LocalStore(AdminStore):
                     while some := list(islice(names, _DELETED_AT_ONCE)):
                         if count and time.monotonic() > until_s:  # each call deletes one batch at least
                             return count, True
-                        count += self._room.delete(some)
+                        count += len(self._room.delete(some))
         return count, False
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:

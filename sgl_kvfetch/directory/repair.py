@@ -146,7 +146,7 @@ class Repair:
             orphans += db.execute("SELECT name FROM segments WHERE state = ?", (SegmentState.INCOMPLETE,)).fetchall()
         left = iter(orphans)
         while some := list(islice(left, _DELETED_AT_ONCE)):
-            self.num_collected += self._room.delete((name for (name,) in some), self._is_old_orphan)
+            self.num_collected += len(self._room.delete((name for (name,) in some), self._is_old_orphan))
             if self.stopped.wait(_PAUSE_S):
                 return
 
@@ -220,7 +220,7 @@ class DamageChecks:
             if not broken:
                 return False
             # A file that was replaced meanwhile is not the one that was read.
-            return self._room.delete(broken, lambda db, name: rows.stored_id(db, name) == before.get(name)) > 0
+            return bool(self._room.delete(broken, lambda db, name: rows.stored_id(db, name) == before.get(name)))
 
     def _identifiers(self, manifest_name: str) -> dict[str, int]:
         query = (

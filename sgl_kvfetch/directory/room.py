@@ -145,11 +145,18 @@ class DiskRoom:
 
     def delete(
         self, names: Iterable[str], condition: Callable[[sqlite3.Connection, str], bool] = lambda db, name: True
-    ) -> int:
-        """Delete objects that meet the condition, which is called in the transaction. Return how many existed."""
+    ) -> list[str]:
+        """Delete objects that meet the condition, which is called in the transaction. Return those that existed."""
         with self._deleting() as (db, doomed):
             self._remove(db, (name for name in names if condition(db, name)), doomed)
-        return len(doomed)
+        return [name for _, name in doomed]
+
+    def delete_unnamed(self, names: Iterable[str]) -> list[str]:
+        """Delete data that no manifest names at this moment: a writer may have put one since somebody looked.
+
+        Return the names of what existed.
+        """
+        return self.delete(names, lambda db, name: rows.is_unnamed(db, self._catalog.root, name))
 
     @contextmanager
     def _deleting(self) -> Iterator[tuple[sqlite3.Connection, list[Doomed]]]:
@@ -298,8 +305,7 @@ class DiskRoom:
             except (FormatError, OSError) as e:  # such as a full disk
                 logger.warning("cannot drop a level of %s: %s", name, e)
                 continue
-            self.delete(dropped)
-            freed += sum(dropped.values())
+            freed += sum(dropped[name] for name in self.delete_unnamed(dropped))
         return freed
 
     def drop_level(self, name: str) -> Mapping[str, int]:

@@ -65,6 +65,26 @@ def add_file(
     return added.lastrowid
 
 
+def is_unnamed(db: sqlite3.Connection, root: Path, name: str) -> bool:
+    """Return whether a data object is named by no manifest. Raises OSError.
+
+    The catalog knows that of segments that are found. Of others, the file says it: they may not have been read yet.
+    """
+    owner = manifest_name(name)
+    known = db.execute(
+        "SELECT role FROM files JOIN segments ON segment = segments.id "
+        "WHERE files.name = ? AND files.state = ? AND segments.state = ?",
+        (name, FileState.STORED, SegmentState.FOUND),
+    ).fetchone()
+    if known is not None:
+        return bool(known == (FileRole.PENDING,))
+    content = files.read_object(root, owner, MAX_MANIFEST_BYTES)
+    try:
+        return content is None or name not in decode_named_manifest(content, owner).data_names
+    except FormatError:
+        return False  # a newer version may have written it
+
+
 def add_if_stored(db: sqlite3.Connection, root: Path, name: str) -> int | None:
     """Return the size of an object's file, or None if it is missing. Add a row if the file was put by other means.
 

@@ -253,6 +253,17 @@ class AdminStore(Store):
             return {}
         return found[1]
 
+    async def delete_unnamed(self, name: str) -> bool:
+        """Delete a data object unless its segment's manifest names it. Return True if it existed.
+
+        This default reads the manifest just before. If a writer puts one between the two, the data is deleted all the
+        same: such stores have no transactions. Raises FormatError and StoreError.
+        """
+        content = await self.peek(parse_object_name(name).segment.manifest_name)
+        if content is not None and name in decode_manifest(content).data_names:
+            return False
+        return await self.delete(name)
+
     def sweeping(self) -> AbstractAsyncContextManager[None]:
         """Exclude other sweepers of this store. This default excludes nobody.
 

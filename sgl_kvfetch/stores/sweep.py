@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from sgl_kvfetch.codec import decode_manifest, may_lose_levels
+from sgl_kvfetch.codec import may_lose_levels
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.side_by_side import side_by_side
@@ -188,18 +188,19 @@ async def sweep_segments(
                 raise
             swept.failures[name] = str(e)
 
-    async def delete(name: str, num_bytes: int) -> None:
-        with noting_failures(name):
-            if await store.delete(name):
-                swept.num_objects += 1
-                swept.num_bytes += num_bytes
+    async def delete_manifest(info: ObjectInfo) -> None:
+        with noting_failures(info.name):
+            note(await store.delete(info.name), info.size_bytes)
 
-    async def delete_data(segment: StoredSegment) -> None:
-        with noting_failures(segment.key.manifest_name):
-            if await store.head(segment.key.manifest_name) is not None:
-                return  # it has been written again meanwhile
-            for info in segment.data.values():
-                await delete(info.name, info.size_bytes)
+    async def delete_data(sizes: Mapping[str, int]) -> None:
+        """Delete data objects of a segment, but for those that a writer has named again meanwhile."""
+        for name, num_bytes in sizes.items():
+            with noting_failures(name):
+                note(await store.delete_unnamed(name), num_bytes)
+
+    def note(existed: bool, num_bytes: int) -> None:
+        swept.num_objects += existed
+        swept.num_bytes += num_bytes * existed
 
     unnamed: dict[SegmentKey, dict[str, int]] = {}
 
@@ -212,18 +213,11 @@ async def sweep_segments(
                 swept.num_levels += bool(dropped)
                 unneeded |= dropped
 
-    async def delete_unnamed(segment: SegmentKey) -> None:
-        with noting_failures(segment.manifest_name):
-            content = await store.peek(segment.manifest_name)
-            named = frozenset[str]() if content is None else decode_manifest(content).data_names
-            for name in unnamed[segment].keys() - named:  # some may have been written again meanwhile
-                await delete(name, unnamed[segment][name])
-
     manifests = [segment.manifest for segment in segments if segment.manifest is not None]
-    await side_by_side(_WORKERS, manifests, lambda info: delete(info.name, info.size_bytes))
+    await side_by_side(_WORKERS, manifests, delete_manifest)
     await side_by_side(_WORKERS, coarser, drop_levels)
     if unnamed or any(segment.manifest is not None and segment.data for segment in segments):
         await asyncio.sleep(grace_s)
-    await side_by_side(_WORKERS, [segment for segment in segments if segment.data], delete_data)
-    await side_by_side(_WORKERS, unnamed, delete_unnamed)
+    of_segments = [{info.name: info.size_bytes for info in segment.data.values()} for segment in segments]
+    await side_by_side(_WORKERS, [*of_segments, *unnamed.values()], delete_data)
     return swept

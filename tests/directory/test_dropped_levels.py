@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
@@ -23,7 +24,7 @@ from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import LevelPolicy
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.stores import Pin
+from sgl_kvfetch.stores import Pin, plan_sweep, sweep_segments
 from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, make as make_segment, segment
 from tests.segments import page_hashes
 
@@ -161,3 +162,56 @@ async def test_a_level_that_is_dropped_between_lookup_and_fetch(make: MakeStore)
         result = await fetch_pages(fetcher, sources, range(4), GuardedSink(memory), WAIT_S)
         assert (result.num_pages, result.failures) == (4, ())
     assert await lost(store, 0) == 1  # reported, and found sound
+
+
+async def test_a_segment_that_is_written_again_while_it_loses_a_level_stays_whole(
+    make: MakeStore, tmp_path: Path
+) -> None:
+    """Its manifest names the level again, before the level's data is deleted."""
+    store = make(drop_levels=1)
+    await fill(store, range(6))
+    written = write_before_deletions(store)
+    await fill(store, [6])
+    assert written == [0]
+    assert await lost(store, 0) is not None
+    for number in range(7):
+        content = await store.peek(chain(number).manifest.key.manifest_name)
+        assert content is None or all((tmp_path / name).exists() for name in decode_manifest(content).data_names)
+
+
+@pytest.mark.parametrize("drop_levels", [0, 1])
+async def test_a_segment_that_is_written_again_while_gc_deletes_stays_whole(tmp_path: Path, drop_levels: int) -> None:
+    store = LocalStore(tmp_path)
+    await fill(store, range(2))
+    plan = await plan_sweep(store, 2 * WHOLE - 1, drop_levels=drop_levels)
+    assert (len(plan.evicted), len(plan.coarser)) == (1 - drop_levels, drop_levels)
+    written = write_before_deletions(store)
+    await sweep_segments(store, plan.doomed, 0, plan.coarser)
+    assert len(written) == 1
+    for number in range(2):
+        assert await lost(store, number) == 0
+        assert all((tmp_path / name).exists() for name in chain(number).manifest.data_names)
+    await store.close()
+
+
+def write_before_deletions(store: LocalStore) -> list[int]:
+    """Have another process write the first segment again just before its data is deleted. Return its number then."""
+    written = []
+    delete = store._room.delete
+
+    def write_and_delete(names: Iterable[str], *condition: Callable[..., bool]) -> object:
+        names = list(names)
+        for number in range(8):
+            if not written and chain(number).manifest.data_names & set(names):
+                asyncio.run(write_again(store.root, number))
+                written.append(number)
+        return delete(names, *condition)
+
+    store._room.delete = write_and_delete  # type: ignore[method-assign, assignment]
+    return written
+
+
+async def write_again(root: Path, number: int) -> None:
+    other = LocalStore(root)
+    await fill(other, [number])
+    await other.close()

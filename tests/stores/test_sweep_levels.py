@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,16 +127,20 @@ async def test_a_segment_that_is_written_again_meanwhile_keeps_its_data(store: A
 
 async def test_a_manifest_that_cannot_be_read_ends_no_sweep(store: AdminStore) -> None:
     """Neither while it is planned nor while it runs."""
-    peek, broken = store.peek, chain(0).manifest.key.manifest_name
+    broken = chain(0).manifest.key.manifest_name
 
-    async def fail(name: str) -> bytes | None:
-        if name == broken:
-            raise StoreError("io", "cannot be read")
-        return await peek(name)
+    def failing(method: Callable[[str], Awaitable[Any]]) -> Callable[[str], Awaitable[Any]]:
+        async def fail(name: str) -> Any:
+            if name == broken:
+                raise StoreError("io", "cannot be read")
+            return await method(name)
+
+        return fail
 
     capacity = NUM * (WHOLE - LAST) + 64 * NUM
     plan = await plan_sweep(store, capacity, drop_levels=1)
-    store.peek = fail  # type: ignore[method-assign]
+    store.peek = failing(store.peek)  # type: ignore[method-assign]
+    store.drop_level = failing(store.drop_level)  # type: ignore[method-assign]
     planned = await plan_sweep(store, capacity, drop_levels=1)
     assert chain(0).manifest.key not in {each.segment.key for each in planned.coarser}
     assert planned.stored_bytes - planned.freed_bytes <= capacity  # others make room
