@@ -34,7 +34,7 @@ def odd_segments() -> Iterator[CodedSegment]:
     plain = make_segment(CHAIN, 0, 4)
     for text in TEXTS:
         for field in ("model", "quantiser", "model_dtype", "attention"):
-            yield _with(plain, namespace=replace(plain.manifest.namespace, **{field: text}))
+            yield _with(plain, namespace=replace(plain.manifest.namespace, **{field: text}))  # type: ignore[arg-type]
         labelled = _with(plain, namespace=replace(plain.manifest.namespace, model=f"labelled {text}"))
         yield with_labels(labelled, Labels(text[:128], text[:128]))
     for name in PART_NAMES:

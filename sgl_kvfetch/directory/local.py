@@ -526,7 +526,7 @@ class LocalStore(AdminStore):
     def segment_usages(self, folder: str, limit: int, prefix: str = "") -> Sequence[SegmentUsage]:
         """Return the last used segments of a folder, with names that begin with ``prefix``, the last one first."""
         bounds = f"{folder}/{prefix}", f"{folder}/{prefix}\x7f", limit
-        return self._rows(_SEGMENTS, bounds, lambda *row: SegmentUsage(*row[:-1], bool(row[-1])))
+        return self._rows(_SEGMENTS, bounds, _segment_usage)
 
     def _rows(self, query: str, values: Sequence[str | int], kind: Callable[..., T]) -> Sequence[T]:
         with files.os_errors("reading the catalog"), self._catalog.reading() as db:
@@ -588,6 +588,10 @@ def _is_sound(content: bytes, manifest_name: str) -> bool:
         return decode_manifest(content).key.manifest_name == manifest_name
     except FormatError:
         return False
+
+
+def _segment_usage(name: str, num_pages: int, stored_bytes: int, last_used_s: float, is_pinned: int) -> SegmentUsage:
+    return SegmentUsage(name, num_pages, stored_bytes, last_used_s, bool(is_pinned))
 
 
 def _close_opened(opening: asyncio.Future[OpenObject | None]) -> None:

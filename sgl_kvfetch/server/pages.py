@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import re
-import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -32,6 +29,7 @@ from sgl_kvfetch.server.bodies import BodyReader, json_answer
 from sgl_kvfetch.server.budget import Overloaded
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import Failure, ServerMetrics
+from sgl_kvfetch.server.pictures import Pictures
 from sgl_kvfetch.server.tokens import ROLE, Role, require_role
 from sgl_kvfetch.stores import (
     MAX_LABEL,
@@ -57,11 +55,8 @@ _MOST_NAME_CHARS = 200
 _PROMPT_S = 30.0
 _PROMPT_TIMES = 16  # memory for a prompt's tokens and hashes, in sizes of its body
 _LIMIT = 50  # segments in an answer
-_PICTURE_S = 60.0
-_PICTURE_NICE = 10  # requests come first
 _SPAN = re.compile("[0-9]{1,9}")
 _PREFIX = re.compile("[0-9]{0,8}(-[0-9a-f]{0,64})?")
-_MOST_PICTURES = 4  # drawn or waiting: one is drawn at a time
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src blob:; "
@@ -144,11 +139,10 @@ class PageHandlers:
         self._summary = b""
         self._summary_until_s = 0.0
         self._asking = asyncio.Lock()
-        self._drawing = asyncio.Lock()
+        self._pictures = Pictures(config.root)
         self._listed: dict[str, tuple[float, bytes]] = {}  # by folder and prefix: when, and the answer
         self._listing = asyncio.Lock()
         self._prompting = asyncio.Lock()
-        self._num_pictures = 0
 
     def routes(self) -> list[web.RouteDef]:
         names = dict(zip(PAGE_PATHS, ("page.html", "page.css", "page.js"), strict=True))
@@ -311,41 +305,7 @@ class PageHandlers:
         span = request.query.get("span", "0")
         if not _SPAN.fullmatch(span) or int(span) >= manifest.num_spans:
             raise web.HTTPBadRequest(text=f"span is {span[:20]!r}; expected 0 to {manifest.num_spans - 1}")
-        if self._num_pictures >= _MOST_PICTURES:
-            raise Overloaded("pictures", "other pictures are being drawn")
-        target = f"{self._config.root.absolute().as_uri()}#{manifest.key.stem}"
-        self._num_pictures += 1
-        try:
-            async with self._drawing:
-                with tempfile.TemporaryDirectory(prefix="kvfetch-page-") as folder:
-                    content = await self._draw(target, str(int(span)), folder)
-        finally:
-            self._num_pictures -= 1
-        return web.Response(body=content, content_type="image/png")
-
-    async def _draw(self, target: str, span: str, folder: str) -> bytes:
-        """Decode in another process: it needs torch and video codecs, which a store otherwise does not."""
-        command = ("-m", "sgl_kvfetch.tools", "inspect", target, "--png", folder, "--span", span, "--max-frames", "1")
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-        )
-        with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, process.pid, _PICTURE_NICE)
-        try:
-            async with asyncio.timeout(_PICTURE_S):
-                _, errors = await process.communicate()
-        except TimeoutError as e:
-            raise web.HTTPGatewayTimeout(text=f"drawing took longer than {_PICTURE_S:g} s") from e
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        sheet = Path(folder, f"span{span}_contact-sheet.png")
-        try:
-            return await asyncio.to_thread(sheet.read_bytes)
-        except FileNotFoundError as e:
-            lines = errors.decode(errors="replace").strip().splitlines() or ["nothing was drawn"]
-            raise web.HTTPNotImplemented(text=f"cannot draw the frames: {lines[-1]}") from e
+        return web.Response(body=await self._pictures.draw(manifest, int(span)), content_type="image/png")
 
     async def prompt(self, request: web.Request) -> web.StreamResponse:
         """Say how many of a prompt's pages are stored, by namespace."""

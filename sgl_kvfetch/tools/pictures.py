@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from io import BytesIO
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -38,11 +40,35 @@ async def draw_span(
 
     Raises ConfigError, also if a cell has more than 64 MiB of frames, and StoreError if the data cannot be read.
     """
+    reader = _reader(manifest, span)
+    writer = PictureWriter(directory, reader, max_frames)
+    async for cell, quantised in _decoded(objects, reader, manifest.span_cells(span)):
+        for line in writer.write_cell(cell, quantised):
+            yield line
+    yield f"contact sheet: {writer.write_contact_sheet()}"
+
+
+async def draw_sheet(objects: Objects, manifest: Manifest, span: int) -> bytes:
+    """Decode what the contact sheet of a span shows, and return the sheet as a PNG. Raises as `draw_span` does."""
+    reader = _reader(manifest, span)
+    sheet = ContactSheet(reader)
+    async for cell, quantised in _decoded(objects, reader, islice(manifest.span_cells(span), MAX_SHEET_ROWS)):
+        sheet.add(cell, quantised)
+    png = BytesIO()
+    sheet.draw().save(png, format="PNG")
+    return png.getvalue()
+
+
+def _reader(manifest: Manifest, span: int) -> SegmentReader:
     if span >= manifest.num_spans:
         raise ConfigError(f"--span {span}: the segment has {manifest.num_spans}, counted from 0")
-    reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser))
-    writer = PictureWriter(directory, reader, max_frames)
-    for cell in manifest.span_cells(span):
+    return SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser))
+
+
+async def _decoded(
+    objects: Objects, reader: SegmentReader, cells: Iterable[Cell]
+) -> AsyncIterator[tuple[Cell, Quantised]]:
+    for cell in cells:
         if (num_bytes := reader.frames_bytes(cell)) > _MOST_FRAMES_BYTES:
             raise ConfigError(f"{cell} has {num_bytes} bytes of frames; pictures show at most {_MOST_FRAMES_BYTES}")
         pieces = []
@@ -51,33 +77,23 @@ async def draw_span(
             if data is None:
                 raise StoreError("missing", f"{name} is gone")
             pieces.append(data)
-        for line in writer.write_cell(cell, reader.decode_cell(cell, b"".join(pieces))):
-            yield line
-    yield f"contact sheet: {writer.write_contact_sheet()}"
+        yield cell, reader.decode_cell(cell, b"".join(pieces))
 
 
-class PictureWriter:
-    """Writes the pictures of one span's cells, and collects each chunk's first frame for the contact sheet.
+class ContactSheet:
+    """The first frame of each chunk of one span: one row per cell, one column per part.
 
-    Each frame gives two pictures: ``.planes.png`` shows its three colour planes side by side in grey, ``.rgb.png``
-    shows them as red, green and blue. If the three planes look alike, the second picture is grey too.
+    Unlike in the other pictures, the contrast is stretched, because some planes use few values.
     """
 
-    def __init__(self, directory: Path, reader: SegmentReader, max_frames: int) -> None:
-        """Make the directory. Raises ConfigError on failure."""
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise ConfigError(f"cannot make {directory}: {e.strerror or e}") from e
-        self._directory = directory
+    def __init__(self, reader: SegmentReader) -> None:
         self._reader = reader
         self._manifest = reader.manifest
-        self._max_frames = max_frames
         self._thumbnails: dict[tuple[Cell, int], np.ndarray] = {}
 
-    def write_cell(self, cell: Cell, quantised: Quantised) -> list[str]:
-        """Write a cell's pictures. Return one line about them for each part that is stored as frames."""
-        lines = []
+    def add(self, cell: Cell, quantised: Quantised) -> list[tuple[int, Layout, np.ndarray]]:
+        """Add a cell, if it is one of the first. Return index, layout and frames of its parts that have frames."""
+        drawn = []
         for index, (part, integers) in enumerate(zip(self._manifest.parts, quantised, strict=True)):
             if not part.layout:
                 continue
@@ -86,26 +102,15 @@ class PictureWriter:
                 layout = layouts_of(self._manifest, self._reader.quantiser, _RESOLUTION)[part.layout]
             # The layout is a bijection, so these are exactly the frames of the integers that the codec decoded.
             frames = layout.to_frames(integers).numpy()
-            stem = f"span{cell.span}_{self._name(cell, '')}_{part.name.replace(' ', '')}"
-            count = min(len(frames), self._max_frames)
-            for frame_idx, frame in enumerate(frames[:count]):
-                planes, rgb = np.concatenate(list(frame), axis=1), frame.transpose(1, 2, 0)
-                self._save(f"{stem}_frame{frame_idx:03}.planes.png", planes)
-                self._save(f"{stem}_frame{frame_idx:03}.rgb.png", rgb)
             if self._manifest.cell_index(cell._replace(span=0)) < MAX_SHEET_ROWS:
                 self._thumbnails[cell, index] = _thumbnail(frames[0].transpose(1, 2, 0))
-            pattern = self._directory / f"{stem}_frame*.png"
-            lines.append(f"{pattern}: {count} of {len(frames)} frames, {layout.width}x{layout.height}")
-        return lines
+            drawn.append((index, layout, frames))
+        return drawn
 
-    def write_contact_sheet(self) -> Path:
-        """Draw the first frame of each chunk: one row per cell, one column per part.
-
-        Unlike in the other pictures, the contrast is stretched, because some planes use few values.
-        """
+    def draw(self) -> Image.Image:
         cells = sorted({cell for cell, _ in self._thumbnails})
         columns = sorted({index for _, index in self._thumbnails})
-        labels = [self._name(cell, " ") for cell in cells]
+        labels = [cell_name(self._manifest, cell, " ") for cell in cells]
         heads = [self._manifest.parts[index].name for index in columns]
         heights = [max(self._thumbnails[cell, i].shape[0] for i in columns) for cell in cells]
         widths = [
@@ -122,25 +127,65 @@ class PictureWriter:
             draw.text((_MARGIN, top), label, font=_FONT)
             for index, left in zip(columns, lefts, strict=False):
                 sheet.paste(Image.fromarray(self._thumbnails[cell, index]), (left, top))
-        return self._save(f"span{cells[0].span}_contact-sheet.png", np.asarray(sheet))
+        return sheet
 
-    def _name(self, cell: Cell, separator: str) -> str:
-        """Return a cell's name: its layers, and its heads if the segment has several head blocks."""
-        grid, first, offset = self._manifest.grid, self._manifest.first_head, self._manifest.namespace.first_layer
-        layers = grid.layers(cell.layer_group)
-        name = f"layers{separator}{layer_range(offset + layers.start, offset + layers.stop)}"
-        if grid.num_head_blocks == 1:
-            return name
-        heads = grid.heads(cell.head_block)
-        return f"{name}{separator or '_'}heads{separator}{layer_range(first + heads.start, first + heads.stop)}"
 
-    def _save(self, name: str, pixels: np.ndarray) -> Path:
+class PictureWriter:
+    """Writes the pictures of one span's cells, and their contact sheet.
+
+    Each frame gives two pictures: ``.planes.png`` shows its three colour planes side by side in grey, ``.rgb.png``
+    shows them as red, green and blue. If the three planes look alike, the second picture is grey too.
+    """
+
+    def __init__(self, directory: Path, reader: SegmentReader, max_frames: int) -> None:
+        """Make the directory. Raises ConfigError on failure."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(f"cannot make {directory}: {e.strerror or e}") from e
+        self._directory = directory
+        self._manifest = reader.manifest
+        self._max_frames = max_frames
+        self._sheet = ContactSheet(reader)
+        self._span = 0
+
+    def write_cell(self, cell: Cell, quantised: Quantised) -> list[str]:
+        """Write a cell's pictures. Return one line about them for each part that is stored as frames."""
+        lines = []
+        self._span = cell.span
+        for index, layout, frames in self._sheet.add(cell, quantised):
+            part = self._manifest.parts[index].name.replace(" ", "")
+            stem = f"span{cell.span}_{cell_name(self._manifest, cell, '')}_{part}"
+            count = min(len(frames), self._max_frames)
+            for frame_idx, frame in enumerate(frames[:count]):
+                planes, rgb = np.concatenate(list(frame), axis=1), frame.transpose(1, 2, 0)
+                self._save(f"{stem}_frame{frame_idx:03}.planes.png", Image.fromarray(planes))
+                self._save(f"{stem}_frame{frame_idx:03}.rgb.png", Image.fromarray(rgb))
+            pattern = self._directory / f"{stem}_frame*.png"
+            lines.append(f"{pattern}: {count} of {len(frames)} frames, {layout.width}x{layout.height}")
+        return lines
+
+    def write_contact_sheet(self) -> Path:
+        return self._save(f"span{self._span}_contact-sheet.png", self._sheet.draw())
+
+    def _save(self, name: str, picture: Image.Image) -> Path:
         path = self._directory / name
         try:
-            Image.fromarray(pixels).save(path)
+            picture.save(path)
         except OSError as e:
             raise ConfigError(f"cannot write {path}: {e.strerror or e}") from e
         return path
+
+
+def cell_name(manifest: Manifest, cell: Cell, separator: str) -> str:
+    """Return a cell's name: its layers, and its heads if the segment has several head blocks."""
+    grid, first, offset = manifest.grid, manifest.first_head, manifest.namespace.first_layer
+    layers = grid.layers(cell.layer_group)
+    name = f"layers{separator}{layer_range(offset + layers.start, offset + layers.stop)}"
+    if grid.num_head_blocks == 1:
+        return name
+    heads = grid.heads(cell.head_block)
+    return f"{name}{separator or '_'}heads{separator}{layer_range(first + heads.start, first + heads.stop)}"
 
 
 def _text_width(text: str) -> int:

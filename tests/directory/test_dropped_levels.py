@@ -196,7 +196,7 @@ async def test_a_segment_that_is_written_again_while_gc_deletes_stays_whole(tmp_
 
 def write_before_deletions(store: LocalStore) -> list[int]:
     """Have another process write the first segment again just before its data is deleted. Return its number then."""
-    written = []
+    written: list[int] = []
     delete = store._room.delete
 
     def write_and_delete(names: Iterable[str], *condition: Callable[..., bool]) -> object:

@@ -20,7 +20,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import running_server
-from sgl_kvfetch.stores import decode_named_manifest
+from sgl_kvfetch.stores import decode_named_manifest, object_digest
 
 CHAIN = page_hashes(4)
 NUM_GOOD = 100  # more than a sweep reads in one transaction
@@ -148,12 +148,11 @@ async def test_a_manifest_that_the_catalog_refuses_ends_no_sweep(
 
 def _refuse(monkeypatch: pytest.MonkeyPatch, refused: CodedSegment) -> None:
     """Have the catalog refuse one manifest, after it has changed some rows for it. No known manifest is refused."""
-    digest = rows.object_digest
     content = refused.manifest.encode()
 
     def fail(found: bytes) -> str:
         if found == content:
             raise sqlite3.IntegrityError("UNIQUE constraint failed")
-        return digest(found)
+        return object_digest(found)
 
     monkeypatch.setattr(rows, "object_digest", fail)

@@ -85,6 +85,6 @@ def _failing(peek: Any, broken: str) -> Any:
     async def fail(store: LocalStore, name: str) -> bytes | None:
         if name == broken:
             raise StoreError("io", "a bad sector")
-        return await peek(store, name)  # type: ignore[no-any-return]
+        return await peek(store, name)
 
     return fail

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -188,14 +186,6 @@ async def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
             assert name in (await get(session, f"{what}/{name}", status=422))["message"]
 
 
-async def test_no_more_pictures_than_a_few_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_MOST_PICTURES", 0)
-    segment = make_segment(page_hashes(4), 0, 4)
-    async with serving(tmp_path, segment) as session:
-        path = f"{wire.Route.PICTURES}/{segment.manifest.key.manifest_name}"
-        assert "being drawn" in (await get(session, path, status=503))["message"]
-
-
 async def test_a_prompt_has_as_many_pages_as_a_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "MAX_LOOKUP_PAGES", 3)
     async with serving(tmp_path) as session:
@@ -242,16 +232,3 @@ async def test_what_a_store_without_the_key_shows_of_encrypted_segments(tmp_path
         message = (await get(session, f"{wire.Route.PICTURES}/{name}", status=501))["message"]
         assert "cannot draw the frames" in message
         assert "'ours'" in message
-
-
-async def test_pictures_of_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    segment = make_segment(page_hashes(4), 0, 4)
-    path = f"{wire.Route.PICTURES}/{segment.manifest.key.manifest_name}"
-    async with serving(tmp_path, segment) as session:
-        async with session.get(path) as response:
-            assert (response.status, response.content_type) == (200, "image/png")
-            assert (await response.read()).startswith(b"\x89PNG")
-        for span in ("9", "-1", "x"):
-            assert "expected 0 to" in (await get(session, path, status=400, span=span))["message"]
-        monkeypatch.setattr(sys, "executable", shutil.which("false"))
-        assert "nothing was drawn" in (await get(session, path, status=501))["message"]

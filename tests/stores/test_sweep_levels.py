@@ -139,8 +139,8 @@ async def test_a_manifest_that_cannot_be_read_ends_no_sweep(store: AdminStore) -
 
     capacity = NUM * (WHOLE - LAST) + 64 * NUM
     plan = await plan_sweep(store, capacity, drop_levels=1)
-    store.peek = failing(store.peek)  # type: ignore[method-assign]
-    store.drop_level = failing(store.drop_level)  # type: ignore[method-assign]
+    store.peek = failing(store.peek)  # type: ignore[method-assign, assignment]
+    store.drop_level = failing(store.drop_level)  # type: ignore[method-assign, assignment]
     planned = await plan_sweep(store, capacity, drop_levels=1)
     assert chain(0).manifest.key not in {each.segment.key for each in planned.coarser}
     assert planned.stored_bytes - planned.freed_bytes <= capacity  # others make room

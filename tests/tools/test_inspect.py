@@ -380,10 +380,10 @@ def test_odd_texts_of_writers_end_no_command(tmp_path: Path) -> None:
     segments = list(odd_segments())
     for segment in segments:
         put(tmp_path, segment)
-    for args in (("inspect", str(tmp_path), "--limit", "1000"), ("verify", str(tmp_path), "--jobs", "2")):
+    for command, exit_code in (("inspect", 0), ("verify", 1)):  # some are no quantiser's
         for options in ((), ("--json",)):
-            shown = kvfetch(*args, *options)
-            assert shown.exit_code == (args[0] == "verify"), shown.output  # some are no quantiser's
+            shown = kvfetch(command, str(tmp_path), *options)
+            assert shown.exit_code == exit_code, shown.output
             assert "\x1b" not in shown.output
     for segment in segments:
         shown = kvfetch("inspect", f"{tmp_path}#{segment.manifest.key.manifest_name}")

@@ -1,0 +1,26 @@
+"""What Linux does for one process: end it with its parent, and keep its memory from others."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE = 1, 4  # of prctl(2)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends. ``parent``: its process."""
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hide_memory() -> None:
+    """Leave no core dump, which would hold tokens, and let only root read this process's memory and environment."""
+    _prctl(_SET_DUMPABLE, 0)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
