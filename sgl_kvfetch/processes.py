@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-_SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE = 1, 4  # of prctl(2)
+_SET_PARENT_DEATH_SIGNAL, _GET_DUMPABLE, _SET_DUMPABLE = 1, 3, 4  # of prctl(2)
 
 
 def end_with_parent(parent: int) -> None:
@@ -16,11 +18,19 @@ def end_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hide_memory() -> None:
+@contextmanager
+def hidden_memory() -> Iterator[None]:
     """Leave no core dump, which would hold tokens, and let only root read this process's memory and environment."""
+    before = _prctl(_GET_DUMPABLE)
     _prctl(_SET_DUMPABLE, 0)
+    try:
+        yield
+    finally:
+        _prctl(_SET_DUMPABLE, before)
 
 
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+def _prctl(option: int, value: int = 0) -> int:
+    result: int = ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result

@@ -6,11 +6,15 @@ a web page. In a secret, they would only show as a refusal elsewhere.
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from sgl_kvfetch.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def read_text(path: str | Path, what: str) -> str:
@@ -27,8 +31,9 @@ def read_text(path: str | Path, what: str) -> str:
 
 
 def read_secret_lines(path: str | Path, what: str) -> list[str]:
-    """Return the lines of a file of secrets that are not blank, stripped. Raises ConfigError if one is not printable
-    ASCII."""
+    """Return the lines of a file of secrets that are not blank, stripped. Warn if all users may read the file. Raises
+    ConfigError if a line is not printable ASCII."""
+    warn_if_all_may_read(path)
     lines = [(number, line.strip()) for number, line in enumerate(read_text(path, what).splitlines(), 1)]
     for number, line in lines:
         require_secret(line, f"{what} {path}, line {number}")
@@ -46,3 +51,13 @@ def environment_secret(name: str, environ: Mapping[str, str] = os.environ) -> st
     """Return a secret in the environment without white space around it, such as the end of the line that Kubernetes
     passes on. None if it is not set, or empty."""
     return environ.get(name, "").strip() or None
+
+
+def warn_if_all_may_read(path: str | Path) -> None:
+    """Warn if every user of this machine may read a file that holds a secret. A group may: containers need that."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return  # whoever reads it says why that fails
+    if stat.S_ISREG(mode) and mode & stat.S_IROTH:
+        logger.warning("kvfetch: all users of this machine may read the secret in %s; type: chmod 600 %s", path, path)

@@ -151,7 +151,7 @@ class Catalog:
     def writing(self) -> Iterator[sqlite3.Connection]:
         """Open a transaction, which excludes all others in all processes. Keep it short."""
         if not self._writer_lock.acquire(timeout=BUSY_S):
-            self._write_error = f"the catalog {self._path} is locked: other writes take too long"
+            self._write_error = "the catalog is locked: other writes take too long"
             raise StoreError("io", self._write_error, retriable=True)
         try:
             with self._errors():
@@ -167,7 +167,7 @@ class Catalog:
 
     def _begin(self, wait_s: float) -> sqlite3.Connection:
         try:
-            with self._errors(), files.os_errors(f"opening the catalog {self._path}"):
+            with self._errors(), files.os_errors("opening the catalog"):
                 db = self._open_writer()
                 db.execute(f"PRAGMA busy_timeout = {wait_s * 1000:.0f}")
                 db.execute("BEGIN IMMEDIATE")
@@ -357,7 +357,7 @@ class Catalog:
                 self._try_to_write()
             busy = code == sqlite3.SQLITE_BUSY
             hint = "" if busy else "; on a network file system, run `kvfetch serve` beside the disk instead"
-            raise StoreError("io", f"the catalog {self._path} cannot be used: {e}{hint}", retriable=busy) from e
+            raise StoreError("io", f"the catalog cannot be used: {e}{hint}", retriable=busy) from e
 
     def _try_to_write(self) -> None:
         """Write behind the end of the log, beside it. Raises the system's OSError, which SQLite does not pass on."""

@@ -335,7 +335,7 @@ class LocalStore(AdminStore):
     async def folders(self, digest: str = "") -> frozenset[str]:
         found = await self._run_in(self._lookups, self._namespaces, digest and f"{digest}.")
         if len(found) > MAX_FOLDERS:
-            raise StoreError("too_large", f"{self.root} has {len(found)} folders; at most {MAX_FOLDERS} are listed")
+            raise StoreError("too_large", f"the store has {len(found)} folders; at most {MAX_FOLDERS} are listed")
         return frozenset(found)
 
     @_on("_scans")
@@ -399,10 +399,10 @@ class LocalStore(AdminStore):
     @contextmanager
     def _pin_errors(self) -> Iterator[None]:
         try:
-            with files.os_errors(f"reading or writing the pins of {self.root}"):
+            with files.os_errors("reading or writing pins"):
                 yield
         except FormatError as e:
-            raise StoreError("io", f"{self.root}: {e}") from e
+            raise StoreError("io", f"a pin cannot be read: {e}") from e
 
     async def warm_up(self) -> int:
         """Open the catalog. Return the number of segments that lookups can find now."""
@@ -580,7 +580,7 @@ class LocalStore(AdminStore):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise StoreError("io", f"the store {self.root} is closed")
+            raise StoreError("io", "the store is closed")
 
 
 def _is_sound(content: bytes, manifest_name: str) -> bool:

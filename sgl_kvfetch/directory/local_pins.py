@@ -43,7 +43,8 @@ def write_pin(root: Path, pin: Pin) -> None:
     folder = root / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     temp = folder / f"{files.TEMP_PREFIX}{pin.name}"
-    with temp.open("wb") as file:
+    with os.fdopen(os.open(temp, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "wb") as file:
+        os.fchmod(file.fileno(), 0o600)  # an earlier version may have left it
         file.write(pin.encode())
         file.flush()
         os.fsync(file.fileno())

@@ -206,7 +206,7 @@ class DiskRoom:
             totals = None if db is None else db.execute("SELECT bytes - pending_bytes FROM totals").fetchone()
         (evictable,) = totals or (0,)
         if not os.access(self._catalog.root, os.W_OK):
-            return f"{self._catalog.root} is not writable"
+            return "the store's directory is not writable"
         lacking = self._lacking_on_disk(1)
         return f"the disk lacks {lacking} free bytes, and nothing is left to evict" if lacking > evictable else None
 

@@ -22,7 +22,7 @@ from sgl_kvfetch.server.config import ServerConfig, is_loopback
 from sgl_kvfetch.server.metrics import ServerMetrics, cause_of
 from sgl_kvfetch.server.objects import ObjectHandlers
 from sgl_kvfetch.server.pages import PageHandlers
-from sgl_kvfetch.server.tokens import TokenFile, Tokens, authorised
+from sgl_kvfetch.server.tokens import PUBLIC_PATHS, TokenFile, Tokens, authorised
 from sgl_kvfetch.stores import (
     MAX_LOOKUP_REQUEST_BYTES,
     MAX_PIN_BYTES,
@@ -83,7 +83,7 @@ def create_app(config: ServerConfig) -> web.Application:
         await asyncio.gather(*tasks, return_exceptions=True)
         await store.close()
 
-    guards = () if config.has_token or not is_loopback(config.host) else (_known_host,)
+    guards = () if config.has_token or not is_loopback(config.host) else (_known_host, _own_page)
     app = web.Application(middlewares=[_measured(metrics), _answered(metrics, Budget()), *guards, authorised(tokens)])
     app[TOKENS] = tokens
     app[METRICS] = metrics
@@ -224,6 +224,18 @@ async def _known_host(request: web.Request, handler: Handler) -> web.StreamRespo
         raise web.HTTPMisdirectedRequest(
             text=f"a store without tokens was called {host[:100]!r}; call it localhost or by its address"
         )
+    return await handler(request)
+
+
+@web.middleware
+async def _own_page(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse what pages of other sites send: a browser on this machine would do it for them, and they need no token.
+
+    Browsers say so themselves. They may open the page from anywhere.
+    """
+    site = request.headers.get("Sec-Fetch-Site", "none")
+    if site not in ("none", "same-origin") and request.path not in PUBLIC_PATHS:
+        raise web.HTTPForbidden(text=f"a store without tokens answers its own page alone; this came from {site[:20]!r}")
     return await handler(request)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sgl_kvfetch.errors import ConfigError, require_positive, why
 from sgl_kvfetch.server.tokens import Role, TokenFile, Tokens
-from sgl_kvfetch.user_files import require_secret
+from sgl_kvfetch.user_files import require_secret, warn_if_all_may_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,16 @@ class ServerConfig:
     def has_token(self) -> bool:
         return self.token is not None or self.token_file is not None
 
+    @property
+    def access(self) -> str:
+        """Who may use the store, in words."""
+        if self.token_file is not None:
+            return f"with tokens of {self.token_file}"
+        if self.token is not None:
+            return "with one token"
+        who = "everybody on this machine" if is_loopback(self.host) else "EVERYBODY who reaches this address"
+        return f"{who}, without a token"
+
     def read_tokens(self) -> Tokens:
         """Return the tokens. Raises ConfigError if the token file cannot be read or is malformed."""
         if self.token_file is not None:
@@ -76,6 +86,7 @@ class ServerConfig:
         """Return None if the server does not speak TLS. Raises ConfigError if a file cannot be read."""
         if self.tls_cert is None or self.tls_key is None:
             return None
+        warn_if_all_may_read(self.tls_key)
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
             context.load_cert_chain(self.tls_cert, self.tls_key)

@@ -148,7 +148,7 @@ class PageHandlers:
         names = dict(zip(PAGE_PATHS, ("page.html", "page.css", "page.js"), strict=True))
         one_segment = "/{name:.+}"
         return [
-            *(web.get(path, self._file(name), allow_head=False) for path, name in names.items()),
+            *(web.get(path, self._file(name)) for path, name in names.items()),
             web.get(Route.SUMMARY, self.summary, allow_head=False),
             web.get(Route.SEGMENTS, self.segments, allow_head=False),
             web.get(Route.SEGMENTS + one_segment, self.segment, allow_head=False),
@@ -309,13 +309,13 @@ class PageHandlers:
 
     async def prompt(self, request: web.Request) -> web.StreamResponse:
         """Say how many of a prompt's pages are stored, by namespace."""
+        if request.content_type != "application/json":  # pages of other sites can send other types unasked
+            raise web.HTTPUnsupportedMediaType(text="expected Content-Type: application/json")
         body = await self._bodies.read_body(request, MAX_LOOKUP_REQUEST_BYTES, _PROMPT_TIMES)
         try:
             query = msgspec.json.decode(body, type=PromptQuery)
             if query.pin:
                 require_role(request, Role.ADMIN)
-                if request.content_type != "application/json":  # another site's page can send other types unasked
-                    raise web.HTTPUnsupportedMediaType(text="a pin needs Content-Type: application/json")
             if isinstance(query.prompt, str) and self._config.tokenizer is None:
                 raise web.HTTPBadRequest(text="texts need kvfetch serve --tokenizer; give tokens, such as [1, 2]")
             async with asyncio.timeout(_PROMPT_S), self._prompting:

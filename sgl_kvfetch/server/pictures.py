@@ -51,7 +51,7 @@ class Pictures:
         process = await asyncio.create_subprocess_exec(
             sys.executable, *command, env=kept | _FEW_THREADS, stdin=nothing, stdout=pipe, stderr=pipe
         )
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the second by a system call filter
             os.setpriority(os.PRIO_PROCESS, process.pid, _PICTURE_NICE)
         assert process.stdout is not None
         assert process.stderr is not None

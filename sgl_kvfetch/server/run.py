@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import resource
+import shutil
 import signal
 import socket
 import ssl
@@ -21,8 +22,10 @@ from dataclasses import dataclass
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.processes import hidden_memory
 from sgl_kvfetch.server.app import METRICS, TOKENS, create_app
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
@@ -135,7 +138,8 @@ async def serve_until_signal(config: ServerConfig) -> None:
         loop.add_signal_handler(number, handler)
     try:
         async with _serving(config, app) as server:
-            logger.info("serving %s, and a page for browsers, on %s", config.root, server.url)
+            logger.info("serving %s, and a page for browsers, on %s", config.root.absolute(), server.url)
+            _say_how(config)
             await stop.wait()
             logger.info("stopping; requests in flight get %g s", config.grace_s)
     finally:
@@ -143,12 +147,40 @@ async def serve_until_signal(config: ServerConfig) -> None:
             loop.remove_signal_handler(number)
 
 
+def _say_how(config: ServerConfig) -> None:
+    """Log version, capacity and access, and warn of a capacity that the disk does not have."""
+    disk_bytes, _, free_bytes = shutil.disk_usage(config.root)
+    capacity = "no limit" if config.capacity_bytes is None else _gib(config.capacity_bytes)
+    logger.info(
+        "version %s; capacity: %s, on a disk of %s with %s free; access: %s",
+        __version__,
+        capacity,
+        _gib(disk_bytes),
+        _gib(free_bytes),
+        config.access,
+    )
+    if config.capacity_bytes is not None and config.capacity_bytes > disk_bytes:
+        logger.warning(
+            "the capacity of %s is more than the disk's %s: segments are evicted before it is reached",
+            capacity,
+            _gib(disk_bytes),
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
+
+
 def run_server(config: ServerConfig) -> None:
-    """Serve on a new event loop until SIGINT or SIGTERM. Call on the main thread. Raises ConfigError."""
+    """Serve on a new event loop until SIGINT or SIGTERM. Call on the main thread. Raises ConfigError.
+
+    Meanwhile the process's memory, which holds tokens, is hidden from other processes, and is not dumped.
+    """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     try:
-        asyncio.run(serve_until_signal(config))
+        with hidden_memory():
+            asyncio.run(serve_until_signal(config))
     finally:
         sys.setswitchinterval(before)
 

@@ -14,7 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.server.bodies import error_answer
 from sgl_kvfetch.stores import PAGE_PATHS, Route
-from sgl_kvfetch.user_files import read_text, require_secret
+from sgl_kvfetch.user_files import read_text, require_secret, warn_if_all_may_read
 
 logger = logging.getLogger(__name__)
 # They tell nothing: the page asks for a token, and reads with it.
@@ -76,6 +76,7 @@ class TokenFile(Tokens):
         return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _read(self) -> dict[str, Role]:
+        warn_if_all_may_read(self._path)
         try:
             text = read_text(self._path, "--token-file")
         except ConfigError as e:

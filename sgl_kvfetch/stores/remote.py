@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.errors import ConfigError, StoreError, require_positive, why
 from sgl_kvfetch.stores.base import AdminStore, require_name
+from sgl_kvfetch.user_files import warn_if_all_may_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class TlsFiles:
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
+                warn_if_all_may_read(self.key or self.cert)
                 context.load_cert_chain(self.cert, self.key, password="")  # never asks on a terminal
         except OSError as e:
             files = ", ".join(name for name in (self.ca, self.cert, self.key) if name)

@@ -156,8 +156,9 @@ def http(data: bytes) -> None:
     text = "".join(c for c in value.decode("latin-1") if c.isprintable())
 
     async def send() -> None:
+        headers = {"Content-Type": "application/json", header: text}
         client = _served().client  # whose own `request` keeps every response
-        async with client.session.request(method, client.make_url(path), data=body, headers={header: text}) as response:
+        async with client.session.request(method, client.make_url(path), data=body, headers=headers) as response:
             await response.read()
             assert response.status < 500 or response.status in (503, 507), (response.status, await response.text())
 

@@ -25,6 +25,7 @@ from tests.server.test_pages import get, serving
 from tests.server.test_server import metric, raw, serving as serving_root
 
 TOKENS = list(range(8))
+HEADERS = "Host: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
 
 
 def segments_of(tokens: list[int], *models: str) -> list[CodedSegment]:
@@ -105,7 +106,7 @@ async def test_bodies_take_memory_before_they_are_read(
     async with serving_root(tmp_path) as (server, _):
         method = "PUT" if path.startswith(wire.Route.PINS) else "POST"
         for length in ("Content-Length: 1000000", "Transfer-Encoding: chunked"):  # none of it is sent
-            request = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{length}\r\n\r\n"
+            request = f"{method} {path} HTTP/1.1\r\n{length}\r\n{HEADERS}\r\n"
             assert (await raw(server, request.encode())).startswith(b"HTTP/1.1 503")
 
 
@@ -225,8 +226,8 @@ async def test_malformed_requests_are_the_client_s_fault(
     tmp_path: Path, method: str, path: str, body: bytes | None
 ) -> None:
     async with serving_root(tmp_path) as (server, session):
-        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body or b'')}"
-        answer = await raw(server, head.encode() + b"\r\n\r\n" + (body or b""))
+        head = f"{method} {path} HTTP/1.1\r\n{HEADERS}Content-Length: {len(body or b'')}\r\n\r\n"
+        answer = await raw(server, head.encode() + (body or b""))
         assert answer.split(b" ", 2)[1][:1] in (b"2", b"4"), answer[:200]
         assert await metric(session, "failures_total") == 0
 

@@ -66,7 +66,8 @@ async def test_a_connection_without_a_request_is_closed(tmp_path: Path, sent: by
     "request_line", [f"POST {wire.Route.LOOKUP}", f"POST {wire.Route.PROMPTS}", f"PUT {wire.Route.PINS}/{'0' * 64}"]
 )
 async def test_a_request_that_brings_no_body_is_refused(tmp_path: Path, request_line: str) -> None:
-    head = f"{request_line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+    headers = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 100"
+    head = f"{request_line} HTTP/1.1\r\n{headers}\r\n\r\n"
     async with (
         running_server(ServerConfig(tmp_path, port=0, idle_timeout_s=0.3)) as server,
         connected(server, head.encode() + b"x") as reader,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_kvfetch import __version__
 from sgl_kvfetch.tools.terminal import TOKEN_ENV
 from tests.tools.conftest import Stored, kvfetch
 
@@ -83,6 +84,36 @@ def test_serve_refuses_in_one_line(args: list[str], message: str, tmp_path: Path
     assert message in result.stderr
     assert result.stderr.startswith("kvfetch: ")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "access"),
+    [
+        ((), "everybody on this machine, without a token"),
+        (("--insecure", "--host", "0.0.0.0"), "EVERYBODY who reaches this address, without a token"),
+        (("--token", "secret"), "with one token"),
+        (("--token-file", "{file}"), "with tokens of {file}"),
+    ],
+)
+def test_serve_says_how_it_serves(tmp_path: Path, args: tuple[str, ...], access: str) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("secret\n")
+    file.chmod(0o600)
+    given = [arg.format(file=file) for arg in args]
+    with serving(tmp_path / "store", "--capacity", "2GiB", *given) as (_, process):
+        assert process.stderr is not None
+        line = process.stderr.readline()
+    assert f"version {__version__}; capacity: 2 GiB, on a disk of " in line
+    assert line.endswith(f"free; access: {access.format(file=file)}\n")
+    assert "secret" not in line
+
+
+def test_serve_warns_of_a_capacity_that_the_disk_does_not_have(tmp_path: Path) -> None:
+    for capacity, is_warned in (("1000000TiB", True), ("1MiB", False)):
+        with serving(tmp_path / "store", "--capacity", capacity) as (_, process):
+            process.terminate()
+            assert process.stderr is not None
+            assert ("more than the disk's" in process.stderr.read()) == is_warned
 
 
 def test_serve_needs_a_directory(tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""What other users of the store's machine, and web pages in their browsers, get of it: nothing."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
+from sgl_kvfetch import processes
+from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.server import ServerConfig, run
+from sgl_kvfetch.server.run import running_server
+from sgl_kvfetch.server.tokens import TokenFile
+from sgl_kvfetch.stores import Pin, wire
+from sgl_kvfetch.stores.remote import TlsFiles
+from tests.server.test_pages import serving
+
+SEGMENT = make_segment(page_hashes(4), 0, 4)
+NAME = SEGMENT.manifest.key.manifest_name
+ROUTES = (
+    ("GET", wire.Route.HEALTH),
+    ("GET", wire.Route.METRICS),
+    ("GET", wire.Route.OBJECTS),
+    ("GET", f"{wire.Route.OBJECTS}/{NAME}"),
+    ("PUT", f"{wire.Route.OBJECTS}/{data_object(b'')}"),
+    ("DELETE", f"{wire.Route.OBJECTS}/{NAME}"),
+    ("DELETE", f"{wire.Route.OBJECTS}?prefix="),
+    ("POST", f"{wire.Route.CHECK}/{NAME}"),
+    ("GET", wire.Route.PINS),
+    ("GET", f"{wire.Route.PINS}/{'0' * 64}"),
+    ("DELETE", f"{wire.Route.PINS}/{'0' * 64}"),
+    ("GET", wire.Route.SUMMARY),
+    ("GET", f"{wire.Route.SEGMENTS}?folder={FOLDER}"),
+    ("GET", wire.Route.FOLDERS),
+    ("GET", f"{wire.Route.HEALTH}?write"),
+)
+
+
+def catalog_in_the_way(root: Path) -> None:
+    root.mkdir()
+    (root / ".catalog").write_bytes(b"in the way")
+
+
+def pins_in_the_way(root: Path) -> None:
+    root.mkdir()
+    (root / ".pins").write_bytes(b"in the way")
+
+
+def unreadable_pin(root: Path) -> None:
+    (root / ".pins").mkdir(parents=True)
+    (root / ".pins" / ("0" * 64)).write_bytes(b"no pin")
+
+
+@pytest.mark.parametrize("spoil", [catalog_in_the_way, pins_in_the_way, unreadable_pin])
+async def test_no_answer_has_the_store_s_path(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+    root = tmp_path / "hidden"
+    spoil(root)
+    failed = 0
+    async with running_server(ServerConfig(root, port=0, grace_s=1)) as server, aiohttp.ClientSession() as session:
+        for method, path in ROUTES:
+            async with session.request(method, f"{server.url}{path}") as answer:
+                failed += answer.status >= 500
+                assert "hidden" not in await answer.text(), (method, path)
+    assert failed
+
+
+async def test_files_of_pins_are_their_owner_s(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        store = LocalStore(tmp_path)
+        await put_segment(store, SEGMENT)
+        await store.put_pin(Pin("kept", 1, b"".join(SEGMENT.manifest.page_hashes)))
+        await store.close()
+    finally:
+        os.umask(before)
+    modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in _below(tmp_path)}
+    assert modes == {(True, 0o700), (False, 0o600)}
+
+
+def _below(root: Path) -> Iterator[Path]:
+    found = list(root.rglob("*"))
+    assert {".pins", ".catalog", FOLDER} <= {path.name for path in found}
+    yield from found
+
+
+def _tls_key(path: Path) -> None:
+    ServerConfig(Path(), tls_cert=path, tls_key=path).tls_context()
+
+
+def _client_key(path: Path) -> None:
+    TlsFiles(cert=str(path), key=str(path)).context()
+
+
+@pytest.mark.parametrize("read", [TokenFile, read_manifest_keys, read_encryption_keys, _tls_key, _client_key])
+def test_a_secret_that_all_may_read_is_warned_of(
+    tmp_path: Path, read: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "secret"
+    path.write_text("")
+    for mode, warned in ((0o644, True), (0o640, False), (0o600, False)):
+        path.chmod(mode)
+        caplog.clear()
+        with pytest.raises(Exception, match="secret"):
+            read(path)
+        assert (f"chmod 600 {path}" in caplog.text) == warned
+
+
+def test_a_server_s_memory_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel writes no core dump, which would have tokens, while it serves."""
+    dumpable = []
+
+    async def serve(config: ServerConfig) -> None:
+        dumpable.append(processes._prctl(processes._GET_DUMPABLE))
+
+    monkeypatch.setattr(run, "serve_until_signal", serve)
+    run.run_server(ServerConfig(tmp_path))
+    assert (dumpable, processes._prctl(processes._GET_DUMPABLE)) == ([0], 1)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_prompts_are_asked_for_as_json_alone(tmp_path: Path, kind: str) -> None:
+    """A page of another site can send other types without asking the store first."""
+    async with serving(tmp_path) as session:
+        body, headers = b'{"prompt": [1], "page_size": 1}', {"Content-Type": kind}
+        async with session.post(wire.Route.PROMPTS, data=body, headers=headers) as answer:
+            assert answer.status == 415
+        async with session.post(wire.Route.PROMPTS, data=body, headers={"Content-Type": "application/json"}) as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "same-origin", "none"])
+async def test_a_store_without_tokens_refuses_other_sites_pages(tmp_path: Path, site: str) -> None:
+    headers = {"Sec-Fetch-Site": site}
+    refused = site in ("cross-site", "same-site")
+    async with serving(tmp_path, SEGMENT) as session:
+        for method, path in ROUTES:
+            async with session.request(method, path, headers=headers) as answer:
+                assert (answer.status == 403) == (refused and not path.startswith(wire.Route.HEALTH)), path
+        async with session.get("/", headers=headers) as answer:
+            assert answer.status == 200  # by a link
+    async with serving(tmp_path, SEGMENT, token="secret") as session:
+        authorised = headers | {"Authorization": "Bearer secret"}
+        async with session.get(wire.Route.SUMMARY, headers=authorised) as answer:
+            assert answer.status == 200  # whoever knows the token
+
+
+async def test_the_page_answers_head(tmp_path: Path) -> None:
+    async with serving(tmp_path) as session:
+        for path in wire.PAGE_PATHS:
+            async with session.get(path) as answer:
+                size = len(await answer.read())
+            async with session.head(path) as answer:
+                assert (answer.status, answer.content_length, await answer.read()) == (200, size, b"")
+        async with session.get(wire.Route.SUMMARY) as answer:
+            counted = (await answer.json())["history"][-1]["values"]
+    assert not [name for name in counted if name.startswith("requests_total")]
