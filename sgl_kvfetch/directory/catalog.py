@@ -234,6 +234,14 @@ class Catalog:
                     name, used = self._uses.popitem()
                     db.execute("UPDATE segments SET last_used = ? WHERE name = ? AND last_used < ?", (used, name, used))
 
+    def disk_bytes(self) -> int:
+        """Return the size of the database's files."""
+        num_bytes = 0
+        for suffix in ("", "-wal", "-shm"):
+            with suppress(FileNotFoundError):
+                num_bytes += os.stat(f"{self._path}{suffix}").st_size
+        return num_bytes
+
     def discard(self) -> None:
         """Remove the database. The next use creates it anew; other processes notice."""
         logger.warning("the catalog %s is removed, and will be rebuilt", self._path)

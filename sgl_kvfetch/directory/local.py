@@ -149,8 +149,9 @@ class LocalStore(AdminStore):
     ) -> None:
         """The first write creates the directory. Raises ConfigError for a capacity below one byte.
 
-        ``min_free_bytes``: segments are also evicted to leave this much of the disk free; by default 1 % of it, at most
-        1 GiB. ``drop_levels``: how many levels of coefficients a segment loses before any segment is evicted.
+        ``min_free_bytes``: segments are also evicted to leave this much of the disk free, for as much as that a day if
+        others take it; by default 1 % of the disk, at most 1 GiB. ``drop_levels``: how many levels of coefficients a
+        segment loses before any segment is evicted.
         """
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ConfigError(f"capacity_bytes is {capacity_bytes}; expected at least 1, or none for no limit")
@@ -492,6 +493,10 @@ class LocalStore(AdminStore):
             call()
         except (StoreError, OSError) as e:
             logger.warning("%s: %s", self.root, e)
+
+    def look_again(self, manifest_name: str) -> None:
+        """Compare a segment with its files in the background, and correct the catalog."""
+        self._upkeep.submit(self._quietly, partial(self._repair.recheck, manifest_name))
 
     async def report_damage(self, manifest_name: str) -> bool:
         if not require_name(manifest_name).is_manifest:

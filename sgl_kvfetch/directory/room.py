@@ -36,7 +36,11 @@ _SPARE_PART = 1 / 64  # an eviction frees this part of the capacity more than ne
 _EVICTED_AT_ONCE = 8  # segments in one transaction
 _DELETED_AT_ONCE = 64  # files
 _WAIT_S = 30.0  # for another thread's eviction, or for the files to be counted
+# The reserve, which stays free for others. Where they take more, segments are evicted for as much as the reserve a day,
+# and no more: the store does not make room for whatever fills the disk.
 _MIN_FREE_PART, _MIN_FREE_BYTES = 1 / 100, 1 << 30
+_DAY_S = 86400.0
+_PAUSE_S = 60.0  # no eviction for a full disk, after others have taken what one had freed
 
 _OLDEST_PENDING = (
     f"SELECT name, bytes, since FROM files WHERE role = {FileRole.PENDING:d} AND state = {FileState.STORED:d} "
@@ -57,6 +61,8 @@ _EXPIRED = f"""
 SELECT id FROM segments WHERE state != {SegmentState.LOOSE:d} AND expires <= ? AND NOT EXISTS (
     SELECT 1 FROM files WHERE segment = segments.id AND (files.state = {FileState.WRITING:d} OR since > ?)
 ) ORDER BY expires LIMIT {_EVICTED_AT_ONCE}"""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Doomed = tuple[int, str]  # a file to delete: its identifier and its object's name
 
@@ -96,6 +102,9 @@ class DiskRoom:
         self._min_free_bytes = min_free_bytes
         self._drop_levels = drop_levels
         self._evicting = threading.Lock()
+        self._share_bytes = self._shared_at_s = float("-inf")  # free or ours, at most in the last day; monotonic
+        self._evicts_from_s = float("-inf")  # monotonic
+        self._refused: tuple[str, int] | None = None  # why the last write failed, and how many bytes were free then
 
     def reserve(self, name: str, num_bytes: int) -> tuple[int, files.TempFile]:
         """Reserve room for a new file; evict segments if needed. Return its identifier and the file, still empty."""
@@ -130,13 +139,34 @@ class DiskRoom:
         self._make_room(num_bytes)
 
     def retried(self, call: Callable[[], T], num_bytes: int) -> T:
-        """Make a call. If the disk is full, evict at least ``num_bytes`` if possible, and call again."""
+        """Make a call. While the disk is full, evict ``num_bytes`` if possible, and call again."""
+        freed = 0
+        while True:
+            try:
+                return call()
+            except OSError as e:
+                if e.errno not in _FULL or self._taken_bytes():
+                    raise
+                if freed >= max(1, num_bytes) or time.monotonic() < self._evicts_from_s:
+                    self._evicts_from_s = max(self._evicts_from_s, time.monotonic() + _PAUSE_S * (freed > 0))
+                    raise
+                found = self._evict(max(1, num_bytes - freed))
+                if not found:
+                    raise
+                freed += found
+
+    @contextmanager
+    def noting_full_disk(self) -> Iterator[None]:
+        """Note whether what a write does fails for lack of room, for `problem`."""
         try:
-            return call()
+            yield
         except OSError as e:
-            if e.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._evict(num_bytes):
-                raise
-        return call()
+            if e.errno in _FULL:
+                self._refused = f"the last write failed: {e.strerror}", self._free_bytes()
+            raise
+
+    def note_written(self) -> None:
+        self._refused = None
 
     def forget_file(self, file_id: int) -> None:
         """Remove the row of a file that is gone."""
@@ -199,7 +229,7 @@ class DiskRoom:
             raise StoreError("full", f"pinned segments would take {pinned_bytes} bytes; the limit is {most}")
 
     def problem(self) -> str | None:
-        """Return why nothing can be written now, or None."""
+        """Return why nothing can be written now, or None. It agrees with what the last write found."""
         if (problem := self._catalog.write_problem()) is not None:
             return problem
         with self._catalog.reading() as db:
@@ -208,7 +238,10 @@ class DiskRoom:
         if not os.access(self._catalog.root, os.W_OK):
             return "the store's directory is not writable"
         lacking = self._lacking_on_disk(1)
-        return f"the disk lacks {lacking} free bytes, and nothing is left to evict" if lacking > evictable else None
+        if lacking > evictable:
+            return f"the disk lacks {lacking} free bytes, and nothing is left to evict"
+        why, free_bytes = self._refused or ("", 0)
+        return why if why and self._free_bytes() <= free_bytes else None
 
     def _admit(self, db: sqlite3.Connection, num_bytes: int, has_bytes: int, doomed: list[Doomed]) -> None:
         """Check that data fits among the data without a manifest, after deleting the oldest of it if needed.
@@ -243,9 +276,16 @@ class DiskRoom:
             try:
                 lacking = self._lacking(num_bytes)
                 if lacking > 0 and not self._evict(lacking):
-                    raise StoreError("full", f"no room for {num_bytes} bytes: nothing to evict", retriable=True)
+                    raise self._no_room(f"no room for {num_bytes} bytes: nothing to evict")
             finally:
                 self._evicting.release()
+        if (free := self._free_bytes()) < num_bytes:
+            why = f"others took {self._taken_bytes()} bytes beyond the reserve, which nothing is evicted for"
+            raise self._no_room(f"no room for {num_bytes} bytes: the disk has {free} left; {why}")
+
+    def _no_room(self, why: str) -> StoreError:
+        self._refused = why, self._free_bytes()
+        return StoreError("full", why, retriable=True)
 
     def _lacking(self, num_bytes: int) -> int:
         lacking = self._lacking_on_disk(num_bytes)
@@ -256,39 +296,61 @@ class DiskRoom:
         return lacking
 
     def _lacking_on_disk(self, num_bytes: int) -> int:
-        disk = os.statvfs(self._catalog.root)
-        keep = self._min_free_bytes
-        if keep is None:
-            keep = min(_MIN_FREE_BYTES, int(disk.f_blocks * disk.f_frsize * _MIN_FREE_PART))
-        return keep + num_bytes - disk.f_bavail * disk.f_frsize
+        return self._reserve_bytes() + num_bytes - self._free_bytes() - self._taken_bytes()
 
-    def _evict(self, lacking: int) -> bool:
+    def _taken_bytes(self) -> int:
+        """Return how many bytes others took since yesterday, beyond the reserve. Nothing is evicted for those.
+
+        What is free or ours changes only with what others have, but for files that are being written.
+        """
+        with self._catalog.reading() as db:
+            if db is None:
+                return 0
+            (stored,) = db.execute("SELECT bytes FROM totals").fetchone()
+            unfinished = f"SELECT coalesce(sum(bytes), 0) FROM files WHERE state = {FileState.WRITING:d}"
+            (written,) = db.execute(unfinished).fetchone()
+        share, now = self._free_bytes() + stored - written + self._catalog.disk_bytes(), time.monotonic()
+        if share > self._share_bytes or now > self._shared_at_s + _DAY_S:
+            self._share_bytes, self._shared_at_s = share, now
+        return max(0, int(self._share_bytes) - share - self._reserve_bytes() - written)
+
+    def _free_bytes(self) -> int:
+        disk = os.statvfs(self._catalog.root)
+        return int(disk.f_bavail * disk.f_frsize)
+
+    def _reserve_bytes(self) -> int:
+        if self._min_free_bytes is not None:
+            return self._min_free_bytes
+        disk = os.statvfs(self._catalog.root)
+        return min(_MIN_FREE_BYTES, int(disk.f_blocks * disk.f_frsize * _MIN_FREE_PART))
+
+    def _evict(self, lacking: int) -> int:
         """Delete old data without a manifest, then last levels of the least recently used segments, then such segments:
-        a few. Return whether any.
+        a few. Return how many bytes that has freed, 0 if there was nothing.
 
         Pinned segments keep their levels, and go when there are no others.
         """
-        if self.delete_leftovers():
-            return True
+        if num_left := self.delete_leftovers():
+            return num_left
         self._catalog.save_uses()
         lacking += int((self._capacity_bytes or 0) * _SPARE_PART)
         before = time.time() - KEEP_PENDING_S
-        found = False
+        freed = 0
         with self._deleting() as (db, doomed):
             pending = f"{_OLDEST_PENDING} AND since <= ? ORDER BY since LIMIT {_DELETED_AT_ONCE}"
             for name, size, _ in db.execute(pending, (before,)).fetchall():
-                if lacking > 0:
+                if freed < lacking:
                     self._remove(db, [name], doomed)
-                    lacking, found = lacking - size, True
-        if lacking > 0 and self._drop_some_levels(lacking, before):
-            return True
+                    freed += max(1, size)
+        if freed < lacking and (dropped := self._drop_some_levels(lacking - freed, before)):
+            return freed + dropped
         with self._deleting() as (db, doomed):
             for segment, pinned in db.execute(_LEAST_USED, (before,)).fetchall():
-                if lacking > 0:
+                if freed < lacking:
                     if pinned:
                         _limited.warning("pinned", "pinned segments are evicted: nothing else is left to evict")
-                    lacking, found = lacking - self._evict_segment(db, segment, doomed), True
-        return found
+                    freed += max(1, self._evict_segment(db, segment, doomed))
+        return freed
 
     def _drop_some_levels(self, lacking: int, before: float) -> int:
         """Drop the last level of a few segments. Return how many bytes that has freed."""

@@ -83,7 +83,7 @@ def _write(
 ) -> bool:
     name = manifest.key.manifest_name
     doomed: list[Doomed] = []
-    with files.os_errors(f"writing {name}"):
+    with files.os_errors(f"writing {name}"), room.noting_full_disk():
         new = _NewFile(room, name, len(content))
         try:
             new.write(content)
@@ -97,6 +97,7 @@ def _write(
         finally:
             new.discard()
         room.delete_files(doomed)
+    room.note_written()
     return True
 
 
@@ -133,7 +134,7 @@ class DataWriter:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append ``data``. Raises StoreError (``full``, ``io``)."""
-        with self._lock, files.os_errors(f"writing {self.name}"):
+        with self._lock, files.os_errors(f"writing {self.name}"), self._room.noting_full_disk():
             if self._finished:
                 return  # discarded meanwhile
             self._check.add(data)
@@ -145,7 +146,7 @@ class DataWriter:
 
     def commit(self) -> None:
         """Make the object visible. Raises StoreError (``invalid`` if the digest does not match; ``full``, ``io``)."""
-        with self._lock, files.os_errors(f"writing {self.name}"):
+        with self._lock, files.os_errors(f"writing {self.name}"), self._room.noting_full_disk():
             if self._finished:
                 return
             file = self._opened()
@@ -157,6 +158,7 @@ class DataWriter:
                 rows.examine_if_unread(db, self._catalog.root, self._owner)
             self._finished = True
             self._room.delete_files(doomed)
+            self._room.note_written()
 
     def discard(self) -> None:
         """Remove the written bytes unless they are committed. Idempotent. Raises StoreError (``io``)."""

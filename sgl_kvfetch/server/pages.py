@@ -184,7 +184,7 @@ class PageHandlers:
         async with self._asking:
             if loop.time() > self._folders_until_s:
                 usages = await self._store.folder_usages(_MOST_FOLDERS)
-                self._folders = [await self._row(each) for each in usages]
+                self._folders = [row for each in usages if (row := await self._row(each)) is not None]
                 self._kinds = {each.folder: self._kinds.get(each.folder, _UNKNOWN) for each in usages}
                 self._folders_until_s = loop.time() + _FOLDERS_AGE_S
             if loop.time() > self._summary_until_s:
@@ -208,8 +208,11 @@ class PageHandlers:
         headers = {"KVFetch-Role": request[ROLE].name.lower()}
         return web.Response(body=self._summary, content_type="application/json", headers=headers)
 
-    async def _row(self, usage: FolderUsage) -> FolderRow:
+    async def _row(self, usage: FolderUsage) -> FolderRow | None:
+        """Return None if the files of a folder are gone, which the catalog does not know yet: as on a full disk."""
         kind = await self._kind(usage)
+        if kind is None:
+            return None
         return FolderRow(
             usage.folder,
             *kind.names,
@@ -221,14 +224,18 @@ class PageHandlers:
             usage.last_used_s,
         )
 
-    async def _kind(self, usage: FolderUsage) -> _Kind:
-        """Return what a folder's segments have in common. One that cannot be read or shown costs its own row."""
+    async def _kind(self, usage: FolderUsage) -> _Kind | None:
+        """Return what a folder's segments have in common. One that cannot be read or shown costs its own row.
+
+        None if the manifest is gone; the catalog is corrected then, so that the next time another one is read.
+        """
         if (known := self._kinds.get(usage.folder, _UNKNOWN)) is not _UNKNOWN:
             return known
         try:
             content = await self._store.peek(usage.some_manifest)
             if content is None:
-                return _UNKNOWN
+                self._store.look_again(usage.some_manifest)
+                return None
             manifest = await asyncio.to_thread(decode_manifest, content)
             kind = _Kind(_names(manifest), manifest.namespace.page_size, manifest.geometry.page_bytes)
         except KVFetchError as e:

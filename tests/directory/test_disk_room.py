@@ -7,8 +7,10 @@ import errno
 import fcntl
 import os
 import sqlite3
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -286,37 +288,149 @@ async def test_a_full_disk_evicts_and_writes_again(
     assert usage.stored_bytes == disk_bytes(tmp_path) <= size
 
 
-async def test_some_of_the_disk_stays_free(make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    others_bytes = 0
+class Disk:
+    """A file system with room for 20 segments beside the catalog."""
 
-    class Disk:
-        f_frsize = 1
-        f_blocks = 20 * SIZE
+    f_frsize = 1
 
-        @property
-        def f_bavail(self) -> int:
-            return self.f_blocks - disk_bytes(tmp_path) - others_bytes
+    def __init__(self, root: Path) -> None:
+        self.others_bytes = 0
+        self._root = root
+        self.f_blocks = 20 * SIZE
 
-        f_bfree = f_bavail
+    @property
+    def f_bavail(self) -> int:
+        return max(0, self.f_blocks - disk_bytes(self._root) - self.others_bytes)
 
+    f_bfree = f_bavail
+
+
+@pytest.fixture
+async def disk(make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    await put(make(), 0)  # the catalog is there
+    disk = Disk(tmp_path)
+    monkeypatch.setattr("sgl_kvfetch.directory.room.os.statvfs", lambda path: disk)
+    monkeypatch.setattr(catalog.Catalog, "disk_bytes", lambda self: 0)
+    return disk
+
+
+async def test_some_of_the_disk_stays_free(make: MakeStore, disk: Disk) -> None:
     store = make(capacity_bytes=None, min_free_bytes=10 * SIZE)
-    await put(store, 0)
-    monkeypatch.setattr("sgl_kvfetch.directory.room.os.statvfs", lambda path: Disk())
     for number in range(1, 20):
         await put(store, number)
-        assert Disk().f_bavail >= 10 * SIZE
+        assert disk.f_bavail >= 10 * SIZE
     assert await found(store, range(17, 20)) == 3
     assert (await store.usage()).write_problem is None
-    others_bytes = 20 * SIZE  # now others have filled the disk
-    with pytest.raises(StoreError) as caught:
-        await put(store, 20)
-    assert caught.value.reason == "full"
-    problem = (await store.usage()).write_problem
-    assert problem is not None
-    assert "nothing is left to evict" in problem
-    others_bytes = 0
+
+
+async def test_others_may_take_as_much_as_the_reserve(make: MakeStore, disk: Disk) -> None:
+    store = make(capacity_bytes=None, min_free_bytes=4 * SIZE)
+    for number in range(1, 20):
+        await put(store, number)
+    assert await found(store, range(20)) >= 15
+    disk.others_bytes = 4 * SIZE
+    for number in range(20, 40):
+        await put(store, number)
+    assert disk.f_bavail >= 4 * SIZE
+    assert 11 <= await found(store, range(40)) <= 12
+
+
+@pytest.mark.parametrize("step", [SIZE, 20 * SIZE])
+async def test_nothing_is_evicted_for_what_others_take_beyond_the_reserve(
+    make: MakeStore, disk: Disk, step: int
+) -> None:
+    """Whether they fill the disk slowly or at once: then the store is read only, and says so."""
+    store = make(capacity_bytes=None, min_free_bytes=4 * SIZE)
+    for number in range(1, 20):
+        await put(store, number)
+    number, refused = 20, 0
+    while disk.others_bytes < 40 * SIZE:
+        disk.others_bytes += step
+        wrote = await fits(store, number)
+        number, refused = number + 1, refused + (not wrote)
+        problem = (await store.usage()).write_problem
+        assert (problem is None) == wrote, problem
+    assert refused
+    assert "others took" in (problem or "")
+    evicted = (await store.usage()).num_evicted
+    for _ in range(20):
+        assert not await fits(store, number)
+    assert (await store.usage()).num_evicted == evicted
+    assert await found(store, range(number)) >= 9  # it held 16; others got the reserve's four, and two had no manifest
+    disk.others_bytes = 0  # they have gone
+    assert (await store.usage()).write_problem is None
+    await put(store, number)
+
+
+async def test_what_a_day_ago_was_others_is_theirs(
+    make: MakeStore, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logs that grow slowly get their room."""
+    store = make(capacity_bytes=None, min_free_bytes=4 * SIZE)
+    for number in range(1, 20):
+        await put(store, number)
+    monotonic = time.monotonic
+    for day in range(1, 4):
+        disk.others_bytes = day * 4 * SIZE
+        monkeypatch.setattr("sgl_kvfetch.directory.room.time.monotonic", lambda day=day: monotonic() + day * 90_000)
+        for number in range(day * 20, (day + 1) * 20):
+            await put(store, number)
+        assert disk.f_bavail >= 4 * SIZE
+    assert await found(store, range(100)) >= 3
+
+
+async def test_a_disk_that_others_keep_full_costs_one_eviction(
+    make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a quota, which only a failed write shows: what is freed is gone at once."""
+    store = make(capacity_bytes=None)
+    for number in range(10):
+        await put(store, number)
+    monkeypatch.setattr("sgl_kvfetch.directory.files.os.write", no_space)
+    for number in range(10, 20):
+        assert not await fits(store, number)
+        assert "the last write failed" in ((await store.usage()).write_problem or "")
+    assert (await store.usage()).num_evicted == 1
+    monkeypatch.undo()
     await put(store, 20)
     assert (await store.usage()).write_problem is None
+
+
+def no_space(fd: int, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_tiny_file_system(tmp_path: Path) -> None:
+    """What health says is what writes find."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(tmp_path)], check=False).returncode:
+        pytest.skip("cannot mount a file system")
+
+    async def write() -> None:
+        store = LocalStore(tmp_path / "store")
+        outcomes = set()
+        for number in range(11):
+            wrote = await fits_pages(store, number)
+            usage = await store.usage()
+            assert (usage.write_problem is None) == wrote, usage.write_problem
+            outcomes.add(wrote)
+        assert False in outcomes
+        await store.close()
+
+    try:
+        asyncio.run(write())
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+async def fits_pages(store: LocalStore, number: int) -> bool:
+    try:
+        await put_segment(store, make_segment(page_hashes(64, f"chain {number}"), 0, 64))
+    except StoreError as e:
+        if e.reason != "full":
+            raise
+        return False
+    return True
 
 
 async def test_no_statement_of_a_write_reads_a_whole_table(
@@ -349,7 +463,7 @@ async def test_no_statement_of_a_write_reads_a_whole_table(
                 whole = [step for step in plan if step.startswith("SCAN") or "rowid>?" in step]
                 # These are read in their order, a few rows each time; of pinned pages, one.
                 by_use, pending = "SCAN segments USING INDEX segments_by_use", "SCAN files USING INDEX files_pending"
-                few = by_use, pending, "SCAN pinned_pages"
+                few = by_use, pending, "SCAN pinned_pages", "SCAN files USING INDEX files_writing"
                 assert set(whole) <= {"SCAN totals", *few}, (statement, plan)
     db.close()
 

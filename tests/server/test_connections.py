@@ -168,9 +168,9 @@ def test_more_idle_connections_than_files_do_not_stop_the_server(tmp_path: Path)
     command = [sys.executable, "-c", SERVE, str(tmp_path / "store"), "400"]
     with log.open("w") as out, subprocess.Popen(command, stderr=out) as server:
         try:
-            while "serving" not in log.read_text():
+            while "version" not in log.read_text():
                 assert server.poll() is None, log.read_text()
-            port = int(log.read_text().split("serving", 1)[1].split(":")[-1].split()[0])
+            port = int(re.search(r"serving .*:([0-9]+)\n", log.read_text())[1])  # type: ignore[index]
             with contextlib.ExitStack() as stack:
                 for _ in range(500):
                     stack.enter_context(socket.create_connection(("127.0.0.1", port)))

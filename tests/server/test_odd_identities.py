@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from harness.small_segments import make_segment, page_hashes
+from harness.waiting import until
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.prompts import page_hashes as hashes_of
+from sgl_kvfetch.server import pages
 from sgl_kvfetch.stores import wire
 from tests.odd_segments import TEXTS, odd_segments
 from tests.server.test_pages import get, serving
@@ -88,3 +91,21 @@ def _failing(peek: Any, broken: str) -> Any:
         return await peek(store, name)
 
     return fail
+
+
+async def test_a_folder_whose_files_are_gone_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an eviction that a full disk has undone in the catalog alone."""
+    monkeypatch.setattr(pages, "_FOLDERS_AGE_S", -1.0)
+    monkeypatch.setattr(pages, "_SUMMARY_AGE_S", -1.0)
+    gone, kept = make_segment(page_hashes(4), 0, 4, model="gone"), make_segment(page_hashes(4), 0, 4)
+    async with serving(tmp_path, gone, kept) as session:
+        for path in (tmp_path / gone.manifest.heads.folder).iterdir():
+            path.unlink()
+        for _ in range(2):
+            (row,) = (await get(session, wire.Route.SUMMARY))["folders"]
+            assert (row["model"], row["num_tokens"]) == ("conformance", 4)
+        await until(lambda: _num_segments(session, 1))
+
+
+async def _num_segments(session: aiohttp.ClientSession, number: int) -> bool:
+    return bool((await get(session, wire.Route.SUMMARY))["history"][-1]["values"]["segments"] == number)
