@@ -149,7 +149,8 @@ async def serve_until_signal(config: ServerConfig) -> None:
 
 def _say_how(config: ServerConfig) -> None:
     """Log version, capacity and access, and warn of a capacity that the disk does not have."""
-    disk_bytes, _, free_bytes = shutil.disk_usage(config.root)
+    root = config.root.absolute()  # the first write makes it
+    disk_bytes, _, free_bytes = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists()))
     capacity = "no limit" if config.capacity_bytes is None else _gib(config.capacity_bytes)
     logger.info(
         "version %s; capacity: %s, on a disk of %s with %s free; access: %s",

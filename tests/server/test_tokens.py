@@ -213,11 +213,13 @@ run_server(ServerConfig(Path(sys.argv[1]), port=0, token_file=Path(sys.argv[2]))
 def test_sighup_reads_the_tokens_again(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("old")
+    path.chmod(0o600)
     command = [sys.executable, "-c", SERVE, str(tmp_path / "store"), str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             url = server.stdout.readline().split()[-1]
+            assert "version" in server.stdout.readline()
             path.write_text("new")
             server.send_signal(signal.SIGHUP)
             assert "read the tokens again" in server.stdout.readline()
