@@ -306,6 +306,8 @@ class DiskRoom:
         with self._catalog.reading() as db:
             if db is None:
                 return 0
+            stored: int
+            written: int
             (stored,) = db.execute("SELECT bytes FROM totals").fetchone()
             unfinished = f"SELECT coalesce(sum(bytes), 0) FROM files WHERE state = {FileState.WRITING:d}"
             (written,) = db.execute(unfinished).fetchone()
