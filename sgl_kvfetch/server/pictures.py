@@ -45,7 +45,7 @@ class Pictures:
             self._num_pictures -= 1
 
     async def _draw(self, name: str, span: int) -> bytes:
-        command = ("-m", "sgl_kvfetch.tools.sheet", str(self._root), name, str(span), str(os.getpid()))
+        command = ("-P", "-m", "sgl_kvfetch.tools.sheet", str(self._root), name, str(span), str(os.getpid()))
         kept = {name: value for name, value in os.environ.items() if name in _ENVIRONMENT or name.startswith("PYTHON")}
         pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(
