@@ -61,7 +61,7 @@ async def test_a_message_about_a_picture_has_no_path_of_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "python"
-    script.write_text('#!/bin/sh\necho "$3 cannot be read" >&2\nexit 1\n')
+    script.write_text('#!/bin/sh\necho "$4 cannot be read" >&2\nexit 1\n')
     script.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(script))
     async with serving(tmp_path / "store", SEGMENT) as session:
