@@ -71,6 +71,7 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 WEIGHTS_CHANGE = f"{_UPDATER}.weights_will_change"
 REGISTERED_NAMES = f"{_SRT}.arg_groups.choices.add_hicache_storage_backend_choices"
 OWN_STORE = f"{_SRT}.mem_cache.base_prefix_cache.BasePrefixCache.has_own_store"
+EXTENDS_ALONE = f"{_TORCH_ATTENTION}._attend_in_blocks"
 
 # The comment above each row says what SGLang does there, or does not do.
 SEAMS: tuple[Seam, ...] = (
@@ -231,6 +232,13 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_MLA_POOL}.backup_from_device_all_layer", "replace", "backup_layers"),
         (f"{_MAMBA_POOL}._copy_tensor_pf_lf", "before", "copy_by_indexing"),
         (f"{_MAMBA_POOL}._copy_tensor_all_layers_lf_pf", "before", "copy_by_indexing"),
+    ),
+    # Computes, for a few new tokens behind a long prefix, the attention of all tokens.
+    *_seams(
+        Scope.CPU_ENGINE,
+        "sgl_kvfetch.plugin.cpu.attention",
+        (f"{_TORCH_ATTENTION}._run_sdpa_forward_extend", "replace", "attend_to_prefix"),
+        patch=EXTENDS_ALONE,
     ),
     *_seams(
         Scope.CPU_ENGINE,
