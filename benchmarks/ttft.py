@@ -11,7 +11,7 @@ of limited speed, and its caches are flushed between them.
 * CacheGen's recipe: its bins, 32 in each layer, and a general-purpose coder. CacheGen's own arithmetic coder takes
   fewer bytes, but needs a GPU: see docs/codec.md;
 * KVFetcher's recipe: the same bins, laid out as frames, in HEVC;
-* ours: `klt` at its default target, as servers write it. `device.recompute` may choose to compute instead;
+* ours: `klt` at its default target, as servers write it. `recompute` may choose to compute instead;
 * ours (always fetched): as ours, but it never computes instead.
 
 A CPU computes a hundred times slower than a GPU, so links are slower here as well: 0.02 to 1 Gbps represent 1 to 40.
@@ -61,7 +61,7 @@ def methods(profile: Path) -> dict[str, dict[str, Any] | None]:
         "raw reuse": {"quantiser": "exact", "codec": "raw"},
         "CacheGen's recipe": _BINS | {"codec": "zstd"},
         "KVFetcher's recipe": _BINS | {"codec": "hevc"},
-        "ours": ours | {"device": {"recompute": "auto"}},
+        "ours": ours | {"recompute": "auto"},
         "ours (always fetched)": ours,
     }
 

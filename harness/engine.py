@@ -81,10 +81,9 @@ def hicache_args(
 
     ``host_pool_gb`` is a rank's share; without it, SGLang would size the pool by what memory is free.
     ``prefetch_threshold`` is in tokens; SGLang's default of 256 ignores short prompts. With ``prefetch_policy`` None,
-    no flag is given for it. ``config`` holds more keys of our config. A lookup may take long: on a busy machine it
-    does.
+    no flag is given for it. ``config`` holds more keys of our config.
     """
-    extra = {"store": store_url, "prefetch_threshold": prefetch_threshold, "lookup_timeout_s": WAIT_S, **config}
+    extra = _extra_config(store_url, prefetch_threshold, config)
     return [
         "--enable-hierarchical-cache",
         *("--hicache-size", str(host_pool_gb)),
@@ -97,18 +96,21 @@ def hicache_args(
 
 
 def device_args(store_url: str, *, prefetch_threshold: int = 16, **config: Any) -> list[str]:
-    """Return the flags of device mode: our storage backend without a host tier. Arguments are as in ``hicache_args``.
-
-    Recomputing is off by default, since a small model computes its KV faster than a link transfers it. A lookup may
-    take long: on a busy machine it does.
-    """
-    device = {"recompute": "never"} | config.pop("device", {})
-    patient = {"lookup_timeout_s": WAIT_S, "device": device}
-    extra = {"store": store_url, "prefetch_threshold": prefetch_threshold, **patient, **config}
+    """Return the flags of device mode: our storage backend without a host tier. Arguments: see ``hicache_args``."""
     return [
         *("--hicache-storage-backend", "kvfetch"),
-        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
+        *(
+            "--hicache-storage-backend-extra-config",
+            json.dumps(_extra_config(store_url, prefetch_threshold, config)),
+        ),
     ]
+
+
+def _extra_config(store_url: str, prefetch_threshold: int, config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config for tests. Nothing is computed that is stored, since a small model computes its KV faster than a
+    link transfers it. A lookup may take long: on a busy machine it does."""
+    patient = {"lookup_timeout_s": WAIT_S, "recompute": "never"}
+    return {"store": store_url, "prefetch_threshold": prefetch_threshold, **patient, **config}
 
 
 def free_port() -> int:

@@ -70,13 +70,14 @@ STORE_DOWN = Gauge(
     multiprocess_mode="livemax",
 )
 
+# Fetch or compute
+DECISIONS = Counter("sgl_kvfetch_decisions", "Stored prefixes, by decision and its reason", ["decision", "reason"])
+# fetch: configured, unmeasured (link or engine), faster. recompute: link, decoder (the one that is too slow).
+RECOMPUTED_TOKENS = Counter("sgl_kvfetch_recomputed_tokens", "Stored tokens that were computed because that was sooner")
+
 # Device mode
 DEVICE_REQUESTS = Counter("sgl_kvfetch_device_requests", "Requests whose prefix was looked up, by outcome", ["end"])
 # The ends are those of `End` in plugin/device/fetch_state.py, and aborted.
-DEVICE_DECISIONS = Counter(
-    "sgl_kvfetch_device_decisions", "Stored prefixes, by decision and its reason", ["decision", "reason"]
-)
-# fetch: configured, unmeasured (link or engine), faster. recompute: link, decoder (the one that is too slow).
 EARLY_PASSES = Counter("sgl_kvfetch_early_passes", "Forward passes with requests that started early", ["result"])
 # whole: all pages came in time. discarded: the requests were computed again.
 EARLY_WAIT_SECONDS = Histogram(

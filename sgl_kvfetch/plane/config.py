@@ -133,9 +133,6 @@ class DeviceModeConfig(_Keys):
         default="shortest",
         description="order of fetches; shortest first (without starvation), fifo, or by the request's priority",
     )
-    recompute: Literal["auto", "never"] = Field(
-        default="auto", description="whether a prefix is computed when that is measured to be faster than fetching it"
-    )
     early_start: bool = Field(
         default=False, description="let a request compute while its last pages are decoded and restored"
     )
@@ -199,6 +196,9 @@ class KVFetchConfig(_Keys):
         description="the largest TP size whose ranks can read what this server writes with exact and uint8",
     )
 
+    recompute: Literal["auto", "never"] = Field(
+        "auto", description="whether a stored prefix is computed when that is measured to be faster than fetching it"
+    )
     lookup_timeout_s: float = Field(2.0, gt=0, le=600, description="timeout of a lookup, which then is a miss")
     fetch_timeout_s: float = Field(
         30.0, gt=0, le=3600, description="timeout of a fetch; tokens that have not arrived by then are a miss"
@@ -298,6 +298,9 @@ GROUPS: dict[str, type[_Keys]] = {
 }
 
 
+_MOVED = {"device.recompute": "recompute"}
+
+
 def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> KVFetchConfig:
     """Parse the extra config, ignoring SGLang's own keys in it.
 
@@ -325,6 +328,8 @@ def _fault(error: dict[str, Any]) -> str:
     fields = (group or KVFetchConfig).model_fields
     known = list(fields)
     match error["type"]:
+        case "extra_forbidden" if key in _MOVED:
+            return f"{key} is now {_MOVED[key]}, for both modes"
         case "extra_forbidden":
             close = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}"

@@ -7,6 +7,7 @@ Values and pages go through shared memory (`Arena`); messages contain only their
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
@@ -17,7 +18,7 @@ from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels
 
-VERSION = 3
+VERSION = 4
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 64 << 20  # limit for a message; a lookup has 32 bytes per page
 
@@ -46,14 +47,13 @@ class Start(_Message, frozen=True):
 
 
 class LookUp(_Message, frozen=True):
-    """Find the longest stored run of these pages. ``hashes``: 32 bytes per page. ``reads_ahead``: begin to read it.
+    """Find the longest stored run of these pages. ``hashes``: 32 bytes per page.
     ``trailing``: side pools that the run needs, each with the number of its last pages that must be there; 0 for all.
     ``position``: of the first page in the sequence, if that is known.
     """
 
     work: int
     hashes: bytes
-    reads_ahead: bool = False
     trailing: dict[str, int] = {}
     position: int | None = None
 
@@ -63,7 +63,8 @@ class FetchPages(_Message, frozen=True):
 
     ``round_ends``: where rounds end, in pages after the first fetched one. ``deadline_s``: in time.monotonic().
     ``request_id``, ``traceparent``: for the timeline. ``early_s``: when to report `Certain`; 0: never. ``is_given``:
-    whether the first round has a destination already.
+    whether the first round has a destination already. ``compute_s``: how long the engine would take to compute these
+    pages; a fetch ends when it would compute the rest sooner.
     """
 
     work: int
@@ -76,6 +77,7 @@ class FetchPages(_Message, frozen=True):
     traceparent: str = ""
     early_s: float = 0.0
     is_given: bool = False
+    compute_s: float = math.inf
 
 
 class Give(_Message, frozen=True):
@@ -90,6 +92,12 @@ class Cancel(_Message, frozen=True):
 
     work: int
     reason: str = "cancelled"
+
+
+class ReadAhead(_Message, frozen=True):
+    """Begin to read the pages that a lookup found: they will be fetched, by their hashes."""
+
+    work: int
 
 
 class Forget(_Message, frozen=True):
@@ -271,7 +279,20 @@ class Pong(_Message, frozen=True):
 
 
 Command = (
-    Start | LookUp | FetchPages | FetchSide | Give | Cancel | Forget | Flush | Write | FreePiece | Clear | Ping | Close
+    Start
+    | LookUp
+    | FetchPages
+    | FetchSide
+    | Give
+    | Cancel
+    | ReadAhead
+    | Forget
+    | Flush
+    | Write
+    | FreePiece
+    | Clear
+    | Ping
+    | Close
 )
 ForStep = Found | RoundHere | LinkHasRoom | Certain  # what the scheduler decides on in its steps
 Event = ForStep | Ready | Refused | Piece | RoundOver | SidePiece | SideOver | Taken | Settled | ClearOver | Pong

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import socket
 import threading
 import time
@@ -132,17 +133,20 @@ class DataPlane:
         hashes: Sequence[bytes],
         on_found: Callable[[m.Found], None],
         *,
-        reads_ahead: bool = False,
         trailing: Mapping[str, int] | None = None,
         position: int | None = None,
     ) -> int:
         """Find the longest stored run of these pages. ``on_found`` is called once, on any thread. Return the number.
         ``trailing``, ``position``: as in `messages.LookUp`."""
         work = next(self._numbers)
-        command = m.LookUp(work, b"".join(hashes), reads_ahead, dict(trailing or {}), position)
+        command = m.LookUp(work, b"".join(hashes), dict(trailing or {}), position)
         found = self._run.ask(command, m.Found(work, 0, m.Cost(None, None)))
         found.add_done_callback(lambda found: on_found(found.result()))
         return work
+
+    def read_ahead(self, lookup: int) -> None:
+        """Begin to read the pages that a lookup found. They will be fetched by their hashes."""
+        self._send(m.ReadAhead(lookup))
 
     def forget_lookup(self, lookup: int) -> None:
         """Note that the pages that a lookup found will not be fetched."""
@@ -159,6 +163,7 @@ class DataPlane:
         request: timeline.Request = timeline.NOBODY,
         early_s: float = 0.0,
         destination: Destination | None = None,
+        compute_s: float = math.inf,
     ) -> FetchCall:
         """Begin to transmit pages for ``request``. ``destination``: the first round's, if it has one already; see
         `give`. Other arguments as in `messages.FetchPages`."""
@@ -179,6 +184,7 @@ class DataPlane:
             request.traceparent,
             early_s,
             destination is not None,
+            compute_s,
         )
         self._run.fetch(command, call)
         return call

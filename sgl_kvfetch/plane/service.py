@@ -111,6 +111,9 @@ class Service:
                 self._give(command.work, command.round)
             case m.Cancel():
                 self._cancel(command)
+            case m.ReadAhead():
+                ahead = self._found.pop(command.work, [])
+                self.client.fetcher.read_ahead(ahead, expire_s=self._config.fetch_timeout_s)
             case m.Forget():
                 if sources := self._found.pop(command.work, None):
                     self._tasks.begin(self.client.fetcher.probe(sources))
@@ -154,13 +157,11 @@ class Service:
                     usable = await asyncio.to_thread(usable_runs, sources, command.trailing)
                     usable.stored[KV_POOL] = len(sources)
                     sources = sources[: max(usable.lengths, default=0)]
-                if command.reads_ahead:
-                    self.client.fetcher.read_ahead(sources, expire_s=self._config.fetch_timeout_s)
         finally:
             del self._lookups[command.work]
             metrics.LOOKUP_PAGES.labels("hit").inc(len(sources))
             metrics.LOOKUP_PAGES.labels("miss").inc(len(hashes) - len(sources))
-            if sources and not command.reads_ahead:
+            if sources:
                 self._found[command.work] = sources
                 if len(self._found) > _MOST_FOUND:
                     self._found.popitem(last=False)
@@ -211,6 +212,7 @@ class Service:
                     request=request,
                     on_requested=partial(self._share_link, command, fetch),
                     early=self._early(command),
+                    compute_s=command.compute_s,
                 )
                 finder.fetched(hashes, sources, result)
         finally:

@@ -7,6 +7,7 @@ storage backend in question is ours.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,16 @@ def begin_transfer(controller: Any, operation: Any) -> None:
     """Before ``HybridCacheController._page_transfer``: tell the backend how long SGLang waits for this prefetch."""
     if controller.storage_backend_type == BACKEND:
         controller.storage_backend.begin_transfer(operation, controller.storage_stop_event.is_set)
+
+
+def measure_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any) -> None:
+    """After ``Scheduler.process_batch_result``: tell the backend how long the batch took."""
+    controller = getattr(scheduler.tree_cache, "cache_controller", None)
+    if getattr(controller, "storage_backend_type", None) == BACKEND:
+        backend = controller.storage_backend  # type: ignore[union-attr]
+        backend.meter.finished(batch, time.monotonic())
+        if not scheduler.waiting_queue and scheduler.running_batch.is_empty():
+            backend.turns.engine_is_idle()
 
 
 def configure_prefetches(

@@ -133,6 +133,8 @@ SEAMS: tuple[Seam, ...] = (
             "before",
             "begin_transfer",
         ),
+        # Handles a finished batch, which shows how fast the engine computes prompts.
+        (f"{_SCHEDULER}.process_batch_result", "after", "measure_prompts"),
         # Sets what a prefetch may take, and hicache_storage_pass_prefix_keys, at start-up and at run time.
         (
             f"{_SRT}.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",

@@ -17,7 +17,7 @@ _HELD = ("01", "02", "08")  # of the states of TCP, those of sockets that a proc
 
 def attach(server: SGLangServer, store_url: str, **config: Any) -> str:
     """At run time. Raises ServerError with what SGLang says."""
-    extra = {"store": store_url, "prefetch_threshold": 16, "device": {"recompute": "never"}, **config}
+    extra = {"store": store_url, "prefetch_threshold": 16, "recompute": "never", **config}
     body = {"hicache_storage_backend": "kvfetch", "hicache_storage_backend_extra_config_json": json.dumps(extra)}
     return server.request("PUT", ATTACH, body)
 

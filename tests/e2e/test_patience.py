@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from harness.engine import SGLangServer, hicache_args
 from harness.faults import Fault
+from harness.metrics import read_metric
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
 from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
@@ -24,16 +26,23 @@ STORED = 0.9 * 640
 
 
 @pytest.fixture(scope="module")
-def link(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    """A slow link to a store that has the first prompts."""
+def slow(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, float]]:
+    """A link to a store that has the first prompts, and how many bytes a second it is to carry."""
     with StoreProcess(tmp_path_factory.mktemp("filled") / "store") as store:
         with SGLangServer(model, extra_args=hicache_args(store.url, codec="zstd")) as writer:
             fill(writer)
         largest = max(path.stat().st_size for path in store.directory.rglob("*.kvd"))
         proxy = Proxy(store)
-        proxy.set(Fault("slow", bytes_per_s=largest / LINK_S, only=is_data))
-        yield proxy
+        yield proxy, largest / LINK_S
         proxy.close()
+
+
+@pytest.fixture
+def link(slow: tuple[Proxy, float]) -> Proxy:
+    """The same, at that speed."""
+    proxy, bytes_per_s = slow
+    proxy.set(Fault("slow", bytes_per_s=bytes_per_s, only=is_data))
+    return proxy
 
 
 def test_a_prefix_that_takes_longer_than_sglangs_budget_is_a_hit(model: Path, link: Proxy, expected: Expected) -> None:
@@ -45,6 +54,24 @@ def test_a_prefix_that_takes_longer_than_sglangs_budget_is_a_hit(model: Path, li
         assert from_storage(answer) >= STORED
         assert same_answer(answer, expected[0])
         assert f"prefetch policy is timeout: a request waits for its stored prefix at most {WAIT_S:g} s" in reader.log()
+
+
+def test_a_prefix_that_is_computed_sooner_is_not_waited_for(
+    model: Path, slow: tuple[Proxy, float], expected: Expected
+) -> None:
+    """The first one measures the link, for as long as a first fetch may take."""
+    link, bytes_per_s = slow
+    link.set(Fault("slow", bytes_per_s=bytes_per_s / 20, only=is_data))
+    flags = hicache_args(link.url, prefetch_policy=None, fetch_timeout_s=WAIT_S, recompute="auto", **ONE_BY_ONE)
+    with SGLangServer(model, extra_args=flags) as reader:
+        for seed in range(3):
+            answer = ask(reader, make_prompt(seed))
+            assert from_storage(answer) < STORED
+            assert same_answer(answer, expected[seed])
+        counted = partial(read_metric, reader.metrics())
+        assert counted("sgl_kvfetch_decisions_total", decision="fetch", reason="unmeasured") == 1
+        assert counted("sgl_kvfetch_decisions_total", decision="recompute", reason="link") == 2
+        assert counted("sgl_kvfetch_recomputed_tokens_total") >= 2 * STORED
 
 
 def test_a_budget_of_the_users_own_is_kept(model: Path, link: Proxy, expected: Expected) -> None:

@@ -14,13 +14,12 @@ from tests.segments import SMALL, make_heads
 NAMESPACE = make_heads(SMALL, make_quantiser("exact")).namespace
 COMMANDS: list[m.Command] = [
     m.Start({"store": "file:///kv"}, NAMESPACE, 0, 2, 1, None),
-    m.LookUp(1, b"h" * 64, True, {"swa": 4, "indexer": 0}, 7),
-    m.FetchPages(
-        2, b"h" * 32, (1, 2), 1.5, found=1, first_page=3, request_id="r", traceparent="00-1-2-01", early_s=0.5
-    ),
+    m.LookUp(1, b"h" * 64, {"swa": 4, "indexer": 0}, 7),
+    m.FetchPages(2, b"h" * 32, (1, 2), 1.5, 1, 3, "r", "00-1-2-01", early_s=0.5, is_given=True, compute_s=2.5),
     m.FetchSide(5, "swa", b"h" * 32, 1.5),
     m.Give(2, 0),
     m.Cancel(2),
+    m.ReadAhead(1),
     m.Forget(1),
     m.Flush(),
     m.Write(3, 0, None, b"h" * 32, 64, (("swa", 0),)),

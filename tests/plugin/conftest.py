@@ -44,7 +44,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served) -> Ite
         **config: Any,
     ) -> KVFetchStorage:
         monkeypatch.setattr(client, "_LINGER_S", linger_s)
-        patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600}  # on slow machines, too
+        patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600, "recompute": "never"}  # on slow machines, too
         extra = {"store": f"file://{tmp_path}", "codec": "zstd"} | patient | config
         place = storage_config(extra_config=extra, is_mla_model=isinstance(pool, MLATokenToKVPoolHost))
         made.append(KVFetchStorage(place, pool or make_pool()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import sys
 import time
 from collections import OrderedDict
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 # How often to look whether a device has finished with frames. Its events call nobody, and may come in any order.
 _POLL_S = 0.002
+_COMPARE_S = 0.05  # how often a fetch is compared with computing
+_SLOWER = 1.1  # it ends if it would take so many times as long: estimates have noise, and what has come is lost in part
 _MAX_REPORTS = 4  # at once; a segment for which there is no room is reported when it is read again
 
 
@@ -145,6 +148,7 @@ class Fetcher:
         request: timeline.Request = timeline.NOBODY,
         on_requested: Callable[[], None] | None = None,
         early: Early | None = None,
+        compute_s: float = math.inf,
     ) -> FetchResult:
         """Restore pages to the destinations of ``rounds``. The rounds must be contiguous and cover all pages.
 
@@ -154,7 +158,8 @@ class Fetcher:
         ``num_pages`` excludes pages that failed or came too late; pages beyond it may have been written in part.
         ``on_requested`` is called when the link could serve another fetch as well, unless this one ends first.
         Never raises a domain error. ``request`` is for the timeline. With ``early``, the rest is decoded layer by
-        layer when all bytes are here.
+        layer when all bytes are here. ``compute_s``: how long the engine would take to compute all pages; ends, as if
+        the rest came too late, when the engine would compute the rest sooner.
         """
         progress = FetchProgress(sources, rounds, early)
         self._running.add(progress)
@@ -164,7 +169,7 @@ class Fetcher:
         try:
             async with asyncio.timeout(timeout_s):
                 deadline_s = time.monotonic() + timeout_s
-                await self._run(progress, requested, deadline_s, request)
+                await self._run(progress, requested, deadline_s, request, compute_s)
         except TimeoutError:
             timed_out = progress.num_transmitting > 0
             starved = not timed_out and progress.num_waiting > 0
@@ -176,12 +181,19 @@ class Fetcher:
         return FetchResult(progress.num_pages, tuple(progress.failures), timed_out, starved, progress.is_late)
 
     async def _run(
-        self, progress: FetchProgress, requested: asyncio.Event, deadline_s: float, request: timeline.Request
+        self,
+        progress: FetchProgress,
+        requested: asyncio.Event,
+        deadline_s: float,
+        request: timeline.Request,
+        compute_s: float,
     ) -> None:
         """Run all units. Sets ``requested`` when no more can be requested, for now or at all."""
         due_s = time.monotonic() + self.levels.within_s
         try:
             async with asyncio.TaskGroup() as group:
+                if math.isfinite(compute_s):
+                    group.create_task(self._end_when_slow(progress, compute_s))
                 for index, (each, part) in enumerate(progress.parts):
                     if self._comes_after(part, deadline_s):
                         progress.is_late = True
@@ -207,6 +219,19 @@ class Fetcher:
                     raise _SettledError
         except* _SettledError:
             pass
+
+    async def _end_when_slow(self, progress: FetchProgress, compute_s: float) -> None:
+        """End the fetch when the engine, which takes ``compute_s`` for all pages, would compute the rest sooner."""
+        sizes = [part.size_bytes for _, part in progress.parts]
+        while True:
+            await asyncio.sleep(_COMPARE_S)
+            link_bps = self.link.present_bps(time.monotonic())
+            if link_bps is None:
+                continue  # the deadline counts
+            bytes_per_s = min(link_bps / 8, self.pool.bytes_per_s or math.inf)
+            if progress.left_bytes(sizes) / bytes_per_s > _SLOWER * compute_s * progress.share_left:
+                progress.is_late = True
+                raise _SettledError
 
     async def _announce(self, requested: asyncio.Event, on_requested: Callable[[], None] | None) -> None:
         if on_requested is not None:
@@ -443,6 +468,9 @@ class Fetcher:
         self.link.started(unit.size_bytes)
         try:
             data = await self._read(unit)
+        except asyncio.CancelledError:
+            self.link.give_up()
+            raise
         finally:
             self.link.ended(unit.size_bytes, started_s, is_whole=data is not None)
         ended_s = time.monotonic()

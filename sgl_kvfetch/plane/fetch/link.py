@@ -20,6 +20,7 @@ _LEAST_READS = 4
 _NUM_KEPT = 16
 _STALE_S = 30.0  # links change, so older measurements decide neither pace nor deadline
 _FASTER = 1.5  # two transfers that are so many times as fast as all before mean that the link has become faster
+_SILENT_S = 0.25  # a store may take so long to answer before its first bytes come
 # Nobody fetches while computing is faster, so nobody would notice that the link has become faster. So then a little of
 # what was found is read: two transfers, which tell a faster link from a fast transfer.
 _PROBE_EVERY_S = 5.0
@@ -34,6 +35,8 @@ class Link:
         self._round_trips_s: deque[float] = deque(maxlen=_NUM_KEPT)
         self.outstanding_bytes = 0  # of unfinished transfers
         self._num_outstanding = 0
+        self._changed_s = 0.0  # when a transfer last ended, or when the link was last idle
+        self._bound_bps, self._bounded_s = math.inf, -math.inf  # by transfers that were given up, and when
         self._probed_s = -math.inf
         self._waiting: list[asyncio.Future[None]] = []
 
@@ -49,17 +52,29 @@ class Link:
         return self.outstanding_bytes > (self.goodput_bps(time.monotonic()) or 0.0) / 8 * full_s
 
     def goodput_bps(self, now_s: float = -math.inf) -> float | None:
-        """Return the mean goodput of the kept transfers, or None if none ended lately, or ever without ``now_s``."""
+        """Return the mean goodput of the kept transfers. If none ended lately, or ever without ``now_s``, return what
+        it is at most, by those that were given up; None without any."""
         if not self._transfers or self._transfers[-1].end_s < now_s - _STALE_S:
-            return None
+            return self._bound_bps if max(self._bounded_s, now_s - _STALE_S) == self._bounded_s > -math.inf else None
         return sum(t.size_bytes for t in self._transfers) * 8 / sum(t.end_s - t.start_s for t in self._transfers)
+
+    def present_bps(self, now_s: float) -> float | None:
+        """Return the goodput of this moment at most: the mean, or less if no transfer ends although some should have.
+        None as for `goodput_bps`."""
+        mean_bps = self.goodput_bps(now_s)
+        return None if mean_bps is None else min(mean_bps, self._silent_bps(now_s))
+
+    def _silent_bps(self, now_s: float) -> float:
+        """Return the goodput with which the transfers under way would just not have ended yet."""
+        silent_s = now_s - self._changed_s - _SILENT_S
+        return self.outstanding_bytes * 8 / silent_s if self._num_outstanding and silent_s > 0 else math.inf
 
     def begin_probe(self) -> int:
         """Return how many bytes to read in each of two transfers to measure the link again: 0 if it is in use, was
         measured a moment ago, or never."""
         now_s = time.monotonic()
-        measured_s = max(self._probed_s, self._transfers[-1].end_s if self._transfers else now_s)
-        if self._num_outstanding or now_s < measured_s + _PROBE_EVERY_S:
+        measured_s = max(self._probed_s, self._bounded_s, self._transfers[-1].end_s if self._transfers else -math.inf)
+        if self._num_outstanding or measured_s == -math.inf or now_s < measured_s + _PROBE_EVERY_S:
             return 0
         self._probed_s = now_s
         return int((self.goodput_bps() or 0.0) / 8 * _PROBE_S)
@@ -69,14 +84,22 @@ class Link:
         self._round_trips_s.append(seconds)
 
     def started(self, size_bytes: int) -> None:
+        if not self._num_outstanding:
+            self._changed_s = time.monotonic()
         self.outstanding_bytes += size_bytes
         self._num_outstanding += 1
+
+    def give_up(self) -> None:
+        """Note that a transfer is given up, before it ends."""
+        now_s = time.monotonic()
+        if (bound_bps := self._silent_bps(now_s)) < math.inf:
+            self._bound_bps, self._bounded_s = bound_bps, now_s
 
     def ended(self, size_bytes: int, started_s: float, *, is_whole: bool) -> None:
         """Record a transfer's end. ``is_whole``: all bytes arrived; otherwise it failed or was cancelled."""
         self.outstanding_bytes -= size_bytes
         self._num_outstanding -= 1
-        now_s = time.monotonic()
+        now_s = self._changed_s = time.monotonic()
         if is_whole and size_bytes and now_s > started_s:
             self._add(size_bytes, started_s, now_s)
         for waiting in self._waiting:

@@ -116,6 +116,18 @@ class FetchProgress:
         for each in self._rounds[self._num_ended :]:
             self._end_round(each)
 
+    def left_bytes(self, sizes: Sequence[int]) -> float:
+        """Return how many bytes are not restored yet. ``sizes``: each part's bytes."""
+        return sum(
+            size * left / part.reader.cells_per_span
+            for size, left, (_, part) in zip(sizes, self._cells_left, self.parts, strict=True)
+        )
+
+    @property
+    def share_left(self) -> float:
+        """Return the share of the pages that is not part of the restored run yet."""
+        return 1 - self.num_pages / self._pages_before[-1]
+
     @property
     def num_pages(self) -> int:
         """Return the length of the restored run, from the first page."""

@@ -30,10 +30,11 @@ from sgl_kvfetch.plane import (
     LayerProgress,
     counted,
 )
+from sgl_kvfetch.plugin.choice import Decision, FetchLag, FetchOrRecompute
 from sgl_kvfetch.plugin.device.board import Board, Done, PageCount, Ticket
 from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
-from sgl_kvfetch.plugin.device.prefill import FetchLag, FetchOrRecompute, PrefillSpeed
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
+from sgl_kvfetch.plugin.prefill import PrefillSpeed
 from sgl_kvfetch.plugin.weight_updates import Access
 
 logger = logging.getLogger(__name__)
@@ -215,15 +216,14 @@ class DeviceBackend:
         """Return whether to fetch ``num_pages`` pages. ``cost``: of these pages alone. ``num_ahead``: pages that will
         be fetched before them; each is assumed to cost as much. ``begins_s``: when the fetch would begin, None if it
         has begun already. Ranks may differ, so they must agree before they act."""
-        if self._config.device.recompute == "never":
-            metrics.DEVICE_DECISIONS.labels("fetch", "configured").inc()
-            return True
         num_tokens, times = num_pages * self.pages.geometry.page_size, 1 + num_ahead / num_pages
-        in_turn = Cost(*(None if seconds is None else times * seconds for seconds in (cost.transmit_s, cost.decode_s)))
-        saved_s = self._speed.seconds_saved(num_tokens)
-        lag_s = 0.0 if begins_s is None else self._lag.seconds(begins_s)
-        decision = self._choice.decide(num_tokens, in_turn, None if saved_s is None else saved_s - lag_s)
-        metrics.DEVICE_DECISIONS.labels("fetch" if decision.is_fetched else "recompute", decision.reason).inc()
+        decision = Decision(True, "configured")
+        if self._config.recompute == "auto":
+            stages = (None if seconds is None else times * seconds for seconds in (cost.transmit_s, cost.decode_s))
+            saved_s = self._speed.seconds_saved(num_tokens)
+            lag_s = 0.0 if begins_s is None else self._lag.seconds(begins_s)
+            decision = self._choice.decide(num_tokens, Cost(*stages), None if saved_s is None else saved_s - lag_s)
+        decision.count(num_tokens)
         return decision.is_fetched
 
     # Fetches
@@ -259,7 +259,7 @@ class DeviceBackend:
         if early_ticket is not None:
             call.certain.add_done_callback(lambda done: self._report(early_ticket, Certainty(int(done.result()))))
         call.link.add_done_callback(lambda _: self._report(link_ticket, Done()))
-        if self._config.device.recompute == "auto":
+        if self._config.recompute == "auto":
             call.end.add_done_callback(partial(self._measure, lookup, call, len(pages)))
         return call
 

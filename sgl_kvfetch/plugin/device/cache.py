@@ -38,11 +38,11 @@ from sgl_kvfetch.plugin.device.early import EarlyStarts
 from sgl_kvfetch.plugin.device.fetches import Fetches
 from sgl_kvfetch.plugin.device.known import KnownPages
 from sgl_kvfetch.plugin.device.pages import DevicePages, pool_device
-from sgl_kvfetch.plugin.device.prefill import PrefillMeter
 from sgl_kvfetch.plugin.device.writes import Writes
 from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.host.pages import is_mla
 from sgl_kvfetch.plugin.launch_check import read_extra_config
+from sgl_kvfetch.plugin.prefill import PrefillMeter
 from sgl_kvfetch.plugin.versions import require_distinct_images
 
 logger = logging.getLogger(__name__)

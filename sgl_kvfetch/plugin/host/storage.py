@@ -40,7 +40,9 @@ from sgl_kvfetch.plane import Cost, DataPlane, Destination, Found, GuardedSink, 
 from sgl_kvfetch.plugin.data_plane import engine_nvdec, open_engine_plane
 from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
 from sgl_kvfetch.plugin.host.side_pools import SidePools, trailing_pages
+from sgl_kvfetch.plugin.host.turns import NO_TURN, Turns
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
+from sgl_kvfetch.plugin.prefill import PrefillMeter
 from sgl_kvfetch.plugin.versions import budget_pages, dcp_size, is_deadline_expired
 from sgl_kvfetch.plugin.weight_updates import Access, register_access, require_no_former_pages
 
@@ -85,7 +87,11 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         self._sides = SidePools()
         self._is_stopping: Callable[[], bool] = lambda: False  # whether SGLang waits for its threads to end
         self._patience = Patience(None, config.fetch_timeout_s)
-        # Of SGLang's present prefetch: when its fetches must end, and why SGLang gave it up, or "".
+        self.meter = PrefillMeter()
+        self.turns = Turns(self.meter.speed, mem_pool_host.page_size, may_compute=config.recompute == "auto")
+        # Of SGLang's present prefetch: its turn, its last page, how long the engine would take for each of its pages,
+        # when its fetches must end, and why SGLang gave it up, or "".
+        self._turn, self._last_key, self._compute_page_s = NO_TURN, "", math.inf
         self._transfer_end_s = math.inf
         self._given_up: Callable[[], str] = lambda: ""
         self._has_draft_layers = mem_pool_host.layer_num != mem_pool_host.target_layer_num
@@ -145,9 +151,14 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         SGLang gives up slow prefetches, and joins this thread within 10 s when it flushes, detaches or updates weights,
         which ``is_stopping`` tells; if the join fails, the scheduler dies. So a fetch ends soon after either event.
         """
-        patience = self._patience
+        patience, hashes = self._patience, operation.hash_value
+        self._turn = turn = self.turns.begin(hashes)
+        self._last_key = hashes[-1] if hashes else ""
+        # SGLang reads side pages only behind the whole KV, so what has come of it would be lost.
+        is_divisible = all(transfer.indices_from_pool == PoolName.KV for transfer in operation.pool_transfers or ())
+        self._compute_page_s = turn.compute_s / len(turn.hashes) if turn.hashes and is_divisible else math.inf
         self._is_stopping = is_stopping
-        self._transfer_end_s = patience.deadline_s(operation)
+        self._transfer_end_s = min(patience.deadline_s(operation), time.monotonic() + turn.within_s)
         self._given_up = lambda: patience.reason(operation) if operation.is_terminated() else ""
 
     # Lookup
@@ -156,7 +167,8 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return how many pages are stored, from the first key on, without a gap. Begins to transmit them."""
+        """Return how many pages are stored, from the first key on, without a gap, or 0 if computing them is sooner.
+        Begins to transmit them."""
         return self._look_up(keys, ()).num_pages
 
     def _look_up(self, keys: list[str], transfers: Sequence[PoolTransfer]) -> Found:
@@ -164,8 +176,12 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             found: Future[Found] = Future()
             with counted("lookup"):
                 trailing = trailing_pages(transfers)
-                self._plane.look_up(hash_bytes(keys), found.set_result, reads_ahead=True, trailing=trailing)
-                return found.result(self._config.lookup_timeout_s + _GRACE_S)
+                work = self._plane.look_up(hash_bytes(keys), found.set_result, trailing=trailing)
+                result = found.result(self._config.lookup_timeout_s + _GRACE_S)
+                if self.turns.looked_up(keys, result, time.monotonic()):
+                    self._plane.read_ahead(work)
+                    return result
+                self._plane.forget_lookup(work)
         return Found(0, 0, Cost(None, None))
 
     def batch_exists_v2(
@@ -200,7 +216,13 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             with counted("fetch"):
                 hashes, pool_pages = hash_bytes(keys), self._pages.page_indices(host_indices)
                 deadline_s = self._deadline_s()
-                call = self._plane.fetch(hashes, [len(keys)], deadline_s, destination=Destination(pool_pages, sink))
+                call = self._plane.fetch(
+                    hashes,
+                    [len(keys)],
+                    deadline_s,
+                    destination=Destination(pool_pages, sink),
+                    compute_s=len(keys) * self._compute_page_s,
+                )
                 reason = ""
                 try:
                     ended = _await(call.over[0], deadline_s + _GRACE_S, self._why_given_up)
@@ -214,6 +236,8 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                     _limited.warning(reason, f"{message}: {GIVEN_UP[reason]}")
         finally:
             sink.close()
+            if num_pages < len(keys) or keys[-1] == self._last_key:
+                self.turns.end(self._turn, time.monotonic(), is_whole=num_pages == len(keys))
         if num_pages:
             self._count(self._reads, num_pages, started_s)
         return [page < num_pages for page in range(len(keys))]

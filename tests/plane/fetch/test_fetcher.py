@@ -291,3 +291,28 @@ async def test_pages_that_are_not_fetched_measure_the_link(
     await fetcher.probe(sources(segment, range(8)))
     assert store.num_gets == 3
     assert fetcher.link.outstanding_bytes == 0
+
+
+async def test_a_fetch_ends_once_the_rest_would_be_computed_sooner(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has come counts."""
+    wanted, pool = sources(segment, range(8)), PoisonedPool(8)
+    get = store.get
+    silent_from = sum(map(wanted[0].reader.coded_bytes, wanted[0].reader.span_cells(0)))
+
+    async def get_the_first_span(name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        if start >= silent_from:
+            await asyncio.Event().wait()
+        return await get(name, start, length)
+
+    monkeypatch.setattr(store, "get", get_the_first_span)
+    result = await fetch_pages(fetcher, wanted, range(8), GuardedSink(pool), WAIT_S, compute_s=1.0)
+    assert (result.num_pages, result.late, result.timed_out) == (2, True, False)
+    assert holds(pool, segment, range(2), range(2))
+
+
+async def test_a_fetch_goes_on_while_computing_would_take_longer(fetcher: Fetcher, segment: Segment) -> None:
+    wanted, pool = sources(segment, range(8)), PoisonedPool(8)
+    result = await fetch_pages(fetcher, wanted, range(8), GuardedSink(pool), WAIT_S, compute_s=WAIT_S)
+    assert result == FetchResult(8, (), False)

@@ -153,3 +153,36 @@ async def test_a_link_is_probed_when_it_was_neither_used_nor_measured_lately(clo
     assert link.begin_probe() == 0
     clock.now_s += 6
     assert link.begin_probe() == 100_000  # the first one failed
+
+
+async def test_a_silent_link_brings_less_the_longer_it_is_silent(clock: Clock) -> None:
+    link = Link()
+    assert link.present_bps(clock.now_s) is None
+    transferred(link, clock, 1_000_000, 1.0)
+    link.started(100_000)
+    clock.now_s += 0.2  # as long as a store may take to answer
+    assert link.present_bps(clock.now_s) == pytest.approx(8e6)
+    clock.now_s += 1.05
+    assert link.present_bps(clock.now_s) == pytest.approx(8e5)  # the 100,000 bytes did not come in a second
+    link.ended(100_000, clock.now_s - 1.25, is_whole=False)
+    assert link.present_bps(clock.now_s) == pytest.approx(8e6)
+
+
+async def test_a_transfer_that_is_given_up_tells_how_fast_the_link_is_at_most(clock: Clock) -> None:
+    link = Link()
+    link.started(100_000)
+    link.started(100_000)
+    clock.now_s += 0.25
+    link.give_up()  # it is too soon to tell
+    assert link.goodput_bps(clock.now_s) is None
+    clock.now_s += 2.0
+    for _ in range(2):
+        link.give_up()
+        link.ended(100_000, clock.now_s - 2.25, is_whole=False)
+    assert link.goodput_bps(clock.now_s) == pytest.approx(8e5)
+    assert link.goodput_bps(clock.now_s + 31) is None
+    assert link.goodput_bps() == pytest.approx(8e5)
+    clock.now_s += 5.0
+    assert link.begin_probe() == pytest.approx(8e5 / 8 * 0.1)
+    transferred(link, clock, 1_000_000, 1.0)
+    assert link.goodput_bps(clock.now_s) == pytest.approx(8e6)

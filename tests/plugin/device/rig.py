@@ -250,7 +250,8 @@ def make_rig(
     extra = {
         "store": f"file://{directory}",
         "codec": "zstd",
-        "device": {"recompute": "never"} | (device or {}),
+        "device": device or {},
+        "recompute": "never",
         "lookup_timeout_s": 600,  # no test should wait for these, however slow its machine is
         "fetch_timeout_s": 600,
     } | config

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.plugin.device.early import EarlyStarts
-from sgl_kvfetch.plugin.device.prefill import PrefillMeter
 from sgl_kvfetch.plugin.device.scheduler_hooks import (
     WaitingQueue,
     count_pending,
@@ -17,6 +16,7 @@ from sgl_kvfetch.plugin.device.scheduler_hooks import (
     reserved_tokens,
     step_cache,
 )
+from sgl_kvfetch.plugin.prefill import PrefillMeter
 
 
 @dataclass(eq=False)

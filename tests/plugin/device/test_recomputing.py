@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
-    rig = make(device={"recompute": "auto"})
+    rig = make(recompute="auto")
     tokens = prompt(0)
     rig.stored(tokens)
     assert rig.cache.prefill_meter.speed.seconds_for(32) is None
@@ -24,7 +24,7 @@ def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
     before = own_metric("sgl_kvfetch_device_requests_total", end="recomputed")
     assert rig.fetch(tokens) == (0, 0)
     assert own_metric("sgl_kvfetch_device_requests_total", end="recomputed") == before + 1
-    assert own_metric("sgl_kvfetch_device_decisions_total", decision="recompute", reason="decoder") > 0
+    assert own_metric("sgl_kvfetch_decisions_total", decision="recompute", reason="decoder") > 0
     # Pages that the store has are not written again.
     rig.compute(tokens)
     assert not rig.cache.has_pending_cache_operations()
@@ -36,7 +36,7 @@ def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
 
 
 def test_the_rest_is_computed_once_that_is_faster(make: MakeRig) -> None:
-    rig = make(device={"recompute": "auto", "round_tokens": 16})
+    rig = make(device={"round_tokens": 16}, recompute="auto")
     tokens = prompt(0)
     rig.stored(tokens)
     warm = rig.arrive(tokens[:16])

@@ -11,19 +11,9 @@ import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_kvfetch import timeline
-from sgl_kvfetch.plane.messages import Cost
-from sgl_kvfetch.plugin.device.prefill import (
-    LAG_COUNTS_S,
-    MARGIN,
-    MIN_BATCHES,
-    WINDOW,
-    Decision,
-    FetchLag,
-    FetchOrRecompute,
-    PrefillMeter,
-    PrefillSpeed,
-)
 from sgl_kvfetch.plugin.device.scheduler_hooks import measure_batch
+from sgl_kvfetch.plugin.hooks import measure_prompts
+from sgl_kvfetch.plugin.prefill import MIN_BATCHES, WINDOW, PrefillMeter, PrefillSpeed
 from tests.plugin.device.test_queue import Cache
 
 
@@ -39,13 +29,32 @@ def fed(*sizes: int) -> PrefillSpeed:
     return speed
 
 
-def test_there_is_no_estimate_before_enough_batches() -> None:
-    speed = fed(*[100] * (MIN_BATCHES - 1))
+def test_there_is_no_estimate_before_a_batch() -> None:
+    speed = PrefillSpeed()
     speed.add_batch(0, 1.0)
     speed.add_batch(100, 0.0)
     assert speed.seconds_for(100) is None
     speed.add_batch(100, seconds(100))
     assert speed.seconds_for(100) == pytest.approx(seconds(100))
+
+
+def test_until_there_are_a_few_batches_the_fastest_counts() -> None:
+    """The first one compiles kernels."""
+    speed = PrefillSpeed()
+    speed.add_batch(1000, 9.0)
+    for _ in range(MIN_BATCHES - 2):
+        speed.add_batch(1000, seconds(1000))
+        assert speed.seconds_for(1000) == pytest.approx(seconds(1000))
+    assert speed.seconds_saved(1000) == pytest.approx(seconds(1000))
+
+
+def test_short_batches_do_not_tell_how_long_a_long_prompt_takes() -> None:
+    speed = fed(*[20, 30] * MIN_BATCHES)
+    assert speed.seconds_for(200) is not None
+    assert speed.seconds_for(1000) is None
+    assert speed.seconds_saved(1000) is None
+    speed.add_batch(1024, seconds(1024))
+    assert speed.seconds_for(100_000) == pytest.approx(100_000 / 1024 * seconds(1024))  # SGLang splits it
 
 
 def test_batches_and_tokens_both_cost_time() -> None:
@@ -58,7 +67,6 @@ def test_fetching_a_prefix_does_not_save_the_batch_of_the_other_tokens() -> None
     speed = fed(10, 64, 64, 500, 64, 30)
     for size in (1, 64, 500):
         assert speed.seconds_saved(size) == pytest.approx(seconds(size + 1) - seconds(1))
-    assert fed(100).seconds_saved(100) is None
 
 
 def test_reading_the_prefix_is_not_saved() -> None:
@@ -89,15 +97,6 @@ def test_short_prompts_are_not_estimated_by_long_ones() -> None:
     for size, seconds_ in MEASURED.items():
         assert speed.seconds_for(size) == pytest.approx(seconds_)
     assert speed.seconds_for(1500) == pytest.approx(1500 * 0.40 / 1024, rel=0.05)
-
-
-@pytest.mark.parametrize(("gbps", "expected"), [(0.02, False), (0.1, True), (1.0, True)])
-def test_the_faster_way_is_chosen_for_each_length(gbps: float, expected: bool) -> None:
-    """By the bytes and the times of the same table, before any fetch has been measured."""
-    speed, choice = fed_as_measured(), FetchOrRecompute()
-    for size in MEASURED:
-        cost = Cost(1.77e6 * size / 1024 * 8 / (gbps * 1e9), 0.0)
-        assert choice.decide(size, cost, speed.seconds_saved(size)).is_fetched == expected
 
 
 def test_a_longer_prompt_is_several_batches() -> None:
@@ -198,50 +197,26 @@ def test_the_hook_measures() -> None:
     cache = Cache()
     scheduler = SimpleNamespace(tree_cache=cache)
     batch = Batch(time.monotonic() - 0.1)
-    for _ in range(MIN_BATCHES):
-        measure_batch(None, scheduler, batch, None)
+    measure_batch(None, scheduler, batch, None)
     assert cache.prefill_meter.speed.seconds_for(100) is not None
     assert cache.prefill_meter.speed is not Cache().prefill_meter.speed
     measure_batch(None, SimpleNamespace(tree_cache=SimpleNamespace()), batch, None)
 
 
-@pytest.mark.parametrize(
-    ("cost", "recompute_s", "expected"),
-    [
-        (Cost(None, 5.0), 1.0, Decision(True, "unmeasured")),
-        (Cost(5.0, None), None, Decision(True, "unmeasured")),
-        (Cost(0.9, 0.5), 1.0, Decision(True, "faster")),
-        (Cost(1.04, 0.5), 1.0, Decision(True, "faster")),  # not by the margin
-        (Cost(1.1, 0.5), 1.0, Decision(False, "link")),
-        (Cost(1.3, 0.5), 1.0, Decision(False, "link")),
-        (Cost(0.5, 1.3), 1.0, Decision(False, "decoder")),
-    ],
-)
-def test_the_faster_way_is_chosen(cost: Cost, recompute_s: float | None, expected: Decision) -> None:
-    assert FetchOrRecompute().decide(1000, cost, recompute_s) == expected
-
-
-def test_decisions_do_not_alternate_near_the_limit() -> None:
-    choice = FetchOrRecompute()
-    around = [1.0, MARGIN - 0.01] * 5
-    assert all(choice.decide(1000, Cost(s, 0.0), 1.0).is_fetched for s in around)
-    assert not choice.decide(1000, Cost(MARGIN + 0.01, 0.0), 1.0).is_fetched
-    assert not any(choice.decide(1000, Cost(s, 0.0), 1.0).is_fetched for s in (1.01, MARGIN - 0.01) * 5)
-    assert choice.decide(1000, Cost(1.0, 0.0), 1.0).is_fetched
-
-
-def test_short_and_long_prompts_have_separate_decisions() -> None:
-    choice = FetchOrRecompute()
-    assert not choice.decide(1000, Cost(2.0, 0.0), 1.0).is_fetched
-    assert choice.decide(100_000, Cost(0.5, 0.0), 1.0).is_fetched
-    assert not choice.decide(1000, Cost(1.1, 0.0), 1.0).is_fetched
-
-
-def test_how_late_fetches_end_counts_for_a_minute() -> None:
-    lag = FetchLag()
-    assert lag.seconds(0.0) == 0.0
-    for ended_s, expected_s in ((10.0, 9.8), (11.0, 10.7), (12.0, 2.0), (13.0, 14.0), (14.0, 13.6)):
-        lag.ended(ended_s, expected_s)
-    assert lag.seconds(14.0) == pytest.approx(0.3)  # one that was early counts as being in time
-    assert lag.seconds(12.0 + LAG_COUNTS_S) == pytest.approx(0.2)
-    assert lag.seconds(14.0 + LAG_COUNTS_S) == 0.0
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_the_hook_of_host_mode_measures_and_says_when_the_engine_is_idle(is_idle: bool) -> None:
+    told: list[bool] = []
+    turns = SimpleNamespace(engine_is_idle=lambda: told.append(True))
+    backend = SimpleNamespace(meter=PrefillMeter(), turns=turns)
+    controller = SimpleNamespace(storage_backend_type="kvfetch", storage_backend=backend)
+    running = SimpleNamespace(is_empty=lambda: is_idle)
+    scheduler = SimpleNamespace(
+        tree_cache=SimpleNamespace(cache_controller=controller), waiting_queue=[], running_batch=running
+    )
+    measure_prompts(None, scheduler, Batch(time.monotonic() - 0.1), None)
+    assert backend.meter.speed.seconds_for(100) is not None
+    assert told == [True] * is_idle
+    controller.storage_backend_type = "file"
+    controller.storage_backend = None
+    measure_prompts(None, scheduler, Batch(time.monotonic()), None)
+    measure_prompts(None, SimpleNamespace(tree_cache=SimpleNamespace()), Batch(time.monotonic()), None)

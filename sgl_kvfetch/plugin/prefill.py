@@ -1,4 +1,4 @@
-"""Measures how fast the engine computes prompts, and decides whether to fetch a prefix or to compute it."""
+"""Measures how fast the engine computes prompts."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from sgl_kvfetch import timeline
-from sgl_kvfetch.plane import Cost
 
 WINDOW = 24  # how many of the latest batches count
-MIN_BATCHES = 4
+MIN_BATCHES = 4  # with fewer, the fastest one counts
+# From batches of fewer tokens, a prompt of more than _FARTHEST times as many is not estimated.
+_SHORT, _FARTHEST = 1024, 8
 # If all batches have about the same size, the cost of a batch cannot be told from the cost of its tokens.
 _MIN_SPREAD = 2.0
-# Computing must be so many times faster before it is chosen, so that decisions do not alternate when the two estimates
-# are nearly equal. A prompt whose prefix is fetched anyway takes at most so many times as long as it could.
-MARGIN = 1.05
 # A batch whose requests have so many times as many tokens before it as in it is what is left to compute after a fetch.
 _TAIL_FACTOR = 8
-LAG_COUNTS_S = 60.0
 _NEAR = 0.1  # doublings; batches whose sizes differ by less have about the same weight
 
 
@@ -34,7 +31,11 @@ class PrefillSpeed:
     how batches of about this size differed from the line.
 
     A prompt longer than the largest batch is estimated as several such batches, because SGLang may split it. If SGLang
-    does not split it, or if all batches have about the same size, the estimate is too high rather than too low.
+    does not split it, or if all batches have about the same size, the estimate is too high rather than too low. Short
+    batches cost more a token, so they do not tell how long a much longer prompt takes.
+
+    The first batches compile kernels. So until there are a few, the fastest counts. An estimate that is too low makes
+    the engine compute, which corrects it; one that is too high would stay.
 
     What is left to compute after a fetch is a small batch, but its attention reads the whole prefix. On a CPU that may
     take half as long as computing the prefix. So such batches are kept apart, as a time per token of the prefix.
@@ -45,7 +46,7 @@ class PrefillSpeed:
     def __init__(self) -> None:
         self._batches: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._tails: deque[tuple[int, int, float]] = deque(maxlen=WINDOW)  # tokens before, tokens, seconds
-        self._fit: _Fit | None = None
+        self._fit: _Fit | None = None  # None before the first batch
         self._is_fitted = True
 
     def add_batch(self, num_tokens: int, seconds: float, num_before: int = 0) -> None:
@@ -59,16 +60,19 @@ class PrefillSpeed:
             self._is_fitted = False
 
     def seconds_for(self, num_tokens: int) -> float | None:
-        """Return how long ``num_tokens`` would take. None until enough batches have been seen."""
+        """Return how long ``num_tokens`` would take. None if no batch of about as many tokens has been seen."""
         fit = self._current_fit()
-        if fit is None:
+        if fit is None or (fit.largest < _SHORT and num_tokens > _FARTHEST * fit.largest):
             return None
-        ratios = [(seconds / fit.seconds_for(size), size) for size, seconds in list(self._batches)]
+        batches = list(self._batches)
+        if len(batches) < MIN_BATCHES:
+            return fit.seconds_for(num_tokens)
+        ratios = [(seconds / fit.seconds_for(size), size) for size, seconds in batches]
         return fit.seconds_for(num_tokens) * _median_near(ratios, num_tokens)
 
     def seconds_saved(self, num_tokens: int) -> float | None:
         """Return how much less time a prompt takes if ``num_tokens`` of its tokens are fetched. The batch that computes
-        its other tokens, at least one, saves nothing. None until enough batches have been seen."""
+        its other tokens, at least one, saves nothing. None as for `seconds_for`."""
         fit, whole_s = self._current_fit(), self.seconds_for(num_tokens)
         if fit is None or whole_s is None:
             return None
@@ -79,7 +83,7 @@ class PrefillSpeed:
     def _current_fit(self) -> _Fit | None:
         if not self._is_fitted:
             self._is_fitted = True  # set first, so that a batch added in the meantime causes a new fit
-            self._fit = _fit(list(self._batches)) if len(self._batches) >= MIN_BATCHES else None
+            self._fit = _fit(list(self._batches))
         return self._fit
 
 
@@ -122,6 +126,8 @@ class PrefillMeter:
 
 def _fit(batches: list[tuple[int, float]]) -> _Fit:
     sizes = [tokens for tokens, _ in batches]
+    if len(batches) < MIN_BATCHES:
+        return _Fit(0.0, min(seconds / tokens for tokens, seconds in batches), max(sizes))
     token_s = 0.0
     if max(sizes) >= _MIN_SPREAD * min(sizes):
         pairs = [(*a, *b) for a, b in itertools.combinations(batches, 2) if a[0] != b[0]]
@@ -146,52 +152,3 @@ def _weighted_median(values: list[tuple[float, float]]) -> float:
         if half <= 0:
             return value
     raise AssertionError("no values")
-
-
-class FetchLag:
-    """Measures how much later fetches end than link and decoders say: because of the first bytes, the last cells, and
-    the way to the scheduler. Pure: times are arguments. Any thread adds and reads.
-
-    Only the last minute counts: if computing is chosen because of it, nothing else would correct it.
-    """
-
-    def __init__(self) -> None:
-        self._lags: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # when it ended, and how late
-
-    def ended(self, now_s: float, expected_s: float) -> None:
-        """Note that a fetch that should have ended at ``expected_s`` has ended now."""
-        self._lags.append((now_s, max(0.0, now_s - expected_s)))
-
-    def seconds(self, now_s: float) -> float:
-        """Return the median, 0 if there is none."""
-        return statistics.median([lag for ended_s, lag in list(self._lags) if now_s < ended_s + LAG_COUNTS_S] or [0.0])
-
-
-Reason = Literal["faster", "unmeasured", "link", "decoder"]
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    is_fetched: bool
-    reason: Reason
-
-
-class FetchOrRecompute:
-    """Decides with hysteresis, separately for each range of lengths (powers of two). Pure. A prefix whose cost is
-    unknown is fetched, which also measures the cost."""
-
-    def __init__(self) -> None:
-        self._recomputed: set[int] = set()  # lengths, as powers of two
-
-    def decide(self, num_tokens: int, cost: Cost, recompute_s: float | None) -> Decision:
-        """Decide about a prefix. ``recompute_s``: how much longer the engine would take without it, if it had
-        nothing else to do."""
-        fetch_s = cost.seconds
-        if fetch_s is None or recompute_s is None:
-            return Decision(True, "unmeasured")
-        length = num_tokens.bit_length()
-        if fetch_s <= recompute_s * (1.0 if length in self._recomputed else MARGIN):
-            self._recomputed.discard(length)
-            return Decision(True, "faster")
-        self._recomputed.add(length)
-        return Decision(False, "link" if cost.transmit_s == fetch_s else "decoder")

@@ -1,0 +1,72 @@
+"""Decides whether a stored prefix is fetched or computed. Both modes decide here."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.plane import Cost
+
+# Computing must be so many times faster before it is chosen, so that decisions do not alternate when the two estimates
+# are nearly equal. A prompt whose prefix is fetched anyway takes at most so many times as long as it could.
+MARGIN = 1.05
+LAG_COUNTS_S = 60.0
+_NUM_LAGS = 24
+
+
+class FetchLag:
+    """Measures how much later fetches end than link and decoders say: because of the first bytes, the last cells, and
+    the way to the scheduler. Pure: times are arguments. Any thread adds and reads.
+
+    Only the last minute counts: if computing is chosen because of it, nothing else would correct it.
+    """
+
+    def __init__(self) -> None:
+        self._lags: deque[tuple[float, float]] = deque(maxlen=_NUM_LAGS)  # when it ended, and how late
+
+    def ended(self, now_s: float, expected_s: float) -> None:
+        """Note that a fetch that should have ended at ``expected_s`` has ended now."""
+        self._lags.append((now_s, max(0.0, now_s - expected_s)))
+
+    def seconds(self, now_s: float) -> float:
+        """Return the median, 0 if there is none."""
+        return statistics.median([lag for ended_s, lag in list(self._lags) if now_s < ended_s + LAG_COUNTS_S] or [0.0])
+
+
+Reason = Literal["configured", "faster", "unmeasured", "link", "decoder"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    is_fetched: bool
+    reason: Reason
+
+    def count(self, num_tokens: int) -> None:
+        """Count the decision about so many tokens in the metrics."""
+        metrics.DECISIONS.labels("fetch" if self.is_fetched else "recompute", self.reason).inc()
+        if not self.is_fetched:
+            metrics.RECOMPUTED_TOKENS.inc(num_tokens)
+
+
+class FetchOrRecompute:
+    """Decides with hysteresis, separately for each range of lengths (powers of two). Pure. A prefix whose cost is
+    unknown is fetched, which also measures the cost."""
+
+    def __init__(self) -> None:
+        self._recomputed: set[int] = set()  # lengths, as powers of two
+
+    def decide(self, num_tokens: int, cost: Cost, recompute_s: float | None) -> Decision:
+        """Decide about a prefix. ``recompute_s``: how much longer the engine would take without it, if it had
+        nothing else to do."""
+        fetch_s = cost.seconds
+        if fetch_s is None or recompute_s is None:
+            return Decision(True, "unmeasured")
+        length = num_tokens.bit_length()
+        if fetch_s <= recompute_s * (1.0 if length in self._recomputed else MARGIN):
+            self._recomputed.discard(length)
+            return Decision(True, "faster")
+        self._recomputed.add(length)
+        return Decision(False, "link" if cost.transmit_s == fetch_s else "decoder")
