@@ -2,9 +2,9 @@
 
     python -m benchmarks.ttft [--model PATH --profile FILE --text FILE] [--json OUT]
 
-Each method runs real SGLang in device mode. One server computes every prompt and stores it. Another one, which only
-reads, first computes a few other prompts, so that it knows its own speed. Then it gets the stored prompts over a link
-of limited speed, and its caches are flushed between them.
+Each method runs real SGLang, in device mode or in host mode (``--mode``). One server computes every prompt and stores
+it. Another one, which only reads, first computes a few other prompts, so that it knows its own speed. Then it gets the
+stored prompts over a link of limited speed, and its caches are flushed between them.
 
 * computing: without a store;
 * raw reuse: the unchanged KV cache, 16 bits per value, with the same client;
@@ -25,8 +25,9 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from benchmarks.real_model import real_model
 from benchmarks.real_profile import PROMPTS_PART, real_profile
 from benchmarks.report import COLOURS, figure, make_parser, make_table, no_traceback, whole_numbers, write_json
 from benchmarks.traffic import kvfetch_traffic
-from harness.engine import SGLangServer, device_args, free_port
+from harness.engine import SGLangServer, device_args, free_port, hicache_args
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.calibrate.model import cut_windows, part_of, prompt_start, tokenise
@@ -50,6 +51,10 @@ COMPUTING = "computing"
 _BINS: dict[str, Any] = {"quantiser": "cachegen", "cachegen": {"k_bins": [32], "v_bins": [32]}}
 _NUM_BACKWARDS = 2  # prompts per length whose tokens backwards are other prompts, as long to compute
 TIMEOUT_S = 300
+MODES: dict[str, Callable[..., list[str]]] = {
+    "device": device_args,
+    "host": partial(hicache_args, prefetch_policy=None),  # SGLang's default
+}
 _WIDTH = 120
 
 
@@ -110,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.methods and name not in args.methods:
             continue
         console.print(f"{name}: starting SGLang, which computes and stores every prompt")
-        for row in _measure(name, config, model, prompts, args.gbps):
+        for row in _measure(name, config, MODES[args.mode], model, prompts, args.gbps):
             console.print(f"{row.method}, {row.prompt_tokens:,} tokens, {row.gbps:g} Gbps: {row.p50_s:.2f} s")
             rows.append(row)
     console.print(_table(rows))
@@ -119,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.json,
             {
                 "benchmark": "ttft",
+                "mode": args.mode,
                 "model": str(model),
                 "profile": profile.name,
                 "dtype": fast_dtype(),
@@ -136,12 +142,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("benchmarks.ttft", __doc__)
+    parser.add_argument("--mode", choices=MODES, default="device")
     parser.add_argument("--model", help="a model's directory; else the real model")
     parser.add_argument("--profile", help="that model's profile by kvfetch calibrate")
     parser.add_argument("--text", type=Path, help="text to cut prompts from; else Python's reference")
     parser.add_argument("--part", default=PROMPTS_PART, help="part of the text")
     parser.add_argument("--tokens", type=whole_numbers, default="1024,2048,4096", help="prompt lengths")
-    parser.add_argument("--gbps", type=_numbers, default="0.02,0.05,0.1,0.2,0.5,1", help="links")
+    parser.add_argument("--gbps", type=numbers, default="0.02,0.05,0.1,0.2,0.5,1", help="links")
     parser.add_argument("--prompts", type=int, default=3, help="number per length")
     parser.add_argument("--methods", help="names, separated by commas; else all")
     parser.add_argument("--json", type=Path, help="where to write the figures; the plot goes beside it")
@@ -155,7 +162,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _numbers(text: str) -> list[float]:
+def numbers(text: str) -> list[float]:
     return [float(number) for number in text.split(",")]
 
 
@@ -175,6 +182,7 @@ def make_prompts(model: Path, args: argparse.Namespace) -> dict[int, list[list[i
 def _measure(
     name: str,
     config: dict[str, Any] | None,
+    make_flags: Callable[..., list[str]],
     model: Path,
     prompts: dict[int, list[list[int]]],
     links: Sequence[float],
@@ -185,7 +193,7 @@ def _measure(
         flags = ["--dtype", fast_dtype(), "--context-length", str(longest + 64), "--max-total-tokens", str(4 * longest)]
         if config is not None:
             limited = config | {"mode": mode, "fetch_timeout_s": TIMEOUT_S}
-            flags += device_args(f"http://127.0.0.1:{port}", **limited)
+            flags += make_flags(f"http://127.0.0.1:{port}", **limited)
         return SGLangServer(model, extra_args=flags, request_timeout_s=2 * TIMEOUT_S)
 
     with tempfile.TemporaryDirectory(prefix="kvfetch-ttft-") as folder:

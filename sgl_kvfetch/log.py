@@ -11,7 +11,7 @@ _MESSAGE_CHARS = 240
 
 
 class LimitedLogger:
-    """Warns about each kind of event at once, and of its repetitions once a minute, with their count. Thread-safe."""
+    """Logs each kind of event at once, and its repetitions once a minute, with their count. Thread-safe."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -20,6 +20,10 @@ class LimitedLogger:
         self._suppressed: dict[str, int] = {}
 
     def warning(self, kind: str, message: str) -> None:
+        """Do as `log`, at the level of warnings."""
+        self.log(logging.WARNING, kind, message)
+
+    def log(self, level: int, kind: str, message: str) -> None:
         """Log ``message``. If ``kind`` was logged less than a minute ago, only count it for the next message."""
         now = time.monotonic()
         with self._lock:
@@ -29,7 +33,7 @@ class LimitedLogger:
             self._next_s[kind] = now + _PERIOD_S
             suppressed = self._suppressed.pop(kind, 0)
         more = f" (and {suppressed} more like it)" if suppressed else ""
-        self._logger.warning("%s%s", message, more)
+        self._logger.log(level, "%s%s", message, more)
 
 
 def printable(text: str) -> str:

@@ -72,7 +72,8 @@ STORE_DOWN = Gauge(
 
 # Fetch or compute
 DECISIONS = Counter("sgl_kvfetch_decisions", "Stored prefixes, by decision and its reason", ["decision", "reason"])
-# fetch: configured, unmeasured (link or engine), faster. recompute: link, decoder (the one that is too slow).
+# fetch: configured, unmeasured (link or engine), faster. recompute: link, decoder (the one that is too slow),
+# unmeasured (another prefix measures the link).
 RECOMPUTED_TOKENS = Counter("sgl_kvfetch_recomputed_tokens", "Stored tokens that were computed because that was sooner")
 
 # Device mode

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
 from sgl_kvfetch import metrics
+from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane import Cost
+
+_limited = LimitedLogger(logging.getLogger(__name__))
 
 # Computing must be so many times faster before it is chosen, so that decisions do not alternate when the two estimates
 # are nearly equal. A prompt whose prefix is fetched anyway takes at most so many times as long as it could.
@@ -45,10 +49,12 @@ class Decision:
     reason: Reason
 
     def count(self, num_tokens: int) -> None:
-        """Count the decision about so many tokens in the metrics."""
+        """Note the decision about so many tokens in the metrics and in the log."""
         metrics.DECISIONS.labels("fetch" if self.is_fetched else "recompute", self.reason).inc()
         if not self.is_fetched:
             metrics.RECOMPUTED_TOKENS.inc(num_tokens)
+            message = f"kvfetch: {num_tokens} stored tokens are computed, which is sooner ({self.reason})"
+            _limited.log(logging.INFO, self.reason, message)
 
 
 class FetchOrRecompute:

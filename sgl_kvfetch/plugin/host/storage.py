@@ -152,7 +152,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         which ``is_stopping`` tells; if the join fails, the scheduler dies. So a fetch ends soon after either event.
         """
         patience, hashes = self._patience, operation.hash_value
-        self._turn = turn = self.turns.begin(hashes)
+        self._turn = turn = self.turns.begin(hashes, time.monotonic())
         self._last_key = hashes[-1] if hashes else ""
         # SGLang reads side pages only behind the whole KV, so what has come of it would be lost.
         is_divisible = all(transfer.indices_from_pool == PoolName.KV for transfer in operation.pool_transfers or ())

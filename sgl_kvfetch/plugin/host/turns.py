@@ -20,25 +20,27 @@ from sgl_kvfetch.plane import Cost, Found
 from sgl_kvfetch.plugin.choice import Decision, FetchLag, FetchOrRecompute
 from sgl_kvfetch.plugin.prefill import PrefillSpeed
 
-# How long a first fetch may take while nobody knows how fast the link and the engine are.
+# How long a prefix is expected to take the engine before it has computed anything like it: at least so long, and as
+# long as a fast GPU needs for it.
 FIRST_S = 2.0
+_FAST_TOKENS_S = 8192
 _MOST_WAITING = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """A prefix that is to be fetched. ``fetch_s``: how long that takes; None if the link is not measured.
-    ``compute_s``: how long the engine would take for it. ``within_s``: when the fetch must end, after it began.
-    ``expected_s``: when it should end; None if it waited for others."""
+    ``compute_s``: how long the engine would take for it, from when the turn begins. ``within_s``: when the fetch must
+    end, after it began. ``expected_s``: when it should end; None if it waited for others."""
 
     hashes: Collection[str]
     fetch_s: float | None
     compute_s: float
-    within_s: float
+    within_s: float = math.inf
     expected_s: float | None = None
 
 
-NO_TURN = Turn((), None, math.inf, math.inf)
+NO_TURN = Turn((), None, math.inf)
 
 
 class Turns:
@@ -60,52 +62,56 @@ class Turns:
         """Return whether to fetch the pages that a lookup of ``hashes`` has found."""
         with self._lock:
             num_tokens = found.num_pages * self._page_tokens
-            saved_s = self._speed.seconds_saved(num_tokens) if num_tokens else None
-            if num_tokens and self._is_fetched(num_tokens, found.cost, saved_s, now_s):
-                self._queue(hashes[: found.num_pages], found.cost.seconds, saved_s, now_s)
-                return True
+            if num_tokens:
+                saved_s = self._speed.seconds_saved(num_tokens)
+                if saved_s is None:
+                    saved_s = max(FIRST_S, num_tokens / _FAST_TOKENS_S)
+                decision = self._decide(num_tokens, found.cost, saved_s, now_s)
+                decision.count(num_tokens)
+                if decision.is_fetched:
+                    self._queue(hashes[: found.num_pages], found.cost.seconds, saved_s, now_s)
+                    return True
             compute_s = self._speed.seconds_for(len(hashes) * self._page_tokens) or 0.0
             self._engine_free_s = max(self._engine_free_s, now_s) + compute_s
             return False
 
-    def _is_fetched(self, num_tokens: int, cost: Cost, saved_s: float | None, now_s: float) -> bool:
-        decision = Decision(True, "configured")
-        if self._may_compute:
-            if saved_s is not None:
-                saved_s += max(0.0, self._engine_free_s - now_s)
-                saved_s -= max(0.0, self._link_free_s - now_s) + self._lag.seconds(now_s)
-            decision = self._choice.decide(num_tokens, cost, saved_s)
-        decision.count(num_tokens)
-        return decision.is_fetched
+    def _decide(self, num_tokens: int, cost: Cost, saved_s: float, now_s: float) -> Decision:
+        if not self._may_compute:
+            return Decision(True, "configured")
+        wait_s = max(0.0, self._link_free_s - now_s)
+        if cost.seconds is None and wait_s:
+            return Decision(False, "unmeasured")  # the one before it measures the link
+        sooner_s = self._backlog_s(now_s) - wait_s - self._lag.seconds(now_s)
+        return self._choice.decide(num_tokens, cost, saved_s + sooner_s)
 
-    def _queue(self, hashes: Sequence[str], fetch_s: float | None, saved_s: float | None, now_s: float) -> None:
-        turn = Turn(frozenset(hashes), fetch_s, math.inf, math.inf)
-        if self._may_compute:
-            compute_s = FIRST_S if saved_s is None else max(saved_s, 0.0)
-            # The pace of a link that was measured tells when to give up, so it needs no deadline.
-            turn = replace(turn, compute_s=compute_s, within_s=compute_s if fetch_s is None else math.inf)
-        waits = now_s < self._link_free_s
-        if fetch_s is None:
-            fetch_s = min(turn.within_s, FIRST_S)
-        elif not waits:
-            turn = replace(turn, expected_s=now_s + fetch_s)
-        self._waiting.append(turn)
-        self._link_free_s = max(self._link_free_s, now_s) + fetch_s
+    def _backlog_s(self, now_s: float) -> float:
+        return max(0.0, self._engine_free_s - now_s)
 
-    def begin(self, hashes: Sequence[str]) -> Turn:
+    def _queue(self, hashes: Sequence[str], fetch_s: float | None, saved_s: float, now_s: float) -> None:
+        is_first = now_s >= self._link_free_s
+        expected_s = now_s + fetch_s if fetch_s is not None and is_first else None
+        self._waiting.append(Turn(frozenset(hashes), fetch_s, saved_s, expected_s=expected_s))
+        self._link_free_s = max(self._link_free_s, now_s) + (saved_s if fetch_s is None else fetch_s)
+
+    def begin(self, hashes: Sequence[str], now_s: float) -> Turn:
         """Return the turn of pages that SGLang fetches now, and forget those before it."""
         with self._lock:
-            for index, turn in enumerate(self._waiting):
-                if hashes and hashes[-1] in turn.hashes:
-                    for _ in range(index + 1):
-                        self._waiting.popleft()
-                    return turn
-            return NO_TURN
+            index = next((i for i, turn in enumerate(self._waiting) if hashes and hashes[-1] in turn.hashes), None)
+            if index is None:
+                return NO_TURN
+            turn = self._waiting[index]
+            self._waiting = deque(list(self._waiting)[index + 1 :], _MOST_WAITING)
+            if not self._may_compute:
+                return replace(turn, compute_s=math.inf)
+            compute_s = max(turn.compute_s, 0.0) + self._backlog_s(now_s)
+            # The pace of a link that was measured tells when to give up, so it needs no deadline.
+            return replace(turn, compute_s=compute_s, within_s=compute_s if turn.fetch_s is None else math.inf)
 
     def end(self, turn: Turn, now_s: float, *, is_whole: bool) -> None:
         """Note that a fetch has ended, and whether all its pages are here."""
         with self._lock:
-            self._link_free_s = now_s + sum(FIRST_S if each.fetch_s is None else each.fetch_s for each in self._waiting)
+            left_s = (each.compute_s if each.fetch_s is None else each.fetch_s for each in self._waiting)
+            self._link_free_s = now_s + sum(left_s)
             if is_whole and turn.expected_s is not None:
                 self._lag.ended(now_s, turn.expected_s)
 

@@ -43,7 +43,7 @@ def test_a_prefix_is_fetched_if_that_is_sooner(transmit_s: float, is_fetched: bo
 def test_everything_is_fetched_if_the_config_says_so() -> None:
     turns = make_turns(may_compute=False)
     assert ask(turns, "a", 1000.0)
-    turn = turns.begin(keys(PAGES, "a"))
+    turn = turns.begin(keys(PAGES, "a"), 100.0)
     assert (turn.compute_s, turn.within_s) == (math.inf, math.inf)
 
 
@@ -68,18 +68,34 @@ def test_prompts_that_are_not_stored_keep_the_engine_busy_until_it_is_idle() -> 
 def test_the_first_fetch_measures_the_link_and_gives_up_after_what_computing_would_take() -> None:
     turns = make_turns()
     assert ask(turns, "a", None)
-    turn = turns.begin(keys(PAGES, "a"))
+    turn = turns.begin(keys(PAGES, "a"), 100.0)
     assert turn.within_s == turn.compute_s == pytest.approx(1.024)
+    assert not ask(turns, "b", None)  # and others do not wait for that
     turns = make_turns(None)
     assert ask(turns, "a", None)
-    turn = turns.begin(keys(PAGES, "a"))
+    turn = turns.begin(keys(PAGES, "a"), 100.0)
     assert turn.within_s == turn.compute_s == FIRST_S
+
+
+def test_an_engine_that_was_not_measured_is_not_waited_for_long() -> None:
+    assert ask(make_turns(None), "a", 0.9 * FIRST_S)
+    assert not ask(make_turns(None), "a", 1.2 * FIRST_S)
+    long = keys(4096)
+    assert make_turns(None).looked_up(long, found(3 * FIRST_S, len(long)), 100.0)  # a GPU takes 8 s for it
+
+
+def test_a_fetch_goes_on_while_the_engine_is_busy_with_others() -> None:
+    turns = make_turns()
+    for seed in "xyz":
+        assert not turns.looked_up(keys(PAGES, seed), found(None, 0), 100.0)
+    assert ask(turns, "a", 3.0)
+    assert turns.begin(keys(PAGES, "a"), 101.0).compute_s == pytest.approx(3 * 1.024 - 1 + 1.024)
 
 
 def test_a_link_that_was_measured_needs_no_deadline() -> None:
     turns = make_turns()
     assert ask(turns, "a", 0.5)
-    turn = turns.begin(keys(PAGES, "a"))
+    turn = turns.begin(keys(PAGES, "a"), 100.0)
     assert turn.within_s == math.inf
     assert turn.compute_s == pytest.approx(1.024)
 
@@ -90,14 +106,14 @@ def test_a_fetch_that_ends_frees_the_link_and_those_that_sglang_dropped_are_forg
     assert ask(turns, "b", 0.3)
     assert ask(turns, "c", 0.3)
     assert not ask(turns, "d", 0.3)
-    turn = turns.begin(keys(PAGES, "c")[3:])  # the head is on the device by now
+    turn = turns.begin(keys(PAGES, "c")[3:], 100.0)  # the head is on the device by now
     turns.end(turn, 100.1, is_whole=True)
     assert ask(turns, "e", 0.9, now_s=100.1)
-    assert turns.begin(keys(PAGES, "a")) is NO_TURN
+    assert turns.begin(keys(PAGES, "a"), 100.0) is NO_TURN
 
 
 def test_how_late_fetches_end_counts() -> None:
     turns = make_turns()
     assert ask(turns, "a", 0.6)
-    turns.end(turns.begin(keys(PAGES, "a")), 101.2, is_whole=True)  # 0.6 s late
+    turns.end(turns.begin(keys(PAGES, "a"), 100.0), 101.2, is_whole=True)  # 0.6 s late
     assert not ask(turns, "b", 0.6, now_s=102.0)
