@@ -1,5 +1,5 @@
-"""Measures the time to first token of requests that come at once, each with a stored prefix of its own. The link carries
-about one prefix in the time that the engine takes to compute one.
+"""Measures the time to first token of requests that come at once, each with a stored prefix of its own. The link
+carries about one prefix in the time that the engine takes to compute one.
 
     python -m benchmarks.burst [--mode host,device] [--requests N] [--tokens N] [--gbps N[,N...]] [--json OUT]
 

@@ -26,6 +26,7 @@ def test_hand_overs_of_a_lookup_and_a_fetch_of_one_cell(make: Make, tmp_path: Pa
                 "SGLang -> event loop: LookUp",
                 "event loop -> kvfetch-data: Found",
                 "kvfetch-data -> SGLang: Found, by a future",
+                "SGLang -> event loop: ReadAhead",
                 "SGLang -> event loop: FetchPages",
                 "event loop -> kvfetch-decode: DecodePool._run",
                 "kvfetch-decode -> kvfetch-data: Piece",

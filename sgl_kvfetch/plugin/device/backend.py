@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -226,6 +227,11 @@ class DeviceBackend:
         decision.count(num_tokens)
         return decision.is_fetched
 
+    def _compute_s(self, num_pages: int) -> float:
+        """Return how long a fetch of these pages may still pay: as long as the engine would take for them."""
+        saved_s = self._speed.seconds_saved(num_pages * self.pages.geometry.page_size)
+        return math.inf if saved_s is None or self._config.recompute == "never" else saved_s
+
     # Fetches
 
     def fetch(
@@ -255,6 +261,7 @@ class DeviceBackend:
             request=request,
             early_s=(self._speed.seconds_for(num_left) or 0.0) if early_ticket is not None else 0.0,
             destination=None if first is None else first.destination,
+            compute_s=self._compute_s(len(pages)),
         )
         if early_ticket is not None:
             call.certain.add_done_callback(lambda done: self._report(early_ticket, Certainty(int(done.result()))))

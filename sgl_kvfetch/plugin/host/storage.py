@@ -178,7 +178,10 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 trailing = trailing_pages(transfers)
                 work = self._plane.look_up(hash_bytes(keys), found.set_result, trailing=trailing)
                 result = found.result(self._config.lookup_timeout_s + _GRACE_S)
-                if self.turns.looked_up(keys, result, time.monotonic()):
+                is_fetched = self.turns.looked_up(keys, result, time.monotonic())
+                if not result.num_pages:
+                    return result
+                if is_fetched:
                     self._plane.read_ahead(work)
                     return result
                 self._plane.forget_lookup(work)

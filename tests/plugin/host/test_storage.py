@@ -139,6 +139,8 @@ def test_a_fetch_ends_when_sglang_gives_it_up(
     operation = SimpleNamespace(
         start_time=started_s + 600,
         stats_requested_tokens=8,
+        hash_value=keys(2),
+        pool_transfers=None,
         deadline_expired=is_policy,
         is_terminated=lambda: is_policy and next(gives_up),
     )
