@@ -9,14 +9,16 @@ import torch
 from harness.handovers import hand_overs, require_equal
 from harness.store_process import StoreProcess
 from tests.plugin.backends import DIM, HEADS, PAGE_SIZE, POOL_PAGES, Make, keys, make_pool, store_pages, tokens
+from tests.plugin.planes import Served
 
 
-def test_hand_overs_of_a_lookup_and_a_fetch_of_one_cell(make: Make, tmp_path: Path) -> None:
+def test_hand_overs_of_a_lookup_and_a_fetch_of_one_cell(make: Make, served: Served, tmp_path: Path) -> None:
     buffers = torch.randn(2, POOL_PAGES, 1, PAGE_SIZE, HEADS, DIM)
     pool = make_pool(layer_num=1, target_layer_num=1, kv_buffer=tuple(buffers))
     with StoreProcess(tmp_path / "store") as store, hand_overs() as seen:
         backend = make(pool, store=store.url, max_tp_size=1)
         store_pages(backend, keys(8), list(range(8)))
+        served.wait_until_idle()
         seen.clear()
         assert backend.batch_exists(keys(8)) == 8
         assert backend.batch_get_v1(keys(8), tokens(list(range(8, 16)))) == [True] * 8

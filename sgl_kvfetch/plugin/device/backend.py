@@ -229,8 +229,10 @@ class DeviceBackend:
 
     def _compute_s(self, num_pages: int) -> float:
         """Return how long a fetch of these pages may still pay: as long as the engine would take for them."""
+        if self._config.recompute == "never":
+            return math.inf
         saved_s = self._speed.seconds_saved(num_pages * self.pages.geometry.page_size)
-        return math.inf if saved_s is None or self._config.recompute == "never" else saved_s
+        return math.inf if saved_s is None else saved_s
 
     # Fetches
 
