@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from sgl_kvfetch.errors import FormatError, NamespaceMismatchError
 from sgl_kvfetch.labels import Labels
-from sgl_kvfetch.types import KVGeometry
+from sgl_kvfetch.types import KVGeometry, first_to_last
 
 FORMAT_MAJOR = 2  # readers refuse any other
 FORMAT_MINOR = 5  # readers accept any; a higher one may add fields, which they ignore
@@ -106,8 +106,8 @@ class HeadSlice:
         self.namespace.require_same(other.namespace)
         if other.heads != self.heads:
             raise NamespaceMismatchError(
-                f"segment has heads {other.heads.start} to {other.heads.stop}, expected {self.heads.start} to "
-                f"{self.heads.stop}"
+                f"segment has heads {first_to_last(other.heads.start, other.heads.stop)}, "
+                f"expected {first_to_last(self.heads.start, self.heads.stop)}"
             )
 
 

@@ -25,6 +25,11 @@ MAX_HEAD_DIM = 1024
 MAX_PAGE_TOKENS = 4096
 
 
+def first_to_last(first: int, end: int) -> str:
+    """Return how messages name some neighbouring layers or heads, ``[first, end)``: as ``3-5`` or ``3``."""
+    return f"{first}-{end - 1}" if end - first > 1 else str(first)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the stored name of a KV dtype. Raises UnsupportedError if it is not supported."""
     name = str(dtype).removeprefix("torch.")

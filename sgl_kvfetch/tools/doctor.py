@@ -212,10 +212,16 @@ def _search_path() -> str:
     return os.pathsep.join((os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)))
 
 
+_OLDEST_TRITON = 3, 6  # as in pyproject.toml
+
+
 def check_triton() -> list[Check]:
     if importlib.util.find_spec("triton") is None:
         return [Check("Triton", "warn", "not installed", f"{_INSTALL_GPU}, to restore on the GPU")]
-    return [Check("Triton", "yes", importlib.metadata.version("triton"))]
+    version = importlib.metadata.version("triton")
+    if tuple(map(int, version.split(".")[:2])) < _OLDEST_TRITON:
+        return [Check("Triton", "warn", f"{version} cannot compile the kernels", "pip install 'triton>=3.6'")]
+    return [Check("Triton", "yes", version)]
 
 
 def check_codecs() -> list[Check]:

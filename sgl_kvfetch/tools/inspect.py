@@ -31,7 +31,6 @@ from sgl_kvfetch.tools.summary import (
     PartSummary,
     SegmentSummary,
     VariantSummary,
-    layer_range,
     signature_of,
     summarise_namespaces,
     summarise_segment,
@@ -51,6 +50,7 @@ from sgl_kvfetch.tools.terminal import (
     option,
     show,
 )
+from sgl_kvfetch.types import first_to_last
 
 _MAX_PART_ROWS = 256  # of a variant; a manifest may have 400,000
 NAMESPACE_DIGITS, HASH_DIGITS = 12, 16  # enough to be unique, and to use as a prefix of TARGET
@@ -191,8 +191,8 @@ def _fields_table(namespaces: Sequence[NamespaceSummary]) -> Table:
             continue
         dims = str(n.k_head_dim) if n.k_head_dim == n.v_head_dim else f"{n.k_head_dim}/{n.v_head_dim}"
         cache = f"{n.attention} {n.kv_dtype}, {n.num_layers} layers x {n.num_heads} heads x {dims}, page {n.page_size}"
-        heads = layer_range(*map(int, summary.digest.partition(".")[2].split("-")))
-        rank = f"heads {heads}, layers {layer_range(n.first_layer, n.first_layer + n.num_layers)}"
+        heads = first_to_last(*map(int, summary.digest.partition(".")[2].split("-")))
+        rank = f"heads {heads}, layers {first_to_last(n.first_layer, n.first_layer + n.num_layers)}"
         row = (summary.digest[:NAMESPACE_DIGITS], summary.model or "", cache, summary.quantiser or "", rank, ages)
         table.add_row(*map(printable, row))
     return table
@@ -311,7 +311,7 @@ def _parts_table(variant: VariantSummary) -> Table:
     table = make_table(("layers", "part", "codec"), ("chunks", "stored", "share", "bits/value"))
     total = sum(part.stored_bytes for part in variant.parts)
     for part in variant.parts[:_MAX_PART_ROWS]:
-        layers = layer_range(part.first_layer, part.end_layer)
+        layers = first_to_last(part.first_layer, part.end_layer)
         table.add_row(layers, *_part_cells([part], total), f"{part.bits_per_value:.3f}")
     table.add_section()
     for name in dict.fromkeys(part.part for part in variant.parts):

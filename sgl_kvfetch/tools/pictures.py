@@ -22,7 +22,7 @@ from sgl_kvfetch.codec import (
 )
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores import Objects
-from sgl_kvfetch.tools.summary import layer_range
+from sgl_kvfetch.types import first_to_last
 
 THUMBNAIL_SIDE = 432  # pixels, at most
 MAX_SHEET_ROWS = 24
@@ -181,11 +181,11 @@ def cell_name(manifest: Manifest, cell: Cell, separator: str) -> str:
     """Return a cell's name: its layers, and its heads if the segment has several head blocks."""
     grid, first, offset = manifest.grid, manifest.first_head, manifest.namespace.first_layer
     layers = grid.layers(cell.layer_group)
-    name = f"layers{separator}{layer_range(offset + layers.start, offset + layers.stop)}"
+    name = f"layers{separator}{first_to_last(offset + layers.start, offset + layers.stop)}"
     if grid.num_head_blocks == 1:
         return name
     heads = grid.heads(cell.head_block)
-    return f"{name}{separator or '_'}heads{separator}{layer_range(first + heads.start, first + heads.stop)}"
+    return f"{name}{separator or '_'}heads{separator}{first_to_last(first + heads.start, first + heads.stop)}"
 
 
 def _text_width(text: str) -> int:

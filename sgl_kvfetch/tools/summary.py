@@ -238,7 +238,3 @@ def _summarise_part(manifest: Manifest, variant: Variant, layer_group: int, inde
         stored_bytes,
         8 * stored_bytes / num_values,
     )
-
-
-def layer_range(first: int, end: int) -> str:
-    return f"{first}-{end - 1}" if end - first > 1 else str(first)

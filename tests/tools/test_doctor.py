@@ -336,3 +336,11 @@ def test_a_served_store(tmp_path: Path) -> None:
         granted = kvfetch(*args, "--token", "secret")
         assert granted.exit_code == 0
         assert "secret" not in granted.stdout
+
+
+@pytest.mark.parametrize(("version", "status"), [("3.5.1", "warn"), ("3.6.0", "yes"), ("3.10.0+git1", "yes")])
+def test_an_old_triton_is_named(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    (check,) = doctor.check_triton()
+    assert (check.status, version in check.found) == (status, True)

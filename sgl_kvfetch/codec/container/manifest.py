@@ -39,7 +39,7 @@ from sgl_kvfetch.keys import (
     split_hashes,
 )
 from sgl_kvfetch.labels import Labels
-from sgl_kvfetch.types import MAX_HEADS, MAX_LAYERS, TENSORS, CellGrid, KVGeometry
+from sgl_kvfetch.types import MAX_HEADS, MAX_LAYERS, TENSORS, CellGrid, KVGeometry, first_to_last
 
 MAGIC = b"KVFM"
 _HEADER = struct.Struct("<4sHHI")
@@ -531,9 +531,9 @@ def _validated(body: _Body) -> Manifest:
         raise FormatError(f"previous_hash: expected {expected} bytes in a segment at page {body.first_page}")
     namespace = checked_namespace(body.namespace)
     if body.num_heads % body.cell_heads or body.first_head + body.num_heads > namespace.num_heads:
+        heads = first_to_last(body.first_head, body.first_head + body.num_heads)
         raise FormatError(
-            f"heads {body.first_head} to {body.first_head + body.num_heads} do not fit blocks of {body.cell_heads}, "
-            f"or exceed the model's {namespace.num_heads}"
+            f"heads {heads} do not fit blocks of {body.cell_heads}, or exceed the model's {namespace.num_heads}"
         )
     hashes = tuple(split_hashes(body.page_hashes))
     if len(set(hashes)) < num_pages:

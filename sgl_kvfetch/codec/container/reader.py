@@ -29,7 +29,7 @@ from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError, UnsupportedError
-from sgl_kvfetch.types import KVGeometry
+from sgl_kvfetch.types import KVGeometry, first_to_last
 
 BYTES_CODEC = ZstdCodec()  # for parts that are plain bytes
 # A part of plain bytes holds at most every value of its cell, and this many bytes a token.
@@ -106,8 +106,8 @@ class SegmentReader:
         assert first < end, (mine, m.heads.heads)
         if first % m.cell_heads or end % m.cell_heads:
             raise UnsupportedError(
-                f"segment has cells of {m.cell_heads} heads: heads {mine.start} to {mine.stop} are not whole cells of "
-                f"heads {m.first_head} to {m.first_head + m.num_heads}"
+                f"segment has cells of {m.cell_heads} heads: heads {first_to_last(mine.start, mine.stop)} are not "
+                f"whole cells of heads {first_to_last(m.first_head, m.first_head + m.num_heads)}"
             )
         return range(first // m.cell_heads, end // m.cell_heads)
 

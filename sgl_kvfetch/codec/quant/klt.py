@@ -31,7 +31,7 @@ from sgl_kvfetch.codec.quant.exact import from_planes, to_planes
 from sgl_kvfetch.codec.quant.profile import CellProfile, Profile
 from sgl_kvfetch.codec.quant.sensitivity import LEAST_NORM
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
-from sgl_kvfetch.types import KVGeometry
+from sgl_kvfetch.types import KVGeometry, first_to_last
 
 ZERO = 128  # the integer that represents zero
 LARGEST = 127  # largest magnitude of an integer
@@ -455,8 +455,9 @@ class KltQuantiser(KltIntegers):
         key = layers.start // grid.cell_layers, heads.start // grid.cell_heads
         if key not in self.profile.cells or (grid.layers(key[0]), grid.heads(key[1])) != (layers, heads):
             raise ConfigError(
-                f"layers {layers.start} to {layers.stop} and heads {heads.start} to {heads.stop} are not a cell of the "
-                f"profile, which has cells of {grid.cell_layers} layers and {grid.cell_heads} heads"
+                f"layers {first_to_last(layers.start, layers.stop)} and heads {first_to_last(heads.start, heads.stop)} "
+                "are not a cell of the profile, "
+                f"which has cells of {grid.cell_layers} layers and {grid.cell_heads} heads"
             )
         return key
 
@@ -512,6 +513,6 @@ def require_grid(profile: Profile, first_layer: int, num_layers: int, first_head
         )
     if first_head % grid.cell_heads or num_heads % grid.cell_heads or first_head + num_heads > grid.num_heads:
         raise ConfigError(
-            f"heads {first_head} to {first_head + num_heads} of {grid.num_heads} are not whole blocks of "
+            f"heads {first_to_last(first_head, first_head + num_heads)} of {grid.num_heads} are not whole blocks of "
             f"{grid.cell_heads}, as in the profile; calibrate again with --tp-size"
         )
