@@ -132,8 +132,8 @@ def begin_transfer(controller: Any, operation: Any) -> None:
 def measure_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any) -> None:
     """After ``Scheduler.process_batch_result``: tell the backend how long the batch took."""
     controller = getattr(scheduler.tree_cache, "cache_controller", None)
-    if getattr(controller, "storage_backend_type", None) == BACKEND:
-        backend = controller.storage_backend  # type: ignore[union-attr]
+    backend = getattr(controller, "storage_backend", None)  # None while it is detached
+    if backend is not None and controller.storage_backend_type == BACKEND:  # type: ignore[union-attr]
         backend.meter.finished(batch, time.monotonic())
         if not scheduler.waiting_queue and scheduler.running_batch.is_empty():
             backend.turns.engine_is_idle()

@@ -55,7 +55,8 @@ class Link:
         """Return the mean goodput of the kept transfers. If none ended lately, or ever without ``now_s``, return what
         it is at most, by those that were given up; None without any."""
         if not self._transfers or self._transfers[-1].end_s < now_s - _STALE_S:
-            return self._bound_bps if max(self._bounded_s, now_s - _STALE_S) == self._bounded_s > -math.inf else None
+            is_bounded = self._bounded_s > -math.inf and self._bounded_s >= now_s - _STALE_S
+            return self._bound_bps if is_bounded else None
         return sum(t.size_bytes for t in self._transfers) * 8 / sum(t.end_s - t.start_s for t in self._transfers)
 
     def present_bps(self, now_s: float) -> float | None:
