@@ -1,14 +1,15 @@
 """Measures the time to first token of requests that come at once, each with a stored prefix of its own. The link
 carries about one prefix in the time that the engine takes to compute one.
 
-    python -m benchmarks.burst [--mode host,device] [--requests N] [--tokens N] [--gbps N[,N...]] [--json OUT]
+    python -m benchmarks.burst [--mode host,device] [--stored ours] [--requests N] [--tokens N] [--gbps N[,N...]]
 
 * computing: without a store;
 * always fetched: `recompute` is `never`;
 * ours: by default. Each prefix is fetched or computed, whichever is sooner.
 
 Several values of ``--gbps`` hold for one second each, repeated: with ``0.02,0.002``, the link falls to a tenth in the
-midst of fetches. The store has `klt` at its default target. Before each burst, one prompt measures the link.
+midst of fetches. ``--stored`` is a method of `benchmarks.ttft`: what the store has. Before each burst, one prompt
+measures the link.
 """
 
 from __future__ import annotations
@@ -24,22 +25,31 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.machine import fast_dtype, machine, versions
-from benchmarks.real_model import real_model
-from benchmarks.real_profile import PROMPTS_PART, real_profile
 from benchmarks.report import make_parser, make_table, run_and_report, settings, whole_number
 from benchmarks.stats import distribution
-from benchmarks.ttft import MODES, TIMEOUT_S, make_prompts, numbers, store_all
+from benchmarks.ttft import (
+    COMPUTING,
+    MODES,
+    TIMEOUT_S,
+    add_model_arguments,
+    make_prompts,
+    methods,
+    model_and_profile,
+    numbers,
+    store_all,
+)
 from harness.engine import SGLangServer, free_port
 from harness.metrics import read_metric
 from harness.store_process import StoreProcess
 
-COMPUTING = "computing"
 _WARM_UP = 4  # prompts that are computed first, so that a server knows its speed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("benchmarks.burst", __doc__)
     parser.add_argument("--mode", choices=[*MODES, "host,device"], default="host,device")
+    add_model_arguments(parser)
+    parser.add_argument("--stored", choices=[name for name in methods(Path()) if name != COMPUTING], default="ours")
     parser.add_argument("--requests", type=whole_number, default=16)
     parser.add_argument("--tokens", type=whole_number, default=1024, help="of each prompt")
     parser.add_argument("--gbps", type=numbers, default="0.02", help="the link")
@@ -48,11 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    model, profile = real_model(), real_profile()
-    asked = argparse.Namespace(tokens=[args.tokens], prompts=args.requests, text=None, part=PROMPTS_PART)
+    model, profile = model_and_profile(args)
+    asked = argparse.Namespace(tokens=[args.tokens], prompts=args.requests, text=args.text, part=args.part)
     prompts = make_prompts(model, asked)[args.tokens]
     rows: list[dict[str, Any]] = []
-    config: dict[str, Any] = {"profile": str(profile.absolute()), "fetch_timeout_s": TIMEOUT_S}
+    config = {**(methods(profile)[args.stored] or {}), "fetch_timeout_s": TIMEOUT_S}
     with TemporaryDirectory(prefix="kvfetch-burst-") as folder:
         port = free_port()
 
@@ -61,7 +71,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             flags += ["--max-total-tokens", str((args.requests + 2) * (args.tokens + 64))]
             flags += ["--chunked-prefill-size", str(args.tokens + 64), "--max-running-requests", str(args.requests)]
             if make_flags is not None:
-                flags += make_flags(f"http://127.0.0.1:{port}", **config, **keys)
+                flags += make_flags(f"http://127.0.0.1:{port}", **config | keys)
             return SGLangServer(model, extra_args=flags, request_timeout_s=2 * TIMEOUT_S)
 
         console.print("storing the prompts")

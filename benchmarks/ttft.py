@@ -44,6 +44,7 @@ from harness.engine import SGLangServer, device_args, free_port, hicache_args
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.calibrate.model import cut_windows, part_of, prompt_start, tokenise
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts
 
 PAGE_SIZE = 16
@@ -107,8 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     console.width = max(console.width, _WIDTH)
     with no_traceback():
-        model = Path(args.model) if args.model else real_model()
-        profile = Path(args.profile) if args.profile else real_profile()
+        model, profile = model_and_profile(args)
         prompts = make_prompts(model, args)
     rows: list[Row] = []
     for name, config in methods(profile).items():
@@ -143,23 +143,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("benchmarks.ttft", __doc__)
     parser.add_argument("--mode", choices=MODES, default="device")
-    parser.add_argument("--model", help="a model's directory; else the real model")
-    parser.add_argument("--profile", help="that model's profile by kvfetch calibrate")
-    parser.add_argument("--text", type=Path, help="text to cut prompts from; else Python's reference")
-    parser.add_argument("--part", default=PROMPTS_PART, help="part of the text")
+    add_model_arguments(parser)
     parser.add_argument("--tokens", type=whole_numbers, default="1024,2048,4096", help="prompt lengths")
     parser.add_argument("--gbps", type=numbers, default="0.02,0.05,0.1,0.2,0.5,1", help="links")
     parser.add_argument("--prompts", type=int, default=3, help="number per length")
     parser.add_argument("--methods", help="names, separated by commas; else all")
     parser.add_argument("--json", type=Path, help="where to write the figures; the plot goes beside it")
     args = parser.parse_args(argv)
-    if bool(args.model) != bool(args.profile):
-        parser.error("--model and --profile need each other")
     known = methods(Path())
     args.methods = args.methods.split(",") if args.methods else []
     if unknown := set(args.methods) - set(known):
         parser.error(f"--methods: {', '.join(sorted(unknown))} is unknown; known are {'; '.join(known)}")
     return args
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, help="a model's directory; else the real model; needs --profile")
+    parser.add_argument("--profile", type=Path, help="that model's profile by kvfetch calibrate; else the real model's")
+    parser.add_argument("--text", type=Path, help="text to cut prompts from; else Python's reference")
+    parser.add_argument("--part", default=PROMPTS_PART, help="part of the text")
+
+
+def model_and_profile(args: argparse.Namespace) -> tuple[Path, Path]:
+    """Return the model and its profile. Raises ConfigError."""
+    if args.model and not args.profile:
+        raise ConfigError("--model needs --profile")
+    return args.model or real_model(), args.profile or real_profile()
 
 
 def numbers(text: str) -> list[float]:

@@ -35,6 +35,7 @@ from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, failure_reason
 from sgl_kvfetch.plane.fetch.finder import PageFinder
+from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.plan import LevelPolicy
 from sgl_kvfetch.plane.fetch.sides import SideFetcher
 from sgl_kvfetch.plane.open import S3Options, open_hedged
@@ -105,7 +106,8 @@ def open_client(
     ConfigError."""
     levels = _level_policy(config, quantiser)
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
-    store = open_configured_store(config, heads)
+    link = Link()
+    store = open_configured_store(config, heads, link.received)
     spec = writer_spec(config, heads, quantiser, max_span_pages)
     try:
         spec.require_readable()
@@ -120,6 +122,7 @@ def open_client(
         decode_bytes=_DECODE_BYTES,
         policy=None if config.decode_profile is None else LookAhead(horizon=_HORIZON),
         levels=levels,
+        link=link,
     )
     return StoreClient(
         store,
@@ -189,8 +192,11 @@ def _cell_heads(heads: HeadSlice, max_tp_size: int) -> int:
     return gcd(len(heads.heads), total // ranks)
 
 
-def open_configured_store(config: KVFetchConfig, heads: HeadSlice | None = None) -> Store:
-    """Open the store that the config names, behind the local cache if there is one. Raises ConfigError."""
+def open_configured_store(
+    config: KVFetchConfig, heads: HeadSlice | None = None, on_received: Callable[[int], None] = lambda num_bytes: None
+) -> Store:
+    """Open the store that the config names, behind the local cache if there is one. Raises ConfigError.
+    ``on_received``: as for `HedgedStore`."""
     store = open_hedged(
         config.store,
         token=config.token,
@@ -206,6 +212,7 @@ def open_configured_store(config: KVFetchConfig, heads: HeadSlice | None = None)
             on_index_failure=lambda error: metrics.INDEX_FAILURES.labels(error.reason).inc(),
         ),
         on_hedge=lambda kind, result: metrics.HEDGED_READS.labels(kind, result).inc(),
+        on_received=on_received,
     )
     if config.local_cache is not None:
         store = DiskTier(

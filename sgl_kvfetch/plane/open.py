@@ -101,6 +101,7 @@ def open_hedged(
     s3: S3Options | None = None,
     max_hedges: int = MAX_HEDGES,
     on_hedge: OnHedge = lambda kind, result: None,
+    on_received: Callable[[int], None] = lambda num_bytes: None,
 ) -> Store:
     """Create a client of the store at ``url`` with hedged reads (`HedgedStore`). Reads of a directory are not hedged.
 
@@ -110,7 +111,7 @@ def open_hedged(
         return open_store(url, token=token)
     more = replace(options, max_connections=options.max_connections + _SPARE_CONNECTIONS)
     store = open_store(url, token=token, options=more, s3=s3)
-    return HedgedStore(store, options.max_connections, max_hedges, on_hedge)
+    return HedgedStore(store, options.max_connections, max_hedges, on_hedge, on_received)
 
 
 def check_files(config: KVFetchConfig) -> None:

@@ -186,6 +186,7 @@ class Service:
         request = timeline.Request(command.request_id, command.traceparent)
         sources: list[PageSource] = []
         result = FetchResult(0, (), False)
+        timeout_s = max(0.0, command.deadline_s - time.monotonic())
         try:
             with counted("fetch", lambda: fetch.cancel_reason):
                 if finder.is_paused:  # the store keeps failing: do not try, although pages were found
@@ -219,7 +220,7 @@ class Service:
             for each in fetch.rounds:
                 each.end(0)
             got = sum(each.done.result() for each in fetch.rounds)
-            count_fetch(result, self._config.fetch_timeout_s)
+            count_fetch(result, timeout_s)
             metrics.FETCHED_PAGES.labels("hit").inc(got)
             metrics.FETCHED_PAGES.labels("miss").inc(len(hashes) - got)
             metrics.RAW_BYTES.labels("read").inc(got * self._geometry.page_bytes)

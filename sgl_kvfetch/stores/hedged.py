@@ -47,14 +47,17 @@ class HedgedStore(WrappedStore):
         max_reads: int,
         max_hedges: int = MAX_HEDGES,
         on_hedge: OnHedge = lambda kind, result: None,
+        on_received: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
-        """``max_reads``: concurrent ranged reads, others wait. ``max_hedges``: 0 for no second requests."""
+        """``max_reads``: concurrent ranged reads, others wait. ``max_hedges``: 0 for no second requests.
+        ``on_received`` gets the size of each piece of a ranged read, as it comes."""
 
         def watch(kind: str, silence: Usual) -> Watch:
             pace = Usual(4.0, 0.9, least=0.0, most=float("inf"), at_first=float("inf"))
             return Watch(HedgeBudget(max_hedges), silence, pace, partial(on_hedge, kind))
 
         super().__init__(store)
+        self._on_received = on_received
         self._lookups = watch("lookup", Usual(3.0, 0.9, least=0.02, most=0.5, at_first=0.1))
         self._reads = watch("read", Usual(6.0, 0.75, least=0.2, most=1.0, at_first=0.5))
         self._free_reads = asyncio.Semaphore(max_reads)
@@ -75,8 +78,12 @@ class HedgedStore(WrappedStore):
 
     async def _get_part(self, name: str, start: int, length: int) -> bytes | None:
         async def ask(attempt: Attempt) -> bytes | None:
+            def take(piece: bytes) -> None:
+                attempt.take(piece)
+                self._on_received(len(piece))
+
             received = attempt.num_bytes
-            if not await self._store.read(name, start + received, length - received, attempt.take):
+            if not await self._store.read(name, start + received, length - received, take):
                 return None
             return attempt.pieces[0] if len(attempt.pieces) == 1 else b"".join(attempt.pieces)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import checksums, data_plane, fetch, hostile_store, memory, parking, stalls, watched
+from benchmarks import attention, checksums, data_plane, fetch, hostile_store, memory, parking, stalls, watched
 from benchmarks.adaptive import told
 from benchmarks.adaptive.__main__ import main as adaptive
 from benchmarks.prose import prose
@@ -50,6 +50,11 @@ def test_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert told.main(["--random", "4", "--seed", "3"]) == 0
     counts = [int(line.split("│")[2]) for line in capsys.readouterr().out.splitlines() if "│" in line]
     assert sum(counts[:-1]) == counts[-1] == 4
+
+
+def test_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    assert attention.main(["--new", "4", "--prefixes", "20"]) == 0
+    assert "sliding window" in capsys.readouterr().out
 
 
 def test_checksums(capsys: pytest.CaptureFixture[str]) -> None:

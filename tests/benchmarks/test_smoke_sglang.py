@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import demo, early_start, ttft
+from benchmarks import burst, demo, early_start, ttft
 from benchmarks.interference.__main__ import main as interference
 from benchmarks.sharegpt.__main__ import main as sharegpt
 from tests.benchmarks.conftest import Run
@@ -66,6 +66,18 @@ def test_ttft(run: Run, tiny_llama: Path, text: Path) -> None:
     link_s = raw_slow["wire_bytes"] * 8 / 0.01e9
     assert raw_slow["ttft_s"]["p50"] > 0.9 * link_s
     assert raw_slow["ttft_s"]["p50"] > raw_fast["ttft_s"]["p50"] + 0.8 * link_s
+
+
+def test_burst(run: Run, tiny_llama: Path, text: Path) -> None:
+    """What comes slowly is computed by a model that takes no time for it."""
+    args = ["--model", tiny_llama, "--profile", "none", "--text", text, "--part", "0:1", "--tokens", 256]
+    args += ["--stored", "raw reuse", "--mode", "host", "--requests", 2, "--gbps", "0.002"]
+    computing, fetched, ours = run(burst.main, *args)["rows"]
+    assert computing["cached_tokens"] == 0
+    assert fetched["cached_tokens"] >= 0.9 * 2 * 256
+    assert ours["cached_tokens"] == 0
+    assert ours["recomputed_tokens"] >= 0.9 * 2 * 256
+    assert ours["p95_s"] < fetched["p95_s"]
 
 
 def test_sharegpt(run: Run, dataset: Path, tmp_path: Path) -> None:

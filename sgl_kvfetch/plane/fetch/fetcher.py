@@ -80,11 +80,13 @@ class Fetcher:
         decode_bytes: int = sys.maxsize,
         policy: Policy | None = None,
         levels: LevelPolicy | None = None,
+        link: Link | None = None,
     ) -> None:
         """``may_delete``: report damaged segments to the store, which deletes them if they are damaged there.
         ``decode_bytes`` bounds the memory for frames and values between bitstreams and pages; by default, only the
         number of sessions bounds it. ``policy`` chooses among a segment's variants, and needs a pool with a profile;
-        if None, the first decodable variant is read. ``levels``: which levels may be left out; by default none."""
+        if None, the first decodable variant is read. ``levels``: which levels may be left out; by default none.
+        ``link`` hears what the store receives; without it, only whole transfers count."""
         self._store = store
         self.pool = pool
         self._read_bytes = read_bytes
@@ -93,7 +95,7 @@ class Fetcher:
         self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2), self._report_queue)
         self._decode_budget = BytesBudget(decode_bytes)
         self._on_device: list[tuple[int, Callable[[], bool]]] = []  # bytes of frames, and whether it has finished
-        self.link = Link()
+        self.link = link or Link()
         self._chooser = None if policy is None else VariantChooser(policy, pool, self.link)
         self.levels = levels or LevelPolicy()
         self._may_delete = may_delete

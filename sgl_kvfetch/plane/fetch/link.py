@@ -35,7 +35,9 @@ class Link:
         self._round_trips_s: deque[float] = deque(maxlen=_NUM_KEPT)
         self.outstanding_bytes = 0  # of unfinished transfers
         self._num_outstanding = 0
-        self._changed_s = 0.0  # when a transfer last ended, or when the link was last idle
+        # Since when a transfer last ended, or the link was last idle, and what has come since. Whether pieces are
+        # reported as they come; otherwise all that is outstanding may have come.
+        self._changed_s, self._received_bytes, self._hears = 0.0, 0, False
         self._bound_bps, self._bounded_s = math.inf, -math.inf  # by transfers that were given up, and when
         self._probed_s = -math.inf
         self._waiting: list[asyncio.Future[None]] = []
@@ -60,15 +62,23 @@ class Link:
         return sum(t.size_bytes for t in self._transfers) * 8 / sum(t.end_s - t.start_s for t in self._transfers)
 
     def present_bps(self, now_s: float) -> float | None:
-        """Return the goodput of this moment at most: the mean, or less if no transfer ends although some should have.
-        None as for `goodput_bps`."""
+        """Return the goodput of this moment at most: the mean, or less if that has come since the last transfer ended.
+        None if neither is known."""
         mean_bps = self.goodput_bps(now_s)
-        return None if mean_bps is None else min(mean_bps, self._silent_bps(now_s))
+        least_bps = min(math.inf if mean_bps is None else mean_bps, self._bps_since_change(now_s))
+        return least_bps if least_bps < math.inf else None
 
-    def _silent_bps(self, now_s: float) -> float:
-        """Return the goodput with which the transfers under way would just not have ended yet."""
+    def _bps_since_change(self, now_s: float) -> float:
+        """Return the goodput at most since a transfer last ended; infinite if that is too short ago to tell."""
         silent_s = now_s - self._changed_s - _SILENT_S
-        return self.outstanding_bytes * 8 / silent_s if self._num_outstanding and silent_s > 0 else math.inf
+        if not self._num_outstanding or silent_s <= 0:
+            return math.inf
+        return max(1, self._received_bytes if self._hears else self.outstanding_bytes) * 8 / silent_s
+
+    def received(self, num_bytes: int) -> None:
+        """Record that a piece of a transfer has come."""
+        self._received_bytes += num_bytes
+        self._hears = True
 
     def begin_probe(self) -> int:
         """Return how many bytes to read in each of two transfers to measure the link again: 0 if it is in use, was
@@ -86,14 +96,14 @@ class Link:
 
     def started(self, size_bytes: int) -> None:
         if not self._num_outstanding:
-            self._changed_s = time.monotonic()
+            self._changed_s, self._received_bytes = time.monotonic(), 0
         self.outstanding_bytes += size_bytes
         self._num_outstanding += 1
 
     def give_up(self) -> None:
         """Note that a transfer is given up, before it ends."""
         now_s = time.monotonic()
-        if (bound_bps := self._silent_bps(now_s)) < math.inf:
+        if (bound_bps := self._bps_since_change(now_s)) < math.inf:
             self._bound_bps, self._bounded_s = bound_bps, now_s
 
     def ended(self, size_bytes: int, started_s: float, *, is_whole: bool) -> None:
@@ -101,6 +111,7 @@ class Link:
         self.outstanding_bytes -= size_bytes
         self._num_outstanding -= 1
         now_s = self._changed_s = time.monotonic()
+        self._received_bytes = 0
         if is_whole and size_bytes and now_s > started_s:
             self._add(size_bytes, started_s, now_s)
         for waiting in self._waiting:

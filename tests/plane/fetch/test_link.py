@@ -186,3 +186,20 @@ async def test_a_transfer_that_is_given_up_tells_how_fast_the_link_is_at_most(cl
     assert link.begin_probe() == pytest.approx(8e5 / 8 * 0.1)
     transferred(link, clock, 1_000_000, 1.0)
     assert link.goodput_bps(clock.now_s) == pytest.approx(8e6)
+
+
+async def test_pieces_tell_how_fast_a_link_is_before_a_transfer_ends(clock: Clock) -> None:
+    link = Link()
+    link.started(1_000_000)
+    link.received(10_000)
+    clock.now_s += 0.25
+    assert link.present_bps(clock.now_s) is None
+    clock.now_s += 1.0
+    link.received(10_000)
+    assert link.present_bps(clock.now_s) == pytest.approx(20_000 * 8)
+    link.give_up()
+    link.ended(1_000_000, clock.now_s - 1.25, is_whole=False)
+    assert link.goodput_bps(clock.now_s) == pytest.approx(20_000 * 8)
+    link.started(1_000_000)  # nothing has come of it
+    clock.now_s += 1.25
+    assert link.present_bps(clock.now_s) == pytest.approx(8)
