@@ -20,6 +20,7 @@ class _Lookup:
     """The state of one lookup's read-ahead."""
 
     taken: set[CellsKey] = field(default_factory=set)  # cells that fetches already requested
+    dropped: set[str] = field(default_factory=set)  # data objects of which nothing more is to be read
     has_failed: bool = False
 
     def read(self, task: asyncio.Task[bytes]) -> None:
@@ -71,7 +72,10 @@ class ReadAhead:
             lookup.taken.add(unit.cells_key)
 
     def drop_units(self, data_name: str | None = None) -> None:
-        """Drop all units, or all of this data object."""
+        """Drop all units, or all of this data object, of which no lookup reads more."""
+        if data_name is not None:
+            for lookup in self._lookups:
+                lookup.dropped.add(data_name)
         for key in [key for key in self._reads if data_name in (None, key[0])]:
             self._drop(key)
 
@@ -79,10 +83,10 @@ class ReadAhead:
         loop = asyncio.get_running_loop()
         # Make the next unit, and choose its variant, only when the link has room again: later choices are better.
         for unit in units(lookup.taken.__contains__):
-            if unit.cells_key in self._by_cells:
+            if self._is_needless(unit, lookup):
                 continue
             await self._budget.acquire(unit.size_bytes)
-            if unit.cells_key in self._by_cells or unit.cells_key in lookup.taken:  # it may have changed meanwhile
+            if self._is_needless(unit, lookup):  # it may have changed meanwhile
                 self._budget.release(unit.size_bytes)
                 continue
             task = loop.create_task(self._transmit(unit))
@@ -93,6 +97,10 @@ class ReadAhead:
             await self._link.may_read()
             if lookup.has_failed:
                 return
+
+    def _is_needless(self, unit: ReadUnit, lookup: _Lookup) -> bool:
+        key = unit.cells_key
+        return key in self._by_cells or key in lookup.taken or unit.reader.data_name in lookup.dropped
 
     def _ended(self, lookup: _Lookup, timer: asyncio.TimerHandle, _: asyncio.Task[None]) -> None:
         del self._lookups[lookup]

@@ -180,6 +180,9 @@ class Fetcher:
             announcing.cancel()
             self._running.remove(progress)
             progress.end()
+            if progress.is_late or timed_out:  # the rest is computed: leave the link to others
+                for name in {part.reader.data_name for _, part in progress.parts}:
+                    self._ahead.drop_units(name)
         return FetchResult(progress.num_pages, tuple(progress.failures), timed_out, starved, progress.is_late)
 
     async def _run(

@@ -81,14 +81,14 @@ class Link:
         self._hears = True
 
     def begin_probe(self) -> int:
-        """Return how many bytes to read in each of two transfers to measure the link again: 0 if it is in use, was
-        measured a moment ago, or never."""
+        """Return how many bytes to read, at least, in each of two transfers to measure the link: 0 if it is in use, or
+        was measured a moment ago."""
         now_s = time.monotonic()
         measured_s = max(self._probed_s, self._bounded_s, self._transfers[-1].end_s if self._transfers else -math.inf)
-        if self._num_outstanding or measured_s == -math.inf or now_s < measured_s + _PROBE_EVERY_S:
+        if self._num_outstanding or now_s < measured_s + _PROBE_EVERY_S:
             return 0
         self._probed_s = now_s
-        return int((self.goodput_bps() or 0.0) / 8 * _PROBE_S)
+        return max(1, int((self.goodput_bps() or 0.0) / 8 * _PROBE_S))
 
     def answered(self, seconds: float) -> None:
         """Record how long a small request took."""

@@ -25,6 +25,8 @@ from sgl_kvfetch.plugin.prefill import PrefillSpeed
 FIRST_S = 2.0
 _FAST_TOKENS_S = 8192
 _MOST_WAITING = 1024
+# A link that brings nothing in the time that computing takes is tried again so much later. Probes measure it meanwhile.
+_TRIES_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +59,10 @@ class Turns:
         self._waiting: deque[Turn] = deque(maxlen=_MOST_WAITING)  # SGLang may drop some
         self._link_free_s = -math.inf
         self._engine_free_s = -math.inf
+        self._tried_s, self._tried_for_s = (
+            -math.inf,
+            0.0,
+        )  # when a fetch last tried to measure the link, and for how long
 
     def looked_up(self, hashes: Sequence[str], found: Found, now_s: float) -> bool:
         """Return whether to fetch the pages that a lookup of ``hashes`` has found."""
@@ -79,10 +85,14 @@ class Turns:
         if not self._may_compute:
             return Decision(True, "configured")
         wait_s = max(0.0, self._link_free_s - now_s)
-        if cost.seconds is None and wait_s:
-            return Decision(False, "unmeasured")  # the one before it measures the link
+        if cost.seconds is None and (wait_s or self._was_tried(saved_s, now_s)):
+            return Decision(False, "unmeasured")
         sooner_s = self._backlog_s(now_s) - wait_s - self._lag.seconds(now_s)
         return self._choice.decide(num_tokens, cost, saved_s + sooner_s)
+
+    def _was_tried(self, compute_s: float, now_s: float) -> bool:
+        """Return whether a fetch that had about as much time did not measure the link a moment ago."""
+        return now_s < self._tried_s + _TRIES_EVERY_S and compute_s <= 2 * self._tried_for_s
 
     def _backlog_s(self, now_s: float) -> float:
         return max(0.0, self._engine_free_s - now_s)
@@ -104,6 +114,8 @@ class Turns:
             if not self._may_compute:
                 return replace(turn, compute_s=math.inf)
             compute_s = max(turn.compute_s, 0.0) + self._backlog_s(now_s)
+            if turn.fetch_s is None:
+                self._tried_s, self._tried_for_s = now_s, compute_s
             # The pace of a link that was measured tells when to give up, so it needs no deadline.
             return replace(turn, compute_s=compute_s, within_s=compute_s if turn.fetch_s is None else math.inf)
 

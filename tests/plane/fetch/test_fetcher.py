@@ -307,9 +307,11 @@ async def test_a_fetch_ends_once_the_rest_would_be_computed_sooner(
         return await get(name, start, length)
 
     monkeypatch.setattr(store, "get", get_the_first_span)
+    fetcher.read_ahead(wanted, expire_s=600)
     result = await fetch_pages(fetcher, wanted, range(8), GuardedSink(pool), WAIT_S, compute_s=1.0)
     assert (result.num_pages, result.late, result.timed_out) == (2, True, False)
     assert holds(pool, segment, range(2), range(2))
+    await assert_nothing_held(fetcher)  # nor is the rest read ahead
 
 
 async def test_a_fetch_goes_on_while_computing_would_take_longer(fetcher: Fetcher, segment: Segment) -> None:

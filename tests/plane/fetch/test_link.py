@@ -142,7 +142,8 @@ async def test_a_link_that_becomes_faster_is_followed_after_two_transfers(clock:
 async def test_a_link_is_probed_when_it_was_neither_used_nor_measured_lately(clock: Clock) -> None:
     link = Link()
     clock.now_s += 100
-    assert link.begin_probe() == 0  # it was never measured: a fetch will
+    assert link.begin_probe() == 1  # it was never measured
+    assert link.begin_probe() == 0
     transferred(link, clock, 1_000_000, 1.0)
     assert link.begin_probe() == 0
     clock.now_s += 40

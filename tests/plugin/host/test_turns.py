@@ -92,6 +92,19 @@ def test_a_fetch_goes_on_while_the_engine_is_busy_with_others() -> None:
     assert turns.begin(keys(PAGES, "a"), 101.0).compute_s == pytest.approx(3 * 1.024 - 1 + 1.024)
 
 
+def test_a_link_that_could_not_be_measured_is_tried_again_later_or_for_longer() -> None:
+    turns = make_turns()
+    assert ask(turns, "a", None)
+    turns.end(turns.begin(keys(PAGES, "a"), 100.0), 101.1, is_whole=False)
+    assert not ask(turns, "b", None, now_s=101.2)
+    long = keys(3 * PAGES)
+    assert turns.looked_up(long, found(None, len(long)), 101.2)
+    turns = make_turns()
+    assert ask(turns, "a", None)
+    turns.end(turns.begin(keys(PAGES, "a"), 100.0), 101.1, is_whole=False)
+    assert ask(turns, "b", None, now_s=106.0)
+
+
 def test_a_link_that_was_measured_needs_no_deadline() -> None:
     turns = make_turns()
     assert ask(turns, "a", 0.5)
