@@ -72,7 +72,7 @@ class SegmentMethod(Method):
             )
             (variant,) = segment.manifest.variants
             kept = self.kept_levels - 1
-            variant = msgspec.structs.replace(variant, levels=variant.levels[:kept])
+            variant = variant.with_levels(kept)
             manifest = msgspec.structs.replace(segment.manifest, variants=(variant,))
             parts += [manifest.encode(), b"".join((segment.data, *segment.level_data[:kept]))]
         return parts

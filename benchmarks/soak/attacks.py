@@ -39,6 +39,7 @@ _PADDING_BYTES = 900_000
 _PAUSE_S = 0.2
 _LOCKED_S = 1.0
 _TIMEOUT_S = 120.0
+_JSON = {"Content-Type": "application/json"}  # which prompts must have
 _LARGE = "large manifests"
 _BUSY = (503,)  # the store says so and when to try again
 
@@ -134,7 +135,8 @@ class Attacker:
     async def _send(self, method: str, path: str, body: bytes | None = None, host: str = "localhost") -> int:
         url = URL(self._url + path, encoded=True)
         data = None if body is None else io.BytesIO(body)
-        async with self._session.request(method, url, data=data, headers={"Host": host}) as response:
+        headers = {"Host": host} | (_JSON if path == Route.PROMPTS else {})
+        async with self._session.request(method, url, data=data, headers=headers) as response:
             await response.read()
             return response.status
 
@@ -162,8 +164,9 @@ class Attacker:
         url = URL(self._url)
         reader, writer = await asyncio.open_connection(url.host, url.port)
         try:
-            head = f"POST {Route.PROMPTS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
-            writer.write(head.encode())
+            headers = {"Host": "localhost", "Content-Length": "1000000"} | _JSON
+            lines = [f"POST {Route.PROMPTS} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+            writer.write("\r\n".join(lines).encode())
             while True:
                 writer.write(b" ")
                 try:

