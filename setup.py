@@ -7,6 +7,8 @@ cannot be combined in pyproject.toml.
 The native modules use Python's stable interface alone: one wheel serves every Python from 3.11 on.
 """
 
+from pathlib import Path
+
 from setuptools import Extension, find_namespace_packages, setup
 
 packages = find_namespace_packages(include=["sgl_kvfetch", "sgl_kvfetch.*"])
@@ -14,6 +16,7 @@ extensions = [
     Extension(
         f"sgl_kvfetch.codec.{folder}._{name}",
         [f"sgl_kvfetch/codec/{folder}/{name}.cpp"],
+        depends=[str(header) for header in Path("sgl_kvfetch/codec", folder).glob("*.h")],
         py_limited_api=True,
         # No fused multiply-adds: results are the same on every CPU.
         extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-ffp-contract=off"],

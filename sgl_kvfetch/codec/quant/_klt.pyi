@@ -3,22 +3,6 @@ the tensors are contiguous, and float32 unless it says otherwise. ``heads``: of 
 channels of a K head that rotate; ``table`` has ``(tokens, 2 * pairs)``, and is not read if there are none. A cell's
 ``channels`` are those of K, then those of V."""
 
-def multiply(
-    tokens: int,
-    rows: int,
-    row_stride: int,
-    channels: int,
-    is_portable: bool,
-    integers: int,
-    shifts: int,
-    matrix: int,
-    units: int,
-    product: int,
-    /,
-) -> None:
-    """Write ``product``, ``(tokens, channels)``, from ``integers``, uint8 ``(rows, tokens)``. ``row_stride``: bytes
-    between rows. The rest: see klt.py. The portable half computes the same, to the bit."""
-
 def restore(
     tokens: int,
     heads: int,
@@ -37,6 +21,36 @@ def restore(
     /,
 ) -> None:
     """Write K and V, ``(tokens, heads, dim)``, from ``product``, ``(tokens, channels)``."""
+
+def restore_integers(
+    tokens: int,
+    heads: int,
+    k_dim: int,
+    v_dim: int,
+    pairs: int,
+    is_interleaved: bool,
+    type: int,
+    row_stride: int,
+    row_pairs: int,
+    rare: int,
+    is_portable: bool,
+    scales: int,
+    mean: int,
+    table: int,
+    k: int,
+    v: int,
+    integers: int,
+    frequent_rows: int,
+    shifts: int,
+    rare_rows: int,
+    frequent: int,
+    rare_matrix: int,
+    units: int,
+    /,
+) -> None:
+    """Write K and V from ``integers``, uint8 ``(rows, tokens)``, whose rows are ``row_stride`` bytes apart. The rest:
+    see IntegerMatrix, with its ``row_pairs`` of frequent rows and its ``rare`` rows. The portable half computes the
+    same, to the bit."""
 
 def centre(
     tokens: int,

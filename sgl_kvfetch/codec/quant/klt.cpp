@@ -1,8 +1,8 @@
 // What `klt` does before and after its products of matrices, in one pass over memory each. docs/format.md says what all
 // of it means.
 //
-// multiply: restoring's product, in integers, for CPUs with AVX2. klt.py has the other products.
-// restore: the product's scale and mean, rotation of K, rounding. centre: the values that quantise multiplies, with the
+// restore: the product's scale and mean, rotation of K, rounding. restore_integers: the same, behind a product of
+// integers (integer_product.h); klt.py has the other products. centre: the values that quantise multiplies, with the
 // rotation undone. round_steps: integers from coefficients.
 
 #define Py_LIMITED_API 0x030b0000
@@ -17,12 +17,12 @@
 #include <vector>
 
 #if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#define HAS_VECTORS
 #else
 #define CLONES
 #endif
+
+#include "integer_product.h"
 
 namespace {
 
@@ -74,7 +74,7 @@ struct Cell {
     size_t pairs;                        // of channels of a K head that rotate
     int is_interleaved;                  // a pair is channels 2i and 2i + 1, and not i and i + pairs
     Type product_type, type;
-    const void* product;  // (tokens, channels): those of K, then those of V
+    const void* product;  // (tokens, channels): those of K, then those of V; restore_integers makes its own
     const float* scales;  // (tokens,)
     const float* mean;    // (channels,)
     const float* table;   // (tokens, 2 * pairs): cosines, then sines
@@ -83,15 +83,15 @@ struct Cell {
     size_t channels() const { return heads * (k_dim + v_dim); }
 };
 
-CLONES void scale_row(const Cell& c, size_t token, float* row) {
+CLONES void scale_row(const Cell& c, size_t token, const void* product, float* row) {
     const size_t channels = c.channels();
     const float scale = c.scales[token];
     const float* mean = c.mean;
     if (c.product_type == kBfloat16) {
-        const uint16_t* x = static_cast<const uint16_t*>(c.product) + token * channels;
+        const uint16_t* x = static_cast<const uint16_t*>(product);
         for (size_t i = 0; i < channels; ++i) row[i] = bfloat16_value(x[i]) * scale + mean[i];
     } else {
-        const float* x = static_cast<const float*>(c.product) + token * channels;
+        const float* x = static_cast<const float*>(product);
         for (size_t i = 0; i < channels; ++i) row[i] = x[i] * scale + mean[i];
     }
 }
@@ -123,14 +123,31 @@ CLONES void store_row(const float* row, size_t count, Type type, void* out, size
     }
 }
 
+// row: room for a token's channels.
+void restore_token(const Cell& c, size_t token, const void* product, float* row) {
+    const size_t k = c.heads * c.k_dim, v = c.heads * c.v_dim;
+    scale_row(c, token, product, row);
+    if (c.pairs) rotate_row(c, token, 1, row);
+    store_row(row, k, c.type, c.k, token * k);
+    store_row(row + k, v, c.type, c.v, token * v);
+}
+
 void restore(const Cell& c) {
     std::vector<float> row(c.channels());
-    const size_t k = c.heads * c.k_dim, v = c.heads * c.v_dim;
-    for (size_t token = 0; token < c.tokens; ++token) {
-        scale_row(c, token, row.data());
-        if (c.pairs) rotate_row(c, token, 1, row.data());
-        store_row(row.data(), k, c.type, c.k, token * k);
-        store_row(row.data() + k, v, c.type, c.v, token * v);
+    const size_t token_bytes = c.channels() * (c.product_type == kFloat32 ? 4 : 2);
+    for (size_t token = 0; token < c.tokens; ++token)
+        restore_token(c, token, static_cast<const char*>(c.product) + token * token_bytes, row.data());
+}
+
+void restore_integers(const Cell& c, const integer_product::Product& p) {
+    using namespace integer_product;
+    Block block(p);
+    std::vector<float> product(kBlock * p.stride()), row(c.channels());
+    for (size_t first = 0; first < c.tokens; first += kBlock) {
+        read_block(p, first, block);
+        multiply(p, block, std::min(kBlock, c.tokens - first), product.data());
+        for (size_t token = first; token < std::min(first + kBlock, c.tokens); ++token)
+            restore_token(c, token, &product[(token - first) * p.stride()], row.data());
     }
 }
 
@@ -285,138 +302,6 @@ void round_steps(const Cell& c, const Rows& r, size_t sinks, float step, const f
     }
 }
 
-const size_t kTileChannels = 64;  // as in klt.py; eight of AVX2's 16 registers hold their sums
-const size_t kRunPairs = 64;      // of rows: a tile's part of these stays in L1
-const size_t kBlockTokens = 64;   // their integers stay in L2
-
-struct Product {
-    size_t tokens, rows, row_stride, channels;
-    const uint8_t* integers;  // (rows, tokens)
-    const uint8_t* shifts;    // (rows,): a row's integers count 2^shift times
-    const int16_t* matrix;    // (tiles of channels, pairs of rows, kTileChannels, 2)
-    const float* units;       // (channels,): of the matrix
-    float* out;               // (tokens, channels)
-
-    size_t pairs() const { return (rows + 1) / 2; }
-    size_t runs() const { return (pairs() + kRunPairs - 1) / kRunPairs; }
-};
-
-struct Term {
-    int32_t integers;  // of a pair of rows, two int16
-    uint32_t at;       // of the pair in a tile of the matrix
-};
-
-// Writes the terms of a block of tokens that are not zero, (runs, tokens, kRunPairs), and counts them. Half of all pairs
-// are zero at usual steps.
-CLONES void make_terms(const Product& p, size_t first, size_t tokens, Term* terms, uint32_t* counts) {
-    const uint8_t zeros[kBlockTokens] = {};
-    std::fill(counts, counts + p.runs() * kBlockTokens, 0);
-    for (size_t pair = 0; pair < p.pairs(); ++pair) {
-        const size_t row = 2 * pair, run = pair / kRunPairs;
-        const bool is_last = row + 1 == p.rows;
-        const uint8_t* low = p.integers + row * p.row_stride + first;
-        const uint8_t* high = is_last ? zeros : low + p.row_stride;
-        const int low_unit = 1 << p.shifts[row], high_unit = is_last ? 0 : 1 << p.shifts[row + 1];
-        int32_t values[kBlockTokens];
-        for (size_t t = 0; t < tokens; ++t)
-            values[t] = ((low[t] - kZero) * low_unit & 0xffff) | (high[t] - kZero) * high_unit * 0x10000;
-        for (size_t t = 0; t < tokens; ++t) {
-            uint32_t& count = counts[run * kBlockTokens + t];
-            terms[(run * kBlockTokens + t) * kRunPairs + count] = {values[t], static_cast<uint32_t>(pair)};
-            count += values[t] != 0;  // no branch: it would be mispredicted
-        }
-    }
-}
-
-void add_terms(const Term* terms, size_t count, const int16_t* matrix, int32_t* sums) {
-    for (const Term* term = terms; term != terms + count; ++term) {
-        const int16_t* m = matrix + size_t{term->at} * kTileChannels * 2;
-        const int32_t low = static_cast<int16_t>(term->integers), high = term->integers >> 16;
-        for (size_t c = 0; c < kTileChannels; ++c) sums[c] += low * m[2 * c] + high * m[2 * c + 1];
-    }
-}
-
-#ifdef HAS_VECTORS
-__attribute__((target("avx2"))) void add_terms_avx2(const Term* terms, size_t count, const int16_t* matrix,
-                                                    int32_t* sums) {
-    const size_t kVectors = kTileChannels / 8;
-    __m256i* out = reinterpret_cast<__m256i*>(sums);
-    __m256i sum[kVectors];
-#pragma GCC unroll 8
-    for (size_t i = 0; i < kVectors; ++i) sum[i] = _mm256_loadu_si256(out + i);
-    for (const Term* term = terms; term != terms + count; ++term) {
-        const __m256i* m = reinterpret_cast<const __m256i*>(matrix + size_t{term->at} * kTileChannels * 2);
-        const __m256i integers = _mm256_set1_epi32(term->integers);
-#pragma GCC unroll 8
-        for (size_t i = 0; i < kVectors; ++i)
-            sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(integers, _mm256_loadu_si256(m + i)));
-    }
-#pragma GCC unroll 8
-    for (size_t i = 0; i < kVectors; ++i) _mm256_storeu_si256(out + i, sum[i]);
-}
-
-__attribute__((target("avx512f,avx512vnni"))) void add_terms_avx512(const Term* terms, size_t count,
-                                                                    const int16_t* matrix, int32_t* sums) {
-    const size_t kVectors = kTileChannels / 16;
-    __m512i sum[kVectors];
-#pragma GCC unroll 4
-    for (size_t i = 0; i < kVectors; ++i) sum[i] = _mm512_loadu_si512(sums + 16 * i);
-    for (const Term* term = terms; term != terms + count; ++term) {
-        const int16_t* m = matrix + size_t{term->at} * kTileChannels * 2;
-        const __m512i integers = _mm512_set1_epi32(term->integers);
-#pragma GCC unroll 4
-        for (size_t i = 0; i < kVectors; ++i)
-            sum[i] = _mm512_dpwssd_epi32(sum[i], integers, _mm512_loadu_si512(m + 32 * i));
-    }
-#pragma GCC unroll 4
-    for (size_t i = 0; i < kVectors; ++i) _mm512_storeu_si512(sums + 16 * i, sum[i]);
-}
-#endif
-
-CLONES void store_sums(const int32_t* sums, const float* units, size_t count, float* out) {
-    for (size_t i = 0; i < count; ++i) out[i] = static_cast<float>(sums[i]) * units[i];
-}
-
-// Sums are exact: klt.py chooses units so that they fit whatever the integers are.
-void multiply(const Product& p, bool is_portable) {
-    auto* add = add_terms;
-#ifdef HAS_VECTORS
-    if (!is_portable && __builtin_cpu_supports("avx2")) add = add_terms_avx2;
-    if (!is_portable && __builtin_cpu_supports("avx512vnni")) add = add_terms_avx512;
-#endif
-    std::vector<Term> terms(p.runs() * kBlockTokens * kRunPairs);
-    std::vector<uint32_t> counts(p.runs() * kBlockTokens);
-    std::vector<int32_t> sums(kBlockTokens * kTileChannels);
-    for (size_t first = 0; first < p.tokens; first += kBlockTokens) {
-        const size_t tokens = std::min(kBlockTokens, p.tokens - first);
-        make_terms(p, first, tokens, terms.data(), counts.data());
-        const int16_t* matrix = p.matrix;
-        for (size_t c = 0; c < p.channels; c += kTileChannels, matrix += p.pairs() * kTileChannels * 2) {
-            std::fill(sums.begin(), sums.end(), 0);
-            for (size_t run = 0; run < p.runs(); ++run)
-                for (size_t t = 0; t < tokens; ++t) {
-                    const size_t at = run * kBlockTokens + t;
-                    add(&terms[at * kRunPairs], counts[at], matrix, &sums[t * kTileChannels]);
-                }
-            for (size_t t = 0; t < tokens; ++t)
-                store_sums(&sums[t * kTileChannels], p.units + c, std::min(kTileChannels, p.channels - c),
-                           p.out + (first + t) * p.channels + c);
-        }
-    }
-}
-
-PyObject* py_multiply(PyObject*, PyObject* args) {
-    Product p;
-    int is_portable;
-    if (!PyArg_ParseTuple(args, "nnnnpKKKKK", &p.tokens, &p.rows, &p.row_stride, &p.channels, &is_portable, &p.integers,
-                          &p.shifts, &p.matrix, &p.units, &p.out))
-        return nullptr;
-    Py_BEGIN_ALLOW_THREADS;
-    multiply(p, is_portable);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
-
 PyObject* py_restore(PyObject*, PyObject* args) {
     Cell c{};
     if (!PyArg_ParseTuple(args, "nnnnnpiiKKKKKK", &c.tokens, &c.heads, &c.k_dim, &c.v_dim, &c.pairs, &c.is_interleaved,
@@ -424,6 +309,21 @@ PyObject* py_restore(PyObject*, PyObject* args) {
         return nullptr;
     Py_BEGIN_ALLOW_THREADS;
     restore(c);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+PyObject* py_restore_integers(PyObject*, PyObject* args) {
+    Cell c{};
+    integer_product::Product p{};
+    if (!PyArg_ParseTuple(args, "nnnnnpinnnpKKKKKKKKKKKK", &c.tokens, &c.heads, &c.k_dim, &c.v_dim, &c.pairs,
+                          &c.is_interleaved, &c.type, &p.row_stride, &p.pairs, &p.rare, &p.is_portable, &c.scales,
+                          &c.mean, &c.table, &c.k, &c.v, &p.integers, &p.frequent_rows, &p.shifts, &p.rare_rows,
+                          &p.frequent, &p.rare_matrix, &p.units))
+        return nullptr;
+    p.tokens = c.tokens, p.channels = c.channels(), c.product_type = kFloat32;
+    Py_BEGIN_ALLOW_THREADS;
+    restore_integers(c, p);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
@@ -465,8 +365,8 @@ PyObject* py_round_steps(PyObject*, PyObject* args) {
 const char kDoc[] = "See _klt.pyi. It takes addresses: klt.py alone calls it.";
 
 PyMethodDef methods[] = {
-    {"multiply", py_multiply, METH_VARARGS, kDoc},
     {"restore", py_restore, METH_VARARGS, kDoc},
+    {"restore_integers", py_restore_integers, METH_VARARGS, kDoc},
     {"centre", py_centre, METH_VARARGS, kDoc},
     {"round_steps", py_round_steps, METH_VARARGS, kDoc},
     {nullptr, nullptr, 0, nullptr},

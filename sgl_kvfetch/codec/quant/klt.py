@@ -28,6 +28,7 @@ from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.quant import _klt
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser, TransformInverse
 from sgl_kvfetch.codec.quant.exact import from_planes, to_planes
+from sgl_kvfetch.codec.quant.integer_matrix import IntegerMatrix
 from sgl_kvfetch.codec.quant.profile import CellProfile, Profile
 from sgl_kvfetch.codec.quant.sensitivity import LEAST_NORM
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
@@ -43,9 +44,6 @@ _MOST_ERROR = 0.05  # steps, rms, that a product in bfloat16 may add to a coeffi
 EXACT = 0  # instead of an exponent: the token's values are in the part "exact"
 UNIT = 128  # the exponent of scale 1
 _MOST_EXPONENT = 8
-
-_MOST_INTEGER_ERROR = 0.01  # as a share of a channel's noise of rounding, rms: what a matrix of int16 may add
-_TILE_CHANNELS = 64  # as in klt.cpp
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of the native half
 # Whether the CPU multiplies matrices in bfloat16, which is several times as fast as float32.
@@ -135,59 +133,16 @@ class _Rows:
         limits[self.wide] = LARGEST * 2.0**self.bits
         return limits
 
+    def integer_matrix(self, cell: CellProfile, step: float) -> IntegerMatrix | None:
+        """Return `matrix` in int16, or None where its rounding would matter."""
+        inverse = torch.cat((cell.inverse[: self.kept], cell.inverse[self.wide]))
+        shifts = torch.cat((torch.zeros(self.kept, dtype=torch.int64), self.bits))
+        return IntegerMatrix.of(inverse, shifts, cell.spread[: self.kept] / step)
+
     def matrix(self, inverse: torch.Tensor) -> torch.Tensor:
         """Return ``(count, C)``: the channels of one step of each integer. Exact in ``inverse``'s dtype."""
         high = inverse[self.wide] * (2.0 ** self.bits[:, None]).to(inverse.dtype)
         return torch.cat((inverse[: self.kept], high))
-
-
-class _IntegerMatrix(NamedTuple):
-    """The inverse transform in int16.
-
-    ``matrix``: int16 ``(tiles, pairs of rows, _TILE_CHANNELS, 2)``. ``shifts``: uint8 ``(count,)``; a row's integers
-    count ``2**shift`` times. ``units``: float32 ``(C,)``, of the matrix's channels.
-    """
-
-    matrix: torch.Tensor
-    shifts: torch.Tensor
-    units: torch.Tensor
-
-    @classmethod
-    def of(
-        cls, cell: CellProfile, rows: _Rows, step: float, most_error: float = _MOST_INTEGER_ERROR
-    ) -> _IntegerMatrix | None:
-        """Return None if it would add errors that matter."""
-        inverse = torch.cat((cell.inverse[: rows.kept], cell.inverse[rows.wide])).double()
-        shifts = torch.cat((torch.zeros(rows.kept, dtype=torch.int64), rows.bits))
-        # Units are powers of two, so entries of a bfloat16 matrix are exact, except the smallest of a channel. Sums fit
-        # int32 whatever the integers, down to -128, and although entries are rounded up.
-        largest = ZERO * 2.0 ** shifts.double()
-        room = torch.minimum(
-            (2**15 - 1) / inverse.abs().amax(0).clamp_min(2.0**-100),
-            (2**31 - 1 - largest.sum() / 2) / (largest @ inverse.abs()).clamp_min(2.0**-100),
-        )
-        units = 0.5 ** room.log2().floor()
-        entries = (inverse / units).round()
-        error = ((entries * units - inverse)[: rows.kept] * (cell.spread[: rows.kept, None] / step)).norm(dim=0)
-        noise = inverse[: rows.kept].norm(dim=0) / math.sqrt(12)
-        if not float((error / noise.clamp_min(1e-30)).square().mean().sqrt()) <= most_error:
-            return None
-        count, channels = entries.shape
-        filled = torch.nn.functional.pad(entries.short(), (0, -channels % _TILE_CHANNELS, 0, count % 2))
-        matrix = filled.view(-1, 2, filled.shape[1] // _TILE_CHANNELS, _TILE_CHANNELS).permute(2, 0, 3, 1)
-        return cls(matrix.contiguous(), shifts.to(torch.uint8), units.float())
-
-    def multiply(self, integers: torch.Tensor, is_portable: bool = False) -> torch.Tensor:
-        """Return the channels of ``integers``, uint8 ``(count, tokens)``, in steps: float32 ``(tokens, C)``."""
-        if integers.stride(1) != 1:
-            integers = integers.contiguous()
-        count, num_tokens = integers.shape
-        assert count == len(self.shifts), (count, len(self.shifts))
-        product = torch.empty((num_tokens, len(self.units)))
-        sizes = num_tokens, count, integers.stride(0), len(self.units)
-        tensors = integers, self.shifts, self.matrix, self.units, product
-        _klt.multiply(*sizes, is_portable, *_addresses(tensors))
-        return product
 
 
 class _Forward(NamedTuple):
@@ -257,7 +212,7 @@ class KltQuantiser(KltIntegers):
         self.profile = profile
         self.step = step
         self._rows = {key: _Rows.of(cell, step) for key, cell in profile.cells.items()}
-        self._matrices: dict[tuple[tuple[int, int], torch.dtype], torch.Tensor | _IntegerMatrix] = {}
+        self._matrices: dict[tuple[tuple[int, int], torch.dtype], torch.Tensor | IntegerMatrix] = {}
         self._forwards: dict[tuple[int, int], _Forward] = {}
 
     @property
@@ -365,10 +320,9 @@ class KltQuantiser(KltIntegers):
         which, exact = self.exact_tokens(quantised, dtype, place)
         first, end, _ = tokens.indices(len(exponents))
         mean, rope = self.profile.cells[self._key(place)].mean, self.profile.rope
-        product = self._product(integers[:, first:end], place, dtype)
         scales = scales_of(exponents[first:end]) * self.step
-        table = None if rope is None else rope.table(place.tokens.start + first, end - first)
-        values = self._restored(product, scales, mean, table, dtype, place)
+        table = mean if rope is None else rope.table(place.tokens.start + first, end - first)
+        values = self._restored(integers[:, first:end], (scales, mean, table), dtype, place)
         wanted = (which >= first) & (which < end)
         for restored, kept in zip(values, exact, strict=True):
             restored[which[wanted] - first] = kept[wanted]
@@ -376,22 +330,17 @@ class KltQuantiser(KltIntegers):
 
     def _restored(
         self,
-        product: torch.Tensor,
-        scales: torch.Tensor,
-        mean: torch.Tensor,
-        table: torch.Tensor | None,
+        integers: torch.Tensor,
+        factors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         dtype: torch.dtype,
         place: CellPlace,
     ) -> CellValues:
-        """Return a cell's values from ``(tokens, channels)`` of its integers times the matrix."""
-        num_tokens, heads = len(product), len(place.layers) * len(place.heads)
+        """Return the values of a cell's ``integers``. ``factors``: tokens' scales, the mean, and the rotation."""
+        num_tokens, heads = integers.shape[1], len(place.layers) * len(place.heads)
         native = dtype if dtype in _TYPES else torch.float32
         shape = num_tokens, len(place.layers), len(place.heads)
         k, v = (torch.empty((*shape, dim), dtype=native) for dim in (self.profile.k_head_dim, self.profile.v_head_dim))
-        tensors = product, scales, mean, product if table is None else table, k, v
-        assert all(x.is_contiguous() and not x.is_cuda for x in tensors)
-        types = _TYPES[product.dtype], _TYPES[native]
-        _klt.restore(num_tokens, heads, *self._shape_of_heads(), *types, *_addresses(tensors))
+        restore_integers(self._matrix(place, dtype), integers, heads, self._shape_of_heads(), factors, (k, v))
         if native != dtype:
             largest = torch.finfo(dtype).max
             k, v = (t.clamp_(-largest, largest).to(dtype) for t in (k, v))
@@ -419,15 +368,7 @@ class KltQuantiser(KltIntegers):
         exponents = torch.full_like(zeros[0], UNIT)
         return self.dequantise((exponents, zeros[:0].flatten(), zeros), dtype, place)
 
-    def _product(self, integers: torch.Tensor, place: CellPlace, dtype: torch.dtype) -> torch.Tensor:
-        """Return the channels of ``integers`` in steps, ``(tokens, C)``."""
-        matrix = self._matrix(place, dtype)
-        if isinstance(matrix, _IntegerMatrix):
-            return matrix.multiply(integers)
-        n = integers.T.to(matrix.dtype, memory_format=torch.contiguous_format).sub_(ZERO)  # exact
-        return n @ matrix
-
-    def _matrix(self, place: CellPlace, dtype: torch.dtype) -> torch.Tensor | _IntegerMatrix:
+    def _matrix(self, place: CellPlace, dtype: torch.dtype) -> torch.Tensor | IntegerMatrix:
         """Return the inverse transform for values of ``dtype``. For bfloat16 it may be bfloat16, so that sums are
         rounded as the values are in the end."""
         key = self._key(place)
@@ -435,10 +376,10 @@ class KltQuantiser(KltIntegers):
             self._matrices[key, dtype] = self._make_matrix(place, dtype)
         return self._matrices[key, dtype]
 
-    def _make_matrix(self, place: CellPlace, dtype: torch.dtype) -> torch.Tensor | _IntegerMatrix:
+    def _make_matrix(self, place: CellPlace, dtype: torch.dtype) -> torch.Tensor | IntegerMatrix:
         key, is_bfloat16 = self._key(place), dtype == torch.bfloat16 and _HAS_BFLOAT16
         if _HAS_INTEGERS and not (is_bfloat16 and _HAS_AMX):
-            integers = _IntegerMatrix.of(self.profile.cells[key], self._rows[key], self.step)
+            integers = self._rows[key].integer_matrix(self.profile.cells[key], self.step)
             if integers is not None:
                 return integers
         return self.inverse_of(place).matrix.to(torch.bfloat16 if is_bfloat16 else torch.float32).contiguous()
@@ -460,6 +401,31 @@ class KltQuantiser(KltIntegers):
                 f"which has cells of {grid.cell_layers} layers and {grid.cell_heads} heads"
             )
         return key
+
+
+def restore_integers(
+    matrix: torch.Tensor | IntegerMatrix,
+    integers: torch.Tensor,
+    heads: int,
+    shape_of_heads: tuple[int, int, int, bool],
+    factors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    values: tuple[torch.Tensor, torch.Tensor],
+    *,
+    is_portable: bool = False,
+) -> None:
+    """Write K and V of ``integers``, uint8 ``(count, tokens)``, to ``values``. The rest: see _klt.pyi."""
+    sizes, type_ = (integers.shape[1], heads, *shape_of_heads), _TYPES[values[0].dtype]
+    assert all(x.is_contiguous() and not x.is_cuda for x in (*factors, *values))
+    if isinstance(matrix, IntegerMatrix):
+        assert len(integers) == len(matrix.shifts), (len(integers), len(matrix.shifts))
+        integers = integers if integers.stride(1) == 1 else integers.contiguous()
+        of_matrix = integers.stride(0), len(matrix.frequent_rows), len(matrix.rare_rows), is_portable
+        tensors = *factors, *values, integers, *matrix
+        _klt.restore_integers(*sizes, type_, *of_matrix, *_addresses(tensors))
+    else:
+        n = integers.T.to(matrix.dtype, memory_format=torch.contiguous_format).sub_(ZERO)  # exact
+        product = n @ matrix
+        _klt.restore(*sizes, _TYPES[product.dtype], type_, *_addresses((product, *factors, *values)))
 
 
 def forward_of(inverse: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -16,16 +16,17 @@ from safetensors.torch import save
 
 from sgl_kvfetch.codec.quant import _klt
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, join_parts
+from sgl_kvfetch.codec.quant.integer_matrix import IntegerMatrix
 from sgl_kvfetch.codec.quant.klt import (
     EXACT,
     UNIT,
     ZERO,
     KltQuantiser,
-    _IntegerMatrix,
     exponents_of,
     forward_of,
     head_norms,
     require_grid,
+    restore_integers,
     scales_of,
 )
 from sgl_kvfetch.codec.quant.profile import CellProfile, Profile, load_profile, require_targets
@@ -418,24 +419,56 @@ def test_the_native_half_rounds_as_torch_does(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("step", "v_head_dim"), [(0.03, 16), (1.0, 24), (4.0, 5)])
 @pytest.mark.parametrize("num_tokens", [1, 64, 131])
 def test_products_of_integers_are_exact_whatever_the_integers(step: float, v_head_dim: int, num_tokens: int) -> None:
-    """In the native half and the portable one: the largest sums that a channel can have, then others."""
+    """In the native half and the portable one: the largest sums that a channel can have, then others, of which some are
+    mostly small, as integers are."""
     profile = make_profile(v_head_dim=v_head_dim)
     cell, rows = profile.cells[ONLY], KltQuantiser(profile, step=step)._rows[ONLY]
-    matrix = _IntegerMatrix.of(cell, rows, step, most_error=float("inf"))
+    inverse = torch.cat((cell.inverse[: rows.kept], cell.inverse[rows.wide])).double()
+    shifts = torch.cat((torch.zeros(rows.kept, dtype=torch.int64), rows.bits))
+    matrix = IntegerMatrix.of(inverse, shifts, cell.spread[: rows.kept] / step, most_error=float("inf"))
     assert matrix is not None
-    factors = 2.0 ** matrix.shifts[:, None].double()
-    rounded = torch.cat((cell.inverse[: rows.kept], cell.inverse[rows.wide])).double().div(matrix.units).round()
-    assert rounded.abs().max() < 1 << 15
+    assert (len(matrix.rare_rows) > 0) == (step > 0.03)
+    rounded = _entries(matrix, cell.num_channels)
+    usual_units, rare_units = matrix.units[:, : cell.num_channels].double()
+    is_rare = torch.zeros(rows.count, dtype=torch.bool)
+    is_rare[matrix.rare_rows.long()] = True
+    units = torch.where(is_rare[:, None], rare_units, usual_units)
+    assert ((rounded * units - inverse).abs() <= 0.501 * units).all()
+    factors = 2.0 ** shifts[:, None].double()
     generator = torch.Generator().manual_seed(0)
     integers = torch.randint(0, 256, (rows.count, 3 * num_tokens), generator=generator, dtype=torch.uint8)
+    small = torch.randint(ZERO - 12, ZERO + 13, integers.shape, generator=generator, dtype=torch.uint8)
+    integers[:, ::3] = torch.where(small.int() % 3 == 0, small, ZERO)[:, ::3]
     integers[:, num_tokens] = torch.where(rounded[:, 0] > 0, 0, 255)
     integers[:, 2 * num_tokens - 1] = 0
     integers = integers[:, num_tokens : 2 * num_tokens]  # rows apart
-    expected = ((integers.double() - ZERO) * factors).T @ rounded
-    assert expected.abs().max() < 1 << 31
-    assert (rounded.abs() * factors).sum(0).max() * ZERO < 1 << 31
+    terms = (integers.double() - ZERO) * factors
+    usual, rare = (terms[rows_of].T @ rounded[rows_of] for rows_of in (~is_rare, is_rare))
+    assert max(usual.abs().max(), rare.abs().max()) < 1 << 31
+    for rows_of in (~is_rare, is_rare):
+        assert (rounded.abs() * factors)[rows_of].sum(0).max() * ZERO < 1 << 31
+    expected = usual.float() * usual_units.float() + rare.float() * rare_units.float()
     for is_portable in (False, True):
-        assert torch.equal(matrix.multiply(integers, is_portable), expected.float() * matrix.units)
+        k, v = (torch.empty((num_tokens, 12, dim)) for dim in (16, v_head_dim))
+        factors_of_none = torch.ones(num_tokens), torch.zeros(cell.num_channels), torch.empty(0)
+        shape = 16, v_head_dim, 0, False
+        restore_integers(matrix, integers, 12, shape, factors_of_none, (k, v), is_portable=is_portable)
+        assert torch.equal(torch.cat((k.flatten(1), v.flatten(1)), dim=1), expected)
+
+
+def _entries(matrix: IntegerMatrix, num_channels: int) -> torch.Tensor:
+    """Return ``(rows, channels)``, float64, of a matrix's entries."""
+    entries = torch.full((len(matrix.shifts), num_channels), torch.nan, dtype=torch.float64)
+    tiles, _, size, _ = matrix.frequent.shape
+    rare = matrix.rare.view(tiles, -1, size // 2, 2).transpose(2, 3).reshape(tiles, -1, size)
+    frequent = matrix.frequent.transpose(2, 3).reshape(tiles, -1, size)
+    assert not rare[:, 0].any()
+    for which, rows in ((matrix.frequent_rows.flatten(), frequent), (matrix.rare_rows, rare[:, 1:])):
+        by_row = rows.transpose(0, 1).reshape(len(which), tiles * size)[:, :num_channels].double()
+        for row, values in reversed(list(zip(which.tolist(), by_row, strict=True))):  # the last one may come twice
+            entries[row] = values
+    assert not entries.isnan().any()
+    return entries
 
 
 @pytest.mark.parametrize("step", [0.2, 1.0, 4.0])
@@ -454,7 +487,7 @@ def test_integers_restore_as_near_as_float32_does(step: float, monkeypatch: pyte
         n = (integers.T.double() - ZERO) * scales_of(exponents)[:, None].double() * step
         exact = n @ inverse.matrix.double() + inverse.mean.double()
         for dtype in (torch.float32, torch.bfloat16):
-            assert isinstance(quantiser._matrix(place, dtype), _IntegerMatrix) == has_integers
+            assert isinstance(quantiser._matrix(place, dtype), IntegerMatrix) == has_integers
             back = torch.cat([x.flatten(1) for x in quantiser.dequantise(quantised, dtype, place)], dim=1)
             errors[has_integers, dtype] = (back.double() - exact).square().mean().sqrt().item()
     channels = torch.cat([x.flatten(1) for x in values], dim=1)
