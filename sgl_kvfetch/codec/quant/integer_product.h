@@ -319,11 +319,14 @@ CLONES inline void add_large(int32_t integer, const int16_t* row, int32_t* sums)
     }
 }
 
+// Leaves zeros behind, for the next task.
 CLONES inline void store_sums(const Task& k, const float* units, const float* rare_units, size_t stride, float* out) {
-    for (size_t t = 0; t < kGroup; ++t, out += stride)
+    for (size_t t = 0; t < kGroup; ++t, out += stride) {
+        int32_t *sums = k.sums[t], *rare_sums = k.rare_sums[t];
         for (size_t c = 0; c < kTile; ++c)
-            out[c] = static_cast<float>(k.sums[t][c]) * units[c] +
-                     static_cast<float>(k.rare_sums[t][c]) * rare_units[c];
+            out[c] = static_cast<float>(sums[c]) * units[c] + static_cast<float>(rare_sums[c]) * rare_units[c];
+        for (size_t c = 0; c < kTile; ++c) sums[c] = rare_sums[c] = 0;
+    }
 }
 
 // Writes the product of the first tokens of a block, float32 (tokens in whole groups, stride).
@@ -334,12 +337,12 @@ inline void multiply(const Product& p, const Block& b, size_t tokens, float* out
     if (!p.is_portable && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni"))
         kernel = multiply_avx512;
 #endif
+    alignas(64) int32_t sums[kGroup][kTile] = {}, rare_sums[kGroup][kTile] = {};
     for (size_t tile = 0; tile < p.tiles(); ++tile) {
         const int16_t* frequent = p.frequent + tile * p.pairs * kTile * 2;
         const int16_t* rare = p.rare_matrix + tile * (1 + p.rare) * kTile;
         const float* units = p.units + tile * kTile;
         for (size_t first = 0; first < tokens; first += kGroup) {
-            alignas(64) int32_t sums[kGroup][kTile] = {}, rare_sums[kGroup][kTile] = {};
             for (const Large& x : b.large[first / kGroup])
                 add_large(x.integer, rare + x.row * kTile, rare_sums[x.token]);
             const Task task{p.pairs,          b.frequent.data() + first * p.pairs, &b.lists[2 * first * kListSize],
