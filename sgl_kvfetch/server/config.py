@@ -68,7 +68,7 @@ class ServerConfig:
 
     @property
     def access(self) -> str:
-        """Who may use the store, in words."""
+        """Describe in words which clients the store answers."""
         if self.token_file is not None:
             return f"with tokens of {self.token_file}"
         if self.token is not None:
