@@ -145,7 +145,7 @@ def test_verify_finds_damage_by_digests_and_signatures(kvfetch: str, tmp_path: P
     assert done.returncode == 1
     (problem,) = json.loads(done.stdout)["problems"]
     assert problem == {"name": segment.data_name, "what": "its bytes do not match the digest in its name"}
-    key_file.write_bytes(bytes(32))
+    key_file.write_bytes(b"another key that nobody signed with")
     assert "its signature was not made with this key" in run(kvfetch, *verify).stdout
 
 

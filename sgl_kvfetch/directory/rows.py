@@ -68,7 +68,8 @@ def add_file(
 def is_unnamed(db: sqlite3.Connection, root: Path, name: str) -> bool:
     """Return whether a data object is named by no manifest. Raises OSError.
 
-    The catalog knows that of segments that are found. Of others, the file says it: they may not have been read yet.
+    The catalog knows that of segments that are found. Of others, the file says it: they may not have been read yet, or
+    the manifest was deleted by other means.
     """
     owner = manifest_name(name)
     known = db.execute(
@@ -76,7 +77,7 @@ def is_unnamed(db: sqlite3.Connection, root: Path, name: str) -> bool:
         "WHERE files.name = ? AND files.state = ? AND segments.state = ?",
         (name, FileState.STORED, SegmentState.FOUND),
     ).fetchone()
-    if known is not None:
+    if known is not None and files.stat_object(root, owner) is not None:
         return bool(known == (FileRole.PENDING,))
     content = files.read_object(root, owner, MAX_MANIFEST_BYTES)
     try:

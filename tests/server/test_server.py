@@ -213,7 +213,7 @@ class TestToken:
     @pytest.fixture
     async def server(self, tmp_path: Path) -> AsyncIterator[RunningServer]:
         token_file = tmp_path / "token"
-        token_file.write_text("s3cret-tökén\n")
+        token_file.write_text("s3cret-token\n")
         async with running_server(ServerConfig(tmp_path, port=0, token_file=token_file)) as server:
             yield server
 
@@ -231,7 +231,7 @@ class TestToken:
 
     async def test_with_it(self, server: RunningServer) -> None:
         async with aiohttp.ClientSession(server.url) as session:
-            for token, status in (("s3cret-tökén", 404), ("s3cret", 401)):
+            for token, status in (("s3cret-token", 404), ("s3cret", 401)):
                 async with session.get(OBJECT, headers={"Authorization": f"Bearer {token}"}) as response:
                     assert response.status == status
 
