@@ -106,4 +106,5 @@ def _largest_of(rows: torch.Tensor) -> torch.Tensor:
 def _tiles(entries: torch.Tensor) -> torch.Tensor:
     """Return ``(rows, channels)`` as int16 ``(tiles, rows, TILE_CHANNELS)``."""
     filled = torch.nn.functional.pad(entries.short(), (0, -entries.shape[1] % TILE_CHANNELS))
-    return filled.view(len(entries), -1, TILE_CHANNELS).transpose(0, 1).contiguous()
+    num_rows, num_channels = filled.shape
+    return filled.view(num_rows, num_channels // TILE_CHANNELS, TILE_CHANNELS).transpose(0, 1).contiguous()

@@ -456,6 +456,22 @@ def test_products_of_integers_are_exact_whatever_the_integers(step: float, v_hea
         assert torch.equal(torch.cat((k.flatten(1), v.flatten(1)), dim=1), expected)
 
 
+@pytest.mark.parametrize(("num_rows", "spread"), [(2, 0.1), (0, 0.1), (2, 4.0)])
+def test_rows_may_all_be_rare_or_frequent_or_missing(num_rows: int, spread: float) -> None:
+    """A cell whose channels carry no information at its step keeps few rows, or none."""
+    inverse = torch.eye(12 * 16 * 2, dtype=torch.float64)[:num_rows]
+    matrix = IntegerMatrix.of(inverse, torch.zeros(num_rows, dtype=torch.int64), torch.full((num_rows,), spread))
+    assert matrix is not None
+    assert len(matrix.rare_rows) == (num_rows if spread < 1 else 0)
+    integers = torch.full((num_rows, 64), ZERO + 1, dtype=torch.uint8)
+    for is_portable in (False, True):
+        k, v = (torch.full((64, 12, 16), torch.nan) for _ in range(2))
+        no_factors = torch.ones(64), torch.zeros(inverse.shape[1]), torch.empty(0)
+        restore_integers(matrix, integers, 12, (16, 16, 0, False), no_factors, (k, v), is_portable=is_portable)
+        torch.testing.assert_close(k.flatten(1), inverse.sum(0)[: 12 * 16].float().expand(64, -1), rtol=1e-3, atol=0)
+        assert not v.any()
+
+
 def _entries(matrix: IntegerMatrix, num_channels: int) -> torch.Tensor:
     """Return ``(rows, channels)``, float64, of a matrix's entries."""
     entries = torch.full((len(matrix.shifts), num_channels), torch.nan, dtype=torch.float64)
