@@ -38,6 +38,7 @@ class Link:
         # Since when a transfer last ended, or the link was last idle, and what has come since. Whether pieces are
         # reported as they come; otherwise all that is outstanding may have come.
         self._changed_s, self._received_bytes, self._hears = 0.0, 0, False
+        self._ended_s = -math.inf
         self._bound_bps, self._bounded_s = math.inf, -math.inf  # by transfers that were given up, and when
         self._probed_s = -math.inf
         self._waiting: list[asyncio.Future[None]] = []
@@ -110,32 +111,36 @@ class Link:
         """Record a transfer's end. ``is_whole``: all bytes arrived; otherwise it failed or was cancelled."""
         self.outstanding_bytes -= size_bytes
         self._num_outstanding -= 1
-        now_s = self._changed_s = time.monotonic()
-        self._received_bytes = 0
+        now_s = time.monotonic()
         if is_whole and size_bytes and now_s > started_s:
-            self._add(size_bytes, started_s, now_s)
+            start_s = max(self._ended_s, min(started_s, self._changed_s))
+            self._add(size_bytes, start_s, now_s, now_s - started_s)
+        self._changed_s = self._ended_s = now_s
+        self._received_bytes = 0
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_result(None)
         self._waiting.clear()
 
-    def _add(self, size_bytes: int, start_s: float, end_s: float) -> None:
-        """Keep a transfer so that kept ones do not overlap: its bytes count for the time since the last end.
+    def _add(self, size_bytes: int, start_s: float, end_s: float, duration_s: float) -> None:
+        """Keep what has come from ``start_s``, when the last transfer ended, to ``end_s``.
+
+        Where pieces are reported, all of them count: those of transfers under way share the link with the one that has
+        ended. Otherwise its own bytes count.
 
         Transfers that share a link may end almost together, and the time between two such ends says nothing about the
-        link. So each is joined with those after it until it lasts as long as they do, or with the one before it if none
-        follow.
+        link. So what is kept is joined with what follows until it lasts as long as the transfers do.
         """
-        kept, duration_s = self._transfers, end_s - start_s
-        if kept and start_s < kept[-1].end_s:
-            start_s = kept[-1].end_s
-            if end_s == start_s or start_s - kept[-1].start_s < duration_s:
-                last = kept.pop()
-                size_bytes, start_s = size_bytes + last.size_bytes, last.start_s
+        kept = self._transfers
+        num_bytes = self._received_bytes if self._hears else size_bytes
+        is_short = kept and kept[-1].end_s - kept[-1].start_s < duration_s
+        if kept and kept[-1].end_s == start_s and (is_short or end_s == start_s):
+            last = kept.pop()
+            num_bytes, start_s = num_bytes + last.size_bytes, last.start_s
         if self._num_outstanding == 0 and end_s - start_s < duration_s and kept and kept[-1].end_s == start_s:
             last = kept.pop()
-            size_bytes, start_s = size_bytes + last.size_bytes, last.start_s
-        kept.append(Transfer(size_bytes, start_s, end_s))
+            num_bytes, start_s = num_bytes + last.size_bytes, last.start_s
+        kept.append(Transfer(num_bytes, start_s, end_s))
         # The mean is over time: slow transfers count at once, and would hide fast ones until they are gone.
         goodputs = [t.goodput_bps for t in kept]
         if len(kept) > 2 and min(goodputs[-2:]) > _FASTER * max(goodputs[:-2]):

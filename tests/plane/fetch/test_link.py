@@ -25,7 +25,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def transferred(link: Link, clock: Clock, size_bytes: int, seconds: float) -> None:
+    clock.now_s -= seconds
     link.started(size_bytes)
+    clock.now_s += seconds
     link.ended(size_bytes, clock.now_s - seconds, is_whole=True)
 
 
@@ -67,9 +69,7 @@ async def test_what_failed_says_nothing_about_the_link(clock: Clock) -> None:
 
 
 async def test_goodput_is_that_of_all_connections_and_grows_stale(clock: Clock) -> None:
-    link = Link()
-    for _ in range(4):
-        transferred(link, clock, 1_000_000, 1.0)
+    link = carried(clock, *[(1_000_000, 0, 1)] * 4)
     assert link.goodput_bps(clock.now_s) == pytest.approx(4 * 8e6)
     assert link.goodput_bps(clock.now_s + 29) is not None
     assert link.goodput_bps(clock.now_s + 31) is None
@@ -187,6 +187,24 @@ async def test_a_transfer_that_is_given_up_tells_how_fast_the_link_is_at_most(cl
     assert link.begin_probe() == pytest.approx(8e5 / 8 * 0.1)
     transferred(link, clock, 1_000_000, 1.0)
     assert link.goodput_bps(clock.now_s) == pytest.approx(8e6)
+
+
+async def test_pieces_of_transfers_under_way_count_when_another_one_ends(clock: Clock) -> None:
+    """Four share the link, so the first one to end had a quarter of it."""
+    link = Link()
+    for size in (100_000, 200_000, 200_000, 200_000):
+        link.started(size)
+    clock.now_s += 1.0
+    for _ in range(4):
+        link.received(100_000)
+    link.ended(100_000, clock.now_s - 1.0, is_whole=True)
+    assert link.goodput_bps(clock.now_s) == pytest.approx(4 * 8e5)
+    clock.now_s += 0.75
+    for _ in range(3):
+        link.received(100_000)
+    for _ in range(3):
+        link.ended(200_000, clock.now_s - 1.75, is_whole=True)
+    assert link.goodput_bps(clock.now_s) == pytest.approx(4 * 8e5)
 
 
 async def test_pieces_tell_how_fast_a_link_is_before_a_transfer_ends(clock: Clock) -> None:
