@@ -27,7 +27,7 @@ from benchmarks.report import make_parser, make_table, write_json
 from harness.engine import SGLangServer, device_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
-from sgl_kvfetch.codec.calibrate.model import cut_windows, prompt_start, tokenise
+from sgl_kvfetch.codec.calibrate.text import cut_windows, prompt_start, tokenise
 
 _NUM_PROMPTS = 4
 _PAGE_SIZE = 64

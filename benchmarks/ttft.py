@@ -43,7 +43,7 @@ from benchmarks.traffic import kvfetch_traffic
 from harness.engine import SGLangServer, device_args, free_port, hicache_args
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
-from sgl_kvfetch.codec.calibrate.model import cut_windows, part_of, prompt_start, tokenise
+from sgl_kvfetch.codec.calibrate.text import cut_windows, part_of, prompt_start, tokenise
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts
 

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
+from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.measure import Measured, measure
 from benchmarks.codec.method import Method
 from benchmarks.codec.methods import all_methods, fit, select
@@ -22,7 +23,7 @@ from benchmarks.codec.report import make_report, plot_rates, print_report
 from benchmarks.codec.segments import PAGE_TOKENS
 from benchmarks.codec.windows import windows_of
 from benchmarks.report import make_parser, make_table, no_traceback, output_file, settings, whole_number, write_json
-from sgl_kvfetch.codec.calibrate.model import KVModel, fractions_of
+from sgl_kvfetch.codec.calibrate.text import fractions_of
 from sgl_kvfetch.codec.quant.profile import Profile, load_profile
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts, text_digest

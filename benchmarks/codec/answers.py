@@ -26,13 +26,14 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.method import KV_DTYPE, Method
 from benchmarks.codec.methods import all_methods, fit, select
 from benchmarks.codec.windows import windows_of
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, run_and_report, settings, whole_numbers
 from benchmarks.stats import estimate
-from sgl_kvfetch.codec.calibrate.model import KVModel, part_of
+from sgl_kvfetch.codec.calibrate.text import part_of
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts

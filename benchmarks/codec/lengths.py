@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.method import KV_DTYPE, KVShape, Method
 from benchmarks.codec.methods import all_methods, select
 from benchmarks.codec.segments import PAGE_TOKENS
@@ -30,7 +31,7 @@ from benchmarks.report import (
     write_json,
 )
 from benchmarks.stats import Estimate, estimate
-from sgl_kvfetch.codec.calibrate.model import KVModel, part_of
+from sgl_kvfetch.codec.calibrate.text import part_of
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts

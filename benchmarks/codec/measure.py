@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.method import KV_DTYPE, KVShape, Method
 from benchmarks.stats import Estimate, estimate
-from sgl_kvfetch.codec.calibrate.model import KVModel
 from sgl_kvfetch.errors import QuantiseError, UnsupportedError
 
 _ROWS_AT_ONCE = 64  # bounds the memory for distributions in float64

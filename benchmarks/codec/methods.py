@@ -12,10 +12,10 @@ from tqdm import tqdm
 from benchmarks.codec.baselines import baselines
 from benchmarks.codec.baselines.kvtc.calibration import calibrate
 from benchmarks.codec.baselines.kvtc.method import Kvtc, kvtc_methods
+from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.method import Method
 from benchmarks.codec.ours import our_methods
 from benchmarks.codec.windows import windows_of
-from sgl_kvfetch.codec.calibrate.model import KVModel
 from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts

@@ -28,13 +28,13 @@ from rich.table import Table
 
 from benchmarks.codec.answers import finds, greedy_answers, make_passkeys, share_interval
 from benchmarks.codec.coding_tasks import LIBRARY, TASKS, Task
+from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.method import KV_DTYPE, Method
 from benchmarks.codec.methods import all_methods, select
 from benchmarks.codec.sandbox import passes
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, positive, run_and_report, settings, whole_numbers
 from benchmarks.stats import estimate
-from sgl_kvfetch.codec.calibrate.model import KVModel
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts

@@ -25,13 +25,16 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.measure import measure
 from benchmarks.codec.segments import SegmentMethod
 from benchmarks.codec.windows import windows_of
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, no_traceback, settings, whole_number, write_json
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model, cell_grid
-from sgl_kvfetch.codec.calibrate.model import KVModel, calibration_windows, find_rope, part_of
+from sgl_kvfetch.codec.calibrate.layers import LayeredModel
+from sgl_kvfetch.codec.calibrate.rope import find_rope
+from sgl_kvfetch.codec.calibrate.text import calibration_windows, part_of
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Calibration, Profile
 from sgl_kvfetch.prompts import read_texts
@@ -188,12 +191,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(args: argparse.Namespace) -> dict[str, Any]:
-    model = KVModel(args.model)
+    model, layered = KVModel(args.model), LayeredModel(args.model)
     shape = Shape.of(model)
     length = args.context + args.continuation
     coded = windows_of(model, read_texts(args.text), args.part, args.windows, length + 1)
     tokens = [part_of(model.tokenise(t), args.calibrate_part) for t in read_texts(args.calibrate_text or args.text)]
-    fitted = calibration_windows(model, tokens, args.calibrate_windows, length)
+    fitted = calibration_windows(model.tokenizer, tokens, args.calibrate_windows, length)
     profiles: dict[tuple[Span, bool], Profile] = {}
     rows = []
     for variant in tqdm(variants_of(shape), unit="span", disable=not sys.stderr.isatty()):
@@ -202,7 +205,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
             options = CalibrationOptions(
                 num_context=args.context, grid=variant.span.grid(shape), sensitivity=variant.sensitivity
             )
-            profiles[key] = _calibrated(model, fitted, options)
+            profiles[key] = _calibrated(layered, fitted, options)
         profile = profiles[key] if variant.sinks else replace(profiles[key], num_sinks=0)
         rows.append(_row(variant, shape, _measured(model, coded, args.context, profile)))
     return {
@@ -216,7 +219,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _calibrated(model: KVModel, windows: Sequence[torch.Tensor], options: CalibrationOptions) -> Profile:
+def _calibrated(model: LayeredModel, windows: Sequence[torch.Tensor], options: CalibrationOptions) -> Profile:
     describe = Calibration(model.path, "", "", len(windows), options.num_context, len(windows[0]) - options.num_context)
     return calibrate_model(model, windows, find_rope(model), describe, options)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.ours import QuantisedCell, in_range, quantised_cells
 from benchmarks.codec.windows import add_window_arguments, windows_of
 from benchmarks.machine import machine, versions
@@ -25,7 +26,6 @@ from benchmarks.report import make_parser, make_table, no_traceback, settings, w
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec
 from sgl_kvfetch.codec.bitstream.base import Codec
 from sgl_kvfetch.codec.bitstream.registry import get_codec, resolution_for
-from sgl_kvfetch.codec.calibrate.model import KVModel
 from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser

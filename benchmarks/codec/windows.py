@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.codec.kv_model import KVModel
 from benchmarks.report import whole_number
-from sgl_kvfetch.codec.calibrate.model import KVModel, cut_windows, part_of
+from sgl_kvfetch.codec.calibrate.text import cut_windows, part_of
 from sgl_kvfetch.errors import ConfigError
 
 

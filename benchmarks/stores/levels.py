@@ -24,13 +24,13 @@ import msgspec
 import xxhash
 from rich.console import Console
 
+from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.windows import windows_of
 from benchmarks.machine import machine, versions
 from benchmarks.prose import prose
 from benchmarks.real_model import real_model
 from benchmarks.real_profile import PROMPTS_PART, real_profile
 from benchmarks.report import make_parser, make_table, no_traceback, settings, whole_number, write_json
-from sgl_kvfetch.codec.calibrate.model import KVModel
 from sgl_kvfetch.codec.container.manifest import Chunk, Manifest, decode_manifest
 from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
 from sgl_kvfetch.codec.layout.frames import FLAT

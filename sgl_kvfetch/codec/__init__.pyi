@@ -30,12 +30,9 @@ from .bitstream.registry import (
     resolution_for as resolution_for,
 )
 from .calibrate.fit import CalibrationOptions as CalibrationOptions, calibrate_model as calibrate_model
-from .calibrate.model import (
-    KVModel as KVModel,
-    calibration_windows as calibration_windows,
-    find_rope as find_rope,
-    part_of as part_of,
-)
+from .calibrate.layers import LayeredModel as LayeredModel
+from .calibrate.rope import find_rope as find_rope
+from .calibrate.text import calibration_windows as calibration_windows, part_of as part_of, tokenise as tokenise
 from .container.encryption import EncryptionKeys as EncryptionKeys, read_encryption_keys as read_encryption_keys
 from .container.manifest import (
     MAX_MANIFEST_BYTES as MAX_MANIFEST_BYTES,

@@ -23,7 +23,7 @@ from sgl_kvfetch.tools.terminal import format_size, json_flag, make_console, mak
 if TYPE_CHECKING:  # these load torch and codecs
     import torch
 
-    from sgl_kvfetch.codec import Codec, Decoders, KVModel, Profile, Rope
+    from sgl_kvfetch.codec import Codec, Decoders, LayeredModel, Profile, Rope
     from sgl_kvfetch.tools.encoding.transcode import Target
 
 _CHANNELS = 8 * 128  # of a layer in the chunk that is measured; decode times are proportional to its integers
@@ -55,10 +55,6 @@ def calibrate(
         int, option("COUNT", "The --tp-size that SGLang will run with, or a multiple of it.", min=1)
     ] = 1,
     device: Annotated[str, option("DEVICE", "cpu, cuda, or cuda:N.", show_default="cuda if there is one")] = "",
-    dtype: Annotated[
-        Literal["float32", "bfloat16"],  # in float16 the gradients would be lost
-        option(None, "The compute type for measuring the accuracy; in bfloat16, rounding hides small divergences."),
-    ] = "float32",
     seed: Annotated[int, option("SEED", "For the tokens that are sampled to weigh errors.")] = 0,
     as_json: Annotated[
         bool,
@@ -83,18 +79,19 @@ def calibrate(
     from sgl_kvfetch.codec import (
         Calibration,
         CalibrationOptions,
-        KVModel,
+        LayeredModel,
         calibrate_model,
         calibration_windows,
         fingerprint_model,
         part_of,
+        tokenise,
     )
 
     if (out.exists() and not out.is_file()) or not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: expected a file in an existing directory")
     prompts = [prompt for file in text for prompt in read_texts(file)]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = KVModel(model, device=device, dtype=torch.bfloat16 if dtype == "bfloat16" else None)
+    loaded = LayeredModel(model, device=device)
     if loaded.num_heads % tp_size and tp_size % loaded.num_heads:
         raise ConfigError(f"--tp-size {tp_size}: cannot divide {loaded.num_heads} KV heads evenly among the ranks")
     window_tokens = context + continuation
@@ -102,8 +99,8 @@ def calibrate(
     if most is not None and window_tokens > most:
         raise ConfigError(f"--context and --continuation are {window_tokens} tokens, the model has {most} positions")
     rope, notes = _rope_or_why_not(loaded)
-    tokens = [part_of(loaded.tokenise(prompt), part) for prompt in prompts]
-    ids = calibration_windows(loaded, tokens, windows, window_tokens)
+    tokens = [part_of(tokenise(loaded.tokenizer, prompt), part) for prompt in prompts]
+    ids = calibration_windows(loaded.tokenizer, tokens, windows, window_tokens)
     describe = Calibration(
         model=os.path.basename(os.path.normpath(model)),
         weights=fingerprint_model(model),
@@ -114,9 +111,7 @@ def calibrate(
         notes=notes,
         part=part,
     )
-    options = CalibrationOptions(
-        num_context=context, max_channels=max_channels, tp_size=tp_size, accuracy_dtype=getattr(torch, dtype), seed=seed
-    )
+    options = CalibrationOptions(num_context=context, max_channels=max_channels, tp_size=tp_size, seed=seed)
     profile = calibrate_model(loaded, ids, rope, describe, options, _progress)
     profile.save(out)
     summary = _summary(profile)
@@ -187,7 +182,7 @@ def profile(
         progress.print(f"wrote {out}")
 
 
-def _rope_or_why_not(model: KVModel) -> tuple[Rope | None, tuple[str, ...]]:
+def _rope_or_why_not(model: LayeredModel) -> tuple[Rope | None, tuple[str, ...]]:
     from sgl_kvfetch.codec import find_rope
 
     try:

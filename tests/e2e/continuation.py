@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from sgl_kvfetch.codec.calibrate.model import KVModel
+from benchmarks.codec.kv_model import KVModel
 from sgl_kvfetch.codec.quant.base import Quantiser
 from tests.segments import there_and_back
 

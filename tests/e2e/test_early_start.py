@@ -16,7 +16,7 @@ from benchmarks.prose import prose
 from harness.engine import Generation, SGLangServer, device_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
-from sgl_kvfetch.codec.calibrate.model import cut_windows, prompt_start, tokenise
+from sgl_kvfetch.codec.calibrate.text import cut_windows, prompt_start, tokenise
 from sgl_kvfetch.codec.container.manifest import Cell, decode_manifest
 from sgl_kvfetch.plugin.page_hashes import hash_bytes, hash_tail
 from tests.e2e.conftest import from_storage

@@ -14,12 +14,12 @@ import torch
 
 from benchmarks.codec import ans_tables, answers, lengths, spans, speed
 from benchmarks.codec.__main__ import main
+from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.measure import estimate, measure
 from benchmarks.codec.method import KVShape, Method
 from benchmarks.codec.segments import PAGE_TOKENS, SegmentMethod
 from harness.models import make_tiny_llama
 from sgl_kvfetch.codec.bitstream.ans import SLOTS, tables
-from sgl_kvfetch.codec.calibrate.model import KVModel
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.prompts import text_digest

@@ -19,7 +19,7 @@ from benchmarks.codec.baselines.kvtc.groups import (
     quantise,
 )
 from benchmarks.codec.baselines.kvtc.method import Kvtc
-from sgl_kvfetch.codec.calibrate.model import KVModel
+from benchmarks.codec.kv_model import KVModel
 
 RATIOS = (4, 8, 32)
 FEATURES = 4 * 2 * 64  # the tiny model's layers, heads and head dimension

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.measure import measure
 from benchmarks.codec.methods import all_methods, select
 from benchmarks.codec.segments import SegmentMethod
 from benchmarks.prose import prose
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
-from sgl_kvfetch.codec.calibrate.model import KVModel, calibration_windows, cut_windows, find_rope
+from sgl_kvfetch.codec.calibrate.layers import LayeredModel
+from sgl_kvfetch.codec.calibrate.rope import find_rope
+from sgl_kvfetch.codec.calibrate.text import calibration_windows, cut_windows
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Profile
 from tests.codec.quant.profiles import CALIBRATION
@@ -35,8 +38,9 @@ def tokens(model: KVModel) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def profile(model: KVModel, tokens: torch.Tensor) -> Profile:
     """Of far fewer tokens than one would calibrate on."""
-    windows = calibration_windows(model, [tokens[: len(tokens) // 2]], 8, CONTEXT + CONTINUATION)
-    return calibrate_model(model, windows, find_rope(model), CALIBRATION, CalibrationOptions(num_context=CONTEXT))
+    windows = calibration_windows(model.tokenizer, [tokens[: len(tokens) // 2]], 8, CONTEXT + CONTINUATION)
+    layered = LayeredModel(model.path)
+    return calibrate_model(layered, windows, find_rope(layered), CALIBRATION, CalibrationOptions(num_context=CONTEXT))
 
 
 def test_the_first_token_is_a_sink(profile: Profile) -> None:

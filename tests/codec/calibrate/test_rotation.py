@@ -12,7 +12,8 @@ from sglang.srt.layers.rotary_embedding import base as sglang_base, get_rope
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.models import make_tiny_llama
-from sgl_kvfetch.codec.calibrate.model import KVModel, find_rope
+from sgl_kvfetch.codec.calibrate.layers import LayeredModel
+from sgl_kvfetch.codec.calibrate.rope import find_rope
 from sgl_kvfetch.errors import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -55,7 +56,7 @@ def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def random_model(tokenizer_files: Path, tmp_path: Path) -> Any:
-    def make(model_type: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> KVModel:
+    def make(model_type: str, **changes: Any) -> LayeredModel:
         path = tmp_path / model_type
         shutil.copytree(tokenizer_files, path)
         shape: dict[str, Any] = {
@@ -73,19 +74,16 @@ def random_model(tokenizer_files: Path, tmp_path: Path) -> Any:
         config = AutoConfig.for_model(model_type, **shape | changes)
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(path)
-        return KVModel(str(path), dtype=dtype)
+        return LayeredModel(str(path))
 
     return make
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_llama_is_rotated_as_in_sglang(
-    random_model: Any, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
-) -> None:
+def test_llama_is_rotated_as_in_sglang(random_model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(sglang_base, "_is_cpu", True)
     scaling = SCALINGS[name]
-    rope = find_rope(random_model("llama", dtype=dtype, rope_parameters={**scaling, "rope_theta": 10_000.0}))
+    rope = find_rope(random_model("llama", rope_parameters={**scaling, "rope_theta": 10_000.0}))
     assert not rope.interleaved
     theirs = get_rope(32, 32, NUM_POSITIONS, 10_000, True, None if name == "default" else scaling, torch.float32)
     cache = theirs.cos_sin_cache[:NUM_POSITIONS] / theirs.cos_sin_cache[0, 0]  # without a factor, as YaRN's

@@ -4,8 +4,9 @@ import sys
 import pytest
 import torch
 
-from sgl_kvfetch.codec.calibrate.fit import cell_grid, transform_of
+from sgl_kvfetch.codec.calibrate.fit import cell_grid
 from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, Moments
+from sgl_kvfetch.codec.calibrate.transform import transform_of
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.sensitivity import fit_log_cost
 from sgl_kvfetch.types import CellGrid
@@ -31,7 +32,7 @@ def test_errors_cost_alike_in_every_direction() -> None:
     assert torch.allclose(cost, torch.eye(len(cost), dtype=torch.float64), atol=1e-9)
 
 
-def test_weights_are_the_information_made_robust() -> None:
+def test_weights_are_made_robust() -> None:
     _, information = random_moments()
     for weight, block in zip(transform_of(*random_moments()).weights, information, strict=True):
         diagonal = block.diagonal()
@@ -99,34 +100,44 @@ def test_moments_of_windows_are_those_of_all() -> None:
     own."""
     grid = CellGrid(num_layers=4, num_heads=4, cell_layers=3, cell_heads=2)
     generator = torch.Generator().manual_seed(1)
-    windows = [CellValues(*(torch.randn((n, 4, 4, dim), generator=generator) + 1 for dim in (6, 4))) for n in (20, 30)]
-    moments = Moments(grid, 6, 4)
-    for window in windows:
-        moments.add_values(window)
-        moments.add_gradients(CellValues(*(3 * x for x in window)))
+    windows = [CellValues(*(torch.randn((30, 4, 4, dim), generator=generator) + 1 for dim in (6, 4))) for _ in range(2)]
+    moments = Moments(grid, 6, 4, num_windows=2, num_context=30)
+    every_head = range(4)
+    for i, window in enumerate(windows):
+        for layer in range(4):
+            gradients = CellValues(*(3 * x[:, layer] for x in window))
+            moments.add_gradients(layer, i, [gradients, CellValues(*(2 * x for x in gradients))])
+        for group in range(2):
+            moments.add_values(group, i, window.cell(grid.layers(group), every_head))
     k, v = (torch.cat([w[i][MOST_SINKS:] for w in windows]).double() for i in range(2))
 
     cell = torch.cat((k[:, 3:, 2:].flatten(1), v[:, 3:, 2:].flatten(1)), dim=1)
     assert torch.allclose(moments.mean((1, 1)), cell.mean(0))
     assert torch.allclose(moments.covariance((1, 1)), torch.cov(cell.T, correction=0))
-    of_k, of_v = moments.information((1, 1))
-    for found, x in ((of_k, k), (of_v, v)):
-        block = 3 * x[:, 3, 2:].flatten(1)
-        assert torch.allclose(found, block.T @ block / len(block))
+    mean_square = 9 * (1 + 4) / 2
+    for found, x in zip(moments.weights_of((1, 1)), (k, v), strict=True):
+        block = x[:, 3, 2:].flatten(1)
+        assert torch.allclose(found, mean_square * block.T @ block / len(block))
     for found, x in zip(moments.usual_costs, (k, v), strict=True):
-        assert torch.allclose(found, (9 * x.square()).sum(-1).mean(0))
+        assert torch.allclose(found, mean_square * x.square().sum(-1).mean(0))
+    tokens = torch.cat([moments._kept[0], 30 + moments._kept[1]])
+    for sample, costs, i in zip(moments.values, moments.costs, range(2), strict=True):
+        x = torch.cat([w[i] for w in windows])[tokens]
+        torch.testing.assert_close(sample.float(), x, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(costs, mean_square * x.square().sum(-1))
 
 
 @pytest.mark.parametrize("num_sinks", [0, 1, 3, MOST_SINKS])
 def test_the_first_tokens_that_cost_far_more_than_others_are_sinks(num_sinks: int) -> None:
     grid = CellGrid(num_layers=3, num_heads=2, cell_layers=3, cell_heads=2)
     generator = torch.Generator().manual_seed(num_sinks)
-    moments = Moments(grid, 4, 4)
-    for _ in range(3):
-        gradients = CellValues(*(torch.randn((40, 3, 2, 4), generator=generator) for _ in range(2)))
-        for x in gradients:
-            x[:num_sinks] *= 30  # 900 times the cost
-        moments.add_gradients(gradients)
+    moments = Moments(grid, 4, 4, num_windows=3, num_context=40)
+    for window in range(3):
+        for layer in range(3):
+            gradients = CellValues(*(torch.randn((40, 2, 4), generator=generator) for _ in range(2)))
+            for x in gradients:
+                x[:num_sinks] *= 30  # 900 times the cost
+            moments.add_gradients(layer, window, [gradients])
     assert moments.num_sinks == num_sinks
 
 

@@ -1,0 +1,96 @@
+"""Run a whole transformers model to produce a KV cache, and to predict the tokens that follow a given KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sgl_kvfetch.codec.calibrate.text import prompt_start, tokenise
+from sgl_kvfetch.errors import ConfigError, UnsupportedError
+
+
+class KVModel:
+    """A causal language model of transformers with full attention or MLA.
+
+    K and V have the shape ``(tokens, layers, heads, dim)`` everywhere. K is rotated, as in SGLang's pools. With MLA, K
+    is the rotated part of the one vector that a token has in a layer, and V is the rest, the latent vector.
+    """
+
+    def __init__(self, path: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        """Load a model. ``path``: anything that transformers loads. float32 keeps rounding errors of the model itself
+        out of small divergences.
+
+        Raises ConfigError if nothing can be loaded, UnsupportedError if the attention has no plain K and V.
+        """
+        try:
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+        except ImportError as e:
+            raise ConfigError(
+                f"this needs transformers, which is not installed: pip install 'sgl-kvfetch[bench]' ({e})"
+            ) from e
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"no model with a tokenizer at {path!r}: {str(e).splitlines()[0]}") from e
+        self.path = path
+        self.device = device
+        self.start = prompt_start(self.tokenizer)
+        self.model = model.eval().requires_grad_(False).to(device)
+        self.config: Any = model.config.get_text_config()
+        self._is_mla = getattr(self.config, "kv_lora_rank", None) is not None
+        k, v = self.kv(torch.zeros(1, dtype=torch.long))
+        self.num_layers, self.num_heads, self.k_head_dim = k.shape[1:]
+        self.v_head_dim = v.shape[3]
+
+    def tokenise(self, text: str) -> torch.Tensor:
+        """Return the tokens of a text, ``(tokens,)`` int64, without ``start``."""
+        return tokenise(self.tokenizer, text)
+
+    @torch.no_grad()
+    def kv(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of a sequence from its start. Raises UnsupportedError if the cache lacks any of them."""
+        cache = self.model(ids[None].to(self.device), use_cache=True, logits_to_keep=1).past_key_values
+        layers = getattr(cache, "layers", [])
+        if any(getattr(layer, "keys", None) is None or layer.keys.ndim != 4 for layer in layers) or not layers:
+            raise UnsupportedError(f"{self.path}: its cache does not hold keys and values of plain attention")
+        fewest = min(layer.keys.shape[2] for layer in layers)
+        if fewest != len(ids):
+            raise UnsupportedError(
+                f"{self.path}: its cache keeps {fewest} of {len(ids)} tokens, those in its sliding window; use fewer "
+                "tokens of context"
+            )
+        if len({(layer.keys.shape, layer.values.shape) for layer in layers}) != 1:
+            raise UnsupportedError(f"{self.path}: its layers have keys and values of different shapes")
+        k = torch.stack([layer.keys[0].transpose(0, 1) for layer in layers], 1)
+        v = torch.stack([layer.values[0].transpose(0, 1) for layer in layers], 1)
+        return self._of_cache(k, v) if self._is_mla else (k, v)
+
+    def _of_cache(self, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of what transformers caches with MLA. Raises UnsupportedError."""
+        if (latent.shape[2:], rotated.shape[2]) != ((1, self.config.kv_lora_rank), 1):
+            raise UnsupportedError(f"{self.path}: this version of transformers does not cache MLA's latent vectors")
+        if getattr(self.config, "rope_interleave", False):  # it moved channels 2i and 2i + 1 to the two halves
+            rotated = torch.stack(rotated.chunk(2, -1), -1).flatten(-2)
+        return rotated, latent
+
+    def _to_cache(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if getattr(self.config, "rope_interleave", False):
+            k = torch.cat((k[..., ::2], k[..., 1::2]), -1)
+        return v, k
+
+    def log_probabilities(self, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return log probabilities, ``(len(ids), vocabulary)`` float32, of the next token after each of ``ids``, which
+        follow ``k`` and ``v``."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        if self._is_mla:
+            k, v = self._to_cache(k, v)
+        dtype = self.model.dtype
+        for layer in range(k.shape[1]):
+            pair = (x[:, layer].transpose(0, 1)[None].to(self.device, dtype).contiguous() for x in (k, v))
+            cache.update(*pair, layer)
+        logits = self.model(ids[None].to(self.device), past_key_values=cache, use_cache=True).logits[0]
+        return torch.log_softmax(logits.float(), -1)

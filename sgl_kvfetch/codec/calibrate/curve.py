@@ -1,0 +1,101 @@
+"""Measure what a profile's steps cost and save: the KL divergence of predictions after a restored context, and bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
+from sgl_kvfetch.codec.calibrate.sweep import divergences
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.profile import MeasuredStep, Profile
+from sgl_kvfetch.errors import ConfigError
+
+_STEPS = tuple(2.0 ** (1.5 * i - 5) for i in range(8))
+
+
+def placeholder() -> tuple[MeasuredStep, ...]:
+    """Return a curve for a profile that has not been measured."""
+    return MeasuredStep(_STEPS[0], _STEPS[0], 8.0), MeasuredStep(_STEPS[-1], _STEPS[-1], 0.0)
+
+
+def measure_contexts(
+    model: LayeredModel,
+    profile: Profile,
+    contexts: Sequence[CellValues],
+    continuations: Sequence[torch.Tensor],
+    progress: Callable[[Iterable[Any], int, str], Iterable[Any]] = lambda steps, total, what: steps,
+) -> Profile:
+    """Return the profile with its curve, the KL divergence and entropy at each step, and with the value of the context
+    to the model (``context_kl``).
+
+    ``contexts``: K and V, bfloat16 ``(tokens, layers, heads, dim)``. ``continuations``: the tokens that follow each.
+    Raises ConfigError for a KL divergence that does not grow.
+    """
+    quantisers = [KltQuantiser(profile, step=step) for step in _STEPS]
+    calls = model.calls(len(continuations[0]), len(contexts[0].k))
+    # Of each continuation: after the exact context, after those restored from each step, after one that is forgotten.
+    streams = [[model.embed(c)] * (len(_STEPS) + 2) for c in continuations]
+    bits = [0.0] * len(_STEPS)
+    grid = profile.grid
+    groups = ((g, layer) for g in range(grid.num_layer_groups) for layer in grid.layers(g))
+    restored: list[list[CellValues]] = []
+    for group, index in progress(groups, grid.num_layers, "accuracy"):
+        layers = grid.layers(group)
+        if index == layers[0]:
+            restored = [_group_restored(context, group, quantisers, bits) for context in contexts]
+        with model.layer(index) as layer, torch.no_grad():
+            for of_window, pasts in zip(streams, restored, strict=True):
+                for i, past in enumerate(pasts):
+                    kv = KV(*(x[:, index - layers[0]] for x in past))
+                    of_window[i] = layer.after(of_window[i], calls, kv).cpu()
+    kls = [0.0] * (len(_STEPS) + 1)
+    for exact, *others in streams:
+        for i, kl in enumerate(divergences(model, exact, others)):
+            kls[i] += kl / len(streams)
+    num_values = sum(x.numel() for x in contexts[0]) * len(contexts)
+    curve = [MeasuredStep(step, kl, b / num_values) for step, kl, b in zip(_STEPS, kls, bits, strict=False)]
+    rising = [p for i, p in enumerate(curve) if p.kl > max((0.0, *(q.kl for q in curve[:i])))]
+    if len(rising) < 2 or kls[-1] <= 0:
+        raise ConfigError("the KL divergence does not grow with the step: is the model trained?")
+    return replace(profile, curve=tuple(rising), context_kl=kls[-1])
+
+
+def _group_restored(
+    context: CellValues, group: int, quantisers: Sequence[KltQuantiser], bits: list[float]
+) -> list[CellValues]:
+    """Return a layer group's K and V: as they are, restored from each step, and with all tokens but the sinks replaced
+    by the mean. Add the entropy of the integers to ``bits``."""
+    profile = quantisers[0].profile
+    grid = profile.grid
+    exact = context.cell(grid.layers(group), range(grid.num_heads))
+    restored = [CellValues(*(x.clone() for x in exact)) for _ in range(len(quantisers) + 1)]
+    for block in range(grid.num_head_blocks):
+        place = CellPlace(grid.layers(group), grid.heads(block), range(len(context.k)))
+        cell = context.cell(place.layers, place.heads)
+        for i, quantiser in enumerate(quantisers):
+            quantised = quantiser.quantise(cell, place)
+            bits[i] += _entropy_bits(quantised[-1])
+            _put(restored[i], block, grid.cell_heads, quantiser.dequantise(quantised, cell.k.dtype, place), 0)
+        mean = quantisers[-1].mean_values(place, cell.k.dtype)
+        _put(restored[-1], block, grid.cell_heads, mean, profile.num_sinks)
+    return [exact, *restored]
+
+
+def _put(group: CellValues, block: int, cell_heads: int, cell: CellValues, first_token: int) -> None:
+    for whole, part in zip(group, cell, strict=True):
+        whole[first_token:, :, block * cell_heads : (block + 1) * cell_heads] = part[first_token:]
+
+
+def _entropy_bits(integers: torch.Tensor) -> float:
+    """Return the order-0 entropy of uint8 ``(coefficients, tokens)``, in bits. Each coefficient has its own
+    distribution."""
+    x = integers.long()
+    num_coefficients, num_tokens = x.shape
+    cells = torch.bincount((x + 256 * torch.arange(num_coefficients)[:, None]).flatten())
+    p = cells[cells > 0].double() / num_tokens
+    return float(-(p * p.log2()).sum() * num_tokens)

@@ -1,0 +1,152 @@
+"""A layer at a time, models compute what transformers computes with all of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.codec.kv_model import KVModel
+from harness.models import make_tiny_deepseek, make_tiny_llama
+from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
+from sgl_kvfetch.errors import ConfigError, UnsupportedError
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.fixture(scope="module")
+def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("llama"), num_layers=1, hidden_size=64, head_dim=32, vocab_size=256)
+
+
+def make(tokenizer_files: Path, path: Path, model_type: str, **changes: Any) -> Path:
+    shutil.copytree(tokenizer_files, path)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | changes)).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {}),
+        ("qwen3_moe", MIXTURE),  # the checkpoint has the experts one by one
+        ("gemma2", {"sliding_window": 16}),  # scaled embeddings, tied to the output, soft caps
+        ("mistral", {"sliding_window": 16}),
+        ("phi", {}),  # attention and MLP side by side; biases
+        ("cohere", {}),
+        ("deepseek_v3", {}),
+    ],
+)
+def test_layers_compute_what_the_whole_model_does(
+    tokenizer_files: Path, tmp_path: Path, model_type: str, changes: dict[str, Any]
+) -> None:
+    path = tmp_path / "model"
+    if model_type == "deepseek_v3":
+        make_tiny_deepseek(path)
+    else:
+        make(tokenizer_files, path, model_type, **changes)
+    ids = torch.randint(3, 256, (60,), generator=torch.Generator().manual_seed(0))
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        expected = torch.log_softmax(whole(ids[None]).logits[0].float(), -1)
+    model = LayeredModel(str(path))
+    hidden, calls = model.embed(ids), model.calls(60)
+    after, after_calls = hidden[40:], model.calls(20, 40)
+    for index in range(model.num_layers):
+        with model.layer(index) as layer, torch.no_grad():
+            hidden, kv = layer.forward(hidden, calls)
+            after = layer.after(after, after_calls, KV(kv.k[:40], kv.v[:40]))
+        assert kv.k.shape == (60, model.num_heads, model.k_head_dim)
+        assert kv.v.shape == (60, model.num_heads, model.v_head_dim)
+    torch.testing.assert_close(model.log_probabilities(hidden), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.log_probabilities(after), expected[40:], rtol=1e-4, atol=1e-4)
+
+
+def test_latent_vectors_are_as_in_a_cache(tmp_path: Path) -> None:
+    path = make_tiny_deepseek(tmp_path)
+    ids = torch.arange(3, 40)
+    k, v = KVModel(str(path)).kv(ids)
+    model = LayeredModel(str(path))
+    with model.layer(0) as layer:
+        kv = layer.forward(model.embed(ids), model.calls(len(ids)))[1]
+    torch.testing.assert_close(kv.k, k[:, 0])
+    torch.testing.assert_close(kv.v, v[:, 0])
+
+
+def test_one_layer_at_a_time_is_in_memory(tokenizer_files: Path, tmp_path: Path) -> None:
+    model = LayeredModel(str(make(tokenizer_files, tmp_path / "model", "llama")))
+
+    def loaded() -> list[int]:
+        layers = model._model.model.layers
+        return [i for i, layer in enumerate(layers) if any(not p.is_meta for p in layer.parameters())]
+
+    assert loaded() == []
+    with model.layer(1):
+        assert loaded() == [1]
+    assert loaded() == []
+
+
+def test_weights_in_bfloat16_are_computed_with_in_float32(tokenizer_files: Path, tmp_path: Path) -> None:
+    path = make(tokenizer_files, tmp_path / "model", "llama")
+    AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
+    model = LayeredModel(str(path))
+    ids = torch.arange(3, 40)
+    hidden, calls = model.embed(ids), model.calls(len(ids))
+    assert hidden.dtype == torch.float32
+    with model.layer(0) as layer:
+        assert {p.dtype for p in model._model.model.layers[0].parameters()} == {torch.float32}
+        hidden, kv = layer.forward(hidden, calls)
+    assert hidden.dtype == kv.k.dtype == model.log_probabilities(hidden).dtype == torch.float32
+
+
+def test_what_is_no_model_is_named(tokenizer_files: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"no model with a tokenizer at '{tmp_path}'"):
+        LayeredModel(str(tmp_path))
+    path = tmp_path / "model"
+    shutil.copytree(tokenizer_files, path)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no model with a tokenizer"):
+        LayeredModel(str(path))
+
+
+def test_a_damaged_checkpoint_is_named(tokenizer_files: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = make(tokenizer_files, tmp_path / "model", "llama")
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    lost = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, file, {"format": "pt"})
+    model = LayeredModel(str(path))
+    with pytest.raises(ConfigError, match=r"the checkpoint lacks mlp\.up_proj\.weight of layer 1"), model.layer(1):
+        pass
+    save_file(tensors | {"model.layers.1.mlp.up_proj.weight": lost[:5]}, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"up_proj\.weight has the shape \(5, 64\), expected \(64, 64\)"):
+        LayeredModel(str(path))._load(1, lambda name: True)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        LayeredModel(str(path))
+
+
+def test_layers_without_plain_keys_and_values_are_refused(tokenizer_files: Path, tmp_path: Path) -> None:
+    path = make(tokenizer_files, tmp_path / "model", "mamba", state_size=16)
+    with pytest.raises(UnsupportedError, match="keys and values of plain attention"):
+        LayeredModel(str(path))
+    assert json.loads((path / "config.json").read_text())["model_type"] == "mamba"
