@@ -112,7 +112,8 @@ def calibrate(
         part=part,
     )
     options = CalibrationOptions(num_context=context, max_channels=max_channels, tp_size=tp_size, seed=seed)
-    profile = calibrate_model(loaded, ids, rope, describe, options, _progress)
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    profile = calibrate_model(loaded, ids, rope, describe, options, _progress, unfinished)
     profile.save(out)
     summary = _summary(profile)
     show(summary, as_json, _calibrate_lines(profile, summary, out))

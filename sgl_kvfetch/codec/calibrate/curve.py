@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import torch
 
 from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
-from sgl_kvfetch.codec.calibrate.sweep import divergences
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import MeasuredStep, Profile
 from sgl_kvfetch.errors import ConfigError
 
+_ROWS_AT_ONCE = 64  # of distributions, which are as wide as the vocabulary
 _STEPS = tuple(2.0 ** (1.5 * i - 5) for i in range(8))
 
 
@@ -55,7 +56,7 @@ def measure_contexts(
                     of_window[i] = layer.after(of_window[i], calls, kv).cpu()
     kls = [0.0] * (len(_STEPS) + 1)
     for exact, *others in streams:
-        for i, kl in enumerate(divergences(model, exact, others)):
+        for i, kl in enumerate(_divergences(model, exact, others)):
             kls[i] += kl / len(streams)
     num_values = sum(x.numel() for x in contexts[0]) * len(contexts)
     curve = [MeasuredStep(step, kl, b / num_values) for step, kl, b in zip(_STEPS, kls, bits, strict=False)]
@@ -63,6 +64,20 @@ def measure_contexts(
     if len(rising) < 2 or kls[-1] <= 0:
         raise ConfigError("the KL divergence does not grow with the step: is the model trained?")
     return replace(profile, curve=tuple(rising), context_kl=kls[-1])
+
+
+@torch.no_grad()
+def _divergences(model: LayeredModel, exact: torch.Tensor, others: Sequence[torch.Tensor]) -> list[float]:
+    """Return the KL divergence, in nats a token, of the predictions from each of some outputs of the last layer."""
+    totals = [0.0] * len(others)
+    for first in range(0, len(exact), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        p = model.log_probabilities(exact[rows])
+        for i, other in enumerate(others):
+            totals[i] += float((p.exp() * (p - model.log_probabilities(other[rows]))).sum())
+    if any(map(math.isnan, totals)):
+        raise ConfigError("the model's log probabilities contain NaN; does the model overflow?")
+    return [total / len(exact) for total in totals]
 
 
 def _group_restored(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from sgl_kvfetch.codec.calibrate.layers import LayeredModel
 from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, Moments, channels_of
 from sgl_kvfetch.codec.calibrate.sweep import Sweep
 from sgl_kvfetch.codec.calibrate.transform import transform_of
+from sgl_kvfetch.codec.calibrate.unfinished import Unfinished
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import exponents_of, forward_of, head_norms, scales_of
 from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, Profile
@@ -53,11 +55,14 @@ def calibrate_model(
     describe: Calibration,
     options: CalibrationOptions,
     progress: Progress = lambda steps, total, what: steps,
+    unfinished: Path | None = None,
 ) -> Profile:
     """Return the profile of a model.
 
     ``windows``: ``(tokens,)`` each: ``options.num_context`` tokens of context, then the continuation. The curve is
     measured on a fifth of the windows, at least one, which the fit does not see.
+    ``unfinished``: a file that keeps what is done of the first pass over the layers, most of the work. If a calibration
+    of the same things left it, it goes on from there.
 
     Raises ConfigError for too little text, values that are not finite, or a KL divergence that does not grow.
     """
@@ -72,13 +77,11 @@ def calibrate_model(
         model.num_layers, model.num_heads, sum(dims), options.max_channels, options.tp_size
     )
     moments = Moments(grid, *dims, len(fitted), options.num_context, options.seed)
+    save = Unfinished(unfinished, [describe, options, windows]) if unfinished else None
     sweep = Sweep(model, fitted, held_out, options.num_context, rope, moments, options.seed)
-    for layer in progress(range(model.num_layers), model.num_layers, "sensitivity"):
-        sweep.pass_layer(layer)
-    _require_usable(moments)
-    sweep.measure_gains()
-    contexts = sweep.contexts
+    contexts = _swept(sweep, model.num_layers, progress, save)
     del sweep
+    _require_usable(moments)
     unit = math.sqrt(_UNIT_KL * 24 / (sum(x.numel() for x in moments.first.values()) * options.num_context))
     keys = progress(grid.cells(), len(grid.cells()), "fit")
     profile = Profile(
@@ -93,7 +96,21 @@ def calibrate_model(
         calibration=describe,
     )
     del moments
-    return measure_contexts(model, profile, contexts, [w[options.num_context :] for w in held_out], progress)
+    profile = measure_contexts(model, profile, contexts, [w[options.num_context :] for w in held_out], progress)
+    if save:
+        save.remove()
+    return profile
+
+
+def _swept(sweep: Sweep, num_layers: int, progress: Progress, save: Unfinished | None) -> list[CellValues]:
+    """Pass all layers, from where ``save`` left off; return the held-out contexts."""
+    state = save.read() if save else None
+    first = sweep.restore(state) if state else 0
+    for layer in progress(range(first, num_layers), num_layers - first, "sensitivity"):
+        sweep.pass_layer(layer)
+        if save and save.is_due():
+            save.write(sweep.state(layer + 1))
+    return sweep.contexts
 
 
 def cell_grid(num_layers: int, num_heads: int, head_channels: int, max_channels: int, tp_size: int) -> CellGrid:

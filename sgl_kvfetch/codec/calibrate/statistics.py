@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -78,11 +79,20 @@ class Moments:
             self.start_costs[:, i, layer] += costs[:MOST_SINKS].cpu()
             self.costs[i][self._samples_of(window), layer] = costs[kept].cpu()
 
-    def scale_costs(self, tensor: int, layer: int, gain: float) -> None:
-        """Multiply all costs of errors in a layer's K (0) or V (1)."""
-        self.weights[tensor][layer] *= gain
-        self.start_costs[:, tensor, layer] *= gain
-        self.costs[tensor][:, layer] *= gain
+    def state(self) -> dict[str, Any]:
+        """Return the sums and the sample, for `restore`."""
+        return {
+            "first": self.first,
+            "second": self.second,
+            "tensors": [*self.weights, self.start_costs, *self.values, *self.costs],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over the sums and the sample of equal moments."""
+        self.first, self.second = state["first"], state["second"]
+        k_weights, v_weights, self.start_costs, *samples = state["tensors"]
+        self.weights = CellValues(k_weights, v_weights)
+        self.values, self.costs = CellValues(*samples[:2]), CellValues(*samples[2:])
 
     def mean(self, key: tuple[int, int]) -> torch.Tensor:
         return self.first[key] / self.num_tokens
