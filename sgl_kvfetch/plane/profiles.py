@@ -123,7 +123,7 @@ async def _copy_of(store: AdminStore, listed: ListedProfile, keys: ProfileKeys, 
     """Return the path of this machine's copy of a profile, after checks. Raises KVFetchError."""
     if listed.head is None:
         raise FormatError(listed.problem)
-    listed.head.require_good(keys)
+    listed.head.require_readable(keys)
     path = folder / f"{listed.digest}{_SUFFIX}"
     if not await asyncio.to_thread(_is_copy, path, listed.head.header.sha256):
         content = await read_profile(store, listed, keys)

@@ -25,7 +25,7 @@ from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.labels import Labels, label_of_flags, label_of_klt, label_of_model
 from sgl_kvfetch.plane import KVFetchConfig, config_quantiser
 from sgl_kvfetch.plugin.adapters import require_named_adapters
-from sgl_kvfetch.plugin.profiles import with_profile
+from sgl_kvfetch.plugin.profiles import tensor_parallel_group, with_profile
 from sgl_kvfetch.plugin.weight_updates import require_known_weights
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
@@ -144,7 +144,7 @@ def engine_profile(config: KVFetchConfig) -> KVFetchConfig:
         )
     from sglang.srt.runtime_context import get_model
 
-    return with_profile(config, _weights_digest(), get_model().model_path)
+    return with_profile(config, _weights_digest(), get_model().model_path, tensor_parallel_group())
 
 
 def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeometry, first_layer: int) -> Quantiser:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -12,7 +12,6 @@ from sgl_kvfetch.errors import ConfigError, KVFetchError
 from sgl_kvfetch.plane import KVFetchConfig, TakenProfile, take_profile
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class _Result(msgspec.Struct, frozen=True):
@@ -22,31 +21,44 @@ class _Result(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def with_profile(config: KVFetchConfig, weights: str, model: str) -> KVFetchConfig:
-    """Return the config of ``klt`` with the path of the profile for an engine's weights: the config's own, or else the
-    newest of the store. Asks the store, and waits. ``model``: its path, for messages.
+class Alone:
+    """Stands for SGLang's group of ranks where there is one rank."""
 
-    All ranks of a tensor-parallel group take the profile that the first one has chosen, or raise ConfigError together.
-    Stages of a pipeline choose for themselves: each reads only what it has written.
+    rank_in_group = 0
+
+    def all_gather_object(self, mine: _Result) -> list[_Result]:
+        return [mine]
+
+
+def tensor_parallel_group() -> Any:
+    if not torch.distributed.is_initialized():
+        return Alone()
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    return get_tp_group()
+
+
+def with_profile(config: KVFetchConfig, weights: str, model: str, group: Any) -> KVFetchConfig:
+    """Return the config of ``klt`` with the path of the store's newest profile for an engine's weights. Asks the
+    store, and waits. ``model``: its path, for messages.
+
+    All ranks of ``group`` call this. They take the profile that the first one has chosen, or raise ConfigError
+    together. Stages of a pipeline choose for themselves: none reads what another has written.
     """
-    if config.profile is not None:
-        return config
-    rank, first = _rank(), _Result()
-    if rank == 0:
-        first = _take(config, weights)
-    first = _of_all_ranks(first)[0]
+    rank = group.rank_in_group
+    first = group.all_gather_object(_take(config, weights) if rank == 0 else None)[0]
+    if first.taken is None and not first.error:
+        raise ConfigError(
+            f"quantiser = 'klt' needs a profile, and {config.store} has none that can be used for the weights "
+            f"{weights}: type kvfetch calibrate --model {model} --text FILE --publish {config.store}, or set quantiser "
+            "to 'exact'"
+        )
     mine = first
     if rank != 0 and first.taken is not None:
         mine = _take(config, weights, first.taken.digest)
-    if first.taken is None and not first.error:
-        raise ConfigError(
-            f"quantiser = 'klt' needs a profile, and {config.store} has none that can be used for {model}, weights "
-            f"{weights}: run kvfetch calibrate --model {model} --text FILE --publish {config.store}, or set quantiser "
-            "to 'exact'"
-        )
-    for number, result in enumerate(_of_all_ranks(mine)):
+    for number, result in enumerate(group.all_gather_object(mine)):
         if result.taken is None:
-            raise ConfigError(result.error or f"rank {number} did not find the profile that rank 0 took")
+            raise ConfigError(result.error or f"rank {number} did not find the profile that rank 0 took: start again")
     assert mine.taken is not None
     if rank == 0:
         logger.info("kvfetch: %s", mine.taken.about)
@@ -58,23 +70,3 @@ def _take(config: KVFetchConfig, weights: str, digest: str | None = None) -> _Re
         return _Result(take_profile(config, weights, digest))
     except KVFetchError as e:
         return _Result(error=str(e))
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank(_group()) if torch.distributed.is_initialized() else 0
-
-
-def _of_all_ranks(mine: T) -> list[T]:
-    """Return what each rank has, in the order of ranks."""
-    if not torch.distributed.is_initialized():
-        return [mine]
-    found: list[T] = [mine] * torch.distributed.get_world_size(_group())
-    torch.distributed.all_gather_object(found, mine, group=_group())
-    return found
-
-
-def _group() -> torch.distributed.ProcessGroup:
-    from sglang.srt.runtime_context import get_parallel
-
-    group: torch.distributed.ProcessGroup = get_parallel().tp_group.cpu_group
-    return group

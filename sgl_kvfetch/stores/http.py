@@ -260,9 +260,10 @@ class HttpStore(RemoteStore):
         return f"{self.url}{wire.Route.PINS}/{require_pin_name(name)}"
 
     async def profiles(self) -> Sequence[ObjectInfo]:
-        what = "listing profiles"
-        _, body = await self._ask(what, "GET", self.url + wire.Route.PROFILES, most=wire.MAX_PROFILE_NAMES_BYTES)
-        return require_profile_list(what, decode_json(what, body, wire.Profiles).profiles)
+        """List profiles; none if the server is older than profiles, and has no such path."""
+        what, url = "listing profiles", self.url + wire.Route.PROFILES
+        status, body = await self._ask(what, "GET", url, 200, 404, most=wire.MAX_PROFILE_NAMES_BYTES)
+        return () if status == 404 else require_profile_list(what, decode_json(what, body, wire.Profiles).profiles)
 
     async def get_profile(self, name: str, length: int) -> bytes | None:
         require_profile_length(name, length)

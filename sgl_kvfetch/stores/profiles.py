@@ -93,15 +93,22 @@ class ProfileHead:
     def num_bytes(self) -> int:
         return len(self.signed) + (TRAILER_BYTES if self.signature else 0)
 
-    def require_good(self, keys: ProfileKeys) -> None:
-        """Raise FormatError unless holders of ``keys`` have published this profile, and it can be decrypted."""
+    def require_trusted(self, keys: ProfileKeys) -> None:
+        """Raise FormatError unless it is signed and encrypted by a holder of ``keys``, as far as there are keys."""
         if keys.manifest is not None and not (self.signature and keys.manifest.is_signed(self.signed, self.signature)):
             raise FormatError("it has no signature by a key of manifest_key_file")
         encryption = self.header.encryption
         if encryption is None and keys.encryption is not None:
             raise FormatError("it is not encrypted, and there is an encryption_key_file")
-        if encryption is not None and (keys.encryption is None or encryption.key not in keys.encryption):
-            raise FormatError(f"it is encrypted with the key {encryption.key!r}, which encryption_key_file must name")
+        if encryption is not None and keys.encryption is not None and encryption.key not in keys.encryption:
+            raise FormatError(f"it is encrypted with the key {encryption.key!r}, which encryption_key_file lacks")
+
+    def require_readable(self, keys: ProfileKeys) -> None:
+        """Raise FormatError unless it is to be trusted and can be decrypted."""
+        self.require_trusted(keys)
+        if self.header.encryption is not None and keys.encryption is None:
+            key = self.header.encryption.key
+            raise FormatError(f"it is encrypted with the key {key!r}, and there is no encryption_key_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +126,19 @@ class ListedProfile:
     @property
     def digest(self) -> str:
         return self.info.name.partition("/")[2]
+
+
+class ProfileRow(msgspec.Struct, frozen=True):
+    """What people see of a profile. ``is_newest``: new servers with its model take it."""
+
+    digest: str
+    weights: str
+    model: str
+    target_kl: float | None  # the default
+    num_bytes: int
+    put_s: float  # seconds since the epoch
+    is_newest: bool
+    problem: str  # why servers pass over it; "" if they do not
 
 
 def is_profile_name(name: str) -> bool:
@@ -210,7 +230,7 @@ def seal_profile(path: Path, keys: ProfileKeys) -> tuple[str, bytes]:
 
 def open_sealed(data: bytes, head: ProfileHead, keys: ProfileKeys) -> bytes:
     """Return the profile's file. ``data``: the whole stored object, with this head. Raises FormatError."""
-    head.require_good(keys)
+    head.require_readable(keys)
     header = head.header
     content = data[head.num_bytes :]
     if header.encryption is not None:
@@ -265,9 +285,29 @@ async def read_profile(store: AdminStore, listed: ListedProfile, keys: ProfileKe
     """Return the file of a profile that holders of ``keys`` have published. Raises FormatError and StoreError."""
     if listed.head is None:
         raise FormatError(listed.problem)
-    listed.head.require_good(keys)  # before the rest is read
+    listed.head.require_readable(keys)  # before the rest is read
     data = await store.get_profile(listed.info.name, listed.info.size_bytes)
     if data is None:
         raise StoreError("missing", "it was deleted meanwhile")
     head = parse_head(listed.info.name, data[:MAX_HEAD_BYTES], len(data))
     return await asyncio.to_thread(open_sealed, data, head, keys)
+
+
+def profile_rows(listed: Sequence[ListedProfile], keys: ProfileKeys) -> list[ProfileRow]:
+    """Describe profiles, which are sorted from the newest on, as servers with ``keys`` see them."""
+    seen: set[str] = set()
+    rows = []
+    for each in listed:
+        problem, header = each.problem, None if each.head is None else each.head.header
+        if each.head is not None:
+            try:
+                each.head.require_trusted(keys)
+            except FormatError as e:
+                problem = str(e)
+        is_newest = not problem and each.weights not in seen
+        if is_newest:
+            seen.add(each.weights)
+        model, target_kl = ("", None) if header is None else (header.model, header.target_kl)
+        size, put_s = each.info.size_bytes, each.info.modified_s
+        rows.append(ProfileRow(each.digest, each.weights, model, target_kl, size, put_s, is_newest, problem))
+    return rows

@@ -5,13 +5,12 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from msgspec import Struct
 from rich.table import Table
 
 from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
@@ -21,7 +20,9 @@ from sgl_kvfetch.stores import (
     AdminStore,
     ListedProfile,
     ProfileKeys,
+    ProfileRow,
     list_profiles,
+    profile_rows,
     publish_profile,
     read_profile,
 )
@@ -45,19 +46,6 @@ if TYPE_CHECKING:
 
 _FIELDS = "digest, weights, model, target_kl, num_bytes, put_s (a time), is_newest and problem (empty: none)"
 _WEIGHTS_DIGITS = 12
-
-
-class ProfileRow(Struct, frozen=True):
-    """A profile of a store. ``is_newest``: new servers with its model take it."""
-
-    digest: str
-    weights: str
-    model: str
-    target_kl: float | None  # the default
-    num_bytes: int
-    put_s: float
-    is_newest: bool
-    problem: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,32 +183,16 @@ def _named(listed: Sequence[ListedProfile], digest: str) -> ListedProfile:
     return found[0]
 
 
-def profile_rows(listed: Sequence[ListedProfile], keys: ProfileKeys | None = None) -> list[ProfileRow]:
-    """Describe profiles, the newest first. ``keys``: also say which of them servers with these keys pass over."""
-    seen: set[str] = set()
-    rows = []
-    for each in listed:
-        problem, header = each.problem, None if each.head is None else each.head.header
-        if each.head is not None and keys is not None:
-            try:
-                each.head.require_good(keys)
-            except FormatError as e:
-                problem = str(e)
-        is_newest = not problem and each.weights not in seen
-        if is_newest:
-            seen.add(each.weights)
-        model, target_kl = ("", None) if header is None else (header.model, header.target_kl)
-        size, put_s = each.info.size_bytes, each.info.modified_s
-        rows.append(ProfileRow(each.digest, each.weights, model, target_kl, size, put_s, is_newest, problem))
-    return rows
-
-
 def _lines(rows: Sequence[ProfileRow]) -> Iterator[Table | str]:
-    if not rows:
-        yield "no profiles"
-        return
-    table = make_table(("profile", "model", "weights", "published", "state"), ("size", "target_kl"))
+    yield profiles_table(rows) if rows else "no profiles"
+
+
+def profiles_table(rows: Sequence[ProfileRow], stored_bytes: Mapping[str, int] | None = None) -> Table:
+    """Return a table of profiles. ``stored_bytes``: what is stored by each, by its digest."""
+    numbers = ("size", "target_kl") if stored_bytes is None else ("size", "target_kl", "stored by it")
+    table = make_table(("profile", "model", "weights", "published", "state"), numbers)
     for row in rows:
+        by_it = () if stored_bytes is None else (format_size(stored_bytes.get(row.digest, 0)),)
         table.add_row(
             row.digest,
             printable(row.model),
@@ -229,5 +201,6 @@ def _lines(rows: Sequence[ProfileRow]) -> Iterator[Table | str]:
             "newest: new servers take it" if row.is_newest else printable(row.problem) or "older",
             format_size(row.num_bytes),
             "-" if row.target_kl is None else f"{row.target_kl:.2g}",
+            *by_it,
         )
-    yield table
+    return table
