@@ -29,7 +29,6 @@ from sgl_kvfetch.codec import (
     TRAILER_BYTES,
     EncryptionKeys,
     ManifestKeys,
-    load_profile,
     split_trailer,
 )
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError, FormatVersionError, StoreError, why
@@ -195,6 +194,8 @@ def parse_head(name: str, data: bytes, size_bytes: int) -> ProfileHead:
 
 def seal_profile(path: Path, keys: ProfileKeys) -> tuple[str, bytes]:
     """Return the name and the bytes under which a store keeps the profile in a file. Raises ConfigError."""
+    from sgl_kvfetch.codec import load_profile  # loads torch, which a store does without
+
     profile = load_profile(path)
     try:
         content = path.read_bytes()
