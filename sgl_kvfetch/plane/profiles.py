@@ -69,8 +69,8 @@ def take_profile(config: KVFetchConfig, weights: str, digest: str | None = None)
     """Return the newest profile of a model's weights that can be used, as a file of this machine: from the store, or,
     while that cannot be asked, the one that was taken last. None if the store has none.
 
-    ``digest``: the profile to take, by another rank's choice. Raises ConfigError if the store cannot be asked and there
-    is no copy here, or if no copy can be kept.
+    ``digest``: the profile to take, by another rank's choice. Raises StoreError if the store cannot be asked and there
+    is no copy here, and ConfigError if none can be kept.
     """
     folder = _copies(os.environ) / weights
     try:
@@ -78,10 +78,7 @@ def take_profile(config: KVFetchConfig, weights: str, digest: str | None = None)
     except StoreError as e:
         copy = _newest_copy(folder, digest)
         if copy is None:
-            raise ConfigError(
-                f"quantiser = 'klt' needs a profile, and {config.store} cannot be asked for one: {e}; this machine has "
-                f"no copy of one for the weights {weights}: start the store, or set profile to a file"
-            ) from e
+            raise
         logger.warning("kvfetch: %s cannot be asked for a profile: %s", config.store, e)
         return TakenProfile(str(copy), copy.stem, f"profile {copy.stem}, the copy that this machine took last: {copy}")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.waiting import WAIT_S
-from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError
 from sgl_kvfetch.plane import KVFetchConfig, TakenProfile
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plugin import profiles
@@ -42,7 +42,8 @@ def run_ranks(size: int) -> list[str]:
 
     def run(rank: int) -> str:
         try:
-            return str(with_profile(CONFIG, WEIGHTS, "model", Group(rank, shared, barrier)).profile)
+            found = with_profile(CONFIG, WEIGHTS, "model", Group(rank, shared, barrier))
+            return found.profile or found.quantiser_name
         except ConfigError as e:
             return str(e)
 
@@ -63,8 +64,17 @@ def test_all_ranks_take_what_the_first_has_chosen(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("fails", [0, 2])
-@pytest.mark.parametrize("is_down", [True, False])
-def test_no_rank_starts_without_the_others(monkeypatch: pytest.MonkeyPatch, fails: int, is_down: bool) -> None:
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (ConfigError("no room for copies"), ("no room for copies", "no room for copies")),
+        (StoreError("refused", "the store is down"), ("exact", "exact")),
+        (None, ("quantiser = 'klt' needs a profile", "rank ")),
+    ],
+)
+def test_no_rank_goes_its_own_way(
+    monkeypatch: pytest.MonkeyPatch, fails: int, fault: KVFetchError | None, expected: tuple[str, str]
+) -> None:
     """Rank 0 asks for the newest, and the others for what it has chosen; the last one fails."""
     num_asked = 0
     lock = threading.Lock()
@@ -75,15 +85,25 @@ def test_no_rank_starts_without_the_others(monkeypatch: pytest.MonkeyPatch, fail
             number, num_asked = num_asked, num_asked + 1
         if number != fails:
             return TakenProfile("/copy", "d", "")
-        if is_down:
-            raise ConfigError("the store is down")
+        if fault is not None:
+            raise fault
         return None
 
     monkeypatch.setattr(profiles, "take_profile", take)
-    messages = set(run_ranks(3))
-    assert len(messages) == 1
-    (message,) = messages
-    assert message.startswith("the store is down" if is_down else ("quantiser = 'klt' needs" if not fails else "rank "))
+    (result,) = set(run_ranks(3))
+    assert result.startswith(expected[fails > 0])
+
+
+def test_exact_in_the_place_of_klt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(*_: object) -> None:
+        raise StoreError("refused", "the store is down")
+
+    monkeypatch.setattr(profiles, "take_profile", take)
+    local_cache = {"path": "/nvme", "capacity": "1GiB"}
+    extra = {"store": "http://s", "target_kl": 1e-3, "levels": {}, "codec": "ans", "local_cache": local_cache}
+    found = with_profile(parse_config(extra | {"quantiser": "klt", "token": "t"}, {}), WEIGHTS, "model", Alone())
+    assert found == parse_config({"store": "http://s", "quantiser": "exact", "token": "t", "local_cache": local_cache})
+    assert KVFetchConfig.model_validate(found.model_dump(mode="json", exclude_unset=True)) == found
 
 
 def test_without_a_profile_the_message_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
