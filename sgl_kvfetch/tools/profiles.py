@@ -175,8 +175,8 @@ def _write(out: Path, listed: ListedProfile, content: bytes) -> None:
 
 
 def _named(listed: Sequence[ListedProfile], digest: str) -> ListedProfile:
-    """Return the profile whose digest starts so. Raises ConfigError unless there is exactly one."""
-    found = [each for each in listed if each.digest.startswith(digest)]
+    """Return the profile whose digest, or WEIGHTS/DIGEST, starts so. Raises ConfigError unless there is exactly one."""
+    found = [each for each in listed if (each.info.name if "/" in digest else each.digest).startswith(digest)]
     if len(found) != 1:
         there = ", ".join(each.info.name for each in found) or "none"
         raise ConfigError(f"expected one profile with a digest that starts with {digest!r}, found {there}")
