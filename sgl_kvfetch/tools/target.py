@@ -134,9 +134,10 @@ class OpenTarget:
         """Read all profiles. Return what is wrong with those that cannot be used, by name. Without a key for an
         encrypted one, only its header is read."""
         problems: dict[str, str] = {}
-        for listed in await self.list_profiles():
+        if not isinstance(self.objects, AdminStore):
+            return problems
+        for listed in await list_profiles(self.objects):
             try:
-                assert isinstance(self.objects, AdminStore)
                 if listed.head is None or listed.head.header.encryption is None or keys.encryption is not None:
                     await read_profile(self.objects, listed, keys)
             except (FormatError, StoreError) as e:

@@ -16,7 +16,7 @@ from sgl_kvfetch.plane import profiles
 from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
 from sgl_kvfetch.plane.profiles import take_profile
 from sgl_kvfetch.stores.base import AdminStore
-from sgl_kvfetch.stores.profiles import ListedProfile, ProfileKeys, publish_profile, seal_profile
+from sgl_kvfetch.stores.profiles import ListedProfile, ProfileKeys, publish_profile, read_profile, seal_profile
 from tests.stores.test_profiles import BOTH, NO_KEYS, SIGNING, WEIGHTS, save
 
 
@@ -79,17 +79,16 @@ def test_a_copy_is_not_read_again_unless_it_is_damaged(
 ) -> None:
     digest = publish(tmp_path / "store", save(tmp_path), 0)
     wholes: list[str] = []
-    read_whole = profiles.read_profile
 
     async def noting(store: AdminStore, listed: ListedProfile, keys: ProfileKeys) -> bytes:
         wholes.append(listed.digest)
-        return await read_whole(store, listed, keys)
+        return await read_profile(store, listed, keys)
 
     monkeypatch.setattr(profiles, "read_profile", noting)
     for _ in range(2):
         found = take_profile(config, WEIGHTS)
-        assert found is not None
         assert wholes == [digest]
+    assert found is not None
     Path(found.path).write_bytes(b"damaged")
     assert taken(config).digest == digest
     assert wholes == [digest] * 2
