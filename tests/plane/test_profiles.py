@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,15 @@ def test_a_store_that_is_down(tmp_path: Path, config: KVFetchConfig, caplog: pyt
     assert taken(down).digest == old  # the last one that was taken here
     assert taken(down, new).digest == new
     assert "cannot be asked for a profile" in caplog.text
+
+
+def test_a_store_that_does_not_answer(config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "_WAIT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and nobody looks at them
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(StoreError) as caught:
+            take_profile(config.model_copy(update={"store": url}), WEIGHTS)
+    assert caught.value.reason == "timeout"
 
 
 def test_a_machine_that_keeps_no_copies(tmp_path: Path, config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from harness.faults import Fault, FaultyProxy
 from harness.s3_server import BUCKET, S3Server
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
@@ -108,6 +109,13 @@ async def test_a_shorter_profile_is_truncated(store: AdminStore, tmp_path: Path)
     with pytest.raises(StoreError) as caught:
         await store.get_profile(name, len(data) + 1)
     assert caught.value.reason == "truncated"
+
+
+async def test_an_older_server_has_none(proxy: FaultyProxy) -> None:
+    store = HttpStore(proxy.url)
+    await proxy.set(Fault("error", status=404))
+    assert await list_profiles(store) == []
+    await store.close()
 
 
 async def test_the_newest_is_the_one_that_was_put_last(tmp_path: Path) -> None:
