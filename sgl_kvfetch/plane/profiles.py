@@ -148,7 +148,7 @@ def _keep(content: bytes, path: Path, listed: ListedProfile) -> None:
         try:
             partial.touch(mode=0o600)
             partial.write_bytes(content)
-            require_same(partial, listed)
+            _require_same(partial, listed)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
@@ -159,7 +159,7 @@ def _keep(content: bytes, path: Path, listed: ListedProfile) -> None:
         ) from e
 
 
-def require_same(path: Path, listed: ListedProfile) -> None:
+def _require_same(path: Path, listed: ListedProfile) -> None:
     """Raise FormatError unless a file is the profile that a store lists. Raises ConfigError if it is no profile."""
     profile = load_profile(path)
     if (profile.calibration.weights, profile.digest) != (listed.weights, listed.digest):
