@@ -94,7 +94,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=whole_number, default=1, help="for decoding and restoring")
     parser.add_argument("--rounds", type=whole_number, default=5, help="how many")
     parser.add_argument("--settings", default=",".join(SETTINGS), help="which to measure")
-    parser.add_argument("--decode-profile", type=Path, help="made by kvfetch profile; needed for --policy")
+    parser.add_argument("--decode-profile", type=Path, help="made by kvfetch decoders; needed for --policy")
     parser.add_argument("--policy", choices=["ours", "algorithm1"], help="choose among variants; default: the first")
     args = parser.parse_args(argv)
     args.settings = args.settings.split(",")

@@ -16,7 +16,7 @@ from msgspec import Meta
 MAX_LABEL_CHARS = 128
 
 _Label = Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]
-_KLT = re.compile(r"klt\(profile=[0-9a-f]{32};step=([0-9.e+-]{1,16})\)")
+_KLT = re.compile(r"klt\(profile=(?P<profile>[0-9a-f]{32});step=(?P<step>[0-9.e+-]{1,16})\)")
 _BINS = re.compile(r"cachegen\(k=([0-9,]+);v=([0-9,]+)\)")
 
 
@@ -41,13 +41,19 @@ class Labels(msgspec.Struct, frozen=True, omit_defaults=True):
             return self.quantiser
         if match := _KLT.fullmatch(identity):
             try:
-                return f"klt step {float(match[1]):.3g}"
+                return f"klt step {float(match['step']):.3g}"
             except ValueError:
                 return identity
         if match := _BINS.fullmatch(identity):
             k, v = ("/".join(dict.fromkeys(bins.split(","))) for bins in match.groups())
             return f"cachegen {k}" if k == v else f"cachegen k {k}, v {v}"
         return identity.partition("(")[0]
+
+
+def profile_digest(identity: str) -> str | None:
+    """Return the digest of the profile in a quantiser's identity; None if it has none."""
+    match = _KLT.fullmatch(identity)
+    return match and match["profile"]
 
 
 def label_of_model(served_name: str, path: str) -> str:

@@ -47,7 +47,8 @@ RUNS: dict[str, tuple[str, int, str]] = {
     "warm": ("STORE --server http://127.0.0.1:1 --prompt [1]", 2, "http://127.0.0.1:1"),
     "timeline": ("FILE --perfetto OUT", 2, "FILE"),
     "calibrate": ("--model m --text FILE --out OUT", 2, "calibrate needs torch, which is not installed here"),
-    "profile": ("", 2, "profile needs torch, which is not installed here"),
+    "profile": ("list STORE", 0, "no profiles"),
+    "decoders": ("", 2, "decoders needs torch, which is not installed here"),
     "doctor": ("STORE", 1, "store lookup"),
 }
 

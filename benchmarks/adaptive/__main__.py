@@ -114,7 +114,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="FILE",
-        help="a decode profile by `kvfetch profile`, as another device; may be repeated",
+        help="a decode profile by `kvfetch decoders`, as another device; may be repeated",
     )
     parser.add_argument("--sessions", type=whole_number, metavar="N", help="decode sessions; else the profile's")
     parser.add_argument("--random", type=int, default=1000, metavar="N", help="random traces")

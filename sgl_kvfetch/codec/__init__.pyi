@@ -33,7 +33,11 @@ from .calibrate.fit import CalibrationOptions as CalibrationOptions, calibrate_m
 from .calibrate.layers import LayeredModel as LayeredModel
 from .calibrate.rope import find_rope as find_rope
 from .calibrate.text import calibration_windows as calibration_windows, part_of as part_of, tokenise as tokenise
-from .container.encryption import EncryptionKeys as EncryptionKeys, read_encryption_keys as read_encryption_keys
+from .container.encryption import (
+    SALT_BYTES as SALT_BYTES,
+    EncryptionKeys as EncryptionKeys,
+    read_encryption_keys as read_encryption_keys,
+)
 from .container.manifest import (
     MAX_MANIFEST_BYTES as MAX_MANIFEST_BYTES,
     MAX_SEGMENT_PAGES as MAX_SEGMENT_PAGES,
@@ -84,7 +88,12 @@ from .container.sides import (
     places_in as places_in,
     side_places as side_places,
 )
-from .container.signing import ManifestKeys as ManifestKeys, read_manifest_keys as read_manifest_keys
+from .container.signing import (
+    TRAILER_BYTES as TRAILER_BYTES,
+    ManifestKeys as ManifestKeys,
+    read_manifest_keys as read_manifest_keys,
+    split_trailer as split_trailer,
+)
 from .cuda_streams import Device as Device, Event as Event, Fence as Fence, Stream as Stream
 from .fingerprint import (
     digest_file as digest_file,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest
-from sgl_kvfetch.directory import files, local_pins, page_index as index
+from sgl_kvfetch.directory import files, local_pins, local_profiles, page_index as index
 from sgl_kvfetch.directory.catalog import Catalog, SegmentState
 from sgl_kvfetch.directory.files import OpenObject
 from sgl_kvfetch.directory.repair import DamageChecks, Repair
@@ -36,6 +36,8 @@ from sgl_kvfetch.stores import (
     require_name,
     require_namespace,
     require_pin_name,
+    require_profile_length,
+    require_profile_name,
 )
 
 logger = logging.getLogger(__name__)
@@ -267,7 +269,10 @@ class LocalStore(AdminStore):
 
     async def open_object(self, name: str) -> OpenObject | None:
         """Open an object for reading in pieces; the caller closes it. None if it is missing."""
-        opening = asyncio.ensure_future(self._run_in(self._reads, self._open, name))
+        return await self._opening(self._open, name)
+
+    async def _opening(self, opener: Callable[[str], OpenObject | None], name: str) -> OpenObject | None:
+        opening = asyncio.ensure_future(self._run_in(self._reads, opener, name))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -405,6 +410,62 @@ class LocalStore(AdminStore):
         except FormatError as e:
             raise StoreError("io", f"a pin cannot be read: {e}") from e
 
+    @_on("_reads")
+    def profiles(self) -> Sequence[ObjectInfo]:
+        with files.os_errors("listing profiles"):
+            return local_profiles.list_profiles(self.root)
+
+    async def open_profile(self, name: str) -> OpenObject | None:
+        """Open a profile for reading in pieces; the caller closes it. None if it is missing."""
+        require_profile_name(name)
+        return await self._opening(self._open_profile, name)
+
+    def _open_profile(self, name: str) -> OpenObject | None:
+        with files.os_errors(f"opening profile {name}"):
+            return local_profiles.open_profile(self.root, name)
+
+    async def get_profile(self, name: str, length: int) -> bytes | None:
+        require_profile_length(name, length)
+        opened = await self.open_profile(name)
+        if opened is None:
+            return None
+        with opened.file as file, files.os_errors(f"reading profile {name}"):
+            data = await self._run_in(self._reads, files.read_fully, file, 0, length)
+        if len(data) < length:
+            raise StoreError("truncated", f"profile {name} has {len(data)} bytes; expected {length}")
+        return data
+
+    async def put_profile(self, name: str, data: bytes) -> None:
+        async with self.upload_profile(name, len(data)) as upload:
+            await upload.write(data)
+            await upload.commit()
+
+    @asynccontextmanager
+    async def upload_profile(self, name: str, size_bytes: int) -> AsyncIterator[Upload]:
+        """Write a profile in pieces. Leaving the context without ``commit`` discards it. Raises StoreError: also
+        ``full`` if profiles would take too much of the capacity, and ``invalid`` if it is not one of this name."""
+        require_profile_name(name)
+        writer = local_profiles.ProfileWriter(self.root, name, size_bytes, self._room.capacity_bytes)
+
+        def run(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+            with files.os_errors(f"writing profile {name}"):
+                return call(*args, **kwargs)
+
+        try:
+            await self._run_in(self._writes, run, writer.open)
+            yield Upload(
+                lambda data: self._run_in(self._writes, run, writer.write, data),
+                lambda: self._run_in(self._writes, run, writer.commit),
+            )
+        finally:  # cancelled, too: the thread goes on
+            await asyncio.shield(asyncio.to_thread(run, writer.discard))
+
+    @_on("_writes")
+    def delete_profile(self, name: str) -> bool:
+        require_profile_name(name)
+        with files.os_errors(f"deleting profile {name}"):
+            return local_profiles.delete_profile(self.root, name)
+
     async def warm_up(self) -> int:
         """Open the catalog. Return the number of segments that lookups can find now."""
         return (await self.usage()).num_segments
@@ -518,6 +579,7 @@ class LocalStore(AdminStore):
                         (stored_bytes,) = db.execute("SELECT bytes FROM totals").fetchone()
                         count = "SELECT count(*) FROM segments WHERE state = ?"
                         (num_segments,) = db.execute(count, (SegmentState.FOUND,)).fetchone()
+                stored_bytes += local_profiles.stored_bytes(self.root)
         repair = self._repair
         counted = self._room.num_evicted, repair.num_collected, repair.num_unreadable
         return StoreUsage(stored_bytes, num_segments, *counted, problem, disk_bytes, free_bytes, self._room.num_dropped)

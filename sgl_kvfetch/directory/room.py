@@ -17,7 +17,7 @@ from functools import partial
 from typing import TypeVar
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, without_last_level
-from sgl_kvfetch.directory import files, rows
+from sgl_kvfetch.directory import files, local_profiles, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
@@ -98,7 +98,7 @@ class DiskRoom:
         self.counted = threading.Event()  # set unless a sweep is counting what is on the disk
         self.counted.set()
         self._catalog = catalog
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._min_free_bytes = min_free_bytes
         self._drop_levels = drop_levels
         self._evicting = threading.Lock()
@@ -111,7 +111,7 @@ class DiskRoom:
         return self.retried(lambda: self._reserve(name, num_bytes), num_bytes)
 
     def _reserve(self, name: str, num_bytes: int) -> tuple[int, files.TempFile]:
-        if self._capacity_bytes is not None:
+        if self.capacity_bytes is not None:
             self._catalog.open()
             if not self.counted.wait(_WAIT_S):
                 raise StoreError("full", "the files in the directory are still being counted", retriable=True)
@@ -224,7 +224,7 @@ class DiskRoom:
 
     def require_pins_fit(self, pinned_bytes: int) -> None:
         """Raise StoreError (``full``) if pinned segments take more than half of the capacity."""
-        most = None if self._capacity_bytes is None else int(self._capacity_bytes * MAX_PINNED_PART)
+        most = None if self.capacity_bytes is None else int(self.capacity_bytes * MAX_PINNED_PART)
         if most is not None and pinned_bytes > most:
             raise StoreError("full", f"pinned segments would take {pinned_bytes} bytes; the limit is {most}")
 
@@ -248,12 +248,12 @@ class DiskRoom:
 
         A larger object than this part of the capacity has to be the only one.
         """
-        if self._capacity_bytes is None:
+        if self.capacity_bytes is None:
             return
         size = has_bytes + num_bytes
-        if size > self._capacity_bytes:
-            raise StoreError("full", f"no room for {size} bytes in a store of {self._capacity_bytes}")
-        most = self._capacity_bytes * PENDING_PART
+        if size > self.capacity_bytes:
+            raise StoreError("full", f"no room for {size} bytes in a store of {self.capacity_bytes}")
+        most = self.capacity_bytes * PENDING_PART
         (pending,) = db.execute("SELECT pending_bytes FROM totals").fetchone()
         others = pending - has_bytes
         for name, other, since in db.execute(f"{_OLDEST_PENDING} ORDER BY since LIMIT {_DELETED_AT_ONCE}").fetchall():
@@ -289,10 +289,10 @@ class DiskRoom:
 
     def _lacking(self, num_bytes: int) -> int:
         lacking = self._lacking_on_disk(num_bytes)
-        if self._capacity_bytes is not None:
+        if self.capacity_bytes is not None:
             with self._catalog.writing() as db:
                 (used,) = db.execute("SELECT bytes FROM totals").fetchone()
-            lacking = max(lacking, used - self._capacity_bytes)
+            lacking = max(lacking, used + local_profiles.stored_bytes(self._catalog.root) - self.capacity_bytes)
         return lacking
 
     def _lacking_on_disk(self, num_bytes: int) -> int:
@@ -335,7 +335,7 @@ class DiskRoom:
         if num_left := self.delete_leftovers():
             return num_left
         self._catalog.save_uses()
-        lacking += int((self._capacity_bytes or 0) * _SPARE_PART)
+        lacking += int((self.capacity_bytes or 0) * _SPARE_PART)
         before = time.time() - KEEP_PENDING_S
         freed = 0
         with self._deleting() as (db, doomed):

@@ -33,5 +33,9 @@ from .open import (
     takes_token as takes_token,
 )
 from .plane import DataPlane as DataPlane, FetchCall as FetchCall, ReadSide as ReadSide
+from .profiles import (
+    TakenProfile as TakenProfile,
+    take_profile as take_profile,
+)
 from .quantiser import config_quantiser as config_quantiser
 from .service import run_data_plane as run_data_plane

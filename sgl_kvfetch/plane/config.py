@@ -175,7 +175,10 @@ class KVFetchConfig(_Keys):
     quantiser: QuantiserName | None = Field(
         None, description="how values become 8-bit integers; by default klt with a profile, exact without"
     )
-    profile: Text | None = Field(None, description="file from `kvfetch calibrate` for this model; klt needs it")
+    profile: Text | None = Field(
+        None,
+        description="file from `kvfetch calibrate` for this model; by default klt takes the newest of the store",
+    )
     target_kl: float | None = Field(
         None,
         gt=0,
@@ -226,7 +229,7 @@ class KVFetchConfig(_Keys):
     )
     decode_profile: Text | None = Field(
         None,
-        description="file from `kvfetch profile` on this machine, for choosing among a segment's variants",
+        description="file from `kvfetch decoders` on this machine, for choosing among a segment's variants",
     )
     device: DeviceModeConfig = Field(
         DeviceModeConfig(), description="of device mode alone: pool_share, round_tokens and more"
@@ -254,8 +257,6 @@ class KVFetchConfig(_Keys):
         name = self.quantiser_name
         if name != "cachegen" and self.cachegen is not None:
             raise ValueError(f"cachegen needs quantiser = 'cachegen', not {name!r}")
-        if name == "klt" and self.profile is None:
-            raise ValueError("quantiser = 'klt' needs a profile: run kvfetch calibrate, and set profile to its file")
         if name != "klt" and (self.profile is not None or "target_kl" in self.model_fields_set):
             raise ValueError(f"profile and target_kl need quantiser = 'klt', not {name!r}")
         if self.levels is not None and (name, self.codec, self.encryption_key_file) != ("klt", "ans", None):

@@ -14,7 +14,6 @@ from sgl_kvfetch.codec import (
     CellPlace,
     CellValues,
     Device,
-    KltQuantiser,
     Manifest,
     Nvdec,
     Quantiser,
@@ -41,7 +40,13 @@ from sgl_kvfetch.plane import (
 )
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.plugin.host.pages import HostPages
-from sgl_kvfetch.plugin.namespace import draft_model, engine_heads, engine_quantiser, require_own_profile
+from sgl_kvfetch.plugin.namespace import (
+    draft_model,
+    engine_heads,
+    engine_profile,
+    engine_quantiser,
+    require_own_profile,
+)
 from sgl_kvfetch.plugin.page_hashes import compile_hash_function
 
 if TYPE_CHECKING:
@@ -78,8 +83,7 @@ def open_engine_plane(
     ``tp_rank`` and ``tp_size``, and with ``sides`` also ``pp_rank`` and ``pp_size``. ``has_draft``: whether pages hold
     a draft model's KV cache, too. Raises KVFetchError."""
     compile_hash_function()
-    quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
-    if isinstance(quantiser, KltQuantiser):
+    if config.quantiser_name == "klt":
         if sides or has_draft:
             what = "draft models" if has_draft else "models with side pools"
             raise UnsupportedError(f"quantiser 'klt' does not support {what}: use 'exact' or 'uint8'")
@@ -88,6 +92,8 @@ def open_engine_plane(
                 f"quantiser 'klt' does not support a KV cache of {pages.geometry.dtype} in device mode on a GPU: add "
                 "--enable-hierarchical-cache, or use 'exact'"
             )
+        config = engine_profile(config)
+    quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
     pools = ""
     if sides:
         pools = sides.identity(rank.tp_rank, rank.tp_size, rank.is_mla_model, rank.pp_rank, rank.pp_size)

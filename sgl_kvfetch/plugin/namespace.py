@@ -25,6 +25,7 @@ from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.labels import Labels, label_of_flags, label_of_klt, label_of_model
 from sgl_kvfetch.plane import KVFetchConfig, config_quantiser
 from sgl_kvfetch.plugin.adapters import require_named_adapters
+from sgl_kvfetch.plugin.profiles import tensor_parallel_group, with_profile
 from sgl_kvfetch.plugin.weight_updates import require_known_weights
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
@@ -127,6 +128,23 @@ LIKE_THE_DEFAULT = {
 }
 # Keys of ``model_loader_extra_config`` that say how fast the weights are read.
 LOADER_SPEED = frozenset({"enable_multithread_load", "num_threads", "concurrency", "memory_limit", "distributed"})
+
+
+def engine_profile(config: KVFetchConfig) -> KVFetchConfig:
+    """Return the config of ``klt`` with the path of a profile: its own, or the store's newest for the loaded weights.
+
+    Raises ConfigError if there is none, and UnsupportedError if the model's files do not say what the weights are.
+    """
+    if config.profile is not None:
+        return config
+    if config.model_id is not None:
+        raise ConfigError(
+            "stores keep profiles by the fingerprint of the weights, which model_id replaces: set profile to a file, "
+            "as kvfetch profile get writes it, or leave out model_id"
+        )
+    from sglang.srt.runtime_context import get_model
+
+    return with_profile(config, _weights_digest(), get_model().model_path, tensor_parallel_group())
 
 
 def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeometry, first_layer: int) -> Quantiser:

@@ -90,6 +90,7 @@ def create_app(config: ServerConfig) -> web.Application:
     app.cleanup_ctx.append(run_store)
     app.on_response_prepare.append(_note_prepared)
     one_pin = Route.PINS + "/{name}"
+    one_profile = Route.PROFILES + "/{weights:[0-9a-f]{32}}/{digest:[0-9a-f]{32}}"
     one_object = Route.OBJECTS + "/{name:.+}"
     app.add_routes(
         [
@@ -106,6 +107,10 @@ def create_app(config: ServerConfig) -> web.Application:
             web.get(one_pin, pins.get, allow_head=False),
             web.put(one_pin, pins.put),
             web.delete(one_pin, pins.delete),
+            web.get(Route.PROFILES, objects.list_profiles, allow_head=False),
+            web.get(one_profile, objects.get_profile, allow_head=False),
+            web.put(one_profile, objects.put_profile),
+            web.delete(one_profile, objects.delete_profile),
             web.post(Route.CHECK + "/{name:.+}", objects.check),
             *pages.routes(),
             web.get(Route.FOLDERS, lookup.folders, allow_head=False),

@@ -1,4 +1,4 @@
-"""The HTTP handlers of objects: put, get with ranges, head, delete one or by prefix, list."""
+"""The HTTP handlers of objects: put, get with ranges, head, delete one or by prefix, list; and those of profiles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,16 @@ from sgl_kvfetch.server.budget import Overloaded
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.tokens import ROLE, Role, require_role
-from sgl_kvfetch.stores import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, ObjectInfo, parse_entity_tag
+from sgl_kvfetch.stores import (
+    BYTES_TYPE,
+    MAX_PROFILE_BYTES,
+    NDJSON_TYPE,
+    Checked,
+    Deleted,
+    ObjectInfo,
+    Profiles,
+    parse_entity_tag,
+)
 
 _LIST_PIECE_BYTES = 64 << 10
 _CHECKS_AT_ONCE = 2
@@ -114,6 +123,32 @@ class ObjectHandlers:
         with opened.file:
             return await self._send(request, opened)
 
+    async def list_profiles(self, request: web.Request) -> web.StreamResponse:
+        return json_answer(Profiles(list(await self._store.profiles())))
+
+    async def get_profile(self, request: web.Request) -> web.StreamResponse:
+        opened = await self._store.open_profile(_profile(request))
+        if opened is None:
+            return _no_profile(request)
+        with opened.file:
+            return await self._send(request, opened)
+
+    async def put_profile(self, request: web.Request) -> web.StreamResponse:
+        name, size_bytes = _profile(request), request.content_length
+        if size_bytes is None:
+            raise web.HTTPLengthRequired(text="a profile needs a Content-Length")
+        require_fits(request, min(self._max_body_bytes, MAX_PROFILE_BYTES))
+        async with self._upload_slot(), self._store.upload_profile(name, size_bytes) as upload:
+            while piece := await self._bodies.read_piece(request):
+                await upload.write(piece)
+            await upload.commit()
+        return web.Response(status=201)
+
+    async def delete_profile(self, request: web.Request) -> web.StreamResponse:
+        if await self._store.delete_profile(_profile(request)):
+            return web.Response(status=204)
+        return _no_profile(request)
+
     async def _send(self, request: web.Request, opened: OpenObject) -> web.StreamResponse:
         size = opened.info.size_bytes
         start, end = 0, size
@@ -194,6 +229,14 @@ def _name(request: web.Request) -> ObjectName:
         return parse_object_name(request.match_info["name"])
     except FormatError as e:
         raise web.HTTPBadRequest(text=str(e)) from e
+
+
+def _profile(request: web.Request) -> str:
+    return f"{request.match_info['weights']}/{request.match_info['digest']}"
+
+
+def _no_profile(request: web.Request) -> web.Response:
+    return error_answer(404, "not_found", f"no profile {_profile(request)}")
 
 
 def _only_new(request: web.Request) -> bool:

@@ -37,8 +37,12 @@ from sgl_kvfetch.stores import (
     MAX_LOOKUP_REQUEST_BYTES,
     PAGE_PATHS,
     Pin,
+    ProfileKeys,
+    ProfileRow,
     Route,
     is_namespace,
+    list_profiles,
+    profile_rows,
     whole_pages,
 )
 
@@ -104,6 +108,7 @@ class Summary(msgspec.Struct, frozen=True):
     failures: list[Failure]  # the last ones, the oldest first
     takes_text: bool  # whether prompts may be texts
     folders: list[FolderRow]
+    profiles: list[ProfileRow]  # the newest first
     history: list[LoadSample]
 
 
@@ -136,6 +141,7 @@ class PageHandlers:
         self._kinds: dict[str, _Kind] = {}  # by folder
         self._folders: list[FolderRow] = []
         self._folders_until_s = 0.0
+        self._profiles: list[ProfileRow] = []
         self._summary = b""
         self._summary_until_s = 0.0
         self._asking = asyncio.Lock()
@@ -185,6 +191,7 @@ class PageHandlers:
             if loop.time() > self._folders_until_s:
                 usages = await self._store.folder_usages(_MOST_FOLDERS)
                 self._folders = [row for each in usages if (row := await self._row(each)) is not None]
+                self._profiles = profile_rows(await list_profiles(self._store), ProfileKeys())
                 self._kinds = {each.folder: self._kinds.get(each.folder, _UNKNOWN) for each in usages}
                 self._folders_until_s = loop.time() + _FOLDERS_AGE_S
             if loop.time() > self._summary_until_s:
@@ -201,6 +208,7 @@ class PageHandlers:
                     list(self._metrics.last_failures),
                     self._config.tokenizer is not None,
                     self._folders,
+                    self._profiles,
                     [*self._history, LoadSample(time.time(), self._metrics.activity())],
                 )
                 self._summary = msgspec.json.encode(summary)

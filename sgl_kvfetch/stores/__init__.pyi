@@ -40,6 +40,23 @@ from .pins import (
     pinned_segments as pinned_segments,
     require_pin_name as require_pin_name,
 )
+from .profiles import (
+    MAX_HEAD_BYTES as MAX_HEAD_BYTES,
+    MAX_PROFILE_BYTES as MAX_PROFILE_BYTES,
+    MAX_PROFILES as MAX_PROFILES,
+    MAX_PROFILES_PART as MAX_PROFILES_PART,
+    ListedProfile as ListedProfile,
+    ProfileKeys as ProfileKeys,
+    ProfileRow as ProfileRow,
+    is_profile_name as is_profile_name,
+    list_profiles as list_profiles,
+    parse_head as parse_head,
+    profile_rows as profile_rows,
+    publish_profile as publish_profile,
+    read_profile as read_profile,
+    require_profile_length as require_profile_length,
+    require_profile_name as require_profile_name,
+)
 from .redis_index import IndexOptions as IndexOptions, PageIndex as PageIndex
 from .remote import HttpOptions as HttpOptions, TlsFiles as TlsFiles
 from .s3 import S3Store as S3Store
@@ -59,6 +76,7 @@ from .wire import (
     Folders as Folders,
     LookupRequest as LookupRequest,
     PinNames as PinNames,
+    Profiles as Profiles,
     Route as Route,
     parse_entity_tag as parse_entity_tag,
 )

@@ -291,3 +291,27 @@ class AdminStore(Store):
     @abstractmethod
     async def delete_pin(self, name: str) -> bool:
         """Delete a pin. Return True if it existed."""
+
+    # Profiles: see `profiles`, which reads and writes what these methods keep.
+
+    @abstractmethod
+    async def profiles(self) -> Sequence[ObjectInfo]:
+        """Return the names of all profiles, their sizes, and when they were put."""
+
+    @abstractmethod
+    async def get_profile(self, name: str, length: int) -> bytes | None:
+        """Return the first ``length`` bytes of a profile, or None if there is none of this name.
+
+        Raises StoreError, with reason ``truncated`` if it is shorter.
+        """
+
+    @abstractmethod
+    async def put_profile(self, name: str, data: bytes) -> None:
+        """Keep a profile, or replace the one of the same name, atomically.
+
+        Raises StoreError: ``full`` if profiles would take more than an eighth of the store's capacity.
+        """
+
+    @abstractmethod
+    async def delete_profile(self, name: str) -> bool:
+        """Delete a profile. Return True if it existed."""

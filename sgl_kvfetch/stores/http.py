@@ -33,6 +33,7 @@ from sgl_kvfetch.stores.http_answers import (
     take_range,
 )
 from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
+from sgl_kvfetch.stores.profiles import require_profile_length, require_profile_list, require_profile_name
 from sgl_kvfetch.stores.proxies import environment_proxy
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, listing_of
 
@@ -257,6 +258,35 @@ class HttpStore(RemoteStore):
 
     def _pin_url(self, name: str) -> str:
         return f"{self.url}{wire.Route.PINS}/{require_pin_name(name)}"
+
+    async def profiles(self) -> Sequence[ObjectInfo]:
+        """List profiles; none if the server is older than profiles, and has no such path."""
+        what, url = "listing profiles", self.url + wire.Route.PROFILES
+        status, body = await self._ask(what, "GET", url, 200, 404, most=wire.MAX_PROFILE_NAMES_BYTES)
+        return () if status == 404 else require_profile_list(what, decode_json(what, body, wire.Profiles).profiles)
+
+    async def get_profile(self, name: str, length: int) -> bytes | None:
+        require_profile_length(name, length)
+
+        async def attempt() -> bytes | None:
+            headers = {"Range": f"bytes=0-{length - 1}"}
+            async with self._request("GET", self._profile_url(name), headers=headers) as response:
+                return None if response.status == 404 else await read_range(response, 0, length, length)
+
+        return await self._retried(f"getting profile {name}", attempt, length)
+
+    async def put_profile(self, name: str, data: bytes) -> None:
+        what, url = f"putting profile {name}", self._profile_url(name)
+        await self._ask(
+            what, "PUT", url, 201, headers={"Content-Type": wire.BYTES_TYPE}, body=data, num_bytes=len(data)
+        )
+
+    async def delete_profile(self, name: str) -> bool:
+        status, _ = await self._ask(f"deleting profile {name}", "DELETE", self._profile_url(name), 204, 404)
+        return status != 404
+
+    def _profile_url(self, name: str) -> str:
+        return f"{self.url}{wire.Route.PROFILES}/{require_profile_name(name)}"
 
     async def close(self) -> None:
         self._closed = True

@@ -30,11 +30,12 @@ from sgl_kvfetch.stores.base import Lookup, ObjectInfo, is_namespace, object_dig
 from sgl_kvfetch.stores.by_name import lookup_by_name
 from sgl_kvfetch.stores.http_answers import status_error
 from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
+from sgl_kvfetch.stores.profiles import require_profile_length, require_profile_list, require_profile_name
 from sgl_kvfetch.stores.proxies import environment_proxy
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, listing_of
 
 if TYPE_CHECKING:
-    from obstore import GetResult, ObjectMeta
+    from obstore import GetResult, ObjectMeta, PutResult
     from obstore.store import ClientConfig
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ _PIECE_BYTES = 256 << 10  # of a read, as it arrives
 _LISTED_AT_ONCE = 1000
 _DELETED_AT_ONCE = 1000  # the most that one request may name
 _MAX_REPLACES = 4
-_PINS = ".kvfetch-pins"  # no object's name: listings leave them out
+_PINS, _PROFILES = ".kvfetch-pins", ".kvfetch-profiles"  # no object's names: listings leave them out
 _ENDPOINT = re.compile(r"(aws_)?endpoint(_url)?(_s3)?")  # as obstore's config and the environment call it
 _WRONG_TAG = f'"{"0" * 32}"'
 _PROBE = b"made to find out whether this server supports If-Match"
@@ -300,6 +301,43 @@ class S3Store(RemoteStore):
         if await self.get_pin(name) is None:
             return False
         await self._delete(f"{_PINS}/{name}")
+        return True
+
+    async def profiles(self) -> Sequence[ObjectInfo]:
+        """List profiles. Times are in whole seconds."""
+        what, start = "listing profiles", len(_PROFILES) + 1
+        infos = [
+            ObjectInfo(meta["path"][start:], meta["size"], meta["last_modified"].timestamp())
+            async for meta in self._list_folder(what, _PROFILES)
+        ]
+        return require_profile_list(what, infos)
+
+    async def get_profile(self, name: str, length: int) -> bytes | None:
+        require_profile_length(name, length)
+        path = f"{_PROFILES}/{name}"
+
+        async def get() -> bytes:
+            result = await obstore.get_async(self._objects, path, options={"range": (0, length)})
+            data = bytes(await result.bytes_async())
+            if len(data) != length:
+                raise StoreError("truncated", f"{path}: expected {length} bytes, found {len(data)}")
+            return data
+
+        return await self._call(f"getting {path}", get, length)
+
+    async def put_profile(self, name: str, data: bytes) -> None:
+        path, is_large = f"{_PROFILES}/{require_profile_name(name)}", len(data) > MULTIPART_BYTES
+
+        async def put() -> PutResult:
+            return await obstore.put_async(self._objects, path, data, use_multipart=is_large, chunk_size=PART_BYTES)
+
+        await self._call(f"putting {path}", put, len(data))
+
+    async def delete_profile(self, name: str) -> bool:
+        path = f"{_PROFILES}/{require_profile_name(name)}"
+        if await self._call(f"looking at {path}", lambda: obstore.head_async(self._objects, path)) is None:
+            return False
+        await self._delete(path)
         return True
 
     async def close(self) -> None:

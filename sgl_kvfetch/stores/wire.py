@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from sgl_kvfetch.keys import NAMESPACE_PATTERN, PAGE_HASH_BYTES
+from sgl_kvfetch.stores.base import ObjectInfo
 
 
 class Route(StrEnum):
@@ -18,6 +19,7 @@ class Route(StrEnum):
     OBJECTS = "/v1/objects"
     LOOKUP = "/v1/lookup"
     PINS = "/v1/pins"
+    PROFILES = "/v1/profiles"
     CHECK = "/v1/check"
     FOLDERS = "/v1/folders"
     HEALTH = "/healthz"
@@ -43,6 +45,7 @@ MAX_PIN_NAMES_BYTES = 16 << 20  # of the list of all pins
 MAX_SMALL_ANSWER_BYTES = 4096  # to a deletion by prefix, and to a report of damage
 MAX_FOLDERS = 1 << 14  # in an answer
 MAX_FOLDERS_BYTES = 64 * MAX_FOLDERS
+MAX_PROFILE_NAMES_BYTES = 256 << 10  # of the list of all profiles
 
 _ENTITY_TAG = re.compile(r'"([0-9a-f]{32})"')
 
@@ -84,6 +87,10 @@ class Checked(msgspec.Struct, frozen=True):
 
 class PinNames(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
+
+
+class Profiles(msgspec.Struct, frozen=True):
+    profiles: list[ObjectInfo]
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

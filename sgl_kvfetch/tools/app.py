@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from sgl_kvfetch import __version__
-from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.errors import ConfigError, KVFetchError
 from sgl_kvfetch.tools.packages import needs_package
 
 EXIT_ERROR = 2
@@ -39,14 +39,16 @@ COMMANDS = {
     "warm": "Send prompts through an SGLang server, and say how much of each is stored then.",
     "timeline": "Convert timelines of device mode to one trace, for ui.perfetto.dev or chrome://tracing.",
     "calibrate": "Measure how a model's keys and values vary and how much errors in them matter.",
-    "profile": "Measure how long this machine takes to decode a chunk, for each codec and resolution.",
+    "profile": "List, read, publish or withdraw the profiles of a store.",
+    "decoders": "Measure how long this machine takes to decode a chunk, for each codec and resolution.",
     "doctor": 'Check a store and what this machine can do, and say how to fix each "no".',
 }
 _MODULES = {  # of the commands that have no module of their own
     **dict.fromkeys(("lookup", "pin", "unpin", "warm"), "prompts"),
     **dict.fromkeys(("gc", "index"), "upkeep"),
     **dict.fromkeys(("clear", "move"), "segments"),
-    **dict.fromkeys(("calibrate", "profile"), "measure"),
+    **dict.fromkeys(("calibrate", "decoders"), "measure"),
+    "profile": "profiles",
 }
 _LOOK: dict[str, Any] = {
     "rich_markup_mode": "markdown",
@@ -92,6 +94,11 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
         assert name is not None
+        if name == "profile" and (not rest or rest[0].startswith("-")) and not {"-h", "--help"} & set(rest):
+            raise ConfigError(
+                "kvfetch profile expects list, get, put or rm, and a store; to measure decoders, as it did once, type "
+                f"kvfetch {' '.join(('decoders', *rest))}"
+            )
         command = typer.Typer(**_LOOK)
         command.command(name, cls=_Command)(import_command(name))
         return name, typer.main.get_command(command), rest

@@ -24,7 +24,8 @@ from sgl_kvfetch.codec import (
 )
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.stores import StoredSegment, decode_named_manifest
+from sgl_kvfetch.stores import ProfileKeys, StoredSegment, decode_named_manifest, profile_rows
+from sgl_kvfetch.tools.profiles import profiles_table
 from sgl_kvfetch.tools.summary import (
     Inspected,
     NamespaceSummary,
@@ -66,7 +67,7 @@ def inspect(
         bool,
         json_flag(
             "an object with namespaces (all of a store), segments (up to --limit of a part), num_more segments, "
-            "unreadable (errors by name), num_orphans and orphan_bytes"
+            "unreadable (errors by name), num_orphans, orphan_bytes and profiles (of a store)"
         ),
     ] = False,
     limit: Annotated[int, option("COUNT", "Namespaces or segments to show.", min=1)] = 20,
@@ -79,8 +80,9 @@ def inspect(
     """Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.
 
     For a store, the command lists its namespaces, the largest first, with the ages of their oldest and newest
-    segments; for a namespace, its segments; for one segment, every chunk. With several models, it also says how many
-    bytes each takes. Sizes include scales and manifests. Segments of a namespace that overlap are counted separately.
+    segments, and its profiles; for a namespace, its segments; for one segment, every chunk. With several models, it
+    also says how many bytes each takes. Sizes include scales and manifests. Segments of a namespace that overlap are
+    counted separately.
     With --manifest-key-file, the command says of each segment listed or shown whether its signature is good. Of
     encrypted segments, the codecs and the pictures need --encryption-key-file.
 
@@ -115,7 +117,9 @@ def inspect(
             inspected = Inspected([], segments, max(0, len(whole) - limit), unreadable, *of_orphans)
             show(inspected, as_json, _segments_tables(inspected))
         else:
-            inspected = Inspected(await summarise_namespaces(opened.objects, whole), [], len(whole), {}, *of_orphans)
+            namespaces = await summarise_namespaces(opened.objects, whole)
+            profiles = profile_rows(await opened.list_profiles(), ProfileKeys(keys, encryption_keys))
+            inspected = Inspected(namespaces, [], len(whole), {}, *of_orphans, profiles)
             show(inspected, as_json, _store_tables(opened.label, inspected, limit))
 
     run_on_target(target, token, token_file, look)
@@ -171,6 +175,8 @@ def _store_tables(label: str, inspected: Inspected, limit: int) -> Iterator[Tabl
     stored_bytes = inspected.orphan_bytes + sum(n.stored_bytes for n in namespaces)
     yield f"stored in all: {format_size(stored_bytes)}"
     yield from _orphan_lines(inspected)
+    if inspected.profiles:
+        yield profiles_table(inspected.profiles, inspected.stored_by_profile)
 
 
 def _orphan_lines(inspected: Inspected) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""``kvfetch calibrate`` and ``kvfetch profile``: measure a model for ``klt``, and how fast a machine decodes."""
+"""``kvfetch calibrate`` and ``kvfetch decoders``: measure a model for ``klt``, and how fast a machine decodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,20 @@ from sgl_kvfetch.codec import PLANES, region_layout
 from sgl_kvfetch.errors import ConfigError, UnsupportedError, why
 from sgl_kvfetch.plane import DecodeProfile, Sample, measure_profile
 from sgl_kvfetch.prompts import read_texts, text_digest
-from sgl_kvfetch.tools.terminal import format_size, json_flag, make_console, make_progress, make_table, option, show
+from sgl_kvfetch.tools.terminal import (
+    STORE_HELP,
+    EncryptionKeyFileOption,
+    KeyFileOption,
+    TokenFileOption,
+    TokenOption,
+    format_size,
+    json_flag,
+    make_console,
+    make_progress,
+    make_table,
+    option,
+    show,
+)
 
 if TYPE_CHECKING:  # these load torch and codecs
     import torch
@@ -35,7 +48,10 @@ def calibrate(
     text: Annotated[
         list[Path], option("FILE", "Text like the model's traffic: plain, or JSONL with a field 'prompt'. Repeatable.")
     ],
-    out: Annotated[Path, option("FILE", "Where to write the profile.", "--out", "-o")],
+    out: Annotated[Path | None, option("FILE", "Where to write the profile.", "--out", "-o")] = None,
+    publish: Annotated[
+        str | None, option("STORE", f"Put the profile into a store, where servers find it: {STORE_HELP}")
+    ] = None,
     windows: Annotated[int, option("COUNT", "Windows of text; a fifth are held out for measuring.", min=2)] = 25,
     context: Annotated[
         int, option("TOKENS", "Of a window, whose KV cache is quantised; KL measures the cost of these errors.", min=16)
@@ -56,6 +72,10 @@ def calibrate(
     ] = 1,
     device: Annotated[str, option("DEVICE", "cpu, cuda, or cuda:N.", show_default="cuda if there is one")] = "",
     seed: Annotated[int, option("SEED", "For the tokens that are sampled to weigh errors.")] = 0,
+    manifest_key_file: KeyFileOption = None,
+    encryption_key_file: EncryptionKeyFileOption = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
     as_json: Annotated[
         bool,
         json_flag(
@@ -66,11 +86,14 @@ def calibrate(
 ) -> None:
     """Measure how a model's keys and values vary and how much errors in them matter.
 
-    Writes the profile that klt needs. Give it to SGLang in --hicache-storage-backend-extra-config:
-    {"profile": FILE, ...}. The printed table shows how many bits each target_kl needs; the text below it names the
-    default target_kl.
+    Makes the profile that klt needs. With --publish, servers of the model find it in the store when they start with
+    {"quantiser": "klt"}; the keys and the token are the store's, and the token needs the role `write`. With --out, the
+    profile is a file: kvfetch profile put publishes it later, or SGLang's config names it, as {"profile": FILE}. The
+    printed table shows how many bits each target_kl needs; the text below it names the default target_kl.
 
-    Example:
+    Examples:
+
+        kvfetch calibrate --model meta-llama/Llama-3.1-8B --text prompts.jsonl --publish http://127.0.0.1:8700
 
         kvfetch calibrate --model meta-llama/Llama-3.1-8B --text prompts.jsonl --out llama.profile --tp-size 2
     """
@@ -84,11 +107,21 @@ def calibrate(
         calibration_windows,
         fingerprint_model,
         part_of,
+        read_encryption_keys,
+        read_manifest_keys,
         tokenise,
     )
+    from sgl_kvfetch.stores import ProfileKeys
+    from sgl_kvfetch.tools.profiles import Publication, save_and_publish
 
-    if (out.exists() and not out.is_file()) or not out.absolute().parent.is_dir():
+    if out is None and publish is None:
+        raise ConfigError("give --publish STORE, --out FILE, or both")
+    if out is not None and ((out.exists() and not out.is_file()) or not out.absolute().parent.is_dir()):
         raise ConfigError(f"--out {out}: expected a file in an existing directory")
+    keys = ProfileKeys(read_manifest_keys(manifest_key_file), read_encryption_keys(encryption_key_file))
+    publication = None if publish is None else Publication(publish, keys, token, token_file)
+    if publication is not None:
+        publication.require_store()
     prompts = [prompt for file in text for prompt in read_texts(file)]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     loaded = LayeredModel(model, device=device)
@@ -112,14 +145,14 @@ def calibrate(
         part=part,
     )
     options = CalibrationOptions(num_context=context, max_channels=max_channels, tp_size=tp_size, seed=seed)
-    unfinished = out.with_name(f".{out.name}.unfinished")
+    unfinished = None if out is None else out.with_name(f".{out.name}.unfinished")
     profile = calibrate_model(loaded, ids, rope, describe, options, _progress, unfinished)
-    profile.save(out)
+    where = save_and_publish(profile, out, publication)
     summary = _summary(profile)
-    show(summary, as_json, _calibrate_lines(profile, summary, out))
+    show(summary, as_json, _calibrate_lines(profile, summary, where))
 
 
-def profile(
+def decoders(
     out: Annotated[Path | None, option("FILE", "Where to write the decode profile.", "--out", "-o")] = None,
     codecs: Annotated[str, option("NAMES", "One or more, such as hevc,zstd.")] = "hevc,zstd",
     resolutions: Annotated[str, option("NAMES", "Picture sizes for the video codecs.")] = "240p,480p,640p,1080p",
@@ -144,7 +177,7 @@ def profile(
 
     Example:
 
-        kvfetch profile --out decode-profile.json
+        kvfetch decoders --out decode-profile.json
     """
     import torch
 
@@ -166,7 +199,7 @@ def profile(
             list(_samples(integers, targets)),
             sessions,
             device=device_name,
-            source=f"kvfetch profile, {today}, {decodes}, {rounds} rounds, synthetic integers",
+            source=f"kvfetch decoders, {today}, {decodes}, {rounds} rounds, synthetic integers",
             chunk_values=integers.numel(),
             rounds=rounds,
             on_step=lambda name: progress.print(f"measuring {name}"),
@@ -239,7 +272,7 @@ def _summary(profile: Profile) -> Calibrated:
     return Calibrated(profile.digest, profile.context_kl, profile.default_target_kl, profile.calibration.notes, curve)
 
 
-def _calibrate_lines(profile: Profile, summary: Calibrated, out: Path) -> Iterator[Table | str]:
+def _calibrate_lines(profile: Profile, summary: Calibrated, where: Sequence[str]) -> Iterator[Table | str]:
     table = make_table((), ("target_kl", "step", "bits a value", "bf16 is larger by", "coefficients kept", "wide"))
     for point in summary.curve:
         ratio = f"{16 / point.bits_per_value:.1f}x" if point.bits_per_value else ""
@@ -253,7 +286,7 @@ def _calibrate_lines(profile: Profile, summary: Calibrated, out: Path) -> Iterat
         f"{profile.default_target_kl:.2g}. The first {profile.num_sinks} tokens are kept exact."
     )
     yield f"Cells: {grid.cell_layers} layers, {grid.cell_heads} of {grid.num_heads} heads, K and V together."
-    yield f"{out}: profile {profile.digest}, {out.stat().st_size / 1e6:.1f} MB"
+    yield from where
 
 
 def _set_up(codecs: Sequence[str], device: str, concurrency: int | None) -> tuple[Sequence[Decoders], str, str, str]:

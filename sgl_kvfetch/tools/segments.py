@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import sys
 import time
@@ -19,6 +20,7 @@ from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.sizes import parse_duration
 from sgl_kvfetch.stores import (
     AdminStore,
+    ObjectInfo,
     Store,
     StoredSegment,
     Swept,
@@ -47,6 +49,8 @@ from sgl_kvfetch.tools.terminal import (
 )
 
 _AT_ONCE = 4
+_SOME_FOLDER = f"{'0' * 32}.0-1"  # of a namespace, for a probe
+_CLOCK_S = 1.01  # S3 stores have times in whole seconds
 
 ModelOption = Annotated[
     str | None,
@@ -72,6 +76,7 @@ class MoveSummary(Struct):
     num_moved: int = 0
     num_there: int = 0  # of these, the target had them already
     num_bytes: int = 0  # written to the target
+    num_profiles: int = 0
     failures: dict[str, str] = {}  # by the manifest's name
 
 
@@ -168,13 +173,16 @@ def move(
     target_index: Annotated[str | None, option("URL", "The index of an S3 target.")] = None,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
-    as_json: Annotated[bool, json_flag("an object with num_moved, num_there, num_bytes and failures")] = False,
+    as_json: Annotated[
+        bool, json_flag("an object with num_moved, num_there, num_bytes, num_profiles and failures")
+    ] = False,
 ) -> None:
     """Move all segments of a store, or of a part of it, to another store.
 
     Each segment is written, read back and compared before it is deleted at the source; so is one that the target has
     already. If the command is interrupted, run it again: it moves the segments that are left. Servers may use both
-    stores meanwhile. Manifests stay as they are, with their signatures; pins are not moved. The token is for both
+    stores meanwhile. Manifests stay as they are, with their signatures. Profiles move with a whole store, and the
+    newest stays the newest; for those of a part, there is kvfetch profile. Pins are not moved. The token is for both
     stores. The exit code is 1 if some segments could not be moved: they stay; or if nothing is stored of the model.
 
     Examples:
@@ -194,20 +202,27 @@ def move(
         other = open_existing_store(target, read_token(token, token_file), target_index)
         try:
             segments = [each for each in await select_segments(opened, prefix, model) if each.manifest is not None]
-            if segments and not dry_run and await _is_same(opened, other, segments[0].key):
+            profiles = () if prefix or model is not None else await opened.profiles()
+            folder = segments[0].key.namespace if segments else _SOME_FOLDER
+            if (segments or profiles) and not dry_run and await _is_same(opened, other, folder):
                 raise same
+            if profiles and not dry_run:  # first: what they are for is of no use without them
+                await _move_profiles(opened, other, profiles, copy)
             with make_progress("moving") as progress:
                 task = progress.add_task("", total=len(segments))
-                return await move_segments(opened, other, segments, copy, dry_run, lambda: progress.advance(task))
+                moved = await move_segments(opened, other, segments, copy, dry_run, lambda: progress.advance(task))
+            moved.num_profiles = len(profiles)
+            return moved
         finally:
             await other.close()
 
     moved = run_on_store(url, token, token_file, source_index, select_and_move)
     verb = "copied" if copy else "moved"
     verb, there, written = (f"would be {verb}", "are", "to write") if dry_run else (verb, "were", "written")
+    profiles = f"; {moved.num_profiles} profiles {verb}" if moved.num_profiles else ""
     total = (
         f"{moved.num_moved} segments {verb}, {moved.num_there} of them {there} there already; "
-        f"{format_size(moved.num_bytes)} {written}, {len(moved.failures)} failed"
+        f"{format_size(moved.num_bytes)} {written}, {len(moved.failures)} failed{profiles}"
     )
     show(moved, as_json, [total], moved.failures)
 
@@ -284,10 +299,25 @@ async def move_segments(
     return moved
 
 
-async def _is_same(source: AdminStore, target: Store, segment: SegmentKey) -> bool:
+async def _move_profiles(source: AdminStore, target: AdminStore, infos: Sequence[ObjectInfo], copy: bool) -> None:
+    """Move profiles, the oldest first: which is the newest is for the target's clock to say. Raises StoreError."""
+    sizes = {info.name: info.size_bytes for info in await target.profiles()}
+    for info in sorted(infos, key=lambda info: (info.modified_s, info.name)):
+        content = await source.get_profile(info.name, info.size_bytes)
+        if content is None:
+            continue  # withdrawn meanwhile
+        is_there = sizes.get(info.name) == info.size_bytes
+        if not is_there or await target.get_profile(info.name, info.size_bytes) != content:
+            await target.put_profile(info.name, content)
+            await asyncio.sleep(_CLOCK_S)
+        if not copy:
+            await source.delete_profile(info.name)
+
+
+async def _is_same(source: AdminStore, target: Store, namespace: str) -> bool:
     """Return whether both names are of one store: a move would delete its segments. Puts an object and deletes it."""
     probe = secrets.token_bytes(PAGE_HASH_BYTES)
-    name = SegmentKey(segment.namespace, 1, probe).data_name(object_digest(probe))
+    name = SegmentKey(namespace, 1, probe).data_name(object_digest(probe))
     await target.put(name, probe)
     try:
         return await source.head(name) is not None

@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from sgl_kvfetch.codec import Manifest, ManifestKeys, RegionLayout, TileLayout, Variant, split_signature
 from sgl_kvfetch.keys import Namespace
-from sgl_kvfetch.labels import Labels
-from sgl_kvfetch.stores import Objects, StoredSegment, first_readable_manifest
+from sgl_kvfetch.labels import Labels, profile_digest
+from sgl_kvfetch.stores import Objects, ProfileRow, StoredSegment, first_readable_manifest
 from sgl_kvfetch.types import KV_DTYPES
 
 Signature = Literal["good", "wrong", "missing", "signed (not checked)", "none"]
@@ -154,6 +154,16 @@ class Inspected(Struct, frozen=True):
     unreadable: dict[str, str]  # errors by the manifest's name
     num_orphans: int  # data objects without a manifest
     orphan_bytes: int
+    profiles: list[ProfileRow] = []  # of a whole store, the newest first
+
+    @property
+    def stored_by_profile(self) -> dict[str, int]:
+        """Stored bytes by the digest of the profile that they need."""
+        totals: dict[str, int] = {}
+        for n in self.namespaces:
+            if n.namespace is not None and (digest := profile_digest(n.namespace.quantiser)) is not None:
+                totals[digest] = totals.get(digest, 0) + n.stored_bytes
+        return totals
 
     @property
     def models(self) -> dict[str, int]:

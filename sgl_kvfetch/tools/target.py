@@ -14,12 +14,21 @@ from urllib.parse import unquote, urlsplit
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Variant, decode_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import DATA_SUFFIX, MANIFEST_SUFFIX, parse_object_name
-from sgl_kvfetch.stores import ObjectInfo, StoredSegment, list_segments
+from sgl_kvfetch.stores import (
+    AdminStore,
+    ListedProfile,
+    ObjectInfo,
+    ProfileKeys,
+    StoredSegment,
+    list_profiles,
+    list_segments,
+    read_profile,
+)
 from sgl_kvfetch.tools.advice import advice
 from sgl_kvfetch.tools.terminal import read_token, token_source
 
 if TYPE_CHECKING:
-    from sgl_kvfetch.stores import AdminStore, Objects
+    from sgl_kvfetch.stores import Objects
 
 INDEX_TIMEOUT_S = 30.0  # commands can wait longer than servers
 _ADDRESS = re.compile(r"[\w.-]+:[0-9]{1,5}/?|\[[0-9a-f:]+\]:[0-9]{1,5}/?")
@@ -116,6 +125,27 @@ class OpenTarget:
         if self.prefix and not segments:
             raise ConfigError(f"{self.label}: nothing is stored under this name")
         return segments
+
+    async def list_profiles(self) -> list[ListedProfile]:
+        """Return the store's profiles, the newest first; none of files outside a store."""
+        return await list_profiles(self.objects) if isinstance(self.objects, AdminStore) else []
+
+    async def unusable_profiles(self, keys: ProfileKeys) -> dict[str, str]:
+        """Read all profiles. Return what is wrong with those that cannot be used, by name. Without a key for an
+        encrypted one, only its header is read."""
+        problems: dict[str, str] = {}
+        if not isinstance(self.objects, AdminStore):
+            return problems
+        for listed in await list_profiles(self.objects):
+            try:
+                if listed.head is None or listed.head.header.encryption is None or keys.encryption is not None:
+                    await read_profile(self.objects, listed, keys)
+            except (FormatError, StoreError) as e:
+                if not e.concerns_object:
+                    raise
+                if await self.objects.get_profile(listed.info.name, 1) is not None:  # not withdrawn meanwhile
+                    problems[listed.info.name] = str(e)
+        return problems
 
     async def close(self) -> None:
         await self.objects.close()

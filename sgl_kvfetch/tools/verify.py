@@ -29,7 +29,7 @@ from sgl_kvfetch.codec import (
 from sgl_kvfetch.errors import ConfigError, EncryptedError, FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck, parse_object_name
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.stores import ObjectInfo, Objects, StoredSegment, decode_named_manifest, read_manifest
+from sgl_kvfetch.stores import ObjectInfo, Objects, ProfileKeys, StoredSegment, decode_named_manifest, read_manifest
 from sgl_kvfetch.tools.packages import how_to_install, missing_package
 from sgl_kvfetch.tools.summary import signature_of
 from sgl_kvfetch.tools.target import OpenTarget, run_on_target
@@ -64,7 +64,8 @@ def verify(
         bool,
         json_flag(
             "an object with num_segments, num_chunks, read_bytes, num_gone, num_unchecked, num_locked, problems (each "
-            "with name and what), locking_keys, orphans and missing_package (null if everything could be decoded)"
+            "with name and what), locking_keys, orphans, profiles (errors by the name of one that cannot be used) and "
+            "missing_package (null if everything could be decoded)"
         ),
     ] = False,
     jobs: Annotated[
@@ -78,7 +79,8 @@ def verify(
 
     With --manifest-key-file, a manifest whose signature is missing or wrong is a problem, too. Without it, signatures
     are counted and not checked. Without --encryption-key-file, encrypted segments are not decoded, only compared with
-    the digests of their bytes as they are stored. So are all segments on a machine without torch and the codecs.
+    the digests of their bytes as they are stored. So are all segments on a machine without torch and the codecs. The
+    profiles of a whole store are checked, too.
 
     The output ends with commands that delete corrupt segments: servers compute and store those again.
 
@@ -106,14 +108,17 @@ def verify(
             if not isinstance(opened.objects, LocalStore):
                 raise ConfigError(f"{opened.label} is not a directory; --rebuild works where the disk is")
             await opened.objects.rebuild()
-        return await _verify(opened, await opened.list_segments(), keys, encryption_keys, jobs)
+        report = await _verify(opened, await opened.list_segments(), keys, encryption_keys, jobs)
+        if not opened.prefix:
+            report.profiles = await opened.unusable_profiles(ProfileKeys(keys, encryption_keys))
+        return report
 
     try:
         report = run_on_target(target, token, token_file, check)
     except FormatError as e:  # TARGET is the path of an invalid manifest
         report = Report(problems=[Problem(str(Path(target)), str(e))])
     show(report, as_json, [*_lines(report), *_next_steps(report, store)])
-    if report.problems:
+    if report.problems or report.profiles:
         raise typer.Exit(1)
 
 
@@ -152,6 +157,8 @@ def _lines(report: Report) -> Iterator[str]:
             yield f"CORRUPT {name}: {printable(what)}"
         if len(found) > MAX_PROBLEMS_AN_OBJECT:
             yield f"CORRUPT {name}: and {len(found) - MAX_PROBLEMS_AN_OBJECT} more"
+    for name, what in report.profiles.items():
+        yield f"CORRUPT profile {name}: {printable(what)}"
     read = f"{report.num_segments} segments, {report.num_chunks} chunks, {format_size(report.read_bytes)} read"
     yield f"{read}: {len(by_object)} objects corrupt or missing" if by_object else f"{read}: all is well"
     if report.orphans:
@@ -173,6 +180,8 @@ def _lines(report: Report) -> Iterator[str]:
 
 def _next_steps(report: Report, store: str | None) -> Iterator[str]:
     """Yield what to do about corrupt objects of ``store``, or of files outside a store if it is None."""
+    for name in report.profiles:
+        yield f"withdraw the profile, and publish it again: kvfetch profile rm {store} {name.partition('/')[2]}"
     if not report.problems:
         return
     if store is None:
@@ -209,6 +218,7 @@ class Report:
     problems: list[Problem] = field(default_factory=list)
     locking_keys: list[str] = field(default_factory=list)
     orphans: list[ObjectInfo] = field(default_factory=list)
+    profiles: dict[str, str] = field(default_factory=dict)  # what is wrong with a profile, by its name
 
 
 class _Gone(Exception):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from harness.engine import Generation, ServerError, SGLangServer, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
+from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import load_profile
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt
@@ -23,36 +26,49 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 PAGES = 640 // PAGE_SIZE
 
 
+@dataclass(frozen=True)
+class Published:
+    """A store with a token, and in it a profile that is signed with the key of its servers."""
+
+    store: StoreProcess
+    profile: Path  # a copy of the file
+    keys: dict[str, Any]  # of a server's config
+    env: dict[str, str]
+
+
 @pytest.fixture(scope="module")
-def profile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def published(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
     """For two ranks, so that one does, too."""
     folder = tmp_path_factory.mktemp("profile")
     words = (f"w{token}" for seed in range(100, 106) for token in make_prompt(seed))
-    (folder / "text").write_text(" ".join(words))
-    command = [sys.executable, "-m", "sgl_kvfetch.tools", "calibrate", "--model", str(model), "--text", "text"]
-    command += ["--out", "profile", "--windows", "6", "--context", "512", "--continuation", "128", "--tp-size", "2"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "target_kl" in done.stdout
-    return folder / "profile"
+    for name, content in (("text", " ".join(words)), ("token", "secret"), ("key", "k" * 32)):
+        (folder / name).write_text(content)
+        (folder / name).chmod(0o600)
+    with StoreProcess(folder / "store", extra_args=("--token-file", str(folder / "token"))) as store:
+        command = [sys.executable, "-m", "sgl_kvfetch.tools", "calibrate", "--model", str(model), "--text", "text"]
+        command += ["--windows", "6", "--context", "512", "--continuation", "128", "--tp-size", "2", "--out", "profile"]
+        command += ["--publish", store.url, "--token-file", "token", "--manifest-key-file", "key"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "target_kl" in done.stdout
+        keys = {"quantiser": "klt", "token": "secret", "manifest_key_file": str(folder / "key")}
+        yield Published(store, folder / "profile", keys, {"XDG_CACHE_HOME": str(folder / "cache")})
 
 
-def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, store: StoreProcess, profile: Path) -> None:
+def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, published: Published) -> None:
     """As transformers does from the same KV, quantised in memory; see ``test_round_trip.test_quantised``. Positions
     are at stake here: the second half of the prompt is written by itself, and stands where it stood. It is stored in
-    levels, all of which are read. A server with a coarser target leaves one out, and another one for lack of time."""
-    calibrated = load_profile(profile)
+    levels, all of which are read. A server with a coarser target leaves one out, and another one for lack of time.
+    Both servers find their profile in the store."""
+    calibrated, store, env = load_profile(published.profile), published.store, published.env
     target_kl = calibrated.curve[len(calibrated.curve) // 2].kl
     quantiser = KltQuantiser(calibrated, target_kl)
-    config: dict[str, Any] = {
-        "profile": str(profile),
-        "target_kl": target_kl,
-        "lookup_timeout_s": WAIT_S,
-        "fetch_timeout_s": WAIT_S,
-    }
+    config = published.keys | {"target_kl": target_kl, "lookup_timeout_s": WAIT_S, "fetch_timeout_s": WAIT_S}
     flags = hicache_args(store.url, **config, levels={"count": 3})
     prompt = make_prompt(0)
-    with SGLangServer(model, extra_args=flags) as server:
+    with SGLangServer(model, extra_args=flags, env=env) as server:
+        (said,) = [line for line in server.log().splitlines() if f"profile {calibrated.digest}" in line]
+        assert f"of 'model' from {store.url}, the newest of its weights" in said
         ask(server, prompt[:320])
         wait_until_written(server, PAGES // 2)
         computed = ask(server, prompt)
@@ -75,7 +91,7 @@ def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, store: Sto
     coarser_kl, max_kl = (calibrated.kl_of(factor * quantiser.step) for factor in (3, 9))
     hurried = {"count": 3, "max_kl": max_kl, "within_s": 1e-6, "finest_kl": target_kl}
     flags = hicache_args(store.url, **config | {"target_kl": coarser_kl}, levels=hurried, mode="read_only")
-    with SGLangServer(model, extra_args=flags) as server:
+    with SGLangServer(model, extra_args=flags, env=env) as server:
         coarse = ask(server, prompt)
         metrics = server.metrics()
     assert from_storage(coarse) == num_cached
@@ -94,18 +110,13 @@ def _first_differs(answer: Generation, computed: Generation) -> bool:
     return answer.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-4)
 
 
-def test_two_ranks_share_a_profile(model: Path, store: StoreProcess, profile: Path) -> None:
+def test_two_ranks_share_a_profile(model: Path, published: Published) -> None:
     """Each has half of the cells. Together they restore what one quantiser of all cells does, in memory."""
-    calibrated = load_profile(profile)
+    calibrated = load_profile(published.profile)
     finest = calibrated.curve[0].kl
-    config: dict[str, Any] = {
-        "profile": str(profile),
-        "target_kl": finest,
-        "lookup_timeout_s": WAIT_S,
-        "fetch_timeout_s": WAIT_S,
-    }
-    flags = [*hicache_args(store.url, **config), "--tp-size", "2"]
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    config = published.keys | {"target_kl": finest, "lookup_timeout_s": WAIT_S, "fetch_timeout_s": WAIT_S}
+    flags = [*hicache_args(published.store.url, **config), "--tp-size", "2"]
+    env = published.env | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with SGLangServer(model, extra_args=flags, env=env) as server:
         computed = ask(server, make_prompt(0))
         wait_until_written(server, 2 * PAGES)
@@ -121,11 +132,12 @@ def test_two_ranks_share_a_profile(model: Path, store: StoreProcess, profile: Pa
     assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)
 
 
-def test_a_profile_of_other_weights_stops_the_start(
-    other_model: Path, store: StoreProcess, profile: Path, tmp_path: Path
-) -> None:
-    flags = hicache_args(store.url, profile=str(profile), target_kl=load_profile(profile).curve[1].kl)
-    server = SGLangServer(other_model, extra_args=flags, log_path=tmp_path / "log")
+def test_a_model_without_a_profile_does_not_start(other_model: Path, published: Published, tmp_path: Path) -> None:
+    """The store has one of other weights under the same name."""
+    flags = hicache_args(published.store.url, **published.keys)
+    server = SGLangServer(other_model, extra_args=flags, env=published.env, log_path=tmp_path / "log")
     with pytest.raises(ServerError, match="exited with code"):
         server.start()
-    assert "was calibrated for 'model' with weights" in server.log()
+    wanted = f"kvfetch calibrate --model {other_model} --text FILE --publish {published.store.url}"
+    assert f"has none that can be used for the weights {fingerprint_model(str(other_model))}" in server.log()
+    assert wanted in server.log()

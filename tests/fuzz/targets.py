@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import hashlib
 import random
 import struct
 import tempfile
@@ -37,6 +38,15 @@ from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.app import create_app
 from sgl_kvfetch.stores import indexed_s3
+from sgl_kvfetch.stores.base import ObjectInfo
+from sgl_kvfetch.stores.profiles import (
+    ListedProfile,
+    ProfileHeader,
+    ProfileKeys,
+    open_sealed,
+    parse_head,
+    profile_rows,
+)
 from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex
 from sgl_kvfetch.types import KVGeometry
 from tests.segments import make_segment
@@ -45,6 +55,7 @@ Target = Callable[[bytes], object]
 KEYS = EncryptionKeys({"ours": b"k" * 32})
 TINY = KVGeometry(num_layers=2, num_heads=1, k_head_dim=48, v_head_dim=48, page_size=1, dtype="bfloat16")
 CODECS = ("ans", "ans-tables", "deflate", "hevc", "hevc420", "zstd")
+PROFILE, CONTENT = f"{'0' * 32}/{'1' * 32}", b"a profile's file"
 SHAPES = ((1, 1, 16), (3, 1, 40), (2, 144, 144), (1, 144, 256))  # frames, height, width
 
 
@@ -137,7 +148,7 @@ _served = cache(_Served)
 METHODS = ("GET", "PUT", "POST", "DELETE", "HEAD")
 PATHS = (
     "/v1/objects", "/v1/lookup", "/v1/pins", "/v1/check", "/v1/folders", "/healthz", "/metrics", "/v1/summary",
-    "/v1/segments", "/v1/prompts", "/v1/objects/*",
+    "/v1/segments", "/v1/prompts", "/v1/objects/*", "/v1/profiles",
 )  # fmt: skip
 HEADERS = ("Range", "If-Match", "If-None-Match", "Content-Type", "Accept")
 
@@ -209,6 +220,18 @@ def redis(data: bytes) -> None:
     asyncio.run(ask())
 
 
+def profiles(data: bytes) -> None:
+    """Parse the header of a stored profile, and describe it to people."""
+    stored = struct.pack("<4sI", b"KVFP", len(data)) + data
+    for num_bytes in (len(CONTENT), len(CONTENT) + 16, len(CONTENT) + 36):
+        with contextlib.suppress(KVFetchError):
+            head = parse_head(PROFILE, stored + CONTENT + bytes(36), len(stored) + num_bytes)
+            info = ObjectInfo(PROFILE, len(stored) + num_bytes, 0.0)
+            (row,) = profile_rows([ListedProfile(info, head)], ProfileKeys(None, KEYS))
+            assert msgspec.json.encode(row)
+            open_sealed(stored + CONTENT + bytes(36), head, ProfileKeys(None, KEYS))
+
+
 def seeds_of(name: str) -> Iterator[bytes]:
     """Yield inputs to begin with, from segments that a writer makes."""
     made = segments_by_kind()
@@ -227,6 +250,12 @@ def seeds_of(name: str) -> Iterator[bytes]:
             yield bytes([1, 0, 2]) + f"/{made[0].manifest.key.manifest_name}\n*\n".encode() + made[0].manifest.encode()
             yield bytes([2, 9, 3]) + b'\napplication/json\n{"prompt": [1, 2, 3], "page_size": 1}'
             yield bytes([1, 2, 3]) + b"/a\napplication/msgpack\n" + msgspec.msgpack.encode({"page_hashes": bytes(32)})
+        case "profiles":
+            weights, digest = PROFILE.split("/")
+            header = ProfileHeader(1, weights, digest, hashlib.sha256(CONTENT).hexdigest(), len(CONTENT), "a", 1e-3)
+            yield msgspec.json.encode(header)
+            encryption = {"key": "ours", "salt": "0" * 64}
+            yield msgspec.json.encode(msgspec.to_builtins(header) | {"encryption": encryption})
         case "redis":
             entry = struct.pack("<QB32s", 0, 3, bytes(32))
             yield b"*8\r\n" + (b"$41\r\n" + entry + b"\r\n") * 8
@@ -276,4 +305,5 @@ TARGETS: dict[str, Target] = {
     "bitstreams": bitstreams,
     "http": http,
     "redis": redis,
+    "profiles": profiles,
 }

@@ -24,6 +24,8 @@ def test_defaults_and_sglangs_own_keys() -> None:
 def test_a_profile_makes_klt_the_default() -> None:
     config = parse_config(STORE | {"profile": "p"}, {})
     assert config.quantiser_name == "klt"
+    from_store = parse_config(STORE | {"quantiser": "klt", "target_kl": 1e-3, "levels": {}}, {})
+    assert (from_store.quantiser_name, from_store.profile) == ("klt", None)
 
 
 def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
@@ -46,7 +48,6 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"max_connections": "many"}, "max_connections = 'many': .*integer"),
         ({"quantiser": "cachegen", "cachegen": {"k_bins": [300]}}, "cachegen.k_bins.0 = 300: .*256"),
         ({"cachegen": {"k_bins": [16]}}, "needs quantiser = 'cachegen', not 'exact'"),
-        ({"quantiser": "klt"}, "'klt' needs a profile: run kvfetch calibrate"),
         ({"quantiser": "exact", "profile": "p"}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
         ({"target_kl": 1e-3}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
         ({"profile": "p", "target_kl": 0}, "target_kl = 0: .*greater than 0"),

@@ -99,6 +99,12 @@ PLACES: tuple[Place, ...] = (
         "which weights, and how they are computed with, for the namespace; what a pool of bytes holds",
         params=(),
     ),
+    Place("sglang.srt.distributed.parallel_state.get_tp_group", "the ranks that take one profile", params=()),
+    Place(
+        "sglang.srt.distributed.parallel_state.GroupCoordinator",
+        "the same",
+        has=("rank_in_group", "all_gather_object"),
+    ),
     Place("sglang.srt.runtime_context.get_server_args", "the model's config, for its number of heads", params=()),
     Place(
         "sglang.srt.configs.model_config.ModelConfig.from_server_args",

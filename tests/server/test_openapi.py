@@ -17,6 +17,7 @@ from sgl_kvfetch.server.tokens import Role
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import ObjectInfo
 from sgl_kvfetch.stores.pins import Pin
+from sgl_kvfetch.stores.profiles import ProfileRow
 
 DOCUMENT = yaml.safe_load((Path(__file__).parents[2] / "docs" / "openapi.yaml").read_text())
 OPERATIONS: dict[tuple[str, str], Any] = {
@@ -35,8 +36,8 @@ def test_the_document_has_the_routes_of_the_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "struct",
     [
-        *(ObjectInfo, wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, Pin),
-        *(pages.Summary, metrics.Failure, pages.FolderRow, pages.LoadSample),
+        *(ObjectInfo, wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, wire.Profiles, Pin),
+        *(pages.Summary, metrics.Failure, pages.FolderRow, ProfileRow, pages.LoadSample),
     ],
 )
 def test_bodies_have_the_fields_that_the_document_names(struct: type[msgspec.Struct]) -> None:
@@ -49,7 +50,7 @@ async def test_each_operation_needs_the_role_that_the_document_names(tmp_path: P
     tokens.write_text("".join(f"{role.name.lower()} token-of-{role.name.lower()}\n" for role in Role))
     tokens.chmod(0o600)
     config = ServerConfig(tmp_path / "store", port=0, token_file=tokens, grace_s=1)
-    values = {"name": "0" * 64, "digest": "0" * 32}
+    values = {"name": "0" * 64, "digest": "0" * 32, "weights": "0" * 32}
     async with running_server(config) as server, aiohttp.ClientSession(server.url) as session:
         for (method, path), operation in OPERATIONS.items():
             security = operation.get("security", DOCUMENT["security"])

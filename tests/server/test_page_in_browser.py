@@ -23,6 +23,8 @@ from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.prompts import page_hashes
+from sgl_kvfetch.stores.profiles import publish_profile
+from tests.stores.test_profiles import NO_KEYS, save
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
@@ -74,6 +76,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         store = LocalStore(root)
         await put_segment(store, make_segment(page_hashes(TOKENS, 1), 0, 32))
         await put_segment(store, make_segment(page_hashes(TOKENS[1:], 1), 0, 4, model=EVIL))
+        await publish_profile(store, save(root.parent), NO_KEYS)
         await store.close()
 
     asyncio.run(fill())
@@ -113,6 +116,12 @@ def test_what_is_stored(page: Browser) -> None:
     assert "pages of 1" in page.text("#segment dl")
     page.until(lambda: page.driver.execute_script("return document.querySelector('#segment img').naturalWidth > 0"))
     assert page.find("#segment img").get_attribute("alt")
+
+
+def test_profiles_are_shown(page: Browser) -> None:
+    (row,) = page.all("#profiles tbody tr")
+    assert row.text.startswith("numbers ")
+    assert "take it" in row.text
 
 
 def test_dropped_levels_are_shown_if_there_are_any(page: Browser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,7 +24,9 @@ from sgl_kvfetch.prompts import page_hashes as hashes_of
 from sgl_kvfetch.server import ServerConfig, pages
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores.profiles import seal_profile
 from tests.segments import with_labels
+from tests.stores.test_profiles import BOTH, save
 
 AUTHORISED = {"Authorization": "Bearer secret"}
 
@@ -86,6 +89,22 @@ async def test_what_is_stored(tmp_path: Path) -> None:
         assert (about["model"], about["num_spans"]) == (manifest.namespace.model, manifest.num_spans)
         missing = manifest.key.manifest_name.replace("8-", "4-")
         assert (await get(session, f"{wire.Route.SEGMENTS}/{missing}", status=404))["error"] == "not_found"
+
+
+async def test_profiles_are_shown(tmp_path: Path) -> None:
+    digests = []
+    for number in (1, 2):
+        name, data = seal_profile(save(tmp_path, number), BOTH)
+        path = tmp_path / "store" / ".profiles" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        os.utime(path, (1e9 + number, 1e9 + number))
+        digests.append(path.name)
+    async with serving(tmp_path / "store", make_segment(page_hashes(4), 0, 4)) as session:
+        newest, older = (await get(session, wire.Route.SUMMARY))["profiles"]
+    assert [newest["digest"], older["digest"]] == digests[::-1]
+    assert [newest["is_newest"], older["is_newest"]] == [True, False]
+    assert (newest["model"], newest["put_s"], newest["problem"]) == ("numbers", 1e9 + 2, "")
 
 
 async def test_models_and_quantisers_have_names_for_people(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """``kvfetch calibrate`` on a small random model. That profiles serve is shown in ``tests/e2e/test_klt.py``."""
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from harness.models import make_tiny_llama
 from sgl_kvfetch import codec
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.profile import load_profile
-from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import ConfigError, StoreError, UnsupportedError
 from sgl_kvfetch.prompts import text_digest
 from sgl_kvfetch.tools.app import app
 
@@ -144,3 +146,31 @@ def test_progress_is_said_where_there_is_no_terminal(model: Path, text: Path, tm
     stderr = run(model, text, tmp_path / "p").stderr
     for what in ("sensitivity: 1 of 1", "fit: 1 of 1", "accuracy: 9 of 9"):
         assert f"{what}, 0 s left" in stderr
+
+
+def test_a_profile_is_published(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that fails in the end, the profile is not lost."""
+    store, temp = tmp_path / "store", tmp_path / "temp"
+    for folder in (store, temp):
+        folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temp))
+    command = ["calibrate", "--model", str(model), "--text", str(text)]
+    command += ["--windows", "2", "--context", "64", "--continuation", "32"]
+    assert "give --publish STORE, --out FILE, or both" in CliRunner().invoke(app, command).output
+    assert "is not a directory" in CliRunner().invoke(app, [*command, "--publish", str(tmp_path / "none")]).output
+    command += ["--publish", str(store)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    (path,) = (store / ".profiles" / fingerprint_model(str(model))).iterdir()
+    assert f"published {path.parent.name}/{path.name}; servers that start with this model take it" in result.output
+    assert list(temp.iterdir()) == []
+
+    async def fail(store: LocalStore, name: str, data: bytes) -> None:
+        raise StoreError("full", "no room")
+
+    monkeypatch.setattr(LocalStore, "put_profile", fail)
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    (kept,) = temp.rglob("*.profile")
+    assert load_profile(kept).digest == path.name
+    assert f"no room; the profile is in {kept}; kvfetch profile put {store} {kept} publishes it" in result.output

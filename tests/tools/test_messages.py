@@ -272,7 +272,7 @@ def test_s3_over_tls(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
         ("estimate", "--link", "1Gbps", "--prefill-tps", "1", "--model", "NOSUCH"),
         ("timeline", "NOSUCH", "--perfetto", "trace"),
         ("calibrate", "--model", "m", "--out", "profile", "--text", "NOSUCH"),
-        ("profile", "--codecs", "zstd", "--tokens", "16", "--rounds", "1", "--out", "FOLDER"),
+        ("decoders", "--codecs", "zstd", "--tokens", "16", "--rounds", "1", "--out", "FOLDER"),
         ("verify", "NOSUCH"),
     ],
 )

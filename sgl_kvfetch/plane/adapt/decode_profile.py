@@ -71,7 +71,7 @@ class DecodeProfile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def find_variant(self, codec: str, resolution: str) -> int | None:
-        """Return the index of the profile's variant for a stored one, or None. ``kvfetch profile`` names variants by
+        """Return the index of the profile's variant for a stored one, or None. ``kvfetch decoders`` names variants by
         codec and resolution, or by codec if it has no pictures; the paper's tables, all HEVC, by resolution."""
         wanted = [f"{codec} {resolution}", codec]
         if codec.startswith("hevc"):

@@ -191,6 +191,18 @@ function draw(summary) {
     ago(summary.now_s - row.last_used_s),
     ago(summary.now_s - row.first_used_s),
   ]);
+  const storedBy = (profile) => summary.folders
+    .filter((row) => row.quantiser_identity.startsWith(`klt(profile=${profile.digest};`))
+    .reduce((sum, row) => sum + row.stored_bytes, 0);
+  $("#profiles").hidden = !summary.profiles.length;
+  replaceRows($("#profiles tbody"), summary.profiles, (profile) => `${profile.weights}/${profile.digest}`, (profile) => [
+    element("td", short(profile.model || "–"), { title: `weights ${profile.weights}` }),
+    element("td", profile.digest.slice(0, 12), { title: profile.digest }),
+    ago(summary.now_s - profile.put_s),
+    element("td", profile.is_newest ? "take it" : profile.problem ? "cannot use it" : "take a newer one", { title: profile.problem }),
+    number(size(profile.num_bytes)),
+    number(size(storedBy(profile))),
+  ]);
   $("#text-help").textContent = summary.takes_text
     ? "A text as SGLang gets it after its chat template, or token numbers such as [1, 2, 3]."
     : "Token numbers such as [1, 2, 3]. For texts, the store needs kvfetch serve --tokenizer.";

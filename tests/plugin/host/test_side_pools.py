@@ -18,11 +18,9 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from harness.metrics import own_metric
 from harness.waiting import wait_until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
-from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.errors import StoreError, UnsupportedError
 from sgl_kvfetch.plane import plane as plane_module
 from sgl_kvfetch.plane.write import writer as writer_module
-from sgl_kvfetch.plugin import data_plane as engine_plane
 from sgl_kvfetch.plugin.host.side_pools import SidePools
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 from tests.plugin.backends import PAGE_SIZE, POOL_PAGES, Make, after, keys, make_pool, storage_config, tokens
@@ -381,7 +379,6 @@ def test_the_identity_tells_pools_apart_whose_pages_cannot_be_exchanged() -> Non
     assert SidePools().identity(0, 2, is_mla=False) == ""
 
 
-def test_klt_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_plane, "engine_quantiser", lambda *args: object.__new__(KltQuantiser))
+def test_klt_is_refused(make: Make) -> None:
     with pytest.raises(UnsupportedError, match="'klt' does not support models with side pools"):
-        make(make_pool(), sides={SWA: make_side_pool()})
+        make(make_pool(), sides={SWA: make_side_pool()}, quantiser="klt")

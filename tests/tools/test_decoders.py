@@ -1,4 +1,4 @@
-"""``kvfetch profile``, on a chunk that is small enough to be quick."""
+"""``kvfetch decoders``, on a chunk that is small enough to be quick."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = ("--tokens", 32, "--rounds", 1)
 
 
 def kvfetch(*args: object) -> Result:
-    return CliRunner().invoke(app, ["profile", *map(str, (*SMALL, *args))])
+    return CliRunner().invoke(app, ["decoders", *map(str, (*SMALL, *args))])
 
 
 def test_it_measures_every_codec_and_resolution(tmp_path: Path) -> None:

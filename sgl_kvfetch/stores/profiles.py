@@ -1,0 +1,314 @@
+"""Profiles in a store: what ``klt`` knows of a model, found by the fingerprint of its weights.
+
+A store holds profiles beside its segments, each under the name ``WEIGHTS/DIGEST``: the fingerprint of the weights and
+the profile's own digest. They are neither evicted nor listed with segments. Of several profiles of one model, the
+newest counts: the one that was put last, by the store's clock. To withdraw a profile is to delete it.
+
+What is stored is the profile's file behind a header, which has its SHA-256. Where servers have keys, the header is
+signed as manifests are, and the file is encrypted. So a reader knows from the first 4 KiB whether it wants a profile,
+and after reading the rest whether it is the one that was published. docs/format.md has the bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from sgl_kvfetch.codec import (
+    SALT_BYTES,
+    TRAILER_BYTES,
+    EncryptionKeys,
+    ManifestKeys,
+    split_trailer,
+)
+from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError, FormatVersionError, StoreError, why
+from sgl_kvfetch.labels import MAX_LABEL_CHARS
+from sgl_kvfetch.side_by_side import together
+from sgl_kvfetch.stores.base import AdminStore, ObjectInfo
+
+MAX_PROFILE_BYTES = 1 << 30  # with its header; of 405 billion weights it has about 1 GB
+MAX_PROFILES = 1024  # in a store
+MAX_PROFILES_PART = 1 / 8  # of a capacity: a profile that needs more is refused
+MAX_HEAD_BYTES = 4096  # the header with its signature
+VERSION = 1
+
+_NAME = re.compile(r"[0-9a-f]{32}/[0-9a-f]{32}")
+_MAGIC = b"KVFP"
+_HEAD = struct.Struct("<4sI")
+_TAG_BYTES = 16  # that AES-GCM adds
+_READS_AT_ONCE = 8
+
+_Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+_Positive = Annotated[float, Meta(gt=0)]
+
+
+class _Encryption(msgspec.Struct, frozen=True):
+    key: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+    salt: Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * SALT_BYTES}}}\Z")]
+
+
+class ProfileHeader(msgspec.Struct, frozen=True):
+    """What stands before a stored profile."""
+
+    version: int
+    weights: _Digest
+    digest: _Digest  # `Profile.digest`
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]  # of the profile's file
+    num_bytes: Annotated[int, Meta(ge=1, le=MAX_PROFILE_BYTES)]  # of the profile's file
+    model: Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]  # for people
+    target_kl: _Positive  # the profile's default, for people
+    encryption: _Encryption | None = None
+
+
+class _Version(msgspec.Struct, frozen=True):
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileKeys:
+    """Keys that servers of a store share. With them, only profiles count that are signed, or encrypted, with one."""
+
+    manifest: ManifestKeys | None = None
+    encryption: EncryptionKeys | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileHead:
+    header: ProfileHeader
+    signed: bytes  # what a signature is of
+    signature: bytes  # b"" if there is none
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.signed) + (TRAILER_BYTES if self.signature else 0)
+
+    def require_trusted(self, keys: ProfileKeys) -> None:
+        """Raise FormatError unless it is signed and encrypted by a holder of ``keys``, as far as there are keys."""
+        if keys.manifest is not None and not (self.signature and keys.manifest.is_signed(self.signed, self.signature)):
+            raise FormatError("it has no signature by a key of manifest_key_file")
+        encryption = self.header.encryption
+        if encryption is None and keys.encryption is not None:
+            raise FormatError("it is not encrypted, and there is an encryption_key_file")
+        if encryption is not None and keys.encryption is not None and encryption.key not in keys.encryption:
+            raise FormatError(f"it is encrypted with the key {encryption.key!r}, which encryption_key_file lacks")
+
+    def require_readable(self, keys: ProfileKeys) -> None:
+        """Raise FormatError unless it is to be trusted and can be decrypted."""
+        self.require_trusted(keys)
+        if self.header.encryption is not None and keys.encryption is None:
+            key = self.header.encryption.key
+            raise FormatError(f"it is encrypted with the key {key!r}, and there is no encryption_key_file")
+
+
+@dataclass(frozen=True, slots=True)
+class ListedProfile:
+    """A profile of a store's list. ``head``: None if it cannot be used, and ``problem`` says why."""
+
+    info: ObjectInfo
+    head: ProfileHead | None
+    problem: str = ""
+
+    @property
+    def weights(self) -> str:
+        return self.info.name.partition("/")[0]
+
+    @property
+    def digest(self) -> str:
+        return self.info.name.partition("/")[2]
+
+
+class ProfileRow(msgspec.Struct, frozen=True):
+    """What people see of a profile. ``is_newest``: new servers with its model take it."""
+
+    digest: str
+    weights: str
+    model: str
+    target_kl: float | None  # the default
+    num_bytes: int
+    put_s: float  # seconds since the epoch
+    is_newest: bool
+    problem: str  # why servers pass over it; "" if they do not
+
+
+def is_profile_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
+def require_profile_name(name: str) -> str:
+    """Return the name, which then is also safe as a path. Raises StoreError (``invalid``) for any other text."""
+    if not is_profile_name(name):
+        raise StoreError("invalid", f"not the name of a profile: {name[:120]!r}")
+    return name
+
+
+def require_profile_length(name: str, length: int) -> None:
+    """Raise StoreError unless so many bytes of the profile of this name may be read."""
+    require_profile_name(name)
+    if not 0 < length <= MAX_PROFILE_BYTES:
+        raise StoreError("too_large", f"profile {name}: {length} bytes, expected 1 to {MAX_PROFILE_BYTES}")
+
+
+def require_profile_list(what: str, infos: Sequence[ObjectInfo]) -> Sequence[ObjectInfo]:
+    """Return what a store answered to a listing of its profiles. Raises StoreError (``protocol``) for anything else."""
+    if len(infos) > MAX_PROFILES or not all(is_profile_name(info.name) for info in infos):
+        raise StoreError("protocol", f"{what}: expected up to {MAX_PROFILES} names of profiles, found others")
+    return infos
+
+
+def parse_head(name: str, data: bytes, size_bytes: int) -> ProfileHead:
+    """Parse what stands before a profile. ``data``: the first bytes of the stored object ``name``, `MAX_HEAD_BYTES` or
+    all; ``size_bytes``: its size. Raises FormatError."""
+    if len(data) < _HEAD.size or not data.startswith(_MAGIC):
+        raise CorruptError(f"a stored profile starts with {_MAGIC!r}, this one with {data[:4]!r}")
+    end = _HEAD.size + _HEAD.unpack_from(data)[1]
+    if end > MAX_HEAD_BYTES - TRAILER_BYTES or end > len(data):
+        raise CorruptError(f"its header ends at byte {end}, behind the first {min(len(data), MAX_HEAD_BYTES)}")
+    try:
+        version = msgspec.json.decode(data[_HEAD.size : end], type=_Version).version
+        if version != VERSION:
+            raise FormatVersionError(f"its header has version {version}, expected {VERSION}")
+        header = msgspec.json.decode(data[_HEAD.size : end], type=ProfileHeader)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise CorruptError(f"its header is malformed: {e}") from e
+    if name != f"{header.weights}/{header.digest}":
+        raise CorruptError(f"its header belongs to {header.weights}/{header.digest}")
+    num_bytes = header.num_bytes + (0 if header.encryption is None else _TAG_BYTES)
+    found = size_bytes - end
+    signed, signature = data[:end], b""
+    if found == num_bytes + TRAILER_BYTES:
+        signed, signature = split_trailer(data[: end + TRAILER_BYTES], end)
+    if found != num_bytes and not signature:
+        raise CorruptError(f"it has {found} bytes behind its header, expected {num_bytes}")
+    return ProfileHead(header, signed, signature)
+
+
+def seal_profile(path: Path, keys: ProfileKeys) -> tuple[str, bytes]:
+    """Return the name and the bytes under which a store keeps the profile in a file. Raises ConfigError."""
+    from sgl_kvfetch.codec import load_profile  # loads torch, which a store does without
+
+    profile = load_profile(path)
+    try:
+        content = path.read_bytes()
+    except OSError as e:
+        raise ConfigError(f"profile {path} cannot be read: {why(e)}") from e
+    weights, digest, encryption = profile.calibration.weights, profile.digest, None
+    name = f"{weights}/{digest}"
+    if not is_profile_name(name):
+        raise ConfigError(f"profile {path} is of weights {weights[:60]!r}, expected their fingerprint: calibrate again")
+    sealed = content
+    if keys.encryption is not None:
+        salt = secrets.token_bytes(SALT_BYTES)
+        encryption = _Encryption(keys.encryption.first, salt.hex())
+        sealed = keys.encryption.cipher(keys.encryption.first, salt, _place(name)).encrypt(0, content)
+    header = ProfileHeader(
+        VERSION,
+        weights,
+        digest,
+        hashlib.sha256(content).hexdigest(),
+        len(content),
+        profile.calibration.model[:MAX_LABEL_CHARS],
+        profile.default_target_kl,
+        encryption,
+    )
+    encoded = msgspec.json.encode(header)
+    head = _HEAD.pack(_MAGIC, len(encoded)) + encoded
+    if keys.manifest is not None:
+        head = keys.manifest.sign(head)
+    if len(head) + len(sealed) > MAX_PROFILE_BYTES:
+        raise ConfigError(f"profile {path} has {len(content)} bytes; stores keep {MAX_PROFILE_BYTES} at most")
+    return name, head + sealed
+
+
+def open_sealed(data: bytes, head: ProfileHead, keys: ProfileKeys) -> bytes:
+    """Return the profile's file. ``data``: the whole stored object, with this head. Raises FormatError."""
+    head.require_readable(keys)
+    header = head.header
+    content = data[head.num_bytes :]
+    if header.encryption is not None:
+        assert keys.encryption is not None
+        name = f"{header.weights}/{header.digest}"
+        cipher = keys.encryption.cipher(header.encryption.key, bytes.fromhex(header.encryption.salt), _place(name))
+        content = cipher.decrypt(0, content, "it")
+    if hashlib.sha256(content).hexdigest() != header.sha256:
+        raise CorruptError("it is damaged: its SHA-256 is not the one in its header")
+    return content
+
+
+def _place(name: str) -> bytes:
+    return b"profile " + name.encode()
+
+
+async def publish_profile(store: AdminStore, path: Path, keys: ProfileKeys) -> str:
+    """Put a profile into a store, as the newest of its model. Return its name. Raises ConfigError and StoreError."""
+    name, data = await asyncio.to_thread(seal_profile, path, keys)
+    await store.put_profile(name, data)
+    return name
+
+
+async def list_profiles(store: AdminStore, prefix: str = "", most: int = MAX_PROFILES) -> list[ListedProfile]:
+    """Return a store's profiles whose names start with ``prefix``, the newest first, at most ``most``.
+
+    Reads the first bytes of each. Those that cannot be used have a ``problem``. Signatures are not checked. Raises
+    StoreError if the whole store fails.
+    """
+    infos = [info for info in await store.profiles() if info.name.startswith(prefix)]
+    infos = sorted(infos, key=lambda info: (info.modified_s, info.name), reverse=True)[:most]
+    found: list[ListedProfile] = []
+    for first in range(0, len(infos), _READS_AT_ONCE):
+        found += await together(_look_at(store, info) for info in infos[first : first + _READS_AT_ONCE])
+    return found
+
+
+async def _look_at(store: AdminStore, info: ObjectInfo) -> ListedProfile:
+    try:
+        length = min(info.size_bytes, MAX_HEAD_BYTES)
+        data = await store.get_profile(info.name, length)
+        if data is None:
+            return ListedProfile(info, None, "it was deleted meanwhile")
+        return ListedProfile(info, parse_head(info.name, data, info.size_bytes))
+    except (FormatError, StoreError) as e:
+        if not e.concerns_object:
+            raise
+        return ListedProfile(info, None, str(e))
+
+
+async def read_profile(store: AdminStore, listed: ListedProfile, keys: ProfileKeys) -> bytes:
+    """Return the file of a profile that holders of ``keys`` have published. Raises FormatError and StoreError."""
+    if listed.head is None:
+        raise FormatError(listed.problem)
+    listed.head.require_readable(keys)  # before the rest is read
+    data = await store.get_profile(listed.info.name, listed.info.size_bytes)
+    if data is None:
+        raise StoreError("missing", "it was deleted meanwhile")
+    head = parse_head(listed.info.name, data[:MAX_HEAD_BYTES], len(data))
+    return await asyncio.to_thread(open_sealed, data, head, keys)
+
+
+def profile_rows(listed: Sequence[ListedProfile], keys: ProfileKeys) -> list[ProfileRow]:
+    """Describe profiles, which are sorted from the newest on, as servers with ``keys`` see them."""
+    seen: set[str] = set()
+    rows = []
+    for each in listed:
+        problem, header = each.problem, None if each.head is None else each.head.header
+        if each.head is not None:
+            try:
+                each.head.require_trusted(keys)
+            except FormatError as e:
+                problem = str(e)
+        is_newest = not problem and each.weights not in seen
+        if is_newest:
+            seen.add(each.weights)
+        model, target_kl = ("", None) if header is None else (header.model, header.target_kl)
+        size, put_s = each.info.size_bytes, each.info.modified_s
+        rows.append(ProfileRow(each.digest, each.weights, model, target_kl, size, put_s, is_newest, problem))
+    return rows

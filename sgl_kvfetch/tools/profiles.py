@@ -1,0 +1,206 @@
+"""``kvfetch profile``: list, get, put and remove the profiles that servers take from a store."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.table import Table
+
+from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, why
+from sgl_kvfetch.log import printable
+from sgl_kvfetch.stores import (
+    AdminStore,
+    ListedProfile,
+    ProfileKeys,
+    ProfileRow,
+    list_profiles,
+    profile_rows,
+    publish_profile,
+    read_profile,
+)
+from sgl_kvfetch.tools.target import run_on_store
+from sgl_kvfetch.tools.terminal import (
+    EncryptionKeyFileOption,
+    KeyFileOption,
+    StoreArgument,
+    TokenFileOption,
+    TokenOption,
+    format_age,
+    format_size,
+    json_flag,
+    make_table,
+    option,
+    show,
+)
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.codec import Profile
+
+_FIELDS = "digest, weights, model, target_kl, num_bytes, put_s (a time), is_newest and problem (empty: none)"
+_WEIGHTS_DIGITS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A store to publish a profile in, as options of a command name it."""
+
+    store: str
+    keys: ProfileKeys
+    token: str | None
+    token_file: Path | None
+
+    def require_store(self) -> None:
+        """Raise KVFetchError if the store cannot be asked for its profiles, before work is done for one."""
+        run_on_store(self.store, self.token, self.token_file, None, lambda opened: opened.profiles())
+
+    def publish(self, path: Path) -> str:
+        """Put a profile into the store, and return its name there. Raises KVFetchError."""
+        return run_on_store(
+            self.store, self.token, self.token_file, None, lambda opened: publish_profile(opened, path, self.keys)
+        )
+
+
+def save_and_publish(profile: Profile, out: Path | None, publication: Publication | None) -> list[str]:
+    """Write a profile to a file, publish it, or both, and return lines that say so.
+
+    If it cannot be published, it stays in the file, or in one that the error names: it took time to make.
+    """
+    path = out or Path(tempfile.mkdtemp(prefix="kvfetch-")) / f"{profile.digest}.profile"
+    profile.save(path)
+    lines = [f"{path}: profile {profile.digest}, {path.stat().st_size / 1e6:.1f} MB"]
+    if publication is None:
+        return lines
+    try:
+        name = publication.publish(path)
+    except KVFetchError as e:
+        e.add_note(f"the profile is in {path}; kvfetch profile put {publication.store} {path} publishes it")
+        raise
+    if out is None:
+        shutil.rmtree(path.parent)
+        lines = []
+    return [*lines, f"{publication.store}: published {name}; servers that start with this model take it"]
+
+
+def profile(
+    action: Annotated[
+        Literal["list", "get", "put", "rm"],
+        typer.Argument(
+            help="list; get DIGEST --out FILE; put FILE, as the newest of its model; rm DIGEST, which withdraws it."
+        ),
+    ],
+    store: StoreArgument,
+    which: Annotated[
+        str | None,
+        typer.Argument(metavar="[DIGEST|FILE]", help="A profile's digest, or its beginning; for put, its file."),
+    ] = None,
+    out: Annotated[Path | None, option("FILE", "With get: where to write the profile.", "--out", "-o")] = None,
+    manifest_key_file: KeyFileOption = None,
+    encryption_key_file: EncryptionKeyFileOption = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    as_json: Annotated[bool, json_flag(f"a list of profiles (get, put, rm: of one), each with {_FIELDS}")] = False,
+) -> None:
+    """List, read, publish or withdraw the profiles of a store.
+
+    A server with {"quantiser": "klt"} takes the newest profile of its model's weights when it starts: the one that was
+    put last. Servers that run keep theirs until they start again. Where servers have a manifest_key_file or an
+    encryption_key_file, put needs it, too: servers pass over profiles without a signature, or without encryption. A
+    token needs the role `write` for put and rm.
+
+    Withdrawing deletes the profile from the store, and new servers take the newest that is left. What was stored by it
+    stays until it is evicted, and only servers that still have the profile read it. To take it back, put it again.
+
+    Examples:
+
+        kvfetch profile list http://127.0.0.1:8700
+
+        kvfetch profile put http://127.0.0.1:8700 llama.profile --token-file token
+
+        kvfetch profile rm http://127.0.0.1:8700 3f2a --token-file token
+
+        kvfetch profile get http://127.0.0.1:8700 3f2a --out llama.profile
+    """
+    if (which is None) != (action == "list"):
+        wanted = {"list": "nothing", "put": "a FILE"}.get(action, "a DIGEST")
+        raise ConfigError(f"kvfetch profile {action} expects {wanted} behind the store")
+    if (out is None) == (action == "get"):
+        raise ConfigError("--out FILE belongs to kvfetch profile get, which needs it")
+    keys = ProfileKeys(read_manifest_keys(manifest_key_file), read_encryption_keys(encryption_key_file))
+
+    async def work(opened: AdminStore) -> tuple[list[ProfileRow], str]:
+        if action == "put":
+            assert which is not None
+            name = await publish_profile(opened, Path(which), keys)
+            rows = profile_rows(await list_profiles(opened), keys)
+            return [row for row in rows if f"{row.weights}/{row.digest}" == name], f"published {name}"
+        listed = await list_profiles(opened)
+        rows = profile_rows(listed, keys)
+        if which is None:
+            return rows, ""
+        found = _named(listed, which)
+        mine = [row for row in rows if row.digest == found.digest and row.weights == found.weights]
+        if action == "rm":
+            await opened.delete_profile(found.info.name)
+            left = [row for row in profile_rows(await list_profiles(opened, found.weights), keys) if row.is_newest]
+            now = f"new servers take {left[0].digest}" if left else "there is no other for its weights"
+            return mine, f"withdrawn: {found.info.name}; {now}"
+        assert out is not None
+        _write(out, found, await _read(opened, found, keys))
+        return mine, f"{out}: {found.info.name}"
+
+    rows, done = run_on_store(store, token, token_file, None, work)
+    show(rows, as_json, [done] if done else _lines(rows))
+
+
+async def _read(store: AdminStore, listed: ListedProfile, keys: ProfileKeys) -> bytes:
+    try:
+        return await read_profile(store, listed, keys)
+    except FormatError as e:
+        raise FormatError(f"profile {listed.info.name} cannot be used: {e}") from e
+
+
+def _write(out: Path, listed: ListedProfile, content: bytes) -> None:
+    try:
+        out.write_bytes(content)
+    except OSError as e:
+        raise ConfigError(f"profile {listed.digest} cannot be written to {out}: {why(e)}") from e
+
+
+def _named(listed: Sequence[ListedProfile], digest: str) -> ListedProfile:
+    """Return the profile whose digest, or WEIGHTS/DIGEST, starts so. Raises ConfigError unless there is exactly one."""
+    found = [each for each in listed if (each.info.name if "/" in digest else each.digest).startswith(digest)]
+    if len(found) != 1:
+        there = ", ".join(each.info.name for each in found) or "none"
+        raise ConfigError(f"expected one profile with a digest that starts with {digest!r}, found {there}")
+    return found[0]
+
+
+def _lines(rows: Sequence[ProfileRow]) -> Iterator[Table | str]:
+    yield profiles_table(rows) if rows else "no profiles"
+
+
+def profiles_table(rows: Sequence[ProfileRow], stored_bytes: Mapping[str, int] | None = None) -> Table:
+    """Return a table of profiles. ``stored_bytes``: what is stored by each, by its digest."""
+    numbers = ("size", "target_kl") if stored_bytes is None else ("size", "target_kl", "stored by it")
+    table = make_table(("profile", "model", "weights", "published", "state"), numbers)
+    for row in rows:
+        by_it = () if stored_bytes is None else (format_size(stored_bytes.get(row.digest, 0)),)
+        table.add_row(
+            row.digest,
+            printable(row.model),
+            row.weights[:_WEIGHTS_DIGITS],
+            f"{format_age(time.time() - row.put_s)} ago",
+            "newest: new servers take it" if row.is_newest else printable(row.problem) or "older",
+            format_size(row.num_bytes),
+            "-" if row.target_kl is None else f"{row.target_kl:.2g}",
+            *by_it,
+        )
+    return table

@@ -1,0 +1,168 @@
+"""Which profile a server takes from its store, and what it does without one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.codec.quant.profile import Profile, load_profile
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.plane import profiles
+from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
+from sgl_kvfetch.plane.profiles import take_profile
+from sgl_kvfetch.stores.base import AdminStore
+from sgl_kvfetch.stores.profiles import ListedProfile, ProfileKeys, publish_profile, read_profile, seal_profile
+from tests.stores.test_profiles import BOTH, NO_KEYS, SIGNING, WEIGHTS, save
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This machine's copies of profiles."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> KVFetchConfig:
+    return parse_config({"store": (tmp_path / "store").as_uri(), "quantiser": "klt"}, {})
+
+
+def publish(root: Path, path: Path, age_s: float, keys: ProfileKeys = NO_KEYS) -> str:
+    """Put a profile as if ``age_s`` ago. Return its digest."""
+
+    async def put() -> str:
+        store = LocalStore(root)
+        name = await publish_profile(store, path, keys)
+        await store.close()
+        return name
+
+    name = asyncio.run(put())
+    put_s = 1e9 - age_s
+    os.utime(root / ".profiles" / name, (put_s, put_s))
+    return name.partition("/")[2]
+
+
+def taken(config: KVFetchConfig, digest: str | None = None) -> Profile:
+    found = take_profile(config, WEIGHTS, digest)
+    assert found is not None
+    profile = load_profile(Path(found.path))
+    assert profile.digest == found.digest
+    return profile
+
+
+def test_the_newest_that_is_not_withdrawn(tmp_path: Path, config: KVFetchConfig, cache: Path) -> None:
+    root = tmp_path / "store"
+    assert take_profile(config, WEIGHTS) is None
+    publish(root, save(tmp_path, weights="1" * 32), 0)  # of another model
+    assert take_profile(config, WEIGHTS) is None
+    old, new = (publish(root, save(tmp_path, number), 20 - number) for number in (1, 2))
+    assert taken(config).digest == new
+    assert taken(config, old).digest == old  # as another rank has chosen
+    found = take_profile(config, WEIGHTS)
+    assert found is not None
+    assert Path(found.path).is_relative_to(cache)
+    assert Path(found.path).stat().st_mode & 0o077 == 0
+    assert new in found.about
+    (root / ".profiles" / WEIGHTS / new).unlink()
+    assert taken(config).digest == old
+    (root / ".profiles" / WEIGHTS / old).unlink()
+    assert take_profile(config, WEIGHTS) is None  # copies of withdrawn profiles do not count
+
+
+def test_a_copy_is_not_read_again_unless_it_is_damaged(
+    tmp_path: Path, config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = publish(tmp_path / "store", save(tmp_path), 0)
+    wholes: list[str] = []
+
+    async def noting(store: AdminStore, listed: ListedProfile, keys: ProfileKeys) -> bytes:
+        wholes.append(listed.digest)
+        return await read_profile(store, listed, keys)
+
+    monkeypatch.setattr(profiles, "read_profile", noting)
+    for _ in range(2):
+        found = take_profile(config, WEIGHTS)
+        assert wholes == [digest]
+    assert found is not None
+    Path(found.path).write_bytes(b"damaged")
+    assert taken(config).digest == digest
+    assert wholes == [digest] * 2
+
+
+@pytest.mark.parametrize("kind", ["damaged", "cut", "foreign", "unsigned", "newer version"])
+def test_what_cannot_be_used_is_passed_over(
+    tmp_path: Path, config: KVFetchConfig, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    root, message = tmp_path / "store", ""
+    if kind == "unsigned":
+        (tmp_path / "key").write_text("k" * 32)
+        config = config.model_copy(update={"manifest_key_file": str(tmp_path / "key")})
+    good = publish(root, save(tmp_path, 1), 20, SIGNING)
+    bad = publish(root, save(tmp_path, 2), 10)
+    path = root / ".profiles" / WEIGHTS / bad
+    content = path.read_bytes()
+    match kind:
+        case "damaged":
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            message = "it is damaged: its SHA-256"
+        case "cut":
+            path.write_bytes(content[:-1])
+            message = "it has "
+        case "foreign":  # by whoever may write into the store
+            name, data = seal_profile(save(tmp_path, 2, "1" * 32), NO_KEYS)
+            path.write_bytes(data.replace(b'"weights":"' + b"1" * 32, b'"weights":"' + b"0" * 32))
+            message = f"it is the profile {name}, under another name"
+        case "unsigned":
+            message = "it has no signature by a key of manifest_key_file"
+        case _:
+            path.write_bytes(content.replace(b'"version":1', b'"version":9'))
+            message = "its header has version 9, expected 1"
+    caplog.set_level(logging.WARNING)
+    assert taken(config).digest == good
+    (record,) = [record for record in caplog.records if record.name == profiles.__name__]
+    assert f"profile {WEIGHTS}/{bad} is passed over: {message}" in record.message
+
+
+def test_encrypted_profiles_have_copies_in_clear(tmp_path: Path, config: KVFetchConfig) -> None:
+    (tmp_path / "key").write_text("k" * 32)
+    (tmp_path / "names").write_text(f"ours {(b'e' * 32).hex()}\n")
+    keys = {"manifest_key_file": str(tmp_path / "key"), "encryption_key_file": str(tmp_path / "names")}
+    digest = publish(tmp_path / "store", save(tmp_path), 0, BOTH)
+    assert taken(config.model_copy(update=keys)).digest == digest
+    assert take_profile(config, WEIGHTS) is None
+
+
+def test_a_store_that_is_down(tmp_path: Path, config: KVFetchConfig, caplog: pytest.LogCaptureFixture) -> None:
+    down = config.model_copy(update={"store": "http://127.0.0.1:1"})
+    with pytest.raises(StoreError, match=r"127\.0\.0\.1:1"):
+        take_profile(down, WEIGHTS)
+    old, new = (publish(tmp_path / "store", save(tmp_path, number), 20 - number) for number in (1, 2))
+    assert taken(config).digest == new
+    assert taken(config, old).digest == old
+    caplog.set_level(logging.WARNING)
+    assert taken(down).digest == old  # the last one that was taken here
+    assert taken(down, new).digest == new
+    assert "cannot be asked for a profile" in caplog.text
+
+
+def test_a_store_that_does_not_answer(config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "_WAIT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and nobody looks at them
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(StoreError) as caught:
+            take_profile(config.model_copy(update={"store": url}), WEIGHTS)
+    assert caught.value.reason == "timeout"
+
+
+def test_a_machine_that_keeps_no_copies(tmp_path: Path, config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(tmp_path / "store", save(tmp_path), 0)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="Not a directory; set XDG_CACHE_HOME"):
+        take_profile(config, WEIGHTS)

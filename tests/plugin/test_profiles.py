@@ -1,0 +1,119 @@
+"""All ranks of an engine take one profile, or none of them starts."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from harness.waiting import WAIT_S
+from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError
+from sgl_kvfetch.plane import KVFetchConfig, TakenProfile
+from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plugin import profiles
+from sgl_kvfetch.plugin.namespace import engine_profile
+from sgl_kvfetch.plugin.profiles import Alone, with_profile
+
+WEIGHTS = "0" * 32
+CONFIG = parse_config({"store": "file:///kv", "quantiser": "klt"}, {})
+
+
+class Group:
+    """One rank of several, each on a thread, with SGLang's collective."""
+
+    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
+        self.rank_in_group = rank
+        self._shared = shared
+        self._barrier = barrier
+
+    def all_gather_object(self, mine: Any) -> list[Any]:
+        self._shared[self.rank_in_group] = mine
+        self._barrier.wait(WAIT_S)
+        found = list(self._shared)
+        self._barrier.wait(WAIT_S)
+        return found
+
+
+def run_ranks(size: int) -> list[str]:
+    """Return the path that each rank takes, or its error."""
+    shared, barrier = [None] * size, threading.Barrier(size)
+
+    def run(rank: int) -> str:
+        try:
+            found = with_profile(CONFIG, WEIGHTS, "model", Group(rank, shared, barrier))
+            return found.profile or found.quantiser_name
+        except ConfigError as e:
+            return str(e)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+def test_all_ranks_take_what_the_first_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+
+    def take(config: KVFetchConfig, weights: str, digest: str | None = None) -> TakenProfile:
+        asked.append(digest)
+        return TakenProfile(f"/copies/{digest or 'newest'}", digest or "newest", "")
+
+    monkeypatch.setattr(profiles, "take_profile", take)
+    assert run_ranks(3) == ["/copies/newest"] * 3
+    assert asked == [None, "newest", "newest"]
+
+
+@pytest.mark.parametrize("fails", [0, 2])
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (ConfigError("no room for copies"), ("no room for copies", "no room for copies")),
+        (StoreError("refused", "the store is down"), ("exact", "exact")),
+        (None, ("quantiser = 'klt' needs a profile", "rank ")),
+    ],
+)
+def test_no_rank_goes_its_own_way(
+    monkeypatch: pytest.MonkeyPatch, fails: int, fault: KVFetchError | None, expected: tuple[str, str]
+) -> None:
+    """Rank 0 asks for the newest, and the others for what it has chosen; the last one fails."""
+    num_asked = 0
+    lock = threading.Lock()
+
+    def take(config: KVFetchConfig, weights: str, digest: str | None = None) -> TakenProfile | None:
+        nonlocal num_asked
+        with lock:
+            number, num_asked = num_asked, num_asked + 1
+        if number != fails:
+            return TakenProfile("/copy", "d", "")
+        if fault is not None:
+            raise fault
+        return None
+
+    monkeypatch.setattr(profiles, "take_profile", take)
+    (result,) = set(run_ranks(3))
+    assert result.startswith(expected[fails > 0])
+
+
+def test_exact_in_the_place_of_klt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(*_: object) -> None:
+        raise StoreError("refused", "the store is down")
+
+    monkeypatch.setattr(profiles, "take_profile", take)
+    local_cache = {"path": "/nvme", "capacity": "1GiB"}
+    extra = {"store": "http://s", "target_kl": 1e-3, "levels": {}, "codec": "ans", "local_cache": local_cache}
+    found = with_profile(parse_config(extra | {"quantiser": "klt", "token": "t"}, {}), WEIGHTS, "model", Alone())
+    assert found == parse_config({"store": "http://s", "quantiser": "exact", "token": "t", "local_cache": local_cache})
+    assert KVFetchConfig.model_validate(found.model_dump(mode="json", exclude_unset=True)) == found
+
+
+def test_without_a_profile_the_message_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "take_profile", lambda *_: None)
+    with pytest.raises(ConfigError, match="kvfetch calibrate --model /llama --text FILE --publish file:///kv, or set"):
+        with_profile(CONFIG, WEIGHTS, "/llama", Alone())
+
+
+def test_a_model_id_needs_a_file() -> None:
+    with pytest.raises(ConfigError, match="stores keep profiles by the fingerprint of the weights, which model_id"):
+        engine_profile(CONFIG.model_copy(update={"model_id": "mine"}))
+    named = CONFIG.model_copy(update={"model_id": "mine", "profile": "p"})
+    assert engine_profile(named) is named

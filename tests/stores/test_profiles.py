@@ -1,0 +1,225 @@
+"""Profiles in every kind of store, and which of them count."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.faults import Fault, FaultyProxy
+from harness.s3_server import BUCKET, S3Server
+from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.signing import ManifestKeys
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.server.run import RunningServer
+from sgl_kvfetch.stores.base import AdminStore
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.profiles import (
+    MAX_PROFILE_BYTES,
+    ProfileKeys,
+    list_profiles,
+    publish_profile,
+    read_profile,
+    seal_profile,
+)
+from sgl_kvfetch.stores.s3 import S3Store
+from tests.codec.quant.profiles import CALIBRATION, make_profile
+
+WEIGHTS = CALIBRATION.weights
+NO_KEYS = ProfileKeys()
+SIGNING = ProfileKeys(ManifestKeys([b"k" * 32]))
+
+
+def with_key(name: str, byte: bytes) -> ProfileKeys:
+    return ProfileKeys(SIGNING.manifest, EncryptionKeys({name: byte * 32}))
+
+
+BOTH = with_key("ours", b"e")
+
+
+def save(folder: Path, num_sinks: int = 0, weights: str = WEIGHTS) -> Path:
+    """Write a profile; those of other numbers of sinks have other digests."""
+    path = folder / f"{weights[:4]}-{num_sinks}.profile"
+    profile = make_profile(num_layers=1, num_heads=1, head_dim=8, cell_layers=1, cell_heads=1, num_sinks=num_sinks)
+    calibration = msgspec.structs.replace(CALIBRATION, weights=weights)
+    dataclasses.replace(profile, calibration=calibration).save(path)
+    return path
+
+
+@pytest.fixture(params=["local", "http", "s3"])
+async def store(
+    request: pytest.FixtureRequest, tmp_path: Path, server: RunningServer, s3: S3Server
+) -> AsyncIterator[AdminStore]:
+    match request.param:
+        case "local":
+            store: AdminStore = LocalStore(tmp_path / "store")
+        case "http":
+            store = HttpStore(server.url)
+        case _:
+            store = S3Store(f"s3://{BUCKET}/kv", config=s3.config)
+    yield store
+    await store.close()
+
+
+async def test_profiles_are_kept_beside_segments(store: AdminStore, tmp_path: Path) -> None:
+    assert list(await store.profiles()) == []
+    path, other = save(tmp_path), save(tmp_path, weights="1" * 32)
+    name = await publish_profile(store, path, NO_KEYS)
+    assert name.startswith(f"{WEIGHTS}/")
+    assert await publish_profile(store, path, NO_KEYS) == name
+    await publish_profile(store, other, NO_KEYS)
+    (listed,) = await list_profiles(store, f"{WEIGHTS}/")
+    assert listed.head is not None
+    assert (listed.info.name, listed.head.header.model) == (name, "numbers")
+    assert await read_profile(store, listed, NO_KEYS) == path.read_bytes()
+    assert len(await list_profiles(store)) == 2
+
+    assert [info async for info in store.list()] == []
+    assert await store.folders() == frozenset()
+    await store.delete_prefix("")
+    assert len(await store.profiles()) == 2
+    assert await store.delete_profile(name)
+    assert not await store.delete_profile(name)
+    assert await store.get_profile(name, 1) is None
+    assert await list_profiles(store, f"{WEIGHTS}/") == []
+
+
+@pytest.mark.parametrize("name", ["", "..", f"../{'a' * 32}", f"{'A' * 32}/{'a' * 32}", f"{'a' * 32}/{'a' * 33}"])
+async def test_other_names_and_lengths_are_refused(store: AdminStore, name: str) -> None:
+    for call in (store.get_profile(name, 1), store.put_profile(name, b"x"), store.delete_profile(name)):
+        with pytest.raises(StoreError) as caught:
+            await call
+        assert caught.value.reason == "invalid"
+    good = f"{'a' * 32}/{'a' * 32}"
+    with pytest.raises(StoreError) as caught:
+        await store.get_profile(good, MAX_PROFILE_BYTES + 1)
+    assert caught.value.reason == "too_large"
+
+
+async def test_a_shorter_profile_is_truncated(store: AdminStore, tmp_path: Path) -> None:
+    name, data = seal_profile(save(tmp_path), NO_KEYS)
+    await store.put_profile(name, data)
+    assert await store.get_profile(name, len(data)) == data
+    with pytest.raises(StoreError) as caught:
+        await store.get_profile(name, len(data) + 1)
+    assert caught.value.reason == "truncated"
+
+
+async def test_an_older_server_has_none(proxy: FaultyProxy) -> None:
+    store = HttpStore(proxy.url)
+    await proxy.set(Fault("error", status=404))
+    assert await list_profiles(store) == []
+    await store.close()
+
+
+async def test_the_newest_is_the_one_that_was_put_last(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    names = [await publish_profile(store, save(tmp_path, number), NO_KEYS) for number in range(3)]
+    for age_s, name in enumerate((names[1], names[2], names[0])):
+        os.utime(tmp_path / "store" / ".profiles" / name, (1e9 - age_s, 1e9 - age_s))
+    assert [each.info.name for each in await list_profiles(store)] == [names[1], names[2], names[0]]
+    await publish_profile(store, save(tmp_path, 0), NO_KEYS)  # again
+    assert [each.info.name for each in await list_profiles(store, most=2)] == [names[0], names[1]]
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("made_with", "read_with", "message"),
+    [
+        (NO_KEYS, NO_KEYS, ""),
+        (SIGNING, SIGNING, ""),
+        (BOTH, BOTH, ""),
+        (SIGNING, NO_KEYS, ""),
+        (NO_KEYS, SIGNING, "has no signature by a key of manifest_key_file"),
+        (ProfileKeys(ManifestKeys([b"x" * 32])), SIGNING, "has no signature by a key of manifest_key_file"),
+        (SIGNING, BOTH, "is not encrypted, and there is an encryption_key_file"),
+        (BOTH, SIGNING, "encrypted with the key 'ours'"),
+        (
+            BOTH,
+            with_key("theirs", b"e"),
+            "encrypted with the key 'ours'",
+        ),
+        (
+            BOTH,
+            with_key("ours", b"x"),
+            "does not decrypt with the key 'ours'",
+        ),
+    ],
+)
+async def test_only_holders_of_the_keys_publish(
+    tmp_path: Path, made_with: ProfileKeys, read_with: ProfileKeys, message: str
+) -> None:
+    path, store = save(tmp_path), LocalStore(tmp_path / "store")
+    await publish_profile(store, path, made_with)
+    (listed,) = await list_profiles(store)
+    if message:
+        with pytest.raises(FormatError, match=message):
+            await read_profile(store, listed, read_with)
+    else:
+        assert await read_profile(store, listed, read_with) == path.read_bytes()
+    stored = (tmp_path / "store" / ".profiles" / listed.info.name).read_bytes()
+    assert (path.read_bytes() in stored) == (made_with.encryption is None)
+    await store.close()
+
+
+@pytest.mark.parametrize("keys", [NO_KEYS, SIGNING, BOTH], ids=["no keys", "signed", "encrypted"])
+async def test_each_damaged_byte_is_noticed(tmp_path: Path, keys: ProfileKeys) -> None:
+    name, data = seal_profile(save(tmp_path), keys)
+    store = LocalStore(tmp_path / "store")
+    await store.put_profile(name, data)
+    path = tmp_path / "store" / ".profiles" / name
+    for place in (0, 5, 20, 100, data.index(b"sha256") + 20, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        (listed,) = await list_profiles(store)
+        with pytest.raises(FormatError):
+            await read_profile(store, listed, keys)
+    for cut in (data[:0], data[:7], data[:50], data[:-1], data + b"x"):
+        path.write_bytes(cut)
+        (listed,) = await list_profiles(store)
+        assert listed.head is None
+        assert listed.problem
+    await store.close()
+
+
+async def test_a_store_keeps_nothing_but_the_profile_of_its_name(store: AdminStore, tmp_path: Path) -> None:
+    """S3 cannot look at what is put; readers do."""
+    name, data = seal_profile(save(tmp_path), NO_KEYS)
+    if isinstance(store, S3Store):
+        await store.put_profile(f"{'1' * 32}/{name[33:]}", data)
+        (listed,) = await list_profiles(store)
+        assert listed.problem == f"its header belongs to {name}"
+        return
+    for other, content in ((f"{'1' * 32}/{name[33:]}", data), (name, data[:-1]), (name, b"nonsense")):
+        with pytest.raises(StoreError) as caught:
+            await store.put_profile(other, content)
+        assert caught.value.reason == "invalid"
+    assert list(await store.profiles()) == []
+
+
+async def test_profiles_take_a_part_of_the_capacity(tmp_path: Path) -> None:
+    name, data = seal_profile(save(tmp_path), NO_KEYS)
+    segments = [make_segment(page_hashes(16, branch=str(i)), 0, 16) for i in range(8)]
+    size = len(segments[0].data) + len(segments[0].manifest.encode())
+    small = LocalStore(tmp_path / "small", capacity_bytes=8 * len(data) - 8, min_free_bytes=0)
+    with pytest.raises(StoreError, match=r"the limit is \d+, 0\.125 of the capacity") as caught:
+        await small.put_profile(name, data)
+    assert caught.value.reason == "full"
+    assert not list((tmp_path / "small").rglob(".tmp-*"))
+    await small.close()
+
+    capacity = max(8 * len(data), len(data) + 4 * size)
+    store = LocalStore(tmp_path / "store", capacity_bytes=capacity, min_free_bytes=0)
+    await store.put_profile(name, data)
+    for segment in segments * 4:
+        await put_segment(store, segment)
+    usage = await store.usage()
+    assert usage.stored_bytes <= capacity
+    assert [info.name for info in await store.profiles()] == [name]
+    assert parts(await store.lookup(FOLDER, page_hashes(16, branch="7"))) == [(0, 16)]
+    await store.close()

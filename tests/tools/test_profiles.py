@@ -1,0 +1,113 @@
+"""``kvfetch profile``, and what other commands say of a store's profiles."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.stores.test_profiles import WEIGHTS, save
+from tests.tools.conftest import Stored, kvfetch, kvfetch_json
+
+ENCRYPTION_KEY = f"ours {'6b' * 32}\n"
+
+
+def said(*args: str, exit_code: int = 0) -> str:
+    result = kvfetch(*args)
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
+def put(root: Path, folder: Path, number: int, *args: str) -> str:
+    """Publish a profile as if so many seconds after the year 2001. Return its digest."""
+    (row,) = kvfetch_json("profile", "put", str(root), str(save(folder, number)), *args)
+    digest = str(row["digest"])
+    os.utime(root / ".profiles" / WEIGHTS / digest, (1e9 + number, 1e9 + number))
+    return digest
+
+
+def test_publish_list_get_and_withdraw(tmp_path: Path, stored: Stored) -> None:
+    root = stored.root
+    assert said("profile", "list", str(root)) == "no profiles\n"
+    old, new = (put(root, tmp_path, number) for number in (1, 2))
+    rows = kvfetch_json("profile", "list", str(root))
+    assert [(row["digest"], row["is_newest"], row["problem"]) for row in rows] == [(new, True, ""), (old, False, "")]
+    assert "newest: new servers take it" in said("profile", "list", str(root))
+
+    said("profile", "get", str(root), old[:6], "--out", str(tmp_path / "out"))
+    assert (tmp_path / "out").read_bytes() == save(tmp_path, 1).read_bytes()
+    assert f"withdrawn: {WEIGHTS}/{new}; new servers take {old}" in said("profile", "rm", str(root), new)
+    assert "there is no other" in said("profile", "rm", str(root), old)
+    assert "starts with '0', found none" in said("profile", "rm", str(root), "0", exit_code=2)
+
+
+def test_keys(tmp_path: Path, stored: Stored) -> None:
+    root = stored.root
+    for name, content in (("key", "k" * 32), ("names", ENCRYPTION_KEY)):
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o600)
+    keys = ("--manifest-key-file", str(tmp_path / "key"), "--encryption-key-file", str(tmp_path / "names"))
+    digest = put(root, tmp_path, 1, *keys)
+    plain = put(root, tmp_path, 2)
+    rows = kvfetch_json("profile", "list", str(root), *keys)
+    assert [(row["digest"], row["is_newest"]) for row in rows] == [(plain, False), (digest, True)]
+    assert "has no signature" in rows[0]["problem"]
+    get = ("profile", "get", str(root), digest, "--out", str(tmp_path / "out"))
+    said(*get, *keys)
+    assert "encrypted with the key 'ours'" in said(*get, exit_code=2)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("list", "STORE", "x"), "kvfetch profile list expects nothing behind the store"),
+        (("put", "STORE"), "kvfetch profile put expects a FILE behind the store"),
+        (("rm", "STORE"), "kvfetch profile rm expects a DIGEST behind the store"),
+        (("get", "STORE", "x"), "--out FILE belongs to kvfetch profile get, which needs it"),
+        (("list", "STORE", "--out", "x"), "--out FILE belongs to kvfetch profile get, which needs it"),
+        (
+            ("--out", "decode-profile.json"),
+            "to measure decoders, as it did once, type kvfetch decoders --out decode-pro",
+        ),
+        ((), "type kvfetch decoders"),
+    ],
+)
+def test_wrong_uses(stored: Stored, args: tuple[str, ...], message: str) -> None:
+    filled = (str(stored.root) if arg == "STORE" else arg for arg in args)
+    assert message in said("profile", *filled, exit_code=2)
+
+
+def test_inspect_shows_what_is_stored_by_each(tmp_path: Path, stored: Stored) -> None:
+    assert kvfetch_json("inspect", str(stored.root))["profiles"] == []
+    digest = put(stored.root, tmp_path, 1)
+    (row,) = kvfetch_json("inspect", str(stored.root))["profiles"]
+    assert row["digest"] == digest
+    assert digest in said("inspect", str(stored.root))
+
+
+def test_verify_reads_profiles(tmp_path: Path, stored: Stored) -> None:
+    digest = put(stored.root, tmp_path, 1)
+    assert kvfetch_json("verify", str(stored.root))["profiles"] == {}
+    path = stored.root / ".profiles" / WEIGHTS / digest
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert "SHA-256" in kvfetch_json("verify", str(stored.root), exit_code=1)["profiles"][f"{WEIGHTS}/{digest}"]
+    assert f"kvfetch profile rm {stored.root} {digest}" in said("verify", str(stored.root), exit_code=1)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_profiles_move_with_a_whole_store(tmp_path: Path, stored: Stored, copies: bool) -> None:
+    """In another order of digests than of age; a store without segments, too."""
+    root, target = stored.root, tmp_path / "target"
+    target.mkdir()
+    digests = [put(root, tmp_path, number) for number in (1, 2)]
+    said("clear", str(root), "--yes")
+    flags = ("--copy",) if copies else ()
+    assert "2 profiles would be" in said("move", str(root), str(target), "--dry-run", *flags)
+    assert "2 profiles" in said("move", str(root), str(target), *flags)
+    rows = kvfetch_json("profile", "list", str(target))
+    assert [row["digest"] for row in rows] == digests[::-1]
+    assert len(kvfetch_json("profile", "list", str(root))) == (2 if copies else 0)
+    (tmp_path / "link").symlink_to(target)
+    assert "are the same store" in said("move", str(target), f"file://{tmp_path}/link", exit_code=2)
+    assert len(kvfetch_json("profile", "list", str(target))) == 2
