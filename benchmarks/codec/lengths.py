@@ -20,6 +20,7 @@ from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.method import KV_DTYPE, KVShape, Method
 from benchmarks.codec.methods import all_methods, select
 from benchmarks.codec.segments import PAGE_TOKENS
+from benchmarks.machine import fast_dtype
 from benchmarks.report import (
     make_parser,
     make_table,
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with no_traceback():
         profile = load_profile(args.profile) if args.profile else None
         methods = select(all_methods(profile), args.methods.split(","))
-        models = KVModel(args.model, dtype=None), KVModel(args.model)
+        models = KVModel(args.model, dtype=getattr(torch, fast_dtype())), KVModel(args.model)
         most = max(args.lengths)
         texts = [part_of(models[0].tokenise(text), args.part) for text in read_texts(args.text)]
         windows = spread_windows(torch.cat(texts), args.windows, most, args.continuation)

@@ -64,7 +64,6 @@ def test_cells_can_be_kept_small(model: Path, text: Path, tmp_path: Path) -> Non
     [
         (("--windows", "40"), "the text has 10 windows of 96 tokens, expected 40"),
         (("--part", "1:0"), "part '1:0': expected FROM:TO"),
-        (("--dtype", "float16"), "'float16' is not one of"),
         (("--context", "4096"), "--context and --continuation are 4128 tokens, the model has 4096 positions"),
         (("--tp-size", "3"), "--tp-size 3: cannot divide 2 KV heads evenly"),
     ],
@@ -144,7 +143,7 @@ def test_windows_of_a_model_with_a_chat_template_begin_as_messages_do_or_as_text
 
 def test_progress_is_said_where_there_is_no_terminal(model: Path, text: Path, tmp_path: Path) -> None:
     stderr = run(model, text, tmp_path / "p").stderr
-    for what in ("sensitivity: 1 of 1", "fit: 1 of 1", "accuracy: 9 of 9"):
+    for what in ("sensitivity: 1 of 1", "fit: 1 of 1", "accuracy: 1 of 1"):
         assert f"{what}, 0 s left" in stderr
 
 

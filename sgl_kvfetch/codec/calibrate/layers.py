@@ -62,7 +62,7 @@ class LayeredModel:
         try:
             self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path)
             self._model, files, self._load_config = _without_weights(path, device)
-        except (OSError, ValueError, ImportError) as e:
+        except (OSError, ValueError, KeyError, ImportError) as e:
             raise ConfigError(f"no model with a tokenizer at {path!r}: {str(e).splitlines()[0]}") from e
         self.start = prompt_start(self.tokenizer)
         self.config: Any = self._model.config.get_text_config()
@@ -247,11 +247,12 @@ class Layer:
 
     def _call(self, hidden: torch.Tensor, calls: Calls, cache: Any) -> torch.Tensor:
         args, kwargs = calls[self.index]
-        own_args = [cache if isinstance(x, type(cache).__base__) else x for x in args]
+        own_args = [cache if hasattr(x, "get_seq_length") else x for x in args]  # a cache
         if "past_key_values" in kwargs:
             kwargs = kwargs | {"past_key_values": cache}
         output = self._module(hidden[None].to(self._model.device), *own_args, **kwargs)
-        return (output[0] if isinstance(output, tuple) else output)[0]
+        hidden = output[0] if isinstance(output, tuple) else output
+        return hidden[0]
 
     def _kv_of(self, cache: Any) -> KV:
         if cache.new is None or any(x.ndim != 4 for x in cache.new):
@@ -288,7 +289,7 @@ def _layer_cache(past: tuple[torch.Tensor, torch.Tensor] | None, *, stops: bool 
     """
     from transformers import DynamicCache
 
-    class LayerCache(DynamicCache):
+    class LayerCache(DynamicCache):  # type: ignore[misc]
         new: tuple[torch.Tensor, torch.Tensor] | None = None
 
         def update(
@@ -327,9 +328,8 @@ def _without_weights(path: str, device: str) -> tuple[Any, list[str], Any]:
         found.extend((files, load_config))
         return LoadStateDictInfo(set(), set(), set(), [], {}, set()), None
 
-    own = type(
-        cls.__name__, (cls,), {"_load_pretrained_model": staticmethod(load_nothing), "__module__": cls.__module__}
-    )
+    changes = {"_load_pretrained_model": staticmethod(load_nothing), "__module__": cls.__module__}
+    own: Any = type(cls.__name__, (cls,), changes)
     model = own.from_pretrained(path, config=config, dtype=torch.float32)
     files, load_config = found
     for module in model.modules():

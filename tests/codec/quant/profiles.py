@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kvfetch.codec.calibrate.fit import transform_of
+from sgl_kvfetch.codec.calibrate.transform import transform_of
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import forward_of
 from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
