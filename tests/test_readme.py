@@ -14,8 +14,8 @@ import pytest
 from harness.engine import free_port
 from harness.models import TinyLlama, make_tiny_llama
 from harness.waiting import polls
+from tests.conftest import copy_sources
 from tests.shell_blocks import ROOT, Shell, blocks_of, installing, replaced, running
-from tests.test_wheel import copy_sources
 from tests.tools.conftest import kvfetch
 
 FIRST_HIT, CALIBRATE, TWO_COMMANDS = blocks_of((ROOT / "README.md").read_text())

@@ -17,6 +17,7 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import load_profile
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt
 from tests.e2e.continuation import continue_from_quantised
+from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -37,7 +38,9 @@ def profile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "profile"
 
 
-def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, store: StoreProcess, profile: Path) -> None:
+def test_sglang_goes_on_from_what_the_quantiser_restores(
+    model: Path, host: Shared, store: StoreProcess, profile: Path
+) -> None:
     """As transformers does from the same KV, quantised in memory; see ``test_round_trip.test_quantised``. Positions
     are at stake here: the second half of the prompt is written by itself, and stands where it stood. It is stored in
     levels, all of which are read. A server with a coarser target leaves one out, and another one for lack of time."""
@@ -50,9 +53,8 @@ def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, store: Sto
         "lookup_timeout_s": WAIT_S,
         "fetch_timeout_s": WAIT_S,
     }
-    flags = hicache_args(store.url, **config, levels={"count": 3})
     prompt = make_prompt(0)
-    with SGLangServer(model, extra_args=flags) as server:
+    with host.attached(store.url, **config, levels={"count": 3}) as server:
         ask(server, prompt[:320])
         wait_until_written(server, PAGES // 2)
         computed = ask(server, prompt)
@@ -74,8 +76,8 @@ def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, store: Sto
 
     coarser_kl, max_kl = (calibrated.kl_of(factor * quantiser.step) for factor in (3, 9))
     hurried = {"count": 3, "max_kl": max_kl, "within_s": 1e-6, "finest_kl": target_kl}
-    flags = hicache_args(store.url, **config | {"target_kl": coarser_kl}, levels=hurried, mode="read_only")
-    with SGLangServer(model, extra_args=flags) as server:
+    coarser: dict[str, Any] = config | {"target_kl": coarser_kl, "levels": hurried, "mode": "read_only"}
+    with host.attached(store.url, **coarser) as server:
         coarse = ask(server, prompt)
         metrics = server.metrics()
     assert from_storage(coarse) == num_cached

@@ -21,9 +21,7 @@ def pictures(num_frames: int, height: int, width: int, kind: str = "mixed") -> t
 
 
 @EVERY_CODEC
-@pytest.mark.parametrize(
-    ("num_frames", "height", "width"), [(1, 144, 144), (2, 144, 152), (9, 240, 384), (3, 480, 856)]
-)
+@pytest.mark.parametrize(("num_frames", "height", "width"), [(1, 144, 144), (9, 144, 152), (1, 480, 856)])
 def test_every_value_comes_back(name: str, num_frames: int, height: int, width: int) -> None:
     frames = pictures(num_frames, height, width)
     codec = get_codec(name)
@@ -33,15 +31,15 @@ def test_every_value_comes_back(name: str, num_frames: int, height: int, width: 
 @EVERY_CODEC
 def test_extreme_values_come_back(name: str) -> None:
     codec = get_codec(name)
-    for frames in (pictures(2, 144, 144, "noise"), torch.zeros((2, 3, 144, 144), dtype=torch.uint8)):
-        assert torch.equal(codec.decode(codec.encode(frames), (2, 144, 144)), frames)
-        assert torch.equal(codec.decode(codec.encode(255 - frames), (2, 144, 144)), 255 - frames)
+    for frames in (pictures(1, 144, 144, "noise"), torch.zeros((2, 3, 144, 144), dtype=torch.uint8)):
+        for values in (frames, 255 - frames):
+            assert torch.equal(codec.decode(codec.encode(values), (len(frames), 144, 144)), values)
 
 
 @EVERY_CODEC
 def test_many_threads_at_once(name: str) -> None:
     codec = get_codec(name)
-    inputs = [pictures(n, 144, 144) for n in range(1, 9)]
+    inputs = [pictures(n, 144, 144) for n in (1, 2, 3, 1, 2, 3, 1, 2)]
 
     def there_and_back(frames: torch.Tensor) -> bool:
         return torch.equal(codec.decode(codec.encode(frames), (len(frames), 144, 144)), frames)
