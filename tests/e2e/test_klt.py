@@ -128,6 +128,5 @@ def test_a_profile_of_other_weights_stops_the_start(
 ) -> None:
     flags = hicache_args(store.url, profile=str(profile), target_kl=load_profile(profile).curve[1].kl)
     server = SGLangServer(other_model, extra_args=flags, log_path=tmp_path / "log")
-    with pytest.raises(ServerError, match="exited with code"):
+    with pytest.raises(ServerError, match=r"exited with code[\s\S]*was calibrated for 'model' with weights"):
         server.start()
-    assert "was calibrated for 'model' with weights" in server.log()

@@ -16,7 +16,7 @@ from tests.plugin.device.rig import Ranks, Rig, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-STEPS = 2000
+STEPS = 1000
 MIN_HITS = 10  # requests admitted with a prefix: how many, in so many steps, is the machine's business
 HANG_S = 120.0
 
