@@ -4,6 +4,7 @@ session of its own sees no Ctrl-C."""
 from __future__ import annotations
 
 import contextlib
+import resource
 import signal
 import subprocess
 import threading
@@ -15,6 +16,7 @@ import psutil  # type: ignore[import-untyped]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _before: dict[int, Any] = {}  # the handlers that ours took the place of
+_noted_s = 0.0
 
 
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -36,6 +38,24 @@ def end_children_on_signals() -> None:
         if before not in (_end, signal.SIG_IGN):
             _before[number] = before
             signal.signal(number, _end)
+
+
+def children_cpu_s() -> float:
+    """Return the CPU seconds that children of this process have used, and theirs: those that were waited for, and those
+    that ``note_cpu_time`` has seen."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime + _noted_s
+
+
+def note_cpu_time(pid: int) -> None:
+    """Call before a child is ended together with its own children: nobody waits for them then, and the kernel adds
+    their CPU time to that of no other process."""
+    global _noted_s
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                _noted_s += times.user + times.system + times.children_user + times.children_system
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
+import importlib.util
 import json
 import logging
 import os
@@ -24,7 +26,7 @@ from typing import Any, Self
 
 import torch
 
-from harness.children import start_child
+from harness.children import note_cpu_time, start_child
 from harness.waiting import WAIT_S, polls
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ CPU_ARGS: tuple[str, ...] = (
     *("--context-length", "2048"),
     "--disable-cuda-graph",
     "--skip-server-warmup",
+    "--sleep-on-idle",  # or an idle scheduler keeps a core busy that others could use
 )
 COMMON_ARGS: tuple[str, ...] = ("--page-size", "16", "--enable-cache-report", "--enable-metrics")
 
@@ -83,30 +86,35 @@ def hicache_args(
     ``prefetch_threshold`` is in tokens; SGLang's default of 256 ignores short prompts. With ``prefetch_policy`` None,
     no flag is given for it. ``config`` holds more keys of our config.
     """
-    extra = _extra_config(store_url, prefetch_threshold, config)
+    return [
+        *host_tier_args(layout=layout, io_backend=io_backend, host_pool_gb=host_pool_gb),
+        *(() if prefetch_policy is None else ("--hicache-storage-prefetch-policy", prefetch_policy)),
+        *device_args(store_url, prefetch_threshold=prefetch_threshold, **config),
+    ]
+
+
+def host_tier_args(
+    *, layout: str = "page_first_direct", io_backend: str = "direct", host_pool_gb: int = 1
+) -> list[str]:
+    """Return the flags of SGLang's host pool alone, to which a storage backend can be attached."""
     return [
         "--enable-hierarchical-cache",
         *("--hicache-size", str(host_pool_gb)),
         *("--hicache-mem-layout", layout),
         *("--hicache-io-backend", io_backend),
-        *(() if prefetch_policy is None else ("--hicache-storage-prefetch-policy", prefetch_policy)),
-        *("--hicache-storage-backend", "kvfetch"),
-        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
     ]
 
 
 def device_args(store_url: str, *, prefetch_threshold: int = 16, **config: Any) -> list[str]:
     """Return the flags of device mode: our storage backend without a host tier. Arguments: see ``hicache_args``."""
+    extra = extra_config(store_url, prefetch_threshold=prefetch_threshold, **config)
     return [
         *("--hicache-storage-backend", "kvfetch"),
-        *(
-            "--hicache-storage-backend-extra-config",
-            json.dumps(_extra_config(store_url, prefetch_threshold, config)),
-        ),
+        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
     ]
 
 
-def _extra_config(store_url: str, prefetch_threshold: int, config: dict[str, Any]) -> dict[str, Any]:
+def extra_config(store_url: str, *, prefetch_threshold: int = 16, **config: Any) -> dict[str, Any]:
     """Return a config for tests. Nothing is computed that is stored, since a small model computes its KV faster than a
     link transfers it. A lookup may take long: on a busy machine it does."""
     patient = {"lookup_timeout_s": WAIT_S, "recompute": "never"}
@@ -121,6 +129,20 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+@functools.cache
+def _other_models(model_path: str | os.PathLike[str]) -> str:
+    """Return the names of SGLang's modules that do not have the model's architecture, with commas between them. Unless
+    it is told to skip them, a server imports 250 modules for the sake of one, for seconds."""
+    config, package = Path(model_path, "config.json"), importlib.util.find_spec("sglang")
+    if package is None or not config.exists():
+        return ""
+    (folder,) = package.submodule_search_locations or ()
+    classes = tuple(f"class {name}(" for name in json.loads(config.read_text())["architectures"])
+    modules = {path.stem: path.read_text() for path in Path(folder, "srt", "models").glob("*.py")}
+    others = [name for name, text in modules.items() if not any(each in text for each in classes)]
+    return ",".join(others) if len(others) < len(modules) else ""
 
 
 class SGLangServer:
@@ -153,7 +175,8 @@ class SGLangServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self._start_timeout_s = start_timeout_s
         self._request_timeout_s = request_timeout_s
-        self._env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+        self._env = {"SGLANG_DISABLED_MODEL_ARCHS": _other_models(model_path), **os.environ}
+        self._env |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
         args = [*COMMON_ARGS, *extra_args]
         self._headers = {"Content-Type": "application/json"}
         if admin_api_key is not None:
@@ -296,6 +319,7 @@ class SGLangServer:
         """Let the server end its requests, and end it. Do nothing if it is not running."""
         try:
             if self._process is not None:
+                note_cpu_time(self._process.pid)
                 # Signal only the server: it would take a signalled scheduler for a crash, and diagnose it for seconds.
                 self._process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -308,6 +332,7 @@ class SGLangServer:
         if self._process is None:
             return
         process, self._process = self._process, None
+        note_cpu_time(process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

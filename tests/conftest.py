@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import inspect
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,16 +20,26 @@ import torch
 
 import benchmarks.real_model
 from harness.models import make_tiny_llama
+from tests.cpu_time import CpuTime
 
 # Before anything imports SGLang or Triton: both decide at import what they run on.
 if not torch.accelerator.is_available():
     os.environ.setdefault("KVFETCH_CPU_ENGINE", "1")
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# The tests' processes, and the servers that they start, share the cores. With a team of threads for each, the cores
+# would spend much of their time on threads of OpenMP that spin while they wait for others.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell starts background jobs with Ctrl-C ignored, and what the tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("sgl_kvfetch", "triton_kernels")
+Once = Callable[[str, Callable[[Path], object]], Path]
 
 # Names by which functions start a server or another process.
 STARTERS = {
@@ -38,6 +52,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast", action="store_true", help="leave out slow tests, and those that start a server or a process"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuTime())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -88,9 +106,57 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random Llama, made once."""
-    return make_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Returns the folder with a name. The first of the tests' processes that asks for it makes it, for all of them."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+
+    def once(name: str, make: Callable[[Path], object]) -> Path:
+        made, unfinished = folder / name, folder / f"{name} (unfinished)"
+        with open(folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                make(unfinished)
+                unfinished.rename(made)
+        return made
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(once: Once) -> Path:
+    """A small random Llama."""
+    return once("tiny-llama", make_tiny_llama)
+
+
+@pytest.fixture(scope="session")
+def wheel(once: Once) -> Path:
+    """The package's wheel, made of a copy of the sources."""
+    (wheel,) = once("wheel", build_wheel).glob("*.whl")
+    return wheel
+
+
+def build_wheel(folder: Path) -> None:
+    copy_sources(folder)
+    pip("wheel", str(folder), "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
+
+
+def copy_sources(folder: Path) -> None:
+    """Copy what a wheel is built from: in a checkout, setuptools would pack deleted modules that it built before."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+
+
+def pip(*args: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", *args], capture_output=True, text=True, check=False)
+    if "NewConnectionError" in done.stdout + done.stderr:
+        pytest.skip("needs a package index")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="session")

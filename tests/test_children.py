@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from harness.children import children_cpu_s, note_cpu_time
 from harness.waiting import WAIT_S, wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -91,6 +93,20 @@ def test_children_and_theirs_end(number: signal.Signals, tmp_path: Path) -> None
     assert _end_once(command, number, is_ready, tmp_path / "log") != 0
     assert not [*(tmp_path / "folders").iterdir()]
     assert "the store ended by itself" not in (tmp_path / "log").read_text()
+
+
+def test_the_cpu_time_of_grandchildren_counts() -> None:
+    busy = "while True: pass"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {busy!r}])"
+    with subprocess.Popen([sys.executable, "-S", "-c", child], start_new_session=True) as process:
+        try:
+            found = psutil.Process(process.pid)
+            wait_until(lambda: any(each.cpu_times().user > 0.2 for each in found.children()))
+            before_s = children_cpu_s()
+            note_cpu_time(process.pid)
+            assert children_cpu_s() - before_s > 0.2
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.sglang

@@ -11,14 +11,13 @@ import pytest
 from benchmarks import real_model
 from harness.engine import free_port
 from tests.shell_blocks import ROOT, blocks_of, installing, replaced, running
-from tests.test_wheel import build_wheel
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
 
 @pytest.mark.timeout(900)
-def test_the_quick_start(tmp_path: Path) -> None:
+def test_the_quick_start(tmp_path: Path, wheel: Path) -> None:
     """All commands as written, with these differences:
 
     * The wheel is installed beside the tests' own environment, which has the rest.
@@ -42,8 +41,7 @@ def test_the_quick_start(tmp_path: Path) -> None:
     # Both at once: the store's free port was 30000 once.
     script = re.sub(r":(8700|30000)\b", lambda found: f":{ports[found[1]]}", script)
 
-    (tmp_path / "build").mkdir()
-    shutil.copy(build_wheel(tmp_path / "build"), tmp_path)
+    shutil.copy(wheel, tmp_path)
     with running(script, tmp_path, "quick-start", tmp_path / "installed") as shell:
         shell.process.wait()
     output, failure = shell.stdout.read_text(), shell.tail()

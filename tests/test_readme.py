@@ -17,8 +17,8 @@ from harness.store_process import StoreProcess
 from harness.waiting import polls
 from sgl_kvfetch.codec import fingerprint_model, load_profile
 from sgl_kvfetch.plane import parse_config, take_profile
+from tests.conftest import copy_sources
 from tests.shell_blocks import ROOT, Shell, blocks_of, installing, replaced, running
-from tests.test_wheel import copy_sources
 from tests.tools.conftest import kvfetch
 
 FIRST_HIT, CALIBRATE, TWO_COMMANDS = blocks_of((ROOT / "README.md").read_text())

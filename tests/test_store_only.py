@@ -21,8 +21,8 @@ from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.secured import secure_segment
 from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.tools.app import COMMANDS
+from tests.conftest import ROOT, pip
 from tests.segments import make_segment
-from tests.test_wheel import ROOT, build_wheel, pip
 from tests.tools.conftest import KEY, put
 from tests.tools.test_pin import TOKENS, store_pages
 
@@ -54,11 +54,9 @@ RUNS: dict[str, tuple[str, int, str]] = {
 
 
 @pytest.fixture(scope="module")
-def kvfetch(tmp_path_factory: pytest.TempPathFactory) -> str:
+def kvfetch(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The program ``kvfetch`` of the environment."""
     folder = tmp_path_factory.mktemp("store-only")
-    (folder / "wheel").mkdir()
-    wheel = build_wheel(folder / "wheel")
     venv.create(folder / "venv")
     scripts = folder / "venv" / "bin"
     install = ("--python", str(scripts / "python"), "install", "--quiet")

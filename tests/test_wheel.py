@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = ("sgl_kvfetch", "triton_kernels")
+from tests.conftest import PACKAGES, ROOT, pip
+
 FIND = """
 import importlib.metadata, inspect, sys
 sys.path.insert(0, sys.argv[1])
@@ -20,34 +19,6 @@ for group, name in ("plugins", "kvfetch"), ("platforms", "kvfetch_cpu"):
         print(inspect.getfile(found.load()))
 """
 pytestmark = pytest.mark.slow
-
-
-def pip(*args: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", *args], capture_output=True, text=True, check=False)
-    if "NewConnectionError" in done.stdout + done.stderr:
-        pytest.skip("needs a package index")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def copy_sources(folder: Path) -> None:
-    """Copy what a wheel is built from: in a checkout, setuptools would pack deleted modules that it built before."""
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-
-
-def build_wheel(folder: Path) -> Path:
-    """Build a wheel from a copy of the sources in ``folder``."""
-    copy_sources(folder)
-    pip("wheel", str(folder), "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
-    (wheel,) = folder.glob("*.whl")
-    return wheel
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_has_all_our_files_and_no_others(wheel: Path) -> None:

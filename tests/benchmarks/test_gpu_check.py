@@ -158,8 +158,9 @@ def test_ans_is_held_against_the_cpu_and_measured(record: Record, monkeypatch: p
     assert "wrong bits, checksum, cut, encoded" in found_by(record)["reason"]
 
 
+@pytest.mark.slow
 def test_quantising_is_held_against_the_cpu_and_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantise.check(record, FakeDevice(), num_tokens=40, dim=16)
+    quantise.check(record, FakeDevice(), num_tokens=16, dim=16)
     found = found_by(record)
     assert not found["reason"]
     assert found["rows"][0]["share_of_other_integers"] <= 0.005
@@ -170,7 +171,7 @@ def test_quantising_is_held_against_the_cpu_and_measured(record: Record, monkeyp
         return exponents, integers ^ 1
 
     monkeypatch.setattr(klt_reads, "quantise_klt", wrong)
-    quantise.check(record, FakeDevice(), num_tokens=40, dim=16)
+    quantise.check(record, FakeDevice(), num_tokens=16, dim=16)
     assert "of a cell's integers are not the CPU's" in found_by(record)["reason"]
 
 

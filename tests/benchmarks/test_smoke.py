@@ -33,6 +33,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_adaptive(run: Run, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.adaptive.scenarios.HEAT_GBPS", (5.0, 40.0))
     monkeypatch.setattr("benchmarks.adaptive.scenarios.HEAT_TOKENS", (20_000,))
@@ -116,6 +117,7 @@ def test_memory(run: Run) -> None:
     assert 1 << 20 < point["decoded_bytes"] < memory.GOAL_BYTES
 
 
+@pytest.mark.slow
 def test_parking(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parking, "LIMIT_US", 1e9)  # on machines of any speed
     found = run(parking.main, "--parked", 0, 3, "--steps", 50)["results"]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from harness.engine import Generation, SGLangServer
+from harness.engine import Generation, SGLangServer, device_args, host_tier_args
+from harness.metrics import wait_until_written
 from harness.models import make_tiny_llama
 from harness.store_process import StoreProcess
+from tests.conftest import Once
+from tests.e2e.shared import Shared
 
 PAGE_SIZE = 16
 
@@ -41,19 +46,35 @@ def _show_the_logs_of_servers(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("one") / "model")
+def model(once: Once) -> Path:
+    return once("model 0", lambda folder: make_tiny_llama(folder / "model")) / "model"
 
 
 @pytest.fixture(scope="session")
-def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_model(once: Once) -> Path:
     """Other weights under the same name: the last component of the path, and everything but the weights."""
-    return make_tiny_llama(tmp_path_factory.mktemp("other") / "model", seed=1)
+    return once("model 1", lambda folder: make_tiny_llama(folder / "model", seed=1)) / "model"
+
+
+@pytest.fixture(scope="package")
+def host(model: Path) -> Iterator[Shared]:
+    """A server for host mode."""
+    shared = Shared(model, host_tier_args(), "wait_complete")
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="package")
+def device(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """A server for device mode."""
+    shared = Shared(model, device_args(f"file://{tmp_path_factory.mktemp('none')}"), None)
+    yield shared
+    shared.close()
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Answers without any cache but SGLang's own, of a server that knows nothing of kvfetch."""
+    """Answers without any cache but SGLang's own, of a server without a store."""
 
     answers: dict[int, Generation]
     half: Generation  # to make_half_prompt()
@@ -70,12 +91,36 @@ def make_half_prompt() -> list[int]:
     return make_prompt(1)[:320] + make_prompt(NUM_PROMPTS)[:320]
 
 
-@pytest.fixture(scope="session")
-def expected(model: Path) -> Expected:
-    with SGLangServer(model) as server:
-        answers = {seed: ask(server, make_prompt(seed)) for seed in range(NUM_PROMPTS)}
-        server.flush()
-        return Expected(answers, ask(server, make_half_prompt()))
+@pytest.fixture(scope="package")
+def expected(host: Shared, once: Once) -> Expected:
+    def compute(folder: Path) -> None:
+        with host.detached() as server:
+            answers = {seed: ask(server, make_prompt(seed)) for seed in range(NUM_PROMPTS)}
+            server.flush()
+            (folder / "answers").write_bytes(pickle.dumps(Expected(answers, ask(server, make_half_prompt()))))
+
+    found: Expected = pickle.loads((once("expected", compute) / "answers").read_bytes())
+    return found
+
+
+NUM_STORED = 12
+
+
+@pytest.fixture(scope="package")
+def _filled(host: Shared, once: Once) -> Path:
+    def fill(folder: Path) -> None:
+        with StoreProcess(folder) as store, host.attached(store.url, codec="hevc") as writer:
+            for seed in range(NUM_STORED):
+                ask(writer, make_prompt(seed))
+            wait_until_written(writer, NUM_STORED * 640 // PAGE_SIZE)
+
+    return once("filled", fill)
+
+
+@pytest.fixture(scope="module")
+def filled(_filled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store's directory with the first prompts, for tests of a module to change."""
+    return shutil.copytree(_filled, tmp_path_factory.mktemp("filled") / "store")
 
 
 @pytest.fixture

@@ -10,16 +10,9 @@ from typing import Any
 from harness.engine import SGLangServer
 from harness.waiting import wait_until
 from tests.e2e.conftest import make_prompt
+from tests.e2e.shared import ATTACH
 
-ATTACH = "/hicache/storage-backend"
 _HELD = ("01", "02", "08")  # of the states of TCP, those of sockets that a process has not closed
-
-
-def attach(server: SGLangServer, store_url: str, **config: Any) -> str:
-    """At run time. Raises ServerError with what SGLang says."""
-    extra = {"store": store_url, "prefetch_threshold": 16, "recompute": "never", **config}
-    body = {"hicache_storage_backend": "kvfetch", "hicache_storage_backend_extra_config_json": json.dumps(extra)}
-    return server.request("PUT", ATTACH, body)
 
 
 def attached(server: SGLangServer) -> str | None:

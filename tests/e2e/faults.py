@@ -10,7 +10,7 @@ import pytest
 
 from harness.engine import Generation, SGLangServer
 from harness.faults import Fault, FaultyProxy
-from harness.metrics import read_metric, wait_until_written
+from harness.metrics import read_metric
 from harness.waiting import WAIT_S, wait_until
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.loop_thread import LoopThread
@@ -18,7 +18,6 @@ from tests.e2e.loop_thread import LoopThread
 PAGES = 640 // PAGE_SIZE
 DEADLINE_S = 3.0
 SLACK_S = 30.0  # the lookup's own deadline, the prefill, and a machine that has much else to do
-NUM_STORED = 12
 
 
 class Server(Protocol):
@@ -81,13 +80,6 @@ FAULTS: list[tuple[str, Fault, str, set[str]]] = [
 each_fault = pytest.mark.parametrize(
     ("seed", "fault", "stage", "reasons"), [(i, *case[1:]) for i, case in enumerate(FAULTS)], ids=[c[0] for c in FAULTS]
 )
-
-
-def fill(writer: SGLangServer) -> None:
-    """Have the store hold the first prompts."""
-    for seed in range(NUM_STORED):
-        ask(writer, make_prompt(seed))
-    wait_until_written(writer, NUM_STORED * PAGES)
 
 
 def counted(server: SGLangServer, stage: str, reasons: set[str]) -> float:

@@ -9,17 +9,19 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from harness.engine import SGLangServer, device_args, hicache_args
+from harness.engine import SGLangServer
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
-from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
-from tests.e2e.faults import DEADLINE_S, NUM_STORED, SLACK_S, fill
+from tests.e2e.conftest import NUM_STORED, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.faults import DEADLINE_S, SLACK_S
+from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -29,21 +31,19 @@ WORKERS = 4
 
 
 @pytest.fixture(scope="module")
-def filled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
-    with StoreProcess(tmp_path_factory.mktemp("harm") / "store", link_gbps=[0.05]) as store:
-        with SGLangServer(model, extra_args=hicache_args(store.url, codec="zstd")) as writer:
-            fill(writer)
-        yield store
+def store_url(filled: Path) -> Iterator[str]:
+    with StoreProcess(filled, link_gbps=[0.05]) as store:
+        yield store.url
 
 
-@pytest.mark.parametrize("flags", [device_args, hicache_args], ids=["device", "host"])
+@pytest.mark.parametrize("mode", ["device", "host"])
 def test_harm_at_random_moments_under_load(
-    model: Path, filled: StoreProcess, expected: Expected, flags: Callable[..., list[str]]
+    mode: str, store_url: str, expected: Expected, request: pytest.FixtureRequest
 ) -> None:
     """KVFETCH_HARMS sets how often."""
-    config = {"mode": "read_only", "fetch_timeout_s": DEADLINE_S, "lookup_timeout_s": 1.0}
-    with SGLangServer(model, extra_args=flags(filled.url, **config)) as server:
-        server.flush()
+    shared: Shared = request.getfixturevalue(mode)
+    config: dict[str, Any] = {"mode": "read_only", "fetch_timeout_s": DEADLINE_S, "lookup_timeout_s": 1.0}
+    with shared.attached(store_url, **config) as server:
         assert from_storage(ask(server, make_prompt(0))) >= 0.9 * 640
         over = threading.Event()
         with ThreadPoolExecutor(WORKERS + 1) as pool:

@@ -16,24 +16,23 @@ from typing import Any
 
 import pytest
 
-from harness.engine import ServerError, SGLangServer, device_args
+from harness.engine import ServerError, SGLangServer
 from harness.faults import Fault
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
-from tests.e2e.conftest import Expected, ask, make_prompt, same_answer
-from tests.e2e.device import ATTACH, attach, attached, begin, load_of, num_connections, wait_until_parked
+from tests.e2e.conftest import NUM_STORED, Expected, ask, make_prompt, same_answer
+from tests.e2e.device import attached, begin, load_of, num_connections, wait_until_parked
 from tests.e2e.faults import (
     DEADLINE_S,
-    NUM_STORED,
     PAGES,
     Proxy,
     assert_a_miss_in_time,
     each_fault,
     fetch_again,
-    fill,
     is_data,
 )
+from tests.e2e.shared import ATTACH, Shared, attach
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -50,20 +49,18 @@ ABORTS_A_ROUND = 5
 
 
 @pytest.fixture(scope="module")
-def link(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+def link(filled: Path) -> Iterator[Proxy]:
     """The way to a store that holds the first prompts."""
-    with StoreProcess(tmp_path_factory.mktemp("device") / "store") as store:
-        with SGLangServer(model, extra_args=device_args(store.url, codec="hevc")) as writer:
-            fill(writer)
+    with StoreProcess(filled) as store:
         proxy = Proxy(store)
         yield proxy
         proxy.close()
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, link: Proxy) -> Iterator[SGLangServer]:
+def server(device: Shared, link: Proxy) -> Iterator[SGLangServer]:
     """SGLang itself counts the pool's slots whenever it is idle, and dies if some are missing."""
-    with SGLangServer(model, extra_args=device_args(link.url, **CONFIG), admin_api_key="admin") as server:
+    with device.attached(link.url, **CONFIG) as server:
         ask(server, make_prompt(NUM_STORED))  # warm
         yield server
 

@@ -6,21 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine import ServerError, SGLangServer, device_args, hicache_args
+from harness.engine import ServerError, SGLangServer, device_args
 from harness.metrics import read_metric, wait_until_written
 from harness.otlp_receiver import OtlpReceiver, ReceivedSpan
 from harness.store_process import StoreProcess
 from harness.waiting import wait_until
 from tests.e2e.conftest import Expected, ask, from_storage, make_half_prompt, make_prompt, same_answer
-from tests.e2e.device import ATTACH, attach
 from tests.e2e.faults import PAGES, fetch_again
+from tests.e2e.shared import ATTACH, Shared, attach
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
-def test_exact(model: Path, store: StoreProcess, expected: Expected) -> None:
-    flags = device_args(store.url, quantiser="exact", codec="hevc")
-    with SGLangServer(model, extra_args=flags) as server:
+def test_exact(device: Shared, store: StoreProcess, expected: Expected) -> None:
+    with device.attached(store.url, quantiser="exact", codec="hevc") as server:
         for seed in range(2):
             answer = ask(server, make_prompt(seed))
             assert from_storage(answer) == 0
@@ -64,18 +63,20 @@ def test_exact(model: Path, store: StoreProcess, expected: Expected) -> None:
         server.flush()
 
 
-def test_both_modes_share_a_store(model: Path, other_model: Path, store: StoreProcess, expected: Expected) -> None:
-    with SGLangServer(model, extra_args=hicache_args(store.url)) as host:
-        ask(host, make_prompt(0))
-        wait_until_written(host, PAGES)
-        with SGLangServer(model, extra_args=device_args(store.url), admin_api_key="admin") as device:
-            answer = ask(device, make_prompt(0))
+def test_both_modes_share_a_store(
+    model: Path, other_model: Path, host: Shared, store: StoreProcess, expected: Expected
+) -> None:
+    with host.attached(store.url) as server:
+        ask(server, make_prompt(0))
+        wait_until_written(server, PAGES)
+        with SGLangServer(model, extra_args=device_args(store.url), admin_api_key="admin") as other:
+            answer = ask(other, make_prompt(0))
             assert from_storage(answer) >= 0.9 * 640
             assert same_answer(answer, expected[0])
-            ask(device, make_prompt(1))
-            wait_until_written(device, PAGES)
-            other_weights_need_another_name(device, str(other_model), store.url, expected)
-        answer = ask(host, make_prompt(1))
+            ask(other, make_prompt(1))
+            wait_until_written(other, PAGES)
+            other_weights_need_another_name(other, str(other_model), store.url, expected)
+        answer = ask(server, make_prompt(1))
         assert from_storage(answer) >= 0.9 * 640
         assert same_answer(answer, expected[1])
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.stores.wire import Route
 from tests.e2e.conftest import ask, from_storage, make_prompt, same_answer
-from tests.e2e.device import ATTACH, attach, attached, begin, wait_until_disconnected
+from tests.e2e.device import attached, begin, wait_until_disconnected
 from tests.e2e.faults import PAGES, SLACK_S, Proxy, counted, fetch_again, is_data
+from tests.e2e.shared import ATTACH, attach, once_idle
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -33,7 +35,7 @@ ENV = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 @dataclass(frozen=True)
 class Pair:
-    """A server of two ranks, which has computed nothing itself."""
+    """A server of two ranks, which has stored two prompts, and keeps nothing of them itself."""
 
     server: SGLangServer
     link: Proxy
@@ -54,14 +56,16 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with StoreProcess(tmp_path_factory.mktemp("ranks") / "store") as store:
-        with SGLangServer(model, extra_args=[*device_args(store.url), *RANKS], env=ENV) as writer:
-            computed = [ask(writer, make_prompt(seed)) for seed in range(2)]
-            assert [from_storage(answer) for answer in computed] == [0, 0]
-            wait_until_written(writer, 2 * 2 * PAGES)
         link = Proxy(store)
         try:
-            flags = [*device_args(link.url, **CONFIG), *RANKS]
+            flags = [*device_args(store.url), *RANKS]
             with SGLangServer(model, extra_args=flags, env=ENV, admin_api_key="admin") as server:
+                computed = [ask(server, make_prompt(seed)) for seed in range(2)]
+                assert [from_storage(answer) for answer in computed] == [0, 0]
+                wait_until_written(server, 2 * 2 * PAGES)
+                server.flush()
+                once_idle(partial(server.request, "DELETE", ATTACH))
+                attach(server, link.url, **CONFIG)
                 yield Pair(server, link, store, computed)
         finally:
             link.close()

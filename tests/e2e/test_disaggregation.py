@@ -14,6 +14,7 @@ from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.shared import Shared
 
 pytest.importorskip("mooncake.engine", reason="needs Mooncake", exc_type=ImportError)
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -45,9 +46,9 @@ def storage_tokens(answer: dict[str, Any]) -> int:
     return int((answer["meta_info"].get("cached_tokens_details") or {}).get("storage", 0))
 
 
-def test_both_sides_use_the_store(model: Path, store: StoreProcess, expected: Expected) -> None:
+def test_both_sides_use_the_store(model: Path, host: Shared, store: StoreProcess, expected: Expected) -> None:
     port, backend = free_port(), hicache_args(store.url)
-    with SGLangServer(model, extra_args=backend) as server:
+    with host.attached(store.url) as server:
         ask(server, make_prompt(1))
         wait_until_written(server, 640 // PAGE_SIZE)
     decode_flags = [*backend, *disaggregated("decode", port), "--disaggregation-decode-enable-radix-cache"]
@@ -64,7 +65,7 @@ def test_both_sides_use_the_store(model: Path, store: StoreProcess, expected: Ex
         assert restored["output_ids"] == expected[1].output_ids
         assert storage_tokens(fetched) >= 0.9 * 640
         assert storage_tokens(restored) >= 0.9 * 640
-    with SGLangServer(model, extra_args=backend) as server:
+    with host.attached(store.url) as server:
         answer = ask(server, make_prompt(0))
     assert from_storage(answer) >= 0.9 * 640
     assert same_answer(answer, expected[0])

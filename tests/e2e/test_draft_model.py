@@ -44,7 +44,7 @@ def test_a_draft_model_goes_on_from_what_it_stored(tmp_path: Path, store: StoreP
         assert len(set(computed.output_ids)) > 3  # else any KV cache would do
         assert accepted > 3  # the draft model computes as the model does
         wait_until_written(server, len(PROMPT) // PAGE_SIZE)
-    with serve(model, draft, store) as server:
+        server.flush()
         restored, accepted_again = ask(server)
         assert from_storage(restored) >= len(PROMPT) - PAGE_SIZE
         assert restored.output_ids == computed.output_ids

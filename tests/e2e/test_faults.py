@@ -10,126 +10,106 @@ from typing import Any
 
 import pytest
 
-from harness.engine import SGLangServer, hicache_args
+from harness.engine import SGLangServer
 from harness.faults import Fault
 from harness.metrics import read_metric
 from harness.store_process import StoreProcess
-from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
-from tests.e2e.faults import (
-    DEADLINE_S,
-    NUM_STORED,
-    SLACK_S,
-    Proxy,
-    assert_a_miss_in_time,
-    counted,
-    each_fault,
-    fill,
-    is_data,
-)
+from tests.e2e.conftest import NUM_STORED, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.faults import DEADLINE_S, SLACK_S, Proxy, assert_a_miss_in_time, counted, each_fault, is_data
+from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def filled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
-    """A store that holds the first prompts."""
-    with StoreProcess(tmp_path_factory.mktemp("filled") / "store") as store:
-        with SGLangServer(model, extra_args=hicache_args(store.url, codec="hevc")) as writer:
-            fill(writer)
+def filled_store(filled: Path) -> Iterator[StoreProcess]:
+    with StoreProcess(filled) as store:
         yield store
 
 
 @pytest.fixture(scope="module")
-def proxy(filled: StoreProcess) -> Iterator[Proxy]:
-    proxy = Proxy(filled)
+def proxy(filled_store: StoreProcess) -> Iterator[Proxy]:
+    proxy = Proxy(filled_store)
     yield proxy
     proxy.close()
 
 
-@pytest.fixture(scope="module")
-def reader(model: Path, proxy: Proxy) -> Iterator[SGLangServer]:
-    flags = hicache_args(proxy.url, mode="read_only", fetch_timeout_s=DEADLINE_S, lookup_timeout_s=1.0)
-    with SGLangServer(model, extra_args=flags) as server:
+@pytest.fixture(scope="class")
+def reader(host: Shared, proxy: Proxy) -> Iterator[SGLangServer]:
+    config: dict[str, Any] = {"mode": "read_only", "fetch_timeout_s": DEADLINE_S, "lookup_timeout_s": 1.0}
+    with host.attached(proxy.url, **config) as server:
         ask(server, make_prompt(NUM_STORED))  # warm
         yield server
 
 
-@each_fault
-def test_a_store_that(
-    seed: int,
-    fault: Fault,
-    stage: str,
-    reasons: set[str],
-    proxy: Proxy,
-    reader: SGLangServer,
-    expected: Expected,
-) -> None:
-    assert_a_miss_in_time(reader, proxy, seed, fault, stage, reasons, expected)
+class TestDeadline:
+    @each_fault
+    def test_a_store_that(
+        self,
+        seed: int,
+        fault: Fault,
+        stage: str,
+        reasons: set[str],
+        proxy: Proxy,
+        reader: SGLangServer,
+        expected: Expected,
+    ) -> None:
+        assert_a_miss_in_time(reader, proxy, seed, fault, stage, reasons, expected)
 
 
 def test_a_fetch_that_hangs_does_not_keep_the_cache_from_being_flushed(
-    model: Path, filled: StoreProcess, expected: Expected
+    host: Shared, proxy: Proxy, expected: Expected
 ) -> None:
     """SGLang joins the fetching thread for 10 s when it flushes, and dies if it does not end."""
-    proxy = Proxy(filled)
     proxy.set(Fault("hang", only=is_data))
     budget: dict[str, Any] = {"prefetch_timeout_base": 1.0, "prefetch_timeout_per_ki_token": 0.2}
-    flags = hicache_args(proxy.url, mode="read_only", prefetch_policy="timeout", fetch_timeout_s=60, **budget)
-    try:
-        with SGLangServer(model, extra_args=flags) as reader:
-            assert same_answer(ask(reader, make_prompt(0)), expected[0])
-            reader.flush()
-            assert same_answer(ask(reader, make_prompt(1)), expected[1])
-    finally:
-        proxy.close()
+    with host.attached(proxy.url, policy="timeout", mode="read_only", fetch_timeout_s=60, **budget) as reader:
+        assert same_answer(ask(reader, make_prompt(0)), expected[0])
+        reader.flush()
+        assert same_answer(ask(reader, make_prompt(1)), expected[1])
 
 
-def test_one_byte_flipped_in_every_object(
-    model: Path, filled: StoreProcess, tmp_path: Path, expected: Expected
-) -> None:
+def test_one_byte_flipped_in_every_object(host: Shared, filled: Path, tmp_path: Path, expected: Expected) -> None:
     directory = tmp_path / "flipped"
     flipped = 0
-    for path in filled.directory.rglob("*.kv?"):
+    for path in filled.rglob("*.kv?"):
         data = bytearray(path.read_bytes())
         if path.suffix == ".kvd":
             data[len(data) // 2] ^= 1
             flipped += 1
-        target = directory / path.relative_to(filled.directory)
+        target = directory / path.relative_to(filled)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
     assert flipped
-    with (
-        StoreProcess(directory) as store,
-        SGLangServer(model, extra_args=hicache_args(store.url, mode="read_only")) as reader,
-    ):
+    with StoreProcess(directory) as store, host.attached(store.url, mode="read_only") as reader:
         for seed in range(3):
             answer = ask(reader, make_prompt(seed))
             assert same_answer(answer, expected[seed])
         assert read_metric(reader.metrics(), "sgl_kvfetch_corrupt_chunks_total") >= 3
 
 
-def test_flipped_manifests_are_misses(model: Path, filled: StoreProcess, tmp_path: Path, expected: Expected) -> None:
+def test_flipped_manifests_are_misses(host: Shared, filled: Path, tmp_path: Path, expected: Expected) -> None:
     """The local store hands out what is in the directory, with no server before it to judge."""
     directory = tmp_path / "flipped"
-    for path in filled.directory.rglob("*.kv?"):
+    for path in filled.rglob("*.kv?"):
         data = bytearray(path.read_bytes())
         data[len(data) // 3] ^= 0x10
-        target = directory / path.relative_to(filled.directory)
+        target = directory / path.relative_to(filled)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
-    with SGLangServer(model, extra_args=hicache_args(f"file://{directory}", mode="read_only")) as reader:
+    with host.attached(f"file://{directory}", mode="read_only") as reader:
         answer = ask(reader, make_prompt(0))
         assert from_storage(answer) == 0
         assert same_answer(answer, expected[0])
 
 
-def test_a_store_killed_during_a_fetch(model: Path, filled: StoreProcess, expected: Expected) -> None:
-    with StoreProcess(filled.directory) as store:
+def test_a_store_killed_during_a_fetch(host: Shared, filled: Path, expected: Expected) -> None:
+    with StoreProcess(filled) as store:
         proxy = Proxy(store)
         proxy.set(Fault("stall", after_bytes=1000, only=is_data))  # the fetch is under way when the store dies
-        flags = hicache_args(proxy.url, mode="read_only", fetch_timeout_s=DEADLINE_S, lookup_timeout_s=1.0)
+        config: dict[str, Any] = {"mode": "read_only", "fetch_timeout_s": DEADLINE_S, "lookup_timeout_s": 1.0}
         try:
-            with SGLangServer(model, extra_args=flags) as reader:
+            with host.attached(proxy.url, **config) as reader:
                 ask(reader, make_prompt(NUM_STORED))
 
                 def kill() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,15 @@ from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
 from sgl_kvfetch.keys import NAMESPACE_PATTERN
 from tests.e2e.conftest import ask, from_storage, make_prompt, same_answer
+from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
-def test_flags_that_change_no_values_do_not_divide_a_store(model: Path, store: StoreProcess) -> None:
+def test_flags_that_change_no_values_do_not_divide_a_store(model: Path, host: Shared, store: StoreProcess) -> None:
     prompt = make_prompt(0)
     flags = hicache_args(store.url, codec="zstd")
-    with SGLangServer(model, extra_args=flags) as server:
+    with host.attached(store.url, codec="zstd") as server:
         expected = ask(server, prompt)
         wait_until_written(server, len(prompt) // 16)
     others = ["--context-length", "1024", "--trust-remote-code", "--load-format", "safetensors"]
@@ -30,28 +32,30 @@ def test_flags_that_change_no_values_do_not_divide_a_store(model: Path, store: S
     assert same_answer(answer, expected)
 
 
-def test_page_sizes_dtypes_and_weights_do_not_mix(model: Path, other_model: Path, store: StoreProcess) -> None:
+def test_page_sizes_dtypes_and_weights_do_not_mix(
+    model: Path, other_model: Path, host: Shared, store: StoreProcess
+) -> None:
     """Each engine is asked the same prompt twice, with its own tiers emptied between: first nothing may come from what
     the engines before it stored, then all of it from what it stored itself."""
     prompt = make_prompt(0)
     flags = hicache_args(store.url, codec="zstd")
     assert model.name == other_model.name
-    engines: list[tuple[Path, int, list[str]]] = [
-        (model, 16, []),
-        (model, 64, ["--page-size", "64"]),
-        (model, 16, ["--dtype", "bfloat16"]),
-        (other_model, 16, []),
+    engines: list[tuple[AbstractContextManager[SGLangServer], int, bool]] = [
+        (host.attached(store.url, codec="zstd"), 16, True),
+        (SGLangServer(model, extra_args=[*flags, "--page-size", "64"]), 64, True),
+        (SGLangServer(model, extra_args=[*flags, "--dtype", "bfloat16"]), 16, False),
+        (SGLangServer(other_model, extra_args=flags), 16, True),
     ]
     tokens = set()
-    for path, page_size, extra in engines:
-        with SGLangServer(path, extra_args=[*flags, *extra, "--served-model-name", "m"]) as server:
+    for engine, page_size, is_float32 in engines:
+        with engine as server:
             first = ask(server, prompt)
             assert from_storage(first) == 0
             wait_until_written(server, len(prompt) // page_size)
             server.flush()
             second = ask(server, prompt)
             assert from_storage(second) >= 0.9 * len(prompt) - page_size
-            if "bfloat16" not in extra:
+            if is_float32:
                 assert same_answer(second, first)
             tokens.add(tuple(first.output_ids))
     assert len(list(store.directory.glob("*/*.kvm"))) >= len(engines)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from harness.engine import SGLangServer, hicache_args
+from harness.engine import SGLangServer
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import wait_until
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
+from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -21,11 +23,10 @@ def read_bytes(server: SGLangServer, tier: str) -> float:
     return read_metric(server.metrics(), "sgl_kvfetch_local_cache_read_bytes_total", tier=tier)
 
 
-def test_what_was_read_comes_from_the_disk(model: Path, store: StoreProcess, tmp_path: Path) -> None:
-    cache = {"path": str(tmp_path / "cache"), "capacity": "1GiB"}
-    flags = hicache_args(store.url, codec="hevc", local_cache=cache)
+def test_what_was_read_comes_from_the_disk(host: Shared, store: StoreProcess, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"codec": "hevc", "local_cache": {"path": str(tmp_path / "cache"), "capacity": "1GiB"}}
     prompt = make_prompt(0, TOKENS)
-    with SGLangServer(model, extra_args=flags) as server:
+    with host.attached(store.url, **config) as server:
         computed = ask(server, prompt)
         wait_until_written(server, TOKENS // PAGE_SIZE)
 
@@ -52,7 +53,7 @@ def test_what_was_read_comes_from_the_disk(model: Path, store: StoreProcess, tmp
         assert read_metric(metrics, "sgl_kvfetch_store_down") == 1
         assert read_metric(metrics, "sgl_kvfetch_local_cache_failures_total") == 0
 
-    with SGLangServer(model, extra_args=flags) as server:  # the store is still gone
+    with host.attached(store.url, **config) as server:  # with a new data plane; the store is still gone
         answer = ask(server, prompt)
         assert from_storage(answer) >= 0.9 * TOKENS
         assert same_answer(answer, computed)

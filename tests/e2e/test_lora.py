@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,42 +32,49 @@ def unload(server: SGLangServer, name: str) -> None:
     server.request("POST", "/unload_lora_adapter", {"lora_name": name})
 
 
-@pytest.mark.parametrize("flags", [hicache_args, device_args], ids=["host", "device"])
-def test_adapters_with_equal_prompts_over_a_restart(
-    model: Path, store: StoreProcess, expected: Expected, tmp_path: Path, flags: Callable[..., list[str]]
-) -> None:
+def test_adapters_with_equal_prompts(model: Path, store: StoreProcess, expected: Expected, tmp_path: Path) -> None:
+    """Two servers, in modes of their own, find what the other one stored."""
     one, two = (make_adapter(tmp_path / name, model, seed) for seed, name in enumerate(("one", "two")))
-    extra = [*flags(store.url, codec="zstd"), *LORA]
-    with SGLangServer(model, extra_args=[*extra, "--lora-paths", f"one={one}"]) as server:
-        answers = {"one": ask(server, "one")}
-        load(server, "two", two)
-        answers |= {"two": ask(server, "two"), "none": ask(server, None)}
+    elsewhere, adapters = tmp_path / "elsewhere", [*LORA, "--lora-paths", f"one={one}"]
+    with SGLangServer(model, extra_args=[*hicache_args(store.url, codec="zstd"), *adapters]) as host:
+        answers = {"one": ask(host, "one")}
+        load(host, "two", two)
+        answers |= {"two": ask(host, "two"), "none": ask(host, None)}
         assert [answer.cached_tokens for answer in answers.values()] == [0, 0, 0]
         assert same_answer(answers["none"], expected[0])
-        wait_until_written(server, 3 * PAGES)
+        wait_until_written(host, 3 * PAGES)
 
-    elsewhere = shutil.copytree(one, tmp_path / "elsewhere")
-    make_adapter(one, model, seed=2)  # trained again in the same place
-    with SGLangServer(model, extra_args=[*extra, "--lora-paths", f"one={one}"]) as server:
-        retrained = ask(server, "one")
-        assert retrained.cached_tokens == 0
-        assert retrained.output_ids not in [answer.output_ids for answer in answers.values()]
-        wait_until_written(server, PAGES)
-        load(server, "moved", elsewhere)
-        load(server, "two", two)
-        for name, adapter in (("one", "moved"), ("two", "two"), ("none", None)):
-            answer = ask(server, adapter)
-            assert from_storage(answer) >= 0.9 * len(PROMPT), name
-            assert same_answer(answer, answers[name]), name
+        shutil.copytree(one, elsewhere)
+        make_adapter(one, model, seed=2)  # trained again in the same place
+        with SGLangServer(model, extra_args=[*device_args(store.url, codec="zstd"), *adapters]) as device:
+            retrained = ask(device, "one")
+            assert retrained.cached_tokens == 0
+            assert retrained.output_ids not in [answer.output_ids for answer in answers.values()]
+            wait_until_written(device, PAGES)
+            load(device, "moved", elsewhere)
+            load(device, "two", two)
+            for name, adapter in (("one", "moved"), ("two", "two"), ("none", None)):
+                answer = ask(device, adapter)
+                assert from_storage(answer) >= 0.9 * len(PROMPT), name
+                assert same_answer(answer, answers[name]), name
+            load_another_time(device, one, retrained)
+            make_adapter(one, model, seed=3)
+            load_another_time(device, one, None)
 
-        # Loaded again after an unload, with the same and with other content.
-        server.flush()
-        unload(server, "one")
-        load(server, "one", one)
-        answer = ask(server, "one")
+        make_adapter(one, model, seed=2)
+        load_another_time(host, one, retrained)
+        make_adapter(one, model, seed=4)
+        load_another_time(host, one, None)
+
+
+def load_another_time(server: SGLangServer, one: Path, stored: Generation | None) -> None:
+    """After an unload, with content for which there is an answer in the store, or is none."""
+    server.flush()
+    unload(server, "one")
+    load(server, "one", one)
+    answer = ask(server, "one")
+    if stored is None:
+        assert answer.cached_tokens == 0
+    else:
         assert from_storage(answer) >= 0.9 * len(PROMPT)
-        assert same_answer(answer, retrained)
-        unload(server, "one")
-        make_adapter(one, model, seed=3)
-        load(server, "one", one)
-        assert ask(server, "one").cached_tokens == 0
+        assert same_answer(answer, stored)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from harness.engine import Generation, SGLangServer, device_args, hicache_args
+from harness.engine import Generation, SGLangServer, device_args, host_tier_args
 from harness.metrics import read_metric, wait_until_written
 from harness.models import make_tiny_deepseek
 from harness.store_process import StoreProcess
@@ -16,6 +17,7 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import load_profile
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
 from tests.e2e.continuation import continue_from_quantised
+from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -28,16 +30,28 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_deepseek(tmp_path_factory.mktemp("deepseek"))
 
 
-def test_what_one_rank_stores_two_ranks_restore_and_the_other_way_round(deepseek: Path, store: StoreProcess) -> None:
+@pytest.fixture(scope="module")
+def one_rank(deepseek: Path) -> Iterator[Shared]:
+    """A server for host mode."""
+    shared = Shared(deepseek, host_tier_args(), "wait_complete")
+    yield shared
+    shared.close()
+
+
+def test_what_one_rank_stores_two_ranks_restore_and_the_other_way_round(
+    deepseek: Path, one_rank: Shared, store: StoreProcess
+) -> None:
     """Across modes, too."""
-    with SGLangServer(deepseek, extra_args=hicache_args(store.url)) as server:
+    with one_rank.attached(store.url) as server:
         computed = [_compute(server, 0)]
     flags = device_args(store.url)
     with SGLangServer(deepseek, extra_args=[*flags, "--tp-size", "2"], env=TWO_RANKS) as server:
         assert _is_restored(server, 0, computed[0])
         computed.append(_compute(server, 1))
         assert read_metric(server.metrics(), "sgl_kvfetch_written_pages_total", result="stored") == PAGES
-    with SGLangServer(deepseek, extra_args=flags) as server:
+        server.flush()
+        assert _is_restored(server, 1, computed[1])
+    with one_rank.attached(store.url) as server:
         assert _is_restored(server, 0, computed[0])
         assert _is_restored(server, 1, computed[1])
 
@@ -55,7 +69,7 @@ def _is_restored(server: SGLangServer, seed: int, computed: Generation) -> bool:
 
 
 def test_sglang_goes_on_from_latent_vectors_that_klt_restores(
-    deepseek: Path, store: StoreProcess, tmp_path: Path
+    deepseek: Path, one_rank: Shared, store: StoreProcess, tmp_path: Path
 ) -> None:
     """As transformers does from the same vectors, quantised in memory."""
     (tmp_path / "text").write_text(" ".join(f"w{token}" for seed in range(100, 106) for token in make_prompt(seed)))
@@ -66,8 +80,7 @@ def test_sglang_goes_on_from_latent_vectors_that_klt_restores(
     profile = load_profile(tmp_path / "profile")
     assert profile.rope is not None
     target_kl = profile.curve[len(profile.curve) // 2].kl
-    flags = hicache_args(store.url, profile=str(tmp_path / "profile"), target_kl=target_kl)
-    with SGLangServer(deepseek, extra_args=flags) as server:
+    with one_rank.attached(store.url, profile=str(tmp_path / "profile"), target_kl=target_kl) as server:
         computed = _compute(server, 0)
         server.flush()
         answer = ask(server, make_prompt(0))

@@ -16,21 +16,21 @@ from harness.metrics import read_metric
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
 from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
-from tests.e2e.faults import DEADLINE_S, SLACK_S, Proxy, counted, fill, is_data
+from tests.e2e.faults import DEADLINE_S, SLACK_S, Proxy, counted, is_data
+from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 LINK_S = 6.0  # about what the link takes for a prompt; SGLang's own budget for it is 1.16 s
 ONE_BY_ONE: dict[str, Any] = {"mode": "read_only", "max_connections": 1}  # each answer is as slow as the link
 STORED = 0.9 * 640
+POLICY = "timeout"  # SGLang's default, as the first test shows
 
 
 @pytest.fixture(scope="module")
-def slow(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, float]]:
+def slow(filled: Path) -> Iterator[tuple[Proxy, float]]:
     """A link to a store that has the first prompts, and how many bytes a second it is to carry."""
-    with StoreProcess(tmp_path_factory.mktemp("filled") / "store") as store:
-        with SGLangServer(model, extra_args=hicache_args(store.url, codec="zstd")) as writer:
-            fill(writer)
+    with StoreProcess(filled) as store:
         largest = max(path.stat().st_size for path in store.directory.rglob("*.kvd"))
         proxy = Proxy(store)
         yield proxy, largest / LINK_S
@@ -57,13 +57,13 @@ def test_a_prefix_that_takes_longer_than_sglangs_budget_is_a_hit(model: Path, li
 
 
 def test_a_prefix_that_is_computed_sooner_is_not_waited_for(
-    model: Path, slow: tuple[Proxy, float], expected: Expected
+    host: Shared, slow: tuple[Proxy, float], expected: Expected
 ) -> None:
     """The first one measures the link, for as long as a first fetch may take."""
     link, bytes_per_s = slow
     link.set(Fault("slow", bytes_per_s=bytes_per_s / 20, only=is_data))
-    flags = hicache_args(link.url, prefetch_policy=None, fetch_timeout_s=WAIT_S, recompute="auto", **ONE_BY_ONE)
-    with SGLangServer(model, extra_args=flags) as reader:
+    config: dict[str, Any] = {"fetch_timeout_s": WAIT_S, "recompute": "auto", **ONE_BY_ONE}
+    with host.attached(link.url, policy=POLICY, **config) as reader:
         for seed in range(3):
             answer = ask(reader, make_prompt(seed))
             assert from_storage(answer) < STORED
@@ -76,11 +76,10 @@ def test_a_prefix_that_is_computed_sooner_is_not_waited_for(
         assert counted("sgl_kvfetch_recomputed_tokens_total") >= num_computed * STORED
 
 
-def test_a_budget_of_the_users_own_is_kept(model: Path, link: Proxy, expected: Expected) -> None:
+def test_a_budget_of_the_users_own_is_kept(host: Shared, link: Proxy, expected: Expected) -> None:
     """Much the same as SGLang's default, which would lose the prefix."""
     own: dict[str, Any] = {"prefetch_timeout_base": 1.0, "prefetch_timeout_per_ki_token": 0.2}
-    flags = hicache_args(link.url, prefetch_policy=None, fetch_timeout_s=WAIT_S, **ONE_BY_ONE, **own)
-    with SGLangServer(model, extra_args=flags) as reader:
+    with host.attached(link.url, policy=POLICY, fetch_timeout_s=WAIT_S, **ONE_BY_ONE, **own) as reader:
         answer = ask(reader, make_prompt(0))
         assert from_storage(answer) < STORED
         assert same_answer(answer, expected[0])
@@ -88,11 +87,10 @@ def test_a_budget_of_the_users_own_is_kept(model: Path, link: Proxy, expected: E
         assert "and 1 s + 0.2 s per 1,024 tokens (prefetch_timeout_*)" in reader.log()
 
 
-def test_a_store_that_hangs_costs_no_more_than_the_timeout(model: Path, link: Proxy, expected: Expected) -> None:
+def test_a_store_that_hangs_costs_no_more_than_the_timeout(host: Shared, link: Proxy, expected: Expected) -> None:
     """tests/e2e/test_faults.py has the same with the policy `wait_complete`."""
     link.set(Fault("hang", only=is_data))
-    flags = hicache_args(link.url, prefetch_policy=None, mode="read_only", fetch_timeout_s=DEADLINE_S)
-    with SGLangServer(model, extra_args=flags) as reader:
+    with host.attached(link.url, policy=POLICY, mode="read_only", fetch_timeout_s=DEADLINE_S) as reader:
         ask(reader, make_prompt(100))  # warm
         started_s = time.monotonic()
         answer = ask(reader, make_prompt(1))

@@ -16,12 +16,15 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 TWO_STAGES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
-def test_what_two_stages_store_they_restore(tiny_llama: Path, store: StoreProcess) -> None:
+def test_what_two_stages_store_they_restore(model: Path, store: StoreProcess) -> None:
     flags = [*hicache_args(store.url), "--pp-size", "2"]
-    with SGLangServer(tiny_llama, extra_args=flags, env=TWO_STAGES) as server:
+    with SGLangServer(model, extra_args=flags, env=TWO_STAGES) as server:
         computed = ask(server, make_prompt(0))
         wait_until_written(server, 2 * 640 // PAGE_SIZE)
-    with SGLangServer(tiny_llama, extra_args=flags, env=TWO_STAGES) as server:
+        server.flush()
+        ask(server, make_prompt(1))  # in the same slots, of which nothing is left
+        wait_until_written(server, 2 * 2 * 640 // PAGE_SIZE)
+        server.flush()
         restored = ask(server, make_prompt(0))
     assert from_storage(restored) >= 0.9 * 640
     assert same_answer(restored, computed)

@@ -12,6 +12,7 @@ from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.continuation import continue_from_quantised
+from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -51,13 +52,12 @@ def test_exact(model: Path, store: StoreProcess, expected: Expected) -> None:
 
 
 @pytest.mark.parametrize("name", ["uint8", "cachegen"])
-def test_quantised(model: Path, store: StoreProcess, name: PlainQuantiserName) -> None:
+def test_quantised(model: Path, host: Shared, store: StoreProcess, name: PlainQuantiserName) -> None:
     """SGLang goes on from the restored pages as transformers does from the same KV, quantised and dequantised in
     memory. Both compute in float32: the tolerance is far above what the two implementations' sums differ by, and far
     below what quantising does, as the comparison with the computed answer shows."""
-    flags = hicache_args(store.url, quantiser=name, codec="hevc420")
     prompt = make_prompt(0)
-    with SGLangServer(model, extra_args=flags) as server:
+    with host.attached(store.url, quantiser=name, codec="hevc420") as server:
         computed = ask(server, prompt)
         wait_until_written(server, PAGES)
         server.flush()
@@ -70,16 +70,3 @@ def test_quantised(model: Path, store: StoreProcess, name: PlainQuantiserName) -
     assert answer.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-3)
     # And that is close to what it would be without a cache.
     assert answer.logprobs[0] == pytest.approx(computed.logprobs[0], abs={"uint8": 0.5, "cachegen": 3.0}[name])
-
-
-def test_two_ranks(model: Path, store: StoreProcess) -> None:
-    flags = [*hicache_args(store.url, codec="hevc"), "--tp-size", "2"]
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with SGLangServer(model, extra_args=flags, env=env) as server:
-        computed = ask(server, make_prompt(0))
-        assert from_storage(computed) == 0
-        wait_until_written(server, 2 * PAGES)
-        server.flush()
-        answer = ask(server, make_prompt(0))
-        assert from_storage(answer) >= 0.9 * 640
-        assert same_answer(answer, computed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import obstore
 import pytest
@@ -20,6 +21,7 @@ from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server, open_bucket, running_s3_server, s3_config
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.faults import PAGES, Proxy, counted, fetch_again, is_data
+from tests.e2e.shared import Shared
 
 pytestmark = [
     pytest.mark.sglang,
@@ -51,15 +53,17 @@ def link(bucket: CephProcess | S3Server) -> Iterator[Proxy]:
     proxy.close()
 
 
-def flags(endpoint: str, index: RedisProcess) -> list[str]:
-    config = s3_config(endpoint)
-    return hicache_args(f"s3://{BUCKET}/kv", s3=config, index={"url": index.url}, lookup_timeout_s=60, codec="zstd")
+STORE = f"s3://{BUCKET}/kv"
+
+
+def config_of(endpoint: str, index: RedisProcess) -> dict[str, Any]:
+    return {"s3": s3_config(endpoint), "index": {"url": index.url}, "lookup_timeout_s": 60, "codec": "zstd"}
 
 
 @pytest.fixture(scope="module")
-def written(model: Path, bucket: CephProcess | S3Server, index: RedisProcess, expected: Expected) -> None:
-    """One server, which is gone by now, has stored the first prompts."""
-    with SGLangServer(model, extra_args=flags(bucket.config["endpoint"], index)) as writer:
+def written(host: Shared, bucket: CephProcess | S3Server, index: RedisProcess, expected: Expected) -> None:
+    """A server in host mode has stored the first prompts."""
+    with host.attached(STORE, **config_of(bucket.config["endpoint"], index)) as writer:
         for seed in range(NUM_STORED):
             answer = ask(writer, make_prompt(seed))
             assert from_storage(answer) == 0
@@ -71,8 +75,8 @@ def written(model: Path, bucket: CephProcess | S3Server, index: RedisProcess, ex
 
 @pytest.fixture(scope="module")
 def reader(model: Path, link: Proxy, index: RedisProcess, written: None) -> Iterator[SGLangServer]:
-    """Another server. The tests share it, since a start takes longer than all that they do."""
-    with SGLangServer(model, extra_args=flags(link.url, index)) as server:
+    """Another server."""
+    with SGLangServer(model, extra_args=hicache_args(STORE, **config_of(link.url, index))) as server:
         yield server
 
 
@@ -151,12 +155,12 @@ def test_redis_is_killed(reader: SGLangServer, index: RedisProcess, expected: Ex
 
 
 def test_all_but_the_bucket_is_restarted(
-    model: Path, reader: SGLangServer, link: Proxy, index: RedisProcess, expected: Expected
+    host: Shared, reader: SGLangServer, link: Proxy, index: RedisProcess, expected: Expected
 ) -> None:
     reader.kill()
     index.kill()
     index.start()  # empty
-    with SGLangServer(model, extra_args=flags(link.url, index)) as server:
+    with host.attached(STORE, **config_of(link.url, index)) as server:
         answer = ask(server, make_prompt(6))
         assert from_storage(answer) >= BY_NAME
         assert same_answer(answer, expected[6])

@@ -25,14 +25,13 @@ def mellum(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_windows_are_stored_and_restored_with_their_prefixes(mellum: Path, store: StoreProcess) -> None:
-    flags = hicache_args(store.url)
-    with SGLangServer(mellum, extra_args=flags) as server:
+    with SGLangServer(mellum, extra_args=hicache_args(store.url)) as server:
         computed = [ask(server, make_prompt(seed)) for seed in range(2)]
         assert not any(map(from_storage, computed))
         wait_until_written(server, 2 * TOKENS // PAGE_SIZE)
         stored = read_metric(server.metrics(), "sgl_kvfetch_side_pages_total", pool="swa", result="stored")
         assert stored >= 2 * WINDOW / PAGE_SIZE
-    with SGLangServer(mellum, extra_args=flags) as server:
+        server.flush()
         restored = ask(server, make_prompt(0))
         assert from_storage(restored) >= 0.9 * TOKENS
         assert same_answer(restored, computed[0])

@@ -30,14 +30,14 @@ def test_a_conversation_goes_on_from_stored_states_after_a_restart(
     start = make_prompt(0, 256)
     longer = start + make_prompt(1, 64)
     # Else SGLang fills a third of the memory with slots for states, and has no room for the host's.
-    flags = ["--page-size", str(page_size), "--max-mamba-cache-size", "64"]
+    flags = ["--page-size", str(page_size), "--max-mamba-cache-size", "64", *hicache_args(store.url)]
     env = env | FLOAT32_STATES
     with SGLangServer(model, extra_args=flags, env=env) as server:
-        expected = ask(server, longer)
-    flags += hicache_args(store.url)
-    with SGLangServer(model, extra_args=flags, env=env) as server:
         assert from_storage(ask(server, start)) == 0
-        wait_until_written(server, len(start) // page_size)
+        # Under another salt, nothing of it is found.
+        expected = server.generate(input_ids=longer, max_new_tokens=12, logprobs=True, cache_salt="other")
+        assert expected.cached_tokens == 0
+        wait_until_written(server, (len(start) + len(longer)) // page_size)
     with SGLangServer(model, extra_args=flags, env=env) as server:
         answer = ask(server, longer)
     assert from_storage(answer) == len(start)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from harness.engine import Generation, SGLangServer, device_args, hicache_args
+from harness.engine import Generation, SGLangServer
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
 from tests.e2e.conftest import PAGE_SIZE, Expected, from_storage, make_prompt, same_answer
+from tests.e2e.shared import Shared
 from tests.tools.conftest import kvfetch
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -24,16 +24,21 @@ def ask(server: SGLangServer, salt: str | None) -> Generation:
     return server.generate(input_ids=PROMPT, max_new_tokens=12, logprobs=True, cache_salt=salt)
 
 
-@pytest.mark.parametrize("flags", [hicache_args, device_args], ids=["host", "device"])
-def test_salts(model: Path, store: StoreProcess, expected: Expected, flags: Callable[..., list[str]]) -> None:
+@pytest.mark.parametrize(("writer", "reader"), [("host", "device"), ("device", "host")])
+def test_salts(
+    writer: str, reader: str, store: StoreProcess, expected: Expected, request: pytest.FixtureRequest
+) -> None:
+    """What one server stored, the other one finds: they are processes of their own, in modes of their own."""
     salts = ("one", "two", None)
-    with SGLangServer(model, extra_args=flags(store.url, codec="zstd")) as server:
+    shared: Shared = request.getfixturevalue(writer)
+    with shared.attached(store.url, codec="zstd") as server:
         for num_before, salt in enumerate(salts):
             answer = ask(server, salt)  # after the same prompt of others, whose pages are in all tiers
             assert answer.cached_tokens == 0, salt
             assert same_answer(answer, expected[0])
             wait_until_written(server, (num_before + 1) * PAGES)
-    with SGLangServer(model, extra_args=flags(store.url, codec="zstd")) as another:
+    other: Shared = request.getfixturevalue(reader)
+    with other.attached(store.url, codec="zstd") as another:
         assert from_storage(ask(another, "three")) == 0
         for salt in salts:
             answer = ask(another, salt)
@@ -41,12 +46,12 @@ def test_salts(model: Path, store: StoreProcess, expected: Expected, flags: Call
             assert same_answer(answer, expected[0])
 
 
-def test_warm_and_pin(model: Path, store: StoreProcess, tmp_path: Path) -> None:
+def test_warm_and_pin(model: Path, host: Shared, store: StoreProcess, tmp_path: Path) -> None:
     text = " ".join(f"w{token}" for token in PROMPT)
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": text}) + "\n" + json.dumps({"prompt": make_prompt(1)}) + "\n")
     options = ("--file", str(file), "--cache-salt", "one", "--json")
-    with SGLangServer(model, extra_args=hicache_args(store.url, codec="zstd")) as server:
+    with host.attached(store.url, codec="zstd") as server:
         result = kvfetch("warm", store.url, "--server", server.url, *options)
         assert result.exit_code == 0, result.output
         warmed = json.loads(result.output)

@@ -120,7 +120,16 @@ def test_written_pages_are_fetched_unchanged(plane: DataPlane, num_rounds: int) 
     assert look_up(plane, hashes).num_pages == 0
 
 
-def test_pages_are_copied_on_one_thread(plane: DataPlane) -> None:
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """For computations, as in an engine's process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_pages_are_copied_on_one_thread(two_threads: None, plane: DataPlane) -> None:
     """With more OpenMP threads than cores in the engine's process, its model computes more slowly on a CPU."""
     threads: list[int] = []
 
@@ -131,12 +140,11 @@ def test_pages_are_copied_on_one_thread(plane: DataPlane) -> None:
 
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes)
-    before = torch.get_num_threads()
     destination = Destination(range(NUM_PAGES), GuardedSink(WatchedPool(SMALL, NUM_PAGES, 0.0)))
     call = plane.fetch(hashes, [NUM_PAGES], time.monotonic() + WAIT_S, destination=destination)
     assert call.over[0].result(WAIT_S) == NUM_PAGES
     assert set(threads) == {1}
-    assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == 2
 
 
 def test_pages_that_cannot_be_copied_do_not_count(plane: DataPlane) -> None:

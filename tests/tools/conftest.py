@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -104,10 +105,15 @@ def kvfetch_json(*args: str, exit_code: int = 0) -> Any:
     result = kvfetch(*args, "--json")
     assert result.exit_code == exit_code, result.output
     found = json.loads(result.stdout)
-    told = set(re.findall(r"[a-z0-9_]+", kvfetch(args[0], "--help").stdout))
+    told = set(re.findall(r"[a-z0-9_]+", _help(args[0])))
     for each in found if isinstance(found, list) else [found]:
         assert each.keys() <= told
     return found
+
+
+@functools.cache
+def _help(command: str) -> str:
+    return kvfetch(command, "--help").stdout
 
 
 @contextmanager

@@ -49,8 +49,8 @@ def assert_as_native(every: Sequence[torch.Tensor], rooms: Sequence[int]) -> Non
 
 def test_the_native_encoders_bytes_at_any_number_of_tokens() -> None:
     """Chunks of different shapes in one launch, with escaped integers."""
-    every = [coefficients(6, tokens) for tokens in (1, 2, 5, 31, 32, 33, 63, 64, 95, 200)]
-    every += [coefficients(3, 33), coefficients(33, 40)]
+    every = [coefficients(3, tokens) for tokens in (1, 2, 5, 31, 32, 33, 63, 64, 95, 200)]
+    every += [coefficients(6, 33), coefficients(33, 9)]
     assert sum(int((x == 0).sum()) for x in every)  # in narrow rows no distribution has 0
     assert_as_native(every, [most_bytes(x) for x in every])
 
@@ -70,9 +70,9 @@ def test_integers_that_no_model_expects() -> None:
     assert_as_native(every, [most_bytes(x) for x in every])
 
 
-@pytest.mark.parametrize("tokens", [7, 40])
-def test_rows_at_the_edges_of_classes(tokens: int) -> None:
+def test_rows_at_the_edges_of_classes() -> None:
     """Each class's least sum of magnitudes, and one less."""
+    tokens = 33  # one more than a warp has lanes
     totals = sorted({total - below for total in least_sums(tokens) for below in (0, 1) if total <= 128 * tokens})
     assert len(totals) > 60
     magnitudes = np.array([[total // tokens + (i < total % tokens) for i in range(tokens)] for total in totals])

@@ -293,7 +293,7 @@ def test_shapes(case: Case, run: Restore) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [2, 16, 52, 78])
 def test_partial_rotation(rotary_dim: int, interleaved: bool, run: Restore) -> None:
-    run_case(run, Case(20, 2, 3, 80, rotary_dim=rotary_dim, interleaved=interleaved))
+    run_case(run, Case(20, 1, 2, 80, coefficients=40, rotary_dim=rotary_dim, interleaved=interleaved))
 
 
 @both

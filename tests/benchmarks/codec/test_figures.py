@@ -114,6 +114,7 @@ def test_lengths(run: Run, tiny_llama: Path, text: Path) -> None:
     assert kivi["bits_per_value"]["mean"] < exact["bits_per_value"]["mean"]
 
 
+@pytest.mark.slow
 def test_spans(run: Run, text: Path, tmp_path: Path) -> None:
     model = make_tiny_llama(tmp_path / "tiny", num_layers=4, hidden_size=64, head_dim=32, vocab_size=256)
     args = ["--model", model, "--text", text, "--windows", 1, "--calibrate-windows", 10]

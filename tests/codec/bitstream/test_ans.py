@@ -80,6 +80,7 @@ def test_its_size_is_near_the_entropy() -> None:
     assert len(VECTORS.encode(frames)) * 8 / values.size < 1.03 * entropy
 
 
+@pytest.mark.slow
 @CODECS
 def test_50000_mutated_bitstreams_decode_to_the_shape_or_are_corrupt(codec: AnsCodec) -> None:
     """A flipped byte may decode to other integers: that is what the checksums are for. It must not do anything else."""
@@ -168,6 +169,7 @@ def test_rows_that_differ_have_their_own_tables() -> None:
     assert len(TABLES.encode(frames)) * 8 < 1.2 * float((counts * -np.log2(p)).sum())
 
 
+@pytest.mark.slow
 def test_20000_mutated_tables_decode_to_the_shape_or_are_corrupt() -> None:
     random = np.random.default_rng(4)
     sources = [(frames := channels(n, 10), TABLES.encode(frames)) for n in (3, 40, 128)]

@@ -21,30 +21,34 @@ def pictures(num_frames: int, height: int, width: int, kind: str = "mixed") -> t
 
 
 @EVERY_CODEC
-@pytest.mark.parametrize(
-    ("num_frames", "height", "width"), [(1, 144, 144), (2, 144, 152), (9, 240, 384), (3, 480, 856)]
-)
+@pytest.mark.parametrize(("num_frames", "height", "width"), [(1, 144, 144), (9, 144, 152), (1, 480, 856)])
 def test_every_value_comes_back(name: str, num_frames: int, height: int, width: int) -> None:
-    frames = pictures(num_frames, height, width)
+    size = smaller(name, height), smaller(name, width)
+    frames = pictures(num_frames, *size)
     codec = get_codec(name)
-    assert torch.equal(codec.decode(codec.encode(frames), (num_frames, height, width)), frames)
+    assert torch.equal(codec.decode(codec.encode(frames), (num_frames, *size)), frames)
+
+
+def smaller(name: str, side: int) -> int:
+    """`ans-tables` has tables for each pixel: it is meant for a few hundred of them."""
+    return side // 8 if name == "ans-tables" else side
 
 
 @EVERY_CODEC
 def test_extreme_values_come_back(name: str) -> None:
-    codec = get_codec(name)
-    for frames in (pictures(2, 144, 144, "noise"), torch.zeros((2, 3, 144, 144), dtype=torch.uint8)):
-        assert torch.equal(codec.decode(codec.encode(frames), (2, 144, 144)), frames)
-        assert torch.equal(codec.decode(codec.encode(255 - frames), (2, 144, 144)), 255 - frames)
+    codec, side = get_codec(name), smaller(name, 144)
+    for frames in (pictures(1, side, side, "noise"), torch.zeros((2, 3, side, side), dtype=torch.uint8)):
+        for values in (frames, 255 - frames):
+            assert torch.equal(codec.decode(codec.encode(values), (len(frames), side, side)), values)
 
 
 @EVERY_CODEC
 def test_many_threads_at_once(name: str) -> None:
-    codec = get_codec(name)
-    inputs = [pictures(n, 144, 144) for n in range(1, 9)]
+    codec, side = get_codec(name), smaller(name, 144)
+    inputs = [pictures(n, side, side) for n in (1, 2, 3, 1, 2, 3, 1, 2)]
 
     def there_and_back(frames: torch.Tensor) -> bool:
-        return torch.equal(codec.decode(codec.encode(frames), (len(frames), 144, 144)), frames)
+        return torch.equal(codec.decode(codec.encode(frames), (len(frames), side, side)), frames)
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(there_and_back, inputs))
@@ -52,32 +56,32 @@ def test_many_threads_at_once(name: str) -> None:
 
 @EVERY_CODEC
 def test_a_bitstream_of_another_shape_is_corrupt(name: str) -> None:
-    codec = get_codec(name)
-    bitstream = codec.encode(pictures(2, 144, 144))
-    for num_frames, height, width in ((1, 144, 144), (3, 144, 144), (2, 152, 144), (2, 144, 160)):
+    codec, side = get_codec(name), smaller(name, 144)
+    bitstream = codec.encode(pictures(2, side, side))
+    for shape in ((1, side, side), (3, side, side), (2, side + 8, side), (2, side, side + 16)):
         with pytest.raises(CorruptError):
-            codec.decode(bitstream, (num_frames, height, width))
+            codec.decode(bitstream, shape)
 
 
 @EVERY_CODEC
 def test_cut_and_foreign_bitstreams_are_corrupt(name: str) -> None:
-    codec = get_codec(name)
-    bitstream = codec.encode(pictures(2, 144, 144))
+    codec, side = get_codec(name), smaller(name, 144)
+    bitstream = codec.encode(pictures(2, side, side))
     for bad in (b"", b"\0", bitstream[:-9], bitstream[: len(bitstream) // 2], b"\xff" * 100, bitstream[8:]):
         with pytest.raises(CorruptError):
-            codec.decode(bad, (2, 144, 144))
+            codec.decode(bad, (2, side, side))
 
 
 @EVERY_CODEC
 def test_flipped_bytes_decode_to_the_shape_or_are_corrupt(name: str) -> None:
     """A codec may miss a flipped byte: that is what the checksums are for. It must not do anything else."""
-    codec = get_codec(name)
-    bitstream = codec.encode(pictures(2, 144, 144))
+    codec, side = get_codec(name), smaller(name, 144)
+    bitstream = codec.encode(pictures(2, side, side))
     for position in range(0, len(bitstream), max(1, len(bitstream) // 50)):
         bad = bytearray(bitstream)
         bad[position] ^= 0x55
         with contextlib.suppress(CorruptError):
-            assert codec.decode(bytes(bad), (2, 144, 144)).shape == (2, 3, 144, 144)
+            assert codec.decode(bytes(bad), (2, side, side)).shape == (2, 3, side, side)
 
 
 def test_a_decompression_bomb_is_corrupt() -> None:

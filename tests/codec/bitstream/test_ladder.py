@@ -110,6 +110,7 @@ def test_the_largest_coefficients_come_back(num_levels: int) -> None:
     assert np.abs(values_of(coarse, wide) - values_of(integers, wide)).max() <= 3 ** (num_levels - 1) // 2
 
 
+@pytest.mark.slow
 @PORTABLE
 def test_20000_mutated_levels_decode_to_the_shape_or_are_corrupt(is_portable: bool) -> None:
     random = np.random.default_rng(3)

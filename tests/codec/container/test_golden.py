@@ -138,6 +138,7 @@ def test_the_document_suffices_to_decrypt() -> None:
     assert read_values(raw, data) == CASES["exact-hevc"].path("values").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_levels", range(1, NUM_LEVELS + 1))
 def test_golden_levels_read_alike(num_levels: int) -> None:
     """By the document's reader, too; all levels give the values of the case that has none."""

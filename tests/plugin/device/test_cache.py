@@ -244,6 +244,7 @@ def test_prefixes_of_other_adapters_are_not_used(rig: Rig) -> None:
     assert rig.cache.pop_prefetch_loaded_span(handle) == (0, None)
 
 
+@pytest.mark.slow
 def test_aborts_at_random_moments(make: MakeRig) -> None:
     rig = make(num_slots=512, device={"pool_share": 0.5})
     rng = random.Random(0)

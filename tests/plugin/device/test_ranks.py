@@ -16,11 +16,12 @@ from tests.plugin.device.rig import Ranks, Rig, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-STEPS = 2000
+STEPS = 1000
 MIN_HITS = 10  # requests admitted with a prefix: how many, in so many steps, is the machine's business
 HANG_S = 120.0
 
 
+@pytest.mark.slow
 def test_random_delays_and_failures_on_one_of_two_ranks(make: MakeRig) -> None:
     ranks = Ranks(2)
     rigs = [make(num_slots=512, rank=rank, agree=ranks.agree(rank), device={"pool_share": 0.4}) for rank in range(2)]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.engine import Generation, ServerError, SGLangServer, hicache_args
-from harness.models import make_tiny_llama
-from harness.waiting import WAIT_S, wait_until
+from harness.waiting import wait_until
+from tests.e2e.shared import ATTACH, Shared, attach, once_idle
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-ATTACH = "/hicache/storage-backend"
 PROMPT = random.Random(1).choices(range(3, 2048), k=640)
 CACHED_TOKENS = 624  # whole pages of the prompt less its last token, which is always computed
 
@@ -23,25 +23,12 @@ def _stored(generation: Generation) -> int:
     return int(generation.cached_tokens_details.get("storage", 0))
 
 
-def _attach(server: SGLangServer, config: dict[str, object]) -> str:
-    config = {"lookup_timeout_s": WAIT_S, **config}
-    body = {
-        "hicache_storage_backend": "kvfetch",
-        "hicache_storage_backend_extra_config_json": json.dumps(config),
-        "hicache_storage_prefetch_policy": "wait_complete",
-    }
-    answers: list[str] = []
+def _attach(server: SGLangServer, store: str, **config: Any) -> str:
+    return once_idle(partial(attach, server, store, policy="wait_complete", **config))
 
-    def is_answered() -> bool:
-        try:
-            answers.append(server.request("PUT", ATTACH, body))
-        except ServerError as e:
-            if "idle" not in str(e):
-                raise
-        return bool(answers)  # SGLang may be busy for a moment after a flush
 
-    wait_until(is_answered, poll_s=0.2)
-    return answers[0]
+def _detach(server: SGLangServer) -> str:
+    return once_idle(partial(server.request, "DELETE", ATTACH))
 
 
 def _hit_after_flush(server: SGLangServer) -> Generation:
@@ -57,28 +44,27 @@ def _hit_after_flush(server: SGLangServer) -> Generation:
     return last[-1]
 
 
-def test_attached_at_run_time_and_read_by_another_server(tiny_llama: Path, tmp_path: Path) -> None:
+def test_attached_at_run_time_and_read_by_another_server(model: Path, host: Shared, tmp_path: Path) -> None:
     store = f"file://{tmp_path / 'store'}"
-    host_tier_only = hicache_args(store)[: hicache_args(store).index("--hicache-storage-backend")]
-    log_path = tmp_path / "first.log"
-    with SGLangServer(tiny_llama, extra_args=host_tier_only, admin_api_key="admin", log_path=log_path) as server:
+    with host.detached() as server:
         with pytest.raises(ServerError, match=r"status 400[\s\S]*codek"):
-            _attach(server, {"store": store, "codek": "hevc"})
+            _attach(server, store, codek="hevc")
         computed = server.generate(input_ids=PROMPT)
         assert computed.cached_tokens == 0
         server.flush()
-        assert "attached" in _attach(server, {"store": store, "prefetch_threshold": 16})
+        assert "attached" in _attach(server, store)
         assert server.generate(input_ids=PROMPT).output_ids == computed.output_ids
         assert _hit_after_flush(server).output_ids == computed.output_ids
-        assert "detached" in server.request("DELETE", ATTACH)
+        assert "detached" in _detach(server)
         server.flush()
         assert server.generate(input_ids=PROMPT).cached_tokens == 0
         server.flush()
-        assert "attached" in _attach(server, {"store": store, "prefetch_threshold": 16})
+        assert "attached" in _attach(server, store)
         assert _stored(server.generate(input_ids=PROMPT)) == CACHED_TOKENS
+        _detach(server)
 
     args = hicache_args(store, layout="page_first", io_backend="kernel")
-    with SGLangServer(tiny_llama, extra_args=args, log_path=tmp_path / "second.log") as server:
+    with SGLangServer(model, extra_args=args, log_path=tmp_path / "second.log") as server:
         fetched = server.generate(input_ids=PROMPT, logprobs=True)
         assert _stored(fetched) == CACHED_TOKENS
         assert fetched.output_ids == computed.output_ids
@@ -86,26 +72,20 @@ def test_attached_at_run_time_and_read_by_another_server(tiny_llama: Path, tmp_p
         assert "sglang" in server.metrics()
 
 
-def test_an_fp8_cache_is_stored_as_fp8(tiny_llama: Path, tmp_path: Path) -> None:
+def test_an_fp8_cache_is_stored_as_fp8(model: Path, tmp_path: Path) -> None:
     args = [*hicache_args(f"file://{tmp_path / 'store'}", quantiser="exact"), "--kv-cache-dtype", "fp8_e4m3"]
     log_path = tmp_path / "server.log"
-    with SGLangServer(tiny_llama, extra_args=args, log_path=log_path) as server:
+    with SGLangServer(model, extra_args=args, log_path=log_path) as server:
         computed = server.generate(input_ids=PROMPT)
         assert _hit_after_flush(server).output_ids == computed.output_ids
     assert "kv_dtype='float8_e4m3fn'" in log_path.read_text()
 
 
-def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
-    server = SGLangServer("/no/such/model", extra_args=["--no-such-flag"], log_path=tmp_path / "server.log")
-    with pytest.raises(ServerError, match=r"exited with code 2:[\s\S]*--no-such-flag"), server:
-        pass
-
-
-def test_new_weights_are_never_served_pages_of_old_ones(tiny_llama: Path, tmp_path: Path) -> None:
-    other = str(make_tiny_llama(tmp_path / "other", seed=1))
+def test_new_weights_are_never_served_pages_of_old_ones(model: Path, other_model: Path, tmp_path: Path) -> None:
+    other = str(other_model)
     store = f"file://{tmp_path / 'store'}"
     log_path = tmp_path / "server.log"
-    with SGLangServer(tiny_llama, extra_args=hicache_args(store), admin_api_key="admin", log_path=log_path) as server:
+    with SGLangServer(model, extra_args=hicache_args(store), admin_api_key="admin", log_path=log_path) as server:
         old = server.generate(input_ids=PROMPT)
         _hit_after_flush(server)
         server.request("POST", "/update_weights_from_disk", {"model_path": other})
@@ -118,15 +98,15 @@ def test_new_weights_are_never_served_pages_of_old_ones(tiny_llama: Path, tmp_pa
         log = log_path.read_text()
         assert log.count("the model's weights change (UpdateWeightFromDiskReqInput)") == 1
 
-        assert "detached" in server.request("DELETE", ATTACH)
+        assert "detached" in _detach(server)
         with pytest.raises(ServerError, match=r"status 400[\s\S]*set model_id"):
-            _attach(server, {"store": store, "prefetch_threshold": 16})
+            _attach(server, store)
         # What the tree holds now may be of any weights.
         server.request("POST", "/update_weights_from_disk", {"model_path": other, "flush_cache": False})
         with pytest.raises(ServerError, match=r"status 400[\s\S]*flush it"):
-            _attach(server, {"store": store, "prefetch_threshold": 16, "model_id": "other"})
+            _attach(server, store, model_id="other")
         server.flush()
-        assert "attached" in _attach(server, {"store": store, "prefetch_threshold": 16, "model_id": "other"})
+        assert "attached" in _attach(server, store, model_id="other")
         server.flush()
         assert server.generate(input_ids=PROMPT).output_ids == new.output_ids
         assert _hit_after_flush(server).output_ids == new.output_ids

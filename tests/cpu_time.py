@@ -1,0 +1,65 @@
+"""Measures the CPU time of tests, and of the processes that they start. It shows it at the end of a run, by folder.
+
+Elapsed time says little on a busy machine. Each test's figure is in its report, and so in pytest's `--junit-xml`. Not
+counted are grandchildren that nobody waited for, but for those of the servers of `harness.engine`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from harness.children import children_cpu_s
+
+_PROPERTY = "cpu_s"
+
+
+def used_s() -> float:
+    """Return the CPU seconds of this process and of its children."""
+    return time.process_time() + children_cpu_s()
+
+
+class CpuTime:
+    """A plugin of pytest. With xdist, workers measure, and the process that they report to adds their figures."""
+
+    def __init__(self) -> None:
+        self._before_s = 0.0
+        self._of_folders: Counter[str] = Counter()
+        self._of_workers_s = 0.0
+
+    def pytest_collection_finish(self) -> None:
+        self._before_s = used_s()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[None]:
+        report: Any = yield
+        if call.when == "teardown":
+            now_s = used_s()
+            report.user_properties.append((_PROPERTY, round(now_s - self._before_s, 3)))
+            self._before_s = now_s
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        seconds = dict(report.user_properties).get(_PROPERTY, 0.0)
+        assert isinstance(seconds, float)
+        folders = report.nodeid.split("::")[0].split("/")[:-1]
+        self._of_folders["/".join(folders[:2])] += seconds
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if output := getattr(session.config, "workeroutput", None):
+            output[_PROPERTY] = used_s()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._of_workers_s += getattr(node, "workeroutput", {}).get(_PROPERTY, 0.0)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        all_s = self._of_workers_s + time.process_time() if self._of_workers_s else used_s()
+        parts = [f"{folder} {seconds:.0f} s" for folder, seconds in self._of_folders.most_common()]
+        rest_s = all_s - self._of_folders.total()
+        parts.append(f"imports and collecting {rest_s:.0f} s")
+        terminalreporter.write_line(f"CPU time: {all_s / 60:.1f} min ({', '.join(parts)})")

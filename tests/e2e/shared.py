@@ -1,0 +1,118 @@
+"""Servers that tests share, one after the other: a start takes longer than most of what tests ask of a server.
+
+A test attaches the store and the config that it needs, as an operator does at run time, and detaches them at its end.
+Starts with our flags on the command line have tests of their own: test_round_trip.py, test_device_mode.py and others.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from harness.engine import ServerError, SGLangServer, extra_config
+from harness.waiting import wait_until
+
+ATTACH = "/hicache/storage-backend"
+
+
+def attach(server: SGLangServer, store_url: str, *, policy: str | None = None, **config: Any) -> str:
+    """Attach a store, and return what SGLang says. Raises ServerError."""
+    body = {
+        "hicache_storage_backend": "kvfetch",
+        "hicache_storage_backend_extra_config_json": json.dumps(extra_config(store_url, **config)),
+        "hicache_storage_prefetch_policy": policy,
+    }
+    return server.request("PUT", ATTACH, body)
+
+
+def once_idle(call: Callable[[], str]) -> str:
+    """Attach or detach. SGLang refuses it while it is busy, as it may be for a moment after a request."""
+    answers: list[str] = []
+
+    def is_done() -> bool:
+        try:
+            answers.append(call())
+        except ServerError as e:
+            if "idle" not in str(e):
+                raise
+        return bool(answers)
+
+    wait_until(is_done, poll_s=0.1)
+    return answers[0]
+
+
+class SharedServer(SGLangServer):
+    """A server whose counters start at 0 whenever a test attaches a store."""
+
+    def __init__(self, model: Path, extra_args: Sequence[str]) -> None:
+        super().__init__(model, extra_args=extra_args, admin_api_key="admin")
+        self._before: dict[str, float] = {}
+
+    def metrics(self) -> str:
+        lines = super().metrics().splitlines(keepends=True)
+        return "".join(self._less_before(line) if _COUNTER.match(line) else line for line in lines)
+
+    def _less_before(self, line: str) -> str:
+        name, _, value = line.rpartition(" ")
+        return f"{name} {float(value) - self._before.get(name, 0.0)}\n"
+
+    @contextmanager
+    def attached(self, store_url: str, *, policy: str | None, **config: Any) -> Iterator[Self]:
+        self.flush()
+        once_idle(partial(attach, self, store_url, policy=policy, **config))
+        counters = filter(_COUNTER.match, super().metrics().splitlines())
+        self._before = {name: float(value) for name, _, value in (line.rpartition(" ") for line in counters)}
+        yield self
+        self.flush()
+        once_idle(partial(self.request, "DELETE", ATTACH))
+
+
+_COUNTER = re.compile(r"sgl_kvfetch_\w+_total\W")
+
+
+class Shared:
+    """One server, started when the first test needs it. After a failure the next test gets a new one."""
+
+    def __init__(self, model: Path, extra_args: Sequence[str], policy: str | None) -> None:
+        """``policy``: SGLang's prefetch policy, unless a test sets another one."""
+        self._model, self._extra_args, self._policy = model, extra_args, policy
+        self._server: SharedServer | None = None
+
+    @contextmanager
+    def attached(self, store_url: str, *, policy: str | None = None, **config: Any) -> Iterator[SharedServer]:
+        """The server with a store and a config until the block ends. Its caches are empty."""
+        try:
+            with self._running().attached(store_url, policy=policy or self._policy, **config) as server:
+                yield server
+        except BaseException:
+            self.close()
+            raise
+
+    @contextmanager
+    def detached(self) -> Iterator[SharedServer]:
+        """The server without a store. If the block attaches one, it must detach it."""
+        try:
+            self._running().flush()
+            yield self._running()
+        except BaseException:
+            self.close()
+            raise
+
+    def _running(self) -> SharedServer:
+        if self._server is None:
+            server = SharedServer(self._model, self._extra_args)
+            server.start()
+            if "--hicache-storage-backend" in self._extra_args:  # without it, there is no device mode
+                once_idle(partial(server.request, "DELETE", ATTACH))
+            self._server = server
+        return self._server
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+            self._server = None
