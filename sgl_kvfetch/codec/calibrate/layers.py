@@ -23,6 +23,12 @@ from sgl_kvfetch.errors import ConfigError, UnsupportedError
 
 _PROBE_TOKENS = 64
 _VOCABULARY_AT_ONCE = 8192  # rows of the output matrix that are in float32 at once
+# What tells transformers to restore weights that are quantised in the checkpoint.
+_PLAIN_WEIGHTS = {
+    "fp8": {"dequantize": True},
+    "mxfp4": {"dequantize": True},
+    "compressed-tensors": {"run_compressed": False},
+}
 _NOT_ATTENTION = re.compile(r"\.(mlp|experts|feed_forward|block_sparse_moe)\.")
 
 
@@ -62,7 +68,9 @@ class LayeredModel:
         try:
             self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path)
             self._model, files, self._load_config = _without_weights(path, device)
-        except (OSError, ValueError, KeyError, ImportError) as e:
+        except ImportError as e:  # of a package that restores quantised weights
+            raise ConfigError(f"{path}: {str(e).strip().splitlines()[0]}") from e
+        except (OSError, ValueError, KeyError) as e:
             raise ConfigError(f"no model with a tokenizer at {path!r}: {str(e).splitlines()[0]}") from e
         self.start = prompt_start(self.tokenizer)
         self.config: Any = self._model.config.get_text_config()
@@ -321,6 +329,9 @@ def _without_weights(path: str, device: str) -> tuple[Any, list[str], Any]:
     from transformers.utils.loading_report import LoadStateDictInfo
 
     config = AutoConfig.from_pretrained(path)
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict):  # plain weights have gradients on every device
+        quantization |= _PLAIN_WEIGHTS.get(str(quantization.get("quant_method")), {})
     cls: Any = AutoModelForCausalLM._model_mapping[type(config)]  # raises KeyError for what is no language model
     found: list[Any] = []
 

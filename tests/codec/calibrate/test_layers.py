@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.codec.kv_model import KVModel
@@ -79,6 +80,36 @@ def test_layers_compute_what_the_whole_model_does(
     torch.testing.assert_close(model.log_probabilities(after), expected[40:], rtol=1e-4, atol=1e-4)
 
 
+def test_weights_in_fp8_are_restored(tokenizer_files: Path, tmp_path: Path) -> None:
+    """As checkpoints have them: a scale a block of 128 x 128."""
+    pytest.importorskip("accelerate", reason="transformers needs it for FP8")
+    path = make(tokenizer_files, tmp_path / "model", "llama", hidden_size=128, intermediate_size=256)
+    file = path / "model.safetensors"
+    plain, coded = load_file(file), {}
+    for name, weight in list(plain.items()):
+        if not name.endswith("proj.weight"):
+            continue
+        rows, columns = weight.shape
+        blocks = [-(-n // 128) for n in weight.shape]
+        padding = (0, blocks[1] * 128 - columns, 0, blocks[0] * 128 - rows)
+        tiles = torch.nn.functional.pad(weight, padding).view(blocks[0], 128, blocks[1], 128)
+        scales = tiles.abs().amax((1, 3), keepdim=True) / 448
+        bits = (tiles / scales).to(torch.float8_e4m3fn)
+        coded[name] = bits.view(blocks[0] * 128, -1)[:rows, :columns].contiguous()
+        coded[f"{name}_scale_inv"] = scales[:, 0, :, 0].clone()
+        plain[name] = (bits.float() * scales).view(blocks[0] * 128, -1)[:rows, :columns].contiguous()
+    save_file(plain | coded, file, {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    model = LayeredModel(str(path))
+    for index in range(model.num_layers):
+        with model.layer(index):
+            for name, weight in model._layers[index].named_parameters():
+                expected = plain[f"model.layers.{index}.{name}"]
+                torch.testing.assert_close(weight.data, expected, rtol=1e-2, atol=1e-6)
+
+
 def test_latent_vectors_are_as_in_a_cache(tmp_path: Path) -> None:
     path = make_tiny_deepseek(tmp_path)
     ids = torch.arange(3, 40)
@@ -127,8 +158,6 @@ def test_what_is_no_model_is_named(tokenizer_files: Path, tmp_path: Path) -> Non
 
 
 def test_a_damaged_checkpoint_is_named(tokenizer_files: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     path = make(tokenizer_files, tmp_path / "model", "llama")
     file = path / "model.safetensors"
     tensors = load_file(file)
