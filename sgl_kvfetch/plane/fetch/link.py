@@ -133,13 +133,15 @@ class Link:
         """
         kept = self._transfers
         num_bytes = self._received_bytes if self._hears else size_bytes
-        is_short = kept and kept[-1].end_s - kept[-1].start_s < duration_s
-        if kept and kept[-1].end_s == start_s and (is_short or end_s == start_s):
-            last = kept.pop()
-            num_bytes, start_s = num_bytes + last.size_bytes, last.start_s
-        if self._num_outstanding == 0 and end_s - start_s < duration_s and kept and kept[-1].end_s == start_s:
-            last = kept.pop()
-            num_bytes, start_s = num_bytes + last.size_bytes, last.start_s
+        if kept and kept[-1].end_s == start_s:
+            is_short = kept[-1].end_s - kept[-1].start_s < duration_s
+            is_nothing = not num_bytes or end_s == start_s  # its bytes came before another one ended
+            is_last = self._num_outstanding == 0 and end_s - start_s < duration_s
+            if is_short or is_nothing or is_last:
+                last = kept.pop()
+                num_bytes, start_s = num_bytes + last.size_bytes, last.start_s
+        if not num_bytes or end_s == start_s:
+            return
         kept.append(Transfer(num_bytes, start_s, end_s))
         # The mean is over time: slow transfers count at once, and would hide fast ones until they are gone.
         goodputs = [t.goodput_bps for t in kept]
