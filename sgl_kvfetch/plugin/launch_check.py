@@ -18,6 +18,8 @@ from sgl_kvfetch.timeline import check_tracing
 
 logger = logging.getLogger(__name__)
 
+LINKER_SWITCH = "KVFETCH_LINKER"  # in the environment: device mode through SGLang's linker, until only one is left
+
 
 def check_launch(server_args: Any) -> None:
     """Check SGLang, the flags and our config. Does nothing unless the flags select our backend.
@@ -39,6 +41,22 @@ def check_launch(server_args: Any) -> None:
     if config.profile is not None:
         # Load no tensors: SGLang forks after this, and whatever makes torch start threads here hangs in the children.
         require_targets(Path(config.profile), target_kl=config.target_kl, finest_kl=config.finest_kl)
+
+
+def use_linker(server_args: Any) -> None:
+    """Translate our flags without a host tier into those of SGLang's linker."""
+    if server_args.hicache_storage_backend != BACKEND or server_args.enable_hierarchical_cache:
+        return
+    if os.environ.get(LINKER_SWITCH) != "1":
+        return
+    server_args.enable_unified_cache_external_linker = True
+    server_args.unified_cache_external_linker_backend = "dynamic"
+    server_args.unified_cache_external_linker_config = {
+        "linker": "KVFetchLinker",
+        "linker_module_path": "sgl_kvfetch.plugin.linker.linker",
+        "linker_extra_config": {"config": server_args.hicache_storage_backend_extra_config},
+    }
+    server_args.hicache_storage_backend = None
 
 
 def _check_flags(server_args: Any) -> None:

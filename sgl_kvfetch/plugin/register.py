@@ -41,7 +41,7 @@ def register() -> None:
 
 def needed_scopes() -> set[Scope]:
     """Return the scopes whose hooks are needed on this machine."""
-    return {Scope.GATE, Scope.HOST, Scope.DEVICE} | ({Scope.CPU_ENGINE} if is_active() else set())
+    return {Scope.GATE, Scope.HOST, Scope.DEVICE, Scope.LINKER} | ({Scope.CPU_ENGINE} if is_active() else set())
 
 
 def selects_backend(argv: Sequence[str]) -> bool:
