@@ -53,6 +53,7 @@ from sgl_kvfetch.plugin.linker.linker import KVFetchLinker
 
 PAGE, HEADS, DIM = 64, 3, 64
 DESIGNS = ("rounds", "linker")
+_STEP_S = 0.02  # between two steps, so that the steps in which nothing happens cost little
 
 
 class Side:
@@ -154,7 +155,7 @@ class Side:
     def _until(self, is_over: Callable[[], bool]) -> None:
         while not is_over():
             self.step()
-            time.sleep(0.001)
+            time.sleep(_STEP_S)
 
     def close(self) -> None:
         self.cache.release_host_resources()

@@ -13,7 +13,7 @@ from sgl_kvfetch.plane import check_files, parse_config
 from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.register import needed_scopes
 from sgl_kvfetch.plugin.seams import check_seams
-from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS, installed_version
+from sgl_kvfetch.plugin.versions import NEWEST, SGLANG_VERSIONS, installed_version
 from sgl_kvfetch.timeline import check_tracing
 
 logger = logging.getLogger(__name__)
@@ -44,11 +44,14 @@ def check_launch(server_args: Any) -> None:
 
 
 def use_linker(server_args: Any) -> None:
-    """Translate our flags without a host tier into those of SGLang's linker."""
+    """Translate our flags without a host tier into those of SGLang's linker. Raises UnsupportedError if the installed
+    SGLang accepts no linker from outside."""
     if server_args.hicache_storage_backend != BACKEND or server_args.enable_hierarchical_cache:
         return
     if os.environ.get(LINKER_SWITCH) != "1":
         return
+    if not hasattr(server_args, "unified_cache_external_linker_config"):
+        raise UnsupportedError(f"{LINKER_SWITCH}=1 needs sglang {NEWEST}, found {installed_version()}")
     server_args.enable_unified_cache_external_linker = True
     server_args.unified_cache_external_linker_backend = "dynamic"
     server_args.unified_cache_external_linker_config = {

@@ -73,7 +73,7 @@ class DevicePages(PagePool):
         """Copy ``k`` and ``v``, ``(tokens, heads, dim)``, into slots of one layer. ``slots``: one per token."""
         runs = list(consecutive_runs(self.page_indices(slots)))
         size = self.geometry.page_size
-        for tensor, x in (("k", k), ("v", v)):
+        for tensor, x in zip(TENSORS, (k, v), strict=True):
             buffer, rows = self._buffers[tensor][layer], x.view(self._raw_dtype)
             for run, positions in runs:
                 tokens = slice(positions.start * size, positions.stop * size)

@@ -315,6 +315,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def close(self) -> None:
         self.detach()
         self._offloads.close()
+        self._loader.close()
 
 
 def _kv(transfers: list[PoolTransfer]) -> Any:

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,34 +54,28 @@ class ValueLoader(Loader):
     def __init__(self, pages: DevicePages, counter: Any) -> None:
         self.counter = counter
         self._pages = pages
-        self._batches: queue.SimpleQueue[tuple[int, Sequence[Load]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="kvfetch-load", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "kvfetch-load", use_one_thread)
 
     def begin(self, loads: Sequence[Load]) -> int:
         index: int = self.counter.update_producer()
-        self._batches.put((index, loads))
+        self._thread.submit(self._run, index, loads)
         return index
 
     def close(self) -> None:
-        self._batches.put(None)
-        self._thread.join()
+        self._thread.shutdown()
 
-    def _run(self) -> None:
-        use_one_thread()
-        while (batch := self._batches.get()) is not None:
-            index, loads = batch
-            try:
-                for layer in range(self._pages.geometry.num_layers):
-                    for load in loads:
-                        self._copy(layer, load)
-                    self.counter.complete(index, layer)
-            except Exception as error:
-                logger.exception("kvfetch: loading failed")
-                self.counter.fail(index, error)
-            finally:
+    def _run(self, index: int, loads: Sequence[Load]) -> None:
+        try:
+            for layer in range(self._pages.geometry.num_layers):
                 for load in loads:
-                    load.on_end()
+                    self._copy(layer, load)
+                self.counter.complete(index, layer)
+        except Exception as error:
+            logger.exception("kvfetch: loading failed")
+            self.counter.fail(index, error)
+        finally:
+            for load in loads:
+                load.on_end()
 
     def _copy(self, layer: int, load: Load) -> None:
         first = load.first_page * self._pages.geometry.page_size

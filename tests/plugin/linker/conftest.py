@@ -25,7 +25,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     monkeypatch.setattr(client, "_LINGER_S", 0.01)
     monkeypatch.setattr(client, "SPAN_TOKENS", 8)
     monkeypatch.setattr(plane, "_launch", plane._launch)  # rigs set both
-    monkeypatch.setattr(linker, "open_engine_plane", linker.open_engine_plane)
+    monkeypatch.setattr(linker, "open_engine_plane", plane.open_engine_plane)
     monkeypatch.setattr(unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null"))
     made: list[Rig] = []
 

@@ -53,6 +53,8 @@ class Request:
     device_len: int = 0
     last_node: Any = None
     best_match_node: Any = None
+    skip_radix_cache_insert: bool = False
+    discard_output_reason: Any = None
 
     @property
     def cache_request_handle(self) -> CacheRequestHandle:
@@ -138,11 +140,13 @@ class Rig:
         counter = self.linker.layer_done_counter
         counter.set_consumer(index)
         prefixes = [self.cache.prefix_device_indices(request) for request in requests]
-        for layer in range(LAYERS):
+        for layer in range(len(self.pool.k_buffer)):
             counter.wait_until(layer)
         failed = self.cache.finish_external_linker_loads(list(requests))
         for request, prefix in zip(requests, prefixes, strict=True):
-            if request not in failed:
+            if request in failed:  # which its end would free
+                self.cache.token_to_kv_pool_allocator.free(prefix[request.device_len :])
+            else:
                 self._compute(request.tokens[:-1], prefix, request.device_len)
         self.linker.batch_ended(_Batch(list(requests)), 0.0)
         return loaded
@@ -171,6 +175,12 @@ class Rig:
     def write_all(self) -> None:
         self.settle(lambda: not self.cache.linker.pending_offloads)
         self.served.run(self.service.client.writer.drain())
+
+    def hear_plane(self) -> None:
+        """Wait until the data plane has done all that it was told so far."""
+        found: list[Any] = []
+        self.parts.plane.look_up([], found.append)
+        self.settle(lambda: bool(found))
 
     def flush(self) -> None:
         self.cache.reset()
@@ -226,13 +236,14 @@ def make_rig(
     directory: Path,
     *,
     num_slots: int = 256,
+    num_layers: int = LAYERS,
     core: str = "python",
     rank: int = 0,
     device: dict[str, Any] | None = None,
     **config: Any,
 ) -> Rig:
     """Build a rank on a directory store. ``core``: of SGLang's tree."""
-    pool = MHATokenToKVPool(num_slots, PAGE, torch.float32, HEADS, DIM, LAYERS, "cpu", False)
+    pool = MHATokenToKVPool(num_slots, PAGE, torch.float32, HEADS, DIM, num_layers, "cpu", False)
     allocator = PagedTokenToKVPoolAllocator(num_slots, PAGE, torch.float32, "cpu", pool, False)
     params = CacheInitParams(
         disable=False,

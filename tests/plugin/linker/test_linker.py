@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from harness.waiting import wait_until
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.plugin.device.pages import DevicePages
 from tests.plugin.device.rig import prompt
 from tests.plugin.linker.conftest import MakeRig
 from tests.plugin.linker.rig import PAGE, Rig
@@ -151,6 +154,28 @@ def test_a_load_that_was_queued_can_be_cancelled(make: MakeRig) -> None:
     rig.cache.release_aborted_request(request.cache_request_handle)
     rig.cache.token_to_kv_pool_allocator.free(slots)
     assert rig.cache.ready_to_load_host_cache() == -1
+    rig.assert_nothing_held()
+
+
+def test_a_load_that_fails_aborts_its_request_and_changes_nothing(
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make()
+    tokens = prompt(0)
+    rig.stored(tokens)
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    write_layer = DevicePages.write_layer
+
+    def fail_in_the_second(pages: DevicePages, layer: int, *args: Any) -> None:
+        if layer:
+            raise RuntimeError("a kernel")
+        write_layer(pages, layer, *args)
+
+    monkeypatch.setattr(DevicePages, "write_layer", fail_in_the_second)
+    assert rig.admit(request) == [32]
+    assert request.discard_output_reason is not None
+    assert not rig.holds(tokens, PAGE)
     rig.assert_nothing_held()
 
 
