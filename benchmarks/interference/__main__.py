@@ -41,7 +41,7 @@ from harness.metrics import wait_until_written
 from harness.models import make_tiny_llama
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.bitstream.registry import CodecName
-from sgl_kvfetch.plugin.launch_check import LINKER_SWITCH
+from sgl_kvfetch.plugin.hooks import LINKER_SWITCH
 from sgl_kvfetch.timeline import FLUSH_S, TIMELINE_ENV, read_spans
 
 PAGE_SIZE = 16

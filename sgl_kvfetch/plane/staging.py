@@ -84,12 +84,16 @@ class _Turns:
     """Lets stagings begin one after another, in the order of a `LinkQueue`, when link and memory have room for them.
     Those that do not need the link wait for memory alone, and go first."""
 
-    def __init__(self, config: KVFetchConfig, geometry: KVGeometry, room: Room) -> None:
+    def __init__(self, config: KVFetchConfig, geometry: KVGeometry, room: Room, room_bytes: int) -> None:
+        """``room_bytes``: the size of the pool that the engine loads into. A staging may take all of it if there is no
+        other one, and else the config's share."""
         self._queue: LinkQueue[_Staging] = LinkQueue(
             config.device.fetch_order, max(1, _SHARED_TOKENS // geometry.page_size)
         )
         self._page_bytes = geometry.page_bytes
         self._room = room
+        self._most_bytes = config.device.pool_share * room_bytes
+        self._used_bytes = 0
         self._num_arrived = 0
         self._without_link: dict[_Staging, None] = {}
 
@@ -115,12 +119,19 @@ class _Turns:
                 self._leave(staging)
                 self.end(staging)
 
+    def free(self, staging: _Staging) -> None:
+        """Free a staging's region, if it has one. Nothing more is fetched for it."""
+        if staging.offset is not None:
+            self._room.free(staging.offset)
+            self._used_bytes -= staging.num_pages * self._page_bytes
+        self.end(staging)
+
     def link_has_room(self, staging: _Staging) -> None:
         self._queue.give_back(staging)
         self._serve()
 
     def end(self, staging: _Staging) -> None:
-        """Note that nothing more is fetched for a staging, or that memory is free."""
+        """Note that nothing more is fetched for a staging."""
         self._queue.expect(staging, 0)
         self.link_has_room(staging)
 
@@ -138,9 +149,13 @@ class _Turns:
 
     def _serve(self) -> None:
         while (staging := self._next()) is not None:
-            staging.offset = self._room.allocate(staging.num_pages * self._page_bytes, 0)
+            num_bytes = staging.num_pages * self._page_bytes
+            if self._used_bytes and self._used_bytes + num_bytes > self._most_bytes:
+                return
+            staging.offset = self._room.allocate(num_bytes, 0)
             if staging.offset is None:
                 return
+            self._used_bytes += num_bytes
             self._leave(staging)
             if staging.needs_link:
                 self._queue.occupy(staging, staging.num_pages)
@@ -160,11 +175,10 @@ class Stager:
         self._client = client
         self._emit = emit
         self._arena = arena
-        self._room = room
         self._most_pages = arena.num_bytes // heads.geometry.page_bytes
         self._tasks = Tasks()
         self._stagings: dict[int, _Staging] = {}  # by number
-        self._turns = _Turns(config, heads.geometry, room)
+        self._turns = _Turns(config, heads.geometry, room, arena.num_bytes)
         self._choice = FetchOrRecompute()
         self._lag = FetchLag()
 
@@ -186,9 +200,7 @@ class Stager:
 
     def _forget(self, work: int, staging: _Staging) -> None:
         del self._stagings[work]
-        if staging.offset is not None:
-            self._room.free(staging.offset)
-        self._turns.end(staging)
+        self._turns.free(staging)
 
     async def close(self) -> None:
         await self._tasks.cancel()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sgl_kvfetch.plugin.linker.linker import KVFetchLinker
 
 BACKEND = "kvfetch"
+LINKER_SWITCH = "KVFETCH_LINKER"  # in the environment: device mode through SGLang's linker, until only one is left
 
 
 def linker_of(cache: Any) -> KVFetchLinker | None:

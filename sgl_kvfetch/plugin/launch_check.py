@@ -10,15 +10,13 @@ from typing import Any
 from sgl_kvfetch.codec import require_targets
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plane import check_files, parse_config
-from sgl_kvfetch.plugin.hooks import BACKEND
+from sgl_kvfetch.plugin.hooks import BACKEND, LINKER_SWITCH
 from sgl_kvfetch.plugin.register import needed_scopes
 from sgl_kvfetch.plugin.seams import check_seams
 from sgl_kvfetch.plugin.versions import NEWEST, SGLANG_VERSIONS, installed_version
 from sgl_kvfetch.timeline import check_tracing
 
 logger = logging.getLogger(__name__)
-
-LINKER_SWITCH = "KVFETCH_LINKER"  # in the environment: device mode through SGLang's linker, until only one is left
 
 
 def check_launch(server_args: Any) -> None:

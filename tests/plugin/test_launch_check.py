@@ -11,8 +11,8 @@ import pytest
 
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plugin import launch_check
-from sgl_kvfetch.plugin.hooks import gate_command_line
-from sgl_kvfetch.plugin.launch_check import LINKER_SWITCH, check_launch, use_linker
+from sgl_kvfetch.plugin.hooks import LINKER_SWITCH, gate_command_line
+from sgl_kvfetch.plugin.launch_check import check_launch, use_linker
 from sgl_kvfetch.plugin.register import selects_backend
 from tests.codec.quant.profiles import make_profile
 

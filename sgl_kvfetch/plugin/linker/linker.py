@@ -104,9 +104,8 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Attach the store that the text of an extra config names. Raises ConfigError and UnsupportedError."""
         extra, threshold_tokens = read_extra_config(extra_config)
         config = parse_config(extra)
-        staging_tokens = int(config.device.pool_share * self._pool_tokens)
         geometry = self._pages.geometry
-        staging_bytes = max(1, staging_tokens // geometry.page_size) * geometry.page_bytes
+        staging_bytes = self._pool_tokens // geometry.page_size * geometry.page_bytes
         plane = open_engine_plane(config, self._rank, self._pages, None, staging_bytes=staging_bytes)
         access = Access(config)
         board = Board(self._agree if self._rank.tp_size > 1 else None)
@@ -262,7 +261,10 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         queued = self._loads.pop(rid, None)
         if queued is None:
             return False
-        queued[1].on_end()
+        prefix, load = queued
+        load.on_end()
+        if self._parts is not None:
+            self._parts.prefixes.loaded(prefix)
         return True
 
     def start_layer_wise_loading(self) -> int:
@@ -310,7 +312,6 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._offloads.drop_all()
         self.layer_done_counter.reset()
         self._loading.clear()
-        weight_updates.tree_is_empty()
 
     def close(self) -> None:
         self.detach()

@@ -214,7 +214,7 @@ class Rig:
         available = self.cache.token_to_kv_pool_allocator.available_size()
         assert available + self.cache.evictable_size() == self.num_slots
         wait_until(lambda: not self.service._stager._stagings)
-        assert not self.service._stager._room._taken
+        assert not self.service._stager._turns._used_bytes
 
 
 @dataclass

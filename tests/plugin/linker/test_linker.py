@@ -189,7 +189,7 @@ def _load_back(rig: Rig, request: object) -> None:
     assert rig.cache.init_load_back(params)[0] == request.host_hit_length
 
 
-def test_prompts_wait_for_memory_and_a_prompt_that_is_too_long_is_staged_in_part(make: MakeRig) -> None:
+def test_a_prompt_that_would_take_too_much_memory_waits_for_those_before_it(make: MakeRig) -> None:
     rig = make(device={"pool_share": 16 * PAGE / 256})
     longer, shorter = prompt(0, 20), prompt(1, 8)
     rig.stored(longer)
@@ -200,7 +200,7 @@ def test_prompts_wait_for_memory_and_a_prompt_that_is_too_long_is_staged_in_part
     for _ in range(20):
         rig.step()
     assert rig.is_parked(second)
-    assert rig.admit(first) == [16 * PAGE]
+    assert rig.admit(first) == [20 * PAGE]
     rig.await_unparked(second)
     assert rig.admit(second) == [32]
     assert rig.holds(longer, 80)
