@@ -16,6 +16,7 @@ import statistics
 import threading
 import time
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,20 +24,26 @@ from typing import Any
 os.environ.setdefault("KVFETCH_CPU_ENGINE", "1")  # SGLang selects its platform when it is imported
 
 import torch
+from sglang.srt.mem_cache import unified_radix_cache
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from benchmarks.machine import machine, versions
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
 from sgl_kvfetch.plugin.data_plane import open_plane
 from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
 from sgl_kvfetch.plugin.device.pages import DevicePages
-from sgl_kvfetch.plugin.device.scheduler_hooks import WaitingQueue, count_pending, form_batch, step_cache
+from sgl_kvfetch.plugin.device.scheduler_hooks import count_pending, form_batch, step_cache
+from sgl_kvfetch.plugin.linker import linker as linker_module, scheduler_hooks as linker_hooks
+from sgl_kvfetch.plugin.linker.linker import KVFetchLinker
+from sgl_kvfetch.plugin.waiting_queue import WaitingQueue
 
 PAGE, SLOTS, PROMPT_TOKENS = 16, 4096, 1024
 LIMIT_US = 100.0
@@ -73,21 +80,54 @@ def make_cache(store_url: str) -> KVFetchRadixCache:
     return cache
 
 
-def park(cache: KVFetchRadixCache, queue: list[Any], number: int) -> None:
+def make_linked_cache(store_url: str) -> UnifiedRadixCache:
+    """Return SGLang's cache with our linker."""
+    pool = MHATokenToKVPool(SLOTS, PAGE, torch.float32, 2, 64, 4, "cpu", False)
+    allocator = PagedTokenToKVPoolAllocator(SLOTS, PAGE, torch.float32, "cpu", pool, False)
+    requests = ReqToTokenPool(8, SLOTS, "cpu", False)
+    params = CacheInitParams(False, requests, allocator, PAGE, tree_components=(ComponentType.FULL,))
+    vars(linker_module)["open_engine_plane"] = _open_plane
+    vars(unified_radix_cache)["get_disagg"] = lambda: SimpleNamespace(disaggregation_mode="null")
+    config = {"store": store_url, "lookup_timeout_s": 600, "fetch_timeout_s": 600, "prefetch_threshold": PAGE}
+    cache = UnifiedRadixCache(params)
+    cache.init_cache_linker(
+        KVFetchLinker(None, params, components={ComponentType.FULL}, extra_config={"config": json.dumps(config)})
+    )
+    return cache
+
+
+def _open_plane(config: KVFetchConfig, rank: Any, pages: DevicePages, nvdec: None, *, staging_bytes: int = 0) -> Any:
+    quantiser, shape = make_quantiser("exact"), pages.geometry
+    namespace = Namespace("benchmark", "float32", "mha", shape.dtype, PAGE, 4, 0, 2, 64, 64, quantiser.identity)
+    heads = HeadSlice(namespace, range(2))
+    return open_plane(config, quantiser, heads, 0, pages, nvdec, staging_bytes=staging_bytes)
+
+
+def park(cache: Any, queue: list[Any], number: int) -> None:
     """Let a request arrive for which the store is asked, and park it."""
     rng = random.Random(number)
     handle = CacheRequestHandle(f"request {number}", 0)
     tokens = array("q", (rng.randrange(1 << 15) for _ in range(PROMPT_TOKENS)))
-    cache.prefetch_from_storage(handle, cache.root_node_handle(), tokens, None, None)
-    queue.append(Request(handle))
+    if isinstance(cache, KVFetchRadixCache):
+        cache.prefetch_from_storage(handle, cache.root_node_handle(), tokens, None, None)
+    queue.append(Request(handle, tokens))
 
 
+@dataclass(eq=False)
 class Request:
-    """The attributes of a request that the queue uses."""
+    """The attributes of a request that the queue and the linker use."""
 
-    def __init__(self, handle: CacheRequestHandle) -> None:
-        self.cache_request_handle = handle
-        self.priority: int | None = None
+    cache_request_handle: CacheRequestHandle
+    tokens: array[int]
+    priority: int | None = None
+    session: None = None
+
+    @property
+    def rid(self) -> str:
+        return str(self.cache_request_handle.rid)
+
+    def init_next_round_input(self, tree: UnifiedRadixCache, cow_mamba: bool) -> None:
+        tree.match_prefix(MatchPrefixParams(key=RadixKey(self.tokens).page_aligned(PAGE), req=self))
 
 
 def do_nothing(scheduler: Any) -> None:
@@ -95,7 +135,11 @@ def do_nothing(scheduler: Any) -> None:
 
 
 def step(scheduler: Any) -> None:
-    """Call all our hooks in one step of the scheduler."""
+    """Call all our hooks in one step of the scheduler, and what SGLang calls of a linker."""
+    if scheduler.tree_cache.linker is not None:
+        scheduler.tree_cache.check_hicache_events()
+        linker_hooks.form_batch(do_nothing, scheduler)
+        return
     step_cache(None, scheduler)
     form_batch(do_nothing, scheduler)
     count_pending(True, scheduler)
@@ -121,9 +165,10 @@ def main() -> None:
     parser.add_argument("--parked", type=int, nargs="+", default=[0, 10, 100, 1000])
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--linker", action="store_true", help="device mode through SGLang's linker")
     options = parser.parse_args()
     server, url = silent_store()
-    cache = make_cache(url)
+    cache = make_linked_cache(url) if options.linker else make_cache(url)
     scheduler = SimpleNamespace(
         tree_cache=cache, waiting_queue=[], _engine_paused=False, schedule_low_priority_values_first=False
     )

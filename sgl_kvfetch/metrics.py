@@ -41,6 +41,12 @@ LOCAL_CACHE_FAILURES = Counter(
 LOCAL_CACHE_LOOKUPS = Counter(
     "sgl_kvfetch_local_cache_lookups", "Lookups that local_cache answered because the store failed"
 )
+MEMORY_CACHE_BYTES = Gauge(
+    "sgl_kvfetch_memory_cache_bytes", "Coded bytes that memory_cache holds", multiprocess_mode="livesum"
+)
+MEMORY_CACHE_READ_BYTES = Counter(
+    "sgl_kvfetch_memory_cache_read_bytes", "Coded bytes read from memory_cache instead of the store"
+)
 DATA_PLANE_STARTS = Counter("sgl_kvfetch_data_plane_restarts", "Data planes replaced because they died or hung")
 SUSPENSIONS = Counter("sgl_kvfetch_suspensions", "Backends switched off because of weight updates")
 STAGE_SECONDS = Histogram(

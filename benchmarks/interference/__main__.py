@@ -4,8 +4,9 @@
 
 Sends a stream of new short prompts, while long prompts that were stored before are fetched over a slow link. Runs these
 modes in turn, several times: none (only the short prompts, without our plugin), idle (the same in device mode), device
-(device mode), threads (device mode with the data plane on threads of SGLang's process), host (HiCache's host tier and
-SGLang's own prefetch) and blocking (device mode with a scheduler that waits for each fetch, as the paper's baseline).
+(device mode), linker (device mode through SGLang's linker), threads (device mode with the data plane on threads of
+SGLang's process), host (HiCache's host tier and SGLang's own prefetch) and blocking (device mode with a scheduler that
+waits for each fetch, as the paper's baseline).
 Every mode gets the same prompts at the same times, and empty caches.
 
 --separate adds device_hevc: device mode, with the same prompts stored as video. Without a hardware decoder, decoding
@@ -40,6 +41,7 @@ from harness.metrics import wait_until_written
 from harness.models import make_tiny_llama
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.bitstream.registry import CodecName
+from sgl_kvfetch.plugin.hooks import LINKER_SWITCH
 from sgl_kvfetch.timeline import FLUSH_S, TIMELINE_ENV, read_spans
 
 PAGE_SIZE = 16
@@ -47,7 +49,7 @@ _PATCHES = Path(__file__).parent.parent / "patches"
 _PATCHED = ("threads", "blocking")
 _HEVC_CODEC = "hevc"
 _FILE_COLUMNS = 130
-MODES = ("none", "idle", "device", "threads", "host", "blocking")
+MODES = ("none", "idle", "device", "linker", "threads", "host", "blocking")
 _NO_FETCHES = ("none", "idle")
 _HEVC_MODE = "device_hevc"
 _PINNINGS = {"yes": (True,), "no": (False,), "both": (True, False)}
@@ -117,6 +119,8 @@ def _measure(mode: str, model: str, folder: Path, plan: Plan, options: argparse.
     ):
         timeline = Path(scratch, "timeline")
         env = {TIMELINE_ENV: str(timeline)} | ({"OMP_NUM_THREADS": "1"} if pinned else {})
+        if mode == "linker":
+            env[LINKER_SWITCH] = "1"
         if mode in _PATCHED:
             env["KVFETCH_PATCH"] = mode
             env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_PATCHES), os.environ.get("PYTHONPATH"))))

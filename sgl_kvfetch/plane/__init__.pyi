@@ -1,5 +1,10 @@
 from .adapt.decode_profile import DecodeProfile as DecodeProfile
 from .adapt.pool import Sample as Sample, measure_profile as measure_profile
+from .choice import (
+    Decision as Decision,
+    FetchLag as FetchLag,
+    FetchOrRecompute as FetchOrRecompute,
+)
 from .client import (
     StoreClient as StoreClient,
     counted as counted,
@@ -7,6 +12,7 @@ from .client import (
     writer_spec as writer_spec,
 )
 from .config import KVFetchConfig as KVFetchConfig, parse_config as parse_config
+from .fetch.link_queue import Claim as Claim, LinkQueue as LinkQueue
 from .fetch.plan import ReadUnit as ReadUnit, read_units as read_units
 from .fetch.sink import (
     Destination as Destination,
@@ -39,3 +45,4 @@ from .profiles import (
 )
 from .quantiser import config_quantiser as config_quantiser
 from .service import run_data_plane as run_data_plane
+from .staging import StagedValues as StagedValues

@@ -27,13 +27,17 @@ class Arena:
         """Map a memory file, which stays open."""
         self.fd = fd
         self.num_bytes = num_bytes
-        self._bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+        self._map = mmap.mmap(fd, num_bytes)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     @classmethod
     def create(cls, num_bytes: int) -> Arena:
         fd = os.memfd_create("kvfetch")
         os.ftruncate(fd, num_bytes)
         return cls(fd, num_bytes)
+
+    def buffer(self, offset: int, num_bytes: int) -> memoryview:
+        return memoryview(self._map)[offset : offset + num_bytes]
 
     def view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         num_bytes = dtype.itemsize * math.prod(shape)

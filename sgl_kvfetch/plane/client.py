@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import (
     MAX_SURFACE_BYTES,
+    CodedSegment,
     Decoders,
     KltQuantiser,
     Quantiser,
@@ -31,6 +33,7 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane.adapt.decode_profile import load_decode_profile
 from sgl_kvfetch.plane.adapt.policy import LookAhead
 from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, failure_reason
@@ -38,6 +41,7 @@ from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.plan import LevelPolicy
 from sgl_kvfetch.plane.fetch.sides import SideFetcher
+from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.open import S3Options, open_hedged
 from sgl_kvfetch.plane.write.writer import Writer
 from sgl_kvfetch.stores import HttpOptions, Store, TlsFiles, with_keys
@@ -70,10 +74,13 @@ class StoreClient:
     side_fetcher: SideFetcher
     writer: Writer
     encode_pool: Executor
+    memory: MemoryCache | None
 
     async def clear(self, heads: HeadSlice) -> None:
         """Delete all segments with a rank's heads from the store, also those of other TP sizes. Raises KVFetchError."""
         self.finder.forget_pages()
+        if self.memory is not None:
+            self.memory.clear()
         await self.store.delete_prefix(heads.folder + "/")  # first, as listing may fail
         for each in heads.siblings(await self.store.folders(heads.namespace.digest())):
             await self.store.delete_prefix(each.folder + "/")
@@ -113,6 +120,7 @@ def open_client(
         spec.require_readable()
     except FormatError as e:
         raise ConfigError(str(e)) from e
+    memory = MemoryCache(Arena.create(config.memory_cache)) if config.memory_cache else None
     fetcher = Fetcher(
         store,
         _open_pool(config, nvdec, spare_decoders or {}),
@@ -123,33 +131,38 @@ def open_client(
         policy=None if config.decode_profile is None else LookAhead(horizon=_HORIZON),
         levels=levels,
         link=link,
+        memory=memory,
     )
-    return StoreClient(
+    finder = PageFinder(
         store,
-        PageFinder(
-            store,
-            heads,
-            quantiser,
-            partial(count_miss, "lookup"),
-            fetcher.link.answered,
-            engine_codecs=() if nvdec is None else nvdec.codecs,
-            levels=levels,
-        ),
-        fetcher,
-        SideFetcher(store, fetcher.report_damage),
-        Writer(
-            store,
-            spec,
-            encode_pool,
-            max_segment_pages=spec.longest_segment(_power_of_two_pages(MAX_SEGMENT_TOKENS, heads.namespace.page_size)),
-            queue_bytes=config.write_queue_bytes,
-            linger_s=_LINGER_S,
-            retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s),
-            ttl_s=config.ttl_s,
-            refines=config.quantiser_name == "klt" and levels.most_left_out == 0,
-        ),
-        encode_pool,
+        heads,
+        quantiser,
+        partial(count_miss, "lookup"),
+        fetcher.link.answered,
+        engine_codecs=() if nvdec is None else nvdec.codecs,
+        levels=levels,
+        memory=memory,
     )
+    writer = Writer(
+        store,
+        spec,
+        encode_pool,
+        max_segment_pages=spec.longest_segment(_power_of_two_pages(MAX_SEGMENT_TOKENS, heads.namespace.page_size)),
+        queue_bytes=config.write_queue_bytes,
+        linger_s=_LINGER_S,
+        retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s),
+        ttl_s=config.ttl_s,
+        refines=config.quantiser_name == "klt" and levels.most_left_out == 0,
+    )
+    if memory is not None:
+        writer.on_committed = partial(_keep_written, memory, finder)
+    side_fetcher = SideFetcher(store, fetcher.report_damage)
+    return StoreClient(store, finder, fetcher, side_fetcher, writer, encode_pool, memory)
+
+
+def _keep_written(memory: MemoryCache, finder: PageFinder, segment: CodedSegment) -> None:
+    with contextlib.suppress(KVFetchError):  # a segment that this server cannot read itself
+        memory.put_segment(finder.own_reader(segment.manifest), segment, READ_BYTES)
 
 
 def writer_spec(

@@ -219,6 +219,11 @@ class KVFetchConfig(_Keys):
         None,
         description='keep what is read on a disk of this machine: {"path": "/nvme/kv", "capacity": "200GiB"}',
     )
+    memory_cache: int = Field(
+        0,
+        description="size, such as 16GiB, of a cache in this machine's memory of what was read and written lately, "
+        "as it is stored; each rank has one; by default there is none",
+    )
     inflight_bytes: int = Field(256 * MiB, ge=1 * MiB, description="compressed bytes that may wait to be decoded")
     write_queue_bytes: int = Field(
         512 * MiB, ge=1 * MiB, description="raw bytes that may wait to be written; further writes are dropped"
@@ -241,6 +246,11 @@ class KVFetchConfig(_Keys):
         description="threads that encode, and as many that decode, and as many again at low priority; by default half "
         "the cores, at most 8",
     )
+
+    @field_validator("memory_cache", mode="before")
+    @classmethod
+    def _memory_size(cls, value: object) -> int:
+        return parse_size(str(value)) if value else 0
 
     @field_validator("store", mode="before")
     @classmethod

@@ -18,7 +18,7 @@ from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels
 
-VERSION = 4
+VERSION = 5
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 64 << 20  # limit for a message; a lookup has 32 bytes per page
 
@@ -110,6 +110,28 @@ class Flush(_Message, frozen=True):
     """Drop all bytes that were read, because the engine's caches are emptied."""
 
 
+class Stage(_Message, frozen=True):
+    """Restore the longest stored run of these pages into shared memory, where the engine takes them: `Staged` answers.
+
+    ``saved_s``: how much longer the engine would take without so many pages, for a few numbers of pages, ascending;
+    empty if it has not been measured. ``urgency``: higher goes first, if the order is by priority. ``request_id``,
+    ``traceparent``: for the timeline.
+    """
+
+    work: int
+    hashes: bytes
+    saved_s: tuple[tuple[int, float], ...] = ()
+    urgency: int = 0
+    request_id: str = ""
+    traceparent: str = ""
+
+
+class Unstage(_Message, frozen=True):
+    """Free the memory of a `Stage`, or end it soon. Nothing is written to that memory afterwards."""
+
+    work: int
+
+
 class FetchSide(_Message, frozen=True):
     """Fetch these pages from a side pool. ``deadline_s``: as in `FetchPages`."""
 
@@ -191,6 +213,18 @@ class Found(_Message, frozen=True):
     cost: Cost
     lengths: tuple[int, ...] = ()
     stored: dict[str, int] = {}
+
+
+class Staged(_Message, frozen=True):
+    """The result of a `Stage`: ``num_found`` pages are stored, of which the first ``num_pages`` are restored and
+    verified. If there are any, there is a region for all of these pages at ``offset``: see `staging.region_views`.
+    ``end``: the outcome, for the metrics."""
+
+    work: int
+    num_pages: int
+    num_found: int
+    offset: int
+    end: str
 
 
 class RoundHere(_Message, frozen=True):
@@ -287,6 +321,8 @@ Command = (
     | Cancel
     | ReadAhead
     | Forget
+    | Stage
+    | Unstage
     | Flush
     | Write
     | FreePiece
@@ -294,7 +330,7 @@ Command = (
     | Ping
     | Close
 )
-ForStep = Found | RoundHere | LinkHasRoom | Certain  # what the scheduler decides on in its steps
+ForStep = Found | Staged | RoundHere | LinkHasRoom | Certain  # what the scheduler decides on in its steps
 Event = ForStep | Ready | Refused | Piece | RoundOver | SidePiece | SideOver | Taken | Settled | ClearOver | Pong
 
 M = TypeVar("M")

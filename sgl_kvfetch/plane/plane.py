@@ -30,12 +30,13 @@ from sgl_kvfetch.plane.arena import Arena, Room
 from sgl_kvfetch.plane.channel import Channel
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Launch, Line
+from sgl_kvfetch.plane.staging import StagedValues, region_views
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
-A = TypeVar("A", bound=m.Found | m.SideOver | m.Taken | m.ClearOver)
+A = TypeVar("A", bound=m.Found | m.SideOver | m.Staged | m.Taken | m.ClearOver)
 
 # Shared memory for values on their way to the engine, and for pages on their way to the store: this, or twice the size
 # of a page with all its side pages. Memory that is never used takes no space.
@@ -113,11 +114,13 @@ class FetchCall:
 class DataPlane:
     """One rank's data plane. Call ``close`` at the end."""
 
-    def __init__(self, start: m.Start, geometry: KVGeometry, launch: Launch) -> None:
-        """Start the data plane and wait until it serves. Raises KVFetchError if it refuses the config or fails."""
+    def __init__(self, start: m.Start, geometry: KVGeometry, launch: Launch, staging_bytes: int = 0) -> None:
+        """Start the data plane and wait until it serves. ``staging_bytes``: the shared memory for values that wait to
+        be taken. Raises KVFetchError if the data plane refuses the config or fails."""
         self._start = start
         self._geometry = geometry
         self._launch = launch
+        self._staging_bytes = staging_bytes
         self._numbers = itertools.count(1)
         self._closing = threading.Event()
         self._spare: _Run | None = None  # launched, but not started
@@ -188,6 +191,28 @@ class DataPlane:
         )
         self._run.fetch(command, call)
         return call
+
+    def stage(
+        self,
+        hashes: Sequence[bytes],
+        on_staged: Callable[[StagedValues], None],
+        *,
+        saved_s: Sequence[tuple[int, float]] = (),
+        urgency: int = 0,
+        request: timeline.Request = timeline.NOBODY,
+    ) -> int:
+        """Restore the longest stored run of these pages into shared memory. ``on_staged`` is called once, on the thread
+        that steps unless the data plane ends. Return the number, for `unstage`. ``request``: for the timeline. Other
+        arguments as in `messages.Stage`."""
+        work, run = next(self._numbers), self._run
+        command = m.Stage(work, b"".join(hashes), tuple(saved_s), urgency, request.id, request.traceparent)
+        staged = run.ask(command, m.Staged(work, 0, 0, 0, "failed"))
+        staged.add_done_callback(lambda staged: on_staged(run.staged_values(staged.result())))
+        return work
+
+    def unstage(self, work: int) -> None:
+        """End the staging of some pages soon, or free their memory. Nothing may read it afterwards."""
+        self._send(m.Unstage(work))
 
     def fetch_side(self, pool: str, hashes: Sequence[bytes], deadline_s: float, take: TakeSide) -> Future[m.SideOver]:
         """Begin to fetch pages from a side pool. ``take`` gets each page, uint8 ``(bytes,)``, which it must copy, with
@@ -343,22 +368,23 @@ class DataPlane:
 
     def _new_run(self) -> _Run:
         page_bytes = self._geometry.page_bytes + sum(self._start.sides.values())
-        return _Run(self._launch, self._geometry, self._start.sides, max(SHARED_BYTES, 2 * page_bytes))
+        shared_bytes = max(SHARED_BYTES, 2 * page_bytes)
+        return _Run(self._launch, self._geometry, self._start.sides, shared_bytes, self._staging_bytes or shared_bytes)
 
 
-_Work = m.LookUp | m.FetchPages | m.FetchSide | m.Write | m.Clear
+_Work = m.LookUp | m.FetchPages | m.FetchSide | m.Stage | m.Write | m.Clear
 
 
 @dataclass(slots=True, eq=False)
 class _Asked:
     """A command that one event answers. ``lost``: that event, if the data plane ends first."""
 
-    lost: m.Found | m.SideOver | m.Taken | m.ClearOver
+    lost: m.Found | m.SideOver | m.Staged | m.Taken | m.ClearOver
     take: TakeSide | None
     answer: Future[Any] = field(default_factory=Future)
 
     def lose(self) -> None:
-        if isinstance(self.lost, m.Found | m.SideOver):
+        if isinstance(self.lost, m.Found | m.SideOver | m.Staged):
             stage = "lookup" if isinstance(self.lost, m.Found) else "fetch"
             metrics.MISSES.labels(stage, "data_plane").inc()
         self.answer.set_result(self.lost)
@@ -367,12 +393,15 @@ class _Asked:
 class _Run:
     """One data plane, from its start to its end, with its work under way."""
 
-    def __init__(self, launch: Launch, geometry: KVGeometry, sides: Mapping[str, int], shared_bytes: int) -> None:
-        """Launch a data plane, which waits for ``Start``."""
+    def __init__(
+        self, launch: Launch, geometry: KVGeometry, sides: Mapping[str, int], page_bytes: int, value_bytes: int
+    ) -> None:
+        """Launch a data plane, which waits for ``Start``. ``page_bytes``, ``value_bytes``: the shared memory for pages
+        on their way to the store, and for values on their way to the engine."""
         commands, events = socket.socketpair(), socket.socketpair()
         self.channel = Channel(commands[0], events[0])
-        self._values, self._pages = Arena.create(shared_bytes), Arena.create(shared_bytes)
-        self._room = Room(shared_bytes)
+        self._values, self._pages = Arena.create(value_bytes), Arena.create(page_bytes)
+        self._room = Room(page_bytes)
         self._geometry = geometry
         self._sides = sides
         self._lock = threading.Lock()
@@ -385,7 +414,7 @@ class _Run:
     # Commands, which fail at once after the end
 
     def ask(
-        self, command: m.LookUp | m.FetchSide | m.Write | m.Clear, lost: A, take: TakeSide | None = None
+        self, command: m.LookUp | m.FetchSide | m.Stage | m.Write | m.Clear, lost: A, take: TakeSide | None = None
     ) -> Future[A]:
         """Send a command. Return the event that answers it, ``lost`` if the data plane ends first. ``take``: as in
         `DataPlane.fetch_side`."""
@@ -534,7 +563,7 @@ class _Run:
                         asked.take(event.page, self._values.view(event.offset, torch.uint8, (event.num_bytes,)))
                 finally:
                     self.channel.send(m.FreePiece(event.offset))
-            case m.Found() | m.SideOver() | m.Taken() | m.ClearOver():
+            case m.Found() | m.SideOver() | m.Staged() | m.Taken() | m.ClearOver():
                 with self._lock:
                     asked = self._asked.pop(event.work, None)
                 if isinstance(event, m.Taken):
@@ -558,6 +587,12 @@ class _Run:
         """Return the destination of a round. None if it has none, or if the fetch has ended."""
         call = self._call(work)
         return None if call is None else call.destinations.get(index)
+
+    def staged_values(self, staged: m.Staged) -> StagedValues:
+        """Return what was staged. It stays readable when the data plane has ended."""
+        room_pages = staged.num_found if staged.num_pages else 0
+        values = region_views(self._values, staged.offset, self._geometry, room_pages)
+        return StagedValues(staged.num_pages, staged.num_found, staged.end, values)
 
     def _land(self, piece: m.Piece) -> None:
         """Copy values to their destination. Drop them if it no longer exists. If that fails, end the fetch."""

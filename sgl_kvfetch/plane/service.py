@@ -25,12 +25,13 @@ from sgl_kvfetch.plane.channel import Outbox
 from sgl_kvfetch.plane.client import StoreClient, count_fetch, count_miss, counted, open_client
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
-from sgl_kvfetch.plane.fetch.plan import PageSource, total_bytes
+from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.plane.fetch.rounds import Early, Round
 from sgl_kvfetch.plane.fetch.sides import KV_POOL, Usable, usable_runs
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Line
 from sgl_kvfetch.plane.quantiser import config_quantiser
+from sgl_kvfetch.plane.staging import Stager
 from sgl_kvfetch.plane.write.gather import PageBatch
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import KVGeometry
@@ -68,11 +69,12 @@ class Service:
         written: Arena,
         send_side: Callable[[int, int, bytearray], None],
         sides: Mapping[str, int],
+        stager: Stager,
     ) -> None:
         """``emit`` may be called on any thread. ``destination`` returns where the pages of a fetch's round go, from the
         fetch's number, the round's, and its number of pages. ``on_free`` is called for each piece that the engine has
         taken. ``written``: where the engine puts pages that are to be written. ``send_side`` sends a side page, from
-        the fetch's number and the page's; ``sides``: as in `messages.Start`."""
+        the fetch's number and the page's; ``sides``: as in `messages.Start`. ``stager`` stages pages."""
         self.client = client
         self._config = config
         self._heads = heads
@@ -83,6 +85,7 @@ class Service:
         self._written = written
         self._send_side = send_side
         self._sides = sides
+        self._stager = stager
         self._lookups: dict[int, asyncio.Task[None]] = {}
         self._fetches: dict[int, _Fetch] = {}
         self._found: OrderedDict[int, list[PageSource]] = OrderedDict()
@@ -117,6 +120,10 @@ class Service:
             case m.Forget():
                 if sources := self._found.pop(command.work, None):
                     self._tasks.begin(self.client.fetcher.probe(sources))
+            case m.Stage():
+                self._stager.begin(command)
+            case m.Unstage():
+                self._stager.release(command.work)
             case m.Flush():
                 self.client.fetcher.drop_unused()
             case m.Write():
@@ -141,6 +148,7 @@ class Service:
     async def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and sockets."""
         await self._tasks.cancel()
+        await self._stager.close()
         self._intake.shutdown(wait=False, cancel_futures=True)
         await self.client.close(_CLOSE_S)
 
@@ -165,18 +173,8 @@ class Service:
                 self._found[command.work] = sources
                 if len(self._found) > _MOST_FOUND:
                     self._found.popitem(last=False)
-            self._emit(m.Found(command.work, len(sources), self._cost(sources), usable.lengths, usable.stored))
-
-    def _cost(self, sources: Sequence[PageSource]) -> m.Cost:
-        fetcher = self.client.fetcher
-        most_bytes = total_bytes(sources)
-        sizes = (
-            most_bytes,
-            total_bytes(sources, fetcher.levels.coarsest) if fetcher.levels.most_left_out else most_bytes,
-        )
-        goodput_bps = fetcher.link.goodput_bps()  # an old one, too: a fetch or a probe corrects it
-        rates = None if goodput_bps is None else goodput_bps / 8, fetcher.pool.bytes_per_s
-        return m.Cost(*(None if rate is None else fetcher.levels.seconds(*sizes, rate) for rate in rates))
+            cost = self.client.fetcher.cost(sources)
+            self._emit(m.Found(command.work, len(sources), cost, usable.lengths, usable.stored))
 
     # Fetches
 
@@ -267,7 +265,7 @@ class Service:
 
     def _round_here(self, work: int, index: int, rest: Sequence[PageSource], wanted: asyncio.Future[bool]) -> None:
         if wanted.result():
-            self._emit(m.RoundHere(work, index, self._cost(rest)))
+            self._emit(m.RoundHere(work, index, self.client.fetcher.cost(rest)))
 
     def _round_over(self, work: int, index: int, done: asyncio.Future[int]) -> None:
         self._emit(m.RoundOver(work, index, done.result()))
@@ -366,6 +364,7 @@ async def run_data_plane(
                             line.pages,
                             partial(send_side_page, line.values, room, emit),
                             command.sides,
+                            Stager(*client, emit, line.values, room),
                         )
                         on_service(service)
                         emit(m.Ready())

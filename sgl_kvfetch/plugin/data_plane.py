@@ -78,10 +78,11 @@ def open_engine_plane(
     sides: SidePools | None = None,
     *,
     has_draft: bool = False,
+    staging_bytes: int = 0,
 ) -> DataPlane:
     """Start the data plane of one rank for the model that SGLang has loaded, and wait until it serves. ``rank``: has
     ``tp_rank`` and ``tp_size``, and with ``sides`` also ``pp_rank`` and ``pp_size``. ``has_draft``: whether pages hold
-    a draft model's KV cache, too. Raises KVFetchError."""
+    a draft model's KV cache, too. ``staging_bytes``: as for `DataPlane`. Raises KVFetchError."""
     compile_hash_function()
     if config.quantiser_name == "klt":
         if sides or has_draft:
@@ -112,7 +113,7 @@ def open_engine_plane(
     names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
     metrics.NAMESPACE.labels(heads.folder, *names).set(1)
     page_bytes = sides.page_bytes if sides else {}
-    return open_plane(config, quantiser, heads, rank.tp_rank, pages, nvdec, most_span_pages, page_bytes)
+    return open_plane(config, quantiser, heads, rank.tp_rank, pages, nvdec, most_span_pages, page_bytes, staging_bytes)
 
 
 def open_plane(
@@ -124,6 +125,7 @@ def open_plane(
     nvdec: Nvdec | None,
     most_span_pages: int | None = None,
     side_bytes: Mapping[str, int] | None = None,
+    staging_bytes: int = 0,
 ) -> DataPlane:
     """Start the data plane of one rank, whose pages go into ``pages``, and wait until it serves. Call on the
     scheduler's thread, whose GPU is the rank's. Raises KVFetchError.
@@ -161,7 +163,7 @@ def open_plane(
         )
 
     in_process = nvdec is not None or isinstance(pages, FramePool)
-    return DataPlane(start, heads.geometry, launch_thread if in_process else _launch)
+    return DataPlane(start, heads.geometry, launch_thread if in_process else _launch, staging_bytes)
 
 
 def prepare_restores(pages: FramePool, spec: SegmentSpec) -> None:

@@ -9,11 +9,21 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sgl_kvfetch.plugin import versions
 
+if TYPE_CHECKING:
+    from sgl_kvfetch.plugin.linker.linker import KVFetchLinker
+
 BACKEND = "kvfetch"
+LINKER_SWITCH = "KVFETCH_LINKER"  # in the environment: device mode through SGLang's linker, until only one is left
+
+
+def linker_of(cache: Any) -> KVFetchLinker | None:
+    """Return our linker of a radix cache, or None."""
+    linker = getattr(getattr(cache, "linker", None), "cache_linker", None)
+    return linker if getattr(linker, "is_kvfetch", False) else None
 
 
 def allow_choice(result: None, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
@@ -41,9 +51,10 @@ def gate_command_line(server_args: Any, argv: list[str]) -> None:
 
 def gate_launch(server_args: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before ``ServerArgs.resolve_once``: raise a domain error to the caller if the launch cannot work."""
-    from sgl_kvfetch.plugin.launch_check import check_launch
+    from sgl_kvfetch.plugin.launch_check import check_launch, use_linker
 
     check_launch(server_args)
+    use_linker(server_args)
     return None
 
 
@@ -85,8 +96,11 @@ def suspend_for_reset(manager: Any, recv_req: Any) -> None:
 def suspend_for_release(manager: Any, recv_req: Any) -> None:
     """Before ``SchedulerWeightUpdaterManager.release_memory_occupation``: released weights come back undefined.
 
-    Does nothing if SGLang keeps a copy of them, or has no memory saver to release them with.
+    Nothing is suspended if SGLang keeps a copy of them, or has no memory saver to release them with. A linker's copies
+    out of the pool end in any case: SGLang unmaps the pool before it resets the linker.
     """
+    if (linker := linker_of(manager.scheduler.tree_cache)) is not None:
+        linker.stop_using_pool()
     from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
     from sglang.srt.runtime_context import get_exec
 
@@ -137,6 +151,8 @@ def measure_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any)
         backend.meter.finished(batch, time.monotonic())
         if not scheduler.waiting_queue and scheduler.running_batch.is_empty():
             backend.turns.engine_is_idle()
+    if (linker := linker_of(scheduler.tree_cache)) is not None:
+        linker.batch_ended(batch, time.monotonic())
 
 
 def configure_prefetches(

@@ -10,10 +10,10 @@ from typing import Any
 from sgl_kvfetch.codec import require_targets
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plane import check_files, parse_config
-from sgl_kvfetch.plugin.hooks import BACKEND
+from sgl_kvfetch.plugin.hooks import BACKEND, LINKER_SWITCH
 from sgl_kvfetch.plugin.register import needed_scopes
 from sgl_kvfetch.plugin.seams import check_seams
-from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS, installed_version
+from sgl_kvfetch.plugin.versions import NEWEST, SGLANG_VERSIONS, installed_version
 from sgl_kvfetch.timeline import check_tracing
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,25 @@ def check_launch(server_args: Any) -> None:
     if config.profile is not None:
         # Load no tensors: SGLang forks after this, and whatever makes torch start threads here hangs in the children.
         require_targets(Path(config.profile), target_kl=config.target_kl, finest_kl=config.finest_kl)
+
+
+def use_linker(server_args: Any) -> None:
+    """Translate our flags without a host tier into those of SGLang's linker. Raises UnsupportedError if the installed
+    SGLang accepts no linker from outside."""
+    if server_args.hicache_storage_backend != BACKEND or server_args.enable_hierarchical_cache:
+        return
+    if os.environ.get(LINKER_SWITCH) != "1":
+        return
+    if not hasattr(server_args, "unified_cache_external_linker_config"):
+        raise UnsupportedError(f"{LINKER_SWITCH}=1 needs sglang {NEWEST}, found {installed_version()}")
+    server_args.enable_unified_cache_external_linker = True
+    server_args.unified_cache_external_linker_backend = "dynamic"
+    server_args.unified_cache_external_linker_config = {
+        "linker": "KVFetchLinker",
+        "linker_module_path": "sgl_kvfetch.plugin.linker.linker",
+        "linker_extra_config": {"config": server_args.hicache_storage_backend_extra_config},
+    }
+    server_args.hicache_storage_backend = None
 
 
 def _check_flags(server_args: Any) -> None:

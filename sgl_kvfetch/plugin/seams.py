@@ -22,6 +22,7 @@ class Scope(enum.Enum):
     GATE = "gate"  # to accept the backend's name and to refuse a launch that cannot work
     HOST = "host"  # for the storage backend behind the host pool
     DEVICE = "device"  # for the radix cache without a host tier
+    LINKER = "linker"  # for the linker without a host tier
     CPU_ENGINE = "cpu_engine"  # to run without an accelerator
 
 
@@ -52,6 +53,7 @@ _HOOKS = "sgl_kvfetch.plugin.hooks"
 _VERSION_HOOKS = "sgl_kvfetch.plugin.versions"
 _ADAPTER_HOOKS = "sgl_kvfetch.plugin.adapters"
 _DEVICE_HOOKS = "sgl_kvfetch.plugin.device.scheduler_hooks"
+_LINKER_HOOKS = "sgl_kvfetch.plugin.linker.scheduler_hooks"
 _CPU_HOOKS = "sgl_kvfetch.plugin.cpu.engine"
 _CPU_KERNELS = "sgl_kvfetch.plugin.cpu.kernels"
 _SRT = "sglang.srt"
@@ -202,6 +204,17 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_SCHEDULER}.attach_hicache_storage_wrapped", "around", "attach_store"),
         (f"{_SCHEDULER}.detach_hicache_storage_wrapped", "around", "detach_store"),
         patch=OWN_STORE,
+    ),
+    *_seams(
+        Scope.LINKER,
+        _LINKER_HOOKS,
+        # Looks at every request of waiting_queue.
+        (f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", "form_batch"),
+        # These three refuse without a host tier.
+        (f"{_SCHEDULER}.clear_hicache_storage_wrapped", "around", "clear_store"),
+        (f"{_SCHEDULER}.attach_hicache_storage_wrapped", "around", "attach_store"),
+        (f"{_SCHEDULER}.detach_hicache_storage_wrapped", "around", "detach_store"),
+        versions=(NEWEST,),
     ),
     *_seams(
         Scope.CPU_ENGINE,

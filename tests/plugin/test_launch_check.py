@@ -11,8 +11,8 @@ import pytest
 
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plugin import launch_check
-from sgl_kvfetch.plugin.hooks import gate_command_line
-from sgl_kvfetch.plugin.launch_check import check_launch
+from sgl_kvfetch.plugin.hooks import LINKER_SWITCH, gate_command_line
+from sgl_kvfetch.plugin.launch_check import check_launch, use_linker
 from sgl_kvfetch.plugin.register import selects_backend
 from tests.codec.quant.profiles import make_profile
 
@@ -234,3 +234,21 @@ def test_traces_that_cannot_be_exported_stop_a_launch_in_device_mode(monkeypatch
     check_launch(_args())
     with pytest.raises(ConfigError, match="kvfetch exports traces only as http/protobuf"):
         check_launch(_args(enable_hierarchical_cache=False))
+
+
+def test_flags_without_a_host_tier_become_those_of_the_linker(monkeypatch: pytest.MonkeyPatch) -> None:
+    new = {"unified_cache_external_linker_backend": None, "unified_cache_external_linker_config": None}
+    args = _args(enable_hierarchical_cache=False, **new)
+    use_linker(args)
+    assert args.hicache_storage_backend == "kvfetch"
+    monkeypatch.setenv(LINKER_SWITCH, "1")
+    for other in (_args(**new), _args(hicache_storage_backend="file", enable_hierarchical_cache=False, **new)):
+        use_linker(other)
+        assert not other.enable_unified_cache_external_linker
+    use_linker(args)
+    assert args.enable_unified_cache_external_linker
+    assert args.hicache_storage_backend is None
+    assert args.unified_cache_external_linker_backend == "dynamic"
+    assert args.unified_cache_external_linker_config["linker_extra_config"] == {"config": json.dumps(STORE)}
+    with pytest.raises(UnsupportedError, match="needs sglang"):
+        use_linker(_args(enable_hierarchical_cache=False))  # as in 0.5.22

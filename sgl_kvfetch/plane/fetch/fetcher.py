@@ -41,6 +41,8 @@ from sgl_kvfetch.plane.fetch.restore import Restored, restore_cell, working_byte
 from sgl_kvfetch.plane.fetch.rounds import Early, FetchProgress, Round
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.fetch.variants import VariantChooser
+from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
+from sgl_kvfetch.plane.messages import Cost
 from sgl_kvfetch.side_by_side import together
 from sgl_kvfetch.stores import Store
 
@@ -81,13 +83,16 @@ class Fetcher:
         policy: Policy | None = None,
         levels: LevelPolicy | None = None,
         link: Link | None = None,
+        memory: MemoryCache | None = None,
     ) -> None:
         """``may_delete``: report damaged segments to the store, which deletes them if they are damaged there.
         ``decode_bytes`` bounds the memory for frames and values between bitstreams and pages; by default, only the
         number of sessions bounds it. ``policy`` chooses among a segment's variants, and needs a pool with a profile;
         if None, the first decodable variant is read. ``levels``: which levels may be left out; by default none.
-        ``link`` hears what the store receives; without it, only whole transfers count."""
+        ``link`` hears what the store receives; without it, only whole transfers count. ``memory`` keeps what is
+        read."""
         self._store = store
+        self._memory = memory
         self.pool = pool
         self._read_bytes = read_bytes
         # Two halves, so that bytes without destination pages cannot block bytes that have them.
@@ -115,6 +120,27 @@ class Fetcher:
         """Drop all bytes that running fetches do not use."""
         self._begun.clear()
         self._ahead.drop_units()
+        if self._memory is not None:
+            self._memory.clear()
+
+    def hold(self, sources: Sequence[PageSource]) -> Held:
+        """Keep what is in memory of these pages until it is let go."""
+        return Held() if self._memory is None else self._memory.hold(span_parts(sources))
+
+    def cost(self, sources: Sequence[PageSource]) -> Cost:
+        """Estimate how long it takes to fetch these pages, if nothing else is fetched."""
+        parts = span_parts(sources)
+        missing = [part for part in parts if self._memory is None or not self._memory.has(part.reader, part.span)]
+        goodput_bps = self.link.goodput_bps()  # an old one, too: a fetch or a probe corrects it
+        transmit_s = None if goodput_bps is None else self._seconds(missing, goodput_bps / 8)
+        rate = self.pool.bytes_per_s
+        return Cost(transmit_s if missing else 0.0, None if rate is None else self._seconds(parts, rate))
+
+    def _seconds(self, parts: Sequence[SpanPart], bytes_per_s: float) -> float:
+        most_bytes = least_bytes = sum(part.size_bytes for part in parts)
+        if self.levels.most_left_out:
+            least_bytes = sum(replace(part, reader=self.levels.coarsest(part.reader)).size_bytes for part in parts)
+        return self.levels.seconds(most_bytes, least_bytes, bytes_per_s)
 
     def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
         """Start to transmit the bytes of these pages, as link and budget allow, and keep them for ``expire_s``
@@ -137,7 +163,7 @@ class Fetcher:
             left = unasked
             for unit in self._units(part, due_s, lambda: left, is_taken):  # noqa: B023, it must see later values
                 left -= len(unit.cells)
-                if unit.key not in self._begun:
+                if unit.key not in self._begun and not self._is_in_memory(unit.reader, part.span):
                     yield unit
             unasked -= part.reader.cells_per_span
 
@@ -164,6 +190,7 @@ class Fetcher:
         the rest came too late, when the engine would compute the rest sooner.
         """
         progress = FetchProgress(sources, rounds, early)
+        progress.held = self.hold(sources)
         self._running.add(progress)
         requested = asyncio.Event()
         announcing = asyncio.create_task(self._announce(requested, on_requested))
@@ -180,6 +207,7 @@ class Fetcher:
             announcing.cancel()
             self._running.remove(progress)
             progress.end()
+            progress.held.let_go()
             if progress.is_late or timed_out:  # the rest is computed: leave the link to others
                 for name in {part.reader.data_name for _, part in progress.parts}:
                     self._ahead.drop_units(name)
@@ -200,21 +228,24 @@ class Fetcher:
                 if math.isfinite(compute_s):
                     group.create_task(self._end_when_slow(progress, compute_s))
                 for index, (each, part) in enumerate(progress.parts):
-                    if self._comes_after(part, deadline_s):
+                    if not progress.held.has(part.reader, part.span) and self._comes_after(part, deadline_s):
                         progress.is_late = True
                         progress.fail(index, None)
                     for unit in self._units(part, due_s, self._num_unasked):
                         if not progress.is_wanted(index):
                             break
                         self._ahead.leave_out(unit)
-                        budget = await self._acquire(unit, each, requested)
+                        is_here = progress.held.has_unit(unit)
+                        budget = None if is_here else await self._acquire(unit, each, requested)
                         progress.num_unasked -= len(unit.cells)
                         progress.num_transmitting += 1
                         task = group.create_task(self._run_unit(unit, index, progress, request))
                         # Not released in the task itself, since a task cancelled before its first step never runs.
-                        task.add_done_callback(partial(_release, budget, unit.size_bytes))
+                        if budget is not None:
+                            task.add_done_callback(partial(_release, budget, unit.size_bytes))
                         await asyncio.sleep(0)  # let the task send its request
-                        await self.link.may_read()  # so the next variant is chosen as late as possible
+                        if not is_here:
+                            await self.link.may_read()  # so the next variant is chosen as late as possible
                     if not progress.is_wanted(index):
                         break
                 progress.num_unasked = 0
@@ -227,7 +258,8 @@ class Fetcher:
 
     async def _end_when_slow(self, progress: FetchProgress, compute_s: float) -> None:
         """End the fetch when the engine, which takes ``compute_s`` for all pages, would compute the rest sooner."""
-        sizes = [part.size_bytes for _, part in progress.parts]
+        is_held = progress.held.has
+        sizes = [0 if is_held(part.reader, part.span) else part.size_bytes for _, part in progress.parts]
         while True:
             await asyncio.sleep(_COMPARE_S)
             link_bps = self.link.present_bps(time.monotonic())
@@ -274,6 +306,8 @@ class Fetcher:
                 is_damage = isinstance(e, FormatError) or failure_reason(e) == "missing"
                 if isinstance(e, FormatError):
                     metrics.CORRUPT_CHUNKS.inc()
+                    if self._memory is not None:
+                        self._memory.drop(unit.reader.data_name)
                 if is_damage:
                     self.report_damage(unit.reader)
                 if not is_damage or self.levels.coarsest(unit.reader) is unit.reader:
@@ -289,7 +323,7 @@ class Fetcher:
     ) -> None:
         each, part = progress.parts[index]
         try:
-            data = await self._bytes_of(unit, request)
+            data = await self._bytes_of(unit, progress.held, request)
         except KVFetchError:
             progress.num_transmitting -= 1
             raise
@@ -320,7 +354,7 @@ class Fetcher:
             destination.count(layers, heads, len(part.request_pages))
         metrics.READ_CELLS.labels(str(unit.reader.levels_left_out)).inc(len(unit.cells))
         progress.restored(index, len(unit.cells))
-        if part.is_begun and part.request_pages[-1] == each.end_page - each.first_page - 1:
+        if isinstance(data, bytes) and part.is_begun and part.request_pages[-1] == each.end_page - each.first_page - 1:
             self._keep_begun(unit, data)
 
     def _consider_early(self, progress: FetchProgress) -> None:
@@ -338,7 +372,7 @@ class Fetcher:
         self,
         unit: ReadUnit,
         cell: Cell,
-        data: bytes,
+        data: bytes | memoryview,
         restore: Callable[..., Restored],
         progress: FetchProgress,
         size_bytes: int,
@@ -420,7 +454,9 @@ class Fetcher:
             if unit is None or unit.cells != run or not unit.reader.has_cells_of(reader):
                 chosen = reader if self._chooser is None else self._chooser.choose(reader, run, num_unasked())
                 supply = partial(self._supply, num_unasked)
-                unit = ReadUnit(self.levels.choose(chosen, run[0], due_s - time.monotonic(), supply), run)
+                if not self._is_in_memory(chosen, part.span):
+                    chosen = self.levels.choose(chosen, run[0], due_s - time.monotonic(), supply)
+                unit = ReadUnit(chosen, run)
             yield unit
 
     def _supply(self, num_unasked: Callable[[], int]) -> Supply:
@@ -428,7 +464,12 @@ class Fetcher:
         read_bytes_per_s = None if goodput_bps is None else goodput_bps / 8
         return Supply(num_unasked(), self.link.outstanding_bytes, read_bytes_per_s, self.pool.bytes_per_s)
 
-    async def _bytes_of(self, unit: ReadUnit, request: timeline.Request) -> bytes:
+    def _is_in_memory(self, reader: SegmentReader, span: int) -> bool:
+        return self._memory is not None and self._memory.has(reader, span)
+
+    async def _bytes_of(self, unit: ReadUnit, held: Held, request: timeline.Request) -> bytes | memoryview:
+        if (data := held.data(unit)) is not None:
+            return data
         if unit.key in self._begun:
             return self._begun[unit.key]
         task = self._ahead.take_read(unit)
@@ -482,6 +523,8 @@ class Fetcher:
         metrics.STAGE_SECONDS.labels("transmit").observe(ended_s - started_s)
         metrics.WIRE_BYTES.labels("read").inc(len(data))
         timeline.add(request, "transmit", started_s, ended_s, bytes=len(data))
+        if self._memory is not None:
+            self._memory.put(unit, data)
         return data
 
     async def _read(self, unit: ReadUnit) -> bytes:

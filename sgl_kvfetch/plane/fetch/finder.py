@@ -12,11 +12,12 @@ from dataclasses import replace
 from functools import partial
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import Quantiser, SegmentReader, decode_manifest, first_readable, open_manifest
+from sgl_kvfetch.codec import Manifest, Quantiser, SegmentReader, decode_manifest, first_readable, open_manifest
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource
+from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.stores import Breaker, SegmentHit, Store
 
 _MAX_KNOWN_PAGES = 1 << 15  # remembered between a lookup and its fetch
@@ -50,10 +51,13 @@ class PageFinder:
         on_answer: Callable[[float], None] = lambda seconds: None,
         engine_codecs: Collection[str] = (),
         levels: LevelPolicy | None = None,
+        memory: MemoryCache | None = None,
     ) -> None:
         """``on_fault`` gets the error for each unusable segment that the store returned, ``on_answer`` the seconds of
         each lookup. ``engine_codecs``: the codecs that video engines decode; variants in these codecs are preferred.
-        Segments that have lost more levels than ``levels`` allows are not used."""
+        Segments that have lost more levels than ``levels`` allows are not used. The store is not asked for what is in
+        ``memory``."""
+        self._memory = memory
         self._on_answer = on_answer
         self._store = store
         self._heads = heads
@@ -76,8 +80,21 @@ class PageFinder:
     async def find_pages(
         self, hashes: Sequence[bytes], timeout_s: float, position: int | None = None
     ) -> list[PageSource]:
-        """Ask the store for the longest run of these pages. ``position``: of the first one in the sequence, if that is
-        known. Raises StoreError, TimeoutError."""
+        """Find the longest run of these pages, in memory and then in the store. ``position``: of the first one in the
+        sequence, if that is known. Raises StoreError, TimeoutError."""
+        known = [] if self._memory is None else self._in_place(self._memory.find(hashes), position)
+        if len(known) < len(hashes):
+            rest = known[-1].position + 1 if known else position
+            try:
+                known = known + await self._ask_store(hashes[len(known) :], timeout_s, rest)
+            except (StoreError, TimeoutError) as e:
+                if not known:
+                    raise
+                self._on_fault(e if isinstance(e, StoreError) else StoreError("timeout", "no answer to a lookup"))
+        self._remember(hashes, known)
+        return known
+
+    async def _ask_store(self, hashes: Sequence[bytes], timeout_s: float, position: int | None) -> list[PageSource]:
         started_s = time.monotonic()
         if self.is_paused:
             raise StoreError("skipped", "lookups are paused because the store keeps failing")
@@ -93,7 +110,6 @@ class PageFinder:
         seconds = time.monotonic() - started_s
         metrics.STAGE_SECONDS.labels("lookup").observe(seconds)
         self._on_answer(seconds)
-        self._remember(hashes, sources)
         return sources
 
     async def _find_in_all(self, hashes: Sequence[bytes], until_s: float) -> list[PageSource]:
@@ -235,6 +251,10 @@ class PageFinder:
             sources += [PageSource(reader, hit.first_page + i) for i in range(len(asked))]
         return sources
 
+    def own_reader(self, manifest: Manifest) -> SegmentReader:
+        """Return the reader of a segment that this rank has written. Raises KVFetchError."""
+        return self._reader(self._heads, manifest.encode())
+
     def _reader(self, heads: HeadSlice, manifest_bytes: bytes) -> SegmentReader:
         manifest = open_manifest(decode_manifest(manifest_bytes), self._store.encryption_keys)
         heads.require_same(manifest.heads)
@@ -253,7 +273,8 @@ class PageFinder:
         return free
 
     def _held_bytes(self) -> int:
-        return sum(len(manifest) + _READER_BYTES for _, manifest in self._readers)
+        keeps = (lambda reader: False) if self._memory is None else self._memory.keeps
+        return sum(len(name[1]) + _READER_BYTES for name, reader in self._readers.items() if not keeps(reader))
 
     def _remember(self, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> None:
         for page_hash, source in zip(hashes, sources, strict=False):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.plane.fetch.plan import PageSource, SpanPart, span_parts
 from sgl_kvfetch.plane.fetch.sink import Destination
+from sgl_kvfetch.plane.memory_cache import Held
 
 
 class Round:
@@ -73,6 +74,7 @@ class FetchProgress:
         self.num_waiting = 0  # units that have arrived and wait for their round's destination
         self.is_late = False  # the rest would arrive after the deadline
         self.early = early  # None once it was told
+        self.held = Held()  # spans whose bytes are in memory
         self.undecoded_bytes = 0  # of units that have a destination
         self.num_first_layers = 0  # cells of the first layers that are not restored, of units that have a destination
         self._rounds = rounds

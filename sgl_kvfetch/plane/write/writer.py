@@ -90,6 +90,7 @@ class Writer:
         self._room = threading.Condition()
         self._used_bytes = 0
         self.on_settled: Callable[[int], None] = lambda num_pages: None  # called when so many pages leave the queue
+        self.on_committed: Callable[[CodedSegment], None] = lambda segment: None  # called with what the store has now
         self._loop = asyncio.get_running_loop()
         self._in_work = asyncio.Semaphore(_CONCURRENT_SEGMENTS)
         self._tasks = Tasks()
@@ -191,6 +192,7 @@ class Writer:
             manifest = msgspec.structs.replace(coded.manifest, expires=math.ceil(time.time() + self._ttl_s))
             coded = replace(coded, manifest=manifest)
         coded, num_bytes = await commit_segment(self._store, coded)
+        self.on_committed(coded)
         self._merger.retire(each for each in coarse if each.key != coded.manifest.key)
         metrics.STAGE_SECONDS.labels("encode").observe(encoded_s - started_s)
         metrics.STAGE_SECONDS.labels("commit").observe(time.monotonic() - encoded_s)

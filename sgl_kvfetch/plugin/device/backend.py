@@ -23,15 +23,17 @@ from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import (
     Cost,
     DataPlane,
+    Decision,
     Destination,
     FetchCall,
+    FetchLag,
+    FetchOrRecompute,
     Found,
     GuardedSink,
     KVFetchConfig,
     LayerProgress,
     counted,
 )
-from sgl_kvfetch.plugin.choice import Decision, FetchLag, FetchOrRecompute
 from sgl_kvfetch.plugin.device.board import Board, Done, PageCount, Ticket
 from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
 from sgl_kvfetch.plugin.page_hashes import hash_bytes

@@ -17,7 +17,7 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
 from sgl_kvfetch import metrics, timeline
-from sgl_kvfetch.plane import FetchCall, KVFetchConfig
+from sgl_kvfetch.plane import Claim, FetchCall, KVFetchConfig, LinkQueue
 from sgl_kvfetch.plugin.device.backend import (
     Certainty,
     DeviceBackend,
@@ -50,7 +50,6 @@ from sgl_kvfetch.plugin.device.fetch_state import (
     Transmit,
 )
 from sgl_kvfetch.plugin.device.known import KnownPages, Sharing
-from sgl_kvfetch.plugin.device.link_queue import Claim, LinkQueue
 from sgl_kvfetch.plugin.device.slots import Slots, SlotTurns
 from sgl_kvfetch.plugin.page_hashes import hash_tail
 

@@ -69,6 +69,16 @@ class DevicePages(PagePool):
                 for index, layer in enumerate(layers):
                     self._buffers[tensor][layer][slots, heads.start : heads.stop] = rows[tokens, index]
 
+    def write_layer(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Copy ``k`` and ``v``, ``(tokens, heads, dim)``, into slots of one layer. ``slots``: one per token."""
+        runs = list(consecutive_runs(self.page_indices(slots)))
+        size = self.geometry.page_size
+        for tensor, x in zip(TENSORS, (k, v), strict=True):
+            buffer, rows = self._buffers[tensor][layer], x.view(self._raw_dtype)
+            for run, positions in runs:
+                tokens = slice(positions.start * size, positions.stop * size)
+                buffer[run.start * size : run.stop * size] = rows[tokens]
+
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
         """Return a copy of all layers and heads of ``pages``: ``(pages, page_size, layers, heads, dim)``."""
         slots = self._slots(pages)

@@ -1,19 +1,19 @@
-"""The hooks that SGLang runs for device mode, and the waiting queue that they give it.
+"""The hooks that SGLang runs for device mode.
 
 `plugin/seams.py` says where each hook is installed, and why.
 """
 
 from __future__ import annotations
 
-import bisect
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from sgl_kvfetch import timeline
 from sgl_kvfetch.plugin.hooks import BACKEND
+from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, span_of
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
@@ -83,16 +83,8 @@ def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwarg
 def _queued(scheduler: Any, request: Any) -> None:
     """Pass on a request's urgency and its span. SGLang's priority may rise or fall with urgency, and may be None."""
     sign = -1 if scheduler.schedule_low_priority_values_first else 1
-    span = _span_of(request) if timeline.is_traced() else None
+    span = span_of(request) if timeline.is_traced() else None
     scheduler.tree_cache.queued(request.cache_request_handle, sign * (request.priority or 0), span)
-
-
-def _span_of(request: Any) -> Any:
-    """Return the ``SpanContext`` of SGLang's span of the request. None if SGLang does not trace it."""
-    from opentelemetry.trace import get_current_span
-
-    traced = request.time_stats.trace_ctx
-    return get_current_span(traced.root_span_context).get_span_context() if traced.tracing_enable else None
 
 
 def measure_batch(result: None, scheduler: Any, batch: Any, batch_result: Any) -> None:
@@ -199,89 +191,3 @@ def count_pending(idle: bool, scheduler: Any, for_health_check: bool = False, ig
     if not idle or for_health_check or scheduler._engine_paused or not _is_ours(cache):
         return idle
     return not cache.has_pending_cache_operations()
-
-
-class WaitingQueue(list[Any]):
-    """Replaces the scheduler's ``waiting_queue``: holds all waiting requests, in order of arrival.
-
-    Aborts, limits, timeouts, metrics and load reports work on the whole list. Batches are formed only from ``ready``,
-    which leaves out parked requests, so that these cost nothing in a step. Each request is in ``ready`` or parked.
-    """
-
-    def __init__(
-        self,
-        is_parked: Callable[[Any], bool],
-        requests: Iterable[Any] = (),
-        *,
-        on_append: Callable[[Any], None] = lambda request: None,
-    ) -> None:
-        """``is_parked`` returns whether the request with a given handle waits for its fetch. ``on_append`` is called
-        with each new request."""
-        super().__init__()
-        self._is_parked = is_parked
-        self._on_append = on_append
-        self._order: dict[Any, int] = {}  # arrival number, by request
-        self._requests: dict[Any, Any] = {}  # by handle
-        self._num_arrived = 0
-        self._parked: dict[Any, None] = {}
-        self.ready: list[Any] = []
-        self.extend(requests)
-
-    def append(self, request: Any) -> None:
-        super().append(request)
-        self._num_arrived += 1
-        self._order[request] = self._num_arrived
-        self._requests[request.cache_request_handle] = request
-        self._on_append(request)
-        if self._is_parked(request.cache_request_handle):
-            self._parked[request] = None
-        else:
-            self.ready.append(request)
-
-    def extend(self, requests: Iterable[Any]) -> None:
-        for request in requests:
-            self.append(request)
-
-    def pop(self, index: SupportsIndex = -1) -> Any:
-        request = super().pop(index)
-        self._forget(request)
-        if self._parked.pop(request, self) is self:
-            self.ready.remove(request)
-        return request
-
-    def remove(self, request: Any) -> None:
-        self.pop(self.index(request))
-
-    def update(self, handle: Any) -> None:
-        """Park or unpark a request whose fetch may have begun or ended. It re-enters ``ready`` in order of arrival; the
-        scheduler's policy restores any other order when it forms a batch."""
-        request = self._requests.get(handle)
-        if request is None:
-            return
-        is_parked = self._is_parked(handle)
-        if is_parked == (request in self._parked):
-            return
-        if is_parked:
-            self.ready.remove(request)
-            self._parked[request] = None
-        else:
-            del self._parked[request]
-            bisect.insort(self.ready, request, key=self._order.__getitem__)
-
-    def formed(self, left: list[Any]) -> None:
-        """Update the queue after a batch was formed from ``ready``. ``left``: the remaining requests and new ones."""
-        fresh = [request for request in left if request not in self._order]
-        if left is self.ready and not fresh:
-            return
-        staying = set(left)
-        gone = {request for request in self.ready if request not in staying and request in self._order}
-        self.ready = [request for request in left if request in self._order]
-        if gone:
-            self[:] = [request for request in self if request not in gone]
-            for request in gone:
-                self._forget(request)
-        self.extend(fresh)
-
-    def _forget(self, request: Any) -> None:
-        del self._order[request]
-        self._requests.pop(request.cache_request_handle, None)

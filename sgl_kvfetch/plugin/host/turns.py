@@ -16,8 +16,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from sgl_kvfetch.plane import Cost, Found
-from sgl_kvfetch.plugin.choice import Decision, FetchLag, FetchOrRecompute
+from sgl_kvfetch.plane import Cost, Decision, FetchLag, FetchOrRecompute, Found
 from sgl_kvfetch.plugin.prefill import PrefillSpeed
 
 # How long a prefix is expected to take the engine before it has computed anything like it: at least so long, and as

@@ -60,7 +60,7 @@ def test_hand_overs_of_a_lookup_and_a_round_of_one_cell(
         rig.cache.release_host_resources()
 
 
-MOST_MODULES = 52
+MOST_MODULES = 53
 
 
 @contextmanager

@@ -10,13 +10,13 @@ import pytest
 
 from sgl_kvfetch.plugin.device.early import EarlyStarts
 from sgl_kvfetch.plugin.device.scheduler_hooks import (
-    WaitingQueue,
     count_pending,
     form_batch,
     reserved_tokens,
     step_cache,
 )
 from sgl_kvfetch.plugin.prefill import PrefillMeter
+from sgl_kvfetch.plugin.waiting_queue import WaitingQueue
 
 
 @dataclass(eq=False)

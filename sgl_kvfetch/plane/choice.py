@@ -10,7 +10,7 @@ from typing import Literal
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plane import Cost
+from sgl_kvfetch.plane.messages import Cost
 
 _limited = LimitedLogger(logging.getLogger(__name__))
 

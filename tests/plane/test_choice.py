@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sgl_kvfetch.plane import Cost
-from sgl_kvfetch.plugin.choice import LAG_COUNTS_S, MARGIN, Decision, FetchLag, FetchOrRecompute
+from sgl_kvfetch.plane.choice import LAG_COUNTS_S, MARGIN, Decision, FetchLag, FetchOrRecompute
 from tests.plugin.test_prefill import MEASURED, fed_as_measured
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_kvfetch.plugin.device.link_queue import AGEING_PAGES, Claim, LinkQueue, OrderName
+from sgl_kvfetch.plane.fetch.link_queue import AGEING_PAGES, Claim, LinkQueue, OrderName
 
 
 def make(*sizes: int) -> tuple[LinkQueue[int], list[int]]:

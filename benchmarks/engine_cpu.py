@@ -1,0 +1,267 @@
+"""Measures what a fetch costs in SGLang's process, in both designs of device mode: ``python -m benchmarks.engine_cpu``.
+
+A prefix is stored once. Then it is fetched again and again, over loopback, by a data plane in a process of its own,
+into SGLang's own pool and tree, as the scheduler does it. `whole` is the CPU time of this process, all threads:
+Python, and copying the values, which any design must. `scheduler` is that of the thread that the scheduler would run
+on. `calls` counts the calls of this package's functions in this process. There is no model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("KVFETCH_CPU_ENGINE", "1")  # SGLang selects its platform when it is imported
+
+import torch
+from sglang.srt.mem_cache import unified_radix_cache
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+import sgl_kvfetch
+from benchmarks.machine import machine, versions
+from benchmarks.report import make_parser, write_json
+from harness.store_process import StoreProcess
+from harness.waiting import wait_until
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.keys import HeadSlice, Namespace
+from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plugin.data_plane import open_plane
+from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
+from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.linker import linker as linker_module
+from sgl_kvfetch.plugin.linker.linker import KVFetchLinker
+
+PAGE, HEADS, DIM = 64, 3, 64
+DESIGNS = ("rounds", "linker")
+_STEP_S = 0.02  # between two steps, so that the steps in which nothing happens cost little
+
+
+class Side:
+    """One design, with a pool, a tree and a data plane of its own."""
+
+    def __init__(self, design: str, store_url: str, tokens: array[int], layers: int) -> None:
+        self.tokens = tokens
+        self.layers = layers
+        num_slots = len(tokens) + PAGE
+        self.pool = MHATokenToKVPool(num_slots, PAGE, torch.bfloat16, HEADS, DIM, layers, "cpu", False)
+        allocator = PagedTokenToKVPoolAllocator(num_slots, PAGE, torch.bfloat16, "cpu", self.pool, False)
+        params = CacheInitParams(
+            False, ReqToTokenPool(8, num_slots, "cpu", False), allocator, PAGE, tree_components=(ComponentType.FULL,)
+        )
+        extra = {
+            "store": store_url,
+            "recompute": "never",
+            "lookup_timeout_s": 600,
+            "fetch_timeout_s": 600,
+            "device": {"pool_share": 1.0},
+        }
+        pages, quantiser = DevicePages(self.pool, PAGE), make_quantiser("exact")
+        namespace = Namespace(
+            "benchmark", "bfloat16", "mha", "bfloat16", PAGE, layers, 0, HEADS, DIM, DIM, quantiser.identity
+        )
+        heads = HeadSlice(namespace, range(HEADS))
+
+        def open_engine_plane(config: Any, rank: Any, pages: Any, nvdec: Any, *, staging_bytes: int = 0) -> Any:
+            return open_plane(config, quantiser, heads, 0, pages, nvdec, staging_bytes=staging_bytes)
+
+        self.cache: Any
+        if design == "rounds":
+            self.cache = KVFetchRadixCache(params)
+            config = parse_config(extra)
+            plane = open_engine_plane(config, None, pages, None)
+            self.cache.start(config, plane, pages, pool_tokens=num_slots, threshold_tokens=PAGE)
+            self.fetch: Callable[[str], int] = self._fetch_in_rounds
+            self.step = self.cache.step
+        else:
+            vars(linker_module)["open_engine_plane"] = open_engine_plane
+            self.cache = unified_radix_cache.UnifiedRadixCache(params)
+            self.linker = KVFetchLinker(
+                None,
+                params,
+                components={ComponentType.FULL},
+                extra_config={"config": json.dumps(extra | {"prefetch_threshold": PAGE})},
+            )
+            self.cache.init_cache_linker(self.linker)
+            self.fetch = self._fetch_by_linker
+            self.step = self._step_linker
+
+    def _step_linker(self) -> None:
+        self.cache.check_hicache_events()
+        self.linker.step(self.cache)
+
+    @property
+    def key(self) -> RadixKey:
+        return RadixKey(self.tokens).page_aligned(PAGE)
+
+    def write(self) -> None:
+        slots = self.cache.token_to_kv_pool_allocator.alloc(len(self.tokens))
+        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+            buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(0)).cumsum(0) * 0.05)
+        node = self.cache.insert(InsertParams(key=self.key, value=slots)).last_device_node
+        if isinstance(self.cache, KVFetchRadixCache):
+            assert self.cache._parts is not None
+            self.cache._parts.writes.inserted("written", node)
+
+    def flush(self) -> None:
+        self.cache.reset()
+        self.cache.token_to_kv_pool_allocator.clear()
+
+    def _fetch_in_rounds(self, rid: str) -> int:
+        handle = CacheRequestHandle(rid, 0)
+        self.cache.prefetch_from_storage(handle, self.cache.root_node_handle(), self.tokens, None, None)
+        self._until(lambda: not self.cache.is_parked(handle))
+        self.cache.pop_prefetch_loaded_span(handle)
+        matched = self.cache.match_prefix(MatchPrefixParams(key=self.key))
+        self.cache.finish_storage_prefetch_admission(handle, 0, None)
+        return int(matched.device_prefix_len)
+
+    def _fetch_by_linker(self, rid: str) -> int:
+        request = _Request(rid, self.key)
+        self.linker.arrive(request, self.cache)
+        self._until(lambda: not self.linker.is_parked(request.cache_request_handle))
+        request.init_next_round_input(self.cache, cow_mamba=False)
+        num_tokens, _ = self.cache.init_load_back(
+            InitLoadBackParams(request.best_match_node, request.host_hit_length, req=request)
+        )
+        self.linker.leave(request)
+        self.linker.layer_done_counter.set_consumer(self.cache.ready_to_load_host_cache())
+        for layer in range(self.layers):
+            self.linker.layer_done_counter.wait_until(layer)
+        slots = self.cache.prefix_device_indices(request)
+        assert not self.cache.finish_external_linker_loads([request])
+        self.cache.insert(InsertParams(key=self.key, value=slots))
+        return int(num_tokens)
+
+    def _until(self, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            self.step()
+            time.sleep(_STEP_S)
+
+    def close(self) -> None:
+        self.cache.release_host_resources()
+
+
+class _Request(SimpleNamespace):
+    """What the linker and SGLang's tree use of a ``Req``."""
+
+    def __init__(self, rid: str, key: RadixKey) -> None:
+        super().__init__(
+            rid=rid,
+            key=key,
+            session=None,
+            extra_key=None,
+            swa_branching_seqlen=None,
+            cache_request_handle=CacheRequestHandle(rid, 0),
+        )
+
+    def init_next_round_input(self, tree: Any, *, cow_mamba: bool) -> None:
+        matched = tree.match_prefix(MatchPrefixParams(key=self.key, req=self))
+        self.last_node, self.best_match_node = matched.last_device_node, matched.best_match_node
+        self.host_hit_length, self.prefix_len = matched.host_hit_length, matched.host_hit_length
+
+
+def measure(side: Side, rounds: int) -> dict[str, float]:
+    """Return medians of milliseconds of CPU time, and the number of calls in a further fetch."""
+    whole, scheduler = [], []
+    for number in range(rounds + 1):
+        side.flush()
+        began = time.process_time(), time.thread_time()
+        num_tokens = side.fetch(f"request {number}")
+        ended = time.process_time(), time.thread_time()
+        assert num_tokens == len(side.tokens), num_tokens
+        if number:  # the first one warms up
+            whole.append(1e3 * (ended[0] - began[0]))
+            scheduler.append(1e3 * (ended[1] - began[1]))
+    return {"whole_ms": statistics.median(whole), "scheduler_ms": statistics.median(scheduler)}
+
+
+def count_calls(make: Callable[[], Side]) -> int:
+    """Return how many functions of this package run in this process during a fetch."""
+    package = str(Path(sgl_kvfetch.__file__).parent)
+    num_calls = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    threading.setprofile(count)  # of threads that start from now on
+    side = make()
+    try:
+        sys.setprofile(count)
+        num_calls = 0
+        side.fetch("counted")
+        return num_calls
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+        side.close()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = make_parser("benchmarks.engine_cpu", __doc__)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    vars(unified_radix_cache)["get_disagg"] = lambda: SimpleNamespace(disaggregation_mode="null")
+    tokens = array("q", (i * 7919 % 30011 for i in range(args.tokens)))
+    results = {}
+    with tempfile.TemporaryDirectory(prefix="kvfetch-engine-cpu-") as folder, StoreProcess(Path(folder)) as store:
+        for design in DESIGNS:
+            side = Side(design, store.url, tokens, args.layers)
+            if design == DESIGNS[0]:
+                side.write()
+                _await_stored(side)
+            results[design] = measure(side, args.rounds)
+            side.close()
+            results[design]["calls"] = count_calls(lambda: Side(design, store.url, tokens, args.layers))  # noqa: B023, called at once
+            print(design, {name: round(value, 1) for name, value in results[design].items()})
+    if args.json:
+        write_json(args.json, {"results": results, "machine": machine(), "versions": versions()})
+
+
+def _await_stored(side: Side) -> None:
+    """Wait until a whole fetch finds everything."""
+
+    def is_stored() -> bool:
+        for _ in range(20):
+            side.step()
+            time.sleep(0.01)
+        found: list[Any] = []
+        side.cache._parts.backend.plane.look_up(_hashes(side), found.append)
+        wait_until(lambda: bool(side.step() or found))
+        return bool(found[0].num_pages == len(side.tokens) // PAGE)
+
+    wait_until(is_stored)
+
+
+def _hashes(side: Side) -> list[bytes]:
+    from sgl_kvfetch.plugin.page_hashes import hash_bytes, hash_tail
+
+    return hash_bytes(hash_tail(side.key, 0, None, PAGE))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""Staging: the data plane restores a prompt's stored pages into shared memory before the engine admits the prompt.
+
+The engine asks once for a prompt (`messages.Stage`), and is told once how many pages are there. It then copies them
+into its pool whenever it likes. So it takes part in nothing that happens in between: no reads, cells or rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch.codec import CellValues
+from sgl_kvfetch.keys import HeadSlice, split_hashes
+from sgl_kvfetch.plane import messages as m
+from sgl_kvfetch.plane.arena import Arena, Emit, Room
+from sgl_kvfetch.plane.choice import Decision, FetchLag, FetchOrRecompute
+from sgl_kvfetch.plane.client import StoreClient, count_fetch, counted
+from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.plane.fetch.link_queue import Claim, LinkQueue
+from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.plane.fetch.rounds import Round
+from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink, PagePool, consecutive_runs
+from sgl_kvfetch.plane.memory_cache import Held
+from sgl_kvfetch.side_by_side import Tasks
+from sgl_kvfetch.types import TENSORS, KVGeometry
+
+_SHARED_TOKENS = 8192  # fetches that share the link have so many tokens in total, at most
+
+
+@dataclass(frozen=True, slots=True)
+class StagedValues:
+    """The engine's view of a staged prompt. ``values``: as `region_views` returns them, of which the first
+    ``num_pages`` pages are restored and verified. ``num_found``: how many are stored. ``end``: the outcome."""
+
+    num_pages: int
+    num_found: int
+    end: str
+    values: CellValues
+
+
+def region_views(arena: Arena, offset: int, geometry: KVGeometry, num_pages: int) -> CellValues:
+    """Return K and V of a region: ``(layers, num_pages * page_size, heads, dim)`` each. A layer's values lie together,
+    since the engine takes them layer by layer."""
+    common = geometry.num_layers, num_pages * geometry.page_size, geometry.num_heads
+    return CellValues(*arena.views(offset, geometry.torch_dtype, ((*common, geometry.head_dim(t)) for t in TENSORS)))
+
+
+class _Region(PagePool):
+    """A region of shared memory, as a pool whose pages are those of the prompt."""
+
+    def __init__(self, views: CellValues, page_size: int) -> None:
+        self._views = views
+        self._page_size = page_size
+
+    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
+        size = self._page_size
+        for view, x in zip(self._views, values, strict=True):
+            into = view[layers.start : layers.stop, :, heads.start : heads.stop]
+            rows = x.transpose(0, 1)
+            for run, positions in consecutive_runs(pages):
+                tokens = slice(positions.start * size, positions.stop * size)
+                into[:, run.start * size : run.stop * size] = rows[:, tokens]
+
+
+@dataclass(slots=True, eq=False)
+class _Staging:
+    """``turn``: done when the fetch may begin. ``needs_link``: whether not all bytes are in memory. ``offset``: of its
+    region, from its turn on. ``is_wanted``: whether the engine has not released it."""
+
+    turn: asyncio.Future[None]
+    task: asyncio.Task[None] | None = None
+    num_pages: int = 0
+    needs_link: bool = True
+    offset: int | None = None
+    is_wanted: bool = True
+
+
+class _Turns:
+    """Lets stagings begin one after another, in the order of a `LinkQueue`, when link and memory have room for them.
+    Those that do not need the link wait for memory alone, and go first."""
+
+    def __init__(self, config: KVFetchConfig, geometry: KVGeometry, room: Room, room_bytes: int) -> None:
+        """``room_bytes``: the size of the pool that the engine loads into. A staging may take all of it if there is no
+        other one, and else the config's share."""
+        self._queue: LinkQueue[_Staging] = LinkQueue(
+            config.device.fetch_order, max(1, _SHARED_TOKENS // geometry.page_size)
+        )
+        self._page_bytes = geometry.page_bytes
+        self._room = room
+        self._most_bytes = config.device.pool_share * room_bytes
+        self._used_bytes = 0
+        self._num_arrived = 0
+        self._without_link: dict[_Staging, None] = {}
+
+    @property
+    def pages_ahead(self) -> int:
+        """How many pages are still to be fetched for those that wait or have begun."""
+        return self._queue.expected_pages
+
+    async def wait(self, staging: _Staging, urgency: int, deadline_s: float) -> None:
+        """Wait for a turn, which gives the staging its region. Raises TimeoutError."""
+        if staging.needs_link:
+            self._num_arrived += 1
+            self._queue.expect(staging, staging.num_pages)
+            self._queue.wait(staging, Claim(staging.num_pages, self._num_arrived, urgency))
+        else:
+            self._without_link[staging] = None
+        self._serve()
+        try:
+            async with asyncio.timeout(deadline_s - time.monotonic()):
+                await staging.turn
+        finally:
+            if staging.offset is None:
+                self._leave(staging)
+                self.end(staging)
+
+    def free(self, staging: _Staging) -> None:
+        """Free a staging's region, if it has one. Nothing more is fetched for it."""
+        if staging.offset is not None:
+            self._room.free(staging.offset)
+            self._used_bytes -= staging.num_pages * self._page_bytes
+        self.end(staging)
+
+    def link_has_room(self, staging: _Staging) -> None:
+        self._queue.give_back(staging)
+        self._serve()
+
+    def end(self, staging: _Staging) -> None:
+        """Note that nothing more is fetched for a staging."""
+        self._queue.expect(staging, 0)
+        self.link_has_room(staging)
+
+    def _leave(self, staging: _Staging) -> None:
+        if staging.needs_link:
+            self._queue.leave(staging)
+        else:
+            del self._without_link[staging]
+
+    def _next(self) -> _Staging | None:
+        if self._without_link:
+            return next(iter(self._without_link))
+        first = self._queue.first()
+        return first if first is not None and self._queue.has_room(first) else None
+
+    def _serve(self) -> None:
+        while (staging := self._next()) is not None:
+            num_bytes = staging.num_pages * self._page_bytes
+            if self._used_bytes and self._used_bytes + num_bytes > self._most_bytes:
+                return
+            staging.offset = self._room.allocate(num_bytes, 0)
+            if staging.offset is None:
+                return
+            self._used_bytes += num_bytes
+            self._leave(staging)
+            if staging.needs_link:
+                self._queue.occupy(staging, staging.num_pages)
+            if not staging.turn.done():
+                staging.turn.set_result(None)
+
+
+class Stager:
+    """Carries out `messages.Stage`. Belongs to one event loop."""
+
+    def __init__(
+        self, config: KVFetchConfig, heads: HeadSlice, client: StoreClient, emit: Emit, arena: Arena, room: Room
+    ) -> None:
+        """``room`` allocates the bytes of ``arena``."""
+        self._config = config
+        self._geometry = heads.geometry
+        self._client = client
+        self._emit = emit
+        self._arena = arena
+        self._most_pages = arena.num_bytes // heads.geometry.page_bytes
+        self._tasks = Tasks()
+        self._stagings: dict[int, _Staging] = {}  # by number
+        self._turns = _Turns(config, heads.geometry, room, arena.num_bytes)
+        self._choice = FetchOrRecompute()
+        self._lag = FetchLag()
+
+    def begin(self, command: m.Stage) -> None:
+        staging = self._stagings[command.work] = _Staging(asyncio.get_running_loop().create_future())
+        staging.task = self._tasks.begin(self._stage(command, staging))
+
+    def release(self, work: int) -> None:
+        """Free a region, or end its staging soon, which frees it."""
+        staging = self._stagings.get(work)
+        if staging is None:  # it ended without pages, or an earlier data plane had it
+            return
+        staging.is_wanted = False
+        if staging.task is None:
+            self._forget(work, staging)
+        else:
+            # Not at once: a task that is cancelled before its first step never runs, not even its ``finally``.
+            asyncio.get_running_loop().call_soon(staging.task.cancel)
+
+    def _forget(self, work: int, staging: _Staging) -> None:
+        del self._stagings[work]
+        self._turns.free(staging)
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+
+    async def _stage(self, command: m.Stage, staging: _Staging) -> None:
+        hashes = split_hashes(command.hashes)
+        request = timeline.Request(command.request_id, command.traceparent)
+        num_pages, end, held = 0, "missed", Held()
+        try:
+            sources = (await self._look_up(hashes, request))[: self._most_pages]
+            held = self._client.fetcher.hold(sources)
+            staging.num_pages = len(sources)
+            if sources and staging.is_wanted:
+                num_pages, end = await self._fetch(command, staging, hashes[: len(sources)], sources, request)
+        finally:
+            held.let_go()
+            staging.task = None
+            num_found, offset = staging.num_pages, staging.offset or 0
+            if staging.is_wanted and num_pages:
+                self._turns.end(staging)
+            else:
+                self._forget(command.work, staging)
+                num_pages = 0
+            timeline.fetched(request)
+            self._emit(m.Staged(command.work, num_pages, num_found, offset, end))
+
+    async def _look_up(self, hashes: list[bytes], request: timeline.Request) -> list[PageSource]:
+        started_s = time.monotonic()
+        sources: list[PageSource] = []
+        with counted("lookup", lambda: ""):
+            sources = await self._client.finder.find_pages(hashes, self._config.lookup_timeout_s)
+        metrics.LOOKUP_PAGES.labels("hit").inc(len(sources))
+        metrics.LOOKUP_PAGES.labels("miss").inc(len(hashes) - len(sources))
+        timeline.add(request, "lookup", started_s, time.monotonic(), pages=len(hashes), found=len(sources))
+        return sources
+
+    async def _fetch(
+        self,
+        command: m.Stage,
+        staging: _Staging,
+        hashes: list[bytes],
+        sources: Sequence[PageSource],
+        request: timeline.Request,
+    ) -> tuple[int, str]:
+        """Fetch pages, unless computing them is sooner. Return how many, from the first on, are there, and the
+        outcome."""
+        found_s = time.monotonic()
+        cost, saved_s = self._client.fetcher.cost(sources), self._saved_s(command.saved_s, len(sources))
+        staging.needs_link = cost.transmit_s != 0.0
+        num_ahead = self._turns.pages_ahead if staging.needs_link else 0
+        if not self._is_fetched(cost, num_ahead, saved_s, len(sources), found_s):
+            self._tasks.begin(self._client.fetcher.probe(sources))
+            return 0, "recomputed"
+        try:
+            await self._turns.wait(staging, command.urgency, found_s + self._config.fetch_timeout_s)
+        except TimeoutError:
+            metrics.MISSES.labels("fetch", "late").inc()
+            return 0, "failed"
+        num_pages = await self._restore(
+            staging, hashes, sources, request, found_s, math.inf if saved_s is None else saved_s
+        )
+        if num_pages == len(sources) and not num_ahead and cost.seconds is not None:
+            self._lag.ended(time.monotonic(), found_s + cost.seconds)
+        return num_pages, "landed" if num_pages == len(sources) else "partly" if num_pages else "failed"
+
+    def _saved_s(self, points: Sequence[tuple[int, float]], num_pages: int) -> float | None:
+        """Return how much longer the engine would take without so many pages; None if that is not to be considered."""
+        return interpolate(points, num_pages) if points and self._config.recompute == "auto" else None
+
+    def _is_fetched(self, cost: m.Cost, num_ahead: int, saved_s: float | None, num_pages: int, now_s: float) -> bool:
+        """Decide. Pages that are fetched before these are assumed to cost as much each."""
+        decision = Decision(True, "configured")
+        num_tokens = num_pages * self._geometry.page_size
+        if self._config.recompute == "auto":
+            times = 1 + num_ahead / num_pages
+            stages = (None if seconds is None else times * seconds for seconds in (cost.transmit_s, cost.decode_s))
+            sooner_s = None if saved_s is None else saved_s - self._lag.seconds(now_s)
+            decision = self._choice.decide(num_tokens, m.Cost(*stages), sooner_s)
+        decision.count(num_tokens)
+        return decision.is_fetched
+
+    async def _restore(
+        self,
+        staging: _Staging,
+        hashes: list[bytes],
+        sources: Sequence[PageSource],
+        request: timeline.Request,
+        found_s: float,
+        compute_s: float,
+    ) -> int:
+        """Restore pages into the staging's region. Return how many, from the first on, are there."""
+        num_pages = len(sources)
+        assert staging.offset is not None
+        views = region_views(self._arena, staging.offset, self._geometry, num_pages)
+        whole = Round(0, num_pages)
+        whole.give(Destination(range(num_pages), GuardedSink(_Region(views, self._geometry.page_size))))
+        timeout_s = self._config.fetch_timeout_s
+        try:
+            with counted("fetch", lambda: ""):
+                result = await self._client.fetcher.fetch_rounds(
+                    sources,
+                    [whole],
+                    max(0.0, found_s + timeout_s - time.monotonic()),
+                    request=request,
+                    on_requested=partial(self._turns.link_has_room, staging),
+                    compute_s=compute_s,
+                )
+                count_fetch(result, timeout_s)
+                self._client.finder.fetched(hashes, sources, result)
+        finally:
+            whole.end(0)  # nothing is written to the region afterwards
+            restored = whole.done.result()
+            metrics.FETCHED_PAGES.labels("hit").inc(restored)
+            metrics.FETCHED_PAGES.labels("miss").inc(num_pages - restored)
+            metrics.RAW_BYTES.labels("read").inc(restored * self._geometry.page_bytes)
+        return restored
+
+
+def interpolate(points: Sequence[tuple[int, float]], x: int) -> float:
+    """Return the value at ``x`` of the line through ``points``, which are in ascending order; before the first, of the
+    line from the origin to it, and after the last, that of the last."""
+    x0, y0 = 0, 0.0
+    for x1, y1 in points:
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+        x0, y0 = x1, y1
+    return y0

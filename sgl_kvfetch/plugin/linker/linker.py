@@ -1,0 +1,332 @@
+"""SGLang's external linker with a store behind it. SGLang constructs one in each rank, and drives it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+
+from sgl_kvfetch import timeline
+from sgl_kvfetch.errors import KVFetchError, UnsupportedError
+from sgl_kvfetch.plane import DataPlane, parse_config
+from sgl_kvfetch.plugin import weight_updates
+from sgl_kvfetch.plugin.data_plane import open_engine_plane
+from sgl_kvfetch.plugin.device.board import Board
+from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.hooks import BACKEND
+from sgl_kvfetch.plugin.host.pages import is_mla
+from sgl_kvfetch.plugin.launch_check import read_extra_config
+from sgl_kvfetch.plugin.linker.loads import Load, Loader, ValueLoader
+from sgl_kvfetch.plugin.linker.offloads import Offloads
+from sgl_kvfetch.plugin.linker.prefixes import Prefix, Prefixes
+from sgl_kvfetch.plugin.prefill import PrefillMeter
+from sgl_kvfetch.plugin.versions import require_distinct_images
+from sgl_kvfetch.plugin.weight_updates import Access
+
+logger = logging.getLogger(__name__)
+
+_UNUSED_S = 30.0  # how long launched copies may take to end: a forward pass before them takes seconds
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What there is while a store is attached. ``extra_config``: the text that says which store."""
+
+    access: Access
+    plane: DataPlane
+    board: Board
+    prefixes: Prefixes
+    extra_config: str | None
+
+
+class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
+    """Loads what was staged, and offloads to the store. ``scheduler_hooks`` steps it, and parks requests for it.
+
+    SGLang asks it for an arriving request in the same way as for one that it is about to admit: by `lookup`. For the
+    first kind, `arrive` has to be what makes SGLang ask. All methods run on the scheduler's thread.
+    """
+
+    is_kvfetch = True  # The hooks recognise the linker by this: importing this module would load all of the plugin.
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: set[ComponentType],
+        extra_config: dict[str, Any] | None = None,
+        forward_stream: Any = None,
+    ) -> None:
+        """``params``: SGLang's ``CacheInitParams``. ``extra_config``: its ``config`` is the text of the extra config
+        that the launch was given. Raises ConfigError and UnsupportedError, which stop SGLang's start."""
+        require_distinct_images()
+        self._rank = _rank_of(params)
+        timeline.start(self._rank.tp_rank)
+        if components != {ComponentType.FULL}:
+            raise UnsupportedError(
+                f"device mode supports only plain KV caches; this model's has {', '.join(sorted(map(str, components)))}"
+            )
+        pool = params.token_to_kv_pool_allocator.get_kvcache()
+        device = torch.device(pool.device)
+        if device.type != "cpu":
+            raise UnsupportedError(f"device mode through the linker does not support {device} yet")
+        self._rank.is_mla_model = is_mla(pool)
+        self.forward_stream = forward_stream
+        self.pools = {PoolName.KV: pool}
+        self.prefill_meter = PrefillMeter()
+        self._pool_tokens: int = params.token_to_kv_pool_allocator.size
+        self._pages = DevicePages(pool, params.page_size)
+        self.layer_done_counter = LayerWiseLoadCounter(self._pages.geometry.num_layers)
+        self._loader: Loader = ValueLoader(self._pages, self.layer_done_counter)
+        self._group = params.attn_tp_cache_group or params.tp_cache_group
+        self._arriving: tuple[Any, int, Any] | None = None  # the request that `arrive` lets SGLang match
+        is_writer = not self._rank.is_mla_model or self._rank.tp_rank == 0  # all ranks have the same latent vectors
+        self._offloads = Offloads(self._pages, is_writer=is_writer)
+        self._loads: dict[str, tuple[Prefix, Load]] = {}  # queued, by request id
+        self._loading: dict[str, Prefix] = {}  # begun, until their batch has computed
+        self._parts: _Parts | None = None
+        self._changed: list[Any] = []  # handles that were left when the store was detached
+        self.connect((extra_config or {}).get("config"))
+        atexit.register(self.close)
+
+    # Attaching
+
+    def connect(self, extra_config: str | None) -> None:
+        """Attach the store that the text of an extra config names. Raises ConfigError and UnsupportedError."""
+        extra, threshold_tokens = read_extra_config(extra_config)
+        config = parse_config(extra)
+        geometry = self._pages.geometry
+        staging_bytes = self._pool_tokens // geometry.page_size * geometry.page_bytes
+        plane = open_engine_plane(config, self._rank, self._pages, None, staging_bytes=staging_bytes)
+        access = Access(config)
+        board = Board(self._agree if self._rank.tp_size > 1 else None)
+        page_size = geometry.page_size
+        prefixes = Prefixes(
+            plane,
+            board,
+            self.prefill_meter.speed,
+            page_size,
+            -(-threshold_tokens // page_size),
+            self._offloads.looked_up,
+        )
+        self._offloads.connect(plane, access)
+        self._parts = _Parts(access, plane, board, prefixes, extra_config)
+        weight_updates.register_access(access, config.model_id)
+        logger.info("kvfetch runs in device mode, through SGLang's linker")
+
+    def attach(self, backend: str, extra_config: str | None, policies: Sequence[str | None]) -> tuple[bool, str]:
+        """Attach a store at run time. Return whether all ranks did, and a message. SGLang calls this only while there
+        are no requests. ``policies``: those of the host tier."""
+        if backend != BACKEND or any(policy is not None for policy in policies):
+            return False, f"device mode accepts only the storage backend {BACKEND}, and no policies of the host tier"
+        if self._parts is not None:
+            if extra_config in (None, self._parts.extra_config):
+                return True, f"{BACKEND} is already attached with this config."
+            return False, f"{BACKEND} is attached with another config: detach it first, DELETE /hicache/storage-backend"
+        fault = self._try_to_connect(extra_config)
+        answer = torch.tensor([int(fault is None)])
+        if self._rank.tp_size > 1:
+            self._agree(answer)
+        if answer.item():
+            return True, f"{BACKEND} is attached."
+        self.detach()
+        return False, fault or "another rank could not attach the storage backend; see its log for the reason"
+
+    def _try_to_connect(self, extra_config: str | None) -> str | None:
+        """Return None, or why attaching failed. Never raises, because the other ranks wait for this rank's answer."""
+        try:
+            weight_updates.require_no_former_pages()
+            self.connect(extra_config)
+        except KVFetchError as error:
+            logger.warning("kvfetch is not attached: %s", error)
+            return str(error)
+        except Exception as error:
+            logger.exception("kvfetch is not attached")
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def detach(self) -> None:
+        """Detach the store. The tree stays as it is. Waits a few seconds at most for queued pages to be written."""
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
+        parts.prefixes.drop_all()
+        self._changed += parts.prefixes.take_changed()
+        self._offloads.disconnect()
+        weight_updates.forget_access(parts.access)
+        try:
+            parts.plane.close()
+        except Exception:  # go on: it holds nothing of the tree, and the other ranks have detached
+            logger.exception("kvfetch: closing the data plane failed")
+
+    def clear(self) -> bool:
+        """Empty the store, while an operator waits. Return whether it succeeded."""
+        if self._parts is None:
+            return False
+        self._offloads.forget_stored()
+        try:
+            self._parts.plane.clear()
+        except (KVFetchError, TimeoutError) as e:
+            logger.warning("kvfetch: the store could not be cleared: %s", e)
+            return False
+        return True
+
+    def _agree(self, least: torch.Tensor) -> None:
+        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=self._group)
+
+    # Parking
+
+    def arrive(self, req: Any, tree: Any, urgency: int = 0, span: Any = None) -> None:
+        """Begin to stage the prefix of a request that waits. SGLang matches ``tree``, its radix cache, and asks
+        `lookup` for the rest. Other arguments as for `Prefixes.arrive`."""
+        if self._parts is None or not self._parts.access.reads:
+            return
+        if self._parts.prefixes.has(req.rid):  # SGLang has made a new list of those that wait
+            return
+        self._arriving = req, urgency, span
+        try:
+            req.init_next_round_input(tree, cow_mamba=False)
+        finally:
+            self._arriving = None
+
+    def is_parked(self, handle: Any) -> bool:
+        return self._parts is not None and self._parts.prefixes.is_parked(handle)
+
+    def take_changed(self) -> list[Any]:
+        """Return the handles of requests whose ``is_parked`` may have changed since the last call."""
+        changed, self._changed = self._changed, []
+        return changed if self._parts is None else changed + self._parts.prefixes.take_changed()
+
+    def retain(self, rids: Collection[str]) -> None:
+        """Forget requests that are not among these: all that wait."""
+        if self._parts is not None:
+            self._parts.prefixes.retain(rids)
+
+    def leave(self, req: Any) -> None:
+        """Handle a request that no longer waits: it is admitted, or gone."""
+        if self._parts is not None:
+            self._parts.prefixes.leave(req.rid)
+
+    def step(self, tree: Any) -> list[Any]:
+        """Process what has ended since the last step, and begin what can begin. ``tree``: SGLang's radix cache. Return
+        the requests that must arrive again."""
+        if self._parts is None:
+            return []
+        self._offloads.step(tree)
+        return self._parts.prefixes.step()
+
+    def batch_ended(self, batch: Any, now_s: float) -> None:
+        """Note that SGLang has processed the result of a batch."""
+        self.prefill_meter.finished(batch, now_s)
+        for req in batch.reqs if self._loading else ():
+            prefix = self._loading.pop(req.rid, None)
+            if prefix is not None and self._parts is not None:
+                self._parts.prefixes.loaded(prefix)
+
+    # Reading
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        hashes: Sequence[str] = _kv(transfers).keys
+        if self._parts is None or not self._parts.access.reads:
+            return []
+        if self._arriving is not None:
+            req, urgency, span = self._arriving
+            self._parts.prefixes.arrive(req, hashes, urgency, span)
+            return []
+        return list(range(1, self._parts.prefixes.num_staged(rid, hashes) + 1))
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        parts = self._parts
+        assert parts is not None
+        transfer = _kv(transfers)
+        prefix = parts.prefixes.take(rid)
+        first_page = prefix.first_page(transfer.keys[0])
+        assert first_page is not None
+        assert prefix.work is not None
+        assert prefix.staged is not None
+        on_end = partial(parts.plane.unstage, prefix.work)
+        self._loads[rid] = prefix, Load(prefix.staged.values, first_page, transfer.device_indices, on_end)
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        queued = self._loads.pop(rid, None)
+        if queued is None:
+            return False
+        prefix, load = queued
+        load.on_end()
+        if self._parts is not None:
+            self._parts.prefixes.loaded(prefix)
+        return True
+
+    def start_layer_wise_loading(self) -> int:
+        if not self._loads:
+            return -1
+        loads, self._loads = self._loads, {}
+        self._loading |= {rid: prefix for rid, (prefix, _) in loads.items()}
+        return self._loader.begin([load for _, load in loads.values()])
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return bool(self.layer_done_counter.finish(counter_index))
+
+    # Writing
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        if self._parts is None:
+            return False
+        transfer = _kv(transfers)
+        self._parts.prefixes.landed(transfer.keys)
+        self._offloads.add(transfer.keys, transfer.device_indices)
+        return True
+
+    def num_completed_offloads(self) -> int:
+        return self._offloads.num_completed
+
+    def pop_completed_offload(self) -> bool:
+        return self._offloads.pop()
+
+    # Ends
+
+    def stop_using_pool(self) -> None:
+        """End all work on the pool, whose memory is about to go. Raises KVFetchError, which ends the server, if a
+        device does not end its part: a kernel on memory that is gone would destroy the process's context."""
+        self._offloads.stop_reading()
+        if not self._pages.wait_until_unused(_UNUSED_S):
+            raise KVFetchError(
+                f"memory was not released: the device still reads the KV pool {_UNUSED_S:g} s after the last copy was "
+                "ended; it seems to hang"
+            )
+
+    def reset(self) -> None:
+        if self._parts is not None:
+            self._parts.prefixes.drop_all()
+            self._parts.plane.flush()
+        self._offloads.drop_all()
+        self.layer_done_counter.reset()
+        self._loading.clear()
+
+    def close(self) -> None:
+        self.detach()
+        self._offloads.close()
+        self._loader.close()
+
+
+def _kv(transfers: list[PoolTransfer]) -> Any:
+    return next(transfer for transfer in transfers if transfer.name == PoolName.KV)
+
+
+def _rank_of(params: Any) -> SimpleNamespace:
+    """Return this process's place among the ranks that share the model's heads."""
+    rank, size = 0, 1
+    if torch.distributed.is_initialized():
+        group = params.attn_tp_cache_group or params.tp_cache_group
+        rank, size = torch.distributed.get_rank(group=group), torch.distributed.get_world_size(group=group)
+    return SimpleNamespace(tp_rank=rank, tp_size=size, is_mla_model=False)

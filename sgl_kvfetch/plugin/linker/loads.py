@@ -1,0 +1,83 @@
+"""Copies staged values into SGLang's pool, layer by layer, while the batch that needs them already computes.
+
+`Loader` is what the linker needs. On a GPU, another one will take coded bytes in groups of layers.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_kvfetch.codec import CellValues
+from sgl_kvfetch.openmp import use_one_thread
+from sgl_kvfetch.plugin.device.pages import DevicePages
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Pages of a staged prompt, from ``first_page`` on, and the slots that get them, one per token. ``values``: as in
+    `StagedValues`. ``on_end`` is called when they are not read any more."""
+
+    values: CellValues
+    first_page: int
+    slots: torch.Tensor
+    on_end: Callable[[], None]
+
+
+class Loader(ABC):
+    """Loads a batch's prefixes into the pool. ``counter``: SGLang's ``LayerWiseLoadCounter``, which the forward pass
+    waits on."""
+
+    counter: Any
+
+    @abstractmethod
+    def begin(self, loads: Sequence[Load]) -> int:
+        """Begin to load, and return the index for ``counter``. Every layer is completed, or the load fails as a whole.
+        Never waits."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the work under way."""
+
+
+class ValueLoader(Loader):
+    """Copies values on a thread, for a pool in the host's memory."""
+
+    def __init__(self, pages: DevicePages, counter: Any) -> None:
+        self.counter = counter
+        self._pages = pages
+        self._thread = ThreadPoolExecutor(1, "kvfetch-load", use_one_thread)
+
+    def begin(self, loads: Sequence[Load]) -> int:
+        index: int = self.counter.update_producer()
+        self._thread.submit(self._run, index, loads)
+        return index
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _run(self, index: int, loads: Sequence[Load]) -> None:
+        try:
+            for layer in range(self._pages.geometry.num_layers):
+                for load in loads:
+                    self._copy(layer, load)
+                self.counter.complete(index, layer)
+        except Exception as error:
+            logger.exception("kvfetch: loading failed")
+            self.counter.fail(index, error)
+        finally:
+            for load in loads:
+                load.on_end()
+
+    def _copy(self, layer: int, load: Load) -> None:
+        first = load.first_page * self._pages.geometry.page_size
+        rows = [x[layer, first : first + load.slots.numel()] for x in load.values]
+        self._pages.write_layer(layer, load.slots, *rows)

@@ -1,0 +1,249 @@
+"""The stored prefixes of waiting requests, from their arrival until they are loaded. Runs on the scheduler's thread.
+
+A request is parked while its pages are staged, and while another request brings pages before them: those are staged
+for the other one, which loads them and puts them into the tree. If the other one is gone before, the request arrives
+again. It may leave at any time: it is aborted, or the tree is emptied. What the data plane reports goes over the board,
+so that all ranks unpark a request in the same step, with equal pages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch.plane import DataPlane, StagedValues
+from sgl_kvfetch.plugin.device.board import Board, PageCount, Ticket
+from sgl_kvfetch.plugin.page_hashes import hash_bytes
+from sgl_kvfetch.plugin.prefill import PrefillSpeed
+
+_PARTS = (16, 4, 1)  # the engine's time is told for a whole prefix and for these parts of it
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """A request's pages that are staged for it. ``hashes``: theirs. ``work``: the data plane's number; None if there
+    are no such pages. ``staged``: what this rank has. ``num_pages``: what all ranks have, once they agree.
+
+    ``leader`` brings the pages before these, up to ``awaited``.
+    """
+
+    req: Any  # SGLang's Req
+    hashes: Sequence[str]
+    request: timeline.Request
+    arrived_s: float
+    work: int | None = None
+    is_staging: bool = False
+    staged: StagedValues | None = None
+    num_pages: int = 0
+    leader: Prefix | None = None
+    awaited: str = ""
+    followers: list[Prefix] = field(default_factory=list)
+
+    @property
+    def is_parked(self) -> bool:
+        return self.is_staging or self.leader is not None
+
+    def first_page(self, page_hash: str) -> int | None:
+        """Return the index of a page if it is staged. Its hash identifies all pages before it, too."""
+        return next((i for i in range(self.num_pages) if self.hashes[i] == page_hash), None)
+
+
+class Prefixes:
+    """Parks requests while their prefixes are staged."""
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        board: Board,
+        speed: PrefillSpeed,
+        page_size: int,
+        threshold_pages: int,
+        on_lookup: Callable[[Sequence[str], int], None],
+    ) -> None:
+        """``threshold_pages``: the smallest number of pages that is worth a lookup. ``on_lookup`` is called with looked
+        up pages, and how many of them are stored, from the first on."""
+        self._on_lookup = on_lookup
+        self._plane = plane
+        self._board = board
+        self._speed = speed
+        self._page_size = page_size
+        self._threshold_pages = threshold_pages
+        self._prefixes: dict[str, Prefix] = {}  # by request id
+        self._bringing: dict[str, Prefix] = {}  # by page hash
+        self._orphans: list[Prefix] = []  # their leaders are gone
+        self._changed: list[Any] = []  # handles of requests that may be parked or unparked
+        self._num_parked = self._num_reported = 0
+
+    # Calls from the scheduler
+
+    def arrive(self, req: Any, hashes: Sequence[str], urgency: int, span: Any) -> None:
+        """Begin to stage the pages of a request that waits. ``urgency``: as in `messages.Stage`. ``span``: the
+        OpenTelemetry ``SpanContext`` of SGLang's span of the request, or None."""
+        if len(hashes) < self._threshold_pages:
+            return
+        num_shared = next((i for i, each in enumerate(hashes) if each not in self._bringing), len(hashes))
+        prefix = Prefix(req, hashes[num_shared:], timeline.arrived(req.rid), time.monotonic())
+        if span is not None:
+            prefix.request.belongs_to(span)
+        self._prefixes[req.rid] = prefix
+        self._num_parked += 1
+        self._changed.append(req.cache_request_handle)
+        if num_shared:
+            prefix.awaited = hashes[num_shared - 1]
+            prefix.leader = self._bringing[prefix.awaited]
+            prefix.leader.followers.append(prefix)
+        if prefix.hashes:
+            self._stage(prefix, urgency)
+
+    def _stage(self, prefix: Prefix, urgency: int) -> None:
+        prefix.is_staging = True
+        self._bringing.update(dict.fromkeys(prefix.hashes, prefix))
+        ticket = self._board.open_ticket(partial(self._staged, prefix))
+        prefix.work = self._plane.stage(
+            hash_bytes(prefix.hashes),
+            partial(self._report, prefix, ticket),
+            saved_s=self._saved_s(len(prefix.hashes)),
+            urgency=urgency,
+            request=prefix.request,
+        )
+
+    def _saved_s(self, num_pages: int) -> list[tuple[int, float]]:
+        """Return how much longer this rank would take without so many pages, for a few numbers of pages."""
+        counts = sorted({max(1, num_pages // part) for part in _PARTS})
+        times = [(count, self._speed.seconds_saved(count * self._page_size)) for count in counts]
+        return [(count, seconds) for count, seconds in times if seconds is not None]
+
+    def has(self, rid: str) -> bool:
+        return rid in self._prefixes
+
+    def retain(self, rids: Collection[str]) -> None:
+        """Forget requests that are not among these: all that wait."""
+        for rid in [rid for rid in self._prefixes if rid not in rids]:
+            self.leave(rid)
+
+    def is_parked(self, handle: Any) -> bool:
+        prefix = self._prefixes.get(handle.rid)
+        return prefix is not None and prefix.is_parked
+
+    def take_changed(self) -> list[Any]:
+        """Return the handles of requests whose ``is_parked`` may have changed since the last call."""
+        changed, self._changed = self._changed, []
+        return changed
+
+    def num_staged(self, rid: str, hashes: Sequence[str]) -> int:
+        """Return how many of these pages, from the first on, can be loaded."""
+        prefix = self._prefixes.get(rid)
+        first = None if prefix is None or prefix.is_parked else prefix.first_page(hashes[0])
+        return 0 if prefix is None or first is None else min(len(hashes), prefix.num_pages - first)
+
+    def take(self, rid: str) -> Prefix:
+        """Hand over what was staged for a request that is admitted. Call `loaded` when it has computed."""
+        return self._prefixes.pop(rid)
+
+    def leave(self, rid: str) -> None:
+        """Handle a request that no longer waits. What was handed over is not affected."""
+        prefix = self._prefixes.get(rid)
+        if prefix is not None:
+            if prefix.is_parked:
+                self._count(prefix, "aborted")
+            self._remove(prefix)
+
+    def landed(self, hashes: Sequence[str]) -> None:
+        """Note that pages have joined the tree."""
+        for page_hash in hashes:
+            leader = self._bringing.pop(page_hash, None)
+            for follower in [] if leader is None else leader.followers[:]:
+                if follower.awaited == page_hash:
+                    self._end_wait(follower, is_staging=follower.is_staging, leader=None)
+
+    def loaded(self, prefix: Prefix) -> None:
+        """Note that a request that was loaded has computed: its pages are in the tree, or will not be."""
+        self._bring_no_more(prefix, prefix.hashes)
+        self._orphans += prefix.followers
+
+    def step(self) -> list[Any]:
+        """Take in what the data plane has reported. Return the requests that must arrive again."""
+        self._plane.step()
+        self._board.step()
+        orphans, self._orphans = self._orphans, []
+        there = [prefix for prefix in orphans if self._prefixes.get(prefix.req.rid) is prefix]
+        for prefix in there:
+            self._remove(prefix)
+        if self._num_parked != self._num_reported:
+            self._num_reported = self._num_parked
+            metrics.PARKED_REQUESTS.set(self._num_parked)
+        return [prefix.req for prefix in there]
+
+    def drop_all(self) -> None:
+        """End all stagings. Their requests go on without them."""
+        self._board.clear()
+        for prefix in self._prefixes.values():
+            self._changed.append(prefix.req.cache_request_handle)
+            if prefix.work is not None:
+                self._plane.unstage(prefix.work)
+        self._prefixes.clear()
+        self._bringing.clear()
+        self._orphans.clear()
+        self._num_parked = 0
+
+    # Results
+
+    def _report(self, prefix: Prefix, ticket: Ticket[PageCount], staged: StagedValues) -> None:
+        prefix.staged = staged
+        self._board.report(ticket, PageCount(staged.num_pages))
+
+    def _staged(self, prefix: Prefix, count: PageCount) -> None:
+        """Take in what all ranks have of a prefix."""
+        assert prefix.staged is not None
+        self._on_lookup(prefix.hashes, prefix.staged.num_found)
+        if self._prefixes.get(prefix.req.rid) is not prefix:
+            return  # its request is gone, and the data plane knows
+        prefix.num_pages = count.num_pages
+        self._bring_no_more(prefix, prefix.hashes[count.num_pages :])
+        for follower in [each for each in prefix.followers if each.awaited not in self._bringing]:
+            # It computes: whatever is stored for it has a gap before it.
+            self._count(follower, prefix.staged.end)
+            self._remove(follower)
+        self._end_wait(prefix, is_staging=False, leader=prefix.leader)
+
+    def _end_wait(self, prefix: Prefix, *, is_staging: bool, leader: Prefix | None) -> None:
+        """Unpark a request if it waits for neither its pages nor a leader."""
+        prefix.is_staging = is_staging
+        if leader is None and prefix.leader is not None:
+            prefix.leader.followers.remove(prefix)
+            prefix.leader = None
+        if prefix.is_parked:
+            return
+        self._num_parked -= 1
+        self._changed.append(prefix.req.cache_request_handle)
+        self._count(prefix, "landed" if prefix.staged is None else prefix.staged.end)
+        prefix.req.host_hit_is_storage = True  # for its usage report, if it is loaded
+        if not prefix.num_pages:
+            self._remove(prefix)
+
+    def _remove(self, prefix: Prefix) -> None:
+        """Forget a request. Those that wait for its pages arrive again."""
+        del self._prefixes[prefix.req.rid]
+        if prefix.is_parked:
+            self._num_parked -= 1
+            self._changed.append(prefix.req.cache_request_handle)
+        if prefix.leader is not None:
+            prefix.leader.followers.remove(prefix)
+        self._bring_no_more(prefix, prefix.hashes)
+        self._orphans += prefix.followers
+        if prefix.work is not None:
+            self._plane.unstage(prefix.work)
+
+    def _bring_no_more(self, prefix: Prefix, hashes: Sequence[str]) -> None:
+        for page_hash in hashes:
+            if self._bringing.get(page_hash) is prefix:
+                del self._bringing[page_hash]
+
+    def _count(self, prefix: Prefix, end: str) -> None:
+        """Count a request that is no longer parked, and record how long it was."""
+        metrics.DEVICE_REQUESTS.labels(end).inc()
+        timeline.add(prefix.request, "parked", prefix.arrived_s, time.monotonic(), end=end, pages=prefix.num_pages)

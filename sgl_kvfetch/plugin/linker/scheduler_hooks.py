@@ -1,0 +1,90 @@
+"""The hooks that SGLang runs for device mode through its linker. `plugin/seams.py` says where each is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sgl_kvfetch import timeline
+from sgl_kvfetch.plugin.hooks import BACKEND, linker_of
+from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, span_of
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.plugin.linker.linker import KVFetchLinker
+
+
+def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``Scheduler._get_new_batch_prefill_raw``: let it see only the requests that are not parked."""
+    linker = linker_of(scheduler.tree_cache)
+    if linker is None:
+        return original(scheduler, *args, **kwargs)
+    arrive = partial(_arrive, scheduler, linker)
+    for request in linker.step(scheduler.tree_cache):
+        arrive(request)
+    queue = scheduler.waiting_queue
+    if not isinstance(queue, WaitingQueue):  # at first, and whenever SGLang has made a new list
+        queue = WaitingQueue(linker.is_parked, queue, on_append=arrive, on_leave=linker.leave)
+        linker.retain({request.rid for request in queue})
+    for handle in linker.take_changed():
+        queue.update(handle)
+    num_ready = len(queue.ready)
+    scheduler.waiting_queue = queue.ready
+    try:
+        return original(scheduler, *args, **kwargs)
+    finally:
+        left, scheduler.waiting_queue = scheduler.waiting_queue, queue
+        if left is not queue.ready or len(left) != num_ready:
+            queue.formed(left)
+
+
+def _arrive(scheduler: Any, linker: KVFetchLinker, request: Any) -> None:
+    """Let a request that was queued arrive. SGLang's priority may rise or fall with urgency, and may be None."""
+    sign = -1 if scheduler.schedule_low_priority_values_first else 1
+    span = span_of(request) if timeline.is_traced() else None
+    linker.arrive(request, scheduler.tree_cache, sign * (request.priority or 0), span)
+
+
+def clear_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Around ``Scheduler.clear_hicache_storage_wrapped``, which refuses without a host tier."""
+    linker = linker_of(scheduler.tree_cache)
+    if linker is None:
+        return original(scheduler, recv_req)
+    from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
+
+    return ClearHiCacheReqOutput(success=linker.clear())
+
+
+def attach_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Around ``Scheduler.attach_hicache_storage_wrapped``, which refuses without a host tier."""
+    linker = linker_of(scheduler.tree_cache)
+    if linker is None:
+        return original(scheduler, recv_req)
+    from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
+
+    if not scheduler.is_fully_idle():
+        return AttachHiCacheStorageReqOutput(success=False, message=_busy("attach", scheduler))
+    policies = recv_req.hicache_storage_prefetch_policy, recv_req.hicache_write_policy
+    success, message = linker.attach(
+        recv_req.hicache_storage_backend, recv_req.hicache_storage_backend_extra_config_json, policies
+    )
+    return AttachHiCacheStorageReqOutput(success=success, message=message)
+
+
+def detach_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Around ``Scheduler.detach_hicache_storage_wrapped``, which refuses without a host tier."""
+    linker = linker_of(scheduler.tree_cache)
+    if linker is None:
+        return original(scheduler, recv_req)
+    from sglang.srt.managers.io_struct import DetachHiCacheStorageReqOutput
+
+    if not scheduler.is_fully_idle():
+        return DetachHiCacheStorageReqOutput(success=False, message=_busy("detach", scheduler))
+    linker.detach()
+    return DetachHiCacheStorageReqOutput(success=True, message=f"{BACKEND} is detached.")
+
+
+def _busy(what: str, scheduler: Any) -> str:
+    """Return SGLang's message for the same case with a host tier."""
+    num_queued, num_running = len(scheduler.waiting_queue), len(scheduler.running_batch.reqs)
+    return f"Reject {what}: scheduler is not idle. #queue-req={num_queued} #running-req={num_running}"

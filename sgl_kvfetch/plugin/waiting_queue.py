@@ -1,0 +1,104 @@
+"""The scheduler's waiting queue while requests are parked."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable
+from typing import Any, SupportsIndex
+
+
+class WaitingQueue(list[Any]):
+    """Replaces the scheduler's ``waiting_queue``: holds all waiting requests, in order of arrival.
+
+    Aborts, limits, timeouts, metrics and load reports work on the whole list. Batches are formed only from ``ready``,
+    which leaves out parked requests, so that these cost nothing in a step. Each request is in ``ready`` or parked.
+    """
+
+    def __init__(
+        self,
+        is_parked: Callable[[Any], bool],
+        requests: Iterable[Any] = (),
+        *,
+        on_append: Callable[[Any], None] = lambda request: None,
+        on_leave: Callable[[Any], None] = lambda request: None,
+    ) -> None:
+        """``is_parked`` returns whether the request with a given handle waits for its fetch. ``on_append`` is called
+        with each new request, ``on_leave`` with each that is admitted or gone."""
+        super().__init__()
+        self._is_parked = is_parked
+        self._on_append = on_append
+        self._on_leave = on_leave
+        self._order: dict[Any, int] = {}  # arrival number, by request
+        self._requests: dict[Any, Any] = {}  # by handle
+        self._num_arrived = 0
+        self._parked: dict[Any, None] = {}
+        self.ready: list[Any] = []
+        self.extend(requests)
+
+    def append(self, request: Any) -> None:
+        super().append(request)
+        self._num_arrived += 1
+        self._order[request] = self._num_arrived
+        self._requests[request.cache_request_handle] = request
+        self._on_append(request)
+        if self._is_parked(request.cache_request_handle):
+            self._parked[request] = None
+        else:
+            self.ready.append(request)
+
+    def extend(self, requests: Iterable[Any]) -> None:
+        for request in requests:
+            self.append(request)
+
+    def pop(self, index: SupportsIndex = -1) -> Any:
+        request = super().pop(index)
+        if self._parked.pop(request, self) is self:
+            self.ready.remove(request)
+        self._forget(request)
+        return request
+
+    def remove(self, request: Any) -> None:
+        self.pop(self.index(request))
+
+    def update(self, handle: Any) -> None:
+        """Park or unpark a request whose fetch may have begun or ended. It re-enters ``ready`` in order of arrival; the
+        scheduler's policy restores any other order when it forms a batch."""
+        request = self._requests.get(handle)
+        if request is None:
+            return
+        is_parked = self._is_parked(handle)
+        if is_parked == (request in self._parked):
+            return
+        if is_parked:
+            self.ready.remove(request)
+            self._parked[request] = None
+        else:
+            del self._parked[request]
+            bisect.insort(self.ready, request, key=self._order.__getitem__)
+
+    def formed(self, left: list[Any]) -> None:
+        """Update the queue after a batch was formed from ``ready``. ``left``: the remaining requests and new ones."""
+        fresh = [request for request in left if request not in self._order]
+        if left is self.ready and not fresh:
+            return
+        staying = set(left)
+        gone = {request for request in self.ready if request not in staying and request in self._order}
+        self.ready = [request for request in left if request in self._order]
+        if gone:
+            self[:] = [request for request in self if request not in gone]
+            for request in gone:
+                self._forget(request)
+        self.extend(fresh)
+
+    def _forget(self, request: Any) -> None:
+        del self._order[request]
+        self._requests.pop(request.cache_request_handle, None)
+        self._on_leave(request)
+
+
+def span_of(request: Any) -> Any:
+    """Return the ``SpanContext`` of SGLang's span of the request. None if SGLang does not trace it."""
+    from opentelemetry.trace import get_current_span
+
+    traced = request.time_stats.trace_ctx
+    return get_current_span(traced.root_span_context).get_span_context() if traced.tracing_enable else None

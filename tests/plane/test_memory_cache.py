@@ -1,0 +1,116 @@
+"""Tests of the cache of coded bytes: what is found, what is evicted, and what may not be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from sgl_kvfetch.codec.container.reader import SegmentReader
+from sgl_kvfetch.codec.container.segment import CodedSegment
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.plane.arena import Arena
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, read_units, span_parts
+from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
+from tests.segments import make_segment
+
+READ_BYTES = 2000  # several units a span
+NUM_PAGES = 4  # in two spans
+
+
+class Stored:
+    """A segment, and its spans as they are read."""
+
+    def __init__(self, seed: str) -> None:
+        self.segment: CodedSegment = make_segment(num_pages=NUM_PAGES, seed=seed)[0]
+        self.reader = SegmentReader(self.segment.manifest, make_quantiser("exact"))
+        self.hashes = self.segment.manifest.page_hashes
+        self.num_bytes = len(self.segment.data)
+
+    def units(self, span: int) -> Sequence[ReadUnit]:
+        return list(read_units(self.reader, span, READ_BYTES))
+
+    def data(self, unit: ReadUnit) -> bytes:
+        ((_, start, end),) = unit.reads
+        return self.segment.data[start:end]
+
+    def put_in(self, cache: MemoryCache) -> None:
+        cache.put_segment(self.reader, self.segment, READ_BYTES)
+
+    @property
+    def sources(self) -> list[PageSource]:
+        return [PageSource(self.reader, page) for page in range(NUM_PAGES)]
+
+
+@pytest.fixture(scope="module")
+def stored() -> list[Stored]:
+    return [Stored(f"segment {index}") for index in range(3)]
+
+
+def holds(held: Held, stored: Stored) -> bool:
+    """Return whether the first span's bytes are held as they are stored."""
+    units = stored.units(0)
+    return [bytes(held.data(unit) or b"") for unit in units] == [stored.data(unit) for unit in units]
+
+
+def make_cache(num_bytes: int) -> MemoryCache:
+    return MemoryCache(Arena.create(num_bytes + 4096))  # and what allocations are rounded up by
+
+
+def test_a_span_is_found_when_all_its_units_are_there(stored: list[Stored]) -> None:
+    one, cache = stored[0], make_cache(stored[0].num_bytes)
+    *first, last = one.units(0)
+    assert first
+    for unit in first:
+        cache.put(unit, one.data(unit))
+    assert cache.find(one.hashes) == []
+    assert not cache.has(one.reader, 0)
+    cache.put(last, one.data(last))
+    assert cache.find(one.hashes) == one.sources[:2]
+    assert not cache.has(one.reader, 1)
+    held = cache.hold(span_parts(one.sources))
+    assert holds(held, one)
+    assert held.data(one.units(1)[0]) is None
+    held.let_go()
+
+
+def test_the_least_recently_used_span_goes_first(stored: list[Stored]) -> None:
+    cache = make_cache(2 * max(each.num_bytes for each in stored))
+    for each in stored[:2]:
+        each.put_in(cache)
+    cache.hold(span_parts(stored[0].sources)).let_go()
+    stored[2].put_in(cache)
+    assert [len(cache.find(each.hashes)) for each in stored] == [4, 0, 4]
+    assert [cache.keeps(each.reader) for each in stored] == [True, False, True]
+
+
+def test_what_is_held_stays_until_it_is_let_go(stored: list[Stored]) -> None:
+    one, other = stored[:2]
+    cache = make_cache(max(one.num_bytes, other.num_bytes))
+    one.put_in(cache)
+    held = cache.hold(span_parts(one.sources))
+    other.put_in(cache)
+    assert cache.find(other.hashes) == []
+    cache.clear()
+    assert cache.find(one.hashes) == []
+    assert holds(held, one)
+    other.put_in(cache)
+    assert cache.find(other.hashes) == []
+    held.let_go()
+    other.put_in(cache)
+    assert cache.find(other.hashes) == other.sources
+
+
+def test_a_damaged_object_is_forgotten(stored: list[Stored]) -> None:
+    one, cache = stored[0], make_cache(stored[0].num_bytes)
+    one.put_in(cache)
+    cache.drop(one.reader.data_name)
+    assert cache.find(one.hashes) == []
+    one.put_in(cache)
+    assert cache.find(one.hashes) == one.sources
+
+
+def test_a_span_that_is_larger_than_the_cache_is_not_kept(stored: list[Stored]) -> None:
+    one, cache = stored[0], MemoryCache(Arena.create(4096))
+    one.put_in(cache)
+    assert cache.find(one.hashes) == []

@@ -1,0 +1,54 @@
+"""Tests of staging: stored pages are restored into shared memory, where the engine takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from harness.waiting import WAIT_S
+from sgl_kvfetch.plane.plane import DataPlane
+from sgl_kvfetch.plane.staging import StagedValues
+from sgl_kvfetch.types import TENSORS
+from tests.plane.test_plane import NUM_PAGES, Launcher, launcher, page_values, plane, store
+from tests.segments import SMALL, page_hashes
+
+__all__ = ["launcher", "plane"]
+
+
+def stage(plane: DataPlane, hashes: Sequence[bytes]) -> tuple[int, StagedValues]:
+    staged: Future[StagedValues] = Future()
+    work = plane.stage(hashes, staged.set_result)
+    return work, staged.result(WAIT_S)
+
+
+def assert_staged(staged: StagedValues, num_pages: int) -> None:
+    assert staged.num_pages == num_pages
+    for tensor, values in zip(TENSORS, staged.values, strict=True):
+        expected = page_values(num_pages)[tensor].flatten(0, 1).transpose(0, 1)
+        assert torch.equal(values[:, : num_pages * SMALL.page_size], expected), tensor
+
+
+def test_stored_pages_are_staged_layer_by_layer(plane: DataPlane) -> None:
+    hashes = page_hashes(NUM_PAGES)
+    store(plane, hashes[:12])
+    _, staged = stage(plane, hashes)
+    assert staged.end == "landed"
+    assert_staged(staged, 12)
+
+
+def test_nothing_is_staged_of_pages_that_are_not_stored(plane: DataPlane) -> None:
+    _, staged = stage(plane, page_hashes(3, "other"))
+    assert (staged.num_pages, staged.end) == (0, "missed")
+
+
+@pytest.mark.usefixtures("launcher")
+def test_staged_pages_stay_readable_when_the_data_plane_has_ended(plane: DataPlane, launcher: Launcher) -> None:
+    hashes = page_hashes(NUM_PAGES)
+    store(plane, hashes)
+    _, staged = stage(plane, hashes)
+    launcher.started[-1].kill()
+    assert launcher.started[-1].join(WAIT_S)
+    assert_staged(staged, NUM_PAGES)

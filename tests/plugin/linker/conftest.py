@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache import unified_radix_cache
+
+from sgl_kvfetch.plane import client
+from sgl_kvfetch.plane.open import open_hedged
+from sgl_kvfetch.plugin import data_plane as plane
+from sgl_kvfetch.plugin.linker import linker
+from tests.plugin.device.gated_store import GatedStore
+from tests.plugin.linker.rig import Rig, make_rig
+
+MakeRig = Callable[..., Rig]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
+    """Builds ranks on one store, and closes them."""
+    monkeypatch.setattr(client, "open_hedged", lambda *args, **kwargs: GatedStore(open_hedged(*args, **kwargs)))
+    monkeypatch.setattr(client, "_LINGER_S", 0.01)
+    monkeypatch.setattr(client, "SPAN_TOKENS", 8)
+    monkeypatch.setattr(plane, "_launch", plane._launch)  # rigs set both
+    monkeypatch.setattr(linker, "open_engine_plane", plane.open_engine_plane)
+    monkeypatch.setattr(unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null"))
+    made: list[Rig] = []
+
+    def build(**changes: Any) -> Rig:
+        made.append(make_rig(tmp_path, **changes))
+        return made[-1]
+
+    yield build
+    for rig in made:
+        rig.store.lookups.is_open = rig.store.reads.is_open = True
+        rig.cache.release_host_resources()
+
+
+@pytest.fixture(params=["python", "rust"])
+def rig(make: MakeRig, request: pytest.FixtureRequest) -> Rig:
+    return make(core=request.param)

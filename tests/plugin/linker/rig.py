@@ -1,0 +1,277 @@
+"""A test rig: our linker with SGLang's own tree, allocator and pool, in place of a whole engine."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from harness.waiting import wait_until
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.plane.service import Service
+from sgl_kvfetch.plugin import data_plane as plane_module
+from sgl_kvfetch.plugin.linker import linker as linker_module
+from sgl_kvfetch.plugin.linker.linker import KVFetchLinker
+from sgl_kvfetch.types import TENSORS
+from tests.plugin.device.gated_store import GatedStore
+from tests.plugin.device.rig import DIM, HEADS, LAYERS, PAGE, page_values
+from tests.plugin.planes import Served
+from tests.segments import make_heads
+
+
+@dataclass(eq=False)
+class Request:
+    """What the linker and SGLang's tree use of a ``Req``."""
+
+    rid: str
+    tokens: list[int]
+    kv: Any = None
+    priority: int | None = None
+    session: None = None
+    extra_key: str | None = None
+    swa_branching_seqlen: int | None = None
+    host_hit_is_storage: bool = False
+    host_hit_length: int = 0
+    prefix_len: int = 0
+    device_len: int = 0
+    last_node: Any = None
+    best_match_node: Any = None
+    skip_radix_cache_insert: bool = False
+    discard_output_reason: Any = None
+
+    @property
+    def cache_request_handle(self) -> CacheRequestHandle:
+        return CacheRequestHandle(self.rid, 0)
+
+    def init_next_round_input(self, tree: UnifiedRadixCache, cow_mamba: bool = False) -> None:
+        """As SGLang does: one token at least is left to compute."""
+        key = key_of(self.tokens[:-1])
+        matched = tree.match_prefix(MatchPrefixParams(key=key, req=self, cow_mamba=cow_mamba))
+        self.prefix_len = self.device_len = matched.device_prefix_len
+        self.last_node, self.best_match_node = matched.last_device_node, matched.best_match_node
+        self.host_hit_length = matched.host_hit_length
+
+
+def key_of(tokens: Sequence[int]) -> RadixKey:
+    return RadixKey(array("q", tokens)).page_aligned(PAGE)
+
+
+@dataclass
+class Rig:
+    """One rank. Its methods do what SGLang's scheduler does."""
+
+    cache: UnifiedRadixCache
+    linker: KVFetchLinker
+    pool: MHATokenToKVPool
+    served: Served
+    num_slots: int
+    requests: list[Request] = field(default_factory=list)
+
+    @property
+    def parts(self) -> Any:
+        assert self.linker._parts is not None
+        return self.linker._parts
+
+    @property
+    def service(self) -> Service:
+        return self.served.service
+
+    @property
+    def store(self) -> GatedStore:
+        store = self.service.client.store
+        assert isinstance(store, GatedStore)
+        return store
+
+    def arrive(self, tokens: Sequence[int]) -> Request:
+        request = Request(f"r{len(self.requests)}", [*tokens, 1])  # one more, which is always computed
+        self.requests.append(request)
+        self.linker.arrive(request, self.cache)
+        return request
+
+    def is_parked(self, request: Request) -> bool:
+        return self.linker.is_parked(request.cache_request_handle)
+
+    def step(self) -> None:
+        self.cache.check_hicache_events()
+        for request in self.linker.step(self.cache):
+            self.linker.arrive(request, self.cache)
+
+    def settle(self, until: Callable[[], bool]) -> None:
+        def is_reached() -> bool:
+            self.step()
+            return until()
+
+        wait_until(is_reached, poll_s=0.001)
+
+    def await_unparked(self, *requests: Request) -> None:
+        self.settle(lambda: not any(map(self.is_parked, requests)))
+
+    def admit(self, *requests: Request) -> list[int]:
+        """Admit requests in one batch, compute it, and insert what they have. Return how many tokens were loaded."""
+        loaded = []
+        for request in requests:
+            request.init_next_round_input(self.cache)
+            if request.host_hit_length:
+                params = InitLoadBackParams(request.best_match_node, request.host_hit_length, req=request)
+                count, request.last_node = self.cache.init_load_back(params)
+                request.prefix_len += count
+                loaded.append(count)
+            else:
+                loaded.append(0)
+            self.linker.leave(request)  # the waiting queue
+        index = self.cache.ready_to_load_host_cache()
+        counter = self.linker.layer_done_counter
+        counter.set_consumer(index)
+        prefixes = [self.cache.prefix_device_indices(request) for request in requests]
+        for layer in range(len(self.pool.k_buffer)):
+            counter.wait_until(layer)
+        failed = self.cache.finish_external_linker_loads(list(requests))
+        for request, prefix in zip(requests, prefixes, strict=True):
+            if request in failed:  # which its end would free
+                self.cache.token_to_kv_pool_allocator.free(prefix[request.device_len :])
+            else:
+                self._compute(request.tokens[:-1], prefix, request.device_len)
+        self.linker.batch_ended(_Batch(list(requests)), 0.0)
+        return loaded
+
+    def compute(self, tokens: Sequence[int]) -> None:
+        self._compute(tokens, torch.empty(0, dtype=torch.int64), 0)
+
+    def _compute(self, tokens: Sequence[int], prefix: torch.Tensor, device_len: int) -> None:
+        """Compute what is not in ``prefix``, and insert it all. ``device_len``: tokens that the tree had."""
+        num_tokens = len(tokens) // PAGE * PAGE - len(prefix)
+        new = self.cache.token_to_kv_pool_allocator.alloc(num_tokens) if num_tokens else prefix[:0]
+        assert new is not None
+        for tensor, buffers in zip(TENSORS, (self.pool.k_buffer, self.pool.v_buffer), strict=True):
+            values = page_values(tokens, tensor)[len(prefix) :]
+            for layer, buffer in enumerate(buffers):
+                buffer[new] = values[:, layer]
+        slots = torch.cat([prefix.to(new.dtype), new])
+        self.cache.insert(InsertParams(key=key_of(tokens), value=slots, prev_prefix_len=device_len))
+
+    def stored(self, tokens: Sequence[int]) -> None:
+        """Put the pages of a prompt into the store, and remove them from the tree."""
+        self.compute(tokens)
+        self.write_all()
+        self.flush()
+
+    def write_all(self) -> None:
+        self.settle(lambda: not self.cache.linker.pending_offloads)
+        self.served.run(self.service.client.writer.drain())
+
+    def hear_plane(self) -> None:
+        """Wait until the data plane has done all that it was told so far."""
+        found: list[Any] = []
+        self.parts.plane.look_up([], found.append)
+        self.settle(lambda: bool(found))
+
+    def flush(self) -> None:
+        self.cache.reset()
+        self.cache.token_to_kv_pool_allocator.clear()
+        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+            buffer.fill_(float("nan"))
+
+    def evict(self) -> None:
+        """Let the pool lose everything, as when other prompts need its slots."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self.settle(lambda: not self.cache.linker.pending_offloads)
+        self.cache.evict(EvictParams(num_tokens=self.num_slots))
+        assert self.cache.token_to_kv_pool_allocator.available_size() == self.num_slots
+
+    def holds(self, tokens: Sequence[int], num_tokens: int) -> bool:
+        """Return whether the tree has these tokens, with the right values."""
+        matched = self.cache.match_prefix(MatchPrefixParams(key=key_of(tokens)))
+        if matched.device_prefix_len < num_tokens:
+            return False
+        slots = self.cache.path_device_indices(matched.last_device_node)[:num_tokens]
+        return all(
+            torch.equal(torch.stack([buffer[slots] for buffer in buffers], dim=1), page_values(tokens, t)[:num_tokens])
+            for t, buffers in zip(TENSORS, (self.pool.k_buffer, self.pool.v_buffer), strict=True)
+        )
+
+    def assert_nothing_held(self) -> None:
+        """Assert that every slot is free or evictable, and that no memory is kept for requests."""
+        self.settle(lambda: not self.cache.linker.pending_offloads and not self.parts.board.num_open)
+        assert self.cache.protected_size() == 0
+        available = self.cache.token_to_kv_pool_allocator.available_size()
+        assert available + self.cache.evictable_size() == self.num_slots
+        wait_until(lambda: not self.service._stager._stagings)
+        assert not self.service._stager._turns._used_bytes
+
+
+@dataclass
+class _Batch:
+    """A ``ScheduleBatch`` that was not a prefill, for the meter."""
+
+    reqs: list[Request]
+    launch_ts: float = 0.0
+
+    @property
+    def forward_mode(self) -> Any:
+        return self
+
+    def is_extend_without_speculative(self) -> bool:
+        return False
+
+
+def make_rig(
+    directory: Path,
+    *,
+    num_slots: int = 256,
+    num_layers: int = LAYERS,
+    core: str = "python",
+    rank: int = 0,
+    device: dict[str, Any] | None = None,
+    **config: Any,
+) -> Rig:
+    """Build a rank on a directory store. ``core``: of SGLang's tree."""
+    pool = MHATokenToKVPool(num_slots, PAGE, torch.float32, HEADS, DIM, num_layers, "cpu", False)
+    allocator = PagedTokenToKVPoolAllocator(num_slots, PAGE, torch.float32, "cpu", pool, False)
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=ReqToTokenPool(8, num_slots, "cpu", False),
+        token_to_kv_pool_allocator=allocator,
+        page_size=PAGE,
+        tree_components=(ComponentType.FULL,),
+        tree_core_backend=core,
+    )
+    served = Served()
+    plane_module._launch = served.launch
+
+    def open_engine_plane(config: Any, rank: Any, pages: Any, nvdec: Any, *, staging_bytes: int) -> Any:
+        quantiser = make_quantiser("exact")
+        heads = make_heads(pages.geometry, quantiser, model=f"rank {rank.tp_rank}")
+        return plane_module.open_plane(config, quantiser, heads, rank.tp_rank, pages, None, staging_bytes=staging_bytes)
+
+    vars(linker_module)["open_engine_plane"] = open_engine_plane
+    extra = {
+        "store": f"file://{directory}",
+        "codec": "zstd",
+        "device": device or {"pool_share": 1.0},
+        "recompute": "never",
+        "prefetch_threshold": PAGE,
+        "lookup_timeout_s": 600,  # no test should wait for these, however slow its machine is
+        "fetch_timeout_s": 600,
+    } | config
+    cache = UnifiedRadixCache(params)
+    linker = KVFetchLinker(None, params, components={ComponentType.FULL}, extra_config={"config": json.dumps(extra)})
+    cache.init_cache_linker(linker)
+    return Rig(cache, linker, pool, served, num_slots)

@@ -1,0 +1,249 @@
+"""Tests of the linker with SGLang's own tree: with each of its cores, where that could matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.waiting import wait_until
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.plugin.device.pages import DevicePages
+from tests.plugin.device.rig import prompt
+from tests.plugin.linker.conftest import MakeRig
+from tests.plugin.linker.rig import PAGE, Rig
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_a_stored_prompt_is_loaded_and_joins_the_tree(rig: Rig) -> None:
+    tokens = prompt(0)
+    rig.stored(tokens)
+    request = rig.arrive(tokens)
+    assert rig.is_parked(request)
+    rig.await_unparked(request)
+    assert request.host_hit_is_storage
+    assert rig.admit(request) == [32]
+    assert rig.holds(tokens, 32)
+    rig.assert_nothing_held()
+
+
+def test_a_prompt_of_which_the_tree_has_a_part_is_loaded_from_there_on(rig: Rig) -> None:
+    tokens = prompt(0)
+    rig.stored(tokens)
+    rig.compute(tokens[:12])
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    assert rig.admit(request) == [20]
+    assert rig.holds(tokens, 32)
+    rig.assert_nothing_held()
+
+
+def test_pages_that_have_come_into_the_tree_meanwhile_are_not_loaded(rig: Rig) -> None:
+    tokens = prompt(0)
+    rig.stored(tokens)
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    rig.compute(tokens[:12])
+    assert rig.admit(request) == [20]
+    assert rig.holds(tokens, 32)
+    rig.assert_nothing_held()
+
+
+def test_a_prompt_that_is_not_stored_is_computed_and_written(rig: Rig) -> None:
+    tokens = prompt(0)
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    assert rig.admit(request) == [0]
+    rig.write_all()
+    rig.flush()
+    # A part that was written behind another one is found in its place.
+    longer = tokens + prompt(1, 4)
+    request = rig.arrive(longer)
+    rig.await_unparked(request)
+    assert rig.admit(request) == [32]
+    rig.write_all()
+    rig.flush()
+    request = rig.arrive(longer)
+    rig.await_unparked(request)
+    assert rig.admit(request) == [48]
+    assert rig.holds(longer, 48)
+    rig.assert_nothing_held()
+
+
+def test_requests_that_share_a_prefix_wait_until_one_of_them_has_brought_it(rig: Rig) -> None:
+    shared = prompt(0)
+    longer = shared + prompt(1, 2)
+    rig.stored(longer)
+    first, second, third = rig.arrive(shared), rig.arrive(longer), rig.arrive(shared)
+    rig.await_unparked(first)
+    wait_until(lambda: not rig.service._stager._turns.pages_ahead)  # the second one's own pages are staged, too
+    rig.step()
+    assert rig.is_parked(second)
+    assert rig.is_parked(third)
+    assert len(set(rig.store.data_reads)) == len(rig.store.data_reads)
+    assert rig.admit(first) == [32]
+    assert not rig.is_parked(second)
+    assert rig.admit(second, third) == [8, 0]
+    assert rig.holds(longer, 40)
+    rig.assert_nothing_held()
+
+
+def test_followers_compute_with_the_request_whose_pages_are_not_stored(rig: Rig) -> None:
+    first, second = rig.arrive(prompt(0)), rig.arrive(prompt(0) + prompt(1, 2))
+    rig.await_unparked(first, second)
+    assert rig.store.num_lookups == 2
+    assert rig.admit(first) == [0]
+    assert rig.admit(second) == [0]
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("when", ["staging", "staged"])
+def test_followers_of_a_request_that_is_gone_look_again(make: MakeRig, when: str) -> None:
+    rig = make()
+    shared = prompt(0)
+    rig.stored(shared)
+    rig.store.reads.is_open = when == "staged"
+    first, second = rig.arrive(shared), rig.arrive(shared)
+    if when == "staged":
+        rig.await_unparked(first)
+    rig.linker.leave(first)
+    rig.store.reads.is_open = True
+    rig.await_unparked(second)
+    assert rig.admit(second) == [32]
+    assert rig.holds(shared, 32)
+    rig.assert_nothing_held()
+
+
+def test_damage_is_a_miss_and_computed(make: MakeRig) -> None:
+    rig = make()
+    tokens = prompt(0)
+    rig.stored(tokens)
+    rig.store.reads.error = StoreError("missing", "gone")
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    rig.store.reads.error = None
+    assert rig.admit(request) == [0]
+    assert rig.holds(tokens, 32)
+    rig.assert_nothing_held()
+
+
+def test_a_flush_ends_what_is_staged(make: MakeRig) -> None:
+    rig = make()
+    tokens = prompt(0)
+    rig.stored(tokens)
+    rig.store.reads.is_open = False
+    request = rig.arrive(tokens)
+    rig.flush()
+    assert not rig.is_parked(request)
+    assert request.cache_request_handle in rig.linker.take_changed()
+    rig.store.reads.is_open = True
+    assert rig.admit(request) == [0]
+    rig.assert_nothing_held()
+
+
+def test_a_load_that_was_queued_can_be_cancelled(make: MakeRig) -> None:
+    rig = make()
+    tokens = prompt(0)
+    rig.stored(tokens)
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    request.init_next_round_input(rig.cache)
+    _load_back(rig, request)
+    slots = rig.cache.linker.private_load_indices[request.rid]
+    rig.cache.release_aborted_request(request.cache_request_handle)
+    rig.cache.token_to_kv_pool_allocator.free(slots)
+    assert rig.cache.ready_to_load_host_cache() == -1
+    rig.assert_nothing_held()
+
+
+def test_a_load_that_fails_aborts_its_request_and_changes_nothing(
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make()
+    tokens = prompt(0)
+    rig.stored(tokens)
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    write_layer = DevicePages.write_layer
+
+    def fail_in_the_second(pages: DevicePages, layer: int, *args: Any) -> None:
+        if layer:
+            raise RuntimeError("a kernel")
+        write_layer(pages, layer, *args)
+
+    monkeypatch.setattr(DevicePages, "write_layer", fail_in_the_second)
+    assert rig.admit(request) == [32]
+    assert request.discard_output_reason is not None
+    assert not rig.holds(tokens, PAGE)
+    rig.assert_nothing_held()
+
+
+def _load_back(rig: Rig, request: object) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+
+    from tests.plugin.linker.rig import Request
+
+    assert isinstance(request, Request)
+    params = InitLoadBackParams(request.best_match_node, request.host_hit_length, req=request)
+    assert rig.cache.init_load_back(params)[0] == request.host_hit_length
+
+
+def test_a_prompt_that_would_take_too_much_memory_waits_for_those_before_it(make: MakeRig) -> None:
+    rig = make(device={"pool_share": 16 * PAGE / 256})
+    longer, shorter = prompt(0, 20), prompt(1, 8)
+    rig.stored(longer)
+    rig.stored(shorter)
+    first = rig.arrive(longer)
+    rig.await_unparked(first)
+    second = rig.arrive(shorter)
+    for _ in range(20):
+        rig.step()
+    assert rig.is_parked(second)
+    assert rig.admit(first) == [20 * PAGE]
+    rig.await_unparked(second)
+    assert rig.admit(second) == [32]
+    assert rig.holds(longer, 80)
+    assert rig.holds(shorter, 32)
+    rig.assert_nothing_held()
+
+
+def test_detaching_lets_requests_go_and_attaching_serves_them_again(make: MakeRig) -> None:
+    rig = make()
+    tokens = prompt(0)
+    rig.stored(tokens)
+    text = rig.parts.extra_config
+    rig.store.reads.is_open = False
+    request = rig.arrive(tokens)
+    rig.store.reads.is_open = True
+    rig.linker.detach()
+    assert not rig.is_parked(request)
+    assert request.cache_request_handle in rig.linker.take_changed()
+    assert rig.admit(request) == [0]
+    rig.step()
+    assert not rig.cache.linker.pending_offloads
+    rig.flush()
+    assert rig.linker.attach("kvfetch", text, (None, None)) == (True, "kvfetch is attached.")
+    assert rig.linker.attach("other", text, (None, None))[0] is False
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    assert rig.admit(request) == [32]
+    assert rig.holds(tokens, 32)
+    rig.assert_nothing_held()
+
+
+def test_what_left_the_pool_comes_back_from_memory(make: MakeRig) -> None:
+    rig = make(memory_cache="1MiB")
+    tokens = prompt(0)
+    rig.compute(tokens)
+    rig.write_all()
+    rig.evict()
+    num_lookups = rig.store.num_lookups
+    rig.store.lookups.error = rig.store.reads.error = StoreError("io", "the network is down")
+    for _ in range(2):
+        request = rig.arrive(tokens)
+        rig.await_unparked(request)
+        assert rig.admit(request) == [32]
+        assert rig.holds(tokens, 32)
+        rig.evict()
+    assert rig.store.num_lookups == num_lookups
