@@ -83,7 +83,8 @@ def starts_a_process(item: pytest.Item) -> bool:
             names = names_in(function.__code__)
             if not STARTERS.isdisjoint(names):
                 return True
-            functions += filter(inspect.isfunction, map(function.__globals__.get, names))
+            for found in map(function.__globals__.get, names):
+                functions += filter(inspect.isfunction, vars(found).values() if inspect.isclass(found) else [found])
     return False
 
 

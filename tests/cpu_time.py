@@ -7,7 +7,7 @@ counted are grandchildren that nobody waited for, but for those of the servers o
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +28,7 @@ class CpuTime:
 
     def __init__(self) -> None:
         self._before_s = 0.0
-        self._of_folders: Counter[str] = Counter()
+        self._of_folders: defaultdict[str, float] = defaultdict(float)
         self._of_workers_s = 0.0
 
     def pytest_collection_finish(self) -> None:
@@ -44,8 +44,7 @@ class CpuTime:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        seconds = dict(report.user_properties).get(_PROPERTY, 0.0)
-        assert isinstance(seconds, float)
+        seconds: Any = dict(report.user_properties).get(_PROPERTY, 0.0)
         folders = report.nodeid.split("::")[0].split("/")[:-1]
         self._of_folders["/".join(folders[:2])] += seconds
 
@@ -59,7 +58,8 @@ class CpuTime:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         all_s = self._of_workers_s + time.process_time() if self._of_workers_s else used_s()
-        parts = [f"{folder} {seconds:.0f} s" for folder, seconds in self._of_folders.most_common()]
-        rest_s = all_s - self._of_folders.total()
+        costliest_first = sorted(self._of_folders.items(), key=lambda item: -item[1])
+        parts = [f"{folder} {seconds:.0f} s" for folder, seconds in costliest_first]
+        rest_s = all_s - sum(self._of_folders.values())
         parts.append(f"imports and collecting {rest_s:.0f} s")
         terminalreporter.write_line(f"CPU time: {all_s / 60:.1f} min ({', '.join(parts)})")

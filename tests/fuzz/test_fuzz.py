@@ -14,6 +14,7 @@ from tests.fuzz.targets import TARGETS, mutate_body, seeds_of
 FOLDER = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_corpus_finds_nothing(name: str) -> None:
     inputs = [*seeds_of(name), *(path.read_bytes() for path in sorted((FOLDER / "corpus" / name).glob("*")))]
