@@ -79,7 +79,7 @@ def test_sglang_goes_on_from_latent_vectors_that_klt_restores(
     assert done.returncode == 0, done.stderr
     profile = load_profile(tmp_path / "profile")
     assert profile.rope is not None
-    target_kl = profile.curve[len(profile.curve) // 2].kl
+    target_kl = profile.curve[1].kl
     with one_rank.attached(store.url, profile=str(tmp_path / "profile"), target_kl=target_kl) as server:
         computed = _compute(server, 0)
         server.flush()
@@ -91,4 +91,5 @@ def test_sglang_goes_on_from_latent_vectors_that_klt_restores(
         deepseek, make_prompt(0), from_storage(answer), quantiser, len(answer.output_ids)
     )
     assert answer.output_ids == tokens
-    assert answer.logprobs == pytest.approx(logprobs, abs=1e-3)
+    # A coefficient halfway between two integers may become the other one.
+    assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)
