@@ -33,7 +33,7 @@ async def test_a_damaged_file_is_read_from_the_store_at_once(
     else:
         os.truncate(on_disk, len(SEGMENT.data) // 2)
     assert await fetch(tier) == SEGMENT.data
-    assert content(on_disk) is None
+    assert content(on_disk) in (None, SEGMENT.data)  # it may have been filled again
     assert events.bytes["store"] > len(SEGMENT.data)
     assert events.failures.total() >= 1
 
