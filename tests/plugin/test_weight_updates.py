@@ -107,7 +107,8 @@ def test_releasing_weights_suspends_unless_they_are_kept(
     features = SimpleNamespace(enable_memory_saver=saver, enable_weights_cpu_backup=copy)
     monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: SimpleNamespace(features=features))
     weight_updates.register_access(backend := Access(), None)
-    hooks.suspend_for_release(None, SimpleNamespace(tags=tags))
+    manager = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=SimpleNamespace()))  # it has no linker
+    hooks.suspend_for_release(manager, SimpleNamespace(tags=tags))
     assert bool(backend.reasons) is suspends
 
 
