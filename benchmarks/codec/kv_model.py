@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sgl_kvfetch.codec.calibrate.layers import cached_latent, latent_kv
 from sgl_kvfetch.codec.calibrate.text import prompt_start, tokenise
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 
@@ -65,20 +66,7 @@ class KVModel:
             raise UnsupportedError(f"{self.path}: its layers have keys and values of different shapes")
         k = torch.stack([layer.keys[0].transpose(0, 1) for layer in layers], 1)
         v = torch.stack([layer.values[0].transpose(0, 1) for layer in layers], 1)
-        return self._of_cache(k, v) if self._is_mla else (k, v)
-
-    def _of_cache(self, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of what transformers caches with MLA. Raises UnsupportedError."""
-        if (latent.shape[2:], rotated.shape[2]) != ((1, self.config.kv_lora_rank), 1):
-            raise UnsupportedError(f"{self.path}: this version of transformers does not cache MLA's latent vectors")
-        if getattr(self.config, "rope_interleave", False):  # it moved channels 2i and 2i + 1 to the two halves
-            rotated = torch.stack(rotated.chunk(2, -1), -1).flatten(-2)
-        return rotated, latent
-
-    def _to_cache(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if getattr(self.config, "rope_interleave", False):
-            k = torch.cat((k[..., ::2], k[..., 1::2]), -1)
-        return v, k
+        return latent_kv(k, v, self.config, self.path) if self._is_mla else (k, v)
 
     def log_probabilities(self, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return log probabilities, ``(len(ids), vocabulary)`` float32, of the next token after each of ``ids``, which
@@ -87,7 +75,7 @@ class KVModel:
 
         cache = DynamicCache()
         if self._is_mla:
-            k, v = self._to_cache(k, v)
+            k, v = cached_latent(k, v, self.config)
         dtype = self.model.dtype
         for layer in range(k.shape[1]):
             pair = (x[:, layer].transpose(0, 1)[None].to(self.device, dtype).contiguous() for x in (k, v))

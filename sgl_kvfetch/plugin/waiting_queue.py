@@ -46,6 +46,17 @@ class WaitingQueue(list[Any]):
         else:
             self.ready.append(request)
 
+    def form_batch(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run SGLang's forming of a batch while the scheduler sees only the requests that are ready."""
+        num_ready = len(self.ready)
+        scheduler.waiting_queue = self.ready
+        try:
+            return original(scheduler, *args, **kwargs)
+        finally:
+            left, scheduler.waiting_queue = scheduler.waiting_queue, self
+            if left is not self.ready or len(left) != num_ready:
+                self.formed(left)
+
     def extend(self, requests: Iterable[Any]) -> None:
         for request in requests:
             self.append(request)
@@ -94,6 +105,12 @@ class WaitingQueue(list[Any]):
         del self._order[request]
         self._requests.pop(request.cache_request_handle, None)
         self._on_leave(request)
+
+
+def urgency_of(scheduler: Any, request: Any) -> int:
+    """Return a request's urgency. SGLang's priority may rise or fall with urgency, and may be None."""
+    sign = -1 if scheduler.schedule_low_priority_values_first else 1
+    return sign * (request.priority or 0)
 
 
 def span_of(request: Any) -> Any:

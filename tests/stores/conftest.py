@@ -8,9 +8,13 @@ import pytest
 from harness.ceph_server import CEPH_MISSING, HAS_CEPH, CephProcess
 from harness.faults import FaultyProxy
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
-from harness.s3_server import S3Server, running_s3_server
+from harness.s3_server import BUCKET, S3Server, running_s3_server
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
+from sgl_kvfetch.stores.base import AdminStore
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.s3 import S3Store
 
 
 @pytest.fixture
@@ -66,3 +70,19 @@ def ceph_server() -> Iterator[CephProcess]:
         pytest.skip(CEPH_MISSING)
     with CephProcess() as server:
         yield server
+
+
+@pytest.fixture(params=["local", "http", "s3"])
+async def store(
+    request: pytest.FixtureRequest, tmp_path: Path, server: RunningServer, s3: S3Server
+) -> AsyncIterator[AdminStore]:
+    """One of each kind that keeps things beside segments."""
+    match request.param:
+        case "local":
+            store: AdminStore = LocalStore(tmp_path / "store")
+        case "http":
+            store = HttpStore(server.url)
+        case _:
+            store = S3Store(f"s3://{BUCKET}/kv", config=s3.config)
+    yield store
+    await store.close()

@@ -17,13 +17,12 @@ from sgl_kvfetch.directory.catalog import Catalog
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.server import ServerConfig
-from sgl_kvfetch.server.run import RunningServer, running_server
+from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.pins import Pin, decode_pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
-from sgl_kvfetch.stores.s3 import S3Store
 from sgl_kvfetch.stores.sweep import plan_sweep
 
 CHAINS = [page_hashes(16, branch=str(i)) for i in range(8)]
@@ -40,21 +39,6 @@ async def opened(root: Path, num_segments: float | None = None) -> AsyncIterator
     """A directory with room for so many segments."""
     capacity = None if num_segments is None else int(num_segments * SIZE)
     store = LocalStore(root, capacity_bytes=capacity, min_free_bytes=0)
-    yield store
-    await store.close()
-
-
-@pytest.fixture(params=["local", "http", "s3"])
-async def store(
-    request: pytest.FixtureRequest, tmp_path: Path, server: RunningServer, s3: S3Server
-) -> AsyncIterator[AdminStore]:
-    match request.param:
-        case "local":
-            store: AdminStore = LocalStore(tmp_path / "store")
-        case "http":
-            store = HttpStore(server.url)
-        case _:
-            store = S3Store(f"s3://{BUCKET}/kv", config=s3.config)
     yield store
     await store.close()
 

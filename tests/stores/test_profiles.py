@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from harness.faults import Fault, FaultyProxy
-from harness.s3_server import BUCKET, S3Server
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
-from sgl_kvfetch.server.run import RunningServer
 from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.profiles import (
@@ -50,21 +47,6 @@ def save(folder: Path, num_sinks: int = 0, weights: str = WEIGHTS) -> Path:
     calibration = msgspec.structs.replace(CALIBRATION, weights=weights)
     dataclasses.replace(profile, calibration=calibration).save(path)
     return path
-
-
-@pytest.fixture(params=["local", "http", "s3"])
-async def store(
-    request: pytest.FixtureRequest, tmp_path: Path, server: RunningServer, s3: S3Server
-) -> AsyncIterator[AdminStore]:
-    match request.param:
-        case "local":
-            store: AdminStore = LocalStore(tmp_path / "store")
-        case "http":
-            store = HttpStore(server.url)
-        case _:
-            store = S3Store(f"s3://{BUCKET}/kv", config=s3.config)
-    yield store
-    await store.close()
 
 
 async def test_profiles_are_kept_beside_segments(store: AdminStore, tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ class LayeredModel:
             raise ConfigError(f"{self.path}: {name} has the shape {tuple(found)}, expected {tuple(expected)}")
         for name, problem in info.conversion_errors.items():
             raise ConfigError(f"{self.path}: {name} cannot be read: {problem}")
-        for parameter in self._model.parameters():
+        for parameter in (self._model if key is None else self._layers[key]).parameters():
             parameter.requires_grad_(False)
             if parameter.dtype in (torch.bfloat16, torch.float16) and not parameter.is_meta and key is not None:
                 parameter.data = parameter.data.float()  # a quantised weight that was restored
@@ -266,24 +266,28 @@ class Layer:
         if cache.new is None or any(x.ndim != 4 for x in cache.new):
             raise UnsupportedError(f"{self._model.path}: its cache does not hold keys and values of plain attention")
         k, v = (x[0].transpose(0, 1) for x in cache.new)
-        if not self._model._is_mla:
-            return KV(k, v)
-        if (k.shape[1:], v.shape[1]) != ((1, self._model.config.kv_lora_rank), 1):
-            raise UnsupportedError(
-                f"{self._model.path}: this version of transformers does not cache MLA's latent vectors"
-            )
-        if getattr(self._model.config, "rope_interleave", False):  # it moved channels 2i and 2i + 1 to the two halves
-            v = torch.stack(v.chunk(2, -1), -1).flatten(-2)
-        return KV(v, k)
+        return KV(*latent_kv(k, v, self._model.config, self._model.path)) if self._model._is_mla else KV(k, v)
 
     def _to_cache(self, kv: KV) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = kv
-        if self._model._is_mla:
-            if getattr(self._model.config, "rope_interleave", False):
-                k = torch.cat((k[..., ::2], k[..., 1::2]), -1)
-            k, v = v, k
+        k, v = cached_latent(*kv, self._model.config) if self._model._is_mla else kv
         device = self._model.device
         return k.to(device).float().transpose(0, 1)[None], v.to(device).float().transpose(0, 1)[None]
+
+
+def latent_kv(latent: torch.Tensor, rotated: torch.Tensor, config: Any, path: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V, ``(..., 1, dim)``, of what transformers caches with MLA. Raises UnsupportedError."""
+    if (latent.shape[-2:], rotated.shape[-2]) != ((1, config.kv_lora_rank), 1):
+        raise UnsupportedError(f"{path}: this version of transformers does not cache MLA's latent vectors")
+    if getattr(config, "rope_interleave", False):  # it moved channels 2i and 2i + 1 to the two halves
+        rotated = torch.stack(rotated.chunk(2, -1), -1).flatten(-2)
+    return rotated, latent
+
+
+def cached_latent(k: torch.Tensor, v: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Undo ``latent_kv``."""
+    if getattr(config, "rope_interleave", False):
+        k = torch.cat((k[..., ::2], k[..., 1::2]), -1)
+    return v, k
 
 
 class _Stop(Exception):

@@ -31,6 +31,7 @@ from sgl_kvfetch.codec import Decoders, Device, Nvdec
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.plane import DataPlane, KVFetchConfig, parse_config
 from sgl_kvfetch.plugin import weight_updates
+from sgl_kvfetch.plugin.attaching import try_to_connect
 from sgl_kvfetch.plugin.data_plane import engine_nvdec, open_engine_plane
 from sgl_kvfetch.plugin.device.backend import DeviceBackend
 from sgl_kvfetch.plugin.device.board import Board
@@ -144,24 +145,11 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
             if storage_backend_extra_config_json in (None, self._extra_config):
                 return True, f"{BACKEND} is already attached with this config."
             return False, f"{BACKEND} is attached with another config: detach it first, DELETE /hicache/storage-backend"
-        fault = self._try_to_connect(storage_backend_extra_config_json)
+        fault = try_to_connect(self.connect, storage_backend_extra_config_json)
         if self._is_so_on_all_ranks(fault is None):
             return True, f"{BACKEND} is attached."
         self.detach_storage_backend()
         return False, fault or "another rank could not attach the storage backend; see its log for the reason"
-
-    def _try_to_connect(self, extra_config: str | None) -> str | None:
-        """Return None, or why attaching failed. Never raises, because the other ranks wait for this rank's answer."""
-        try:
-            weight_updates.require_no_former_pages()
-            self.connect(extra_config)
-        except KVFetchError as error:
-            logger.warning("kvfetch is not attached: %s", error)
-            return str(error)
-        except Exception as error:
-            logger.exception("kvfetch is not attached")
-            return f"{type(error).__name__}: {error}"
-        return None
 
     def _is_so_on_all_ranks(self, is_so: bool) -> bool:
         answer = torch.tensor([int(is_so)])

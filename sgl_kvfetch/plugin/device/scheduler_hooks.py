@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from sgl_kvfetch import timeline
 from sgl_kvfetch.plugin.hooks import BACKEND
-from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, span_of
+from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, span_of, urgency_of
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
@@ -70,21 +70,13 @@ def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwarg
         queue = WaitingQueue(cache.is_parked, queue, on_append=partial(_queued, scheduler))
     for handle in cache.take_changed():
         queue.update(handle)
-    num_ready = len(queue.ready)
-    scheduler.waiting_queue = queue.ready
-    try:
-        return original(scheduler, *args, **kwargs)
-    finally:
-        left, scheduler.waiting_queue = scheduler.waiting_queue, queue
-        if left is not queue.ready or len(left) != num_ready:
-            queue.formed(left)
+    return queue.form_batch(original, scheduler, *args, **kwargs)
 
 
 def _queued(scheduler: Any, request: Any) -> None:
-    """Pass on a request's urgency and its span. SGLang's priority may rise or fall with urgency, and may be None."""
-    sign = -1 if scheduler.schedule_low_priority_values_first else 1
+    """Pass on a request's urgency and its span."""
     span = span_of(request) if timeline.is_traced() else None
-    scheduler.tree_cache.queued(request.cache_request_handle, sign * (request.priority or 0), span)
+    scheduler.tree_cache.queued(request.cache_request_handle, urgency_of(scheduler, request), span)
 
 
 def measure_batch(result: None, scheduler: Any, batch: Any, batch_result: Any) -> None:

@@ -19,6 +19,7 @@ from sgl_kvfetch import timeline
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.plane import DataPlane, parse_config
 from sgl_kvfetch.plugin import weight_updates
+from sgl_kvfetch.plugin.attaching import try_to_connect
 from sgl_kvfetch.plugin.data_plane import open_engine_plane
 from sgl_kvfetch.plugin.device.board import Board
 from sgl_kvfetch.plugin.device.pages import DevicePages
@@ -132,7 +133,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
             if extra_config in (None, self._parts.extra_config):
                 return True, f"{BACKEND} is already attached with this config."
             return False, f"{BACKEND} is attached with another config: detach it first, DELETE /hicache/storage-backend"
-        fault = self._try_to_connect(extra_config)
+        fault = try_to_connect(self.connect, extra_config)
         answer = torch.tensor([int(fault is None)])
         if self._rank.tp_size > 1:
             self._agree(answer)
@@ -140,19 +141,6 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return True, f"{BACKEND} is attached."
         self.detach()
         return False, fault or "another rank could not attach the storage backend; see its log for the reason"
-
-    def _try_to_connect(self, extra_config: str | None) -> str | None:
-        """Return None, or why attaching failed. Never raises, because the other ranks wait for this rank's answer."""
-        try:
-            weight_updates.require_no_former_pages()
-            self.connect(extra_config)
-        except KVFetchError as error:
-            logger.warning("kvfetch is not attached: %s", error)
-            return str(error)
-        except Exception as error:
-            logger.exception("kvfetch is not attached")
-            return f"{type(error).__name__}: {error}"
-        return None
 
     def detach(self) -> None:
         """Detach the store. The tree stays as it is. Waits a few seconds at most for queued pages to be written."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_kvfetch import timeline
 from sgl_kvfetch.plugin.hooks import BACKEND, linker_of
-from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, span_of
+from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, span_of, urgency_of
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.linker.linker import KVFetchLinker
@@ -28,21 +28,13 @@ def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwarg
         linker.retain({request.rid for request in queue})
     for handle in linker.take_changed():
         queue.update(handle)
-    num_ready = len(queue.ready)
-    scheduler.waiting_queue = queue.ready
-    try:
-        return original(scheduler, *args, **kwargs)
-    finally:
-        left, scheduler.waiting_queue = scheduler.waiting_queue, queue
-        if left is not queue.ready or len(left) != num_ready:
-            queue.formed(left)
+    return queue.form_batch(original, scheduler, *args, **kwargs)
 
 
 def _arrive(scheduler: Any, linker: KVFetchLinker, request: Any) -> None:
-    """Let a request that was queued arrive. SGLang's priority may rise or fall with urgency, and may be None."""
-    sign = -1 if scheduler.schedule_low_priority_values_first else 1
+    """Let a request that was queued arrive."""
     span = span_of(request) if timeline.is_traced() else None
-    linker.arrive(request, scheduler.tree_cache, sign * (request.priority or 0), span)
+    linker.arrive(request, scheduler.tree_cache, urgency_of(scheduler, request), span)
 
 
 def clear_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
