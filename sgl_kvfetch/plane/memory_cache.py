@@ -85,6 +85,7 @@ class MemoryCache:
         place = unit.cells[0], len(unit.cells)
         if entry is None or place in entry.places or len(data) > entry.missing_bytes:
             return  # the last: it overlaps with units of another size
+        # Units lie one behind another in the order in which they came, whatever their place in the span.
         offset = entry.offset + entry.num_bytes - entry.missing_bytes
         self.buffer(offset, len(data))[:] = data
         entry.places[place] = offset
@@ -146,6 +147,7 @@ class MemoryCache:
         manifest = entry.reader.manifest
         for page in range(*manifest.span_range(entry.key[2])):
             page_hash = manifest.page_hashes[page]
+            # Another segment with the same page may have been listed since; that one stays.
             if (source := self._pages.get(page_hash)) is not None and source.reader is entry.reader:
                 del self._pages[page_hash]
         self._num_entries[entry.reader] -= 1
