@@ -10,6 +10,7 @@ import pytest
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 from sglang.srt.observability.trace import TraceNullContext
 
+from harness.waiting import wait_until
 from sgl_kvfetch import timeline
 from sgl_kvfetch.plugin.device.scheduler_hooks import _queued
 from sgl_kvfetch.timeline import Recorded, Timeline
@@ -29,6 +30,14 @@ class Kept:
 
     def close(self) -> None:
         pass
+
+    def await_end(self, request_id: str) -> None:
+        """Wait until the end of a request's fetch is recorded. The data plane's thread does that, after it has told."""
+        process = timeline._process
+        assert process is not None
+        wait_until(
+            lambda: any(s.stage is None and s.request.id == request_id for s in [*list(process._spans), *self.spans])
+        )
 
     def all_of(self, request_id: str) -> list[Recorded]:
         timeline.close()
@@ -53,6 +62,7 @@ def test_the_stages_of_a_fetch(rig: Rig, kept: Kept) -> None:
     rig.stored(tokens)
     rig.fetch(tokens)
     rig.settle()
+    kept.await_end("r1")
     spans = kept.of("r1")
     assert spans.keys() == {"lookup", "transmit", "decode", "restore", None, "parked"}
     assert len({span.request.traceparent for span in spans.values()}) == 1
