@@ -24,13 +24,14 @@ from sgl_kvfetch.stores.remote import HttpOptions
 
 CONTENT = bytes(range(256)) * 1000
 NAME = data_object(CONTENT)
+OPTIONS = HttpOptions(timeout_s=WAIT_S, backoff_s=0.01)
 DEADLINE_S = 0.5
-QUICK = HttpOptions(timeout_s=DEADLINE_S, backoff_s=0.01)
+HURRIED = HttpOptions(timeout_s=DEADLINE_S, backoff_s=0.01)  # for calls that are to be late, and for no others
 
 
 @pytest.fixture
 async def store(proxy: FaultyProxy) -> AsyncIterator[HttpStore]:
-    store = HttpStore(proxy.url, options=QUICK)
+    store = HttpStore(proxy.url, options=OPTIONS)
     await store.put(NAME, CONTENT)
     proxy.requests.clear()
     yield store
@@ -69,8 +70,10 @@ async def test_faults_map_to_error_reasons(
     store: HttpStore, proxy: FaultyProxy, fault: Fault, reason: StoreErrorReason
 ) -> None:
     await proxy.set(fault)
+    store.options = HURRIED if reason == "timeout" else OPTIONS
     assert await reason_of(store.get(NAME)) == reason
     assert await reason_of(store.get(NAME, 500, 200_000)) == reason
+    store.options = OPTIONS
     await proxy.set(None)
     assert await store.get(NAME) == CONTENT
 
@@ -86,6 +89,7 @@ async def test_a_body_shorter_than_its_range(store: HttpStore, proxy: FaultyProx
 async def test_every_call_ends_by_the_deadline(store: HttpStore, proxy: FaultyProxy, fault: Fault) -> None:
     reason = {"refuse": "refused", "hang": "timeout", "error": "server"}[fault.kind]
     await proxy.set(fault)
+    store.options = HURRIED if reason == "timeout" else OPTIONS
     for call in (
         store.put(NAME, CONTENT),
         store.head(NAME),
@@ -107,7 +111,7 @@ async def test_every_call_ends_by_the_deadline(store: HttpStore, proxy: FaultyPr
 )
 async def test_transient_failures_are_retried(proxy: FaultyProxy, fault: Fault) -> None:
     retried: list[StoreErrorReason] = []
-    options = HttpOptions(timeout_s=5, backoff_s=0.01, on_retry=lambda error: retried.append(error.reason))
+    options = HttpOptions(timeout_s=WAIT_S, backoff_s=0.01, on_retry=lambda error: retried.append(error.reason))
     store = HttpStore(proxy.url, options=options)
     await store.put(NAME, CONTENT)
     await proxy.set(fault)
@@ -121,7 +125,7 @@ async def test_transient_failures_are_retried(proxy: FaultyProxy, fault: Fault) 
 
 
 async def test_a_retried_read_continues_where_it_stopped(proxy: FaultyProxy) -> None:
-    store = HttpStore(proxy.url, options=HttpOptions(timeout_s=5, backoff_s=0.01))
+    store = HttpStore(proxy.url, options=OPTIONS)
     await store.put(NAME, CONTENT)
     proxy.requests.clear()
     await proxy.set(Fault("close", after_bytes=80_000))
@@ -156,7 +160,7 @@ async def test_read_of_a_missing_or_short_object(store: HttpStore) -> None:
 
 @pytest.mark.parametrize("fault", [Fault("error", status=503, times=2), Fault("close", after_bytes=0, times=2)])
 async def test_the_start_of_a_listing_is_retried(proxy: FaultyProxy, fault: Fault) -> None:
-    store = HttpStore(proxy.url, options=HttpOptions(timeout_s=5, backoff_s=0.01))
+    store = HttpStore(proxy.url, options=OPTIONS)
     await store.put(NAME, CONTENT)
     await proxy.set(fault)
     assert [info.name async for info in store.list()] == [NAME]
@@ -186,8 +190,9 @@ async def test_a_large_put_gets_more_time(answering: Start) -> None:
         return web.Response(status=201)
 
     store = await answering(slow)
+    store.options = HURRIED
     assert await reason_of(store.put(NAME, CONTENT)) == "timeout"
-    store.options = HttpOptions(timeout_s=DEADLINE_S, min_bytes_per_s=len(CONTENT) / 10)
+    store.options = HttpOptions(timeout_s=DEADLINE_S, min_bytes_per_s=len(CONTENT) / WAIT_S)
     await store.put(NAME, CONTENT)
 
 
@@ -226,7 +231,7 @@ async def test_permanent_failures_are_not_retried(store: HttpStore, proxy: Fault
 async def test_attempts_are_limited(store: HttpStore, proxy: FaultyProxy) -> None:
     await proxy.set(Fault("error"))
     await reason_of(store.get(NAME))
-    assert len(proxy.requests) == QUICK.max_attempts
+    assert len(proxy.requests) == OPTIONS.max_attempts
 
 
 async def test_a_flipped_byte_is_not_detected(store: HttpStore, proxy: FaultyProxy) -> None:
@@ -263,7 +268,7 @@ async def answering() -> AsyncIterator[Callable[[Answer], Awaitable[HttpStore]]]
         await runner.setup()
         runners.append(runner)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        store = HttpStore(f"http://127.0.0.1:{runner.addresses[0][1]}", options=QUICK)
+        store = HttpStore(f"http://127.0.0.1:{runner.addresses[0][1]}", options=OPTIONS)
         stores.append(store)
         return store
 
@@ -297,7 +302,7 @@ async def test_endless_bodies_are_limited(answering: Start) -> None:
             await response.write(bytes(1 << 16))
 
     store = await answering(endless)
-    store.options = HttpOptions(timeout_s=5, max_object_bytes=1 << 20)
+    store.options = HttpOptions(timeout_s=WAIT_S, max_object_bytes=1 << 20)
     assert await store.get(NAME, 1000, 5000) == bytes(5000)
     assert await reason_of(store.get(NAME)) == "too_large"
     assert await reason_of(store.get(NAME, 10)) == "too_large"
