@@ -79,8 +79,8 @@ async def test_faults_have_reasons(
 async def test_a_server_that_does_not_go_on_ends_with_a_timeout(
     s3: S3Server, s3_proxy: FaultyProxy, kind: FaultKind
 ) -> None:
+    await S3Store(URL, config=s3.config).put(NAME, CONTENT)
     store = S3Store(URL, options=HttpOptions(timeout_s=0.5), config=s3_config(s3_proxy.url))
-    await store.put(NAME, CONTENT)
     await s3_proxy.set(Fault(kind, after_bytes=100))
     for call in (store.get(NAME), store.get(NAME, 0, 1000)):
         with pytest.raises(StoreError) as caught:
