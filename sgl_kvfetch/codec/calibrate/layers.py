@@ -67,7 +67,7 @@ class LayeredModel:
         self.device = device
         try:
             self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path)
-            self._model, files, self._load_config = _without_weights(path, device)
+            self._model, files, self._load_config, dtype = _without_weights(path, device)
         except ImportError as e:  # of a package that restores quantised weights
             raise ConfigError(f"{path}: {str(e).strip().splitlines()[0]}") from e
         except (OSError, ValueError, KeyError) as e:
@@ -79,7 +79,7 @@ class LayeredModel:
         self._layers = self._find_layers()
         self._open_files = ExitStack()
         self._weights = self._open(files)
-        self._load_rest()
+        self._load_rest(dtype)
         keys = list(self._probe_layers())
         if len({(kv.k.shape, kv.v.shape) for kv in keys}) != 1:
             raise UnsupportedError(f"{path}: its layers have keys and values of different shapes")
@@ -174,10 +174,12 @@ class LayeredModel:
                 parameter.data = parameter.data.float()  # a quantised weight that was restored
         return set(info.missing_keys)
 
-    def _load_rest(self) -> None:
-        """Load the embeddings, in the checkpoint's type since they may be large, and the last norm."""
+    def _load_rest(self, dtype: torch.dtype) -> None:
+        """Load the embeddings, in ``dtype``, and the last norm.
+
+        In the type that they have in the checkpoint, they are not copied on a CPU, but mapped from the file.
+        """
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
-        dtype = self.config.dtype or torch.float32
         for module in {embedding, head}:
             module.weight = torch.nn.Parameter(module.weight.to(dtype), requires_grad=False)
         self._model.tie_weights(missing_keys=self._load(None, lambda name: True))
@@ -327,8 +329,8 @@ def _past(num_layers: int, num_tokens: int) -> Any:
     return cache
 
 
-def _without_weights(path: str, device: str) -> tuple[Any, list[str], Any]:
-    """Return a model without weights, the checkpoint's files, and how transformers would load them."""
+def _without_weights(path: str, device: str) -> tuple[Any, list[str], Any, torch.dtype]:
+    """Return a model without weights, the checkpoint's files, how transformers would load them, and their type."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.loading_report import LoadStateDictInfo
 
@@ -336,6 +338,7 @@ def _without_weights(path: str, device: str) -> tuple[Any, list[str], Any]:
     quantization = getattr(config, "quantization_config", None)
     if isinstance(quantization, dict):  # plain weights have gradients on every device
         quantization |= _PLAIN_WEIGHTS.get(str(quantization.get("quant_method")), {})
+    dtype = config.get_text_config().dtype or torch.float32  # loading changes it
     cls: Any = AutoModelForCausalLM._model_mapping[type(config)]  # raises KeyError for what is no language model
     found: list[Any] = []
 
@@ -350,7 +353,7 @@ def _without_weights(path: str, device: str) -> tuple[Any, list[str], Any]:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer if buffer.is_meta else buffer.to(device))
-    return model.eval(), files, dataclasses.replace(load_config, device_map={"": device})
+    return model.eval(), files, dataclasses.replace(load_config, device_map={"": device}), dtype
 
 
 def _multiply_in_parts(head: Any, x: torch.Tensor) -> torch.Tensor:

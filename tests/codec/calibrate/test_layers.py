@@ -138,6 +138,8 @@ def test_weights_in_bfloat16_are_computed_with_in_float32(tokenizer_files: Path,
     path = make(tokenizer_files, tmp_path / "model", "llama")
     AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
     model = LayeredModel(str(path))
+    embeddings = model._model.get_input_embeddings().weight, model._model.get_output_embeddings().weight
+    assert [w.dtype for w in embeddings] == [torch.bfloat16] * 2  # they may be most of the memory
     ids = torch.arange(3, 40)
     hidden, calls = model.embed(ids), model.calls(len(ids))
     assert hidden.dtype == torch.float32
