@@ -128,7 +128,15 @@ class LayeredModel:
             noted.append((hidden, args, kwargs))
             return hidden
 
-        self._run([note] * self.num_layers, ids, num_past)
+        def stop(module: Any, args: Any) -> None:
+            raise _Stop
+
+        hook = self._model.get_output_embeddings().register_forward_pre_hook(stop)
+        try:
+            with suppress(_Stop):
+                self._run([note] * self.num_layers, ids, num_past)
+        finally:
+            hook.remove()
         if len(noted) != self.num_layers:
             raise UnsupportedError(f"{self.path}: it does not call each of its {self.num_layers} layers once")
         return noted[0][0], [(args, kwargs) for _, args, kwargs in noted]

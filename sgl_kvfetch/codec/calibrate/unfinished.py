@@ -25,7 +25,7 @@ class Unfinished:
     def read(self) -> dict[str, Any] | None:
         """Return the state, or None if there is none for these inputs."""
         try:
-            found = torch.load(self._path, weights_only=True)
+            found = torch.load(self._path, weights_only=True, mmap=True)
         except (OSError, RuntimeError, pickle.UnpicklingError, EOFError):
             return None
         return found["state"] if isinstance(found, dict) and found.get("key") == self._key else None
