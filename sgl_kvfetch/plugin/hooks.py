@@ -150,7 +150,7 @@ def measure_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any)
     if backend is not None and controller.storage_backend_type == BACKEND:  # type: ignore[union-attr]
         backend.meter.finished(batch, time.monotonic())
         if not scheduler.waiting_queue and scheduler.running_batch.is_empty():
-            backend.turns.engine_is_idle()
+            backend.meter.queue.clear()
     if (linker := linker_of(scheduler.tree_cache)) is not None:
         linker.batch_ended(batch, time.monotonic())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import threading
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -99,11 +100,39 @@ class _Fit:
         return self.batch_s + self.token_s * num_tokens
 
 
+class EngineQueue:
+    """Estimates how long the engine will take for the prompts that wait for it.
+
+    It is kept as the time at which the engine will be free, by the estimates of what went in. A time that has passed
+    means an empty queue, so nothing needs to be taken out. Any thread; times are arguments.
+    """
+
+    def __init__(self) -> None:
+        self._free_s = -math.inf
+        self._lock = threading.Lock()
+
+    def add(self, compute_s: float, now_s: float) -> None:
+        """Add a prompt that takes the engine ``compute_s``."""
+        with self._lock:
+            self._free_s = max(self._free_s, now_s) + compute_s
+
+    def seconds(self, now_s: float) -> float:
+        """Return how long a prompt that comes now waits."""
+        return max(0.0, self._free_s - now_s)
+
+    def clear(self) -> None:
+        """Note that the engine has nothing to compute."""
+        with self._lock:
+            self._free_s = -math.inf
+
+
 class PrefillMeter:
-    """Measures batches as their results come in. Runs on the scheduler's thread."""
+    """Measures batches as their results come in, on the scheduler's thread. ``queue``: what the engine has yet to
+    compute."""
 
     def __init__(self) -> None:
         self.speed = PrefillSpeed()
+        self.queue = EngineQueue()
         self._last_result_s = 0.0
 
     def finished(self, batch: Any, now_s: float) -> None:

@@ -14,6 +14,7 @@ from sgl_kvfetch import timeline
 from sgl_kvfetch.plugin.device.scheduler_hooks import measure_batch
 from sgl_kvfetch.plugin.hooks import measure_prompts
 from sgl_kvfetch.plugin.prefill import MIN_BATCHES, WINDOW, PrefillMeter, PrefillSpeed
+from sgl_kvfetch.plugin.waiting_queue import WaitingQueue
 from tests.plugin.device.test_queue import Cache
 
 
@@ -193,11 +194,24 @@ def test_the_requests_of_a_batch_are_in_the_timeline(monkeypatch: pytest.MonkeyP
     assert spans == [("a", "prefill", 10.0, 12.0), ("b", "prefill", 10.0, 12.0)]
 
 
+@dataclass(eq=False)
+class Waiting:
+    cache_request_handle: str
+
+
 def test_the_hook_measures() -> None:
     cache = Cache()
-    scheduler = SimpleNamespace(tree_cache=cache)
+    running = SimpleNamespace(is_empty=lambda: True)
+    waiting = WaitingQueue(lambda handle: handle == "parked", [Waiting("ready")])
+    waiting.append(Waiting("parked"))
+    scheduler = SimpleNamespace(tree_cache=cache, waiting_queue=waiting, running_batch=running)
     batch = Batch(time.monotonic() - 0.1)
+    cache.prefill_meter.queue.add(1000.0, time.monotonic())
     measure_batch(None, scheduler, batch, None)
+    assert cache.prefill_meter.queue.seconds(time.monotonic()) > 0
+    waiting.pop(0)
+    measure_batch(None, scheduler, batch, None)
+    assert cache.prefill_meter.queue.seconds(time.monotonic()) == 0  # parked requests are nothing to compute
     assert cache.prefill_meter.speed.seconds_for(100) is not None
     assert cache.prefill_meter.speed is not Cache().prefill_meter.speed
     measure_batch(None, SimpleNamespace(tree_cache=SimpleNamespace()), batch, None)
@@ -205,9 +219,8 @@ def test_the_hook_measures() -> None:
 
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_the_hook_of_host_mode_measures_and_says_when_the_engine_is_idle(is_idle: bool) -> None:
-    told: list[bool] = []
-    turns = SimpleNamespace(engine_is_idle=lambda: told.append(True))
-    backend = SimpleNamespace(meter=PrefillMeter(), turns=turns)
+    backend = SimpleNamespace(meter=PrefillMeter())
+    backend.meter.queue.add(1000.0, time.monotonic())
     controller = SimpleNamespace(storage_backend_type="kvfetch", storage_backend=backend)
     running = SimpleNamespace(is_empty=lambda: is_idle)
     scheduler = SimpleNamespace(
@@ -215,7 +228,7 @@ def test_the_hook_of_host_mode_measures_and_says_when_the_engine_is_idle(is_idle
     )
     measure_prompts(None, scheduler, Batch(time.monotonic() - 0.1), None)
     assert backend.meter.speed.seconds_for(100) is not None
-    assert told == [True] * is_idle
+    assert (backend.meter.queue.seconds(time.monotonic()) == 0) == is_idle
     controller.storage_backend_type = "file"
     controller.storage_backend = None
     measure_prompts(None, scheduler, Batch(time.monotonic()), None)

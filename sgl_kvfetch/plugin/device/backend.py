@@ -37,7 +37,7 @@ from sgl_kvfetch.plane import (
 from sgl_kvfetch.plugin.device.board import Board, Done, PageCount, Ticket
 from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
-from sgl_kvfetch.plugin.prefill import PrefillSpeed
+from sgl_kvfetch.plugin.prefill import PrefillMeter
 from sgl_kvfetch.plugin.weight_updates import Access
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class DeviceBackend:
         config: KVFetchConfig,
         plane: DataPlane,
         pages: DevicePages,
-        speed: PrefillSpeed,
+        meter: PrefillMeter,
         board: Board,
         *,
         is_writer: bool = True,
@@ -146,7 +146,7 @@ class DeviceBackend:
         self._is_writer = is_writer
         self.pages = pages
         self._report = board.report
-        self._speed = speed
+        self._speed, self._engine = meter.speed, meter.queue
         self._choice = FetchOrRecompute()
         self._lag = FetchLag()
         self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy", use_one_thread)
@@ -204,9 +204,11 @@ class DeviceBackend:
         try:
             if found.num_pages:
                 ahead = num_ahead()
-                is_fetched = self._is_fetched(found.num_pages, found.cost, ahead, now_s)
+                is_fetched = self._is_fetched(found.num_pages, found.cost, now_s, ahead)
                 if not ahead and found.cost.seconds is not None:
                     work.expected_s = now_s + found.cost.seconds
+            else:
+                self._computes(len(work.hashes) * self.pages.geometry.page_size, now_s)
             work.deadline_s = now_s + self._config.fetch_timeout_s
             timeline.add(request, "lookup", started_s, now_s, pages=len(work.hashes), found=found.num_pages)
             if is_fetched:
@@ -215,26 +217,32 @@ class DeviceBackend:
         finally:
             self._report(ticket, Finding(found.num_pages, int(is_fetched)))
 
-    def _is_fetched(self, num_pages: int, cost: Cost, num_ahead: int, begins_s: float | None = None) -> bool:
+    def _is_fetched(self, num_pages: int, cost: Cost, now_s: float, num_ahead: int | None = None) -> bool:
         """Return whether to fetch ``num_pages`` pages. ``cost``: of these pages alone. ``num_ahead``: pages that will
-        be fetched before them; each is assumed to cost as much. ``begins_s``: when the fetch would begin, None if it
-        has begun already. Ranks may differ, so they must agree before they act."""
-        num_tokens, times = num_pages * self.pages.geometry.page_size, 1 + num_ahead / num_pages
+        be fetched before them; each is assumed to cost as much. None if the fetch has begun already. Ranks may differ,
+        so they must agree before they act."""
+        num_tokens, times = num_pages * self.pages.geometry.page_size, 1 + (num_ahead or 0) / num_pages
         decision = Decision(True, "configured")
         if self._config.recompute == "auto":
             stages = (None if seconds is None else times * seconds for seconds in (cost.transmit_s, cost.decode_s))
-            saved_s = self._speed.seconds_saved(num_tokens)
-            lag_s = 0.0 if begins_s is None else self._lag.seconds(begins_s)
-            decision = self._choice.decide(num_tokens, Cost(*stages), None if saved_s is None else saved_s - lag_s)
+            sooner_s = self._compute_s(num_pages, now_s)
+            if sooner_s is not None and num_ahead is not None:
+                sooner_s -= self._lag.seconds(now_s)
+            decision = self._choice.decide(num_tokens, Cost(*stages), sooner_s)
         decision.count(num_tokens)
+        if not decision.is_fetched:
+            self._computes(num_tokens, now_s)
         return decision.is_fetched
 
-    def _compute_s(self, num_pages: int) -> float:
-        """Return how long a fetch of these pages may still pay: as long as the engine would take for them."""
-        if self._config.recompute == "never":
-            return math.inf
+    def _compute_s(self, num_pages: int, now_s: float) -> float | None:
+        """Return how much longer a request would take without the pages: it waits for the engine, which computes them.
+        None if that is not known."""
         saved_s = self._speed.seconds_saved(num_pages * self.pages.geometry.page_size)
-        return math.inf if saved_s is None else saved_s
+        return None if saved_s is None else saved_s + self._engine.seconds(now_s)
+
+    def _computes(self, num_tokens: int, now_s: float) -> None:
+        """Note that the engine is to compute so many tokens of a prompt."""
+        self._engine.add(self._speed.seconds_for(num_tokens) or 0.0, now_s)
 
     # Fetches
 
@@ -256,6 +264,8 @@ class DeviceBackend:
         ``num_left`` more tokens to compute. None if no request starts early. ``first``: for the first round, if there
         are slots for it already.
         """
+        may_end = self._config.recompute == "auto"  # because the engine would compute the rest sooner
+        compute_s = self._compute_s(len(pages), time.monotonic()) if may_end else None
         call = self.plane.fetch(
             lookup.page_hashes[pages.start : pages.stop],
             [page - pages.start for page in round_ends],
@@ -265,7 +275,7 @@ class DeviceBackend:
             request=request,
             early_s=(self._speed.seconds_for(num_left) or 0.0) if early_ticket is not None else 0.0,
             destination=None if first is None else first.destination,
-            compute_s=self._compute_s(len(pages)),
+            compute_s=math.inf if compute_s is None else compute_s,
         )
         if early_ticket is not None:
             call.certain.add_done_callback(lambda done: self._report(early_ticket, Certainty(int(done.result()))))
@@ -293,7 +303,7 @@ class DeviceBackend:
         try:
             if (cost := here.result()) is not None:
                 # The lookup already decided on the first round.
-                is_wanted = index == 0 or self._is_fetched(num_left, cost, 0)
+                is_wanted = index == 0 or self._is_fetched(num_left, cost, time.monotonic())
                 start = RoundStart.WANTED if is_wanted else RoundStart.STOP
         finally:
             self._report(ticket, RoundStarts(start))

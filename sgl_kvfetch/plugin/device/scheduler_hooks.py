@@ -82,7 +82,10 @@ def _queued(scheduler: Any, request: Any) -> None:
 def measure_batch(result: None, scheduler: Any, batch: Any, batch_result: Any) -> None:
     """After ``Scheduler.process_batch_result``: measure how long the batch took."""
     if _is_ours(scheduler.tree_cache):
-        scheduler.tree_cache.prefill_meter.finished(batch, time.monotonic())
+        meter, queue = scheduler.tree_cache.prefill_meter, scheduler.waiting_queue
+        meter.finished(batch, time.monotonic())
+        if not (queue.ready if isinstance(queue, WaitingQueue) else queue) and scheduler.running_batch.is_empty():
+            meter.queue.clear()
         _requeue_discarded(scheduler, batch)
 
 

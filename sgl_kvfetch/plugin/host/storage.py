@@ -88,7 +88,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         self._is_stopping: Callable[[], bool] = lambda: False  # whether SGLang waits for its threads to end
         self._patience = Patience(None, config.fetch_timeout_s)
         self.meter = PrefillMeter()
-        self.turns = Turns(self.meter.speed, mem_pool_host.page_size, may_compute=config.recompute == "auto")
+        self.turns = Turns(self.meter, mem_pool_host.page_size, may_compute=config.recompute == "auto")
         # Of SGLang's present prefetch: its turn, its last page, how long the engine would take for each of its pages,
         # when its fetches must end, and why SGLang gave it up, or "".
         self._turn, self._last_key, self._compute_page_s = NO_TURN, "", math.inf

@@ -2,8 +2,7 @@
 
 SGLang looks prefixes up on one thread, and fetches them on another, one after another in the same order. So a prefix
 waits for those before it. There are two queues, the link's and the engine's, and a prefix goes to the one in which its
-request would have its first token sooner. Each queue is kept as the time at which it will be empty, by the estimates of
-what went into it. A time that has passed means an empty queue: nothing needs to be taken out that SGLang dropped.
+request would have its first token sooner. The link's is kept like the engine's (`prefill.EngineQueue`).
 
 Each rank judges by itself: SGLang takes the shortest hit of all ranks.
 """
@@ -17,7 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from sgl_kvfetch.plane import Cost, Decision, FetchLag, FetchOrRecompute, Found
-from sgl_kvfetch.plugin.prefill import PrefillSpeed
+from sgl_kvfetch.plugin.prefill import PrefillMeter
 
 # How long a prefix is expected to take the engine before it has computed anything like it: at least so long, and as
 # long as a fast GPU needs for it.
@@ -47,9 +46,9 @@ NO_TURN = Turn((), None, math.inf)
 class Turns:
     """The prefixes that SGLang will fetch, in order. Any thread; times are arguments."""
 
-    def __init__(self, speed: PrefillSpeed, page_tokens: int, *, may_compute: bool) -> None:
+    def __init__(self, meter: PrefillMeter, page_tokens: int, *, may_compute: bool) -> None:
         """``may_compute``: whether a stored prefix may be computed."""
-        self._speed = speed
+        self._speed, self._engine = meter.speed, meter.queue
         self._page_tokens = page_tokens
         self._may_compute = may_compute
         self._lock = threading.Lock()
@@ -57,11 +56,8 @@ class Turns:
         self._lag = FetchLag()
         self._waiting: deque[Turn] = deque(maxlen=_MOST_WAITING)  # SGLang may drop some
         self._link_free_s = -math.inf
-        self._engine_free_s = -math.inf
-        self._tried_s, self._tried_for_s = (
-            -math.inf,
-            0.0,
-        )  # when a fetch last tried to measure the link, and for how long
+        # When a fetch last tried to measure the link, and for how long.
+        self._tried_s, self._tried_for_s = -math.inf, 0.0
 
     def looked_up(self, hashes: Sequence[str], found: Found, now_s: float) -> bool:
         """Return whether to fetch the pages that a lookup of ``hashes`` has found."""
@@ -77,7 +73,7 @@ class Turns:
                     self._queue(hashes[: found.num_pages], found.cost.seconds, saved_s, now_s)
                     return True
             compute_s = self._speed.seconds_for(len(hashes) * self._page_tokens) or 0.0
-            self._engine_free_s = max(self._engine_free_s, now_s) + compute_s
+            self._engine.add(compute_s, now_s)
             return False
 
     def _decide(self, num_tokens: int, cost: Cost, saved_s: float, now_s: float) -> Decision:
@@ -86,15 +82,12 @@ class Turns:
         wait_s = max(0.0, self._link_free_s - now_s)
         if cost.seconds is None and (wait_s or self._was_tried(saved_s, now_s)):
             return Decision(False, "unmeasured")
-        sooner_s = self._backlog_s(now_s) - wait_s - self._lag.seconds(now_s)
+        sooner_s = self._engine.seconds(now_s) - wait_s - self._lag.seconds(now_s)
         return self._choice.decide(num_tokens, cost, saved_s + sooner_s)
 
     def _was_tried(self, compute_s: float, now_s: float) -> bool:
         """Return whether a fetch that had about as much time did not measure the link a moment ago."""
         return now_s < self._tried_s + _TRIES_EVERY_S and compute_s <= 2 * self._tried_for_s
-
-    def _backlog_s(self, now_s: float) -> float:
-        return max(0.0, self._engine_free_s - now_s)
 
     def _queue(self, hashes: Sequence[str], fetch_s: float | None, saved_s: float, now_s: float) -> None:
         is_first = now_s >= self._link_free_s
@@ -112,7 +105,7 @@ class Turns:
             self._waiting = deque(list(self._waiting)[index + 1 :], _MOST_WAITING)
             if not self._may_compute:
                 return replace(turn, compute_s=math.inf)
-            compute_s = max(turn.compute_s, 0.0) + self._backlog_s(now_s)
+            compute_s = max(turn.compute_s, 0.0) + self._engine.seconds(now_s)
             if turn.fetch_s is None:
                 self._tried_s, self._tried_for_s = now_s, compute_s
             # The pace of a link that was measured tells when to give up, so it needs no deadline.
@@ -125,7 +118,3 @@ class Turns:
             self._link_free_s = now_s + sum(left_s)
             if is_whole and turn.expected_s is not None:
                 self._lag.ended(now_s, turn.expected_s)
-
-    def engine_is_idle(self) -> None:
-        """Note that the engine has nothing to compute."""
-        self._engine_free_s = -math.inf

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from harness.metrics import own_metric
+from harness.waiting import WAIT_S
 from sgl_kvfetch.plugin.device.fetch_state import State
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import prompt
@@ -33,6 +36,32 @@ def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
         rig.cache.prefill_meter.speed.add_batch(num_tokens, num_tokens * 1.0)
     rig.flush()
     assert rig.fetch(tokens) == (32, 32)
+
+
+def test_a_prefix_is_fetched_while_the_engine_is_busy_with_other_prompts(make: MakeRig) -> None:
+    """It would wait for the engine, so a link that is slower than the engine brings it sooner."""
+    rig = make(recompute="auto")
+    tokens = prompt(0)
+    rig.stored(tokens)
+    assert rig.fetch(tokens) == (32, 32)
+    rig.flush()
+    meter = rig.cache.prefill_meter
+    for num_tokens in (10_000, 20_000, 30_000, 40_000):
+        meter.speed.add_batch(num_tokens, num_tokens * 1e-9)
+    meter.queue.add(WAIT_S, time.monotonic())
+    assert rig.fetch(tokens) == (32, 32)
+    rig.flush()
+    meter.queue.clear()
+    assert rig.fetch(tokens) == (0, 0)
+
+
+def test_prompts_that_are_computed_keep_the_engine_busy(make: MakeRig) -> None:
+    rig = make(recompute="auto")
+    meter = rig.cache.prefill_meter
+    for num_tokens in (16, 24, 32, 40):
+        meter.speed.add_batch(num_tokens, num_tokens * 100.0)
+    assert rig.fetch(prompt(0)) == (0, 0)  # is not stored
+    assert 0 < meter.queue.seconds(time.monotonic()) <= 32 * 100
 
 
 def test_the_rest_is_computed_once_that_is_faster(make: MakeRig) -> None:

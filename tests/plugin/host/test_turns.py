@@ -9,7 +9,7 @@ import pytest
 from harness.metrics import own_metric
 from sgl_kvfetch.plane import Cost, Found
 from sgl_kvfetch.plugin.host.turns import FIRST_S, NO_TURN, Turns
-from sgl_kvfetch.plugin.prefill import MIN_BATCHES, PrefillSpeed
+from sgl_kvfetch.plugin.prefill import MIN_BATCHES, PrefillMeter
 from tests.plugin.backends import keys
 
 PAGE_TOKENS, PAGES = 16, 64
@@ -17,11 +17,11 @@ PAGE_TOKENS, PAGES = 16, 64
 
 def make_turns(token_s: float | None = 0.001, *, may_compute: bool = True) -> Turns:
     """``token_s``: what the engine takes for a token; None if it has computed nothing yet."""
-    speed = PrefillSpeed()
+    meter = PrefillMeter()
     if token_s is not None:
         for size in (512, 1024) * MIN_BATCHES:
-            speed.add_batch(size, size * token_s)
-    return Turns(speed, PAGE_TOKENS, may_compute=may_compute)
+            meter.speed.add_batch(size, size * token_s)
+    return Turns(meter, PAGE_TOKENS, may_compute=may_compute)
 
 
 def found(transmit_s: float | None, num_pages: int = PAGES) -> Found:
@@ -61,7 +61,7 @@ def test_prompts_that_are_not_stored_keep_the_engine_busy_until_it_is_idle() -> 
     assert ask(turns, "a", 1.5)
     turns = make_turns()
     assert not turns.looked_up(keys(PAGES, "x"), found(None, 0), 100.0)
-    turns.engine_is_idle()
+    turns._engine.clear()
     assert not ask(turns, "a", 1.5)
 
 
