@@ -17,6 +17,7 @@ from rich.table import Table
 from sgl_kvfetch.codec import PLANES, region_layout
 from sgl_kvfetch.errors import ConfigError, UnsupportedError, why
 from sgl_kvfetch.plane import DecodeProfile, Sample, measure_profile
+from sgl_kvfetch.processes import map_blocks_of
 from sgl_kvfetch.prompts import read_texts, text_digest
 from sgl_kvfetch.tools.terminal import (
     STORE_HELP,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # these load torch and codecs
     from sgl_kvfetch.tools.encoding.transcode import Target
 
 _CHANNELS = 8 * 128  # of a layer in the chunk that is measured; decode times are proportional to its integers
+_MAPPED_BYTES = 1 << 20  # calibrating makes many large tensors, and a third of its memory was holes between them
 _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
 
 
@@ -124,6 +126,7 @@ def calibrate(
         publication.require_store()
     prompts = [prompt for file in text for prompt in read_texts(file)]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    map_blocks_of(_MAPPED_BYTES)
     loaded = LayeredModel(model, device=device)
     if loaded.num_heads % tp_size and tp_size % loaded.num_heads:
         raise ConfigError(f"--tp-size {tp_size}: cannot divide {loaded.num_heads} KV heads evenly among the ranks")
