@@ -8,6 +8,7 @@ stored prompts over a link of limited speed, and its caches are flushed between 
 
 * computing: without a store;
 * raw reuse: the unchanged KV cache, 16 bits per value, with the same client;
+* raw, or computed: the same, but `recompute` may choose to compute instead;
 * CacheGen's recipe: its bins, 32 in each layer, and a general-purpose coder. CacheGen's own arithmetic coder takes
   fewer bytes, but needs a GPU: see docs/codec.md;
 * KVFetcher's recipe: the same bins, laid out as frames, in HEVC;
@@ -119,9 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         console.print(f"{name}: starting SGLang, which computes and stores every prompt")
         for row in _measure(name, config, MODES[args.mode], model, prompts, args.gbps):
-            console.print(
-                f"{row.method}, {row.prompt_tokens:,} tokens, {row.gbps:g} Gbps: {row.p50_s:.2f} s, the first {row.first_s:.2f}"
-            )
+            what = f"{row.method}, {row.prompt_tokens:,} tokens, {row.gbps:g} Gbps"
+            console.print(f"{what}: {row.p50_s:.2f} s, the first {row.first_s:.2f} s")
             rows.append(row)
     console.print(_table(rows))
     if args.json:
