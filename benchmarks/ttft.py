@@ -8,7 +8,7 @@ stored prompts over a link of limited speed, and its caches are flushed between 
 
 * computing: without a store;
 * raw reuse: the unchanged KV cache, 16 bits per value, with the same client;
-* raw, or computed: the same, but `recompute` may choose to compute instead;
+* raw or computed: the same, but `recompute` may choose to compute instead;
 * CacheGen's recipe: its bins, 32 in each layer, and a general-purpose coder. CacheGen's own arithmetic coder takes
   fewer bytes, but needs a GPU: see docs/codec.md;
 * KVFetcher's recipe: the same bins, laid out as frames, in HEVC;
@@ -66,7 +66,7 @@ def methods(profile: Path) -> dict[str, dict[str, Any] | None]:
     return {
         COMPUTING: None,
         "raw reuse": {"quantiser": "exact", "codec": "raw"},
-        "raw, or computed": {"quantiser": "exact", "codec": "raw", "recompute": "auto"},
+        "raw or computed": {"quantiser": "exact", "codec": "raw", "recompute": "auto"},
         "CacheGen's recipe": _BINS | {"codec": "zstd"},
         "KVFetcher's recipe": _BINS | {"codec": "hevc"},
         "ours": ours | {"recompute": "auto"},
