@@ -16,14 +16,30 @@ from sgl_kvfetch.stores.wire import MAX_LOOKUP_ANSWER_BYTES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-_LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]+)")
+_LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]+)(?:#([^)\s]+))?\)")
 _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
-    links = _LINK.findall(_CODE.sub("", page.read_text()))
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    links = [(page.parent / file, anchor) for file, anchor in _LINK.findall(_CODE.sub("", page.read_text()))]
+    assert [file for file, _ in links if not file.exists()] == []
+    assert [
+        (file, anchor) for file, anchor in links if anchor and file.suffix == ".md" and anchor not in anchors(file)
+    ] == []
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_every_decision_is_in_the_list() -> None:
+    folder = ROOT / "docs" / "decisions"
+    records = {(file.name, file.read_text().splitlines()[0].lstrip("# ")) for file in folder.glob("0*.md")}
+    assert set(re.findall(r"^\* \[(.*)\]\((.*)\)$", (folder / "README.md").read_text(), re.MULTILINE)) == {
+        (title, name) for name, title in records
+    }
 
 
 def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
