@@ -1,3 +1,3 @@
-"""SGLang KV caches on remote storage, as losslessly coded video."""
+"""KV caches of SGLang on a store in your network, at two thirds of their size or a tenth."""
 
 __version__ = "0.2.0"

@@ -136,7 +136,7 @@ def _kvfetch(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """KV caches of SGLang on remote storage, as losslessly coded video."""
+    """KV caches of SGLang on a store in your network, at two thirds of their size or a tenth."""
 
 
 def main() -> None:
