@@ -9,6 +9,7 @@ the embedded tokens. With these, a layer can be called by itself once its weight
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
@@ -23,11 +24,10 @@ from sgl_kvfetch.errors import ConfigError, UnsupportedError
 
 _PROBE_TOKENS = 64
 _VOCABULARY_AT_ONCE = 8192  # rows of the output matrix that are in float32 at once
-# What tells transformers to restore weights that are quantised in the checkpoint.
+# What tells transformers to restore weights that are quantised in the checkpoint while it loads them.
 _PLAIN_WEIGHTS = {
     "fp8": {"dequantize": True},
     "mxfp4": {"dequantize": True},
-    "compressed-tensors": {"run_compressed": False},
 }
 _NOT_ATTENTION = re.compile(r"\.(mlp|experts|feed_forward|block_sparse_moe)\.")
 
@@ -109,15 +109,11 @@ class LayeredModel:
     @contextmanager
     def layer(self, index: int) -> Iterator[Layer]:
         """Load the weights of a layer, and forget them at the end."""
-        module = self._layers[index]
-        self._load(index, lambda name: True)
-        missing = [name for name, x in module.named_parameters() if x.is_meta]
-        if missing:
-            raise ConfigError(f"{self.path}: the checkpoint lacks {missing[0]} of layer {index}")
-        try:
+        with self._loaded(index, lambda name: True) as module:
+            missing = [name for name, x in module.named_parameters() if x.is_meta]
+            if missing:
+                raise ConfigError(f"{self.path}: the checkpoint lacks {missing[0]} of layer {index}")
             yield Layer(self, module, index)
-        finally:
-            module.to("meta")
 
     @torch.no_grad()
     def _note_calls(self, ids: torch.Tensor, num_past: int) -> tuple[torch.Tensor, Calls]:
@@ -166,6 +162,18 @@ class LayeredModel:
                 raise ConfigError(f"{file}: {e}") from e
         return found
 
+    @contextmanager
+    def _loaded(self, index: int, wanted: Callable[[str], bool]) -> Iterator[Any]:
+        """Put a copy of a layer into the model, with those weights that are wanted."""
+        empty = self._layers[index]  # stays so: weights that are restored take the place of those that are packed
+        self._layers[index] = module = copy.deepcopy(empty)
+        try:
+            self._load(index, wanted)
+            _unpack(module)
+            yield module
+        finally:
+            self._layers[index] = empty
+
     def _load(self, key: int | None, wanted: Callable[[str], bool]) -> set[str]:
         """Load tensors of a layer, or those of none; return the names that are missing in the model."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -210,12 +218,9 @@ class LayeredModel:
         """Yield each layer's K and V of a token that is repeated. Only what a layer has up to its K and V is loaded."""
         calls = self.calls(_PROBE_TOKENS)
         hidden = self.embed(torch.full((_PROBE_TOKENS,), self.config.vocab_size // 2))
-        for index, module in enumerate(self._layers):
-            self._load(index, lambda name: not _NOT_ATTENTION.search(name))
-            try:
+        for index in range(self.num_layers):
+            with self._loaded(index, lambda name: not _NOT_ATTENTION.search(name)) as module:
                 yield Layer(self, module, index).keys_and_values(hidden, calls)
-            finally:
-                module.to("meta")
 
 
 class Layer:
@@ -358,10 +363,26 @@ def _without_weights(path: str, device: str) -> tuple[Any, list[str], Any, torch
     own: Any = type(cls.__name__, (cls,), changes)
     model = own.from_pretrained(path, config=config, dtype=torch.float32)
     files, load_config = found
+    if hasattr(model, "ct_decompress_hook"):  # of compressed-tensors: it would unpack all layers at the first call
+        model.ct_decompress_hook.remove()
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer if buffer.is_meta else buffer.to(device))
     return model.eval(), files, dataclasses.replace(load_config, device_map={"": device}), dtype
+
+
+def _unpack(layer: Any) -> None:
+    """Restore the weights that are packed as by llm-compressor, where they are loaded."""
+    packed = [x for x in layer.modules() if hasattr(x, "quantization_scheme")]
+    if packed:
+        from compressed_tensors.compressors import decompress_module
+
+        for module in packed:
+            if not any(x.is_meta for x in module.parameters(recurse=False)):
+                decompress_module(module)
+                module.__dict__.pop("forward", None)  # which would quantise once more, and activations, too
+                for x in module.parameters(recurse=False):
+                    x.requires_grad_(False)
 
 
 def _multiply_in_parts(head: Any, x: torch.Tensor) -> torch.Tensor:

@@ -110,6 +110,43 @@ def test_weights_in_fp8_are_restored(tokenizer_files: Path, tmp_path: Path) -> N
                 torch.testing.assert_close(weight.data, expected, rtol=1e-2, atol=1e-6)
 
 
+def test_weights_packed_by_llm_compressor_are_restored(tokenizer_files: Path, tmp_path: Path) -> None:
+    """Which is how it stores what it has made with GPTQ or AWQ: four bits, a scale for 128 weights."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    path = make(tokenizer_files, tmp_path / "model", "llama", hidden_size=128, intermediate_size=256)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    scheme = preset_name_to_scheme("W4A16", ["Linear"])
+    apply_quantization_config(
+        plain, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], format="pack-quantized")
+    )
+    for module in plain.modules():
+        if hasattr(module, "quantization_scheme"):
+            blocks = module.weight.data.float().unflatten(1, (-1, 128))
+            scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), module.quantization_scheme.weights)
+            module.weight_scale.data.copy_(scale)
+    compressor = ModelCompressor.from_pretrained_model(plain, quantization_format="pack-quantized")
+    compressor.compress_model(plain)
+    plain.save_pretrained(path)
+    compressor.update_config(path)
+    assert any(name.endswith("weight_packed") for name in load_file(path / "model.safetensors"))
+
+    ids = torch.arange(3, 60)
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        expected = torch.log_softmax(whole(ids[None]).logits[0], -1)
+    model = LayeredModel(str(path))
+    calls = model.calls(len(ids))
+    for _ in range(2):  # a calibration passes the layers twice
+        hidden = model.embed(ids)
+        for index in range(model.num_layers):
+            with model.layer(index) as layer:
+                hidden, _ = layer.forward(hidden, calls)
+        torch.testing.assert_close(model.log_probabilities(hidden), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_latent_vectors_are_as_in_a_cache(tmp_path: Path) -> None:
     path = make_tiny_deepseek(tmp_path)
     ids = torch.arange(3, 40)
