@@ -40,37 +40,44 @@ from .container.encryption import (
 )
 from .container.manifest import (
     MAX_MANIFEST_BYTES as MAX_MANIFEST_BYTES,
-    MAX_SEGMENT_PAGES as MAX_SEGMENT_PAGES,
     MAX_SIDES as MAX_SIDES,
     MAX_VARIANTS as MAX_VARIANTS,
     Cell as Cell,
-    Level as Level,
     Manifest as Manifest,
-    Side as Side,
-    Variant as Variant,
     decode_manifest as decode_manifest,
     encryption_keys_of as encryption_keys_of,
-    may_lose_levels as may_lose_levels,
     require_rewritable as require_rewritable,
     split_signature as split_signature,
     whole_of as whole_of,
-    without_last_level as without_last_level,
 )
 from .container.merge import merge_segments as merge_segments
+from .container.objects import (
+    MAX_SEGMENT_PAGES as MAX_SEGMENT_PAGES,
+    DataObject as DataObject,
+    Side as Side,
+    Variant as Variant,
+)
 from .container.pages import Pages as Pages, QuantisedPages as QuantisedPages, RawPages as RawPages
-from .container.partial import is_part as is_part, part_with as part_with
+from .container.partial import (
+    coarser_by as coarser_by,
+    is_vouched_for as is_vouched_for,
+    num_droppable as num_droppable,
+    part_with as part_with,
+    signed_by as signed_by,
+    without_last_level as without_last_level,
+)
+from .container.protect import (
+    open_manifest as open_manifest,
+    plain_segment as plain_segment,
+    secure_segment as secure_segment,
+    secure_side as secure_side,
+)
 from .container.reader import (
     CellFrames as CellFrames,
     CodedChunk as CodedChunk,
     SegmentReader as SegmentReader,
     cell_place as cell_place,
     first_readable as first_readable,
-)
-from .container.secured import (
-    open_manifest as open_manifest,
-    plain_segment as plain_segment,
-    secure_rows as secure_rows,
-    secure_segment as secure_segment,
 )
 from .container.segment import (
     CodedSegment as CodedSegment,

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, without_last_level
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest, without_last_level
 from sgl_kvfetch.directory import files, local_profiles, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
 from sgl_kvfetch.errors import FormatError, StoreError
@@ -387,9 +387,9 @@ class DiskRoom:
         self.num_dropped += 1
         return found[1]
 
-    def _replace_manifest(self, name: str, digest: str, manifest: Manifest) -> bool:
+    def _replace_manifest(self, name: str, digest: str, content: bytes) -> bool:
         """Replace a manifest of this digest, which is no use of the segment. Return whether it was there."""
-        content = manifest.encode()
+        manifest = decode_manifest(content)
         with self._catalog.writing() as db:
             found = db.execute("SELECT digest, last_used FROM segments WHERE name = ?", (name,)).fetchone()
             if found is None or found[0] != digest:

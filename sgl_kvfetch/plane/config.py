@@ -269,8 +269,11 @@ class KVFetchConfig(_Keys):
             raise ValueError(f"cachegen needs quantiser = 'cachegen', not {name!r}")
         if name != "klt" and (self.profile is not None or "target_kl" in self.model_fields_set):
             raise ValueError(f"profile and target_kl need quantiser = 'klt', not {name!r}")
-        if self.levels is not None and (name, self.codec, self.encryption_key_file) != ("klt", "ans", None):
-            raise ValueError("levels needs quantiser = 'klt' with codec = 'ans', and no encryption_key_file")
+        if self.levels is not None and (name, self.codec) != ("klt", "ans"):
+            raise ValueError(
+                "levels needs quantiser = 'klt' with codec = 'ans': a level holds digits of coefficients, which only "
+                "ans codes. `kvfetch encode` adds video beside the levels"
+            )
         if not self.store.startswith("s3:"):
             for key in ("s3", "index"):
                 if getattr(self, key) is not None:

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from sgl_kvfetch.codec import may_lose_levels
+from sgl_kvfetch.codec import coarser_by, num_droppable
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.side_by_side import side_by_side
@@ -157,13 +157,11 @@ async def _coarser(store: AdminStore, segment: StoredSegment, drop_levels: int) 
         return None  # ``kvfetch verify`` reports those
     if content is None or manifest is None:
         return None
-    (*_, variant), oldest_write_s = manifest.variants, time.time() - ORPHAN_AGE_S
-    infos = segment.data.values()
+    infos, oldest_write_s = segment.data.values(), time.time() - ORPHAN_AGE_S
     leftovers = [x for x in infos if x.name not in manifest.data_names and x.modified_s < oldest_write_s]
-    count = max(0, min(len(variant.levels), drop_levels - variant.num_dropped))
-    if not may_lose_levels(manifest, content):
-        count = 0
-    num_bytes = sum(manifest.data_bytes(level) for level in variant.levels[len(variant.levels) - count :])
+    count = max(0, min(num_droppable(manifest, content), drop_levels - manifest.num_dropped))
+    kept = coarser_by(manifest, count).data_names
+    num_bytes = sum(size for name, size in manifest.data_sizes.items() if name not in kept)
     num_bytes += sum(info.size_bytes for info in leftovers)
     return Coarser(segment, count, num_bytes, leftovers) if num_bytes else None
 
