@@ -12,7 +12,6 @@ from .base import (
 )
 from .breaker import Breaker as Breaker
 from .coverage import furthest as furthest
-from .hedged import MAX_HEDGES as MAX_HEDGES, HedgedStore as HedgedStore, OnHedge as OnHedge
 from .http import HttpStore as HttpStore
 from .http_answers import client_errors as client_errors
 from .indexed_s3 import IndexedS3Store as IndexedS3Store
@@ -29,6 +28,13 @@ from .listing import (
     read_manifest as read_manifest,
     stored_page_sizes as stored_page_sizes,
     whole_pages as whole_pages,
+)
+from .open import (
+    S3Options as S3Options,
+    open_hedged as open_hedged,
+    open_remote as open_remote,
+    split_store_url as split_store_url,
+    takes_token as takes_token,
 )
 from .pins import (
     MAX_LABEL as MAX_LABEL,

@@ -329,8 +329,8 @@ def check_store(url: str, token: str | None) -> list[Check]:
 
 def _open(url: str, token: str | None) -> tuple[AdminStore, str, bool]:
     """Open a store. Return its full URL, too, and whether it gets the token. Raises ConfigError for an invalid URL."""
-    from sgl_kvfetch.plane import open_store, takes_token
-    from sgl_kvfetch.stores import HttpOptions
+    from sgl_kvfetch.directory import open_store
+    from sgl_kvfetch.stores import HttpOptions, takes_token
     from sgl_kvfetch.tools.target import store_url
 
     url = store_url(url)

@@ -331,7 +331,8 @@ def split_signature(data: bytes) -> tuple[bytes, bytes]:
     if len(data) < _HEADER.size:
         return data, b""
     body_bytes = _HEADER.unpack_from(data)[3]
-    return split_trailer(data, _HEADER.size + body_bytes + CHECKSUM_BYTES)
+    num_bytes = _HEADER.size + body_bytes + CHECKSUM_BYTES
+    return (data, b"") if len(data) == num_bytes else split_trailer(data, num_bytes)
 
 
 def decode_manifest(data: bytes) -> Manifest:

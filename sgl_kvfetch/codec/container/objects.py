@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from sgl_kvfetch.codec.bitstream.levels import LADDER, MOST_LEVELS
 from sgl_kvfetch.codec.container.encryption import Encryption
-from sgl_kvfetch.codec.container.signing import chunk_digest
+from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, chunk_digest
 from sgl_kvfetch.codec.layout.regions import RegionLayout
 from sgl_kvfetch.codec.layout.tiles import TileLayout
 from sgl_kvfetch.errors import CorruptError
@@ -69,6 +69,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise CorruptError(f"{what}: checksum does not match")
 
 
+def nth_digest(chunk_digests: bytes, index: int) -> bytes:
+    """Return the digest of chunk ``index`` among those of several chunks; b"" if there are none."""
+    return chunk_digests[index * CHUNK_DIGEST_BYTES :][:CHUNK_DIGEST_BYTES]
+
+
 class Table(msgspec.Struct, frozen=True):
     """What the rows of an encrypted object hide: its chunks' codecs and decoded checksums, and their frame sums."""
 
@@ -107,6 +112,10 @@ class DataObject(msgspec.Struct, frozen=True, omit_defaults=True):
     def offsets(self) -> list[int]:
         """Where each chunk begins in the object, and the object's end."""
         return list(accumulate((chunk.size_bytes for chunk in self.chunks), initial=0))
+
+    def digest_of(self, chunk: int) -> bytes:
+        """Return the digest of a chunk; b"" if the chunks have none."""
+        return nth_digest(self.chunk_digests, chunk)
 
     def pieces(self, data: bytes | memoryview) -> Iterator[memoryview]:
         """Yield the chunks of the object's bytes."""

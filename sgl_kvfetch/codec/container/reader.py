@@ -18,7 +18,6 @@ from sgl_kvfetch.codec.bitstream.registry import CODECS, READABLE, get_codec
 from sgl_kvfetch.codec.container.manifest import Cell, Manifest, PartInfo
 from sgl_kvfetch.codec.container.objects import MAX_CHUNK_BYTES, Chunk, DataObject
 from sgl_kvfetch.codec.container.sides import SideKey, SidePlace, side_places
-from sgl_kvfetch.codec.container.signing import nth_digest
 from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
@@ -290,7 +289,7 @@ class SegmentReader:
                 chunk = rows.chunks[index]
                 piece, left = left[: chunk.size_bytes], left[chunk.size_bytes :]
                 what = f"{cell}, digits" if number else str(cell)
-                chunk.require_coded(piece, nth_digest(rows.chunk_digests, index), what)
+                chunk.require_coded(piece, rows.digest_of(index), what)
                 yield number, index, piece
 
     def dequantise_cell(self, cell: Cell, quantised: Quantised, tokens: slice = slice(None)) -> CellValues:
