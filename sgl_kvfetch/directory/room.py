@@ -22,7 +22,7 @@ from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentS
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.stores import MAX_PINNED_PART, decode_named_manifest, object_digest
+from sgl_kvfetch.stores import LIVE_RANK_SQL, MAX_PINNED_PART, decode_named_manifest, object_digest
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -51,10 +51,10 @@ _IS_SETTLED = f"""NOT EXISTS (
 )"""
 _LEAST_USED = f"""
 SELECT id, pinned FROM segments WHERE state != {SegmentState.LOOSE:d} AND {_IS_SETTLED}
-ORDER BY pinned, last_used LIMIT {_EVICTED_AT_ONCE}"""
+ORDER BY {LIVE_RANK_SQL} LIMIT {_EVICTED_AT_ONCE}"""  # `_delete_expired` goes before
 _LEAST_USED_WITH_LEVELS = f"""
-SELECT name FROM segments WHERE levels > 0 AND dropped < ? AND NOT pinned AND {_IS_SETTLED}
-ORDER BY last_used LIMIT {_EVICTED_AT_ONCE}"""
+SELECT name FROM segments WHERE levels > 0 AND dropped < ? AND pinned = 0 AND {_IS_SETTLED}
+ORDER BY {LIVE_RANK_SQL} LIMIT {_EVICTED_AT_ONCE}"""
 _SET_LAST_USED = "UPDATE segments SET last_used = ? WHERE name = ?"
 # Not those with a new file: they may be being written again, data first.
 _EXPIRED = f"""

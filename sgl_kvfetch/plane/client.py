@@ -15,15 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import (
-    MAX_SURFACE_BYTES,
-    CodedSegment,
-    Decoders,
-    KltQuantiser,
-    Quantiser,
-    SegmentSpec,
-    resolution_for,
-)
+from sgl_kvfetch.codec import CodedSegment, Decoders, Quantiser, SegmentSpec, resolution_for
+from sgl_kvfetch.codec.bitstream import MAX_SURFACE_BYTES
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger
@@ -185,8 +178,8 @@ def _level_policy(config: KVFetchConfig, quantiser: Quantiser) -> LevelPolicy:
     levels, needless, most = config.levels, 0, 0
     if levels is None:
         return LevelPolicy()
-    assert isinstance(quantiser, KltQuantiser)
     if levels.finest_kl is not None:
+        assert quantiser.profile is not None
         target_kl = config.target_kl or quantiser.profile.default_target_kl
         needless = quantiser.levels_within(target_kl, "target_kl")
     if levels.max_kl is not None:

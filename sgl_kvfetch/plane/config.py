@@ -11,7 +11,9 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sgl_kvfetch.codec import MAX_BINS, MIN_BINS, MOST_LEVELS, CodecName, QuantiserName
+from sgl_kvfetch.codec import CodecName, QuantiserName
+from sgl_kvfetch.codec.bitstream import MOST_LEVELS
+from sgl_kvfetch.codec.quant import MAX_BINS, MIN_BINS
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.sizes import parse_duration, parse_size
 from sgl_kvfetch.user_files import environment_secret

@@ -17,14 +17,8 @@ from typing import Literal
 
 import xxhash
 
-from sgl_kvfetch.codec import (
-    MAX_MANIFEST_BYTES,
-    DataObject,
-    Manifest,
-    decode_manifest,
-    part_with,
-    signed_by,
-)
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, DataObject, Manifest, decode_manifest, signed_by
+from sgl_kvfetch.codec.container import part_with
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.side_by_side import Tasks

@@ -7,14 +7,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sgl_kvfetch.codec import (
-    EncryptionKeys,
-    ManifestKeys,
-    decode_manifest,
-    encryption_keys_of,
-    is_vouched_for,
-    split_signature,
-)
+from sgl_kvfetch.codec import EncryptionKeys, ManifestKeys, decode_manifest, is_vouched_for
+from sgl_kvfetch.codec.container import encryption_keys_of, split_signature
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import LimitedLogger

@@ -8,7 +8,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from sgl_kvfetch.codec import Manifest, ManifestKeys, RegionLayout, TileLayout, Variant, is_vouched_for, signed_by
+from sgl_kvfetch.codec import Manifest, ManifestKeys, Variant, is_vouched_for, signed_by
+from sgl_kvfetch.codec.layout import RegionLayout, TileLayout
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels, profile_digest
 from sgl_kvfetch.stores import Objects, ProfileRow, StoredSegment, first_readable_manifest

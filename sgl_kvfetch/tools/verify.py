@@ -367,7 +367,7 @@ class Verifier:
             yield _Piece(start, min(self.read_bytes, num_bytes - start), 0, ())
 
     def _side_pieces(self, manifest: Manifest, side: Side) -> Iterator[_Piece]:
-        from sgl_kvfetch.codec import places_in
+        from sgl_kvfetch.codec.container import places_in
 
         run: list[SidePlace] = []
         for place in places_in(manifest, side):

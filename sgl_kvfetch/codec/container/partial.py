@@ -81,7 +81,7 @@ def is_vouched_for(content: bytes, keys: ManifestKeys, is_cached: bool = False) 
 def num_droppable(manifest: Manifest, content: bytes) -> int:
     """Return how many levels a store may drop from a stored segment, one after the other. It keeps a signed manifest
     inside of the coarser one: none if both together are too large, or larger than what the last level frees."""
-    num_levels = max(len(each.levels) for each in manifest.variants)
+    num_levels = max((len(each.levels) for each in manifest.variants), default=0)
     if not num_levels or signed_by(content) != content:
         return num_levels
     freed_bytes = sum(manifest.data_sizes.values()) - sum(coarser_by(manifest, 1).data_sizes.values())

@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import partial
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import Manifest, Quantiser, SegmentReader, decode_manifest, first_readable, open_manifest
+from sgl_kvfetch.codec import Manifest, Quantiser, SegmentReader, decode_manifest, open_manifest
+from sgl_kvfetch.codec.container import first_readable
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult

@@ -28,15 +28,17 @@ from sgl_kvfetch.codec import (
     SegmentSpec,
     Side,
     decode_manifest,
+    require_rewritable,
+    secure_segment,
+    signed_by,
+)
+from sgl_kvfetch.codec.container import (
     encode_pages,
     encode_side,
     merge_segments,
     plain_segment,
-    require_rewritable,
-    secure_segment,
     secure_side,
     side_places,
-    signed_by,
 )
 from sgl_kvfetch.errors import FormatError, KVFetchError, QuantiseError, StoreError
 from sgl_kvfetch.keys import SegmentKey

@@ -12,21 +12,17 @@ from sgl_kvfetch.codec import (
     CODECS,
     MAX_VARIANTS,
     READABLE,
-    RESOLUTIONS,
     CodecName,
-    CodedChunk,
     CodedSegment,
-    Layout,
     Manifest,
     Quantiser,
     SegmentReader,
     Variant,
-    encode_cell,
-    layouts_of,
-    make_variant,
     quantiser_from_identity,
     resolution_for,
 )
+from sgl_kvfetch.codec.container import CodedChunk, encode_cell, layouts_of, make_variant
+from sgl_kvfetch.codec.layout import RESOLUTIONS, Layout
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
 
 # Rank of the decoding cost; low is fast.
