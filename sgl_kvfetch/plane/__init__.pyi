@@ -40,4 +40,4 @@ from .profiles import (
 from .quantiser import config_quantiser as config_quantiser
 from .service import run_data_plane as run_data_plane
 from .staging import StagedValues as StagedValues
-from .store import check_files as check_files
+from .store_options import check_files as check_files

@@ -22,7 +22,7 @@ from sgl_kvfetch.directory import open_store
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError, why
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.plane.config import KVFetchConfig
-from sgl_kvfetch.plane.store import s3_options, tls_files
+from sgl_kvfetch.plane.store_options import s3_options, tls_files
 from sgl_kvfetch.stores import (
     AdminStore,
     HttpOptions,

@@ -14,7 +14,8 @@ from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
-from sgl_kvfetch.stores import HttpOptions, S3Options, Store, TlsFiles, open_hedged, with_keys
+from sgl_kvfetch.plane.store_options import s3_options, tls_files
+from sgl_kvfetch.stores import HttpOptions, Store, open_hedged, with_keys
 
 _limited = LimitedLogger(logging.getLogger(__name__))
 
@@ -64,25 +65,6 @@ def _open_store(config: KVFetchConfig, on_received: Callable[[int], None]) -> St
         on_hedge=lambda kind, result: metrics.HEDGED_READS.labels(kind, result).inc(),
         on_received=on_received,
     )
-
-
-def check_files(config: KVFetchConfig) -> None:
-    """Check the files and the keys that a config names for its stores. Does no network I/O. Raises ConfigError."""
-    read_manifest_keys(config.manifest_key_file)
-    read_encryption_keys(config.encryption_key_file)
-    tls = tls_files(config)
-    tls.context()
-    if config.store.startswith("s3:"):
-        open_store(config.store, options=HttpOptions(tls=tls), s3=s3_options(config))
-
-
-def tls_files(config: KVFetchConfig) -> TlsFiles:
-    return TlsFiles(config.tls.ca_file, config.tls.cert_file, config.tls.key_file)
-
-
-def s3_options(config: KVFetchConfig) -> S3Options:
-    s3, index = config.s3 or {}, config.index
-    return S3Options(s3) if index is None else S3Options(s3, index.url, index.ttl_s)
 
 
 def _count_cache_failure(operation: str, error: StoreError) -> None:

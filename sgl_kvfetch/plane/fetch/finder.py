@@ -257,7 +257,9 @@ class PageFinder:
         return self._reader(self._heads, manifest.encode())
 
     def _reader(self, heads: HeadSlice, manifest_bytes: bytes) -> SegmentReader:
-        manifest = open_manifest(decode_manifest(manifest_bytes), self._store.encryption_keys)
+        manifest = decode_manifest(manifest_bytes)
+        if manifest.is_encrypted:
+            manifest = open_manifest(manifest, self._store.encryption_keys)
         heads.require_same(manifest.heads)
         variant = first_readable(manifest, self._engine_codecs)
         reader = SegmentReader(manifest, self._quantiser, variant, self._heads.heads)
