@@ -45,9 +45,9 @@ from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from sgl_kvfetch.plane.launch import DataPlaneProcess, Line
 from sgl_kvfetch.plane.messages import Found, Start
-from sgl_kvfetch.plane.open import open_hedged
 from sgl_kvfetch.plane.plane import DataPlane
 from sgl_kvfetch.stores.keyed import with_keys
+from sgl_kvfetch.stores.open import open_hedged
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
 from sgl_kvfetch.types import TENSORS, TensorName
 

@@ -48,9 +48,9 @@ from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, read_units
 from sgl_kvfetch.plane.fetch.restore import restore_cell
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
-from sgl_kvfetch.plane.open import open_hedged
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores.open import open_hedged
 from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName

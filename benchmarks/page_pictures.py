@@ -30,7 +30,7 @@ from benchmarks.report import make_parser, no_traceback, whole_number
 from benchmarks.stores.levels import Block, make_block, put_block
 from harness.store_process import StoreProcess
 from sgl_kvfetch.labels import Labels
-from sgl_kvfetch.stores import HttpStore
+from sgl_kvfetch.stores.http import HttpStore
 
 _BLOCKS = 10  # of a prompt
 _MODELS = ("SmolLM2-135M-Instruct", "SmolLM2-135M-tuned")

@@ -39,7 +39,7 @@ from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
 from sgl_kvfetch.plugin.data_plane import open_plane
 from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
-from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device.pages import DevicePages, SlotPages
 from sgl_kvfetch.plugin.device.scheduler_hooks import count_pending, form_batch, step_cache
 from sgl_kvfetch.plugin.linker import linker as linker_module, scheduler_hooks as linker_hooks
 from sgl_kvfetch.plugin.linker.linker import KVFetchLinker
@@ -96,7 +96,7 @@ def make_linked_cache(store_url: str) -> UnifiedRadixCache:
     return cache
 
 
-def _open_plane(config: KVFetchConfig, rank: Any, pages: DevicePages, nvdec: None, *, staging_bytes: int = 0) -> Any:
+def _open_plane(config: KVFetchConfig, rank: Any, pages: SlotPages, nvdec: None, *, staging_bytes: int = 0) -> Any:
     quantiser, shape = make_quantiser("exact"), pages.geometry
     namespace = Namespace("benchmark", "float32", "mha", shape.dtype, PAGE, 4, 0, 2, 64, 64, quantiser.identity)
     heads = HeadSlice(namespace, range(2))

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.protect import open_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader
-from sgl_kvfetch.codec.container.secured import open_manifest
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.plan import ReadUnit, read_units

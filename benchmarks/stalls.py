@@ -27,10 +27,10 @@ from harness.slow_link import slow_link
 from harness.small_segments import data_object
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plane.open import open_hedged
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores.hedged import MAX_HEDGES
+from sgl_kvfetch.stores.open import open_hedged
 from sgl_kvfetch.stores.remote import HttpOptions
 
 READ_BYTES = 1 << 20

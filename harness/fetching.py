@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
+from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.plane.fetch.rounds import Round
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
@@ -24,3 +26,16 @@ async def fetch_pages(
     only = Round(0, len(sources))
     only.give(Destination(pool_pages, sink))
     return await fetcher.fetch_rounds(sources, [only], timeout_s, compute_s=compute_s)
+
+
+def measured_link(size_bytes: int, bytes_per_s: float, num_transfers: int = 1) -> Link:
+    """Return a link that has carried transfers of this size and speed one after another, until now."""
+    seconds = size_bytes / bytes_per_s
+    ahead_s = -num_transfers * seconds
+    link = Link(lambda: time.monotonic() + ahead_s)
+    for _ in range(num_transfers):
+        started_s = time.monotonic() + ahead_s
+        link.started(size_bytes)
+        ahead_s += seconds
+        link.ended(size_bytes, started_s, is_whole=True)
+    return link

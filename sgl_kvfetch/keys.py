@@ -17,7 +17,7 @@ from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.types import KVGeometry, first_to_last
 
 FORMAT_MAJOR = 2  # readers refuse any other
-FORMAT_MINOR = 5  # readers accept any; a higher one may add fields, which they ignore
+FORMAT_MINOR = 6  # readers accept any; a higher one may add fields, which they ignore
 
 PAGE_HASH_BYTES = 32  # SGLang's page hashes are SHA-256
 MAX_NAMESPACE_CHARS = 2048  # of each string of a namespace; bins of 126 layers take a thousand

@@ -18,7 +18,7 @@ import pytest
 from harness.engine import free_port
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
-from sgl_kvfetch.codec.container.secured import secure_segment
+from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.tools.app import COMMANDS
 from tests.conftest import ROOT, pip

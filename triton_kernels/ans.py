@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec import CLASS_TABLE, PLANES, SLOTS, AnsCodec, decoding_tables
+from sgl_kvfetch.codec.bitstream import CLASS_TABLE, SLOTS, AnsCodec, decoding_tables
+from sgl_kvfetch.codec.layout import PLANES
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.triton_kernels.runtime import COMPILE_OPTIONS, jit, on_device, require, table_on, tl, use_kernels
 

@@ -12,7 +12,8 @@ from functools import cache
 
 import torch
 
-from sgl_kvfetch.codec import CLASS_TABLE, NUM_CLASSES, PLANES, AnsCodec, encoding_tables, least_sums
+from sgl_kvfetch.codec.bitstream import CLASS_TABLE, NUM_CLASSES, AnsCodec, encoding_tables, least_sums
+from sgl_kvfetch.codec.layout import PLANES
 from sgl_kvfetch.triton_kernels.ans import LANES, AnsChunk, below, bits_of, level_of, next_energy, ones, require_chunks
 from sgl_kvfetch.triton_kernels.runtime import COMPILE_OPTIONS, jit, on_device, require, table_on, tl, use_kernels
 

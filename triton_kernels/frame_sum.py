@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kvfetch.codec import GAMMA, MIX_1, MIX_2, WORD_BYTES, sum_of_frames
+from sgl_kvfetch.codec.layout import GAMMA, MIX_1, MIX_2, WORD_BYTES, sum_of_frames
 from sgl_kvfetch.triton_kernels.runtime import COMPILE_OPTIONS, jit, on_device, require, tl, triton, use_kernels
 
 BLOCK_WORDS = 2048

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sgl_kvfetch.codec import PLANES, KltForward
+from sgl_kvfetch.codec.layout import PLANES
+from sgl_kvfetch.codec.quant import KltForward
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.triton_kernels.restore_klt import EXACT, ZERO
 from sgl_kvfetch.triton_kernels.runtime import (

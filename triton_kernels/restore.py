@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec import TileLayout, from_planes
+from sgl_kvfetch.codec.layout import TileLayout
+from sgl_kvfetch.codec.quant import from_planes
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
     integer_view,

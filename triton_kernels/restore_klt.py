@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sgl_kvfetch.codec import PLANES, RegionLayout, from_planes
+from sgl_kvfetch.codec.layout import PLANES, RegionLayout
+from sgl_kvfetch.codec.quant import from_planes
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
     INTERPRETED,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sgl_kvfetch.codec import PLANES, Layout
+from sgl_kvfetch.codec.layout import PLANES, Layout
 from sgl_kvfetch.errors import UnsupportedError
 
 try:

@@ -15,7 +15,7 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from tqdm import tqdm
 from benchmarks.adaptive.published import PUBLISHED
 from benchmarks.adaptive.scenarios import CHUNK_TOKENS, GBPS, draw_traces, read_traces
 from benchmarks.report import make_parser, make_table, no_traceback, positive, settings, whole_number, write_json
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy, Supply
+from sgl_kvfetch.plane.fetch.offers import Offer, Supply, best_offer
 
 BITS_A_VALUE = 0.202, 0.541, 1.203  # with one, two and three levels
 KL = 2.3e-2, 4.6e-3, 7.1e-4
@@ -63,20 +63,6 @@ class Fetch:
         return statistics.fmean(KL[count - 1] for count in self.levels)
 
 
-@dataclass(frozen=True)
-class _Cells:
-    """Stands in for a segment's reader, of which a cell is a run here. All runs are alike."""
-
-    num_levels: int
-    levels_left_out: int = 0
-
-    def without_levels(self, count: int) -> _Cells:
-        return replace(self, num_levels=self.num_levels - count, levels_left_out=count) if count else self
-
-    def coded_bytes(self, cell: object) -> float:
-        return _RUN_BYTES[self.num_levels - 1]
-
-
 def fetch(link: Link, choose: Choose) -> Fetch:
     """Ask for one run after the other. ``choose`` gets the runs that are left, the time, the bytes on the way and
     the measured bytes per second, and returns how many levels to ask for."""
@@ -104,11 +90,11 @@ def always(num_levels: int) -> Choose:
 
 def in_time(num_levels: int, most_left_out: int, within_s: float) -> Choose:
     """Choose as a fetcher does."""
-    policy, reader = LevelPolicy(most_left_out, within_s), cast(Any, _Cells(num_levels))
+    offers = [Offer(cast(Any, None), round(_RUN_BYTES[num_levels - n - 1]), n) for n in range(most_left_out + 1)]
 
     def choose(num_left: int, now_s: float, outstanding: float, rate: float | None) -> int:
         supply = Supply(num_left, int(outstanding), rate, None)
-        return policy.choose(reader, cast(Any, None), within_s - now_s, lambda: supply).num_levels
+        return num_levels - best_offer(offers, supply, within_s - now_s, lambda alike: alike[0]).levels_left_out
 
     return choose
 

@@ -91,12 +91,12 @@ class SegmentMethod(Method):
             (variant,) = manifest.variants
             for part, chunk in zip(cycle(manifest.parts), variant.chunks, strict=False):
                 found[part.name] += chunk.size_bytes
-            found["coefficients"] += sum(map(manifest.data_bytes, manifest.levels))
+            found["coefficients"] += sum(level.size_bytes for level in manifest.levels)
         return +found
 
     def _decode_segment(self, manifest: Manifest, data: bytes, into: CellValues) -> None:
         reader = SegmentReader(manifest, self.quantiser, num_levels=self.kept_levels)
-        ends = accumulate(map(manifest.data_bytes, manifest.data), initial=0)
+        ends = accumulate((each.size_bytes for each in manifest.data), initial=0)
         objects = [memoryview(data)[start:end] for start, end in pairwise(ends)]
         for cell in manifest.cells():
             values = reader.dequantise_cell(cell, reader.decode_cell(cell, reader.cell_data(cell, objects)))

@@ -35,7 +35,7 @@ from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.types import TENSORS
 
 if TYPE_CHECKING:
-    from sgl_kvfetch.plugin.device.pages import DevicePages
+    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 
 NUM_TOKENS = 32768
 _SESSIONS = 8
@@ -176,7 +176,7 @@ async def fetch(
     folder: Path,
     setup: Setup,
     segments: Sequence[CodedSegment],
-    pages: DevicePages,
+    pages: CudaPages,
     num_pages: int,
     sessions: Sequence[Decoders],
 ) -> tuple[int, Sequence[Exception]]:
@@ -202,7 +202,7 @@ async def fetch(
     return result.num_pages, result.failures
 
 
-def wrong_values(setup: Setup, segment: CodedSegment, pages: DevicePages, num_tokens: int) -> str:
+def wrong_values(setup: Setup, segment: CodedSegment, pages: CudaPages, num_tokens: int) -> str:
     """Compare all spans with the one that they repeat, dequantised on the CPU. Return a message if they differ."""
     reader = SegmentReader(segment.manifest, setup.make_quantiser())
     for cell in segment.manifest.cells():
@@ -221,7 +221,7 @@ def wrong_values(setup: Setup, segment: CodedSegment, pages: DevicePages, num_to
     return ""
 
 
-def wrong_reads(pages: DevicePages, num_pages: int) -> str:
+def wrong_reads(pages: CudaPages, num_pages: int) -> str:
     """Read the first pages as a write does. Return a message if they differ from the pool's."""
     slots = _slots(pages, num_pages)
     opened = pages.open_reads(slots)
@@ -232,7 +232,7 @@ def wrong_reads(pages: DevicePages, num_pages: int) -> str:
     return ""
 
 
-def _slots(pages: DevicePages, num_pages: int) -> torch.Tensor:
+def _slots(pages: CudaPages, num_pages: int) -> torch.Tensor:
     """Return the slots of the pool's pages from 1 on."""
     return torch.arange(PAGE_TOKENS, (1 + num_pages) * PAGE_TOKENS, device=pages._buffers["k"][0].device)
 

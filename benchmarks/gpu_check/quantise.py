@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import seconds_behind_work
-from sgl_kvfetch.codec import Calibration, CellPlace, CellValues, Device, KltQuantiser, Profile, Rope
+from sgl_kvfetch.codec import CellPlace, CellValues, Device, KltQuantiser, Profile
+from sgl_kvfetch.codec.quant import Calibration, Rope
 from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredStep
 from sgl_kvfetch.plugin.device.klt_reads import KltReads, Others, PoolCell, others_in
 from sgl_kvfetch.plugin.device.staging import StagingRing

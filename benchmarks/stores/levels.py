@@ -31,7 +31,8 @@ from benchmarks.prose import prose
 from benchmarks.real_model import real_model
 from benchmarks.real_profile import PROMPTS_PART, real_profile
 from benchmarks.report import make_parser, make_table, no_traceback, settings, whole_number, write_json
-from sgl_kvfetch.codec.container.manifest import Chunk, Manifest, decode_manifest
+from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.codec.container.objects import Chunk
 from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
 from sgl_kvfetch.codec.layout.frames import FLAT
 from sgl_kvfetch.codec.quant.klt import KltQuantiser

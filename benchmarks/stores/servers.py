@@ -18,8 +18,8 @@ from benchmarks.stores.relay import Relay
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, running_s3_server
 from harness.store_process import StoreProcess
-from sgl_kvfetch.plane.client import open_configured_store
 from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
+from sgl_kvfetch.plane.store import open_configured_store
 from sgl_kvfetch.stores.base import Store
 
 KINDS = ("kvfetch serve", "S3", "S3, presigned reads", "S3 with index", "disk before S3 with index")

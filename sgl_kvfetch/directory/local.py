@@ -6,22 +6,25 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TypeVar
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest
-from sgl_kvfetch.directory import files, local_pins, local_profiles, page_index as index
+from sgl_kvfetch.directory import files, page_index as index
 from sgl_kvfetch.directory.catalog import Catalog, SegmentState
 from sgl_kvfetch.directory.files import OpenObject
+from sgl_kvfetch.directory.local_profiles import stored_bytes as profile_bytes
 from sgl_kvfetch.directory.repair import DamageChecks, Repair
 from sgl_kvfetch.directory.room import DiskRoom
-from sgl_kvfetch.directory.writing import DataWriter, write_manifest
+from sgl_kvfetch.directory.stored_pins import Pins
+from sgl_kvfetch.directory.stored_profiles import Profiles
+from sgl_kvfetch.directory.workers import Workers, on
+from sgl_kvfetch.directory.writing import DataWriter, Upload, write_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, ObjectName, SegmentKey
 from sgl_kvfetch.stores import (
@@ -35,20 +38,12 @@ from sgl_kvfetch.stores import (
     object_digest,
     require_name,
     require_namespace,
-    require_pin_name,
-    require_profile_length,
-    require_profile_name,
 )
 
 logger = logging.getLogger(__name__)
-P = ParamSpec("P")
 T = TypeVar("T")
 
-_LOOKUP_THREADS = 2
-_SCAN_THREADS = 2
 _LISTED_AT_ONCE = 256
-_PINNED_AT_ONCE = 256  # segments
-_PINNED_HASHES_AT_ONCE = 8192 * PAGE_HASH_BYTES  # bytes: tens of milliseconds of the catalog's lock
 _LOOKUP_ATTEMPTS = 3
 _SAVE_USES_EVERY_S = 1.0
 _DELETE_TURN_S = 5.0
@@ -107,31 +102,6 @@ class SegmentUsage:
     is_pinned: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """A data object that is being written: see `LocalStore.upload`."""
-
-    write: Callable[[bytes], Awaitable[None]]  # appends; raises StoreError (``full``, ``io``)
-    commit: Callable[[], Awaitable[None]]  # makes it visible; raises StoreError (also ``invalid``: wrong digest)
-
-
-def _on(
-    threads: str,
-) -> Callable[[Callable[Concatenate[LocalStore, P], T]], Callable[Concatenate[LocalStore, P], Coroutine[Any, Any, T]]]:
-    """Make a blocking method of the store asynchronous: its calls run on these threads of the store."""
-
-    def wrapped(
-        work: Callable[Concatenate[LocalStore, P], T],
-    ) -> Callable[Concatenate[LocalStore, P], Coroutine[Any, Any, T]]:
-        @wraps(work)
-        async def run(store: LocalStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            return await store._run_in(getattr(store, threads), work, store, *args, **kwargs)
-
-        return run
-
-    return wrapped
-
-
 class LocalStore(AdminStore):
     """A directory of objects with a catalog of them. Several processes may use it at once, each with its own store.
 
@@ -162,41 +132,37 @@ class LocalStore(AdminStore):
         self._room = DiskRoom(self._catalog, capacity_bytes, min_free_bytes, drop_levels)
         self._repair = Repair(self._catalog, self._room, orphan_age_s)
         self._checks = DamageChecks(self._catalog, self._room)
-        # Each kind of work has its own threads: none waits for a slower kind. Writes may all be waiting for a lock.
-        self._writes = ThreadPoolExecutor(num_threads, thread_name_prefix="kvfetch-write")
-        self._reads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvfetch-read")
-        self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="kvfetch-lookup")
-        self._scans = ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvfetch-scan")  # of folders and tables
-        self._upkeep = ThreadPoolExecutor(1, thread_name_prefix="kvfetch-upkeep")
+        self.workers = Workers(num_threads)
+        self._pins = Pins(self._catalog, self._room, self.workers)
+        self._profiles = Profiles(self.root, capacity_bytes, self.workers)
         self._opened = False
         self._orphan_age_s = orphan_age_s
         self._collected_at = self._uses_saved_at = float("-inf")  # monotonic seconds
-        self._closed = False
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         return await self._read(name, start, length)
 
-    @_on("_reads")
+    @on("reads")
     def peek(self, name: str) -> bytes | None:
         """Read a manifest, or the beginning of one that is too large. This is no use of its segment."""
         require_name(name)
         with files.os_errors(f"reading {name}"):
             return files.read_object(self.root, name, MAX_MANIFEST_BYTES + 1)
 
-    @_on("_writes")
+    @on("writes")
     def drop_level(self, name: str) -> Mapping[str, int]:
         require_name(name)
         with files.os_errors(f"dropping a level of {name}"):
             return self._room.drop_level(name)
 
-    @_on("_writes")
+    @on("writes")
     def delete_unnamed(self, name: str) -> bool:
         """Look at the manifest and delete the data object in one transaction."""
         require_name(name)
         with files.os_errors(f"deleting {name}"):
             return bool(self._room.delete_unnamed([name]))
 
-    @_on("_reads")
+    @on("reads")
     def _read(self, name: str, start: int, length: int | None) -> bytes | None:
         assert start >= 0
         assert length is None or length >= 0
@@ -232,13 +198,13 @@ class LocalStore(AdminStore):
         """Put a manifest if there is none, atomically. Return True if the store holds ``data`` now."""
         return await self._put_if(name, data, lambda current: current is None)
 
-    @_on("_writes")
+    @on("writes")
     def _put_if(self, name: str, data: bytes, replaces: Callable[[str | None], bool]) -> bool:
         if not require_name(name).is_manifest:
             raise StoreError("invalid", f"{name} is not a manifest; data objects are never replaced")
         return write_manifest(self._catalog, self._room, name, data, replaces)
 
-    @_on("_writes")
+    @on("writes")
     def _put_data(self, name: ObjectName, data: bytes) -> None:
         writer = DataWriter(self._catalog, self._room, name, len(data))
         try:
@@ -259,25 +225,15 @@ class LocalStore(AdminStore):
             raise StoreError("invalid", f"{name} is a manifest; only data objects are written in pieces")
         writer = DataWriter(self._catalog, self._room, parsed, size_bytes)
         try:
-            threads = self._writes
-            await self._run_in(threads, writer.open)
-            yield Upload(
-                lambda data: self._run_in(threads, writer.write, data), lambda: self._run_in(threads, writer.commit)
-            )
+            run = self.workers.run
+            await run("writes", writer.open)
+            yield Upload(lambda data: run("writes", writer.write, data), lambda: run("writes", writer.commit))
         finally:  # cancelled, too: the thread goes on. It works after the store is closed.
             await asyncio.shield(asyncio.to_thread(writer.discard))
 
     async def open_object(self, name: str) -> OpenObject | None:
         """Open an object for reading in pieces; the caller closes it. None if it is missing."""
-        return await self._opening(self._open, name)
-
-    async def _opening(self, opener: Callable[[str], OpenObject | None], name: str) -> OpenObject | None:
-        opening = asyncio.ensure_future(self._run_in(self._reads, opener, name))
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.add_done_callback(_close_opened)
-            raise
+        return await self.workers.open(self._open, name)
 
     def _open(self, name: str) -> OpenObject | None:
         segment = require_name(name).segment
@@ -287,13 +243,13 @@ class LocalStore(AdminStore):
             self._note_use([segment.manifest_name])
         return opened
 
-    @_on("_reads")
+    @on("reads")
     def head(self, name: str) -> ObjectInfo | None:
         require_name(name)
         with files.os_errors(f"looking at {name}"):
             return files.stat_object(self.root, name)
 
-    @_on("_writes")
+    @on("writes")
     def delete(self, name: str) -> bool:
         """Delete an object. If its segment needs it, lookups do not find the segment any more."""
         require_name(name)
@@ -307,7 +263,7 @@ class LocalStore(AdminStore):
             count += some
         return count
 
-    @_on("_scans")
+    @on("scans")
     def delete_some(self, prefix: str, within_s: float) -> tuple[int, bool]:
         """Like ``delete_prefix``, for about ``within_s``. Return how many were deleted, and if some may be left."""
         until_s = time.monotonic() + within_s
@@ -324,9 +280,9 @@ class LocalStore(AdminStore):
         return count, False
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        for namespace in await self._run_in(self._scans, self._namespaces, prefix):
+        for namespace in await self.workers.run("scans", self._namespaces, prefix):
             infos = files.objects(self.root, namespace, prefix)
-            while some := await self._run_in(self._scans, self._next, namespace, infos):
+            while some := await self.workers.run("scans", self._next, namespace, infos):
                 for info in some:
                     yield info
 
@@ -339,12 +295,12 @@ class LocalStore(AdminStore):
             return list(islice(infos, _LISTED_AT_ONCE))
 
     async def folders(self, digest: str = "") -> frozenset[str]:
-        found = await self._run_in(self._lookups, self._namespaces, digest and f"{digest}.")
+        found = await self.workers.run("lookups", self._namespaces, digest and f"{digest}.")
         if len(found) > MAX_FOLDERS:
             raise StoreError("too_large", f"the store has {len(found)} folders; at most {MAX_FOLDERS} are listed")
         return frozenset(found)
 
-    @_on("_scans")
+    @on("scans")
     def last_uses(self, segments: Sequence[SegmentKey]) -> Sequence[float | None]:
         with files.os_errors("reading when segments were used"):
             self._catalog.save_uses()
@@ -354,117 +310,45 @@ class LocalStore(AdminStore):
                 uses = dict(db.execute("SELECT name, last_used FROM segments"))
         return [uses.get(segment.manifest_name) for segment in segments]
 
-    @_on("_scans")
+    @on("scans")
     def expired(self, segments: Sequence[SegmentKey]) -> set[SegmentKey]:
         with files.os_errors("reading when segments expire"), self._catalog.reading() as db:
             rows = () if db is None else db.execute("SELECT name FROM segments WHERE expires <= ?", (time.time(),))
             names = {name for (name,) in rows}
         return {segment for segment in segments if segment.manifest_name in names}
 
-    @_on("_reads")
-    def pins(self) -> Sequence[str]:
-        with self._pin_errors():
-            return local_pins.pin_names(self.root)
+    async def pins(self) -> Sequence[str]:
+        return await self._pins.names()
 
-    @_on("_reads")
-    def get_pin(self, name: str) -> Pin | None:
-        require_pin_name(name)
-        with self._pin_errors():
-            return local_pins.read_pin(self.root, name)
+    async def get_pin(self, name: str) -> Pin | None:
+        return await self._pins.get(name)
 
-    @_on("_scans")
-    def put_pin(self, pin: Pin) -> None:
-        """Keep a pin, in several short transactions. From the first one on, segments that are put are pinned."""
-        with self._pin_errors():
-            try:
-                for first in range(0, len(pin.hashes), _PINNED_HASHES_AT_ONCE):
-                    with self._catalog.writing() as db:
-                        local_pins.enter_pages(db, pin.name, pin.hashes[first : first + _PINNED_HASHES_AT_ONCE])
-                with self._catalog.reading() as snapshot:
-                    segments = [] if snapshot is None else local_pins.segments_of(snapshot, pin)
-                    num_bytes = 0 if snapshot is None else local_pins.pinned_bytes_with(snapshot, segments)
-                self._room.require_pins_fit(num_bytes)
-                local_pins.write_pin(self.root, pin)
-            except BaseException:
-                if local_pins.read_pin(self.root, pin.name) is None:
-                    with self._catalog.writing() as db:
-                        local_pins.forget_pin(db, pin.name)
-                raise
-            for first in range(0, len(segments), _PINNED_AT_ONCE):
-                with self._catalog.writing() as db:
-                    local_pins.pin_segments(db, segments[first : first + _PINNED_AT_ONCE])
+    async def put_pin(self, pin: Pin) -> None:
+        await self._pins.put(pin)
 
-    @_on("_scans")
-    def delete_pin(self, name: str) -> bool:
-        require_pin_name(name)
-        with self._pin_errors(), self._catalog.writing() as db:
-            existed = local_pins.delete_pin(self.root, name)
-            local_pins.forget_pin(db, name)
-        return existed
+    async def delete_pin(self, name: str) -> bool:
+        return await self._pins.delete(name)
 
-    @contextmanager
-    def _pin_errors(self) -> Iterator[None]:
-        try:
-            with files.os_errors("reading or writing pins"):
-                yield
-        except FormatError as e:
-            raise StoreError("io", f"a pin cannot be read: {e}") from e
+    async def profiles(self) -> Sequence[ObjectInfo]:
+        return await self._profiles.infos()
 
-    @_on("_reads")
-    def profiles(self) -> Sequence[ObjectInfo]:
-        with files.os_errors("listing profiles"):
-            return local_profiles.list_profiles(self.root)
+    async def get_profile(self, name: str, length: int) -> bytes | None:
+        return await self._profiles.get(name, length)
+
+    async def put_profile(self, name: str, data: bytes) -> None:
+        await self._profiles.put(name, data)
+
+    async def delete_profile(self, name: str) -> bool:
+        return await self._profiles.delete(name)
 
     async def open_profile(self, name: str) -> OpenObject | None:
         """Open a profile for reading in pieces; the caller closes it. None if it is missing."""
-        require_profile_name(name)
-        return await self._opening(self._open_profile, name)
+        return await self._profiles.open(name)
 
-    def _open_profile(self, name: str) -> OpenObject | None:
-        with files.os_errors(f"opening profile {name}"):
-            return local_profiles.open_profile(self.root, name)
-
-    async def get_profile(self, name: str, length: int) -> bytes | None:
-        require_profile_length(name, length)
-        opened = await self.open_profile(name)
-        if opened is None:
-            return None
-        with opened.file as file, files.os_errors(f"reading profile {name}"):
-            data = await self._run_in(self._reads, files.read_fully, file, 0, length)
-        if len(data) < length:
-            raise StoreError("truncated", f"profile {name} has {len(data)} bytes; expected {length}")
-        return data
-
-    async def put_profile(self, name: str, data: bytes) -> None:
-        async with self.upload_profile(name, len(data)) as upload:
-            await upload.write(data)
-            await upload.commit()
-
-    @asynccontextmanager
-    async def upload_profile(self, name: str, size_bytes: int) -> AsyncIterator[Upload]:
+    def upload_profile(self, name: str, size_bytes: int) -> AbstractAsyncContextManager[Upload]:
         """Write a profile in pieces. Leaving the context without ``commit`` discards it. Raises StoreError: also
         ``full`` if profiles would take too much of the capacity, and ``invalid`` if it is not one of this name."""
-        require_profile_name(name)
-        writer = local_profiles.ProfileWriter(self.root, name, size_bytes, self._room.capacity_bytes)
-
-        def run(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-            with files.os_errors(f"writing profile {name}"):
-                return call(*args, **kwargs)
-
-        try:
-            await self._run_in(self._writes, run, writer.open)
-            yield Upload(
-                lambda data: self._run_in(self._writes, run, writer.write, data),
-                lambda: self._run_in(self._writes, run, writer.commit),
-            )
-        finally:  # cancelled, too: the thread goes on
-            await asyncio.shield(asyncio.to_thread(run, writer.discard))
-
-    @_on("_writes")
-    def delete_profile(self, name: str) -> bool:
-        require_profile_name(name)
-        with files.os_errors(f"deleting profile {name}"):
-            return local_profiles.delete_profile(self.root, name)
+        return self._profiles.upload(name, size_bytes)
 
     async def warm_up(self) -> int:
         """Open the catalog. Return the number of segments that lookups can find now."""
@@ -482,7 +366,7 @@ class LocalStore(AdminStore):
         """Like `lookup`, but call ``take`` with the size of the manifests before they are read: on another thread. It
         may raise an exception."""
         require_namespace(namespace)
-        return await self._run_in(self._lookups, self._lookup, namespace, page_hashes, take)
+        return await self.workers.run("lookups", self._lookup, namespace, page_hashes, take)
 
     def _lookup(self, namespace: str, page_hashes: Sequence[bytes], take: Callable[[int], None]) -> Lookup:
         with files.os_errors(f"looking up in {namespace}"):
@@ -509,7 +393,7 @@ class LocalStore(AdminStore):
     async def stored_run(self, namespace: str, page_hashes: Sequence[bytes]) -> tuple[int, str]:
         """Return how many pages a lookup finds by the catalog alone, and a manifest's name, "" if there is none."""
         with files.os_errors(f"looking up in {namespace}"):
-            found = await self._run_in(self._lookups, self._find, namespace, page_hashes)
+            found = await self.workers.run("lookups", self._find, namespace, page_hashes)
         return sum(hit.num_pages for hit in found), found[0].manifest_name if found else ""
 
     def _with_manifests(self, found: Sequence[index.IndexHit], *, accept_other: bool) -> Iterator[SegmentHit]:
@@ -532,7 +416,7 @@ class LocalStore(AdminStore):
         """Open the catalog in the background, which rebuilds it if it is missing."""
         if self._catalog.exists or files.namespaces(self.root):
             self._opened = True
-            self._upkeep.submit(self._quietly, self._catalog.open)
+            self._quietly_later(self._catalog.open)
 
     def _note_use(self, manifest_names: Sequence[str]) -> None:
         if not self._catalog.is_open:
@@ -541,13 +425,16 @@ class LocalStore(AdminStore):
         now = time.monotonic()
         if now > self._uses_saved_at + _SAVE_USES_EVERY_S:
             self._uses_saved_at = now
-            self._upkeep.submit(self._quietly, self._catalog.save_uses)
+            self._quietly_later(self._catalog.save_uses)
 
     def _start_sweep(self) -> None:
-        if self._closed:
+        if self.workers.is_closed:
             return
         self._room.counted.clear()
-        self._upkeep.submit(self._quietly, self._repair.sweep)
+        self._quietly_later(self._repair.sweep)
+
+    def _quietly_later(self, call: Callable[[], object]) -> None:
+        self.workers.later(partial(self._quietly, call))
 
     def _quietly(self, call: Callable[[], object]) -> None:
         try:
@@ -557,15 +444,15 @@ class LocalStore(AdminStore):
 
     def look_again(self, manifest_name: str) -> None:
         """Compare a segment with its files in the background, and correct the catalog."""
-        self._upkeep.submit(self._quietly, partial(self._repair.recheck, manifest_name))
+        self._quietly_later(partial(self._repair.recheck, manifest_name))
 
     async def report_damage(self, manifest_name: str) -> bool:
         if not require_name(manifest_name).is_manifest:
             raise StoreError("invalid", f"{manifest_name} is not a manifest")
-        self._require_open()
+        self.workers.require_open()
         return await self._checks.check(manifest_name)
 
-    @_on("_reads")
+    @on("reads")
     def usage(self) -> StoreUsage:
         """Return sizes and counters."""
         stored_bytes = num_segments = disk_bytes = free_bytes = 0
@@ -579,17 +466,17 @@ class LocalStore(AdminStore):
                         (stored_bytes,) = db.execute("SELECT bytes FROM totals").fetchone()
                         count = "SELECT count(*) FROM segments WHERE state = ?"
                         (num_segments,) = db.execute(count, (SegmentState.FOUND,)).fetchone()
-                stored_bytes += local_profiles.stored_bytes(self.root)
+                stored_bytes += profile_bytes(self.root)
         repair = self._repair
         counted = self._room.num_evicted, repair.num_collected, repair.num_unreadable
         return StoreUsage(stored_bytes, num_segments, *counted, problem, disk_bytes, free_bytes, self._room.num_dropped)
 
-    @_on("_scans")
+    @on("scans")
     def folder_usages(self, limit: int) -> Sequence[FolderUsage]:
         """Return what each folder has, of the largest ones. Reads all of the catalog's segments."""
         return self._rows(_FOLDERS, (limit,), FolderUsage)
 
-    @_on("_scans")
+    @on("scans")
     def segment_usages(self, folder: str, limit: int, prefix: str = "") -> Sequence[SegmentUsage]:
         """Return the last used segments of a folder, with names that begin with ``prefix``, the last one first."""
         bounds = f"{folder}/{prefix}", f"{folder}/{prefix}\x7f", limit
@@ -606,12 +493,12 @@ class LocalStore(AdminStore):
         """
         self._collected_at = time.monotonic()
         if self.root.is_dir():
-            await self._run_in(self._upkeep, self._collect)
+            await self.workers.run("upkeep", self._collect)
 
     def _collect_later(self) -> None:
         if time.monotonic() > self._collected_at + self._orphan_age_s:
             self._collected_at = time.monotonic()
-            self._upkeep.submit(self._quietly, self._repair.collect)
+            self._quietly_later(self._repair.collect)
 
     def _collect(self) -> None:
         with files.os_errors("collecting orphans"):
@@ -620,34 +507,25 @@ class LocalStore(AdminStore):
     async def rebuild(self) -> None:
         """Make the catalog anew from the files, and wait until that is done."""
         await self._open_anew()
-        await self._run_in(self._upkeep, lambda: None)  # behind the sweep that opening has started
+        await self.workers.run("upkeep", lambda: None)  # behind the sweep that opening has started
 
-    @_on("_writes")
+    @on("writes")
     def _open_anew(self) -> None:
         with files.os_errors("rebuilding the catalog"):
             self._catalog.discard()
             self._catalog.open()
 
     async def close(self) -> None:
-        self._closed = True
+        self.workers.is_closed = True
         await asyncio.to_thread(self._shut_down)
 
     def _shut_down(self) -> None:
         self._repair.stopped.set()
-        for threads in (self._lookups, self._reads, self._writes, self._scans, self._upkeep):
-            threads.shutdown()
+        self.workers.shut_down()
         self._checks.shut_down()
         if self._catalog.is_open:
             self._quietly(self._catalog.save_uses)
         self._catalog.close()
-
-    async def _run_in(self, threads: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        self._require_open()
-        return await asyncio.get_running_loop().run_in_executor(threads, lambda: call(*args, **kwargs))
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise StoreError("io", "the store is closed")
 
 
 def _is_sound(content: bytes, manifest_name: str) -> bool:
@@ -659,10 +537,3 @@ def _is_sound(content: bytes, manifest_name: str) -> bool:
 
 def _segment_usage(name: str, num_pages: int, stored_bytes: int, last_used_s: float, is_pinned: int) -> SegmentUsage:
     return SegmentUsage(name, num_pages, stored_bytes, last_used_s, bool(is_pinned))
-
-
-def _close_opened(opening: asyncio.Future[OpenObject | None]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opened = opening.result()
-        if opened is not None:
-            opened.file.close()

@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, without_last_level
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest, without_last_level
 from sgl_kvfetch.directory import files, local_profiles, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.stores import MAX_PINNED_PART, decode_named_manifest, object_digest
+from sgl_kvfetch.stores import LIVE_RANK_SQL, MAX_PINNED_PART, decode_named_manifest, object_digest
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -51,10 +51,10 @@ _IS_SETTLED = f"""NOT EXISTS (
 )"""
 _LEAST_USED = f"""
 SELECT id, pinned FROM segments WHERE state != {SegmentState.LOOSE:d} AND {_IS_SETTLED}
-ORDER BY pinned, last_used LIMIT {_EVICTED_AT_ONCE}"""
+ORDER BY {LIVE_RANK_SQL} LIMIT {_EVICTED_AT_ONCE}"""  # `_delete_expired` goes before
 _LEAST_USED_WITH_LEVELS = f"""
-SELECT name FROM segments WHERE levels > 0 AND dropped < ? AND NOT pinned AND {_IS_SETTLED}
-ORDER BY last_used LIMIT {_EVICTED_AT_ONCE}"""
+SELECT name FROM segments WHERE levels > 0 AND dropped < ? AND pinned = 0 AND {_IS_SETTLED}
+ORDER BY {LIVE_RANK_SQL} LIMIT {_EVICTED_AT_ONCE}"""
 _SET_LAST_USED = "UPDATE segments SET last_used = ? WHERE name = ?"
 # Not those with a new file: they may be being written again, data first.
 _EXPIRED = f"""
@@ -387,9 +387,9 @@ class DiskRoom:
         self.num_dropped += 1
         return found[1]
 
-    def _replace_manifest(self, name: str, digest: str, manifest: Manifest) -> bool:
+    def _replace_manifest(self, name: str, digest: str, content: bytes) -> bool:
         """Replace a manifest of this digest, which is no use of the segment. Return whether it was there."""
-        content = manifest.encode()
+        manifest = decode_manifest(content)
         with self._catalog.writing() as db:
             found = db.execute("SELECT digest, last_used FROM segments WHERE name = ?", (name,)).fetchone()
             if found is None or found[0] != digest:

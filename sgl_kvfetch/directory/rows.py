@@ -7,7 +7,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, may_lose_levels
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, num_droppable
 from sgl_kvfetch.directory import files, local_pins
 from sgl_kvfetch.directory.catalog import FileRole, FileState, SegmentState, temp_name
 from sgl_kvfetch.directory.page_index import page_rows
@@ -186,18 +186,12 @@ def _index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) -
         db.execute("INSERT INTO chains VALUES (?, ?, ?)", (segment, *chain))
         db.executemany("INSERT INTO pages VALUES (?, ?, ?)", page_rows(key.namespace, segment, *chain))
     pinned = local_pins.is_pinned(db, manifest.page_hashes[0])
-    found = SegmentState.FOUND, object_digest(content), pinned, manifest.expires, *_levels(manifest, content), segment
+    levels = num_droppable(manifest, content), manifest.num_dropped
+    found = SegmentState.FOUND, object_digest(content), pinned, manifest.expires, *levels, segment
     db.execute(
         "UPDATE segments SET state = ?, digest = ?, pinned = ?, expires = ?, levels = ?, dropped = ? WHERE id = ?",
         found,
     )
-
-
-def _levels(manifest: Manifest, content: bytes) -> tuple[int, int]:
-    """Return how many levels may be dropped, and how many have been."""
-    if not may_lose_levels(manifest, content):
-        return 0, 0
-    return len(manifest.levels), manifest.variants[0].num_dropped
 
 
 def hide_segment(db: sqlite3.Connection, segment: int, state: SegmentState) -> None:

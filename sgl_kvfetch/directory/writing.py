@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -110,6 +111,14 @@ def _require_data(db: sqlite3.Connection, root: Path, manifest: Manifest) -> Non
             raise IncompleteSegmentError(
                 f"data object {name} has {found_bytes} bytes, expected {size_bytes} as in the manifest"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """An object that is being written in pieces: see `LocalStore.upload`."""
+
+    write: Callable[[bytes], Awaitable[None]]  # appends; raises StoreError (``full``, ``io``)
+    commit: Callable[[], Awaitable[None]]  # makes it visible; raises StoreError (also ``invalid``: wrong digest)
 
 
 class DataWriter:

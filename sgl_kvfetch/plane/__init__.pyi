@@ -32,12 +32,6 @@ from .launch import (
     Running as Running,
 )
 from .messages import Cost as Cost, Found as Found, SideOver as SideOver, Start as Start
-from .open import (
-    S3Options as S3Options,
-    check_files as check_files,
-    open_store as open_store,
-    takes_token as takes_token,
-)
 from .plane import DataPlane as DataPlane, FetchCall as FetchCall, ReadSide as ReadSide
 from .profiles import (
     TakenProfile as TakenProfile,
@@ -46,3 +40,4 @@ from .profiles import (
 from .quantiser import config_quantiser as config_quantiser
 from .service import run_data_plane as run_data_plane
 from .staging import StagedValues as StagedValues
+from .store_options import check_files as check_files

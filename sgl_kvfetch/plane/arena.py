@@ -12,7 +12,7 @@ import torch
 
 from sgl_kvfetch.codec import CellValues
 from sgl_kvfetch.plane import messages as m
-from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink, PagePool
+from sgl_kvfetch.plane.fetch.sink import Destination, PagePool, Sink
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
 _ALIGNMENT = 64
@@ -110,19 +110,8 @@ def arena_destination(
     arena: Arena, room: Room, emit: Emit, work: int, round_index: int, num_pages: int
 ) -> Destination | None:
     """Return a destination from which pages are sent to the engine through shared memory."""
-    return Destination(range(num_pages), _UnguardedSink(_ArenaPool(arena, room, emit, work, round_index)))
-
-
-class _UnguardedSink(GuardedSink):
-    """A sink without a lock: ``close`` must not wait for a write that waits for room. The engine guards its pages."""
-
-    def run(self, write: Callable[[], None]) -> bool:
-        if not self._closed:
-            write()
-        return not self._closed
-
-    def close(self) -> None:
-        self._closed = True
+    # Not guarded: closing would wait for a write that waits for room. The engine guards its pages.
+    return Destination(range(num_pages), Sink(_ArenaPool(arena, room, emit, work, round_index)))
 
 
 class _ArenaPool(PagePool):

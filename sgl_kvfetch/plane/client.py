@@ -8,26 +8,16 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import (
-    MAX_SURFACE_BYTES,
-    CodedSegment,
-    Decoders,
-    KltQuantiser,
-    Quantiser,
-    SegmentSpec,
-    read_encryption_keys,
-    read_manifest_keys,
-    resolution_for,
-)
-from sgl_kvfetch.directory import LocalStore
-from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError
+from sgl_kvfetch.codec import CodedSegment, Decoders, Quantiser, SegmentSpec, resolution_for
+from sgl_kvfetch.codec.bitstream import MAX_SURFACE_BYTES
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane.adapt.decode_profile import load_decode_profile
@@ -35,16 +25,15 @@ from sgl_kvfetch.plane.adapt.policy import LookAhead
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.config import KVFetchConfig
-from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, failure_reason
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.plan import LevelPolicy
 from sgl_kvfetch.plane.fetch.sides import SideFetcher
 from sgl_kvfetch.plane.memory_cache import MemoryCache
-from sgl_kvfetch.plane.open import S3Options, open_hedged
+from sgl_kvfetch.plane.store import open_configured_store
 from sgl_kvfetch.plane.write.writer import Writer
-from sgl_kvfetch.stores import HttpOptions, Store, TlsFiles, with_keys
+from sgl_kvfetch.stores import Store
 
 if TYPE_CHECKING:  # importing it loads Triton, which a data plane without a GPU does not need
     from sgl_kvfetch.codec import Nvdec
@@ -189,8 +178,8 @@ def _level_policy(config: KVFetchConfig, quantiser: Quantiser) -> LevelPolicy:
     levels, needless, most = config.levels, 0, 0
     if levels is None:
         return LevelPolicy()
-    assert isinstance(quantiser, KltQuantiser)
     if levels.finest_kl is not None:
+        assert quantiser.profile is not None
         target_kl = config.target_kl or quantiser.profile.default_target_kl
         needless = quantiser.levels_within(target_kl, "target_kl")
     if levels.max_kl is not None:
@@ -203,45 +192,6 @@ def _cell_heads(heads: HeadSlice, max_tp_size: int) -> int:
     total = heads.namespace.num_heads
     ranks = max(size for size in range(1, max_tp_size + 1) if total % size == 0)
     return gcd(len(heads.heads), total // ranks)
-
-
-def open_configured_store(
-    config: KVFetchConfig, heads: HeadSlice | None = None, on_received: Callable[[int], None] = lambda num_bytes: None
-) -> Store:
-    """Open the store that the config names, behind the local cache if there is one. Raises ConfigError.
-    ``on_received``: as for `HedgedStore`."""
-    store = open_hedged(
-        config.store,
-        token=config.token,
-        options=HttpOptions(
-            timeout_s=config.fetch_timeout_s,
-            connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
-            max_connections=config.max_connections,
-            on_retry=lambda error: metrics.RETRIES.inc(),
-            tls=TlsFiles(config.tls.ca_file, config.tls.cert_file, config.tls.key_file),
-        ),
-        s3=replace(
-            S3Options.of(config),
-            on_index_failure=lambda error: metrics.INDEX_FAILURES.labels(error.reason).inc(),
-        ),
-        on_hedge=lambda kind, result: metrics.HEDGED_READS.labels(kind, result).inc(),
-        on_received=on_received,
-    )
-    if config.local_cache is not None:
-        store = DiskTier(
-            store,
-            LocalStore(config.local_cache.path, capacity_bytes=config.local_cache.capacity),
-            DiskTierOptions(
-                lookup_timeout_s=config.lookup_timeout_s / 2,
-                heads=heads.heads if heads is not None else None,
-                on_read=lambda tier, num_bytes: metrics.LOCAL_CACHE_READ_BYTES.labels(tier).inc(num_bytes),
-                on_fill=lambda result: metrics.LOCAL_CACHE_FILLS.labels(result).inc(),
-                on_failure=_count_cache_failure,
-                on_outage=_count_outage,
-            ),
-        )
-    encryption_keys = read_encryption_keys(config.encryption_key_file)
-    return with_keys(store, read_manifest_keys(config.manifest_key_file), encryption_keys)  # also what the disk answers
 
 
 def count_fetch(result: FetchResult, timeout_s: float) -> None:
@@ -291,16 +241,6 @@ def counted(stage: str, cancel_reason: Callable[[], str] = lambda: "cancelled") 
     except Exception:
         logger.exception("kvfetch %s failed", stage)
         metrics.MISSES.labels(stage, "internal").inc()
-
-
-def _count_cache_failure(operation: str, error: StoreError) -> None:
-    metrics.LOCAL_CACHE_FAILURES.labels(operation, error.reason).inc()
-    _limited.warning(f"cache {operation} {error.reason}", f"kvfetch local_cache ({operation}, {error.reason}): {error}")
-
-
-def _count_outage(error: StoreError) -> None:
-    metrics.LOCAL_CACHE_LOOKUPS.inc()
-    _limited.warning("outage", f"kvfetch store ({error.reason}): {error}; lookups are answered from local_cache")
 
 
 def _power_of_two_pages(tokens: int, page_size: int) -> int:

@@ -11,7 +11,9 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sgl_kvfetch.codec import MAX_BINS, MIN_BINS, MOST_LEVELS, CodecName, QuantiserName
+from sgl_kvfetch.codec import CodecName, QuantiserName
+from sgl_kvfetch.codec.bitstream import MOST_LEVELS
+from sgl_kvfetch.codec.quant import MAX_BINS, MIN_BINS
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.sizes import parse_duration, parse_size
 from sgl_kvfetch.user_files import environment_secret
@@ -269,8 +271,11 @@ class KVFetchConfig(_Keys):
             raise ValueError(f"cachegen needs quantiser = 'cachegen', not {name!r}")
         if name != "klt" and (self.profile is not None or "target_kl" in self.model_fields_set):
             raise ValueError(f"profile and target_kl need quantiser = 'klt', not {name!r}")
-        if self.levels is not None and (name, self.codec, self.encryption_key_file) != ("klt", "ans", None):
-            raise ValueError("levels needs quantiser = 'klt' with codec = 'ans', and no encryption_key_file")
+        if self.levels is not None and (name, self.codec) != ("klt", "ans"):
+            raise ValueError(
+                "levels needs quantiser = 'klt' with codec = 'ans': a level holds digits of coefficients, which only "
+                "ans codes. `kvfetch encode` adds video beside the levels"
+            )
         if not self.store.startswith("s3:"):
             for key in ("s3", "index"):
                 if getattr(self, key) is not None:

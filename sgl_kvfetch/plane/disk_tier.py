@@ -17,16 +17,8 @@ from typing import Literal
 
 import xxhash
 
-from sgl_kvfetch.codec import (
-    MAX_MANIFEST_BYTES,
-    Level,
-    Manifest,
-    Variant,
-    decode_manifest,
-    part_with,
-    split_signature,
-    whole_of,
-)
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, DataObject, Manifest, decode_manifest, signed_by
+from sgl_kvfetch.codec.container import part_with
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.side_by_side import Tasks
@@ -228,7 +220,7 @@ class NamedData:
 
     stored: bytes  # the manifest as the store has it
     manifest: Manifest
-    rows: Variant | Level
+    rows: DataObject
     is_read_whole: bool  # whether a fetch of what the lookup found reads all bytes of a variant
 
     @property
@@ -237,7 +229,7 @@ class NamedData:
 
     @property
     def size_bytes(self) -> int:
-        return self.manifest.data_bytes(self.rows)
+        return self.rows.size_bytes
 
     def is_sound(self, start: int, content: bytes) -> bool:
         """Return whether the whole chunks in ``content``, which begins at byte ``start``, match their checksums."""
@@ -365,16 +357,15 @@ class Filler:
         part = part_with(manifest, {name for name in names if await self._disk.head(name) is not None})
         if part is None:
             return  # a level came first
-        stored = data.stored if part == manifest else _encode_part(part, whole_of(data.stored) or data.stored)
+        stored = data.stored if part == manifest else _encode_part(part, signed_by(data.stored))
         await self._disk.put(manifest.key.manifest_name, stored)
 
 
-def _encode_part(part: Manifest, whole: bytes) -> bytes:
-    """Return the bytes of a part of a stored manifest, with that manifest if it is signed: its readers want to see the
-    signature. Without it if both would be too large: then readers with a key miss the segment."""
-    is_signed = bool(split_signature(whole)[1])
+def _encode_part(part: Manifest, signed: bytes) -> bytes:
+    """Return the bytes of a part of a stored manifest. ``signed``: the manifest that vouches for it goes along; b"" if
+    there is none. Without it if both would be too large: then readers with a key miss the segment."""
     alone = part.encode()
-    return part.encode(whole) if is_signed and len(alone) + len(whole) <= MAX_MANIFEST_BYTES - _ROOM_BYTES else alone
+    return part.encode(signed) if signed and len(alone) + len(signed) <= MAX_MANIFEST_BYTES - _ROOM_BYTES else alone
 
 
 def _give_up(fill: _Fill) -> None:

@@ -12,8 +12,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import ExitStack, suppress
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -78,37 +78,48 @@ class FetchCall:
     certain: Future[bool] = field(default_factory=Future)
     end: Future[None] = field(default_factory=Future)
     destinations: dict[int, Destination] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # guards what follows
+    _completed: set[Future[Any]] = field(default_factory=set)
+
+    def complete(self, future: Future[R], result: R) -> None:
+        """Complete a future unless that was done. Messages complete futures on one thread, and the data plane's end on
+        another: whichever comes first."""
+        with self._lock:
+            is_first = future not in self._completed
+            self._completed.add(future)
+        if is_first:
+            future.set_result(result)  # not with the lock held: it calls back
 
     def take_in(self, event: m.RoundHere | m.RoundOver | m.LinkHasRoom | m.Certain) -> None:
         match event:
             case m.RoundHere():
-                _complete(self.here[event.round], event.cost)
+                self.complete(self.here[event.round], event.cost)
             case m.RoundOver():
                 self.end_round(event.round, event.num_pages)
                 if event.round == len(self.over) - 1:
                     self.end_transmission()
             case m.LinkHasRoom():
-                _complete(self.link, None)
+                self.complete(self.link, None)
             case m.Certain():
-                _complete(self.certain, True)
+                self.complete(self.certain, True)
 
     def lose(self) -> None:
         metrics.MISSES.labels("fetch", "data_plane").inc()
         self.end_all()
 
     def end_round(self, index: int, num_pages: int) -> None:
-        _complete(self.here[index], None)
-        _complete(self.over[index], num_pages)
+        self.complete(self.here[index], None)
+        self.complete(self.over[index], num_pages)
 
     def end_all(self) -> None:
         for index in range(len(self.over)):
             self.end_round(index, 0)
-        _complete(self.link, None)
+        self.complete(self.link, None)
         self.end_transmission()
 
     def end_transmission(self) -> None:
-        _complete(self.certain, False)
-        _complete(self.end, None)
+        self.complete(self.certain, False)
+        self.complete(self.end, None)
 
 
 class DataPlane:
@@ -175,7 +186,7 @@ class DataPlane:
         if destination is not None:
             call.destinations[0] = destination
         if found is None:
-            call.link.set_result(None)
+            call.complete(call.link, None)
         command = m.FetchPages(
             work,
             b"".join(hashes),
@@ -632,8 +643,3 @@ class _Run:
             metrics.WRITTEN_PAGES.labels("dropped_data_plane").inc(self._num_queued)
             logger.warning("kvfetch: %d pages that were queued for writing are lost", self._num_queued)
         return self._num_queued > 0
-
-
-def _complete(future: Future[R], result: R) -> None:
-    with suppress(InvalidStateError):  # another thread may have completed it
-        future.set_result(result)

@@ -18,16 +18,16 @@ from pathlib import Path
 import msgspec
 
 from sgl_kvfetch.codec import load_profile, read_encryption_keys, read_manifest_keys
+from sgl_kvfetch.directory import open_store
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError, why
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.plane.config import KVFetchConfig
-from sgl_kvfetch.plane.open import S3Options, open_store
+from sgl_kvfetch.plane.store_options import s3_options, tls_files
 from sgl_kvfetch.stores import (
     AdminStore,
     HttpOptions,
     ListedProfile,
     ProfileKeys,
-    TlsFiles,
     list_profiles,
     read_profile,
 )
@@ -59,9 +59,9 @@ def open_profile_store(config: KVFetchConfig) -> AdminStore:
         options=HttpOptions(
             timeout_s=_WAIT_S,
             connect_timeout_s=_CONNECT_S,
-            tls=TlsFiles(config.tls.ca_file, config.tls.cert_file, config.tls.key_file),
+            tls=tls_files(config),
         ),
-        s3=S3Options.of(config),
+        s3=s3_options(config),
     )
 
 

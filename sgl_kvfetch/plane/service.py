@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 
 from sgl_kvfetch import metrics, timeline
-from sgl_kvfetch.codec import Pages, QuantisedPages, RawPages
+from sgl_kvfetch.codec.container import Pages, QuantisedPages, RawPages
 from sgl_kvfetch.errors import FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice, split_hashes
 from sgl_kvfetch.plane import messages as m

@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import (
-    CellFrames,
-    CellPlace,
-    CellValues,
-    Device,
-    Manifest,
-    Nvdec,
-    Quantiser,
-    SegmentSpec,
-    cell_place,
-    open_nvdec,
-)
+from sgl_kvfetch.codec import CellFrames, CellPlace, CellValues, Device, Manifest, Nvdec, Quantiser, SegmentSpec
+from sgl_kvfetch.codec.bitstream import open_nvdec
+from sgl_kvfetch.codec.container import cell_place
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
 from sgl_kvfetch.plane import (
@@ -38,7 +29,7 @@ from sgl_kvfetch.plane import (
     run_data_plane,
     writer_spec,
 )
-from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device.pages import SlotPages
 from sgl_kvfetch.plugin.host.pages import HostPages
 from sgl_kvfetch.plugin.namespace import (
     draft_model,
@@ -72,7 +63,7 @@ def engine_nvdec(device: torch.device) -> Nvdec | None:
 def open_engine_plane(
     config: KVFetchConfig,
     rank: Any,
-    pages: HostPages | DevicePages,
+    pages: HostPages | SlotPages,
     nvdec: Nvdec | None,
     most_span_pages: int | None = None,
     sides: SidePools | None = None,
@@ -121,7 +112,7 @@ def open_plane(
     quantiser: Quantiser,
     heads: HeadSlice,
     rank: int,
-    pages: HostPages | DevicePages,
+    pages: HostPages | SlotPages,
     nvdec: Nvdec | None,
     most_span_pages: int | None = None,
     side_bytes: Mapping[str, int] | None = None,
@@ -144,7 +135,7 @@ def open_plane(
         most_span_pages,
         dict(side_bytes or {}),
         labels=heads.labels,
-        has_steps=isinstance(pages, DevicePages),
+        has_steps=isinstance(pages, SlotPages),
     )
     if isinstance(pages, FramePool):
         spec = writer_spec(config, heads, quantiser, most_span_pages)

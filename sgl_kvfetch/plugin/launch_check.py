@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from sgl_kvfetch.codec import require_targets
+from sgl_kvfetch.codec.quant import require_targets
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plane import check_files, parse_config
 from sgl_kvfetch.plugin.hooks import BACKEND, LINKER_SWITCH

@@ -11,15 +11,8 @@ from typing import Any
 import msgspec
 import xxhash
 
-from sgl_kvfetch.codec import (
-    KltQuantiser,
-    Profile,
-    Quantiser,
-    digest_file,
-    digest_files,
-    fingerprint_model,
-    require_grid,
-)
+from sgl_kvfetch.codec import Profile, Quantiser, digest_file, digest_files, fingerprint_model
+from sgl_kvfetch.codec.quant import require_grid
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.labels import Labels, label_of_flags, label_of_klt, label_of_model
@@ -150,10 +143,10 @@ def engine_profile(config: KVFetchConfig) -> KVFetchConfig:
 def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeometry, first_layer: int) -> Quantiser:
     """Return the quantiser that the config names. Raises ConfigError for a profile of another model."""
     quantiser = config_quantiser(config)
-    if not isinstance(quantiser, KltQuantiser):
+    profile = quantiser.profile
+    if profile is None:
         return quantiser
     assert config.profile is not None
-    profile = quantiser.profile
     _require_same_shape(config.profile, profile, geometry, first_layer, storage_config.tp_size)
     heads = rank_heads(storage_config, geometry, profile.grid.num_heads)
     require_grid(profile, first_layer, geometry.num_layers, heads.start, len(heads))
@@ -173,12 +166,13 @@ def rank_heads(storage_config: Any, geometry: KVGeometry, total: int) -> range:
 
 def require_own_profile(config: KVFetchConfig, quantiser: Quantiser, namespace: Namespace) -> None:
     """Raise ConfigError for a profile that was calibrated for other weights. With ``model_id``, do not check."""
-    if config.model_id is not None or not isinstance(quantiser, KltQuantiser):
+    profile = quantiser.profile
+    if config.model_id is not None or profile is None:
         return
-    calibrated = quantiser.profile.calibration.weights
+    calibrated = profile.calibration.weights
     if namespace.model != f"weights:{calibrated}":
         raise ConfigError(
-            f"profile {config.profile} was calibrated for {quantiser.profile.calibration.model!r} with weights "
+            f"profile {config.profile} was calibrated for {profile.calibration.model!r} with weights "
             f"{calibrated}, but the engine has {namespace.model.removeprefix('weights:')}; calibrate a profile for "
             "these weights, or set model_id to use this one anyway"
         )
@@ -240,7 +234,7 @@ def _labels(config: KVFetchConfig, quantiser: Quantiser) -> Labels:
     path = get_model().model_path
     model = label_of_model(get_serving().served_model_name or path, path)
     flags = label_of_flags(dict(_changed_flags(_counts)))
-    if not isinstance(quantiser, KltQuantiser):
+    if quantiser.profile is None:
         return Labels(model, flags=flags)
     return Labels(model, label_of_klt(config.finest_kl or quantiser.profile.default_target_kl), flags)
 

@@ -296,7 +296,7 @@ class PageHandlers:
                 {
                     "codecs": sorted(variant.codecs),
                     "resolution": variant.resolution,
-                    "stored_bytes": manifest.data_bytes(variant),
+                    "stored_bytes": variant.size_bytes,
                 }
                 for variant in manifest.variants
             ],

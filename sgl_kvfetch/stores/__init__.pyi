@@ -12,10 +12,8 @@ from .base import (
 )
 from .breaker import Breaker as Breaker
 from .coverage import furthest as furthest
-from .hedged import MAX_HEDGES as MAX_HEDGES, HedgedStore as HedgedStore, OnHedge as OnHedge
-from .http import HttpStore as HttpStore
+from .eviction import LIVE_RANK_SQL as LIVE_RANK_SQL
 from .http_answers import client_errors as client_errors
-from .indexed_s3 import IndexedS3Store as IndexedS3Store
 from .keyed import with_keys as with_keys
 from .listing import (
     Objects as Objects,
@@ -29,6 +27,13 @@ from .listing import (
     read_manifest as read_manifest,
     stored_page_sizes as stored_page_sizes,
     whole_pages as whole_pages,
+)
+from .open import (
+    S3Options as S3Options,
+    open_hedged as open_hedged,
+    open_remote as open_remote,
+    split_store_url as split_store_url,
+    takes_token as takes_token,
 )
 from .pins import (
     MAX_LABEL as MAX_LABEL,
@@ -59,7 +64,6 @@ from .profiles import (
 )
 from .redis_index import IndexOptions as IndexOptions, PageIndex as PageIndex
 from .remote import HttpOptions as HttpOptions, TlsFiles as TlsFiles
-from .s3 import S3Store as S3Store
 from .sweep import Plan as Plan, Swept as Swept, plan_sweep as plan_sweep, sweep_segments as sweep_segments
 from .wire import (
     BYTES_TYPE as BYTES_TYPE,

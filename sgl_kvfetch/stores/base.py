@@ -249,7 +249,7 @@ class AdminStore(Store):
         if content is None:
             return {}
         found = without_last_level(decode_manifest(content), content)
-        if found is None or not await self.replace(name, found[0].encode(), object_digest(content)):
+        if found is None or not await self.replace(name, found[0], object_digest(content)):
             return {}
         return found[1]
 

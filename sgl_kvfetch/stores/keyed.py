@@ -7,15 +7,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sgl_kvfetch.codec import (
-    EncryptionKeys,
-    ManifestKeys,
-    decode_manifest,
-    encryption_keys_of,
-    is_part,
-    split_signature,
-    whole_of,
-)
+from sgl_kvfetch.codec import EncryptionKeys, ManifestKeys, decode_manifest, is_vouched_for
+from sgl_kvfetch.codec.container import encryption_keys_of, split_signature
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import LimitedLogger
@@ -61,10 +54,9 @@ class KeyedStore(WrappedStore):
         num_good = self._count_good(*args) if is_few else await asyncio.to_thread(self._count_good, *args)
         return replace(found, hits=found.hits[:num_good])
 
-    def _count_good(self, manifests: Sequence[bytes], from_cache: bool) -> int:
+    def _count_good(self, manifests: Sequence[bytes], is_cached: bool) -> int:
         """Return how many manifests count, from the first on."""
-        is_good = self._is_good_part if from_cache else self._is_good
-        return next((i for i, manifest in enumerate(manifests) if not is_good(manifest)), len(manifests))
+        return next((i for i, each in enumerate(manifests) if not self._is_good(each, is_cached)), len(manifests))
 
     def _signed(self, data: bytes) -> bytes:
         manifest, _ = split_signature(data)
@@ -78,14 +70,9 @@ class KeyedStore(WrappedStore):
         assert all(each.chunk_digests for each in decoded.data), "a signature would not cover the data"
         return self._keys.sign(manifest)
 
-    def _is_good_part(self, data: bytes) -> bool:
-        """A cache may have only a part of a segment. The store's manifest, which it kept, has the signature."""
-        whole = b"" if self._keys is None else whole_of(split_signature(data)[0])
-        return self._is_good(whole) and is_part(data, whole) if whole else self._is_good(data)
-
-    def _is_good(self, data: bytes) -> bool:
-        manifest, signature = split_signature(data)
-        if self._keys is not None and not (signature and self._keys.is_signed(manifest, signature)):
+    def _is_good(self, data: bytes, is_cached: bool = False) -> bool:
+        manifest, _ = split_signature(data)
+        if self._keys is not None and not is_vouched_for(data, self._keys, is_cached):
             _limited.warning("signature", "the store has a manifest without a valid signature; it is not used")
             return False
         if self.encryption_keys is None:

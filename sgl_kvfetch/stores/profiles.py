@@ -24,13 +24,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from sgl_kvfetch.codec import (
-    SALT_BYTES,
-    TRAILER_BYTES,
-    EncryptionKeys,
-    ManifestKeys,
-    split_trailer,
-)
+from sgl_kvfetch.codec import EncryptionKeys, ManifestKeys
+from sgl_kvfetch.codec.container import SALT_BYTES, TRAILER_BYTES, split_trailer
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError, FormatVersionError, StoreError, why
 from sgl_kvfetch.labels import MAX_LABEL_CHARS
 from sgl_kvfetch.side_by_side import together

@@ -13,11 +13,13 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from sgl_kvfetch.codec import may_lose_levels
+from sgl_kvfetch.codec import num_droppable, signed_by
+from sgl_kvfetch.codec.container import coarser_by
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.stores.base import AdminStore, ObjectInfo
+from sgl_kvfetch.stores.eviction import EvictionRank
 from sgl_kvfetch.stores.listing import (
     StoredSegment,
     decode_named_manifest,
@@ -91,10 +93,10 @@ async def plan_sweep(
     last_writes = {s.key: max(info.modified_s for info in s.data.values()) for s in whole}
     last_uses = {s.key: max(used or 0.0, last_writes[s.key]) for s, used in zip(whole, uses, strict=True)}
 
-    def order(segment: StoredSegment) -> tuple[bool, bool, float]:
-        return segment.key not in expired, segment.key in pinned, last_uses[segment.key]
+    def rank(segment: StoredSegment) -> EvictionRank:
+        return EvictionRank(segment.key not in expired, segment.key in pinned, last_uses[segment.key])
 
-    in_order = sorted(whole, key=order)
+    in_order = sorted(whole, key=rank)
     broken = [segment for segment in parts if segment.modified_s < oldest_write_s]
     doomed = expired | {segment.key for segment in broken}
 
@@ -157,13 +159,13 @@ async def _coarser(store: AdminStore, segment: StoredSegment, drop_levels: int) 
         return None  # ``kvfetch verify`` reports those
     if content is None or manifest is None:
         return None
-    (*_, variant), oldest_write_s = manifest.variants, time.time() - ORPHAN_AGE_S
-    infos = segment.data.values()
+    infos, oldest_write_s = segment.data.values(), time.time() - ORPHAN_AGE_S
     leftovers = [x for x in infos if x.name not in manifest.data_names and x.modified_s < oldest_write_s]
-    count = max(0, min(len(variant.levels), drop_levels - variant.num_dropped))
-    if not may_lose_levels(manifest, content):
-        count = 0
-    num_bytes = sum(manifest.data_bytes(level) for level in variant.levels[len(variant.levels) - count :])
+    count = max(0, min(num_droppable(manifest, content), drop_levels - manifest.num_dropped))
+    kept = coarser_by(manifest, count).data_names
+    num_bytes = sum(size for name, size in manifest.data_sizes.items() if name not in kept)
+    if count and signed_by(content) == content:
+        num_bytes -= len(content)  # which the new manifest carries
     num_bytes += sum(info.size_bytes for info in leftovers)
     return Coarser(segment, count, num_bytes, leftovers) if num_bytes else None
 

@@ -228,7 +228,9 @@ def check_codecs() -> list[Check]:
     """Encode and decode two small frames with each codec."""
     import torch
 
-    from sgl_kvfetch.codec import CODECS, MIN_PICTURE, moving_gradients
+    from sgl_kvfetch.codec import CODECS
+    from sgl_kvfetch.codec.bitstream import moving_gradients
+    from sgl_kvfetch.codec.layout import MIN_PICTURE
 
     frames = moving_gradients(2, MIN_PICTURE, MIN_PICTURE)
     checks = []
@@ -275,7 +277,7 @@ def _without_gpu(torch_version: str) -> Check:
 
 
 def _check_nvdec() -> list[Check]:
-    from sgl_kvfetch.codec import decode_caps
+    from sgl_kvfetch.codec.bitstream import decode_caps
 
     binding = _check_binding()
     try:
@@ -293,7 +295,7 @@ def _check_nvdec() -> list[Check]:
 
 def _check_decoding() -> Check:
     """Decode two pictures with the decoder that a server would use."""
-    from sgl_kvfetch.codec import open_current_nvdec
+    from sgl_kvfetch.codec.bitstream import open_current_nvdec
 
     name = "HEVC decoding"
     nvdec, about = open_current_nvdec()
@@ -304,7 +306,7 @@ def _check_decoding() -> Check:
 
 def _check_binding() -> Check:
     """Import PyNvVideoCodec. It needs the encoder's library even to decode."""
-    from sgl_kvfetch.codec import ENCODE_LIBRARY
+    from sgl_kvfetch.codec.bitstream import ENCODE_LIBRARY
 
     name = "PyNvVideoCodec"
     try:
@@ -329,8 +331,8 @@ def check_store(url: str, token: str | None) -> list[Check]:
 
 def _open(url: str, token: str | None) -> tuple[AdminStore, str, bool]:
     """Open a store. Return its full URL, too, and whether it gets the token. Raises ConfigError for an invalid URL."""
-    from sgl_kvfetch.plane import open_store, takes_token
-    from sgl_kvfetch.stores import HttpOptions
+    from sgl_kvfetch.directory import open_store
+    from sgl_kvfetch.stores import HttpOptions, takes_token
     from sgl_kvfetch.tools.target import store_url
 
     url = store_url(url)

@@ -16,12 +16,11 @@ from sgl_kvfetch.codec import (
     EncryptionKeys,
     Manifest,
     ManifestKeys,
-    RegionLayout,
-    TileLayout,
     open_manifest,
     read_encryption_keys,
     read_manifest_keys,
 )
+from sgl_kvfetch.codec.layout import RegionLayout, TileLayout
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import ProfileKeys, StoredSegment, decode_named_manifest, profile_rows

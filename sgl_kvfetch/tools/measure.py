@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Struct
 from rich.table import Table
 
-from sgl_kvfetch.codec import PLANES, region_layout
+from sgl_kvfetch.codec.layout import PLANES, region_layout
 from sgl_kvfetch.errors import ConfigError, UnsupportedError, why
 from sgl_kvfetch.plane import DecodeProfile, Sample, measure_profile
 from sgl_kvfetch.processes import map_blocks_of
@@ -37,7 +37,10 @@ from sgl_kvfetch.tools.terminal import (
 if TYPE_CHECKING:  # these load torch and codecs
     import torch
 
-    from sgl_kvfetch.codec import Codec, Decoders, LayeredModel, Profile, Rope
+    from sgl_kvfetch.codec import Decoders, Profile
+    from sgl_kvfetch.codec.bitstream import Codec
+    from sgl_kvfetch.codec.calibrate import LayeredModel
+    from sgl_kvfetch.codec.quant import Rope
     from sgl_kvfetch.tools.encoding.transcode import Target
 
 _CHANNELS = 8 * 128  # of a layer in the chunk that is measured; decode times are proportional to its integers
@@ -101,18 +104,16 @@ def calibrate(
     """
     import torch
 
-    from sgl_kvfetch.codec import (
-        Calibration,
+    from sgl_kvfetch.codec import fingerprint_model, read_encryption_keys, read_manifest_keys
+    from sgl_kvfetch.codec.calibrate import (
         CalibrationOptions,
         LayeredModel,
         calibrate_model,
         calibration_windows,
-        fingerprint_model,
         part_of,
-        read_encryption_keys,
-        read_manifest_keys,
         tokenise,
     )
+    from sgl_kvfetch.codec.quant import Calibration
     from sgl_kvfetch.stores import ProfileKeys
     from sgl_kvfetch.tools.profiles import Publication, save_and_publish
 
@@ -220,7 +221,7 @@ def decoders(
 
 
 def _rope_or_why_not(model: LayeredModel) -> tuple[Rope | None, tuple[str, ...]]:
-    from sgl_kvfetch.codec import find_rope
+    from sgl_kvfetch.codec.calibrate import find_rope
 
     try:
         return find_rope(model), ()
@@ -297,7 +298,7 @@ def _set_up(codecs: Sequence[str], device: str, concurrency: int | None) -> tupl
     ConfigError if NVDEC is required but missing, or if it decodes none of the codecs."""
     import torch
 
-    from sgl_kvfetch.codec import open_current_nvdec
+    from sgl_kvfetch.codec.bitstream import open_current_nvdec
 
     cpu = platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0))
@@ -317,7 +318,8 @@ def _set_up(codecs: Sequence[str], device: str, concurrency: int | None) -> tupl
 
 def _samples(integers: torch.Tensor, targets: Sequence[Target]) -> Iterator[Sample[Decoders]]:
     """Yield a sample for each video codec at each resolution, and one for each fast codec, which has no pictures."""
-    from sgl_kvfetch.codec import HevcCodec, get_codec
+    from sgl_kvfetch.codec import get_codec
+    from sgl_kvfetch.codec.bitstream import HevcCodec
 
     seen = set()
     for target in targets:

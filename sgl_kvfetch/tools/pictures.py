@@ -10,16 +10,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sgl_kvfetch.codec import (
-    FILL,
-    Cell,
-    Layout,
-    Manifest,
-    Quantised,
-    SegmentReader,
-    layouts_of,
-    quantiser_from_identity,
-)
+from sgl_kvfetch.codec import Cell, Manifest, Quantised, SegmentReader, quantiser_from_identity
+from sgl_kvfetch.codec.container import layouts_of
+from sgl_kvfetch.codec.layout import FILL, Layout
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores import Objects
 from sgl_kvfetch.types import first_to_last

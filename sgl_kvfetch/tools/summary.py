@@ -8,7 +8,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from sgl_kvfetch.codec import Manifest, ManifestKeys, RegionLayout, TileLayout, Variant, split_signature
+from sgl_kvfetch.codec import Manifest, ManifestKeys, Variant, is_vouched_for, signed_by
+from sgl_kvfetch.codec.layout import RegionLayout, TileLayout
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels, profile_digest
 from sgl_kvfetch.stores import Objects, ProfileRow, StoredSegment, first_readable_manifest
@@ -18,13 +19,14 @@ Signature = Literal["good", "wrong", "missing", "signed (not checked)", "none"]
 
 
 def signature_of(content: bytes, keys: ManifestKeys | None) -> Signature:
-    """Check a manifest's signature. ``content``: the whole stored object. Without ``keys``, none is expected."""
-    manifest, signature = split_signature(content)
+    """Check the signature of a manifest, or of the one that it is a part of. ``content``: the whole stored object.
+    Without ``keys``, none is expected."""
+    is_signed = bool(signed_by(content))
     if keys is None:
-        return "signed (not checked)" if signature else "none"
-    if not signature:
+        return "signed (not checked)" if is_signed else "none"
+    if not is_signed:
         return "missing"
-    return "good" if keys.is_signed(manifest, signature) else "wrong"
+    return "good" if is_vouched_for(content, keys) else "wrong"
 
 
 class Sizes(Struct, frozen=True):
@@ -209,7 +211,7 @@ def _summarise_sides(manifest: Manifest) -> Iterator[SideSummary]:
 def _summarise_variant(stored: StoredSegment, manifest: Manifest, variant: Variant) -> VariantSummary:
     assert stored.manifest is not None
     name = manifest.data_name(variant)
-    stored_bytes = stored.manifest.size_bytes + sum(map(manifest.data_bytes, variant.objects))
+    stored_bytes = stored.manifest.size_bytes + sum(each.size_bytes for each in variant.objects)
     parts = [
         _summarise_part(manifest, variant, group, index)
         for group in range(manifest.grid.num_layer_groups)
@@ -223,7 +225,7 @@ def _summarise_variant(stored: StoredSegment, manifest: Manifest, variant: Varia
         variant.layouts,
         sizes(manifest.kv_bytes, stored_bytes, manifest.namespace.kv_dtype),
         tuple(parts),
-        tuple(map(manifest.data_bytes, variant.levels)),
+        tuple(level.size_bytes for level in variant.levels),
         variant.num_dropped,
     )
 

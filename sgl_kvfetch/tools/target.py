@@ -59,7 +59,8 @@ def open_existing_store(text: str, token: str | None, index: str | None = None, 
 
     A directory must exist: a typo would look like an empty store. Raises ConfigError.
     """
-    from sgl_kvfetch.plane import S3Options, open_store, takes_token
+    from sgl_kvfetch.directory import open_store
+    from sgl_kvfetch.stores import S3Options, takes_token
 
     url = store_url(text)
     if index is not None and not url.startswith("s3:"):

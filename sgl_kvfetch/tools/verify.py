@@ -16,12 +16,11 @@ import typer
 
 from sgl_kvfetch.codec import (
     Cell,
+    DataObject,
     EncryptionKeys,
-    Level,
     Manifest,
     ManifestKeys,
     Side,
-    Variant,
     open_manifest,
     read_encryption_keys,
     read_manifest_keys,
@@ -294,10 +293,10 @@ class Verifier:
             self.report.num_unchecked += 1
 
     async def _verify_data(
-        self, info: ObjectInfo | None, manifest: Manifest, data: Variant | Level | Side, pieces: Iterable[_Piece]
+        self, info: ObjectInfo | None, manifest: Manifest, data: DataObject, pieces: Iterable[_Piece]
     ) -> None:
         """Read a data object piece by piece, decode all of it, and compare it with its digest and size."""
-        name, expected = manifest.data_name(data), manifest.data_bytes(data)
+        name, expected = manifest.data_name(data), data.size_bytes
         check = ContentCheck(name)
         try:
             # The segment may have been replaced after the listing; then its data are newer than the listing.
@@ -338,7 +337,7 @@ class Verifier:
             except EncryptedError:
                 self.report.num_locked += 1
                 self.report.locking_keys = sorted({*self.report.locking_keys, *manifest.key_names})
-        return [self._stored_pieces(manifest.data_bytes(data)) for data in manifest.data]
+        return [self._stored_pieces(data.size_bytes) for data in manifest.data]
 
     def _decoded_pieces(self, opened: Manifest) -> list[Iterator[_Piece]]:
         from sgl_kvfetch.codec import SegmentReader, quantiser_from_identity
@@ -349,7 +348,7 @@ class Verifier:
         return [
             *map(self._variant_pieces, readers),
             # A level is decoded with those before it. Its bytes are compared with the digest in its name.
-            *(self._stored_pieces(opened.data_bytes(level)) for level in opened.levels),
+            *(self._stored_pieces(level.size_bytes) for level in opened.levels),
             *(self._side_pieces(opened, side) for side in opened.sides),
         ]
 
@@ -368,7 +367,7 @@ class Verifier:
             yield _Piece(start, min(self.read_bytes, num_bytes - start), 0, ())
 
     def _side_pieces(self, manifest: Manifest, side: Side) -> Iterator[_Piece]:
-        from sgl_kvfetch.codec import places_in
+        from sgl_kvfetch.codec.container import places_in
 
         run: list[SidePlace] = []
         for place in places_in(manifest, side):

@@ -112,7 +112,7 @@ async def test_as_many_levels_are_dropped_as_allowed(make: MakeStore) -> None:
     assert LEVELS - 1 in {await lost(store, number) for number in range(40)}
 
 
-async def test_what_is_pinned_or_has_two_variants_keeps_its_levels(make: MakeStore) -> None:
+async def test_what_is_pinned_keeps_its_levels_and_all_variants_lose_them_alike(make: MakeStore) -> None:
     store = make(drop_levels=1)
     await fill(store, [0])
     await store.put_pin(Pin("a prompt", 1, b"".join(chain(0).manifest.page_hashes)))
@@ -124,8 +124,9 @@ async def test_what_is_pinned_or_has_two_variants_keeps_its_levels(make: MakeSto
     )
     await fill(store, range(2, 6))
     assert await lost(store, 0) == 0
-    assert await lost(store, 1) == 0
-    assert await lost(store, 2) == 1
+    assert await lost(store, 1) == 1
+    hits = (await store.lookup(FOLDER, chain(1).manifest.page_hashes)).hits
+    assert [variant.num_dropped for variant in decode_manifest(hits[0].manifest).variants] == [1, 1]
 
 
 async def test_what_is_written_again_has_all_levels(make: MakeStore) -> None:

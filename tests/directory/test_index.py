@@ -30,6 +30,7 @@ class FakeManifest:
     previous_hash: bytes | None = None
     namespace: Namespace = NAMESPACE
     variants: tuple[()] = ()
+    num_dropped: int = 0
 
     @property
     def key(self) -> SegmentKey:

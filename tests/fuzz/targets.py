@@ -27,9 +27,10 @@ from redis.exceptions import InvalidResponse, ResponseError
 
 from sgl_kvfetch.codec.bitstream.registry import get_codec
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
-from sgl_kvfetch.codec.container.manifest import Chunk, decode_manifest, encryption_keys_of
+from sgl_kvfetch.codec.container.manifest import decode_manifest, encryption_keys_of
+from sgl_kvfetch.codec.container.objects import Chunk
+from sgl_kvfetch.codec.container.protect import open_manifest, secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
-from sgl_kvfetch.codec.container.secured import open_manifest, secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.sides import encode_side, side_places
 from sgl_kvfetch.codec.quant.base import Quantised

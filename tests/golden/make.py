@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
-from sgl_kvfetch.codec.container.manifest import Manifest
+from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
-from sgl_kvfetch.codec.container.secured import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
@@ -270,11 +270,26 @@ def write_levels() -> None:
         LEVELS.with_suffix(f".{number}.kvd").write_bytes(data)
 
 
+ENCRYPTED_LEVELS = FOLDER / "encrypted-levels.kvm"
+
+
+def write_encrypted_levels() -> None:
+    """Encrypt the case klt-levels. Its salts are random, so it is written once."""
+    objects = [LEVELS.with_suffix(f".{number}.kvd").read_bytes() for number in range(NUM_LEVELS)]
+    plain = CodedSegment.of(decode_manifest(LEVELS.read_bytes()), objects)
+    coded = secure_segment(plain, EncryptionKeys({KEY_NAME: KEY}), False)
+    ENCRYPTED_LEVELS.write_bytes(coded.manifest.encode())
+    for number, data in enumerate(coded.contents):
+        ENCRYPTED_LEVELS.with_suffix(f".{number}.kvd").write_bytes(data)
+
+
 def main() -> None:
     if not ENCRYPTED.exists():
         write_encrypted()
     if not LEVELS.exists():
         write_levels()
+    if not ENCRYPTED_LEVELS.exists():
+        write_encrypted_levels()
     for case in CASES.values():
         if case.stem in sys.argv[1:] or not (sys.argv[1:] or case.path("kvm").exists()):
             write(case)

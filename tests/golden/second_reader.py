@@ -174,29 +174,49 @@ def pieces_of(level: dict[str, Any], data: bytes) -> Iterator[tuple[bytes, bytes
 LAYOUT_FIELDS = "type", "width", "height", "head_rows", "head_cols", "dim_rows", "dim_cols", "token_rows", "token_cols"
 
 
-def decrypted(raw: bytes, data: bytes, key: bytes, variant: int = 0) -> tuple[bytes, bytes]:
-    """A manifest and a variant's data object as they would be without encryption, with that variant alone."""
+def decrypted(raw: bytes, objects: Sequence[bytes], key: bytes, variant: int = 0) -> tuple[bytes, list[bytes]]:
+    """A manifest and a variant's data object, then those of its levels, as they would be without encryption. The
+    manifest has that variant alone."""
     body = parse_manifest(raw)
     coding = body["variants"][variant]
-    encryption = coding.pop("encryption")
+    layouts = [
+        [name, *(layout[field] for field in LAYOUT_FIELDS if field in layout)]
+        for name, layout in sorted(coding["layouts"].items())
+    ]
+    assert "frame_sums" not in coding
+    first, *levels = objects
+    rows, plain = _decrypted_object(body, coding, first, key, layouts)
+    contents = [plain]
+    for number, (level, data) in enumerate(zip(coding.get("levels", []), levels, strict=True), 1):
+        changed, plain = _decrypted_object(body, level, data, key, [number, *layouts])
+        del changed["frame_sums"]
+        rows["levels"][number - 1] = changed
+        contents.append(plain)
+    body["variants"] = [rows]
+    packed = msgspec.msgpack.encode(body)
+    head = struct.pack("<4sHHI", b"KVFM", 2, 4 if levels else 2, len(packed)) + packed
+    return head + xxhash.xxh3_128_digest(head), contents
+
+
+def _decrypted_object(
+    body: dict[str, Any], rows: dict[str, Any], data: bytes, key: bytes, inside: list[Any]
+) -> tuple[dict[str, Any], bytes]:
+    """An object's map in the manifest, and its bytes. ``inside``: the last element of its place."""
+    encryption = rows["encryption"]
     place = msgspec.msgpack.encode(
         [
             folder_of(body),
             *(body[name] for name in ("first_page", "previous_hash", "page_hashes")),
             *(body[name] for name in ("span_pages", "cell_layers", "cell_heads", "parts")),
-            [
-                [name, *(layout[field] for field in LAYOUT_FIELDS if field in layout)]
-                for name, layout in sorted(coding["layouts"].items())
-            ],
+            inside,
         ]
     )
     secret = hmac.digest(encryption["salt"], key, "sha256")  # RFC 5869, with one block of output
     aes = AESGCM(hmac.digest(secret, b"sgl_kvfetch data\0" + place + b"\1", "sha256"))
     table = msgspec.msgpack.decode(aes.decrypt(b"\xff" * 12, encryption["table"], None))
-    assert xxhash.xxh3_128_hexdigest(data) == coding["data_digest"]
-    assert "frame_sums" not in coding
+    assert xxhash.xxh3_128_hexdigest(data) == rows["data_digest"]
     pieces, chunks = [], []
-    for number, (row, (codec, checksum)) in enumerate(zip(coding["chunks"], table["chunks"], strict=True)):
+    for number, (row, (codec, checksum)) in enumerate(zip(rows["chunks"], table["chunks"], strict=True)):
         assert (row[0], row[3]) == ("aes-256-gcm", bytes(16))
         stored, data = data[: row[1]], data[row[1] :]
         assert xxhash.xxh3_128_digest(stored) == row[2]
@@ -204,11 +224,9 @@ def decrypted(raw: bytes, data: bytes, key: bytes, variant: int = 0) -> tuple[by
         pieces.append(piece)
         chunks.append([codec, len(piece), xxhash.xxh3_128_digest(piece), checksum])
     plain = b"".join(pieces)
-    digest = xxhash.xxh3_128_hexdigest(plain)
-    body["variants"] = [coding | {"chunks": chunks, "data_digest": digest, "frame_sums": table["frame_sums"]}]
-    packed = msgspec.msgpack.encode(body)
-    head = struct.pack("<4sHHI", b"KVFM", 2, 2, len(packed)) + packed
-    return head + xxhash.xxh3_128_digest(head), plain
+    kept = {name: value for name, value in rows.items() if name != "encryption"}
+    changed = {"chunks": chunks, "data_digest": xxhash.xxh3_128_hexdigest(plain), "frame_sums": table["frame_sums"]}
+    return kept | changed, plain
 
 
 # Cells

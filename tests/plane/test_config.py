@@ -152,3 +152,10 @@ def test_the_docs_have_every_key_with_its_default() -> None:
     for key, field in known.items():
         if not field.is_required() and field.default_factory is None and field.default is not None:
             assert rows[key].strip("`") == str(field.default), key
+
+
+def test_levels_may_be_encrypted_and_are_not_coded_as_video() -> None:
+    levels = STORE | {"quantiser": "klt", "levels": {}}
+    assert parse_config(levels | {"encryption_key_file": "keys"}, {}).levels is not None
+    with pytest.raises(ConfigError, match="which only ans codes"):
+        parse_config(levels | {"codec": "hevc"}, {})

@@ -15,7 +15,7 @@ import pytest
 from harness.small_segments import make_segment, page_hashes, put_segment
 from sgl_kvfetch import __version__
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
-from sgl_kvfetch.codec.container.secured import secure_segment
+from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError

@@ -17,11 +17,11 @@ from harness.slow_link import slow_link
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plane.open import open_hedged
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores.hedged import MAX_HEDGES, Attempt, HedgeBudget, HedgedCall, HedgeResult, Usual, Watch
 from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.open import open_hedged
 from sgl_kvfetch.stores.remote import HttpOptions
 
 SILENCE_S = 0.04

@@ -9,7 +9,7 @@ import pytest
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.manifest import decode_manifest, encryption_keys_of, split_signature
-from sgl_kvfetch.codec.container.secured import open_manifest, secure_segment
+from sgl_kvfetch.codec.container.protect import open_manifest, secure_segment
 from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from sgl_kvfetch.codec.container.secured import secure_segment
+from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.codec.quant.registry import make_quantiser

@@ -10,9 +10,10 @@ import pytest
 
 from harness.small_segments import expiring
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
-from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES, Chunk, Manifest, PartInfo, Variant, decode_manifest
+from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES, Manifest, PartInfo, decode_manifest
+from sgl_kvfetch.codec.container.objects import Chunk, Variant
+from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
-from sgl_kvfetch.codec.container.secured import secure_segment
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
 from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.tools.pictures import PictureWriter

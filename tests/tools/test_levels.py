@@ -8,7 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode, verify_variant
@@ -81,6 +83,23 @@ def test_encode_makes_other_variants_of_all_levels_and_back(root: Path) -> None:
     for cell, expected in zip(manifest.cells(), cells(segment()), strict=True):
         found = reader.decode_cell(cell, data[slice(*reader.cell_range(cell))])
         assert all((x == y).all() for x, y in zip(found, expected, strict=True))
+
+
+def test_encode_adds_video_beside_encrypted_levels(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"k {'00' * 32}")
+    root, stored = tmp_path / "store", secure_segment(segment(), EncryptionKeys({"k": bytes(32)}), signs=False)
+    objects = [*stored.data_objects(), (stored.manifest.key.manifest_name, stored.manifest.encode())]
+    for name, content in objects:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    options = "--codec", "ans,hevc", "--resolutions", "240p", "--encryption-key-file", str(keys)
+    result = kvfetch("encode", str(root), *options, "--once", "--grace", "0")
+    assert result.exit_code == 0, result.output
+    manifest = decode_manifest((root / stored.manifest.key.manifest_name).read_bytes())
+    levels, video = manifest.variants
+    assert (levels, video.codec) == (stored.manifest.variants[0], "hevc")
+    assert kvfetch("verify", str(root), "--encryption-key-file", str(keys)).exit_code == 0
 
 
 def test_nothing_is_made_of_a_segment_that_has_lost_levels(root: Path) -> None:

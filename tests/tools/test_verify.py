@@ -14,7 +14,7 @@ import torch
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.manifest import Manifest
-from sgl_kvfetch.codec.container.secured import secure_segment
+from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.sides import encode_side
 from sgl_kvfetch.directory.local import LocalStore

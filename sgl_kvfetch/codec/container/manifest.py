@@ -7,24 +7,29 @@ xxh3-128 of all before it. See docs/format.md.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
 from msgspec import Meta
 
 from sgl_kvfetch.codec.bitstream.levels import DIGITS, LADDER, MOST_LEVELS
-from sgl_kvfetch.codec.container.encryption import DataCipher, Encryption
-from sgl_kvfetch.codec.container.signing import (
-    CHUNK_DIGEST_BYTES,
-    TRAILER_BYTES,
-    chunk_digest,
-    split_trailer,
+from sgl_kvfetch.codec.container.encryption import ENCRYPTED, DataCipher, Encryption
+from sgl_kvfetch.codec.container.objects import (
+    CHECKSUM_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_SEGMENT_PAGES,
+    SIDE_CHUNK_BYTES,
+    DataObject,
+    Level,
+    Name,
+    Side,
+    Variant,
 )
+from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, TRAILER_BYTES, split_trailer
 from sgl_kvfetch.codec.layout.frames import MIN_PICTURE, PICTURE_MULTIPLE, PLANES, Layout
-from sgl_kvfetch.codec.layout.regions import RegionLayout
 from sgl_kvfetch.codec.layout.tiles import TileLayout
 from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError, FormatVersionError, UnsupportedError
 from sgl_kvfetch.keys import (
@@ -43,155 +48,29 @@ from sgl_kvfetch.types import MAX_HEADS, MAX_LAYERS, TENSORS, CellGrid, KVGeomet
 
 MAGIC = b"KVFM"
 _HEADER = struct.Struct("<4sHHI")
-CHECKSUM_BYTES = 16
 # A manifest with its signature. 8,192 tokens of 80 layers and 8 heads take 111 KiB with `exact`; signed, with video
 # beside it and cells of one head, 910 KiB. Whoever reads a store holds six times as much for each manifest.
 MAX_MANIFEST_BYTES = 1 << 20
-MAX_SEGMENT_PAGES = 1 << 20
 MAX_VARIANTS = 16
 MAX_PARTS = 32
 MAX_COEFFICIENTS = 1 << 16
 MAX_MODEL_HEADS = 999  # of all ranks; folder names have room for three digits
 MAX_SIDES = 64
 COEFFICIENTS = "coefficients"  # the layout of what levels code
-SIDE_CHUNK_BYTES = 4 << 20  # of a side page; its last chunk may be shorter
-MAX_SIDE_PAGE_BYTES = 1 << 30
 MAX_EXPIRES_S = 1 << 36  # the year 4147
 
-# These bound what a reader allocates for one chunk: its bitstream, and the frames or bytes that this decodes to.
-MAX_CHUNK_BYTES = 1 << 28
 _MAX_EMPTINESS = 16  # bytes of frames a value
 _SMALL_FRAMES_BYTES = 8 << 20
 
-_Checksum = Annotated[bytes, Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
-_DataDigest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-_FrameSum = Annotated[int, Meta(ge=0)]  # 64 bits; MessagePack has no larger ones
-_Name = Annotated[str, Meta(max_length=64)]
+Rows = TypeVar("Rows", bound=DataObject)
 _Expires = Annotated[int, Meta(ge=0, le=MAX_EXPIRES_S)] | None
 
 
 class PartInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One part of every cell. ``layout``: the name of its integers' layout; empty if the part is plain bytes."""
 
-    name: _Name
-    layout: _Name = ""
-
-
-class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One chunk's row. Its position in the table identifies the chunk (see ``Manifest.cells``)."""
-
-    codec: _Name
-    size_bytes: Annotated[int, Meta(ge=1, le=MAX_CHUNK_BYTES)]
-    coded_checksum: _Checksum  # xxh3-128 of the compressed bytes
-    decoded_checksum: _Checksum  # xxh3-128 of the integers, or of the part's bytes
-
-    @classmethod
-    def of(cls, codec: str, bitstream: bytes, content: bytes) -> Chunk:
-        """Return the row of a chunk with this bitstream and content."""
-        checksum = xxhash.xxh3_128_digest
-        return cls(codec, len(bitstream), checksum(bitstream), checksum(content))
-
-    def require_coded(self, bitstream: bytes | memoryview, digest: bytes, what: str) -> None:
-        """Raise CorruptError unless the compressed bytes have their checksum and ``digest``, unless that is b""."""
-        if xxhash.xxh3_128_digest(bitstream) != self.coded_checksum:
-            raise CorruptError(f"{what}, compressed bytes: checksum does not match")
-        if digest and chunk_digest(bitstream) != digest:
-            raise CorruptError(f"{what}, compressed bytes: digest does not match")
-
-    def require_decoded(self, content: bytes | memoryview, what: str) -> None:
-        """Raise CorruptError unless the decoded content has its checksum."""
-        self.require_digest(xxhash.xxh3_128_digest(content), what)
-
-    def require_digest(self, digest: bytes, what: str) -> None:
-        """Raise CorruptError unless ``digest`` is the decoded content's checksum."""
-        if digest != self.decoded_checksum:
-            raise CorruptError(f"{what}: checksum does not match")
-
-
-class Level(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A data object that refines a variant's coefficients (`bitstream.ladder`): a chunk a cell, in storage order. The
-    ``decoded_checksum`` of its chunks is over the integers that all levels up to it decode to."""
-
-    data_digest: _DataDigest
-    chunks: tuple[Chunk, ...]
-    chunk_digests: bytes = b""
-
-
-class Variant(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One encoding of the segment: the table of its chunks in storage order, and the digest that names its data."""
-
-    data_digest: _DataDigest
-    layouts: dict[_Name, TileLayout | RegionLayout]
-    chunks: tuple[Chunk, ...]
-    # The codec and resolution requested for this variant, if recorded. They cannot be derived from the rest: a chunk
-    # may use another codec (noise does), and short spans have smaller pictures.
-    codec: _Name = ""
-    resolution: _Name = ""
-    # For each chunk, the sum of its decoded frames (`layout.frame_sum`) or None; empty if no chunk has one. The sums
-    # depend on the layout, so they are not in the chunk's row, which identifies its content.
-    frame_sums: tuple[_FrameSum | None, ...] = ()
-    chunk_digests: bytes = b""  # `signing.chunk_digest` of each chunk, in signed manifests
-    encryption: Encryption | None = None  # since version 2.3
-    levels: Annotated[tuple[Level, ...], Meta(max_length=MOST_LEVELS - 1)] = ()  # since version 2.4
-    num_dropped: Annotated[int, Meta(ge=0, lt=MOST_LEVELS)] = 0  # levels that a store has dropped; since version 2.5
-
-    def frame_sum(self, chunk: int) -> int | None:
-        return self.frame_sums[chunk] if self.frame_sums else None
-
-    @property
-    def codecs(self) -> frozenset[str]:
-        """The codecs that a reader of this variant needs."""
-        return frozenset(chunk.codec for chunk in self.chunks)
-
-    @property
-    def objects(self) -> tuple[Variant | Level, ...]:
-        """What has a data object of its own: level 0 with all else, then each further level."""
-        return self, *self.levels
-
-    @property
-    def contents(self) -> list[bytes]:
-        """The checksums of what each chunk decodes to with all levels."""
-        finest = iter(self.levels[-1].chunks if self.levels else ())
-        return [(next(finest, row) if row.codec == LADDER else row).decoded_checksum for row in self.chunks]
-
-    def with_levels(self, count: int) -> Variant:
-        """Return the variant with only the first ``count`` levels; level 0, which it always has, is not counted."""
-        dropped = self.num_dropped + len(self.levels[count:])
-        return msgspec.structs.replace(self, levels=self.levels[:count], num_dropped=dropped)
-
-
-class SidePage(msgspec.Struct, frozen=True, array_like=True):
-    """What one of SGLang's side pools keeps of a page, as opaque bytes, in chunks of ``SIDE_CHUNK_BYTES``."""
-
-    pool: _Name
-    page: Annotated[int, Meta(ge=0, lt=MAX_SEGMENT_PAGES)]  # counted from the segment's start
-    num_bytes: Annotated[int, Meta(ge=1, le=MAX_SIDE_PAGE_BYTES)]
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """The size in the data object."""
-        return sum(chunk.size_bytes for chunk in self.chunks)
-
-
-class Side(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A data object of side pages, and the digest that names it. The rest is as in `Variant`."""
-
-    data_digest: _DataDigest
-    pages: tuple[SidePage, ...]  # in storage order
-    chunk_digests: bytes = b""
-    encryption: Encryption | None = None  # since version 2.3
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        return tuple(chunk for page in self.pages for chunk in page.chunks)
-
-
-class Table(msgspec.Struct, frozen=True):
-    """What the rows of an encrypted object hide: its chunks' codecs and decoded checksums, and their frame sums."""
-
-    chunks: tuple[tuple[_Name, _Checksum], ...]
-    frame_sums: tuple[_FrameSum | None, ...]
+    name: Name
+    layout: Name = ""
 
 
 class _Body(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -224,6 +103,7 @@ class _Whole(msgspec.Struct):
 
 class _Encrypted(msgspec.Struct):
     encryption: Encryption | None = None
+    levels: tuple[_Encrypted, ...] = ()
 
 
 class _Encryptions(msgspec.Struct):
@@ -238,7 +118,6 @@ class _Encryptions(msgspec.Struct):
 _bodies = msgspec.msgpack.Decoder(_Body)
 _wholes = msgspec.msgpack.Decoder(_Whole)
 _encryptions = msgspec.msgpack.Decoder(_Encryptions)
-tables = msgspec.msgpack.Decoder(Table)
 msgspec.msgpack.Decoder(Namespace)
 
 
@@ -275,7 +154,7 @@ class Manifest(msgspec.Struct, frozen=True):
     sides: tuple[Side, ...] = ()
     expires: int | None = None  # when readers and stores forget the segment, in seconds since the epoch; None for never
     labels: Labels = Labels()  # for people
-    ciphers: Mapping[str, DataCipher] = {}  # by data digest, once `secured.open_manifest` has opened it
+    ciphers: Mapping[str, DataCipher] = {}  # by data digest, once `protect.open_manifest` has opened it
 
     def is_expired(self, now_s: float) -> bool:
         return self.expires is not None and self.expires <= now_s
@@ -352,7 +231,7 @@ class Manifest(msgspec.Struct, frozen=True):
         grid, head_dim = self.grid, self.geometry.head_dim(layout)
         return num_tokens, len(grid.layers(cell.layer_group)), grid.cell_heads, head_dim
 
-    def data_name(self, data: Variant | Level | Side) -> str:
+    def data_name(self, data: DataObject) -> str:
         return self.key.data_name(data.data_digest)
 
     @property
@@ -361,31 +240,41 @@ class Manifest(msgspec.Struct, frozen=True):
         return tuple(level for variant in self.variants for level in variant.levels)
 
     @property
-    def data(self) -> tuple[Variant | Level | Side, ...]:
-        """What is in data objects: the variants, then their levels, then the side pages."""
-        return (*self.variants, *self.levels, *self.sides)
+    def num_dropped(self) -> int:
+        """How many levels a store has dropped."""
+        return max((variant.num_dropped for variant in self.variants), default=0)
 
     @property
-    def encryptable(self) -> tuple[Variant | Side, ...]:
-        """What is in data objects that may be encrypted."""
-        return (*self.variants, *self.sides)
+    def data(self) -> tuple[DataObject, ...]:
+        """All data objects: the variants', then those of their levels, then the side pages'."""
+        return (*self.variants, *self.levels, *self.sides)
+
+    def with_data(self, data: Iterable[DataObject]) -> Manifest:
+        """Return the manifest with other rows for the objects of ``data``, in the same order."""
+        rest = list(data)
+
+        def taken(kind: type[Rows], count: int) -> tuple[Rows, ...]:
+            some, rest[:count] = rest[:count], []
+            assert all(isinstance(each, kind) for each in some)
+            return tuple(some)  # type: ignore[arg-type]
+
+        variants = taken(Variant, len(self.variants))
+        variants = tuple(msgspec.structs.replace(v, levels=taken(Level, len(v.levels))) for v in variants)
+        return msgspec.structs.replace(self, variants=variants, sides=taken(Side, len(self.sides)))
 
     @property
     def data_sizes(self) -> dict[str, int]:
         """The names and sizes of all data objects. Variants with identical data share one object."""
-        return {self.data_name(data): self.data_bytes(data) for data in self.data}
+        return {self.data_name(data): data.size_bytes for data in self.data}
 
     @property
     def data_names(self) -> frozenset[str]:
         return frozenset(self.data_sizes)
 
-    def data_bytes(self, data: Variant | Level | Side) -> int:
-        return sum(chunk.size_bytes for chunk in data.chunks)
-
     @property
     def key_names(self) -> list[str]:
         """The names of the keys that its data objects are encrypted with."""
-        return sorted({rows.encryption.key for rows in self.encryptable if rows.encryption})
+        return sorted({rows.encryption.key for rows in self.data if rows.encryption})
 
     @property
     def is_encrypted(self) -> bool:
@@ -426,7 +315,8 @@ class Manifest(msgspec.Struct, frozen=True):
         packed = msgspec.msgpack.encode(body)
         # The lowest version that has its fields.
         lost = any(variant.num_dropped for variant in self.variants)
-        has = self.sides or self.expires is not None, labels, self.is_encrypted, self.levels, lost
+        hidden_levels = self.is_encrypted and self.levels
+        has = self.sides or self.expires is not None, labels, self.is_encrypted, self.levels, lost, hidden_levels
         minor = max((number for number, each in enumerate(has, 1) if each), default=0)
         head = _HEADER.pack(MAGIC, FORMAT_MAJOR, minor, len(packed)) + packed
         num_bytes = len(head) + CHECKSUM_BYTES + TRAILER_BYTES
@@ -441,7 +331,8 @@ def split_signature(data: bytes) -> tuple[bytes, bytes]:
     if len(data) < _HEADER.size:
         return data, b""
     body_bytes = _HEADER.unpack_from(data)[3]
-    return split_trailer(data, _HEADER.size + body_bytes + CHECKSUM_BYTES)
+    num_bytes = _HEADER.size + body_bytes + CHECKSUM_BYTES
+    return (data, b"") if len(data) == num_bytes else split_trailer(data, num_bytes)
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -480,7 +371,8 @@ def encryption_keys_of(data: bytes) -> set[str]:
         body = _encryptions.decode(memoryview(data)[_HEADER.size : -CHECKSUM_BYTES])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise FormatError(f"manifest's body is malformed: {e}") from e
-    found = [each.encryption for each in (*body.variants, *body.sides)]
+    levels = (level for variant in body.variants for level in variant.levels)
+    found = [each.encryption for each in (*body.variants, *levels, *body.sides)]
     return {each.key for each in found if each} if all(found) else set()
 
 
@@ -501,23 +393,6 @@ def require_rewritable(data: bytes) -> None:
         raise FormatVersionError(
             f"manifest has format version {FORMAT_MAJOR}.{minor}, which this version can read but not write again"
         )
-
-
-def may_lose_levels(manifest: Manifest, data: bytes) -> bool:
-    """Return whether a stored segment has levels that a store may drop. All variants hold the same values, so none may
-    become coarser alone; and a signed manifest is only replaced by those with its key."""
-    return len(manifest.variants) == 1 and bool(manifest.levels) and not split_signature(data)[1]
-
-
-def without_last_level(manifest: Manifest, data: bytes) -> tuple[Manifest, dict[str, int]] | None:
-    """Return a stored manifest without its last level, and the sizes, by name, of what it does not need any more. None
-    if it may not lose the level. Raises FormatVersionError."""
-    if not may_lose_levels(manifest, data):
-        return None
-    require_rewritable(data)
-    (variant,) = manifest.variants
-    coarser = msgspec.structs.replace(manifest, variants=(variant.with_levels(len(variant.levels) - 1),))
-    return coarser, {name: size for name, size in manifest.data_sizes.items() if name not in coarser.data_names}
 
 
 def _validated(body: _Body) -> Manifest:
@@ -548,10 +423,8 @@ def _validated(body: _Body) -> Manifest:
     for variant in body.variants:
         check_variant(manifest, variant)
     _check_sides(manifest)
-    if len({rows.encryption is None for rows in manifest.encryptable}) > 1:
+    if len({rows.encryption is None for rows in manifest.data}) > 1:
         raise FormatError("manifest has encrypted objects and others")
-    if manifest.is_encrypted and manifest.levels:
-        raise FormatError("manifest has encrypted objects and levels")
     return manifest
 
 
@@ -608,7 +481,10 @@ def check_variant(manifest: Manifest, variant: Variant) -> None:
 
 
 def _check_levels(manifest: Manifest, variant: Variant) -> None:
-    if LADDER in variant.codecs:
+    is_hidden = ENCRYPTED in variant.codecs  # then the codecs are checked once the manifest is opened
+    if is_hidden:
+        pass
+    elif LADDER in variant.codecs:
         if [part.layout for part in manifest.parts if part.layout] != [COEFFICIENTS]:
             raise FormatError(f"manifest has the codec {LADDER}, but not one part of {COEFFICIENTS}")
         if not all(layout.is_flat for layout in variant.layouts.values()):
@@ -619,8 +495,9 @@ def _check_levels(manifest: Manifest, variant: Variant) -> None:
         raise FormatError(f"manifest has {num_levels} levels with those that were dropped, more than {MOST_LEVELS}")
     num_cells = manifest.num_spans * manifest.cells_per_span
     for level in variant.levels:
-        if len(level.chunks) != num_cells or {chunk.codec for chunk in level.chunks} != {DIGITS}:
-            raise FormatError(f"manifest has a level of {len(level.chunks)} chunks, expected {num_cells} of {DIGITS}")
+        codec = ENCRYPTED if is_hidden else DIGITS
+        if len(level.chunks) != num_cells or level.codecs != {codec}:
+            raise FormatError(f"manifest has a level of {len(level.chunks)} chunks, expected {num_cells} of {codec}")
         if len(level.chunk_digests) not in (0, num_cells * CHUNK_DIGEST_BYTES):
             raise FormatError(f"manifest has {len(level.chunk_digests)} bytes of digests of {num_cells} chunks")
 

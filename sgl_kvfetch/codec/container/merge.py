@@ -9,7 +9,8 @@ from dataclasses import replace
 import msgspec
 import xxhash
 
-from sgl_kvfetch.codec.container.manifest import Cell, Level, Manifest, Variant
+from sgl_kvfetch.codec.container.manifest import Cell, Manifest
+from sgl_kvfetch.codec.container.objects import DataObject, Level, Variant
 from sgl_kvfetch.codec.container.reader import SegmentReader, first_readable
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_cells
 from sgl_kvfetch.codec.container.sides import join_sides
@@ -136,7 +137,7 @@ def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, 
     return CodedSegment(manifest, contents[0], tuple(contents[1:]), level_data=tuple(level_data))
 
 
-def _joined_digests(x: Variant | Level, y: Variant | Level) -> bytes:
+def _joined_digests(x: DataObject, y: DataObject) -> bytes:
     """Return the digests of both; not computed from the data, which nobody has verified."""
     return x.chunk_digests + y.chunk_digests if x.chunk_digests and y.chunk_digests else b""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -16,15 +15,9 @@ from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder
 from sgl_kvfetch.codec.bitstream.levels import LADDER
 from sgl_kvfetch.codec.bitstream.registry import CODECS, READABLE, get_codec
-from sgl_kvfetch.codec.container.manifest import (
-    MAX_CHUNK_BYTES,
-    Cell,
-    Chunk,
-    Manifest,
-    PartInfo,
-)
+from sgl_kvfetch.codec.container.manifest import Cell, Manifest, PartInfo
+from sgl_kvfetch.codec.container.objects import MAX_CHUNK_BYTES, Chunk, DataObject
 from sgl_kvfetch.codec.container.sides import SideKey, SidePlace, side_places
-from sgl_kvfetch.codec.container.signing import nth_digest
 from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
@@ -93,8 +86,8 @@ class SegmentReader:
         for codec in self.variant.codecs - {LADDER}:
             get_codec(codec)
         self.levels = self.variant.levels[: None if num_levels is None else num_levels - 1]
-        self._offsets = [0, *accumulate(chunk.size_bytes for chunk in self.variant.chunks)]
-        self._level_offsets = [[0, *accumulate(chunk.size_bytes for chunk in level.chunks)] for level in self.levels]
+        self._objects: tuple[DataObject, ...] = self.variant, *self.levels
+        self._offsets = [rows.offsets for rows in self._objects]
         self._head_blocks = self._blocks_of_rank()
         self._coarser: dict[int, SegmentReader] = {}
 
@@ -135,12 +128,12 @@ class SegmentReader:
     @cached_property
     def object_names(self) -> list[str]:
         """The data objects that have a cell's bytes: the variant's, and those of its levels."""
-        return [self.data_name, *map(self.manifest.data_name, self.levels)]
+        return list(map(self.manifest.data_name, self._objects))
 
     def cell_ranges(self, cell: Cell) -> list[tuple[int, int]]:
         """Return bytes ``[start, end)`` of a cell in each of ``object_names``. Together they are the cell's bytes."""
-        index = self.manifest.cell_index(cell)
-        return [self.cell_range(cell), *((offsets[index], offsets[index + 1]) for offsets in self._level_offsets)]
+        chunks = (self._chunks_of(cell, number) for number in range(len(self._objects)))
+        return [(offsets[some.start], offsets[some.stop]) for offsets, some in zip(self._offsets, chunks, strict=True)]
 
     def coded_bytes(self, cell: Cell) -> int:
         """Return the size of a cell's bytes."""
@@ -173,9 +166,12 @@ class SegmentReader:
 
     def cell_range(self, cell: Cell) -> tuple[int, int]:
         """Return bytes ``[start, end)`` of a cell in the variant's data object, without further levels."""
-        per_cell = self.manifest.chunks_per_cell
-        first = self.manifest.cell_index(cell) * per_cell
-        return self._offsets[first], self._offsets[first + per_cell]
+        return self.cell_ranges(cell)[0]
+
+    def _chunks_of(self, cell: Cell, number: int) -> range:
+        """Return which chunks of object ``number`` a cell has: one a part of the variant's, one of each level's."""
+        index, each = self.manifest.cell_index(cell), 1 if number else self.manifest.chunks_per_cell
+        return range(index * each, (index + 1) * each)
 
     def span_cells(self, span: int) -> Iterator[Cell]:
         """Yield the span's cells that the rank reads, in storage order."""
@@ -268,48 +264,33 @@ class SegmentReader:
         """Verify a cell's bytes as they are stored. Raises CorruptError."""
         for _ in self._stored_pieces(cell, data):
             pass
-        self._stored_levels(cell, data)
 
     def _verified_pieces(self, cell: Cell, data: bytes | memoryview) -> list[CodedChunk]:
         """Return a cell's chunks, verified and decrypted."""
-        cipher = self.manifest.ciphers.get(self.variant.data_digest)
-        stored = list(self._stored_pieces(cell, data))
-        levels = self._stored_levels(cell, data)
-        return [
-            CodedChunk(
-                self.variant.chunks[index],
-                cipher.decrypt(index, piece, str(cell)) if cipher else piece,
-                self.variant.frame_sum(index),
-                levels if self.variant.chunks[index].codec == LADDER else (),
-            )
-            for index, piece in stored
-        ]
+        found: list[list[CodedChunk]] = [[] for _ in self._objects]
+        for number, index, piece in self._stored_pieces(cell, data):
+            rows = self._objects[number]
+            cipher = self.manifest.ciphers.get(rows.data_digest)
+            bitstream = cipher.decrypt(index, piece, str(cell)) if cipher else piece
+            frame_sum = None if number else self.variant.frame_sum(index)
+            found[number].append(CodedChunk(rows.chunks[index], bitstream, frame_sum))
+        chunks, *further = found
+        levels = tuple(chunk for (chunk,) in further)
+        return [chunk._replace(levels=levels) if chunk.row.codec == LADDER else chunk for chunk in chunks]
 
-    def _stored_levels(self, cell: Cell, data: bytes | memoryview) -> tuple[CodedChunk, ...]:
-        """Return the verified chunks of a cell's levels, without the first."""
-        index, end = self.manifest.cell_index(cell), len(data)
-        found = []
-        for level in reversed(self.levels):
-            chunk = level.chunks[index]
-            piece = memoryview(data)[max(0, end - chunk.size_bytes) : end]
-            chunk.require_coded(piece, nth_digest(level.chunk_digests, index), f"{cell}, digits")
-            found.append(CodedChunk(chunk, piece, None))
-            end -= chunk.size_bytes
-        return tuple(reversed(found))
-
-    def _stored_pieces(self, cell: Cell, data: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Yield the number and the verified bytes of each of a cell's chunks."""
-        start, _ = self.cell_range(cell)
+    def _stored_pieces(self, cell: Cell, data: bytes | memoryview) -> Iterator[tuple[int, int, memoryview]]:
+        """Yield for each of a cell's chunks the number of its object, its number there, and its verified bytes."""
         expected = self.coded_bytes(cell)
         if len(data) != expected:
             raise CorruptError(f"{cell} has {len(data)} bytes, expected {expected}")
-        view = memoryview(data)
-        first = self.manifest.cell_index(cell) * self.manifest.chunks_per_cell
-        for index in range(first, first + self.manifest.chunks_per_cell):
-            chunk = self.variant.chunks[index]
-            piece = view[self._offsets[index] - start :][: chunk.size_bytes]
-            chunk.require_coded(piece, nth_digest(self.variant.chunk_digests, index), str(cell))
-            yield index, piece
+        left = memoryview(data)
+        for number, rows in enumerate(self._objects):
+            for index in self._chunks_of(cell, number):
+                chunk = rows.chunks[index]
+                piece, left = left[: chunk.size_bytes], left[chunk.size_bytes :]
+                what = f"{cell}, digits" if number else str(cell)
+                chunk.require_coded(piece, rows.digest_of(index), what)
+                yield number, index, piece
 
     def dequantise_cell(self, cell: Cell, quantised: Quantised, tokens: slice = slice(None)) -> CellValues:
         """Return the values of a cell, ``(tokens, layers, heads, dim)`` of the KV dtype, for ``tokens`` of the span."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -21,15 +22,12 @@ from sgl_kvfetch.codec.bitstream.registry import get_codec
 from sgl_kvfetch.codec.container.manifest import (
     MAX_MANIFEST_BYTES,
     Cell,
-    Chunk,
-    Level,
     Manifest,
     PartInfo,
-    Side,
-    Variant,
     checked_namespace,
     require_layouts,
 )
+from sgl_kvfetch.codec.container.objects import Chunk, Level, Side, Variant
 from sgl_kvfetch.codec.container.pages import Pages, RawPages, quantised_cells
 from sgl_kvfetch.codec.container.reader import BYTES_CODEC, CodedChunk, cell_place, coefficients_of, part_infos
 from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
@@ -69,7 +67,7 @@ class SegmentSpec:
         get_codec(self.codec)
         assert 0 <= self.num_dropped < self.num_levels
         assert self.heads.namespace.quantiser == self.quantiser.identity
-        assert self.num_levels == 1 or (self.codec == AnsCodec.name and not self.encrypts)
+        assert self.num_levels == 1 or self.codec == AnsCodec.name
 
     def manifest(self, first_page: int, previous_hash: bytes | None, page_hashes: Sequence[bytes]) -> Manifest:
         """Return the manifest of a segment of these pages, still without variants."""
@@ -151,6 +149,21 @@ class CodedSegment:
         assert len(self.manifest.levels) == len(self.level_data)
         assert len(self.manifest.sides) == len(self.side_data)
 
+    @classmethod
+    def of(cls, manifest: Manifest, contents: Sequence[bytes]) -> CodedSegment:
+        """Return the segment whose data objects have ``contents``, in the order of `Manifest.data`."""
+        sizes = len(manifest.variants), len(manifest.levels), len(manifest.sides)
+        ends = list(accumulate(sizes))
+        (first, *more), levels, sides = (
+            tuple(contents[end - size : end]) for size, end in zip(sizes, ends, strict=True)
+        )
+        return cls(manifest, first, tuple(more), sides, levels)
+
+    @property
+    def contents(self) -> tuple[bytes, ...]:
+        """The contents of the data objects, in the order of `Manifest.data`."""
+        return (self.data, *self.more_data, *self.level_data, *self.side_data)
+
     @property
     def data_name(self) -> str:
         return self.manifest.data_name(self.manifest.variants[0])
@@ -165,8 +178,7 @@ class CodedSegment:
 
     def data_objects(self) -> Iterator[tuple[str, bytes]]:
         """Yield names and contents. Variants with identical data share an object."""
-        contents = (self.data, *self.more_data, *self.level_data, *self.side_data)
-        objects = zip(self.manifest.data, contents, strict=True)
+        objects = zip(self.manifest.data, self.contents, strict=True)
         yield from {self.manifest.data_name(each): data for each, data in objects}.items()
 
     def with_side(self, side: Side, data: bytes) -> CodedSegment:

@@ -16,8 +16,9 @@ import xxhash
 
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.container.encryption import DataCipher
-from sgl_kvfetch.codec.container.manifest import SIDE_CHUNK_BYTES, Chunk, Manifest, Side, SidePage
-from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, nth_digest
+from sgl_kvfetch.codec.container.manifest import Manifest
+from sgl_kvfetch.codec.container.objects import SIDE_CHUNK_BYTES, Chunk, Side, SidePage, nth_digest
+from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES
 from sgl_kvfetch.errors import CorruptError, FormatError
 
 _CODEC = ZstdCodec()

@@ -26,11 +26,6 @@ def chunk_digest(bitstream: bytes | memoryview) -> bytes:
     return hashlib.sha256(bitstream).digest()[:CHUNK_DIGEST_BYTES]
 
 
-def nth_digest(chunk_digests: bytes, index: int) -> bytes:
-    """Return the digest of chunk ``index`` among those of several chunks; b"" if there are none."""
-    return chunk_digests[index * CHUNK_DIGEST_BYTES :][:CHUNK_DIGEST_BYTES]
-
-
 def split_trailer(data: bytes, manifest_bytes: int) -> tuple[bytes, bytes]:
     """Split a stored manifest into itself, of ``manifest_bytes``, and its signature; b"" if it has none."""
     is_signed = len(data) == manifest_bytes + TRAILER_BYTES and data[manifest_bytes:].startswith(_MAGIC)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,7 +13,12 @@ from sgl_kvfetch.codec.bitstream.levels import Wide
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.layout.tiles import tile_layout
 from sgl_kvfetch.codec.quant.rope import Rope
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.types import TENSORS, KVGeometry
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.codec.quant.klt import KltForward
+    from sgl_kvfetch.codec.quant.profile import Profile
 
 # The parts of a cell, as bytes or as integers: see `Part`.
 Quantised = tuple[torch.Tensor, ...]
@@ -77,14 +82,16 @@ class TransformInverse:
 
     ``matrix``: bfloat16 ``(coefficients, channels)``, a row a coefficient. Channels are ordered by tensor (K, then V),
     layer, head and dim. ``mean``: float32 ``(channels,)``. ``rope``: applied to K last; None if K is not rotated.
+    ``step``: of a coefficient, in units of the token's scale.
     """
 
     matrix: torch.Tensor
     mean: torch.Tensor
     rope: Rope | None
+    step: float
 
     def to(self, device: torch.device) -> TransformInverse:
-        return TransformInverse(self.matrix.to(device), self.mean.to(device), self.rope)
+        return TransformInverse(self.matrix.to(device), self.mean.to(device), self.rope, self.step)
 
 
 Inverse = ByteInverse | StepInverse | TransformInverse  # the restore kernels take the fields as arguments
@@ -123,6 +130,21 @@ class Quantiser(ABC):
     def some_tokens(self, parts: Quantised, tokens: slice) -> Quantised:
         """Return the parts of some tokens of a cell."""
         raise NotImplementedError(f"{self.identity} quantises on the host only")
+
+    profile: Profile | None = None  # of the model that it was calibrated for
+    # What a GPU can do with its cells, besides restoring them one by one: restore those of a round in few launches
+    # (`restore_klt`), and quantise (`quantise_klt`, with what `forward` returns).
+    gpu_restores_batches: bool = False
+    gpu_quantises: bool = False
+
+    def forward(self, place: CellPlace) -> KltForward:
+        """Return the tensors, on the host, with which kernels quantise a cell."""
+        raise AssertionError(f"no kernel quantises {self.identity}")
+
+    def levels_within(self, max_kl: float, key: str) -> int:
+        """Return how many levels may be left out if values may cost ``max_kl`` nats a token. Raises ConfigError if that
+        is none, naming the config's ``key``."""
+        raise ConfigError(f"{key} is for klt: the cost of {self.identity} is not known")
 
     splits_heads: bool = True  # whether a head's integers are the same, whatever other heads its cell has
     knows_cells: bool = True  # whether the following three are known

@@ -203,6 +203,9 @@ class KltQuantiser(KltIntegers):
     """The quantiser ``klt`` of one model, at one step."""
 
     knows_cells = True
+    gpu_restores_batches = True
+    gpu_quantises = True
+    profile: Profile
 
     def __init__(self, profile: Profile, target_kl: float | None = None, *, step: float | None = None) -> None:
         """``target_kl``: nats a token as measured in calibration. Without it and ``step``, the profile's default is
@@ -231,10 +234,7 @@ class KltQuantiser(KltIntegers):
         return list(map(Wide, rows.wide.tolist(), rows.bits.tolist()))
 
     def levels_within(self, max_kl: float, key: str) -> int:
-        """Return how many levels may be left out if values may cost ``max_kl`` nats a token: each triples the step.
-
-        Raises ConfigError if that is none, naming the config's ``key``.
-        """
+        # Each level triples the step.
         costs = [self.profile.kl_of(self.step * 3**count) for count in range(1, MOST_LEVELS)]
         if max_kl < costs[0]:
             raise ConfigError(f"{key} = {max_kl:g} is below {costs[0]:.2g}, which one level less would cost")
@@ -265,7 +265,6 @@ class KltQuantiser(KltIntegers):
         return exponents, exact_bytes(values, exponents == EXACT), integers
 
     def forward(self, place: CellPlace) -> KltForward:
-        """Return the tensors with which the kernels quantise a cell. They are on the host."""
         key = self._key(place)
         cell, rows = self.profile.cells[key], self._rows[key]
         limits = torch.full((cell.num_channels,), _DROPPED_LARGEST)
@@ -359,7 +358,7 @@ class KltQuantiser(KltIntegers):
     def inverse_of(self, place: CellPlace) -> TransformInverse:
         key = self._key(place)
         cell = self.profile.cells[key]
-        return TransformInverse(self._rows[key].matrix(cell.inverse), cell.mean, self.profile.rope)
+        return TransformInverse(self._rows[key].matrix(cell.inverse), cell.mean, self.profile.rope, self.step)
 
     def mean_values(self, place: CellPlace, dtype: torch.dtype) -> CellValues:
         """Return a cell's values if all its coefficients are 0."""

@@ -32,37 +32,56 @@ class _Active:
     variant: int
     switch_left_s: float
     work: float
+    size_bytes: int
+    started_s: float
     done: float = 0.0  # chunks that the profile expects to be done by now
 
 
 class PoolTracker:
-    """Tracks a decode pool's state and compares decode times with the profile, from the sessions' starts and ends.
+    """Estimates how fast a decode pool is, from the sessions' starts and ends: the bytes that it decodes a second, and,
+    with a profile, its state and how its decode times differ from the profile.
 
     Pure: times are arguments, and must not decrease. The decode pool and the simulator both use it.
     """
 
-    def __init__(self, profile: DecodeProfile, num_sessions: int) -> None:
+    def __init__(self, profile: DecodeProfile | None, num_sessions: int) -> None:
         self._profile = profile
+        self._num_sessions = num_sessions
+        self._measured: deque[tuple[int, float]] = deque(maxlen=_NUM_MEASURED)  # bytes and seconds of a session
         self._configured: list[int | None] = [None] * num_sessions
         self._active: dict[int, _Active] = {}
         self._now_s = 0.0
         self._decoded: list[Decoded] = []
 
     @property
+    def bytes_per_s(self) -> float | None:
+        """Return the compressed bytes per second of all sessions together, or None before the first chunk."""
+        seconds = sum(s for _, s in self._measured)
+        return self._num_sessions * sum(size for size, _ in self._measured) / seconds if seconds > 0 else None
+
+    @property
     def corrected_profile(self) -> DecodeProfile:
+        assert self._profile is not None, "the pool has no profile"
         factors = self._factors()
         return self._profile.corrected(factors) if factors else self._profile
 
-    def started(self, at_s: float, session: int, variant: int, switches: bool, work: float) -> None:
+    def started(
+        self, at_s: float, session: int, variant: int, switches: bool, work: float, size_bytes: int = 0
+    ) -> None:
+        """Record that a session begins a chunk. ``variant``: UNCONFIGURED if the profile does not have it."""
         self._advance(at_s)
-        self._configured[session] = variant
-        switch_s = self._profile.variants[variant].switch_s if switches else 0.0
-        self._active[session] = _Active(variant, switch_s, work)
+        is_known = self._profile is not None and variant != UNCONFIGURED
+        if is_known:
+            self._configured[session] = variant
+        switch_s = self._profile.variants[variant].switch_s if self._profile and is_known and switches else 0.0
+        self._active[session] = _Active(variant if is_known else UNCONFIGURED, switch_s, work, size_bytes, at_s)
 
     def ended(self, at_s: float, session: int, *, decoded: bool = True) -> None:
         """Record the end of a session's chunk. The time of one that was not ``decoded`` is ignored."""
         self._advance(at_s)
         active = self._active.pop(session)
+        if decoded and active.size_bytes:
+            self._measured.append((active.size_bytes, at_s - active.started_s))
         ratio = active.done / active.work
         if decoded and ratio > 0:  # at 0 it ended within the expected switching time, which says nothing of decoding
             self._decoded = [*self._decoded[1 - _MOST_DECODED :], Decoded(active.variant, ratio)]
@@ -72,21 +91,29 @@ class PoolTracker:
         self._advance(at_s)
         factors = self._factors()
         sessions = [SessionState(variant) for variant in self._configured]
-        for i, active in self._active.items():
+        for i, active in self._known.items():
             left = active.work - active.done / factors.get(active.variant, 1.0)
             sessions[i] = SessionState(active.variant, active.switch_left_s, max(left, _LEAST_LEFT * active.work))
         return PoolState(tuple(sessions), tuple(waiting))
 
     def _factors(self) -> dict[int, float]:
         """Return the corrections. A running chunk that is already late counts like a finished one."""
-        late = [Decoded(a.variant, a.done / a.work) for a in self._active.values() if a.done > a.work]
+        assert self._profile is not None, "the pool has no profile"
+        late = [Decoded(a.variant, a.done / a.work) for a in self._known.values() if a.done > a.work]
         return corrections([*self._decoded, *late], len(self._profile.variants))
+
+    @property
+    def _known(self) -> dict[int, _Active]:
+        """The running chunks whose variants the profile has, by session."""
+        return {session: active for session, active in self._active.items() if active.variant != UNCONFIGURED}
 
     def _advance(self, at_s: float) -> None:
         elapsed_s = at_s - self._now_s
         self._now_s = at_s
-        concurrency = len(self._active)
-        for active in self._active.values():
+        known = self._known.values()
+        concurrency = len(known)
+        for active in known:
+            assert self._profile is not None
             decoding_s = max(0.0, elapsed_s - active.switch_left_s)
             active.switch_left_s = max(0.0, active.switch_left_s - elapsed_s)
             active.done += decoding_s / self._profile.decode_time_s(active.variant, concurrency)
@@ -96,6 +123,7 @@ class PoolTracker:
 class _Job(Generic[S]):
     run: Callable[[S], Any]
     work: float
+    size_bytes: int
     future: Future[Any]
 
 
@@ -118,28 +146,30 @@ class DecodePool(Generic[S]):
         self._clock = clock
         self._lock = threading.Lock()  # guards the board and the tracker
         self._board: SessionQueue[_Job[S]] = SessionQueue(self.num_sessions)
-        self._tracker = None if profile is None else PoolTracker(profile, self.num_sessions)
-        self._measured: deque[tuple[int, float]] = deque(maxlen=_NUM_MEASURED)
+        self._tracker = PoolTracker(profile, self.num_sessions)
         self._num_usual = self.num_sessions - num_yielding
         self._usual = ThreadPoolExecutor(self._num_usual, "kvfetch-decode")
         self._yielding = ThreadPoolExecutor(max(1, num_yielding), "kvfetch-spare", _lower_priority)
         self._closed = False
 
-    def submit(self, job: Callable[[S], R], variant: int | None = None, *, work: float = 1.0) -> Future[R]:
+    def submit(
+        self, job: Callable[[S], R], variant: int | None = None, *, work: float = 1.0, size_bytes: int = 0
+    ) -> Future[R]:
         """Run ``job`` on the first idle session. Jobs start in the order of submission.
 
         ``variant``: index into the pool's profile, None if it is not there. ``work``: the chunk's number of integers
-        relative to the profile's chunk. A job never runs if its future is cancelled while it waits.
+        relative to the profile's chunk. ``size_bytes``: of its bitstream. A job never runs if its future is cancelled
+        while it waits.
         """
         future: Future[R] = Future()
         with self._lock:
             assert not self._closed, "the pool is closed"
-            self._start(self._board.submit(UNCONFIGURED if variant is None else variant, _Job(job, work, future)))
+            item = _Job(job, work, size_bytes, future)
+            self._start(self._board.submit(UNCONFIGURED if variant is None else variant, item))
         return future
 
     def state(self) -> PoolState:
         """Return the pool's state now, for a policy. Chunks of variants that the profile lacks are left out."""
-        assert self._tracker is not None, "the pool has no profile"
         with self._lock:
             waiting = [variant for variant, _ in self._board.waiting if variant != UNCONFIGURED]
             return self._tracker.state(self._clock(), waiting)
@@ -147,19 +177,14 @@ class DecodePool(Generic[S]):
     @property
     def profile(self) -> DecodeProfile:
         """Return the profile, corrected by observed decode times, for a policy."""
-        assert self._tracker is not None, "the pool has no profile"
         with self._lock:
             return self._tracker.corrected_profile
-
-    def measured(self, size_bytes: int, seconds: float) -> None:
-        """Record that one session needed ``seconds`` for a chunk of ``size_bytes``."""
-        self._measured.append((size_bytes, seconds))
 
     @property
     def bytes_per_s(self) -> float | None:
         """Return the compressed bytes per second of all sessions together, or None before the first chunk."""
-        seconds = sum(s for _, s in self._measured)
-        return self.num_sessions * sum(size for size, _ in self._measured) / seconds if seconds > 0 else None
+        with self._lock:
+            return self._tracker.bytes_per_s
 
     def close(self, *, wait: bool = True) -> None:
         """Cancel the waiting jobs. With ``wait``, return only when the running jobs have ended."""
@@ -175,8 +200,8 @@ class DecodePool(Generic[S]):
         """Let a session begin its chunk. Call with the lock held."""
         if start is None:
             return
-        if self._tracker is not None and start.variant != UNCONFIGURED:
-            self._tracker.started(self._clock(), start.session, start.variant, start.switches, start.item.work)
+        job = start.item
+        self._tracker.started(self._clock(), start.session, start.variant, start.switches, job.work, job.size_bytes)
         threads = self._usual if start.session < self._num_usual else self._yielding
         threads.submit(self._run, start)
 
@@ -192,8 +217,7 @@ class DecodePool(Generic[S]):
                 error = e
         # Free the session before the future is done, so that whoever then reads the state sees it idle.
         with self._lock:
-            if self._tracker is not None and start.variant != UNCONFIGURED:
-                self._tracker.ended(self._clock(), start.session, decoded=wanted and error is None)
+            self._tracker.ended(self._clock(), start.session, decoded=wanted and error is None)
             self._start(self._board.finish(start.session))
         if error is not None:
             future.set_exception(error)

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,27 +26,29 @@ from sgl_kvfetch.plane.adapt.policy import Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.ahead import ReadAhead
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
+from sgl_kvfetch.plane.fetch.offers import Chooser
 from sgl_kvfetch.plane.fetch.plan import (
     CellsKey,
     LevelPolicy,
     PageSource,
     ReadUnit,
     SpanPart,
-    Supply,
     UnitKey,
     read_units,
     span_parts,
 )
-from sgl_kvfetch.plane.fetch.restore import Restored, restore_cell, working_bytes
+from sgl_kvfetch.plane.fetch.restore import restore_cell, working_bytes
 from sgl_kvfetch.plane.fetch.rounds import Early, FetchProgress, Round
-from sgl_kvfetch.plane.fetch.sink import Destination
-from sgl_kvfetch.plane.fetch.variants import VariantChooser
+from sgl_kvfetch.plane.fetch.sink import Destination, IsFinished
 from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
 from sgl_kvfetch.plane.messages import Cost
 from sgl_kvfetch.side_by_side import together
 from sgl_kvfetch.stores import Store
 
 logger = logging.getLogger(__name__)
+
+# Restores a cell with a session's decoders. Its result is done when the cell is written, or the device is told to.
+Restore = Callable[[Decoders], Future[IsFinished]]
 
 # How often to look whether a device has finished with frames. Its events call nobody, and may come in any order.
 _POLL_S = 0.002
@@ -101,7 +103,7 @@ class Fetcher:
         self._decode_budget = BytesBudget(decode_bytes)
         self._on_device: list[tuple[int, Callable[[], bool]]] = []  # bytes of frames, and whether it has finished
         self.link = link or Link()
-        self._chooser = None if policy is None else VariantChooser(policy, pool, self.link)
+        self._chooser = Chooser(policy, pool, self.link)
         self.levels = levels or LevelPolicy()
         self._may_delete = may_delete
         self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
@@ -373,7 +375,7 @@ class Fetcher:
         unit: ReadUnit,
         cell: Cell,
         data: bytes | memoryview,
-        restore: Callable[..., Restored],
+        restore: Callable[..., Future[IsFinished]],
         progress: FetchProgress,
         size_bytes: int,
     ) -> None:
@@ -402,7 +404,6 @@ class Fetcher:
             future.cancel()
             raise
         _launched(future).result()
-        self.pool.measured(len(piece), future.result().seconds)
         progress.undecoded_bytes -= len(piece)
         progress.num_first_layers -= cell.layer_group == 0
         self._consider_early(progress)
@@ -421,10 +422,9 @@ class Fetcher:
         for each in on_device:
             self._release_decoded(*each)
 
-    def _submit(self, reader: SegmentReader, cell: Cell, job: Callable[[Decoders], Restored]) -> Future[Restored]:
-        if self._chooser is None:
-            return self.pool.submit(job)
-        return self.pool.submit(job, self._chooser.profile_variant(reader), work=self._chooser.work(reader, cell))
+    def _submit(self, reader: SegmentReader, cell: Cell, job: Restore) -> Future[Future[IsFinished]]:
+        variant, work = self._chooser.profile_variant(reader), self._chooser.work(reader, cell)
+        return self.pool.submit(job, variant, work=work, size_bytes=reader.coded_bytes(cell))
 
     def _num_unasked(self) -> int:
         """Count the cells that running fetches have not requested yet; all fetches share link and decoders."""
@@ -441,28 +441,16 @@ class Fetcher:
         unless its cells are read ahead already. Cells for which ``is_taken`` returns True are left out. ``num_unasked``
         counts the cells not requested yet, including those of the next unit. ``due_s``: when the fetch should end."""
         reader = part.reader
-        if self._chooser is None:
-            runs: Iterable[tuple[Cell, ...]] = (u.cells for u in read_units(reader, part.span, self._read_bytes))
-        else:
-            runs = self._chooser.runs(reader, part.span)
-        for run in runs:
+        for run in self._chooser.runs(reader, part.span, self._read_bytes):
             key = reader.manifest.key.stem, run[0]
             if is_taken(key):
                 continue
             unit = self._ahead.find_unit(key)
             # The segment may have been rewritten meanwhile, with other spans or cells.
             if unit is None or unit.cells != run or not unit.reader.has_cells_of(reader):
-                chosen = reader if self._chooser is None else self._chooser.choose(reader, run, num_unasked())
-                supply = partial(self._supply, num_unasked)
-                if not self._is_in_memory(chosen, part.span):
-                    chosen = self.levels.choose(chosen, run[0], due_s - time.monotonic(), supply)
-                unit = ReadUnit(chosen, run)
+                left_s, is_here = due_s - time.monotonic(), partial(self._is_in_memory, span=part.span)
+                unit = ReadUnit(self._chooser.choose(reader, run, self.levels, left_s, num_unasked(), is_here), run)
             yield unit
-
-    def _supply(self, num_unasked: Callable[[], int]) -> Supply:
-        goodput_bps = self.link.goodput_bps()  # an old one, too: the first cells correct it
-        read_bytes_per_s = None if goodput_bps is None else goodput_bps / 8
-        return Supply(num_unasked(), self.link.outstanding_bytes, read_bytes_per_s, self.pool.bytes_per_s)
 
     def _is_in_memory(self, reader: SegmentReader, span: int) -> bool:
         return self._memory is not None and self._memory.has(reader, span)
@@ -567,7 +555,7 @@ def _restore_part(
     cell: Cell,
     data: memoryview,
     decoders: Decoders,
-) -> Restored:
+) -> Future[IsFinished]:
     """Restore a cell of a part on the decode pool."""
     pool_pages = [destination.pool_pages[i] for i in part.request_pages]
     return restore_cell(
@@ -576,9 +564,9 @@ def _restore_part(
     )  # fmt: skip
 
 
-def _launched(future: Future[Restored]) -> Future[Any]:
+def _launched(future: Future[Future[IsFinished]]) -> Future[Any]:
     """Return the future of the cell's launch; if it could not be decoded, ``future`` itself."""
-    return future if future.cancelled() or future.exception() is not None else future.result().launched
+    return future if future.cancelled() or future.exception() is not None else future.result()
 
 
 def _release(budget: BytesBudget, num_bytes: int, _: object) -> None:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import partial
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import Manifest, Quantiser, SegmentReader, decode_manifest, first_readable, open_manifest
+from sgl_kvfetch.codec import Manifest, Quantiser, SegmentReader, decode_manifest, open_manifest
+from sgl_kvfetch.codec.container import first_readable
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
@@ -256,7 +257,9 @@ class PageFinder:
         return self._reader(self._heads, manifest.encode())
 
     def _reader(self, heads: HeadSlice, manifest_bytes: bytes) -> SegmentReader:
-        manifest = open_manifest(decode_manifest(manifest_bytes), self._store.encryption_keys)
+        manifest = decode_manifest(manifest_bytes)
+        if manifest.is_encrypted:
+            manifest = open_manifest(manifest, self._store.encryption_keys)
         heads.require_same(manifest.heads)
         variant = first_readable(manifest, self._engine_codecs)
         reader = SegmentReader(manifest, self._quantiser, variant, self._heads.heads)

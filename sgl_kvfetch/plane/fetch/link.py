@@ -30,7 +30,8 @@ _PROBE_S = 0.1  # how long each transfer may take
 class Link:
     """Records transfers over the link. Belongs to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._transfers: deque[Transfer] = deque(maxlen=_NUM_KEPT)
         self._round_trips_s: deque[float] = deque(maxlen=_NUM_KEPT)
         self.outstanding_bytes = 0  # of unfinished transfers
@@ -38,7 +39,6 @@ class Link:
         # Since when a transfer last ended, or the link was last idle, and what has come since. Whether pieces are
         # reported as they come; otherwise all that is outstanding may have come.
         self._changed_s, self._received_bytes, self._hears = 0.0, 0, False
-        self._ended_s = -math.inf
         self._bound_bps, self._bounded_s = math.inf, -math.inf  # by transfers that were given up, and when
         self._probed_s = -math.inf
         self._waiting: list[asyncio.Future[None]] = []
@@ -52,7 +52,7 @@ class Link:
     def is_full(self) -> bool:
         """Return whether enough bytes are outstanding. While the goodput is unknown, any transfer fills the link."""
         full_s = _FULL_S + 2 * min(self._round_trips_s, default=0.0)
-        return self.outstanding_bytes > (self.goodput_bps(time.monotonic()) or 0.0) / 8 * full_s
+        return self.outstanding_bytes > (self.goodput_bps(self._clock()) or 0.0) / 8 * full_s
 
     def goodput_bps(self, now_s: float = -math.inf) -> float | None:
         """Return the mean goodput of the kept transfers. If none ended lately, or ever without ``now_s``, return what
@@ -84,7 +84,7 @@ class Link:
     def begin_probe(self) -> int:
         """Return how many bytes to read, at least, in each of two transfers to measure the link: 0 if it is in use, or
         was measured a moment ago."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         measured_s = max(self._probed_s, self._bounded_s, self._transfers[-1].end_s if self._transfers else -math.inf)
         if self._num_outstanding or now_s < measured_s + _PROBE_EVERY_S:
             return 0
@@ -97,25 +97,25 @@ class Link:
 
     def started(self, size_bytes: int) -> None:
         if not self._num_outstanding:
-            self._changed_s, self._received_bytes = time.monotonic(), 0
+            self._changed_s, self._received_bytes = self._clock(), 0
         self.outstanding_bytes += size_bytes
         self._num_outstanding += 1
 
     def give_up(self) -> None:
         """Note that a transfer is given up, before it ends."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if (bound_bps := self._bps_since_change(now_s)) < math.inf:
             self._bound_bps, self._bounded_s = bound_bps, now_s
 
     def ended(self, size_bytes: int, started_s: float, *, is_whole: bool) -> None:
-        """Record a transfer's end. ``is_whole``: all bytes arrived; otherwise it failed or was cancelled."""
+        """Record the end of a transfer that `started` announced at ``started_s``. ``is_whole``: all bytes arrived;
+        otherwise it failed or was cancelled."""
         self.outstanding_bytes -= size_bytes
         self._num_outstanding -= 1
-        now_s = time.monotonic()
+        now_s = self._clock()
         if is_whole and size_bytes and now_s > started_s:
-            start_s = max(self._ended_s, min(started_s, self._changed_s))
-            self._add(size_bytes, start_s, now_s, now_s - started_s)
-        self._changed_s = self._ended_s = now_s
+            self._add(size_bytes, self._changed_s, now_s, now_s - started_s)
+        self._changed_s = now_s
         self._received_bytes = 0
         for waiting in self._waiting:
             if not waiting.done():

@@ -1,4 +1,4 @@
-"""Plans the reads for a request's pages, and how many levels of coefficients they take. Pure: no clock, no I/O."""
+"""Plans the reads for a request's pages, and which levels of coefficients they may lack. Pure: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -140,16 +140,6 @@ def neighbours(reader: SegmentReader, cells: Sequence[Cell]) -> Iterator[Sequenc
 
 
 @dataclass(frozen=True, slots=True)
-class Supply:
-    """What stands between now and the end of a fetch. Rates are None until they are measured."""
-
-    num_cells: int  # not requested yet, with those to choose for
-    outstanding_bytes: int
-    read_bytes_per_s: float | None
-    decoded_bytes_per_s: float | None  # of compressed bytes
-
-
-@dataclass(frozen=True, slots=True)
 class LevelPolicy:
     """``most_left_out``: levels, of which each that is left out triples the step. ``within_s``: how long a fetch may
     take before it leaves some out. ``least_left_out``: levels that other servers need, and this one never reads."""
@@ -170,24 +160,6 @@ class LevelPolicy:
     def coarsest(self, reader: SegmentReader) -> SegmentReader:
         """Return the reader of as few levels as may be read."""
         return _leaving_out(reader, self.most_left_out)
-
-    def choose(
-        self, reader: SegmentReader, cell: Cell, left_s: float, make_supply: Callable[[], Supply]
-    ) -> SegmentReader:
-        """Return the reader of the most levels with which the fetch ends within ``left_s``, if all cells that are left
-        are as large as ``cell`` and read alike; without one, the coarsest."""
-        coarsest = self.coarsest(reader)
-        if coarsest is reader:
-            return reader
-        supply = make_supply()
-        rates = [rate for rate in (supply.read_bytes_per_s, supply.decoded_bytes_per_s) if rate]
-        if not rates:
-            return reader
-        left_bytes = left_s * min(rates) - supply.outstanding_bytes
-        for count in range(reader.num_levels - coarsest.num_levels):
-            if (each := reader.without_levels(count)).coded_bytes(cell) * supply.num_cells <= left_bytes:
-                return each
-        return coarsest
 
 
 def _leaving_out(reader: SegmentReader, count: int) -> SegmentReader:

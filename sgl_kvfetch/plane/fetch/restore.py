@@ -5,23 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import Cell, CellValues, Decoders, Quantised, SegmentReader
-from sgl_kvfetch.plane.fetch.sink import FramePool, GuardedSink, IsFinished, PagePool
+from sgl_kvfetch.plane.fetch.sink import FramePool, IsFinished, Pool, Sink
 
 # Values dequantised at a time: dequantising needs several times their memory.
 _VALUES_AT_ONCE = 1 << 19
 _BYTES_A_VALUE = 24  # during dequantisation: a few copies in float32
-
-
-class Restored(NamedTuple):
-    """A decoded cell: the seconds that its thread took. ``launched`` is done when it is written, or when the device is
-    told to."""
-
-    seconds: float
-    launched: Future[IsFinished]
 
 
 _WRITTEN: Future[IsFinished] = Future()
@@ -36,11 +27,12 @@ def restore_cell(
     *,
     span_pages: Sequence[int],
     pool_pages: Sequence[int],
-    sink: GuardedSink,
+    sink: Sink,
     request: timeline.Request = timeline.NOBODY,
-) -> Restored:
-    """Decode one cell and write pages ``span_pages`` of its span into ``pool_pages``. ``decoders`` are those of the
-    session that runs this. ``request`` is for the timeline.
+) -> Future[IsFinished]:
+    """Decode one cell and write pages ``span_pages`` of its span into ``pool_pages``. The returned future is done when
+    they are written, or when the device is told to. ``decoders`` are those of the session that runs this. ``request``
+    is for the timeline.
 
     Raises CorruptError, FormatError, UnsupportedError.
     """
@@ -60,10 +52,10 @@ def restore_cell(
     about: dict[str, int | str] = {"bytes": len(data), "codec": reader.variant.codec}
     timeline.add(request, "decode", started_s, decoded_s, **about, levels_left_out=reader.levels_left_out)
     timeline.add(request, "restore", decoded_s, ended_s)
-    return Restored(ended_s - started_s, launched)
+    return launched
 
 
-def working_bytes(reader: SegmentReader, cell: Cell, pool: PagePool) -> int:
+def working_bytes(reader: SegmentReader, cell: Cell, pool: Pool) -> int:
     """Return the bytes of memory that `restore_cell` needs until it is finished: frames, their integers, and some
     values unless a device dequantises them."""
     num_values = 0 if isinstance(pool, FramePool) else reader.manifest.cell_values(cell)
@@ -76,7 +68,7 @@ def _write_values(
     quantised: Quantised,
     span_pages: Sequence[int],
     pool_pages: Sequence[int],
-    sink: GuardedSink,
+    sink: Sink,
 ) -> None:
     page_size, grid = reader.geometry.page_size, reader.manifest.grid
     layers, heads = grid.layers(cell.layer_group), reader.heads_of(cell)

@@ -38,7 +38,7 @@ def consecutive_runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
             start = end
 
 
-class FramePool(PagePool):
+class FramePool(ABC):
     """A pool that dequantises frames itself, on the device of its pages, which decoders may decode to.
 
     ``spare_decoders`` decode on that device what comes while the CPU is busy.
@@ -64,29 +64,47 @@ class FramePool(PagePool):
         Raises nothing."""
 
 
-class GuardedSink:
-    """Writes to a pool until it is closed, and never afterwards: the pages may then belong to another request."""
+Pool = PagePool | FramePool  # takes values, or frames that it dequantises itself
 
-    def __init__(self, pool: PagePool) -> None:
+
+class Sink:
+    """Writes to a pool until it is closed. Closing waits for nothing: a write under way goes on."""
+
+    def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self._lock = threading.Lock()
         self._closed = False
 
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> bool:
         """Write ``values``. Return False, without writing, if the sink is closed."""
-        return self.run(lambda: self.pool.write(layers, heads, pages, values))
+        pool = self.pool
+        assert isinstance(pool, PagePool)
+        return self.run(lambda: pool.write(layers, heads, pages, values))
 
     def run(self, write: Callable[[], None]) -> bool:
-        """Call ``write``. Return False, without calling it, if the sink is closed."""
-        with self._lock:
-            if self._closed:
-                return False
+        """Call ``write``. Return False, perhaps without calling it, if the sink is closed."""
+        if not self._closed:
             write()
-            return True
+        return not self._closed
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class GuardedSink(Sink):
+    """Closing waits for the write under way, and nothing is written afterwards: the pages may then belong to another
+    request."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(pool)
+        self._lock = threading.Lock()
+
+    def run(self, write: Callable[[], None]) -> bool:
+        with self._lock:
+            return super().run(write)
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
+            super().close()
 
 
 class LayerProgress:
@@ -124,7 +142,7 @@ class Destination:
     restored, if the engine waits for single layers."""
 
     pool_pages: Sequence[int]
-    sink: GuardedSink
+    sink: Sink
     layers: LayerProgress | None = None
 
     def count(self, layers: range, heads: range, num_pages: int) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sgl_kvfetch.codec import Pages, SideKey
+from sgl_kvfetch.codec import SideKey
+from sgl_kvfetch.codec.container import Pages
 from sgl_kvfetch.keys import buddy_split
 
 

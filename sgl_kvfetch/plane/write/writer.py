@@ -28,15 +28,17 @@ from sgl_kvfetch.codec import (
     SegmentSpec,
     Side,
     decode_manifest,
+    require_rewritable,
+    secure_segment,
+    signed_by,
+)
+from sgl_kvfetch.codec.container import (
     encode_pages,
     encode_side,
     merge_segments,
     plain_segment,
-    require_rewritable,
-    secure_rows,
-    secure_segment,
+    secure_side,
     side_places,
-    split_signature,
 )
 from sgl_kvfetch.errors import FormatError, KVFetchError, QuantiseError, StoreError
 from sgl_kvfetch.keys import SegmentKey
@@ -227,7 +229,7 @@ class Writer:
                 continue
             side, data = await self._run(partial(encode_side, new, self._encode_pool))
             how = self._store.encryption_keys, self._store.signs
-            side, data = await self._run(partial(secure_rows, manifest, side, data, *how))
+            side, data = await self._run(partial(secure_side, manifest, side, data, *how))
             whole = msgspec.structs.replace(manifest, sides=(*manifest.sides, side))
             content = whole.encode()
             await self._store.put(whole.data_name(side), data)
@@ -323,7 +325,7 @@ class Merger:
             return None  # the merged segment would be, too
         if len(stored) + len(manifest.encode()) > MAX_MANIFEST_BYTES:
             return None
-        side_bytes = sum(each.data_bytes(side) for each in (left, manifest) for side in each.sides)
+        side_bytes = sum(side.size_bytes for each in (left, manifest) for side in each.sides)
         return await self._read(left) if side_bytes <= _MOST_SIDE_BYTES else None
 
     async def _read(self, manifest: Manifest) -> CodedSegment | None:
@@ -333,9 +335,7 @@ class Merger:
             if data is None:
                 return None
             contents.append(data)
-        num_variants, num_levels = len(manifest.variants), len(manifest.levels)
-        more, rest = tuple(contents[1:num_variants]), tuple(contents[num_variants:])
-        return CodedSegment(manifest, contents[0], more, level_data=rest[:num_levels], side_data=rest[num_levels:])
+        return CodedSegment.of(manifest, contents)
 
     def retire(self, manifests: Iterable[Manifest]) -> None:
         """Delete segments that others replace, as soon as no reader should still use them."""
@@ -361,15 +361,14 @@ def _coarse_segments(hits: Sequence[SegmentHit]) -> list[Manifest]:
         manifest = decode_manifest(hit.manifest)
         if hit.num_pages < manifest.num_pages:
             return []
-        if any(variant.num_dropped for variant in manifest.variants):
+        if manifest.num_dropped:
             coarse.append(manifest)
     return coarse
 
 
 def _may_change(store: Store, manifest: Manifest, stored: bytes) -> bool:
     """Return whether readers with keys could still use a segment if it was written again through ``store``."""
-    is_signed = bool(split_signature(stored)[1])
-    return (store.signs or not is_signed) and (store.encryption_keys is not None or not manifest.is_encrypted)
+    return (store.signs or not signed_by(stored)) and (store.encryption_keys is not None or not manifest.is_encrypted)
 
 
 async def commit_segment(store: Store, segment: CodedSegment) -> tuple[CodedSegment, int]:

@@ -29,13 +29,15 @@ from sgl_kvfetch.plane import (
     FetchLag,
     FetchOrRecompute,
     Found,
+    FramePool,
     GuardedSink,
     KVFetchConfig,
     LayerProgress,
+    PagePool,
     counted,
 )
 from sgl_kvfetch.plugin.device.board import Board, Done, PageCount, Ticket
-from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
+from sgl_kvfetch.plugin.device.pages import GuardedSource, SlotPages
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.prefill import PrefillMeter
 from sgl_kvfetch.plugin.weight_updates import Access
@@ -103,12 +105,14 @@ class SlotRun:
 class Filling:
     """Slots that are being filled."""
 
-    def __init__(self, pages: DevicePages, slots: torch.Tensor) -> None:
+    def __init__(self, pages: SlotPages, slots: torch.Tensor) -> None:
         """``slots``: one per token."""
         geometry = pages.geometry
         num_pages = slots.numel() // geometry.page_size
         self.slots = slots
-        self.sink = GuardedSink(pages.open_round(slots))
+        self._pages = pages.open_round(slots)
+        assert isinstance(self._pages, PagePool | FramePool)
+        self.sink = GuardedSink(self._pages)
         self.layers = LayerProgress(geometry.num_layers, num_pages * geometry.num_heads)
         self.destination = Destination(pages.page_indices(slots), self.sink, self.layers)
 
@@ -118,10 +122,8 @@ class Filling:
         self.layers.end()
 
     def publish(self) -> None:
-        """Pass on what is restored: see `DevicePages.publish`."""
-        pages = self.sink.pool
-        assert isinstance(pages, DevicePages)
-        pages.publish()
+        """Pass on what is restored: see `SlotPages.publish`."""
+        self._pages.publish()
 
 
 class DeviceBackend:
@@ -131,7 +133,7 @@ class DeviceBackend:
         self,
         config: KVFetchConfig,
         plane: DataPlane,
-        pages: DevicePages,
+        pages: SlotPages,
         meter: PrefillMeter,
         board: Board,
         *,
@@ -156,6 +158,7 @@ class DeviceBackend:
         """Write what is queued, within a few seconds, and release threads and processes. Idempotent."""
         self.plane.close()
         self._copy_pool.shutdown(wait=False, cancel_futures=True)
+        self.pages.close()
 
     # Lookups
 

@@ -38,7 +38,7 @@ from sgl_kvfetch.plugin.device.board import Board
 from sgl_kvfetch.plugin.device.early import EarlyStarts
 from sgl_kvfetch.plugin.device.fetches import Fetches
 from sgl_kvfetch.plugin.device.known import KnownPages
-from sgl_kvfetch.plugin.device.pages import DevicePages, pool_device
+from sgl_kvfetch.plugin.device.pages import DevicePages, SlotPages, pool_device
 from sgl_kvfetch.plugin.device.writes import Writes
 from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.host.pages import is_mla
@@ -70,7 +70,7 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     # Set on the class, because SGLang's constructor calls reset().
     _parts: _Parts | None = None
-    _pages: DevicePages | None = None  # of the last attachment
+    _pages: SlotPages | None = None  # of the last attachment
     _connect: Callable[[str | None], None] | None = None
     _extra_config: str | None = None
     _changed: Sequence[Any] = ()  # handles that were left when the store was detached
@@ -84,7 +84,7 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self,
         config: KVFetchConfig,
         plane: DataPlane,
-        pages: DevicePages,
+        pages: SlotPages,
         *,
         pool_tokens: int,
         threshold_tokens: int,
@@ -387,7 +387,7 @@ def build_radix_cache(ctx: TreeCacheBuildContext) -> KVFetchRadixCache:
     return cache
 
 
-def _open_pages(pool: Any, page_size: int, tp_worker: Any) -> DevicePages:
+def _open_pages(pool: Any, page_size: int, tp_worker: Any) -> SlotPages:
     """Return access to the pool's pages. Raises UnsupportedError for a pool or device that is not supported."""
     device = torch.device(pool.device)
     if device.type == "cpu":
@@ -398,7 +398,7 @@ def _open_pages(pool: Any, page_size: int, tp_worker: Any) -> DevicePages:
         "kvfetch: device mode on a GPU has not been run by its authors yet, only tested without one; "
         "--enable-hierarchical-cache gives host mode"
     )
-    from sgl_kvfetch.codec import open_gpu_ans
+    from sgl_kvfetch.codec.bitstream import open_gpu_ans
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 
     gpu = Device(pool_device(pool))
@@ -410,7 +410,7 @@ def _open_pages(pool: Any, page_size: int, tp_worker: Any) -> DevicePages:
 
 def _connect(
     cache: KVFetchRadixCache,
-    pages: DevicePages,
+    pages: SlotPages,
     nvdec: Nvdec | None,
     rank: SimpleNamespace,
     pool_tokens: int,

@@ -19,26 +19,14 @@ from typing import Any, Self
 
 import torch
 
-from sgl_kvfetch.codec import (
-    CellFrames,
-    CellPlace,
-    CellValues,
-    Decoders,
-    Device,
-    Fence,
-    Inverse,
-    KltQuantiser,
-    Quantised,
-    Quantiser,
-    Stream,
-    TransformInverse,
-)
+from sgl_kvfetch.codec import CellFrames, CellPlace, CellValues, Decoders, Device, Fence, Quantised, Quantiser, Stream
+from sgl_kvfetch.codec.quant import Inverse, TransformInverse
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.log import LimitedLogger, brief
 from sgl_kvfetch.plane import FramePool, Guard, IsFinished, consecutive_runs
-from sgl_kvfetch.plugin.device.klt_batches import KltBatches, make_model, rotation_of
-from sgl_kvfetch.plugin.device.klt_reads import KltReads, PoolCell, open_klt_reads
-from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device.klt_batches import KltLauncher, make_model
+from sgl_kvfetch.plugin.device.klt_reads import KltReads, KltRun, PoolCell, open_klt_reads
+from sgl_kvfetch.plugin.device.pages import SlotPages
 from sgl_kvfetch.plugin.device.restores import CellOutputs, Restore, restores_of
 from sgl_kvfetch.plugin.device.staging import StagingRing, needed_bytes
 from sgl_kvfetch.triton_kernels.restore_klt import KltModel
@@ -63,7 +51,7 @@ _POLL_S = 0.001  # events have no wait with a deadline
 _RESTORE_STREAMS = 4  # a round waits for the passes that ran when it began, and not for those of the next rounds
 
 
-class CudaPages(DevicePages, FramePool):
+class CudaPages(SlotPages, FramePool):
     """Pages of an ``MHATokenToKVPool`` on a GPU.
 
     The scheduler's thread opens a round, or reads, when it hands slots over, before work on them begins. It calls the
@@ -84,7 +72,7 @@ class CudaPages(DevicePages, FramePool):
         read_buffer_bytes: int = READ_BUFFER_BYTES,
     ) -> None:
         """``forward_stream``: the stream of SGLang's model if the scheduler overlaps with it; otherwise the model runs
-        on the scheduler's own stream. Raises UnsupportedError as `DevicePages` does."""
+        on the scheduler's own stream. Raises UnsupportedError as `SlotPages` does."""
         super().__init__(pool, page_size)
         self.spare_decoders = spare_decoders or {}
         self._device = device
@@ -108,16 +96,17 @@ class CudaPages(DevicePages, FramePool):
         self._models: dict[tuple[range, range], tuple[Quantiser, KltModel]] = {}
         self._compiling = threading.Lock()  # taken only for kernels that are not compiled yet
         self._compiled: set[Hashable] = set()
-        batches = KltBatches(device, self._restore_staging, page_size, self._compile_once)
-        self._batches = batches.open(self._restores, self._slots_there, self._write, self._resident)
+        self._launcher = KltLauncher(device, self._restore_staging, page_size, self._compile_once)
+        self._batches = self._launcher.open(self._restores, self._slots_there, self._write, self._resident)
         self._klt_reads: KltReads | None = None
+        self._klt_run: KltRun | None = None
 
     # Ordering, on the scheduler's thread
 
     def open_round(self, slots: torch.Tensor) -> Self:
         opened = self._open(slots)
         opened._restores, opened._restored = next(self._restore_streams), None
-        opened._batches = self._batches.open(opened._restores, opened._slots_there, opened._write, opened._resident)
+        opened._batches = self._launcher.open(opened._restores, opened._slots_there, opened._write, opened._resident)
         opened._fence(opened._restores)  # a forward pass under way may still write to slots that were given away since
         return opened
 
@@ -125,7 +114,7 @@ class CudaPages(DevicePages, FramePool):
         opened = self._open(slots)
         opened._fence(self._reads)  # a forward pass under way may compute what will be read
         if self._klt_reads is not None:
-            opened._klt_reads = self._klt_reads.open(opened._slots_there, opened._read_slots, self.geometry.page_size)
+            opened._klt_run = self._klt_reads.open(opened._slots_there, opened._read_slots, self.geometry.page_size)
         return opened
 
     def _open(self, slots: torch.Tensor) -> Self:
@@ -152,12 +141,15 @@ class CudaPages(DevicePages, FramePool):
             time.sleep(_POLL_S)
         return True
 
+    def close(self) -> None:
+        self._launcher.close()
+
     # Restoring
 
     def restore(
         self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int], guarded: Guard
     ) -> Future[IsFinished]:
-        if isinstance(cell.quantiser, KltQuantiser):
+        if cell.quantiser.gpu_restores_batches:
             return self._batches.restore(cell, self._model(cell), span_pages, pages, guarded)
         inverse = self._inverse(cell.quantiser, cell.place)
         assert not isinstance(inverse, TransformInverse)
@@ -221,7 +213,7 @@ class CudaPages(DevicePages, FramePool):
         if isinstance(inverse, TransformInverse) and inverse.rope is not None:
             num_tokens = len(place.tokens)
             for first in range(0, _ROTATED_SPANS * num_tokens, num_tokens):
-                rotation_of(inverse.rope, range(first, first + num_tokens), self._resident)
+                self._launcher.rotation_of(inverse.rope, range(first, first + num_tokens), self._resident)
 
     def _inverse(self, quantiser: Quantiser, place: CellPlace) -> Inverse:
         """Return the inverse of a cell's quantiser. Its tensors stay on the device, for later cells."""
@@ -298,7 +290,7 @@ class CudaPages(DevicePages, FramePool):
 
     def prepare_writes(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
         self._klt_reads = None
-        if not isinstance(quantiser, KltQuantiser):
+        if not quantiser.gpu_quantises:
             return
         cells: list[PoolCell] = []
         for place in places:
@@ -311,10 +303,10 @@ class CudaPages(DevicePages, FramePool):
         logger.info("kvfetch: %s", result)
 
     def quantise(self, first_page: int, pages: range) -> Sequence[Quantised] | None:
-        if self._klt_reads is None:
+        if self._klt_run is None:
             return None
         try:
-            return self._klt_reads.quantise(first_page, pages)
+            return self._klt_run.quantise(first_page, pages)
         except Exception as e:  # a compiler and a driver fail in many ways
             _limited.warning("quantise", f"pages are quantised on the CPU: {brief(e)}")
             return None
@@ -348,9 +340,6 @@ class CudaPages(DevicePages, FramePool):
             self._device.launch(self._reads, gather)
             self._device.mark(self._reads).synchronize()
             out.copy_(host.transpose(0, 1))
-
-    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
-        raise NotImplementedError("pages on a GPU are restored from frames, not written from values")
 
     def page_indices(self, slots: torch.Tensor) -> Sequence[int]:
         return range(slots.numel() // self.geometry.page_size)

@@ -6,17 +6,18 @@ of a table. docs/device-mode-gpu.md has the rules.
 
 from __future__ import annotations
 
-import copy
 import threading
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec import CellFrames, Device, KltQuantiser, RegionLayout, Rope, Stream, TransformInverse, scales_of
+from sgl_kvfetch.codec import CellFrames, Device, Stream
+from sgl_kvfetch.codec.layout import RegionLayout
+from sgl_kvfetch.codec.quant import Rope, TransformInverse, scales_of
 from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import Guard, IsFinished
 from sgl_kvfetch.plugin.device.staging import StagingBuffer, StagingRing, aligned, needed_bytes
@@ -35,7 +36,6 @@ WAIT_S = 0.002  # for more cells, after the first
 _MOST_CELLS = 32
 _MOST_BYTES = 128 << 10  # of staging memory, for several cells: 1 KiB each, and room for exact tokens
 _LAUNCHING_THREADS = 4  # a launch that waits for the driver holds up no other
-_ROTATING = ThreadPoolExecutor(1, "kvfetch-rotate", use_one_thread)  # teams of OpenMP threads would spin
 
 # Calls a function with hashable arguments, and keeps the tensor that it returns on the device for the next call.
 Resident = Callable[..., torch.Tensor]
@@ -45,34 +45,48 @@ Write = Callable[[Callable[[], None]], None]
 CompileOnce = Callable[[Hashable, Callable[[], None]], None]
 
 
+class KltLauncher:
+    """What the batches of all rounds share."""
+
+    def __init__(self, device: Device, ring: StagingRing, page_size: int, compile_once: CompileOnce) -> None:
+        self.device = device
+        self.ring = ring
+        self.page_size = page_size
+        self.compile_once = compile_once
+        self.threads = ThreadPoolExecutor(_LAUNCHING_THREADS, "kvfetch-launch")
+        self._rotating = ThreadPoolExecutor(1, "kvfetch-rotate", use_one_thread)  # a team of OpenMP threads would spin
+
+    def close(self) -> None:
+        """End the threads when what was submitted is done. Call this after all rounds."""
+        self.threads.shutdown(wait=False)
+        self._rotating.shutdown(wait=False)
+
+    def rotation_of(self, rope: Rope, tokens: range, resident: Resident) -> torch.Tensor:
+        """Return ``rope.table`` of a span, on the device."""
+        return resident(self._rotation, rope.table, tokens.start, len(tokens))
+
+    def _rotation(self, table: Callable[[int, int], torch.Tensor], first_token: int, num_tokens: int) -> torch.Tensor:
+        return self._rotating.submit(table, first_token, num_tokens).result()
+
+    def open(self, stream: Stream, slots: torch.Tensor, write: Write, resident: Resident) -> KltBatches:
+        """Return the batches of a round. ``slots``: int64, of all its pages, on the device. ``resident`` keeps tables
+        for kernels on ``stream``."""
+        return KltBatches(self, stream, slots, write, resident)
+
+
 class KltBatches:
     """Restores cells of `klt`. Cells of a round share its batches. Thread-safe."""
 
-    def __init__(self, device: Device, ring: StagingRing, page_size: int, compile_once: CompileOnce) -> None:
-        self._device = device
-        self._ring = ring
-        self._page_size = page_size
-        self._compile_once = compile_once
-        self._threads = ThreadPoolExecutor(_LAUNCHING_THREADS, "kvfetch-launch")
-
-    def open(self, stream: Stream, slots: torch.Tensor, write: Write, resident: Resident) -> Self:
-        """Return the batches of a round. ``slots``: int64, of all its pages, on the device. ``resident`` keeps tables
-        for kernels on ``stream``."""
-        opened = copy.copy(self)
-        opened._stream, opened._slots, opened._write, opened._resident = stream, slots, write, resident
-        opened._lock = threading.Lock()  # guards what follows
-        opened._batch = None
-        opened._places, opened._span = {}, None
-        return opened
-
-    _stream: Stream
-    _slots: torch.Tensor
-    _write: Write
-    _resident: Resident
-    _lock: threading.Lock
-    _batch: _Batch | None  # to which cells are added
-    _places: dict[tuple[RegionLayout, int, int], KltPlaces]
-    _span: _Span | None  # of the latest cell: most cells share it with the next
+    def __init__(
+        self, launcher: KltLauncher, stream: Stream, slots: torch.Tensor, write: Write, resident: Resident
+    ) -> None:
+        self._launcher = launcher
+        self._device, self._ring, self._page_size = launcher.device, launcher.ring, launcher.page_size
+        self._stream, self._slots, self._write, self._resident = stream, slots, write, resident
+        self._lock = threading.Lock()  # guards what follows
+        self._batch: _Batch | None = None  # to which cells are added
+        self._places: dict[tuple[RegionLayout, int, int], KltPlaces] = {}
+        self._span: _Span | None = None  # of the latest cell: most cells share it with the next
 
     def restore(
         self, cell: CellFrames, model: KltModel, span_pages: Sequence[int], pages: Sequence[int], guarded: Guard
@@ -89,7 +103,7 @@ class KltBatches:
                 # So that each launching thread has room for a batch's frames, and copies them while the others do.
                 self._batch = batch = _Batch(guarded, self._ring.num_bytes // _LAUNCHING_THREADS)
                 batch.add(restored, words, packed)
-                batch.launched = self._threads.submit(self._launch, batch)
+                batch.launched = self._launcher.threads.submit(self._launch, batch)
             return batch.launched
 
     def _cell(
@@ -98,12 +112,12 @@ class KltBatches:
         """Return a cell without its bytes in a batch, and these bytes."""
         layout, tokens, quantiser, frames = cell.layouts[2], cell.place.tokens, cell.quantiser, cell.parts[2]
         assert isinstance(layout, RegionLayout)
-        assert isinstance(quantiser, KltQuantiser)
+        assert quantiser.profile is not None
         span, shape = self._span, (layout, len(tokens), model.num_coefficients)
         if span is None or span[:3] != (tokens, span_pages, pages):
             table = _page_table(len(tokens) // self._page_size, span_pages, pages)
             rope = quantiser.profile.rope
-            rotation = None if rope is None else rotation_of(rope, tokens, self._resident)
+            rotation = None if rope is None else self._launcher.rotation_of(rope, tokens, self._resident)
             span = self._span = _Span(tokens, span_pages, pages, table, rotation)
         if (places := self._places.get(shape)) is None:
             pixels = self._resident(region_pixels, layout, model.num_coefficients)
@@ -123,7 +137,7 @@ class KltBatches:
             table = batch.fill(buffer)
             self._device.launch(self._stream, buffer.upload)
             kind = batch.cells[0].model.shape, batch.cells[0].model.dtype, batch.cells[0].places.vector
-            self._compile_once(kind, partial(compile_klt, *kind, self._slots))
+            self._launcher.compile_once(kind, partial(compile_klt, *kind, self._slots))
             kernels = partial(restore_klt, batch.cells, table, self._slots, self._page_size)
             batch.guarded(lambda: self._write(kernels))
         finally:
@@ -205,24 +219,14 @@ def make_model(
 ) -> KltModel:
     """Return what cells of these layers and heads need. The tensors of ``inverse`` are on the device. ``k`` and ``v``:
     each layer's buffer, reduced to the cell's heads."""
-    quantiser, rope = cell.quantiser, inverse.rope
-    assert isinstance(quantiser, KltQuantiser)
+    rope = inverse.rope
     rotary_dim, is_interleaved = (0, False) if rope is None else (rope.rotary_dim, rope.interleaved)
-    shape = klt_shape(k[0], v[0], quantiser.cell_layers, rotary_dim, interleaved=is_interleaved)
-    return KltModel(shape, inverse.matrix.contiguous(), inverse.mean, resident(_steps, quantiser.step), k, v)
+    shape = klt_shape(k[0], v[0], cell.quantiser.cell_layers, rotary_dim, interleaved=is_interleaved)
+    return KltModel(shape, inverse.matrix.contiguous(), inverse.mean, resident(_steps, inverse.step), k, v)
 
 
 def _steps(step: float) -> torch.Tensor:
     return scales_of(torch.arange(256, dtype=torch.uint8)) * step
-
-
-def rotation_of(rope: Rope, tokens: range, resident: Resident) -> torch.Tensor:
-    """Return ``rope.table`` of a span, on the device."""
-    return resident(_rotation, rope.table, tokens.start, len(tokens))
-
-
-def _rotation(table: Callable[[int, int], torch.Tensor], first_token: int, num_tokens: int) -> torch.Tensor:
-    return _ROTATING.submit(table, first_token, num_tokens).result()
 
 
 def _page_table(num_pages: int, span_pages: Sequence[int], pages: Sequence[int]) -> bytes:

@@ -5,25 +5,15 @@ docs/device-mode-gpu.md has the design.
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec import (
-    CellPlace,
-    CellValues,
-    Device,
-    KltForward,
-    KltQuantiser,
-    Quantised,
-    Stream,
-    exact_bytes,
-    join_parts,
-)
+from sgl_kvfetch.codec import CellPlace, CellValues, Device, Quantised, Quantiser, Stream
+from sgl_kvfetch.codec.quant import KltForward, exact_bytes, join_parts
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.log import brief
 from sgl_kvfetch.plugin.device.restores import CellOutputs
@@ -59,67 +49,49 @@ ReadSlots = Callable[[torch.Tensor], CellValues]
 
 
 class KltReads:
-    """Quantises the pages of runs."""
+    """Quantises tokens of a pool's slots."""
 
     def __init__(
-        self, device: Device, ring: StagingRing, stream: Stream, quantiser: KltQuantiser, cells: Iterable[PoolCell]
+        self, device: Device, ring: StagingRing, stream: Stream, quantiser: Quantiser, cells: Iterable[PoolCell]
     ) -> None:
         """``cells``: all those of the pool, in storage order. Raises UnsupportedError."""
+        assert quantiser.profile is not None
         self._device, self._ring, self._stream, self._quantiser = device, ring, stream, quantiser
+        self._profile = quantiser.profile
         self._cells = [_Cell(cell, device.upload(quantiser.forward(cell.place), stream)) for cell in cells]
         most_rows = max(1 + cell.forward.num_rows for cell in self._cells)
         self._most_tokens = min(_TOKENS, ring.num_bytes // most_rows)
         if not self._most_tokens:
             raise UnsupportedError(f"{most_rows} bytes of a token do not fit into {ring.num_bytes} of staging memory")
 
-    def open(self, slots: torch.Tensor, read: ReadSlots, page_size: int) -> Self:
-        """Return these reads for a run of whole pages. ``slots``: int64, on the device. ``read`` is for tokens that are
+    def open(self, slots: torch.Tensor, read: ReadSlots, page_size: int) -> KltRun:
+        """Return the reads of a run of whole pages. ``slots``: int64, on the device. ``read`` is for tokens that are
         kept exact."""
-        opened = copy.copy(self)
-        opened._slots, opened._read, opened._page_size = slots, read, page_size
-        opened._block, opened._found = range(0), []
-        return opened
+        return KltRun(self, slots, read, page_size)
 
-    _slots: torch.Tensor
-    _read: ReadSlots
-    _page_size: int
-    _block: range  # tokens of the run that were quantised last: callers ask for fewer pages at a time
-    _found: list[Quantised] | None  # None if they are left to the CPU
-
-    def quantise(self, first_page: int, pages: range) -> list[Quantised] | None:
-        """Return the parts of pages of the run for each cell, on the host; None if a value is not finite. Waits for
-        the device.
-
-        ``first_page``: the run's position in the sequence. ``pages``: counted from the run's first.
-        """
-        wanted = range(pages.start * self._page_size, pages.stop * self._page_size)
-        if not (self._block.start <= wanted.start and wanted.stop <= self._block.stop):
-            block = range(wanted.start, max(wanted.stop, min(wanted.start + _TOKENS, len(self._slots))))
-            self._block, self._found = block, self._quantise_block(block, first_page * self._page_size)
-        if self._found is None:
-            return None
-        tokens = slice(wanted.start - self._block.start, wanted.stop - self._block.start)
-        return [self._quantiser.some_tokens(cell, tokens) for cell in self._found]
-
-    def _quantise_block(self, block: range, first_token: int) -> list[Quantised] | None:
+    def quantise(self, slots: torch.Tensor, first_token: int, read: ReadSlots) -> list[Quantised] | None:
+        """Return the parts of consecutive tokens for each cell, on the host; None if a value is not finite. Waits for
+        the device."""
         pieces = []
-        for first in range(block.start, block.stop, self._most_tokens):
-            slots = self._slots[first : min(first + self._most_tokens, block.stop)]
-            piece = self._quantise(slots, first_token + first)
+        for first in range(0, len(slots), self._most_tokens):
+            piece = self._quantise(slots[first : first + self._most_tokens], first_token + first, read)
             if piece is None:
                 return None
             pieces.append(piece)
         parts = self._quantiser.parts(torch.uint8)
         return [join_parts(parts, each) for each in zip(*pieces, strict=True)]
 
-    def _quantise(self, slots: torch.Tensor, first_token: int) -> list[Quantised] | None:
+    def some_tokens(self, cells: Sequence[Quantised], tokens: slice) -> list[Quantised]:
+        return [self._quantiser.some_tokens(cell, tokens) for cell in cells]
+
+    def _quantise(self, slots: torch.Tensor, first_token: int, read: ReadSlots) -> list[Quantised] | None:
         rotation = self._rotation(first_token, len(slots))
         found = [self._integers(forward, cell.buffers, slots, first_token, rotation) for cell, forward in self._cells]
         if any(bool((rows[0] == NOT_FINITE).any()) for rows in found):
             return None
         is_exact = torch.stack([rows[0] == EXACT for rows in found])
         some = is_exact.any(dim=0).nonzero().squeeze(1)
-        values = self._read(self._device.upload(self._on_host(slots)[some] if len(some) else some, self._stream))
+        values = read(self._device.upload(self._on_host(slots)[some] if len(some) else some, self._stream))
         parts: list[Quantised] = []
         for (cell, _), rows, which in zip(self._cells, found, is_exact, strict=True):
             own = values.cell(cell.layers, cell.heads)
@@ -127,7 +99,7 @@ class KltReads:
         return parts
 
     def _rotation(self, first_token: int, num_tokens: int) -> torch.Tensor | None:
-        rope = self._quantiser.profile.rope
+        rope = self._profile.rope
         if rope is None:
             return None
         uploaded: torch.Tensor = self._device.upload(rope.inverse_table(first_token, num_tokens), self._stream)
@@ -143,7 +115,7 @@ class KltReads:
     ) -> torch.Tensor:
         """Return a cell's exponents and integers on the host, uint8 ``(1 + rows, tokens)``."""
         shape = 1 + forward.num_rows, len(slots)
-        sinks = max(0, self._quantiser.profile.num_sinks - first_token)
+        sinks = max(0, self._profile.num_sinks - first_token)
 
         def work(host: torch.Tensor) -> None:
             rows = host.view(shape)
@@ -171,7 +143,7 @@ class KltReads:
         """Quantise made-up values of the first cell, which compiles the kernels. Return what is wrong; an empty string
         if nothing is."""
         (cell, forward), quantiser = self._cells[0], self._quantiser
-        first_token, num_tokens = quantiser.profile.num_sinks, min(_TRIAL_TOKENS, self._most_tokens)
+        first_token, num_tokens = self._profile.num_sinks, min(_TRIAL_TOKENS, self._most_tokens)
         place = CellPlace(cell.place.layers, cell.place.heads, range(first_token, first_token + num_tokens))
         generator = torch.Generator().manual_seed(0)
         rows = torch.randint(120, 137, (forward.num_rows, num_tokens), dtype=torch.uint8, generator=generator)
@@ -193,6 +165,32 @@ class KltReads:
         return ""
 
 
+class KltRun:
+    """Quantises the pages of one run."""
+
+    def __init__(self, reads: KltReads, slots: torch.Tensor, read: ReadSlots, page_size: int) -> None:
+        self._reads, self._slots, self._read, self._page_size = reads, slots, read, page_size
+        self._block = range(0)  # tokens of the run that were quantised last: callers ask for fewer pages at a time
+        self._found: list[Quantised] | None = []  # None if they are left to the CPU
+
+    def quantise(self, first_page: int, pages: range) -> list[Quantised] | None:
+        """Return the parts of pages of the run for each cell, on the host; None if a value is not finite. Waits for
+        the device.
+
+        ``first_page``: the run's position in the sequence. ``pages``: counted from the run's first.
+        """
+        wanted = range(pages.start * self._page_size, pages.stop * self._page_size)
+        if not (self._block.start <= wanted.start and wanted.stop <= self._block.stop):
+            block = range(wanted.start, max(wanted.stop, min(wanted.start + _TOKENS, len(self._slots))))
+            first_token = first_page * self._page_size + block.start
+            self._block = block
+            self._found = self._reads.quantise(self._slots[block.start : block.stop], first_token, self._read)
+        if self._found is None:
+            return None
+        tokens = slice(wanted.start - self._block.start, wanted.stop - self._block.start)
+        return self._reads.some_tokens(self._found, tokens)
+
+
 class Others(NamedTuple):
     """What a device rounded in another way than the CPU: the share of exponents, and of integers of other tokens. Each
     integer of a token with another exponent is another one, and is not wrong."""
@@ -210,7 +208,7 @@ def others_in(found: tuple[torch.Tensor, torch.Tensor], expected: Quantised) -> 
 
 
 def open_klt_reads(
-    device: Device, ring: StagingRing, stream: Stream, quantiser: KltQuantiser, cells: Iterable[PoolCell]
+    device: Device, ring: StagingRing, stream: Stream, quantiser: Quantiser, cells: Iterable[PoolCell]
 ) -> tuple[KltReads | None, str]:
     """Open the reads, if they pass a trial. Return them, or None, and a sentence about the result. Raises nothing."""
     if os.environ.get(ENV) == "0":

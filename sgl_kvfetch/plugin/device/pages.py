@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -15,12 +16,8 @@ from sgl_kvfetch.plane import PagePool, consecutive_runs
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
 
 
-class DevicePages(PagePool):
-    """Reads and writes the pages of SGLang's pool in place. A page's slots are consecutive. MLA as in `HostPages`.
-
-    This class is for the CPU: the model computes on the thread that hands pages over, so earlier computation is
-    complete. On a GPU, reads and writes must be ordered with the forward pass's stream; see `CudaPages`.
-    """
+class SlotPages(ABC):
+    """The pages of SGLang's pool, in place. A page's slots are consecutive. MLA as in `HostPages`."""
 
     def __init__(self, pool: Any, page_size: int) -> None:
         """``pool``: an ``MHATokenToKVPool`` or ``MLATokenToKVPool``. Raises UnsupportedError for another kind of pool,
@@ -29,7 +26,6 @@ class DevicePages(PagePool):
         k, v = self._buffers["k"][0], self._buffers["v"][0]  # (slots, heads, dim)
         self._dtype = pool.dtype
         self._raw_dtype = k.dtype
-        self._offsets = torch.arange(page_size)
         self.first_layer: int = pool.start_layer
         self.geometry = KVGeometry(
             num_layers=len(self._buffers["k"]),
@@ -50,7 +46,7 @@ class DevicePages(PagePool):
         """Return these pages for reads of some slots, ordered as `open_round` orders restores."""
         return self
 
-    def publish(self) -> None:
+    def publish(self) -> None:  # noqa: B027, on a CPU there is nothing to order
         """Order later computation after the round's restores. Call this on the scheduler's thread, after the round's
         sink was closed and before anything else uses its slots. Never waits."""
 
@@ -58,6 +54,36 @@ class DevicePages(PagePool):
         """Wait until no work that was launched uses the pool, for ``timeout_s`` at most. Return whether that is so.
         Call this after all sinks and sources were closed."""
         return True
+
+    def close(self) -> None:  # noqa: B027, on a CPU there is nothing to release
+        """Release threads. Call this after all sinks and sources were closed; `wait_until_unused` still works."""
+
+    @abstractmethod
+    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        """Return a copy of all layers and heads of ``pages``: ``(pages, page_size, layers, heads, dim)``."""
+
+    def quantise(self, first_page: int, pages: range) -> Sequence[Quantised] | None:
+        """Return the parts of a run's pages for each cell, in storage order; None if they are to be read as they are.
+
+        ``first_page``: the run's position in the sequence. ``pages``: counted from the run's first. This default
+        quantises nothing: the data plane does.
+        """
+        return None
+
+    def page_indices(self, slots: torch.Tensor) -> Sequence[int]:
+        """Return the page numbers of a run of whole pages that was opened. ``slots``: one per token."""
+        size = self.geometry.page_size
+        assert slots.numel() % size == 0
+        return (slots[::size] // size).tolist()
+
+    def _as_pages(self, rows: torch.Tensor, num_pages: int) -> torch.Tensor:
+        """View ``(tokens, layers, heads, dim)`` of raw values as ``(pages, page_size, layers, heads, dim)``."""
+        return rows.view(self._dtype).view(num_pages, -1, *rows.shape[1:])
+
+
+class DevicePages(SlotPages, PagePool):
+    """Reads and writes pages on the CPU. The model computes on the thread that hands pages over, so earlier computation
+    is complete. On a GPU, both must be ordered with the forward pass's stream; see `CudaPages`."""
 
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         size = self.geometry.page_size
@@ -80,30 +106,12 @@ class DevicePages(PagePool):
                 buffer[run.start * size : run.stop * size] = rows[tokens]
 
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        """Return a copy of all layers and heads of ``pages``: ``(pages, page_size, layers, heads, dim)``."""
         slots = self._slots(pages)
         return self._as_pages(torch.stack([buffer[slots] for buffer in self._buffers[tensor]], dim=1), len(pages))
 
-    def quantise(self, first_page: int, pages: range) -> Sequence[Quantised] | None:
-        """Return the parts of a run's pages for each cell, in storage order; None if they are to be read as they are.
-
-        ``first_page``: the run's position in the sequence. ``pages``: counted from the run's first. This default
-        quantises nothing: the data plane does.
-        """
-        return None
-
-    def page_indices(self, slots: torch.Tensor) -> Sequence[int]:
-        """Return the page numbers of a run of whole pages that was opened. ``slots``: one per token."""
-        size = self.geometry.page_size
-        assert slots.numel() % size == 0
-        return (slots[::size] // size).tolist()
-
-    def _as_pages(self, rows: torch.Tensor, num_pages: int) -> torch.Tensor:
-        """View ``(tokens, layers, heads, dim)`` of raw values as ``(pages, page_size, layers, heads, dim)``."""
-        return rows.view(self._dtype).view(num_pages, -1, *rows.shape[1:])
-
     def _slots(self, pages: Sequence[int]) -> torch.Tensor:
-        return (torch.tensor(pages, dtype=torch.int64).unsqueeze(1) * self.geometry.page_size + self._offsets).flatten()
+        size = self.geometry.page_size
+        return (torch.tensor(pages, dtype=torch.int64).unsqueeze(1) * size + torch.arange(size)).flatten()
 
 
 def pool_device(pool: Any) -> torch.device:
@@ -127,7 +135,7 @@ def _kv_buffers(pool: Any) -> dict[TensorName, list[torch.Tensor]]:
 class GuardedSource:
     """Reads from a pool until it is closed, and never afterwards: the pages may then belong to another request."""
 
-    def __init__(self, pool: DevicePages) -> None:
+    def __init__(self, pool: SlotPages) -> None:
         self._pool = pool
         self._lock = threading.Lock()
         self._closed = False
@@ -138,7 +146,7 @@ class GuardedSource:
             return None if self._closed else self._pool.read(tensor, pages)
 
     def quantise(self, first_page: int, pages: range) -> Sequence[Quantised] | None:
-        """See `DevicePages.quantise`. Also None if the source is closed."""
+        """See `SlotPages.quantise`. Also None if the source is closed."""
         with self._lock:
             return None if self._closed else self._pool.quantise(first_page, pages)
 

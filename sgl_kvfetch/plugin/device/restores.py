@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kvfetch.codec import ByteInverse, CellFrames, StepInverse, TileLayout
+from sgl_kvfetch.codec import CellFrames
+from sgl_kvfetch.codec.layout import TileLayout
+from sgl_kvfetch.codec.quant import ByteInverse, StepInverse
 from sgl_kvfetch.triton_kernels.restore import restore
 
 CellOutputs = tuple[list[torch.Tensor], list[torch.Tensor]]  # K's and V's buffers, one a layer

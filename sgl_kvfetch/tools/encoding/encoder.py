@@ -30,7 +30,7 @@ from sgl_kvfetch.codec import (
     open_manifest,
     require_rewritable,
     secure_segment,
-    split_signature,
+    signed_by,
 )
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import parse_object_name
@@ -233,7 +233,7 @@ class Encoder:
         """Decode a manifest. Raises FormatError, also if it belongs under another name, or needs a key."""
         manifest = decode_named_manifest(content, name)
         require_rewritable(content)
-        if split_signature(content)[1] and not self._store.signs:
+        if signed_by(content) and not self._store.signs:
             raise FormatError("manifest is signed, and so must be its replacement: a manifest key file is needed")
         if self._store.encryption_keys is None:
             manifest.require_open()
@@ -334,7 +334,7 @@ class Encoder:
         """Return the contents of a variant's data object and of its levels'. Raises StoreError."""
         objects = []
         for each in variant.objects:
-            data = await self._store.get(manifest.data_name(each), 0, manifest.data_bytes(each))
+            data = await self._store.get(manifest.data_name(each), 0, each.size_bytes)
             if data is None:
                 raise StoreError("missing", f"{manifest.data_name(each)} is gone")
             objects.append(data)

@@ -12,21 +12,17 @@ from sgl_kvfetch.codec import (
     CODECS,
     MAX_VARIANTS,
     READABLE,
-    RESOLUTIONS,
     CodecName,
-    CodedChunk,
     CodedSegment,
-    Layout,
     Manifest,
     Quantiser,
     SegmentReader,
     Variant,
-    encode_cell,
-    layouts_of,
-    make_variant,
     quantiser_from_identity,
     resolution_for,
 )
+from sgl_kvfetch.codec.container import CodedChunk, encode_cell, layouts_of, make_variant
+from sgl_kvfetch.codec.layout import RESOLUTIONS, Layout
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
 
 # Rank of the decoding cost; low is fast.
@@ -64,7 +60,7 @@ def find_variant(manifest: Manifest, target: Target) -> Variant | None:
 def is_done(manifest: Manifest, targets: Sequence[Target], keep_source: bool) -> bool:
     """Return whether the wanted variants come first, in order. Others may follow only with ``keep_source``. Nothing is
     made of a segment that has lost levels."""
-    if any(variant.num_dropped for variant in manifest.variants):
+    if manifest.num_dropped:
         return True
     found = [(v.codec, v.resolution) for v in manifest.variants]
     return found[: len(targets)] == list(targets) and (keep_source or len(found) == len(targets))
@@ -93,7 +89,7 @@ def cheapest_variant(manifest: Manifest) -> int:
         readable,
         key=lambda i: (
             max(_COST[codec] for codec in manifest.variants[i].codecs),
-            sum(map(manifest.data_bytes, manifest.variants[i].objects)),
+            sum(each.size_bytes for each in manifest.variants[i].objects),
         ),
     )
 
@@ -168,7 +164,7 @@ def verify_variant(
     reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser), variant)
     objects = data, *levels
     for name, each, rows in zip(reader.object_names, objects, reader.variant.objects, strict=True):
-        if len(each) != (expected := manifest.data_bytes(rows)):
+        if len(each) != (expected := rows.size_bytes):
             raise CorruptError(f"{name} has {len(each)} bytes, expected {expected}")
     for cell in manifest.cells():
         before_cell()

@@ -21,14 +21,8 @@ import zstandard
 
 from sgl_kvfetch.codec.bitstream.hevc import join_access_units, split_access_units
 from sgl_kvfetch.codec.bitstream.registry import get_codec
-from sgl_kvfetch.codec.container.manifest import (
-    MAX_MANIFEST_BYTES,
-    Chunk,
-    Manifest,
-    Variant,
-    decode_manifest,
-    require_rewritable,
-)
+from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, require_rewritable
+from sgl_kvfetch.codec.container.objects import Chunk, Variant
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec
 from sgl_kvfetch.codec.quant.base import Quantiser
@@ -393,7 +387,7 @@ def test_what_a_newer_version_wrote_is_not_written_again() -> None:
     require_rewritable(manifest.encode())
     newer = as_newer(manifest.encode())
     assert decode_manifest(newer) == manifest
-    with pytest.raises(FormatVersionError, match=r"version 2\.6"):
+    with pytest.raises(FormatVersionError, match=r"version 2\.7"):
         require_rewritable(newer)
 
 

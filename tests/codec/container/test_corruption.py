@@ -10,7 +10,8 @@ import msgspec
 import pytest
 import xxhash
 
-from sgl_kvfetch.codec.container.manifest import CHECKSUM_BYTES, decode_manifest
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.objects import CHECKSUM_BYTES
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.registry import make_quantiser

@@ -10,10 +10,11 @@ import torch
 
 from harness.small_segments import make_segment as make_small
 from sgl_kvfetch.codec.container.encryption import ENCRYPTED, EncryptionKeys, read_encryption_keys
-from sgl_kvfetch.codec.container.manifest import Manifest, Side, Variant, decode_manifest, encryption_keys_of
+from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest, encryption_keys_of
 from sgl_kvfetch.codec.container.merge import merge_segments
+from sgl_kvfetch.codec.container.objects import Side, Variant
+from sgl_kvfetch.codec.container.protect import open_manifest, plain_segment, secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
-from sgl_kvfetch.codec.container.secured import open_manifest, plain_segment, secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec
 from sgl_kvfetch.codec.container.sides import encode_side, side_places
 from sgl_kvfetch.codec.layout.tiles import TileLayout
@@ -86,9 +87,7 @@ def test_a_store_reads_names_and_sizes_and_nothing_of_content() -> None:
 def test_no_object_is_encrypted_as_another() -> None:
     """Keys derive from 32 random bytes: a nonce would repeat only if these did."""
     again = secure_segment(PLAIN, KEYS, False)
-    salts = {
-        rows.encryption.salt for m in (SEGMENT.manifest, again.manifest) for rows in m.encryptable if rows.encryption
-    }
+    salts = {rows.encryption.salt for m in (SEGMENT.manifest, again.manifest) for rows in m.data if rows.encryption}
     assert len(salts) == 4
     assert again.data != SEGMENT.data
 

@@ -9,8 +9,9 @@ import torch
 from sgl_kvfetch import prompts
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.codec.container.protect import open_manifest, plain_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
-from sgl_kvfetch.codec.container.secured import open_manifest
+from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser
@@ -18,6 +19,7 @@ from sgl_kvfetch.labels import Labels
 from tests.golden.make import (
     CASES,
     ENCRYPTED,
+    ENCRYPTED_LEVELS,
     FIRST_PAGE,
     KEY,
     KEY_NAME,
@@ -134,8 +136,21 @@ def test_golden_encrypted_segments_decrypt() -> None:
 
 
 def test_the_document_suffices_to_decrypt() -> None:
-    raw, data = decrypted(ENCRYPTED.read_bytes(), ENCRYPTED.with_suffix(".0.kvd").read_bytes(), KEY)
+    raw, (data,) = decrypted(ENCRYPTED.read_bytes(), [ENCRYPTED.with_suffix(".0.kvd").read_bytes()], KEY)
     assert read_values(raw, data) == CASES["exact-hevc"].path("values").read_bytes()
+
+
+def test_encrypted_levels_are_those_of_the_golden_segment() -> None:
+    """By our reader, and by the document's."""
+    names = [LEVELS.with_suffix(f".{number}.kvd") for number in range(NUM_LEVELS)]
+    plain, objects = decode_manifest(LEVELS.read_bytes()), [name.read_bytes() for name in names]
+    raw = ENCRYPTED_LEVELS.read_bytes()
+    stored = [ENCRYPTED_LEVELS.with_suffix(f".{number}.kvd").read_bytes() for number in range(NUM_LEVELS)]
+    assert decode_manifest(raw).encode() == raw
+    found = plain_segment(CodedSegment.of(decode_manifest(raw), stored), EncryptionKeys({KEY_NAME: KEY}))
+    assert (found.manifest, found.contents) == (plain, tuple(objects))
+    opened, contents = decrypted(raw, stored, KEY)
+    assert (decode_manifest(opened), contents) == (plain, objects)
 
 
 @pytest.mark.slow

@@ -10,17 +10,21 @@ import pytest
 import torch
 
 from sgl_kvfetch.codec.bitstream.levels import MOST_LEVELS
+from sgl_kvfetch.codec.container import partial
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
-from sgl_kvfetch.codec.container.manifest import Level, Manifest, decode_manifest
+from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest, encryption_keys_of
 from sgl_kvfetch.codec.container.merge import merge_segments
+from sgl_kvfetch.codec.container.objects import Level
+from sgl_kvfetch.codec.container.partial import num_droppable, without_last_level
+from sgl_kvfetch.codec.container.protect import open_manifest, plain_segment, secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader, cell_place, first_readable
-from sgl_kvfetch.codec.container.secured import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.codec.layout.frames import FLAT
 from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.quant.base import Quantised
 from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
-from sgl_kvfetch.errors import CorruptError, FormatError
+from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile, values_of
 from tests.segments import make_heads, page_hashes
@@ -198,9 +202,46 @@ def test_levels_are_signed() -> None:
         cells(replace(signed, manifest=manifest))
 
 
-def test_levels_are_not_encrypted_yet() -> None:
-    with pytest.raises(FormatError, match="levels of coefficients cannot be encrypted yet"):
-        secure_segment(segment(), EncryptionKeys({"k": bytes(32)}), signs=False)
+KEYS = EncryptionKeys({"k": bytes(32)})
+
+
+@cache
+def encrypted() -> CodedSegment:
+    return secure_segment(segment(), KEYS, signs=True)
+
+
+def test_levels_are_encrypted() -> None:
+    stored = replace(encrypted(), manifest=decode_manifest(encrypted().manifest.encode()))
+    assert stored.manifest.encode()[4:8] == b"\2\0\6\0"
+    assert encryption_keys_of(stored.manifest.encode()) == {"k"}
+    assert {codec for rows in stored.manifest.data for codec in rows.codecs} == {"aes-256-gcm"}
+    assert all(not any(chunk.decoded_checksum) for rows in stored.manifest.data for chunk in rows.chunks)
+    assert plain_segment(stored, KEYS) == segment()
+    with pytest.raises(EncryptedError, match="is encrypted with the key 'k'"):
+        SegmentReader(stored.manifest, KLT)
+    opened = open_manifest(stored.manifest, KEYS)
+    for num_levels in range(1, LEVELS + 1):
+        reader = SegmentReader(opened, KLT, num_levels=num_levels)
+        objects = [stored.data, *stored.level_data][:num_levels]
+        for cell, expected in zip(opened.cells(), cells(segment(), num_levels), strict=True):
+            found = reader.decode_cell(cell, reader.cell_data(cell, objects))
+            assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_an_encrypted_level_decrypts_in_its_place_alone() -> None:
+    first, last = encrypted().manifest.levels
+    for levels in ((last, first), (last,)):
+        with pytest.raises(CorruptError, match="does not decrypt with the key 'k'"):
+            open_manifest(changed(encrypted().manifest, *levels), KEYS)
+    coarser = open_manifest(changed(encrypted().manifest, first), KEYS)
+    assert coarser.levels[0].codecs == {"digits"}
+
+
+def test_a_level_is_encrypted_if_its_segment_is() -> None:
+    mixed = changed(encrypted().manifest, *segment().manifest.levels)
+    with pytest.raises(FormatError, match=r"expected \d+ of aes-256-gcm"):
+        decode_manifest(mixed.encode())
+    assert encryption_keys_of(mixed.encode()) == set()
 
 
 def test_manifests_say_which_version_has_levels() -> None:
@@ -234,3 +275,19 @@ def test_levels_that_do_not_fit_are_refused() -> None:
     pictures = msgspec.structs.replace(variant, layouts={"coefficients": region_layout(200, 16, "240p")})
     with pytest.raises(FormatError, match="ladder in a layout that is not flat"):
         decode_manifest(msgspec.structs.replace(manifest, variants=(pictures,)).encode())
+
+
+def test_a_signed_manifest_keeps_its_levels_if_it_does_not_fit_beside_the_coarser_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = ManifestKeys([b"k" * 32])
+    manifest = secure_segment(segment(), None, signs=True).manifest
+    content = keys.sign(manifest.encode())
+    found = without_last_level(manifest, content)
+    assert found is not None
+    assert len(found[0]) <= 2 * len(content)
+    monkeypatch.setattr(partial, "MAX_MANIFEST_BYTES", 2 * len(content))
+    assert without_last_level(manifest, content) is None
+    assert num_droppable(decode_manifest(found[0]), found[0]) == LEVELS - 2  # which needs no more room
+    larger = encrypted().manifest
+    assert num_droppable(larger, keys.sign(larger.encode())) == 0  # than its last level is, and would be kept

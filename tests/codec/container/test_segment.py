@@ -149,7 +149,7 @@ def test_manifest_and_back() -> None:
     coded, _ = make_segment(num_pages=8, first_page=16)
     manifest = decode_manifest(coded.manifest.encode())
     assert manifest == coded.manifest
-    assert manifest.data_bytes(manifest.variants[0]) == len(coded.data)
+    assert manifest.variants[0].size_bytes == len(coded.data)
     assert manifest.raw_bytes == 8 * SMALL.page_bytes
     assert SegmentReader(manifest, make_quantiser("exact")).data_name == coded.data_name
 

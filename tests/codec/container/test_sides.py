@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from sgl_kvfetch.codec.container import manifest as manifest_module
-from sgl_kvfetch.codec.container.manifest import SIDE_CHUNK_BYTES, Manifest, decode_manifest
+from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.merge import merge_segments
-from sgl_kvfetch.codec.container.secured import secure_segment
+from sgl_kvfetch.codec.container.objects import SIDE_CHUNK_BYTES
+from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec
 from sgl_kvfetch.codec.container.sides import SideKey, encode_side, join_sides, side_places
 from sgl_kvfetch.codec.quant.registry import make_quantiser

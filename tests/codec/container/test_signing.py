@@ -9,8 +9,8 @@ import pytest
 from harness.small_segments import make_segment, page_hashes
 from sgl_kvfetch.codec.container.manifest import Cell, decode_manifest, split_signature
 from sgl_kvfetch.codec.container.merge import merge_segments
+from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
-from sgl_kvfetch.codec.container.secured import secure_segment
 from sgl_kvfetch.codec.container.segment import SegmentSpec
 from sgl_kvfetch.codec.container.signing import ManifestKeys, chunk_digest, read_manifest_keys
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity

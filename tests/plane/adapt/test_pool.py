@@ -212,11 +212,25 @@ def test_the_pool_corrects_its_profile() -> None:
     pool.close()
 
 
-def test_sessions_decode_side_by_side(pool: DecodePool[str]) -> None:
-    assert pool.bytes_per_s is None
-    pool.measured(1000, 0.5)
-    pool.measured(3000, 0.5)
-    assert pool.bytes_per_s == pytest.approx(2 * 4000)
+@pytest.mark.parametrize("profile", [PROFILE, None], ids=["with a profile", "without"])
+def test_sessions_decode_side_by_side(profile: DecodeProfile | None) -> None:
+    now_s = 0.0
+
+    def decode(_: None) -> None:
+        nonlocal now_s
+        now_s += 0.5
+
+    def fail(_: None) -> None:
+        nonlocal now_s
+        now_s += 9.0
+        raise ValueError("corrupt")
+
+    with closing(DecodePool[None]([None, None], profile, clock=lambda: now_s)) as pool:
+        assert pool.bytes_per_s is None
+        for size_bytes in (1000, 3000):
+            pool.submit(decode, size_bytes=size_bytes).result(WAIT_S)
+        assert pool.submit(fail, size_bytes=1000).exception(WAIT_S) is not None
+        assert pool.bytes_per_s == pytest.approx(2 * 4000)
 
 
 def test_the_last_sessions_yield_to_other_threads() -> None:

@@ -12,7 +12,7 @@ from harness.small_segments import FOLDER, make_segment, parts, put_segment
 from harness.waiting import until
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest, split_signature, whole_of
-from sgl_kvfetch.codec.container.secured import secure_segment
+from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.errors import StoreError

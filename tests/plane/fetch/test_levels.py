@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from harness.fetching import fetch_pages
+from harness.fetching import fetch_pages, measured_link
 from harness.memory_pool import MemoryPool
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, until
@@ -21,12 +21,16 @@ from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.errors import CorruptError, StoreError
+from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile, VariantProfile
+from sgl_kvfetch.plane.adapt.policy import LookAhead
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource, Supply, read_units
+from sgl_kvfetch.plane.fetch.offers import Chooser, Offer, Supply, best_offer
+from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource, read_units
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, make
 from tests.plane.fetch.conftest import SpoiltStore, assert_nothing_held
 
@@ -199,19 +203,20 @@ def test_as_many_levels_are_chosen_as_the_slower_of_link_and_decoders_brings_in_
     reader = SegmentReader(make(num_pages=NUM_PAGES).manifest, KLT)
     cell = next(reader.manifest.cells())
     sizes = [reader.without_levels(count).coded_bytes(cell) for count in range(LEVELS)]
-    policy = LevelPolicy(1, 2.0)
+    offers = [Offer(reader.without_levels(count), sizes[count], count) for count in range(2)]
+
+    def chosen(supply: Supply) -> int:
+        return best_offer(offers, supply, 2.0, lambda alike: alike[0]).levels_left_out
 
     def left_out(num_bytes: float, outstanding: int = 0, *, decodes: float | None = None) -> int:
-        supply = Supply(10, outstanding, num_bytes / 2, decodes)
-        return policy.choose(reader, cell, 2.0, lambda: supply).levels_left_out
+        return chosen(Supply(10, outstanding, num_bytes / 2, decodes))
 
     assert left_out(10 * sizes[0]) == 0
     assert left_out(10 * sizes[0] - 2) == 1
     assert left_out(10 * sizes[0], outstanding=1) == 1
     assert left_out(10 * sizes[0], decodes=5 * sizes[0] - 1.0) == 1
     assert left_out(10 * sizes[2]) == 1  # no more than allowed
-    unknown = Supply(10, 0, None, None)
-    assert policy.choose(reader, cell, 2.0, lambda: unknown).levels_left_out == 0
+    assert chosen(Supply(10, 0, None, None)) == 0
 
 
 @pytest.mark.parametrize(
@@ -221,3 +226,30 @@ def test_as_many_levels_are_chosen_as_the_slower_of_link_and_decoders_brings_in_
 def test_how_long_a_fetch_takes(most_bytes: int, least_bytes: int, seconds: float) -> None:
     assert LevelPolicy(2, within_s=2.0).seconds(most_bytes, least_bytes, 100.0) == seconds
     assert LevelPolicy().seconds(most_bytes, most_bytes, 100.0) == most_bytes / 100
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "within_s", "codec", "left_out"),
+    [(1e9, 1e3, "hevc", 0), (1e3, 1e9, "hevc", 0), (1e3, 1e-3, "ans", LEVELS - 1)],
+    ids=["fast link", "slow link and time", "slow link and none"],
+)
+def test_video_and_levels_are_chosen_together(bytes_per_s: float, within_s: float, codec: str, left_out: int) -> None:
+    """As if levels were slow to decode. Video has one level, so a fetch that is late would not be sooner with it."""
+    coded = make(num_pages=NUM_PAGES)
+    video = transcode(coded.manifest, coded.data, make_targets(["hevc"], ["240p"]), levels=coded.level_data)
+    both = *video.manifest.variants, *coded.manifest.variants
+    slow, fast = ((x, x) for x in (0.2, 1e-4))
+    profile = DecodeProfile(
+        device="made up",
+        source="for tests",
+        variants=(
+            VariantProfile(name="ans", size_bytes=1000, decode_s=slow),
+            VariantProfile(name="hevc 240p", size_bytes=2000, decode_s=fast),
+        ),
+    )
+    reader = SegmentReader(msgspec.structs.replace(coded.manifest, variants=both), KLT)
+    with closing(DecodePool[Decoders]([{}] * 2, profile)) as decoders:
+        chooser = Chooser(LookAhead(), decoders, measured_link(10_000, bytes_per_s, 8))
+        run = chooser.runs(reader, 0, 600)[0]
+        chosen = chooser.choose(reader, run, LevelPolicy(LEVELS - 1), within_s, 8)
+    assert (chosen.variant.codec, chosen.levels_left_out) == (codec, left_out)

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
 from sgl_kvfetch.plane.adapt.estimate import robust
-from sgl_kvfetch.plane.fetch import link as link_module
 from sgl_kvfetch.plane.fetch.link import Link
 
 
@@ -17,11 +15,9 @@ class Clock:
         return self.now_s
 
 
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(link_module, "time", SimpleNamespace(monotonic=clock.monotonic))
-    return clock
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 def transferred(link: Link, clock: Clock, size_bytes: int, seconds: float) -> None:
@@ -32,7 +28,7 @@ def transferred(link: Link, clock: Clock, size_bytes: int, seconds: float) -> No
 
 
 async def test_a_link_is_full_while_more_is_asked_of_it_than_it_brings_at_once(clock: Clock) -> None:
-    link = Link()
+    link = Link(clock.monotonic)
     transferred(link, clock, 1_000_000, 1.0)
     link.started(40_000)  # it brings 50,000 in 0.05 s
     assert not link.is_full
@@ -47,7 +43,7 @@ async def test_a_link_is_full_while_more_is_asked_of_it_than_it_brings_at_once(c
 
 
 async def test_four_reads_are_always_under_way(clock: Clock) -> None:
-    link = Link()
+    link = Link(clock.monotonic)
     for _ in range(3):
         link.started(1 << 30)
     assert link.is_full
@@ -61,7 +57,7 @@ async def test_four_reads_are_always_under_way(clock: Clock) -> None:
 
 
 async def test_what_failed_says_nothing_about_the_link(clock: Clock) -> None:
-    link = Link()
+    link = Link(clock.monotonic)
     link.started(1000)
     link.ended(1000, clock.now_s - 100, is_whole=False)
     assert link.goodput_bps(clock.now_s) is None
@@ -77,7 +73,7 @@ async def test_goodput_is_that_of_all_connections_and_grows_stale(clock: Clock) 
 
 def carried(clock: Clock, *transfers: tuple[int, float, float]) -> Link:
     """A link that has carried transfers of so many bytes, from and until these seconds."""
-    link = Link()
+    link = Link(clock.monotonic)
     events = sorted(
         ((at, is_end, size, start) for size, start, end in transfers for at, is_end in ((start, 0), (end, 1)))
     )
@@ -140,7 +136,7 @@ async def test_a_link_that_becomes_faster_is_followed_after_two_transfers(clock:
 
 
 async def test_a_link_is_probed_when_it_was_neither_used_nor_measured_lately(clock: Clock) -> None:
-    link = Link()
+    link = Link(clock.monotonic)
     clock.now_s += 100
     assert link.begin_probe() == 1  # it was never measured
     assert link.begin_probe() == 0
@@ -157,7 +153,7 @@ async def test_a_link_is_probed_when_it_was_neither_used_nor_measured_lately(clo
 
 
 async def test_a_silent_link_brings_less_the_longer_it_is_silent(clock: Clock) -> None:
-    link = Link()
+    link = Link(clock.monotonic)
     assert link.present_bps(clock.now_s) is None
     transferred(link, clock, 1_000_000, 1.0)
     link.started(100_000)
@@ -170,7 +166,7 @@ async def test_a_silent_link_brings_less_the_longer_it_is_silent(clock: Clock) -
 
 
 async def test_a_transfer_that_is_given_up_tells_how_fast_the_link_is_at_most(clock: Clock) -> None:
-    link = Link()
+    link = Link(clock.monotonic)
     link.started(100_000)
     link.started(100_000)
     clock.now_s += 0.25
@@ -191,7 +187,7 @@ async def test_a_transfer_that_is_given_up_tells_how_fast_the_link_is_at_most(cl
 
 async def test_pieces_of_transfers_under_way_count_when_another_one_ends(clock: Clock) -> None:
     """Four share the link, so the first one to end had a quarter of it."""
-    link = Link()
+    link = Link(clock.monotonic)
     for size in (100_000, 200_000, 200_000, 200_000):
         link.started(size)
     clock.now_s += 1.0
@@ -208,7 +204,7 @@ async def test_pieces_of_transfers_under_way_count_when_another_one_ends(clock: 
 
 
 async def test_a_transfer_may_end_after_its_bytes_have_counted(clock: Clock) -> None:
-    link = Link()
+    link = Link(clock.monotonic)
     for size in (100_000, 100_000):
         link.started(size)
     clock.now_s += 1.0
@@ -227,7 +223,7 @@ async def test_a_transfer_may_end_after_its_bytes_have_counted(clock: Clock) -> 
 
 
 async def test_pieces_tell_how_fast_a_link_is_before_a_transfer_ends(clock: Clock) -> None:
-    link = Link()
+    link = Link(clock.monotonic)
     link.started(1_000_000)
     link.received(10_000)
     clock.now_s += 0.25

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import closing
@@ -13,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from harness.fetching import fetch_pages
+from harness.fetching import fetch_pages, measured_link
 from harness.waiting import WAIT_S, LoopClock, until
 from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.quant.base import CellValues
@@ -217,8 +216,8 @@ async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) 
 async def test_what_would_come_too_late_is_not_asked_for(
     fetcher: Fetcher, segment: Segment, store: SpoiltStore, bytes_per_s: float, is_late: bool
 ) -> None:
-    fetcher.link.started(1000)
-    fetcher.link.ended(1000, time.monotonic() - 1000 / bytes_per_s, is_whole=True)
+    link = measured_link(1000, bytes_per_s)
+    fetcher = Fetcher(store, fetcher.pool, read_bytes=600, inflight_bytes=4000, may_delete=True, link=link)
     rounds, task = await start(fetcher, segment, [8])
     give(rounds[0], PoisonedPool(8))
     result = await task

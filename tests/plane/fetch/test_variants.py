@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import closing
 
 import pytest
 
-from harness.waiting import until, until_idle
+from harness.fetching import measured_link
+from harness.waiting import WAIT_S, until, until_idle
 from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
@@ -16,9 +16,8 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane.adapt.policy import LookAhead
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
-from sgl_kvfetch.plane.fetch.link import Link
-from sgl_kvfetch.plane.fetch.plan import PageSource
-from sgl_kvfetch.plane.fetch.variants import VariantChooser
+from sgl_kvfetch.plane.fetch.offers import Chooser
+from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource
 from tests.plane.fetch.conftest import (
     PROFILE,
     PoisonedPool,
@@ -75,14 +74,11 @@ async def test_a_segment_in_one_variant_needs_no_choice(
 async def test_slow_links_bring_small_chunks_and_fast_ones_easy_ones(
     made: CodedSegment, bytes_per_s: float, expected: str
 ) -> None:
-    link = Link()
-    for _ in range(8):
-        link.started(10_000)
-        link.ended(10_000, time.monotonic() - 10_000 / bytes_per_s, is_whole=True)
+    link = measured_link(10_000, bytes_per_s, 8)
     with closing(DecodePool[Decoders]([{}, {}], PROFILE)) as pool:
-        chooser = VariantChooser(LookAhead(), pool, link)
+        chooser = Chooser(LookAhead(), pool, link)
         reader = SegmentReader(made.manifest, make_quantiser("exact"))
-        chosen = chooser.choose(reader, chooser.runs(reader, 0)[0], 8)
+        chosen = chooser.choose(reader, chooser.runs(reader, 0, 600)[0], LevelPolicy(), WAIT_S, 8)
         assert chosen.variant.codec == expected
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from sgl_kvfetch.codec.container.reader import CellFrames
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.plane import client
-from sgl_kvfetch.plane.open import open_hedged
+from sgl_kvfetch.plane import client, store as plane_store
+from sgl_kvfetch.plane.store import _open_store as open_configured
 from sgl_kvfetch.plugin import data_plane as plane
 from sgl_kvfetch.triton_kernels import runtime
 from tests.plugin.device.cuda_pages import GEOMETRY, NUM_PAGES, Segment, cells_of
@@ -23,7 +23,7 @@ MakeRig = Callable[..., Rig]
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     """Builds ranks on one store, and closes them."""
-    monkeypatch.setattr(client, "open_hedged", lambda *args, **kwargs: GatedStore(open_hedged(*args, **kwargs)))
+    monkeypatch.setattr(plane_store, "_open_store", lambda *args: GatedStore(open_configured(*args)))
     monkeypatch.setattr(client, "_LINGER_S", 0.01)
     monkeypatch.setattr(client, "SPAN_TOKENS", 8)
     monkeypatch.setattr(plane, "_launch", plane._launch)  # rigs set it

@@ -17,7 +17,7 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
-from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device.pages import SlotPages
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.codec.quant.profiles import make_profile, values_of
 from tests.plugin.device.fake_streams import FakeDevice
@@ -84,27 +84,27 @@ def slots_of(pool_pages: list[int], page_size: int = 4) -> torch.Tensor:
     return torch.tensor([page * page_size + i for page in pool_pages for i in range(page_size)])
 
 
-def memory(pages: DevicePages) -> dict[TensorName, list[torch.Tensor]]:
+def memory(pages: SlotPages) -> dict[TensorName, list[torch.Tensor]]:
     """Return the pool's memory, as a forward pass sees it."""
     return pages._buffers
 
 
-def stored(pages: DevicePages, tensor: TensorName, pool_pages: list[int]) -> torch.Tensor:
+def stored(pages: SlotPages, tensor: TensorName, pool_pages: list[int]) -> torch.Tensor:
     """Return the present values in the pool's memory, ``(tokens, layers, heads, dim)``."""
     return torch.stack([buffer[slots_of(pool_pages)] for buffer in memory(pages)[tensor]], dim=1)
 
 
-def holds(pages: DevicePages, segment: Segment, pool_pages: list[int]) -> bool:
+def holds(pages: SlotPages, segment: Segment, pool_pages: list[int]) -> bool:
     return all(torch.equal(stored(pages, t, pool_pages), segment[1][t]) for t in TENSORS)
 
 
-def set_slots(pages: DevicePages, pool_pages: list[int], value: float) -> None:
+def set_slots(pages: SlotPages, pool_pages: list[int], value: float) -> None:
     """Overwrite slots, as a forward pass may do."""
     for buffer in (*memory(pages)["k"], *memory(pages)["v"]):
         buffer[slots_of(pool_pages)] = value
 
 
-def is_set(pages: DevicePages, pool_pages: list[int], value: float) -> bool:
+def is_set(pages: SlotPages, pool_pages: list[int], value: float) -> bool:
     return all(bool((stored(pages, t, pool_pages) == value).all()) for t in TENSORS)
 
 

@@ -6,7 +6,7 @@ import json
 import threading
 from array import array
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +28,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.plane.fetch import fetcher
-from sgl_kvfetch.plane.fetch.restore import Restored, restore_cell
-from sgl_kvfetch.plane.fetch.sink import LayerProgress
+from sgl_kvfetch.plane.fetch.restore import restore_cell
+from sgl_kvfetch.plane.fetch.sink import IsFinished, LayerProgress
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device import cache, early, scheduler_hooks
 from sgl_kvfetch.plugin.device.fetch_state import State
@@ -49,7 +49,9 @@ class Decoding:
     gates: dict[int, threading.Event] = field(default_factory=lambda: {0: threading.Event(), 1: threading.Event()})
     fails_at: int | None = None
 
-    def restore(self, original: Callable[..., Restored], reader: Any, cell: Any, *args: Any, **kwargs: Any) -> Restored:
+    def restore(
+        self, original: Callable[..., Future[IsFinished]], reader: Any, cell: Any, *args: Any, **kwargs: Any
+    ) -> Future[IsFinished]:
         if reader.manifest.first_page + reader.manifest.span_range(cell.span)[1] == NUM_STORED:
             assert self.gates[cell.layer_group].wait(WAIT_S)
             if cell.layer_group == self.fails_at:

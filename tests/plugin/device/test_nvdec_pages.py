@@ -25,7 +25,7 @@ from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.plan import PageSource
-from sgl_kvfetch.plane.fetch.sink import GuardedSink, PagePool
+from sgl_kvfetch.plane.fetch.sink import GuardedSink, Pool
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.triton_kernels import runtime
@@ -54,7 +54,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def fetch(
-    reader: SegmentReader, data: bytes, pages: PagePool, folder: Path, open_session: Callable[[], Decoders] = dict
+    reader: SegmentReader, data: bytes, pages: Pool, folder: Path, open_session: Callable[[], Decoders] = dict
 ) -> tuple[Any, bool]:
     """A segment, as a server does. And whether it is still stored in the end."""
     store = LocalStore(folder)

@@ -16,7 +16,7 @@ from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.rope import Rope
-from sgl_kvfetch.plugin.device.klt_batches import KltBatches, make_model
+from sgl_kvfetch.plugin.device.klt_batches import KltLauncher, make_model
 from sgl_kvfetch.plugin.device.restores import CellOutputs, restores_of
 from sgl_kvfetch.plugin.device.staging import StagingRing
 from sgl_kvfetch.triton_kernels.runtime import use_kernels
@@ -135,7 +135,7 @@ def restore_batch(cell: CellFrames, inverse: TransformInverse, slots: torch.Tens
         return table(*args).to(DEVICE)
 
     stream = device.new_stream()
-    batches = KltBatches(device, StagingRing(device, 4 << 20), 4, lambda kind, trial: trial())
+    batches = KltLauncher(device, StagingRing(device, 4 << 20), 4, lambda kind, trial: trial())
     opened = batches.open(stream, slots.to(DEVICE), partial(device.launch, stream), resident)
     pages = range(len(slots) // 4)
     launched = opened.restore(cell, make_model(cell, inverse, *outputs, resident), pages, pages, run_always)

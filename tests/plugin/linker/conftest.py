@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache import unified_radix_cache
 
-from sgl_kvfetch.plane import client
-from sgl_kvfetch.plane.open import open_hedged
+from sgl_kvfetch.plane import client, store as plane_store
+from sgl_kvfetch.plane.store import _open_store as open_configured
 from sgl_kvfetch.plugin import data_plane as plane
 from sgl_kvfetch.plugin.linker import linker
 from tests.plugin.device.gated_store import GatedStore
@@ -21,7 +21,7 @@ MakeRig = Callable[..., Rig]
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     """Builds ranks on one store, and closes them."""
-    monkeypatch.setattr(client, "open_hedged", lambda *args, **kwargs: GatedStore(open_hedged(*args, **kwargs)))
+    monkeypatch.setattr(plane_store, "_open_store", lambda *args: GatedStore(open_configured(*args)))
     monkeypatch.setattr(client, "_LINGER_S", 0.01)
     monkeypatch.setattr(client, "SPAN_TOKENS", 8)
     monkeypatch.setattr(plane, "_launch", plane._launch)  # rigs set both

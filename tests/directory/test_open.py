@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch import stores
 from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.directory.open import open_store
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.plane.open import S3Options, open_hedged, open_store
+from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plane.store import open_configured_store
 from sgl_kvfetch.stores.hedged import HedgedStore
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
+from sgl_kvfetch.stores.open import S3Options, open_hedged
 from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.stores.s3 import S3Store
 
@@ -53,19 +56,15 @@ def test_options_for_another_kind_of_store_are_refused() -> None:
             open_store(url, capacity_bytes=1)
     with pytest.raises(ConfigError, match="is a bucket"):
         open_store("s3://x", token="t")
-    for url in ("file:///x", "s3://x"):
-        with pytest.raises(ConfigError, match="a token is for http"):
-            open_hedged(url, token="t", options=HttpOptions())
+    with pytest.raises(ConfigError, match="a token is for http"):
+        open_hedged("s3://x", token="t", options=HttpOptions())
 
 
 async def test_reads_are_hedged_but_those_of_a_directory() -> None:
-    for url in ("http://x", "s3://x"):
-        hedged = open_hedged(url, options=HttpOptions())
-        assert isinstance(hedged, HedgedStore)
-        await hedged.close()
-    local = open_hedged("file:///var/cache/kv", options=HttpOptions())
-    assert isinstance(local, LocalStore)
-    await local.close()
+    for url, kind in (("http://x", HedgedStore), ("s3://x", HedgedStore), ("file:///var/cache/kv", LocalStore)):
+        store = open_configured_store(parse_config({"store": url}, {}))
+        assert isinstance(store, kind)
+        await store.close()
 
 
 async def test_a_bucket_may_have_an_index() -> None:
@@ -82,9 +81,23 @@ async def test_a_bucket_may_have_an_index() -> None:
     assert "secret" not in repr(S3Options({"secret_access_key": "secret"}, "redis://:secret@host"))
 
 
-@pytest.mark.parametrize(("module", "name"), [("s3", "S3Store"), ("redis_index", "IndexOptions")])
-def test_what_to_install_is_named(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
-    monkeypatch.delitem(vars(stores), name, raising=False)  # the door remembers names that it has imported
+@pytest.mark.parametrize("module", ["s3", "redis_index"])
+def test_what_to_install_is_named(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setitem(sys.modules, f"sgl_kvfetch.stores.{module}", None)  # importing it raises ImportError
     with pytest.raises(ConfigError, match=r"pip install 'sgl_kvfetch\[s3\]'"):
         open_store("s3://bucket", s3=S3Options(index="redis://host"))
+
+
+def test_listing_a_directory_imports_no_data_plane(tmp_path: Path) -> None:
+    program = """
+import sys
+from sgl_kvfetch.tools import main
+sys.argv[0] = "kvfetch"
+try:
+    main()
+finally:
+    print([name for name in sys.modules if name.startswith(("sgl_kvfetch.plane", "torch"))])
+"""
+    command = [sys.executable, "-c", program, "inspect", str(tmp_path)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert (said[1], said[-1]) == ("no segments", "[]")

@@ -1,0 +1,23 @@
+from .ans import (
+    CLASS_TABLE as CLASS_TABLE,
+    NUM_CLASSES as NUM_CLASSES,
+    SLOTS as SLOTS,
+    AnsCodec as AnsCodec,
+    decoding_tables as decoding_tables,
+    encoding_tables as encoding_tables,
+    least_sums as least_sums,
+)
+from .base import Codec as Codec
+from .gpu_ans import open_gpu_ans as open_gpu_ans
+from .hevc import HevcCodec as HevcCodec
+from .levels import MOST_LEVELS as MOST_LEVELS
+from .nvdec import (
+    MAX_SURFACE_BYTES as MAX_SURFACE_BYTES,
+    open_current_nvdec as open_current_nvdec,
+    open_nvdec as open_nvdec,
+)
+from .nvidia import (
+    ENCODE_LIBRARY as ENCODE_LIBRARY,
+    decode_caps as decode_caps,
+    moving_gradients as moving_gradients,
+)

@@ -1,0 +1,219 @@
+"""Data objects: what a manifest says of each of them, and how their rows change.
+
+A segment's bytes are in objects of three kinds. A `Variant` is the segment in one coding, a `Level` refines a variant's
+coefficients, and a `Side` has side pages. Each is a list of chunks behind one another, with a digest that names it; it
+may have chunk digests, which a signature covers, and it may be encrypted. What holds for any data object is in
+`DataObject`, and `protect` works on lists of those. So a further kind of object is signed and encrypted as they are.
+
+The fields are declared by each kind, because their order is the order in which manifests store them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Annotated, Self
+
+import msgspec
+import xxhash
+from msgspec import Meta
+
+from sgl_kvfetch.codec.bitstream.levels import LADDER, MOST_LEVELS
+from sgl_kvfetch.codec.container.encryption import Encryption
+from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, chunk_digest
+from sgl_kvfetch.codec.layout.regions import RegionLayout
+from sgl_kvfetch.codec.layout.tiles import TileLayout
+from sgl_kvfetch.errors import CorruptError
+
+CHECKSUM_BYTES = 16
+# This bounds what a reader allocates for one chunk: its bitstream, and the frames or bytes that this decodes to.
+MAX_CHUNK_BYTES = 1 << 28
+MAX_SEGMENT_PAGES = 1 << 20
+SIDE_CHUNK_BYTES = 4 << 20  # of a side page; its last chunk may be shorter
+MAX_SIDE_PAGE_BYTES = 1 << 30
+
+Checksum = Annotated[bytes, Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
+Name = Annotated[str, Meta(max_length=64)]
+_DataDigest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+_FrameSum = Annotated[int, Meta(ge=0)]  # 64 bits; MessagePack has no larger ones
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One chunk's row. Its position in the table identifies the chunk (see ``Manifest.cells``)."""
+
+    codec: Name
+    size_bytes: Annotated[int, Meta(ge=1, le=MAX_CHUNK_BYTES)]
+    coded_checksum: Checksum  # xxh3-128 of the compressed bytes
+    decoded_checksum: Checksum  # xxh3-128 of the integers, or of the part's bytes
+
+    @classmethod
+    def of(cls, codec: str, bitstream: bytes, content: bytes) -> Chunk:
+        """Return the row of a chunk with this bitstream and content."""
+        checksum = xxhash.xxh3_128_digest
+        return cls(codec, len(bitstream), checksum(bitstream), checksum(content))
+
+    def require_coded(self, bitstream: bytes | memoryview, digest: bytes, what: str) -> None:
+        """Raise CorruptError unless the compressed bytes have their checksum and ``digest``, unless that is b""."""
+        if xxhash.xxh3_128_digest(bitstream) != self.coded_checksum:
+            raise CorruptError(f"{what}, compressed bytes: checksum does not match")
+        if digest and chunk_digest(bitstream) != digest:
+            raise CorruptError(f"{what}, compressed bytes: digest does not match")
+
+    def require_decoded(self, content: bytes | memoryview, what: str) -> None:
+        """Raise CorruptError unless the decoded content has its checksum."""
+        self.require_digest(xxhash.xxh3_128_digest(content), what)
+
+    def require_digest(self, digest: bytes, what: str) -> None:
+        """Raise CorruptError unless ``digest`` is the decoded content's checksum."""
+        if digest != self.decoded_checksum:
+            raise CorruptError(f"{what}: checksum does not match")
+
+
+def nth_digest(chunk_digests: bytes, index: int) -> bytes:
+    """Return the digest of chunk ``index`` among those of several chunks; b"" if there are none."""
+    return chunk_digests[index * CHUNK_DIGEST_BYTES :][:CHUNK_DIGEST_BYTES]
+
+
+class Table(msgspec.Struct, frozen=True):
+    """What the rows of an encrypted object hide: its chunks' codecs and decoded checksums, and their frame sums."""
+
+    chunks: tuple[tuple[Name, Checksum], ...]
+    frame_sums: tuple[_FrameSum | None, ...]
+
+
+class DataObject(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a manifest says of one data object. ``data_digest`` names it. ``chunk_digests``: `signing.chunk_digest` of
+    each chunk, in signed manifests. ``encryption``: since version 2.3, of levels since 2.6."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def data_digest(self) -> str: ...
+
+        @property
+        def chunks(self) -> tuple[Chunk, ...]: ...
+
+        @property
+        def chunk_digests(self) -> bytes: ...
+
+        @property
+        def encryption(self) -> Encryption | None: ...
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(chunk.size_bytes for chunk in self.chunks)
+
+    @property
+    def codecs(self) -> frozenset[str]:
+        """The codecs that a reader of this object needs."""
+        return frozenset(chunk.codec for chunk in self.chunks)
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each chunk begins in the object, and the object's end."""
+        return list(accumulate((chunk.size_bytes for chunk in self.chunks), initial=0))
+
+    def digest_of(self, chunk: int) -> bytes:
+        """Return the digest of a chunk; b"" if the chunks have none."""
+        return nth_digest(self.chunk_digests, chunk)
+
+    def pieces(self, data: bytes | memoryview) -> Iterator[memoryview]:
+        """Yield the chunks of the object's bytes."""
+        view = memoryview(data)
+        return (view[start:end] for start, end in pairwise(self.offsets))
+
+    @property
+    def table(self) -> Table:
+        """What encryption hides of the rows."""
+        return Table(tuple((chunk.codec, chunk.decoded_checksum) for chunk in self.chunks), ())
+
+    def with_chunks(self, chunks: Sequence[Chunk], frame_sums: tuple[int | None, ...]) -> Self:
+        """Return the rows with other chunks in the same places. Only a variant has frame sums."""
+        return msgspec.structs.replace(self, chunks=tuple(chunks))
+
+
+class Level(DataObject, frozen=True, omit_defaults=True):
+    """A data object that refines a variant's coefficients (`bitstream.ladder`): a chunk a cell, in storage order. The
+    ``decoded_checksum`` of its chunks is over the integers that all levels up to it decode to."""
+
+    data_digest: _DataDigest
+    chunks: tuple[Chunk, ...]
+    chunk_digests: bytes = b""
+    encryption: Encryption | None = None
+
+
+class Variant(DataObject, frozen=True, omit_defaults=True):
+    """One encoding of the segment: the table of its chunks in storage order, and the digest that names its data."""
+
+    data_digest: _DataDigest
+    layouts: dict[Name, TileLayout | RegionLayout]
+    chunks: tuple[Chunk, ...]
+    # The codec and resolution requested for this variant, if recorded. They cannot be derived from the rest: a chunk
+    # may use another codec (noise does), and short spans have smaller pictures.
+    codec: Name = ""
+    resolution: Name = ""
+    # For each chunk, the sum of its decoded frames (`layout.frame_sum`) or None; empty if no chunk has one. The sums
+    # depend on the layout, so they are not in the chunk's row, which identifies its content.
+    frame_sums: tuple[_FrameSum | None, ...] = ()
+    chunk_digests: bytes = b""
+    encryption: Encryption | None = None
+    levels: Annotated[tuple[Level, ...], Meta(max_length=MOST_LEVELS - 1)] = ()  # since version 2.4
+    num_dropped: Annotated[int, Meta(ge=0, lt=MOST_LEVELS)] = 0  # levels that a store has dropped; since version 2.5
+
+    def frame_sum(self, chunk: int) -> int | None:
+        return self.frame_sums[chunk] if self.frame_sums else None
+
+    @property
+    def table(self) -> Table:
+        return msgspec.structs.replace(super().table, frame_sums=self.frame_sums)
+
+    def with_chunks(self, chunks: Sequence[Chunk], frame_sums: tuple[int | None, ...]) -> Self:
+        return msgspec.structs.replace(self, chunks=tuple(chunks), frame_sums=frame_sums)
+
+    @property
+    def objects(self) -> tuple[Variant | Level, ...]:
+        """What has a data object of its own: level 0 with all else, then each further level."""
+        return self, *self.levels
+
+    @property
+    def contents(self) -> list[bytes]:
+        """The checksums of what each chunk decodes to with all levels."""
+        finest = iter(self.levels[-1].chunks if self.levels else ())
+        return [(next(finest, row) if row.codec == LADDER else row).decoded_checksum for row in self.chunks]
+
+    def with_levels(self, count: int) -> Variant:
+        """Return the variant with only the first ``count`` levels; level 0, which it always has, is not counted."""
+        dropped = self.num_dropped + len(self.levels[count:])
+        return msgspec.structs.replace(self, levels=self.levels[:count], num_dropped=dropped)
+
+
+class SidePage(msgspec.Struct, frozen=True, array_like=True):
+    """What one of SGLang's side pools keeps of a page, as opaque bytes, in chunks of ``SIDE_CHUNK_BYTES``."""
+
+    pool: Name
+    page: Annotated[int, Meta(ge=0, lt=MAX_SEGMENT_PAGES)]  # counted from the segment's start
+    num_bytes: Annotated[int, Meta(ge=1, le=MAX_SIDE_PAGE_BYTES)]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """The size in the data object."""
+        return sum(chunk.size_bytes for chunk in self.chunks)
+
+
+class Side(DataObject, frozen=True, omit_defaults=True):
+    """A data object of side pages."""
+
+    data_digest: _DataDigest
+    pages: tuple[SidePage, ...]  # in storage order
+    chunk_digests: bytes = b""
+    encryption: Encryption | None = None
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return tuple(chunk for page in self.pages for chunk in page.chunks)
+
+    def with_chunks(self, chunks: Sequence[Chunk], frame_sums: tuple[int | None, ...]) -> Self:
+        left = iter(chunks)
+        pages = (msgspec.structs.replace(page, chunks=tuple(next(left) for _ in page.chunks)) for page in self.pages)
+        return msgspec.structs.replace(self, pages=tuple(pages))

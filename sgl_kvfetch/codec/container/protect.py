@@ -1,0 +1,175 @@
+"""Turn segments into what a store gets to see, and back: encrypted, and with the digests that signatures cover.
+
+Both are one transform of a list of data objects with their contents, in the order of `Manifest.data`. It knows no kind
+of object: what a kind has of its own is its rows (`objects.DataObject`) and its place (`_places`). Each object is
+encrypted under a key of its own, derived from its place, so it decrypts nowhere else. First encrypted, then digested:
+a store may verify the digests of what it keeps, and cannot read it.
+
+An opened manifest (`open_manifest`) has what encryption hides. It is for readers, and is never stored.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import xxhash
+
+from sgl_kvfetch.codec.container.encryption import (
+    ENCRYPTED,
+    SALT_BYTES,
+    TABLE_NONCE,
+    DataCipher,
+    Encryption,
+    EncryptionKeys,
+)
+from sgl_kvfetch.codec.container.manifest import Manifest, check_variant
+from sgl_kvfetch.codec.container.objects import CHECKSUM_BYTES, Chunk, DataObject, Side, Table, Variant
+from sgl_kvfetch.codec.container.signing import chunk_digest
+from sgl_kvfetch.errors import CorruptError, FormatError
+
+if TYPE_CHECKING:  # importing it loads torch
+    from sgl_kvfetch.codec.container.segment import CodedSegment
+
+Rows = TypeVar("Rows", bound=DataObject)
+_tables = msgspec.msgpack.Decoder(Table)  # made before there are threads, as in `manifest`
+
+
+def secure_segment(segment: CodedSegment, keys: EncryptionKeys | None, signs: bool) -> CodedSegment:
+    """Return the segment with its objects encrypted with the first of ``keys``, if there are any, and with chunk
+    digests if the store ``signs``. What is encrypted or has digests already stays as it is. Objects with identical data
+    and places are still one object."""
+    m = segment.manifest
+    made: dict[object, tuple[DataObject, bytes]] = {}
+    secured = []
+    for rows, place, data in zip(m.data, _places(m), segment.contents, strict=True):
+        kind = place, rows.data_digest, rows.table
+        if kind not in made:
+            made[kind] = _secured(rows, place, data, keys, signs)
+        secured.append((_with_rows_of(rows, made[kind][0]), made[kind][1]))
+    return segment.of(m.with_data(rows for rows, _ in secured), [data for _, data in secured])
+
+
+def secure_side(
+    manifest: Manifest, side: Side, data: bytes, keys: EncryptionKeys | None, signs: bool
+) -> tuple[Side, bytes]:
+    """Return an object of side pages that ``manifest`` does not name yet, and its bytes, as `secure_segment` makes
+    them."""
+    *_, place = _places(msgspec.structs.replace(manifest, sides=(side,)))
+    return _secured(side, place, data, keys, signs)
+
+
+def open_manifest(manifest: Manifest, keys: EncryptionKeys | None) -> Manifest:
+    """Return a stored manifest with everything that encryption hides, so that its data can be decoded. It cannot be
+    encoded again. Raises EncryptedError if a key is missing, CorruptError and FormatError."""
+    if not manifest.is_encrypted:
+        return manifest
+    ciphers: dict[str, DataCipher] = {}
+    opened = []
+    for rows, place in zip(manifest.data, _places(manifest), strict=True):
+        encryption = rows.encryption
+        assert encryption is not None
+        if keys is None or encryption.key not in keys:
+            raise manifest.locked(encryption.key)
+        cipher = keys.cipher(encryption.key, encryption.salt, place)
+        ciphers[rows.data_digest] = cipher
+        opened.append(_opened(rows, cipher, encryption.table, f"the table of {manifest.key.stem}"))
+    whole = msgspec.structs.replace(manifest.with_data(opened), ciphers=ciphers)
+    for variant in whole.variants:
+        check_variant(whole, variant)
+    return whole
+
+
+def plain_segment(segment: CodedSegment, keys: EncryptionKeys | None) -> CodedSegment:
+    """Return a stored segment without encryption. Raises EncryptedError, CorruptError and FormatError."""
+    m = open_manifest(segment.manifest, keys)
+    if not m.is_encrypted:
+        return segment
+    plain = []
+    for rows, data in zip(m.data, segment.contents, strict=True):
+        what = m.data_name(rows)
+        if len(data) != rows.size_bytes:
+            raise CorruptError(f"{what} has {len(data)} bytes, expected {rows.size_bytes}")
+        plain.append(_plain(rows, data, m.ciphers[rows.data_digest], what))
+    manifest = msgspec.structs.replace(m.with_data(rows for rows, _ in plain), ciphers={})
+    return segment.of(manifest, [data for _, data in plain])
+
+
+def _secured(rows: Rows, place: bytes, data: bytes, keys: EncryptionKeys | None, signs: bool) -> tuple[Rows, bytes]:
+    if keys is not None and rows.encryption is None:
+        rows, data = _encrypted(rows, place, data, keys)
+    if signs and not rows.chunk_digests:
+        rows = msgspec.structs.replace(rows, chunk_digests=b"".join(map(chunk_digest, rows.pieces(data))))
+    return rows, data
+
+
+def _encrypted(rows: Rows, place: bytes, data: bytes, keys: EncryptionKeys) -> tuple[Rows, bytes]:
+    salt = os.urandom(SALT_BYTES)
+    cipher = keys.cipher(keys.first, salt, place)
+    pieces = [cipher.encrypt(number, piece) for number, piece in enumerate(rows.pieces(data))]
+    hidden = bytes(CHECKSUM_BYTES)
+    chunks = [Chunk(ENCRYPTED, len(piece), xxhash.xxh3_128_digest(piece), hidden) for piece in pieces]
+    data = b"".join(pieces)
+    changed = msgspec.structs.replace(
+        rows,
+        data_digest=xxhash.xxh3_128_hexdigest(data),
+        encryption=Encryption(keys.first, salt, cipher.encrypt(TABLE_NONCE, msgspec.msgpack.encode(rows.table))),
+        chunk_digests=b"",
+    )
+    return changed.with_chunks(chunks, ()), data
+
+
+def _opened(rows: Rows, cipher: DataCipher, packed: bytes, what: str) -> Rows:
+    try:
+        table = _tables.decode(cipher.decrypt(TABLE_NONCE, packed, what))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise FormatError(f"{what} is malformed: {e}") from e
+    if len(table.chunks) != len(rows.chunks):
+        raise FormatError(f"the table is of {len(table.chunks)} chunks, the manifest of {len(rows.chunks)}")
+    chunks = [
+        Chunk(codec, row.size_bytes, row.coded_checksum, checksum)
+        for row, (codec, checksum) in zip(rows.chunks, table.chunks, strict=True)
+    ]
+    return rows.with_chunks(chunks, table.frame_sums)
+
+
+def _plain(rows: Rows, data: bytes, cipher: DataCipher, what: str) -> tuple[Rows, bytes]:
+    pieces = [cipher.decrypt(number, piece, what) for number, piece in enumerate(rows.pieces(data))]
+    checksum = xxhash.xxh3_128_digest
+    chunks = [
+        Chunk(row.codec, len(piece), checksum(piece), row.decoded_checksum)
+        for row, piece in zip(rows.chunks, pieces, strict=True)
+    ]
+    data = b"".join(pieces)
+    digest = xxhash.xxh3_128_hexdigest(data)
+    changed = msgspec.structs.replace(rows, data_digest=digest, encryption=None, chunk_digests=b"")
+    return changed.with_chunks(chunks, rows.table.frame_sums), data
+
+
+def _with_rows_of(rows: Rows, secured: DataObject) -> Rows:
+    """Return ``rows`` with the digests, chunks and encryption of an object that has the same data and place."""
+    changed = msgspec.structs.replace(
+        rows,
+        data_digest=secured.data_digest,
+        encryption=secured.encryption,
+        chunk_digests=secured.chunk_digests,
+    )
+    return changed.with_chunks(secured.chunks, secured.table.frame_sums)
+
+
+def _places(manifest: Manifest) -> list[bytes]:
+    """Return what says where each data object belongs, and how it is laid out: its segment's pages and cells, and its
+    layouts or side pages; of a level also its number."""
+    m = manifest
+    insides: list[list[object]] = [_layouts(variant) for variant in m.variants]
+    insides += ([n, *_layouts(variant)] for variant in m.variants for n, _ in enumerate(variant.levels, 1))
+    insides += ([(page.pool, page.page, page.num_bytes) for page in side.pages] for side in m.sides)
+    cells = m.span_pages, m.cell_layers, m.cell_heads
+    where = m.key.namespace, m.first_page, m.previous_hash, b"".join(m.page_hashes), *cells, m.parts
+    return [msgspec.msgpack.encode((*where, inside)) for inside in insides]
+
+
+def _layouts(variant: Variant) -> list[object]:
+    layouts = sorted(variant.layouts.items(), key=lambda item: item[0])
+    return [(name, *msgspec.to_builtins(layout).values()) for name, layout in layouts]

@@ -1,0 +1,23 @@
+from .base import (
+    ByteInverse as ByteInverse,
+    Inverse as Inverse,
+    StepInverse as StepInverse,
+    TransformInverse as TransformInverse,
+    join_parts as join_parts,
+)
+from .exact import from_planes as from_planes
+from .klt import (
+    KltForward as KltForward,
+    exact_bytes as exact_bytes,
+    require_grid as require_grid,
+    scales_of as scales_of,
+)
+from .profile import (
+    Calibration as Calibration,
+    require_targets as require_targets,
+)
+from .rope import Rope as Rope
+from .symmetric import (
+    MAX_BINS as MAX_BINS,
+    MIN_BINS as MIN_BINS,
+)

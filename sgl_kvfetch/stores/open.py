@@ -1,0 +1,100 @@
+"""Open a store by its URL: one that other machines share. `directory.open_store` also opens a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.stores.base import AdminStore, Store
+from sgl_kvfetch.stores.hedged import MAX_HEDGES, HedgedStore, OnHedge
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.remote import HttpOptions
+
+# Connections in addition to those for reads, so that lookups, writes and second requests never wait for a read.
+_SPARE_CONNECTIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class S3Options:
+    """What ``s3://`` stores need beside `HttpOptions`. Without ``index``, lookups go by the names of segments."""
+
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # obstore's keys
+    index: str | None = field(default=None, repr=False)  # URL: see `IndexOptions`
+    index_ttl_s: float = 7 * 86400.0
+    index_timeout_s: float = 0.5
+    on_index_failure: Callable[[StoreError], None] = lambda error: None
+
+
+def split_store_url(url: str) -> SplitResult:
+    """Return the parts of a store's URL. Raises ConfigError."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as e:
+        raise ConfigError(f"store URL {url!r} is malformed: {e}") from e
+    return parts
+
+
+def open_remote(
+    url: str,
+    *,
+    token: str | None = None,
+    options: HttpOptions | None = None,
+    s3: S3Options | None = None,
+) -> AdminStore:
+    """Create a client of the store at ``url``. Does no I/O: the first request fails if the store is unreachable.
+
+    ``token`` is for ``http(s)://`` stores, ``options`` is for these and ``s3://`` ones, ``s3`` only for the latter.
+    Raises ConfigError.
+    """
+    options, s3 = options or HttpOptions(), s3 or S3Options()
+    scheme = split_store_url(url).scheme
+    if token is not None and scheme == "s3":
+        raise ConfigError(f"a token is for http:// and https:// stores; {url!r} is a bucket")
+    match scheme:
+        case "http" | "https":
+            return HttpStore(url, token=token, options=options)
+        case "s3":
+            return _open_s3(url, options, s3)
+        case _:
+            raise ConfigError(f"store URL {url!r} is not supported; use http://, https://, s3://bucket or file:///path")
+
+
+def open_hedged(
+    url: str,
+    *,
+    token: str | None = None,
+    options: HttpOptions,
+    s3: S3Options | None = None,
+    max_hedges: int = MAX_HEDGES,
+    on_hedge: OnHedge = lambda kind, result: None,
+    on_received: Callable[[int], None] = lambda num_bytes: None,
+) -> Store:
+    """Create a client with hedged reads (`HedgedStore`) of the store at ``url``.
+
+    ``options.max_connections`` limits concurrent reads. The rest is as in `open_remote`. Raises ConfigError.
+    """
+    more = replace(options, max_connections=options.max_connections + _SPARE_CONNECTIONS)
+    store = open_remote(url, token=token, options=more, s3=s3)
+    return HedgedStore(store, options.max_connections, max_hedges, on_hedge, on_received)
+
+
+def takes_token(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
+def _open_s3(url: str, options: HttpOptions, s3: S3Options) -> AdminStore:
+    try:
+        from sgl_kvfetch.stores.s3 import S3Store
+
+        if s3.index is None:
+            return S3Store(url, options=options, config=s3.config)
+        from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
+        from sgl_kvfetch.stores.redis_index import IndexOptions
+    except ImportError as e:
+        raise ConfigError(f"{url} needs a package that is missing ({e}): pip install 'sgl_kvfetch[s3]'") from e
+    index = IndexOptions(s3.index, s3.index_ttl_s, s3.index_timeout_s, on_failure=s3.on_index_failure)
+    return IndexedS3Store(url, index, options=options, config=s3.config)

@@ -1,0 +1,155 @@
+"""Levels in a store that may not see, or not change, what it holds: over a real store, which drops some of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from harness.fetching import fetch_pages
+from harness.memory_pool import MemoryPool
+from harness.store_process import StoreProcess
+from harness.waiting import WAIT_S
+from sgl_kvfetch.codec.bitstream.base import Decoders
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
+from sgl_kvfetch.codec.container.partial import signed_by
+from sgl_kvfetch.codec.container.protect import secure_segment
+from sgl_kvfetch.codec.container.segment import CodedSegment
+from sgl_kvfetch.codec.container.signing import ManifestKeys
+from sgl_kvfetch.codec.quant.base import CellValues
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.fetch.finder import PageFinder
+from sgl_kvfetch.plane.fetch.plan import LevelPolicy
+from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.write.writer import commit_segment
+from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.keyed import KeyedStore
+from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
+from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, segment
+from tests.directory.test_dropped_levels import chain
+from tests.plane.fetch.test_levels import values_at
+
+SIGNS, ENCRYPTS = ManifestKeys([b"k" * 32]), EncryptionKeys({"name": bytes(32)})
+ROOM = 6  # segments that the store has room for, with all levels
+
+
+@dataclass(frozen=True)
+class Kind:
+    signs: ManifestKeys | None
+    encrypts: EncryptionKeys | None
+    has_video: bool = False
+
+    def segment(self, number: int) -> CodedSegment:
+        whole = chain(number)
+        if not self.has_video:
+            return whole
+        manifest = msgspec.structs.replace(
+            whole.manifest, variants=(*whole.manifest.variants, *video().manifest.variants)
+        )
+        return replace(whole, manifest=manifest, more_data=(video().data,))
+
+
+@cache
+def video() -> CodedSegment:
+    return transcode(segment().manifest, segment().data, make_targets(["hevc"], ["240p"]), levels=segment().level_data)
+
+
+KINDS = {
+    "signed": Kind(SIGNS, None),
+    "encrypted": Kind(None, ENCRYPTS),
+    "with video": Kind(None, None, has_video=True),
+    "signed, encrypted, with video": Kind(SIGNS, ENCRYPTS, has_video=True),
+}
+
+
+@pytest.fixture(params=list(KINDS.values()), ids=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
+    return found
+
+
+@pytest.fixture
+def served(kind: Kind, tmp_path: Path) -> Iterator[StoreProcess]:
+    stored = secure_segment(kind.segment(0), kind.encrypts, kind.signs is not None)
+    whole = len(stored.manifest.encode()) + sum(len(data) for _, data in stored.data_objects())
+    options = "--capacity", str(ROOM * whole), "--drop-levels", "1"
+    with StoreProcess(tmp_path, extra_args=options) as served:
+        yield served
+
+
+@pytest.fixture
+async def raw(served: StoreProcess) -> AsyncIterator[Store]:
+    store = HttpStore(served.url)
+    yield store
+    await store.close()
+
+
+async def manifests(store: Store) -> list[Manifest | None]:
+    """Return what a server finds of each segment."""
+    lookups = [await store.lookup(SPEC.heads.folder, chain(number).manifest.page_hashes) for number in range(ROOM + 1)]
+    return [decode_manifest(found.hits[0].manifest) if found.hits else None for found in lookups]
+
+
+async def fetched(store: Store, number: int) -> CellValues:
+    with closing(DecodePool[Decoders]([{}])) as pool:
+        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False)
+        finder = PageFinder(store, SPEC.heads, KLT, print, levels=LevelPolicy(1))
+        sources = await finder.find_pages(list(chain(number).manifest.page_hashes), WAIT_S)
+        memory = MemoryPool(GEOMETRY, 4, 0.0)
+        result = await fetch_pages(fetcher, sources, range(4), GuardedSink(memory), WAIT_S)
+        assert (result.num_pages, result.failures) == (4, ())
+    return CellValues(*(memory.read(tensor, range(4)) for tensor in ("k", "v")))
+
+
+async def test_a_store_drops_levels_that_it_cannot_read_or_sign(kind: Kind, raw: Store) -> None:
+    store = KeyedStore(raw, kind.signs, kind.encrypts)
+    for number in range(ROOM + 1):
+        await commit_segment(store, kind.segment(number))
+    found = await manifests(store)
+    lost = [None if each is None else each.num_dropped for each in found]
+    assert {0, 1} <= set(lost)
+    for num_lost in (0, 1):
+        number = lost.index(num_lost)
+        values, expected = await fetched(store, number), values_at(segment(), LEVELS - num_lost)
+        assert all(torch.equal(x, y) for x, y in zip(values, expected, strict=True))
+        manifest = found[number]
+        assert manifest is not None
+        assert manifest.is_encrypted == (kind.encrypts is not None)
+        # A variant that a dropped level does not make coarser would hold finer values than the others.
+        assert len(manifest.variants) == 1 + (kind.has_video and not num_lost)
+    strangers = KeyedStore(raw, ManifestKeys([b"x" * 32]), kind.encrypts)
+    assert set(await manifests(strangers)) == {None}
+
+
+@pytest.mark.parametrize("kind", [KINDS["signed"], KINDS["signed, encrypted, with video"]], ids=["signed", "all"])
+async def test_a_signature_covers_what_is_left_and_nothing_else(kind: Kind, raw: Store) -> None:
+    store = KeyedStore(raw, kind.signs, kind.encrypts)
+    for number in range(ROOM + 1):
+        await commit_segment(store, kind.segment(number))
+    number = [each is not None and each.num_dropped for each in await manifests(store)].index(1)
+    name = chain(number).manifest.key.manifest_name
+    content = await raw.get(name)
+    assert content is not None
+    part = decode_manifest(content)
+    (variant,) = part.variants
+    forged = (
+        msgspec.structs.replace(variant, num_dropped=0),
+        msgspec.structs.replace(variant, levels=variant.levels[::-1] or variant.levels, num_dropped=2),
+        msgspec.structs.replace(variant, codec="zstd"),
+    )
+    for other in forged:
+        await raw.put(name, msgspec.structs.replace(part, variants=(other,)).encode(signed_by(content)))
+        assert await store.get(name) is None
+    await raw.put(name, part.encode())
+    assert await store.get(name) is None  # unsigned
+    await raw.put(name, content)
+    assert await store.get(name) == content
