@@ -31,8 +31,13 @@ from .bitstream.registry import (
 )
 from .calibrate.fit import CalibrationOptions as CalibrationOptions, calibrate_model as calibrate_model
 from .calibrate.layers import LayeredModel as LayeredModel
-from .calibrate.rope import find_rope as find_rope
-from .calibrate.text import calibration_windows as calibration_windows, part_of as part_of, tokenise as tokenise
+from .calibrate.rope import find_rope as find_rope, rope_or_note as rope_or_note
+from .calibrate.text import (
+    calibration_windows as calibration_windows,
+    part_of as part_of,
+    tokenise as tokenise,
+    without_prompt_start as without_prompt_start,
+)
 from .container.encryption import (
     SALT_BYTES as SALT_BYTES,
     EncryptionKeys as EncryptionKeys,
@@ -99,6 +104,7 @@ from .fingerprint import (
     digest_file as digest_file,
     digest_files as digest_files,
     fingerprint_model as fingerprint_model,
+    model_folder as model_folder,
 )
 from .layout.frame_sum import (
     GAMMA as GAMMA,

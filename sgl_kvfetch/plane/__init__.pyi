@@ -31,7 +31,13 @@ from .launch import (
     Line as Line,
     Running as Running,
 )
-from .messages import Cost as Cost, Found as Found, SideOver as SideOver, Start as Start
+from .messages import (
+    Cost as Cost,
+    Found as Found,
+    SideOver as SideOver,
+    Start as Start,
+    Watch as Watch,
+)
 from .open import (
     S3Options as S3Options,
     check_files as check_files,

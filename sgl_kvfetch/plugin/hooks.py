@@ -155,6 +155,22 @@ def measure_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any)
         linker.batch_ended(batch, time.monotonic())
 
 
+def sample_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any) -> None:
+    """After ``Scheduler.process_batch_result``: let a calibration look at the batch's prompts, if one is to be made."""
+    from sgl_kvfetch.plugin import auto_profile
+
+    if (profile := auto_profile.current()) is not None:
+        profile.batch_ended(batch)
+
+
+def step_profile(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """After ``Scheduler._process_hicache_events``: serve by a new profile, if there is one."""
+    from sgl_kvfetch.plugin import auto_profile
+
+    if (profile := auto_profile.current()) is not None:
+        profile.step(scheduler)
+
+
 def configure_prefetches(
     attachment: Any,
     *,

@@ -15,9 +15,9 @@ from msgspec import Struct
 from rich.table import Table
 
 from sgl_kvfetch.codec import PLANES, region_layout
-from sgl_kvfetch.errors import ConfigError, UnsupportedError, why
+from sgl_kvfetch.errors import ConfigError, why
 from sgl_kvfetch.plane import DecodeProfile, Sample, measure_profile
-from sgl_kvfetch.prompts import read_texts, text_digest
+from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS, NUM_WINDOWS, read_texts, text_digest
 from sgl_kvfetch.tools.terminal import (
     STORE_HELP,
     EncryptionKeyFileOption,
@@ -36,7 +36,7 @@ from sgl_kvfetch.tools.terminal import (
 if TYPE_CHECKING:  # these load torch and codecs
     import torch
 
-    from sgl_kvfetch.codec import Codec, Decoders, LayeredModel, Profile, Rope
+    from sgl_kvfetch.codec import Codec, Decoders, Profile
     from sgl_kvfetch.tools.encoding.transcode import Target
 
 _CHANNELS = 8 * 128  # of a layer in the chunk that is measured; decode times are proportional to its integers
@@ -52,11 +52,15 @@ def calibrate(
     publish: Annotated[
         str | None, option("STORE", f"Put the profile into a store, where servers find it: {STORE_HELP}")
     ] = None,
-    windows: Annotated[int, option("COUNT", "Windows of text; a fifth are held out for measuring.", min=2)] = 25,
+    windows: Annotated[
+        int, option("COUNT", "Windows of text; a fifth are held out for measuring.", min=2)
+    ] = NUM_WINDOWS,
     context: Annotated[
         int, option("TOKENS", "Of a window, whose KV cache is quantised; KL measures the cost of these errors.", min=16)
-    ] = 1024,
-    continuation: Annotated[int, option("TOKENS", "After the context, predicted from its KV.", min=16)] = 512,
+    ] = CONTEXT_TOKENS,
+    continuation: Annotated[int, option("TOKENS", "After the context, predicted from its KV.", min=16)] = (
+        CONTINUATION_TOKENS
+    ),
     part: Annotated[str, option("FROM:TO", "Use this part of the text, in fractions of its tokens.")] = "0:1",
     max_channels: Annotated[
         int,
@@ -109,6 +113,7 @@ def calibrate(
         part_of,
         read_encryption_keys,
         read_manifest_keys,
+        rope_or_note,
         tokenise,
     )
     from sgl_kvfetch.stores import ProfileKeys
@@ -131,7 +136,9 @@ def calibrate(
     most = getattr(loaded.config, "max_position_embeddings", None)
     if most is not None and window_tokens > most:
         raise ConfigError(f"--context and --continuation are {window_tokens} tokens, the model has {most} positions")
-    rope, notes = _rope_or_why_not(loaded)
+    rope, notes = rope_or_note(loaded)
+    for note in notes:
+        make_console(stderr=True).print(f"kvfetch: {note}")
     tokens = [part_of(tokenise(loaded.tokenizer, prompt), part) for prompt in prompts]
     ids = calibration_windows(loaded.tokenizer, tokens, windows, window_tokens)
     describe = Calibration(
@@ -214,17 +221,6 @@ def decoders(
         except OSError as e:
             raise ConfigError(f"--out {out}: {why(e)}") from e
         progress.print(f"wrote {out}")
-
-
-def _rope_or_why_not(model: LayeredModel) -> tuple[Rope | None, tuple[str, ...]]:
-    from sgl_kvfetch.codec import find_rope
-
-    try:
-        return find_rope(model), ()
-    except UnsupportedError as e:
-        note = f"K stays rotated, which costs bits: {e}"
-        make_console(stderr=True).print(f"kvfetch: {note}")
-        return None, (note,)
 
 
 def _progress(steps: Iterable[Any], total: int, what: str) -> Iterator[Any]:
