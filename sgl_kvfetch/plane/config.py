@@ -172,7 +172,7 @@ class KVFetchConfig(_Keys):
         "read_write", description="whether to read from the store, write to it, or both"
     )
 
-    quantiser: QuantiserName | Literal["auto"] | None = Field(
+    quantiser: Literal[QuantiserName, "auto"] | None = Field(
         None,
         description="how values become 8-bit integers; by default klt with a profile, exact without; auto is exact "
         "until the store has a profile, which this server makes from its own prompts, and klt from then on",

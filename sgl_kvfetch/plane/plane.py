@@ -128,6 +128,7 @@ class DataPlane:
         self._shown: m.ShowPrompts | None = None
         self._prepared: _Prepared | None = None
         self._choosing = threading.Lock()  # held to replace `_run`
+        self.has_switched = False
         self.on_switch: Callable[[], None] = lambda: None  # what is known of the store's pages holds no longer
         self._run = self._begin_run()  # has ended while the next one is being started
         self._former: threading.Thread | None = None  # serves the data plane before the last switch until its end
@@ -337,6 +338,7 @@ class DataPlane:
         with self._choosing:
             former, self._run = self._run, prepared.run
             self._start, self._launch, self._shown = prepared.start, prepared.launch, None
+        self.has_switched = True
         self.num_losses += 1  # what it has queued is of no use to the next one
         self.on_switch()
         former.channel.send(m.Close())

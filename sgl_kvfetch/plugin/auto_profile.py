@@ -75,10 +75,12 @@ class AutoProfile:
         self._num_steps += 1
         if self._num_ranks > 1 and self._num_steps % _AGREE_EVERY:
             return
-        least = torch.tensor(self._state())
+        state = self._state()
         if self._num_ranks > 1:
+            least = torch.tensor(state)
             scheduler.tree_cache._all_reduce_attn_groups(least, torch.distributed.ReduceOp.MIN)
-        self._go_on(least.tolist())
+            state = least.tolist()
+        self._go_on(state)
 
     def _state(self) -> list[int]:
         """Return what the minimum over ranks is taken of: whether this rank could switch, and rank 0's profile."""

@@ -18,8 +18,8 @@ class PromptSample:
 
     A window is a piece of one prompt, or pieces of several short ones. It takes what the engine has computed of a
     prompt, not what it had from an earlier prompt or from the store. So prompts that begin alike, as with one system
-    prompt, do not make windows that are alike. Prompts with a ``cache_salt``, which keeps tenants apart, and those
-    with adapters or images are left out.
+    prompt, do not make windows that are alike. Prompts with a ``cache_salt`` or an ``extra_key``, which keep tenants
+    apart, and those with adapters or images are left out.
 
     The work for a batch is one look at each of its requests, and at most one copy of a window's tokens for each prompt,
     until the sample is full.
@@ -36,11 +36,12 @@ class PromptSample:
         """Look at a batch that was computed, SGLang's ``ScheduleBatch``."""
         if self.is_full or not batch.forward_mode.is_extend_without_speculative():
             return
+        if len(batch.reqs) != len(batch.extend_lens):  # requests have left it
+            return
         decoding = batch.decoding_reqs or ()  # along with the prompts, in mixed chunked prefill
         for request, first, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
-            if request in decoding or request.extra_key is not None or request.multimodal_inputs is not None:
-                continue
-            self.add(request.rid, request.origin_input_ids, first, length)
+            if request not in decoding and not (request.cache_salt or request.extra_key or request.multimodal_inputs):
+                self.add(request.rid, request.origin_input_ids, first, length)
 
     def add(self, request_id: str, prompt: Sequence[int], first: int, length: int) -> None:
         """Look at ``length`` tokens of a prompt that were computed, from ``first`` on."""
