@@ -404,6 +404,8 @@ class DataPlane:
                 run.end()
             return
         self._prepared = _Prepared(run, start, launch)
+        if self._closing.is_set():
+            run.end()
 
     def _begin_watch(self) -> threading.Thread:
         thread = threading.Thread(target=self._watch, args=(self._run,), name="kvfetch-data", daemon=True)

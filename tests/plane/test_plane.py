@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -417,7 +418,7 @@ def start_with(quantiser: str, directory: Path) -> Start:
 def test_a_data_plane_that_cannot_take_over_changes_nothing(
     tmp_path: Path, launcher: Launcher, plane: DataPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plane.prepare(lambda: (start_with("unknown", tmp_path), launcher))
+    plane.prepare(lambda: (msgspec.structs.replace(start_with("uint8", tmp_path), version=0), launcher))
     wait_until(lambda: "the profile cannot be used" in caplog.text)
     assert not plane.is_prepared
     store(plane, page_hashes(NUM_PAGES))

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,12 +21,14 @@ import msgspec
 
 from sgl_kvfetch.errors import KVFetchError, why
 from sgl_kvfetch.plane.calibration.job import READY, Job
-from sgl_kvfetch.processes import end_with_parent
+from sgl_kvfetch.processes import available_bytes, end_with_parent, own_bytes
 from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS
 
 logger = logging.getLogger(__name__)
 
 _SAY_EVERY_S = 60.0
+_LOOK_EVERY_S = 0.5
+_MEMORY_PART = 0.8  # of what is available
 
 
 def main() -> None:
@@ -35,6 +38,8 @@ def main() -> None:
     os.write(1, READY)
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s kvfetch calibration] %(message)s")
+    most_bytes = int(_MEMORY_PART * available_bytes())
+    threading.Thread(target=_watch_memory, args=(most_bytes,), daemon=True).start()
     try:
         calibrate(job)
     except KVFetchError as e:
@@ -43,7 +48,7 @@ def main() -> None:
         fault = why(e) if isinstance(e, OSError) else f"{type(e).__name__}: {e}"
     else:
         return
-    logger.error("kvfetch: the model cannot be calibrated here, and this server stores with 'exact': %s", fault)
+    _say_failed(fault)
     sys.exit(1)
 
 
@@ -54,6 +59,21 @@ def _give_way() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _watch_memory(most_bytes: int) -> None:
+    """End this process when it has taken more than it may. Runs on a thread.
+
+    Kubernetes lets Linux end all of a container together with the one process that it chooses, which would be SGLang's
+    end. No limit of Linux for one process counts the right thing: they count the checkpoint, which is only mapped."""
+    while own_bytes() <= most_bytes:
+        time.sleep(_LOOK_EVERY_S)
+    _say_failed(f"it takes more than {most_bytes / 1e9:.1f} GB, four fifths of the memory that was available")
+    os._exit(1)
+
+
+def _say_failed(fault: str) -> None:
+    logger.error("kvfetch: the model cannot be calibrated here, and this server stores with 'exact': %s", fault)
 
 
 def calibrate(job: Job) -> None:
