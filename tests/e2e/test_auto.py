@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,12 @@ def test_a_server_makes_its_own_profile(tmp_path: Path, store: StoreProcess) -> 
     ``exact``, and is still in SGLang's caches: it is stored once more. Then a second server hits."""
     model = make_tiny_llama(tmp_path / "model", num_layers=1, hidden_size=64, head_dim=32)
     target_kl = 0.05
-    config = {"quantiser": "auto", "target_kl": target_kl, "lookup_timeout_s": WAIT_S, "fetch_timeout_s": WAIT_S}
+    config: dict[str, Any] = {
+        "quantiser": "auto",
+        "target_kl": target_kl,
+        "lookup_timeout_s": WAIT_S,
+        "fetch_timeout_s": WAIT_S,
+    }
     flags = hicache_args(store.url, **config)
     prompt = make_prompt(0)
     with SGLangServer(model, extra_args=flags, env={"XDG_CACHE_HOME": str(tmp_path / "cache")}) as server:

@@ -390,7 +390,7 @@ def test_another_data_plane_takes_over(tmp_path: Path, launcher: Launcher, plane
     hashes, others = page_hashes(NUM_PAGES), page_hashes(NUM_PAGES, "other")
     store(plane, hashes)
     found = look_up(plane, hashes)
-    plane.prepare(lambda: (start_with("uint8", tmp_path), launcher))
+    plane.prepare(lambda: (start_by_uint8(tmp_path), launcher))
     wait_until(lambda: plane.is_prepared)
     assert write(plane, others) == NUM_PAGES
     losses = plane.num_losses
@@ -409,16 +409,16 @@ def test_another_data_plane_takes_over(tmp_path: Path, launcher: Launcher, plane
     former.close()
 
 
-def start_with(quantiser: str, directory: Path) -> Start:
-    heads = make_heads(SMALL, make_quantiser(quantiser))
-    settings = {"store": f"file://{directory}", "codec": "zstd", "quantiser": quantiser, "lookup_timeout_s": 600}
+def start_by_uint8(directory: Path) -> Start:
+    heads = make_heads(SMALL, make_quantiser("uint8"))
+    settings = {"store": f"file://{directory}", "codec": "zstd", "quantiser": "uint8", "lookup_timeout_s": 600}
     return Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None)
 
 
 def test_a_data_plane_that_cannot_take_over_changes_nothing(
     tmp_path: Path, launcher: Launcher, plane: DataPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plane.prepare(lambda: (msgspec.structs.replace(start_with("uint8", tmp_path), version=0), launcher))
+    plane.prepare(lambda: (msgspec.structs.replace(start_by_uint8(tmp_path), version=0), launcher))
     wait_until(lambda: "the profile cannot be used" in caplog.text)
     assert not plane.is_prepared
     store(plane, page_hashes(NUM_PAGES))

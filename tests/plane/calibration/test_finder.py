@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.models import make_tiny_llama
+from harness.models import TinyLlama, make_tiny_llama
 from harness.waiting import until
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.profile import load_profile
@@ -31,8 +31,8 @@ WINDOW = 96  # tokens: the positions of the model
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("m")
-    shape = {"num_layers": 1, "hidden_size": 64, "head_dim": 32, "vocab_size": 128}
-    return make_tiny_llama(folder, max_position_embeddings=WINDOW, **shape)
+    shape = TinyLlama(num_layers=1, hidden_size=64, head_dim=32, vocab_size=128, max_position_embeddings=WINDOW)
+    return make_tiny_llama(folder, shape)
 
 
 @pytest.fixture(autouse=True)
