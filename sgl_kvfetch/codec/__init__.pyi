@@ -31,7 +31,7 @@ from .bitstream.registry import (
 )
 from .calibrate.fit import CalibrationOptions as CalibrationOptions, calibrate_model as calibrate_model
 from .calibrate.layers import LayeredModel as LayeredModel
-from .calibrate.rope import find_rope as find_rope, rope_or_note as rope_or_note
+from .calibrate.rope import rope_or_note as rope_or_note
 from .calibrate.text import (
     calibration_windows as calibration_windows,
     part_of as part_of,
