@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL, _GET_DUMPABLE, _SET_DUMPABLE = 1, 3, 4  # of prctl(2)
 _MMAP_THRESHOLD = -3  # of mallopt(3)
@@ -17,6 +18,33 @@ def end_with_parent(parent: int) -> None:
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before that
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return how much memory this process could still take without taking it from others: on the machine, and within
+    the limit of its control group, as containers have one. ``root``: of the file system, for tests."""
+    machine = _numbers(root / "proc/meminfo")["MemAvailable:"] * 1024
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::"):
+            group = root / "sys/fs/cgroup" / line[3:].strip("/")
+            try:
+                limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+                unused = int(limit) - int(used) + _numbers(group / "memory.stat")["inactive_file"]  # a file cache
+            except (OSError, ValueError, KeyError):  # no such controller, or "max", which is no limit
+                return machine
+            return max(0, min(machine, unused))
+    return machine
+
+
+def own_bytes() -> int:
+    """Return how much memory this process has taken for itself, without what it has mapped from files."""
+    return _numbers(Path("/proc/self/status"))["RssAnon:"] * 1024
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Return the numbers in a file whose lines are a name, a number and perhaps a unit."""
+    lines = (line.split() for line in file.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
 
 @contextmanager
@@ -30,14 +58,15 @@ def hidden_memory() -> Iterator[None]:
         _prctl(_SET_DUMPABLE, before)
 
 
-def map_blocks_of(num_bytes: int) -> None:
-    """Let malloc map each block of so many bytes or more, so that a freed one goes back to the kernel at once.
+def map_large_blocks() -> None:
+    """Let malloc map each block of 1 MiB or more, so that a freed one goes back to the kernel at once.
 
-    Otherwise glibc keeps what was freed of up to 32 MiB, with holes. Does nothing with other C libraries.
+    Otherwise glibc keeps what was freed of up to 32 MiB, with holes: a third of what calibrating takes. Does nothing
+    with other C libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, num_bytes)
+        mallopt(_MMAP_THRESHOLD, 1 << 20)
 
 
 def _prctl(option: int, value: int = 0) -> int:

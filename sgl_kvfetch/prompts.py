@@ -18,6 +18,9 @@ from sgl_kvfetch.user_files import read_text
 _HUB_TIMEOUT_S = 10.0  # whether it has a model
 MAX_TOKEN = (1 << 32) - 1  # SGLang hashes larger ones otherwise; no tokenizer has them
 
+# What a calibration takes unless it is told otherwise: windows of text, each a context and its continuation.
+NUM_WINDOWS, CONTEXT_TOKENS, CONTINUATION_TOKENS = 25, 1024, 512
+
 Tokens = list[Annotated[int, Meta(ge=0, le=MAX_TOKEN)]]
 Prompt = str | Tokens
 

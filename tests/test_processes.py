@@ -1,15 +1,20 @@
+"""The memory of processes, as Linux tells it and takes it back."""
+
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from sgl_kvfetch.processes import available_bytes, own_bytes
+
 _FREES_EVERY_OTHER_BLOCK = """
 import ctypes, sys
-from sgl_kvfetch.processes import map_blocks_of
+from sgl_kvfetch.processes import map_large_blocks
 if sys.argv[1] == "mapped":
-    map_blocks_of(1 << 20)
+    map_large_blocks()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 libc.free(libc.malloc(24 << 20))  # from now on, glibc takes smaller blocks from its heap
@@ -29,3 +34,26 @@ def test_freed_blocks_go_back_to_the_kernel() -> None:
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
     assert resident("kept") - resident("mapped") > 15 * (4 << 10)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("max", 8000 * 1024), (str(1 << 40), 8000 * 1024), ("5000000", 5000000 - 4000000 + 300000)]
+)
+def test_memory_is_limited_by_the_machine_and_by_the_container(tmp_path: Path, limit: str, expected: int) -> None:
+    group = tmp_path / "sys/fs/cgroup/pod"
+    for folder in (group, tmp_path / "proc/self"):
+        folder.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\nHugePages_Free: 0\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/pod\n")
+    assert available_bytes(tmp_path) == 8000 * 1024  # no limits here
+    (group / "memory.max").write_text(f"{limit}\n")
+    (group / "memory.current").write_text("4000000\n")
+    (group / "memory.stat").write_text("anon 3700000\ninactive_file 300000\n")
+    assert available_bytes(tmp_path) == expected
+
+
+def test_what_this_process_has_taken() -> None:
+    before = own_bytes()
+    taken = bytearray(b"x") * (64 << 20)
+    assert own_bytes() >= before + 0.9 * len(taken)
+    assert available_bytes() > 1 << 20

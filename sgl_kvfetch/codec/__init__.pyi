@@ -43,6 +43,7 @@ from .fingerprint import (
     digest_file as digest_file,
     digest_files as digest_files,
     fingerprint_model as fingerprint_model,
+    model_folder as model_folder,
 )
 from .quant.base import CellPlace as CellPlace, CellValues as CellValues, Quantised as Quantised, Quantiser as Quantiser
 from .quant.klt import KltQuantiser as KltQuantiser

@@ -41,6 +41,11 @@ def fingerprint_model(model_path: str, revision: str | None = None) -> str:
     return digest_files(folder, files)
 
 
+def model_folder(model_path: str, revision: str | None = None) -> Path:
+    """Return the folder with a model's files, or that of its only file. Raises UnsupportedError."""
+    return _model_files(model_path, revision)[0]
+
+
 def digest_files(folder: Path, files: Sequence[Path]) -> str:
     """Return 32 hex digits over the names of these files in ``folder`` and their contents."""
     with ThreadPoolExecutor(4) as pool:

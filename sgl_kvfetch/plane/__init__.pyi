@@ -31,7 +31,7 @@ from .launch import (
     Line as Line,
     Running as Running,
 )
-from .messages import Cost as Cost, Found as Found, SideOver as SideOver, Start as Start
+from .messages import Cost as Cost, Found as Found, SideOver as SideOver, Start as Start, Watch as Watch
 from .plane import DataPlane as DataPlane, FetchCall as FetchCall, ReadSide as ReadSide
 from .profiles import (
     TakenProfile as TakenProfile,

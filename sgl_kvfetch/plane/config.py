@@ -174,8 +174,10 @@ class KVFetchConfig(_Keys):
         "read_write", description="whether to read from the store, write to it, or both"
     )
 
-    quantiser: QuantiserName | None = Field(
-        None, description="how values become 8-bit integers; by default klt with a profile, exact without"
+    quantiser: Literal[QuantiserName, "auto"] | None = Field(
+        None,
+        description="how values become 8-bit integers; by default klt with a profile, exact without; auto is exact "
+        "until the store has a profile, which this server makes from its own prompts, and klt from then on",
     )
     profile: Text | None = Field(
         None,
@@ -269,6 +271,8 @@ class KVFetchConfig(_Keys):
         name = self.quantiser_name
         if name != "cachegen" and self.cachegen is not None:
             raise ValueError(f"cachegen needs quantiser = 'cachegen', not {name!r}")
+        if self.quantiser == "auto" and self.profile is not None:
+            raise ValueError("quantiser = 'auto' takes its profile from the store: leave out profile, or set 'klt'")
         if name != "klt" and (self.profile is not None or "target_kl" in self.model_fields_set):
             raise ValueError(f"profile and target_kl need quantiser = 'klt', not {name!r}")
         if self.levels is not None and (name, self.codec) != ("klt", "ans"):
@@ -288,7 +292,18 @@ class KVFetchConfig(_Keys):
 
     @property
     def quantiser_name(self) -> QuantiserName:
-        return self.quantiser or ("exact" if self.profile is None else "klt")
+        """The quantiser; of ``auto`` the one that it will have."""
+        return "klt" if self.quantiser == "auto" else self.quantiser or ("exact" if self.profile is None else "klt")
+
+    @property
+    def as_exact(self) -> KVFetchConfig:
+        """This config of ``klt`` as one of ``exact``, without the keys that only ``klt`` has."""
+        kept = self.model_dump(exclude_unset=True, exclude={"quantiser", "profile", "target_kl", "levels"})
+        return KVFetchConfig.model_validate(kept | {"quantiser": "exact"})
+
+    def with_profile(self, path: str) -> KVFetchConfig:
+        """Return this config of ``klt``, or of ``auto``, with a profile."""
+        return self.model_copy(update={"quantiser": "klt", "profile": path})
 
     @property
     def finest_kl(self) -> float | None:

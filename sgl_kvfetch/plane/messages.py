@@ -18,7 +18,7 @@ from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels
 
-VERSION = 5
+VERSION = 6
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 64 << 20  # limit for a message; a lookup has 32 bytes per page
 
@@ -27,12 +27,25 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
+class Watch(msgspec.Struct, frozen=True, array_like=True):
+    """What a data plane needs to find a profile for its engine's weights, or to make one. ``weights``: their
+    fingerprint. ``model_folder``: the checkpoint. ``model_name``: for people. ``finds``: whether to look for the newest
+    profile and to calibrate if there is none, as rank 0 does; else only `TakeProfile` asks for one."""
+
+    weights: str
+    model_folder: str
+    model_name: str
+    tp_size: int
+    finds: bool
+
+
 # Commands
 
 
 class Start(_Message, frozen=True):
     """The first command. ``config``: the parsed `KVFetchConfig`. ``first_head``, ``end_head``: the rank's heads.
-    ``sides``: the bytes of a page in each side pool. ``has_steps``: the scheduler's steps read the events for them."""
+    ``sides``: the bytes of a page in each side pool. ``has_steps``: the scheduler's steps read the events for them.
+    ``watch``: what to find a profile for, if one is to be found."""
 
     config: dict[str, Any]
     namespace: Namespace
@@ -43,6 +56,7 @@ class Start(_Message, frozen=True):
     sides: dict[str, int] = {}
     labels: Labels = Labels()
     has_steps: bool = False
+    watch: Watch | None = None
     version: int = VERSION
 
 
@@ -165,6 +179,25 @@ class Clear(_Message, frozen=True):
     """Delete all segments of this rank from the store."""
 
     work: int
+
+
+class ShowPrompts(_Message, frozen=True):
+    """Calibrate on these prompts, unless the store has a profile before. ``windows``: for each window of text the
+    pieces of prompts that make it, int32 token ids."""
+
+    windows: tuple[tuple[bytes, ...], ...]
+
+
+class PauseCalibration(_Message, frozen=True):
+    """Stop calibrating, or go on with it: the engine needs the CPU, or does not."""
+
+    is_paused: bool
+
+
+class TakeProfile(_Message, frozen=True):
+    """Take a copy of this profile from the store; `ProfileTaken` answers."""
+
+    digest: str
 
 
 class Ping(_Message, frozen=True):
@@ -308,6 +341,15 @@ class ClearOver(_Message, frozen=True):
     fault: str
 
 
+class ProfileTaken(_Message, frozen=True):
+    """There is a profile for the engine's weights, and a copy of it on this machine. ``about``: one line for the
+    log."""
+
+    digest: str
+    path: str
+    about: str
+
+
 class Pong(_Message, frozen=True):
     """Answers a ``Ping``."""
 
@@ -327,11 +369,27 @@ Command = (
     | Write
     | FreePiece
     | Clear
+    | ShowPrompts
+    | PauseCalibration
+    | TakeProfile
     | Ping
     | Close
 )
 ForStep = Found | Staged | RoundHere | LinkHasRoom | Certain  # what the scheduler decides on in its steps
-Event = ForStep | Ready | Refused | Piece | RoundOver | SidePiece | SideOver | Taken | Settled | ClearOver | Pong
+Event = (
+    ForStep
+    | Ready
+    | Refused
+    | Piece
+    | RoundOver
+    | SidePiece
+    | SideOver
+    | Taken
+    | Settled
+    | ClearOver
+    | ProfileTaken
+    | Pong
+)
 
 M = TypeVar("M")
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -136,9 +136,14 @@ class DataPlane:
         self._closing = threading.Event()
         self._spare: _Run | None = None  # launched, but not started
         self.num_losses = 0  # data planes that ended before all pages that they had taken were written
+        self._shown: m.ShowPrompts | None = None
+        self._prepared: _Prepared | None = None
+        self._choosing = threading.Lock()  # held to replace `_run`
+        self.has_switched = False
+        self.on_switch: Callable[[], None] = lambda: None  # what is known of the store's pages holds no longer
         self._run = self._begin_run()  # has ended while the next one is being started
-        self._thread = threading.Thread(target=self._watch, name="kvfetch-data", daemon=True)
-        self._thread.start()
+        self._former: threading.Thread | None = None  # serves the data plane before the last switch until its end
+        self._thread = self._begin_watch()
 
     # Reading
 
@@ -308,6 +313,48 @@ class DataPlane:
         if fault:
             raise StoreError("io", fault)
 
+    # Finding a profile, and serving by it
+
+    @property
+    def taken_profile(self) -> m.ProfileTaken | None:
+        """The profile that was found for the engine's weights, as `messages.Start` has asked."""
+        return self._run.profile
+
+    def show_prompts(self, windows: Sequence[Sequence[bytes]]) -> None:
+        """Let the data plane calibrate on these prompts: see `messages.ShowPrompts`."""
+        self._shown = m.ShowPrompts(tuple(map(tuple, windows)))
+        self._send(self._shown)
+
+    def pause_calibration(self, *, is_paused: bool) -> None:
+        self._send(m.PauseCalibration(is_paused))
+
+    def take_profile(self, digest: str) -> None:
+        """Let the data plane take this profile, which another rank has chosen."""
+        self._send(m.TakeProfile(digest))
+
+    def prepare(self, make: Callable[[], tuple[m.Start, Launch]]) -> None:
+        """Start a second data plane, on a thread, for `switch`. ``make`` returns what it is started with; it may take
+        its time, and raise KVFetchError: then there is nothing to switch to."""
+        threading.Thread(target=self._prepare, args=(make,), name="kvfetch-switch", daemon=True).start()
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._prepared is not None
+
+    def switch(self) -> None:
+        """Serve by the data plane that was prepared. The former one writes what is queued, and ends; its other work
+        under way counts as misses. Never waits. Call on the thread that steps."""
+        assert self._prepared is not None
+        prepared, self._prepared = self._prepared, None
+        with self._choosing:
+            former, self._run = self._run, prepared.run
+            self._start, self._launch, self._shown = prepared.start, prepared.launch, None
+        self.has_switched = True
+        self.num_losses += 1  # what it has queued is of no use to the next one
+        self.on_switch()
+        former.channel.send(m.Close())
+        self._former, self._thread = self._thread, self._begin_watch()
+
     def close(self) -> None:
         """Write what is queued, within a few seconds, and end the data plane. Waits for it. Idempotent."""
         if self._closing.is_set():
@@ -319,6 +366,14 @@ class DataPlane:
             logger.warning("kvfetch: the data plane did not end in %g s", _CLOSE_S)
             run.running.kill()
         self._thread.join(_CLOSE_S)
+        if self._former is not None:
+            self._former.join(_CLOSE_S)
+        if self._prepared is not None:
+            self._prepared.run.end()
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing.is_set()
 
     def step(self) -> None:
         """Complete what the events for the scheduler's steps say: those that have come, a bounded number. Only if
@@ -332,25 +387,53 @@ class DataPlane:
 
     def _begin_run(self) -> _Run:
         """Start a data plane, the spare one if there is one, and wait until it serves. Raises KVFetchError."""
-        run, self._spare = self._spare or self._new_run(), None
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.launch is not self._launch:  # from before a switch
+            spare.end()
+            spare = None
+        run = spare or self._new_run()
         try:
             run.channel.send(self._start)
             run.await_ready(self._closing)
         except BaseException:
             run.end()
             raise
+        if self._shown is not None:
+            run.channel.send(self._shown)
         return run
 
-    def _watch(self) -> None:
-        """Serve each run until its end, then start the next one. Runs on the thread that receives."""
+    def _prepare(self, make: Callable[[], tuple[m.Start, Launch]]) -> None:
+        run = None
+        try:
+            start, launch = make()
+            run = self._new_run(launch)
+            run.channel.send(start)
+            run.await_ready(self._closing)
+        except (KVFetchError, OSError) as e:
+            logger.warning("kvfetch: the profile cannot be used, and this server stores with 'exact': %s", e)
+            if run is not None:
+                run.end()
+            return
+        self._prepared = _Prepared(run, start, launch)
+        if self._closing.is_set():
+            run.end()
+
+    def _begin_watch(self) -> threading.Thread:
+        thread = threading.Thread(target=self._watch, args=(self._run,), name="kvfetch-data", daemon=True)
+        thread.start()
+        return thread
+
+    def _watch(self, run: _Run) -> None:
+        """Serve a run until its end, then start the next one, unless that is served already. Runs on the thread that
+        receives."""
         use_one_thread()
         backoff_s = _LEAST_BACKOFF_S
         try:
             while True:
                 began_s = time.monotonic()
-                self._run.serve(self._closing, self._launch_spare)
-                self.num_losses += self._run.end()
-                if self._closing.is_set():
+                run.serve(self._closing, self._launch_spare)
+                self.num_losses += run.end()
+                if self._closing.is_set() or run is not self._run:
                     return
                 if time.monotonic() - began_s > _STEADY_S:
                     backoff_s = _LEAST_BACKOFF_S
@@ -360,11 +443,21 @@ class DataPlane:
                     if self._closing.wait(backoff_s):
                         return
                     backoff_s = min(_MOST_BACKOFF_S, 2 * backoff_s)
+                    if run is not self._run:
+                        return
                     try:
-                        self._run = self._begin_run()
-                        break
+                        following = self._begin_run()
                     except (KVFetchError, OSError) as e:
                         logger.warning("kvfetch: the data plane did not start: %s", e)
+                        continue
+                    with self._choosing:
+                        is_wanted = run is self._run
+                        if is_wanted:
+                            self._run = run = following
+                    if not is_wanted:
+                        following.end()
+                        return
+                    break
         finally:
             if self._spare is not None:
                 self._spare.end()
@@ -377,10 +470,11 @@ class DataPlane:
             except OSError as e:
                 logger.warning("kvfetch: a spare data plane cannot be started: %s", e)
 
-    def _new_run(self) -> _Run:
+    def _new_run(self, launch: Launch | None = None) -> _Run:
         page_bytes = self._geometry.page_bytes + sum(self._start.sides.values())
         shared_bytes = max(SHARED_BYTES, 2 * page_bytes)
-        return _Run(self._launch, self._geometry, self._start.sides, shared_bytes, self._staging_bytes or shared_bytes)
+        value_bytes = self._staging_bytes or shared_bytes
+        return _Run(launch or self._launch, self._geometry, self._start.sides, shared_bytes, value_bytes)
 
 
 _Work = m.LookUp | m.FetchPages | m.FetchSide | m.Stage | m.Write | m.Clear
@@ -401,6 +495,12 @@ class _Asked:
         self.answer.set_result(self.lost)
 
 
+class _Prepared(NamedTuple):
+    run: _Run
+    start: m.Start
+    launch: Launch
+
+
 class _Run:
     """One data plane, from its start to its end, with its work under way."""
 
@@ -410,6 +510,7 @@ class _Run:
         """Launch a data plane, which waits for ``Start``. ``page_bytes``, ``value_bytes``: the shared memory for pages
         on their way to the store, and for values on their way to the engine."""
         commands, events = socket.socketpair(), socket.socketpair()
+        self.launch = launch
         self.channel = Channel(commands[0], events[0])
         self._values, self._pages = Arena.create(value_bytes), Arena.create(page_bytes)
         self._room = Room(page_bytes)
@@ -419,6 +520,7 @@ class _Run:
         self._ended = False  # guarded by the lock, like the work under way
         self._asked: dict[int, _Asked] = {}
         self._fetches: dict[int, FetchCall] = {}
+        self.profile: m.ProfileTaken | None = None
         self._num_queued = 0  # pages that the data plane has taken and not yet written or dropped
         self.running = launch(Line(commands[1], events[1], self._values, self._pages, self.destination))
 
@@ -581,6 +683,8 @@ class _Run:
                     self._num_queued += event.num_queued
                 if asked is not None:  # else the data plane has ended, as another thread has noticed
                     asked.answer.set_result(event)
+            case m.ProfileTaken():
+                self.profile = event
             case m.Settled():
                 self._num_queued -= event.num_pages
             case m.RoundHere() | m.RoundOver() | m.LinkHasRoom() | m.Certain():

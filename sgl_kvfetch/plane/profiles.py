@@ -72,9 +72,9 @@ def take_profile(config: KVFetchConfig, weights: str, digest: str | None = None)
     ``digest``: the profile to take, by another rank's choice. Raises StoreError if the store cannot be asked and there
     is no copy here, and ConfigError if none can be kept.
     """
-    folder = _copies(os.environ) / weights
+    folder = cache_folder() / "profiles" / weights
     try:
-        return asyncio.run(_take_from_store(config, weights, digest, folder))
+        return asyncio.run(take_from_store(config, weights, digest))
     except StoreError as e:
         copy = _newest_copy(folder, digest)
         if copy is None:
@@ -83,9 +83,9 @@ def take_profile(config: KVFetchConfig, weights: str, digest: str | None = None)
         return TakenProfile(str(copy), copy.stem, f"profile {copy.stem}, the copy that this machine took last: {copy}")
 
 
-async def _take_from_store(
-    config: KVFetchConfig, weights: str, digest: str | None, folder: Path
-) -> TakenProfile | None:
+async def take_from_store(config: KVFetchConfig, weights: str, digest: str | None = None) -> TakenProfile | None:
+    """Do as `take_profile`, but raise StoreError if the store cannot be asked."""
+    folder = cache_folder() / "profiles" / weights
     keys, store = profile_keys(config), open_profile_store(config)
     try:
         for listed in await _candidates(store, f"{weights}/{digest or ''}"):
@@ -189,8 +189,8 @@ def _newest_copy(folder: Path, digest: str | None) -> Path | None:
     return None
 
 
-def _copies(environ: Mapping[str, str]) -> Path:
-    """Return where copies of profiles are, as the XDG base directories have it."""
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return our folder in the user's cache, as the XDG base directories have it."""
     base = environ.get("XDG_CACHE_HOME", "")
     cache = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
-    return Path(cache, "sgl_kvfetch", "profiles")
+    return Path(cache, "sgl_kvfetch")

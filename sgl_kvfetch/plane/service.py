@@ -21,6 +21,7 @@ from sgl_kvfetch.errors import FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice, split_hashes
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Arena, Emit, Room, arena_destination, send_side_page
+from sgl_kvfetch.plane.calibration.finder import ProfileFinder
 from sgl_kvfetch.plane.channel import Outbox
 from sgl_kvfetch.plane.client import StoreClient, count_fetch, count_miss, counted, open_client
 from sgl_kvfetch.plane.config import KVFetchConfig
@@ -70,11 +71,13 @@ class Service:
         send_side: Callable[[int, int, bytearray], None],
         sides: Mapping[str, int],
         stager: Stager,
+        finder: ProfileFinder | None,
     ) -> None:
         """``emit`` may be called on any thread. ``destination`` returns where the pages of a fetch's round go, from the
         fetch's number, the round's, and its number of pages. ``on_free`` is called for each piece that the engine has
         taken. ``written``: where the engine puts pages that are to be written. ``send_side`` sends a side page, from
-        the fetch's number and the page's; ``sides``: as in `messages.Start`. ``stager`` stages pages."""
+        the fetch's number and the page's; ``sides``: as in `messages.Start`. ``stager`` stages pages.
+        ``finder`` finds a profile, if one is to be found."""
         self.client = client
         self._config = config
         self._heads = heads
@@ -86,6 +89,7 @@ class Service:
         self._send_side = send_side
         self._sides = sides
         self._stager = stager
+        self._finder = finder
         self._lookups: dict[int, asyncio.Task[None]] = {}
         self._fetches: dict[int, _Fetch] = {}
         self._found: OrderedDict[int, list[PageSource]] = OrderedDict()
@@ -132,6 +136,9 @@ class Service:
                 self._on_free(command.offset)
             case m.Clear():
                 self._tasks.begin(self._clear(command))
+            case m.ShowPrompts() | m.PauseCalibration() | m.TakeProfile():
+                if self._finder is not None:
+                    self._finder.serve(command)
             case m.Ping():
                 self._emit(m.Pong())
             case m.Start() | m.Close():
@@ -149,6 +156,8 @@ class Service:
         """Write what is queued, within a few seconds, and release threads and sockets."""
         await self._tasks.cancel()
         await self._stager.close()
+        if self._finder is not None:
+            await self._finder.close()
         self._intake.shutdown(wait=False, cancel_futures=True)
         await self.client.close(_CLOSE_S)
 
@@ -365,6 +374,7 @@ async def run_data_plane(
                             partial(send_side_page, line.values, room, emit),
                             command.sides,
                             Stager(*client, emit, line.values, room),
+                            None if command.watch is None else ProfileFinder(client[0], command.watch, emit),
                         )
                         on_service(service)
                         emit(m.Ready())

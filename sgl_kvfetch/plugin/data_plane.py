@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import CellFrames, CellPlace, CellValues, Device, Manifest, Nvdec, Quantiser, SegmentSpec
 from sgl_kvfetch.codec.bitstream import open_nvdec
 from sgl_kvfetch.codec.container import cell_place
-from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
 from sgl_kvfetch.plane import (
     DataPlane,
@@ -25,17 +28,23 @@ from sgl_kvfetch.plane import (
     Running,
     Start,
     StoreClient,
+    Watch,
     open_client,
     run_data_plane,
     writer_spec,
 )
+from sgl_kvfetch.plugin import auto_profile
+from sgl_kvfetch.plugin.auto_profile import AutoProfile
+from sgl_kvfetch.plugin.cpu.platform import is_active
 from sgl_kvfetch.plugin.device.pages import SlotPages
 from sgl_kvfetch.plugin.host.pages import HostPages
 from sgl_kvfetch.plugin.namespace import (
     draft_model,
+    engine_config,
     engine_heads,
-    engine_profile,
     engine_quantiser,
+    profile_watch,
+    quantiser_label,
     require_own_profile,
 )
 from sgl_kvfetch.plugin.page_hashes import compile_hash_function
@@ -75,17 +84,17 @@ def open_engine_plane(
     ``tp_rank`` and ``tp_size``, and with ``sides`` also ``pp_rank`` and ``pp_size``. ``has_draft``: whether pages hold
     a draft model's KV cache, too. ``staging_bytes``: as for `DataPlane`. Raises KVFetchError."""
     compile_hash_function()
-    if config.quantiser_name == "klt":
-        if sides or has_draft:
-            what = "draft models" if has_draft else "models with side pools"
-            raise UnsupportedError(f"quantiser 'klt' does not support {what}: use 'exact' or 'uint8'")
-        if isinstance(pages, FramePool) and pages.geometry.torch_dtype.itemsize == 1:
-            raise UnsupportedError(
-                f"quantiser 'klt' does not support a KV cache of {pages.geometry.dtype} in device mode on a GPU: add "
-                "--enable-hierarchical-cache, or use 'exact'"
-            )
-        config = engine_profile(config)
-    quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
+    asked, why_no_klt = config, _why_no_klt(pages, sides, has_draft=has_draft)
+    config = engine_config(asked, why_no_klt)
+    lacks_profile = asked.quantiser == "auto" and not why_no_klt and config.quantiser_name == "exact"
+    try:
+        quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
+    except ConfigError as e:
+        if asked.quantiser != "auto":
+            raise
+        logger.warning("kvfetch: the store's profile does not fit, and this server stores with 'exact': %s", e)
+        config = asked.as_exact
+        quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
     pools = ""
     if sides:
         pools = sides.identity(rank.tp_rank, rank.tp_size, rank.is_mla_model, rank.pp_rank, rank.pp_size)
@@ -104,7 +113,102 @@ def open_engine_plane(
     names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
     metrics.NAMESPACE.labels(heads.folder, *names).set(1)
     page_bytes = sides.page_bytes if sides else {}
-    return open_plane(config, quantiser, heads, rank.tp_rank, pages, nvdec, most_span_pages, page_bytes, staging_bytes)
+    opening = Opening(heads, rank.tp_rank, pages, nvdec, most_span_pages, page_bytes, staging_bytes)
+    if not lacks_profile:
+        return opening.open(config, quantiser)
+    plane = opening.open(config, quantiser, profile_watch(rank))
+    # Device mode on a GPU has pages under way that its kernels have quantised; SGLang's linker knows what is stored.
+    is_live = not isinstance(pages, FramePool) and not staging_bytes
+    follow = partial(_by_profile, asked, rank, opening) if is_live else None
+    auto_profile.begin(AutoProfile(plane, rank.tp_rank, rank.tp_size, follow, pauses=is_active()))
+    return plane
+
+
+def _why_no_klt(pages: HostPages | SlotPages, sides: SidePools | None, *, has_draft: bool) -> str:
+    """Return why this engine cannot have ``klt``; "" if it can."""
+    if sides or has_draft:
+        what = "draft models" if has_draft else "models with side pools"
+        return f"quantiser 'klt' does not support {what}: use 'exact' or 'uint8'"
+    if isinstance(pages, FramePool) and pages.geometry.torch_dtype.itemsize == 1:
+        return (
+            f"quantiser 'klt' does not support a KV cache of {pages.geometry.dtype} in device mode on a GPU: add "
+            "--enable-hierarchical-cache, or use 'exact'"
+        )
+    return ""
+
+
+def _by_profile(config: KVFetchConfig, rank: Any, opening: Opening, path: str) -> tuple[Start, Launch]:
+    """Return what a data plane is started with that serves by a profile: ``path``. ``config``: as it was asked for,
+    with ``auto``. ``opening``: how the present one was opened. Raises ConfigError for a profile that does not fit."""
+    config, heads, pages = config.with_profile(path), opening.heads, opening.pages
+    quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
+    namespace = replace(heads.namespace, quantiser=quantiser.identity)
+    require_own_profile(config, quantiser, namespace)
+    labels = msgspec.structs.replace(heads.labels, quantiser=quantiser_label(config, quantiser))
+    heads = HeadSlice(namespace, heads.heads, labels)
+    logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, namespace)
+    names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
+    metrics.NAMESPACE.labels(heads.folder, *names).set(1)
+    return replace(opening, heads=heads).parts(config, quantiser)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What opens the data plane of one rank, whose pages go into ``pages``. ``rank``: in its group."""
+
+    heads: HeadSlice
+    rank: int
+    pages: HostPages | SlotPages
+    nvdec: Nvdec | None
+    most_span_pages: int | None = None
+    side_bytes: Mapping[str, int] = field(default_factory=dict)
+    staging_bytes: int = 0
+
+    def open(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> DataPlane:
+        """Start the data plane, and wait until it serves. Call on the scheduler's thread, whose GPU is the rank's.
+        Raises KVFetchError."""
+        if self.nvdec is not None:
+            self.nvdec.drop_decoders()  # of an earlier attachment; nothing is served now
+        start, launch = self.parts(config, quantiser, watch)
+        return DataPlane(start, self.heads.geometry, launch, self.staging_bytes)
+
+    def parts(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> tuple[Start, Launch]:
+        """Return what the data plane is started with.
+
+        The data plane is a process. If it uses NVDEC or the restore kernels, it still runs on threads of this
+        process, because these need its memory.
+        """
+        pages, nvdec, heads = self.pages, self.nvdec, self.heads
+        start = Start(
+            config.model_dump(mode="json", exclude_unset=True),
+            heads.namespace,
+            heads.heads.start,
+            heads.heads.stop,
+            self.rank,
+            self.most_span_pages,
+            dict(self.side_bytes),
+            labels=heads.labels,
+            has_steps=isinstance(pages, SlotPages),
+            watch=watch,
+        )
+        if isinstance(pages, FramePool):
+            spec = writer_spec(config, heads, quantiser, self.most_span_pages)
+            prepare_restores(pages, spec)
+            if config.writes:
+                pages.prepare_writes(quantiser, _cell_places(spec))
+
+        def open_here(config: KVFetchConfig, heads: HeadSlice, start: Start) -> StoreClient:
+            spare = pages.spare_decoders if isinstance(pages, FramePool) else None
+            most = start.most_span_pages
+            return open_client(config, heads, quantiser, nvdec=nvdec, spare_decoders=spare, max_span_pages=most)
+
+        def launch_thread(line: Line) -> Running:
+            return DataPlaneThread(
+                run_data_plane(line, open_here, lambda work, index, num_pages: line.destination(work, index))
+            )
+
+        in_process = nvdec is not None or isinstance(pages, FramePool)
+        return start, launch_thread if in_process else _launch
 
 
 def open_plane(
@@ -115,46 +219,10 @@ def open_plane(
     pages: HostPages | SlotPages,
     nvdec: Nvdec | None,
     most_span_pages: int | None = None,
-    side_bytes: Mapping[str, int] | None = None,
     staging_bytes: int = 0,
 ) -> DataPlane:
-    """Start the data plane of one rank, whose pages go into ``pages``, and wait until it serves. Call on the
-    scheduler's thread, whose GPU is the rank's. Raises KVFetchError.
-
-    The data plane is a process. If it uses NVDEC or the restore kernels, it still runs on threads of this
-    process, because these need its memory.
-    """
-    if nvdec is not None:
-        nvdec.drop_decoders()  # of an earlier attachment; nothing is served now
-    start = Start(
-        config.model_dump(mode="json", exclude_unset=True),
-        heads.namespace,
-        heads.heads.start,
-        heads.heads.stop,
-        rank,
-        most_span_pages,
-        dict(side_bytes or {}),
-        labels=heads.labels,
-        has_steps=isinstance(pages, SlotPages),
-    )
-    if isinstance(pages, FramePool):
-        spec = writer_spec(config, heads, quantiser, most_span_pages)
-        prepare_restores(pages, spec)
-        if config.writes:
-            pages.prepare_writes(quantiser, _cell_places(spec))
-
-    def open_here(config: KVFetchConfig, heads: HeadSlice, start: Start) -> StoreClient:
-        spare = pages.spare_decoders if isinstance(pages, FramePool) else None
-        most = start.most_span_pages
-        return open_client(config, heads, quantiser, nvdec=nvdec, spare_decoders=spare, max_span_pages=most)
-
-    def launch_thread(line: Line) -> Running:
-        return DataPlaneThread(
-            run_data_plane(line, open_here, lambda work, index, num_pages: line.destination(work, index))
-        )
-
-    in_process = nvdec is not None or isinstance(pages, FramePool)
-    return DataPlane(start, heads.geometry, launch_thread if in_process else _launch, staging_bytes)
+    """Start the data plane of one rank by a quantiser, and wait until it serves: see `Opening`. Raises KVFetchError."""
+    return Opening(heads, rank, pages, nvdec, most_span_pages, staging_bytes=staging_bytes).open(config, quantiser)
 
 
 def prepare_restores(pages: FramePool, spec: SegmentSpec) -> None:

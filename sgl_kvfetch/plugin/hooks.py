@@ -155,6 +155,32 @@ def measure_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any)
         linker.batch_ended(batch, time.monotonic())
 
 
+def sample_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any) -> None:
+    """After ``Scheduler.process_batch_result``: let a calibration look at the batch's prompts, if one is to be made."""
+    from sgl_kvfetch.plugin import auto_profile
+
+    if (profile := auto_profile.current()) is not None:
+        profile.batch_ended(batch)
+
+
+def step_profile(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """After ``Scheduler._process_hicache_events``: serve by a new profile, if there is one."""
+    from sgl_kvfetch.plugin import auto_profile
+
+    if (profile := auto_profile.current()) is not None:
+        profile.step(scheduler)
+
+
+def store_node(original: Callable[[Any, int], None], cache: Any, node_id: int) -> None:
+    """Around ``UnifiedRadixCache.write_backup_storage``: store the nodes before it, too, if the quantiser is new."""
+    controller = cache.cache_controller
+    backend = getattr(controller, "storage_backend", None)
+    if backend is None or controller.storage_backend_type != BACKEND or backend.rewriting is None:
+        original(cache, node_id)
+    else:
+        backend.rewriting.store(original, cache, node_id)
+
+
 def configure_prefetches(
     attachment: Any,
     *,

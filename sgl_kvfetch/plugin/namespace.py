@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import xxhash
 
-from sgl_kvfetch.codec import Profile, Quantiser, digest_file, digest_files, fingerprint_model
+from sgl_kvfetch.codec import Profile, Quantiser, digest_file, digest_files, fingerprint_model, model_folder
 from sgl_kvfetch.codec.quant import require_grid
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.labels import Labels, label_of_flags, label_of_klt, label_of_model
-from sgl_kvfetch.plane import KVFetchConfig, config_quantiser
+from sgl_kvfetch.plane import KVFetchConfig, Watch, config_quantiser
 from sgl_kvfetch.plugin.adapters import require_named_adapters
 from sgl_kvfetch.plugin.profiles import tensor_parallel_group, with_profile
 from sgl_kvfetch.plugin.weight_updates import require_known_weights
@@ -121,6 +121,29 @@ LIKE_THE_DEFAULT = {
 }
 # Keys of ``model_loader_extra_config`` that say how fast the weights are read.
 LOADER_SPEED = frozenset({"enable_multithread_load", "num_threads", "concurrency", "memory_limit", "distributed"})
+
+
+def engine_config(config: KVFetchConfig, why_no_klt: str) -> KVFetchConfig:
+    """Return the config as this engine serves it: of ``klt`` with a profile, of ``auto`` as ``klt`` or ``exact``.
+    ``why_no_klt``: why the engine cannot have ``klt``; "" if it can. Raises KVFetchError."""
+    if config.quantiser_name != "klt":
+        return config
+    if not why_no_klt:
+        return engine_profile(config)
+    if config.quantiser != "auto":
+        raise UnsupportedError(why_no_klt)
+    logger.warning("kvfetch: %s; quantiser 'auto' stays 'exact' here", why_no_klt)
+    return config.as_exact
+
+
+def profile_watch(rank: Any) -> Watch:
+    """Return what the data plane of a rank needs to find a profile for the loaded weights. Raises UnsupportedError."""
+    from sglang.srt.runtime_context import get_model
+
+    model = get_model()
+    folder = model_folder(model.model_path, model.revision)
+    name = label_of_model(model.model_path, model.model_path)
+    return Watch(_weights_digest(), str(folder), name, rank.tp_size, finds=rank.tp_rank == 0)
 
 
 def engine_profile(config: KVFetchConfig) -> KVFetchConfig:
@@ -234,9 +257,14 @@ def _labels(config: KVFetchConfig, quantiser: Quantiser) -> Labels:
     path = get_model().model_path
     model = label_of_model(get_serving().served_model_name or path, path)
     flags = label_of_flags(dict(_changed_flags(_counts)))
+    return Labels(model, quantiser_label(config, quantiser), flags)
+
+
+def quantiser_label(config: KVFetchConfig, quantiser: Quantiser) -> str:
+    """Return what segments call the quantiser of a config; "" if its identity says it all."""
     if quantiser.profile is None:
-        return Labels(model, flags=flags)
-    return Labels(model, label_of_klt(config.finest_kl or quantiser.profile.default_target_kl), flags)
+        return ""
+    return label_of_klt(config.finest_kl or quantiser.profile.default_target_kl)
 
 
 def _model_heads(rank_heads: int, tp_size: int) -> int:

@@ -45,12 +45,14 @@ def with_profile(config: KVFetchConfig, weights: str, model: str, group: Any) ->
     store, and waits. ``model``: its path, for messages.
 
     If the store cannot be asked, and this machine has no copy of a profile, SGLang starts all the same: the config
-    that is returned is that of ``exact``. All ranks of ``group`` call this. They take the profile that the first one
-    has chosen, or all take ``exact``, or all raise ConfigError. Stages of a pipeline choose for themselves: none reads
-    what another has written.
+    that is returned is that of ``exact``. With ``auto`` it also is if the store has none. All ranks of ``group`` call
+    this. They take the profile that the first one has chosen, or all take ``exact``, or all raise ConfigError. Stages
+    of a pipeline choose for themselves: none reads what another has written.
     """
     rank = group.rank_in_group
     first = group.all_gather_object(_take(config, weights) if rank == 0 else None)[0]
+    if first == _Result() and config.quantiser == "auto":
+        return config.as_exact
     if first == _Result():
         raise ConfigError(
             f"quantiser = 'klt' needs a profile, and {config.store} has none that can be used for the weights "
@@ -67,21 +69,16 @@ def with_profile(config: KVFetchConfig, weights: str, model: str, group: Any) ->
     if outages := [result.outage for result in results if result.outage]:
         logger.warning(
             "kvfetch: no profile for klt: %s cannot be asked (%s), and this machine has no copy; this server stores "
-            "with 'exact' until it starts again",
+            "with 'exact' until it %s",
             config.store,
             outages[0],
+            "has one" if config.quantiser == "auto" else "starts again",
         )
-        return _exact(config)
+        return config.as_exact
     assert mine.taken is not None
     if rank == 0:
         logger.info("kvfetch: %s", mine.taken.about)
-    return config.model_copy(update={"profile": mine.taken.path})
-
-
-def _exact(config: KVFetchConfig) -> KVFetchConfig:
-    """Return a config of ``klt`` as one of ``exact``, without the keys that only ``klt`` has."""
-    kept = config.model_dump(exclude_unset=True, exclude={"quantiser", "target_kl", "levels"})
-    return KVFetchConfig.model_validate(kept | {"quantiser": "exact"})
+    return config.with_profile(mine.taken.path)
 
 
 def _take(config: KVFetchConfig, weights: str, digest: str | None = None) -> _Result:

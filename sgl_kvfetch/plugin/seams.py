@@ -137,6 +137,12 @@ SEAMS: tuple[Seam, ...] = (
         ),
         # Handles a finished batch, which shows how fast the engine computes prompts.
         (f"{_SCHEDULER}.process_batch_result", "after", "measure_prompts"),
+        # Handles a finished batch, whose prompts a calibration may use.
+        (f"{_SCHEDULER}.process_batch_result", "after", "sample_prompts"),
+        # Stores a node once, when it has reached the host pool.
+        (f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache.write_backup_storage", "around", "store_node"),
+        # Runs every step, on all ranks alike.
+        (f"{_SCHEDULER}._process_hicache_events", "after", "step_profile"),
         # Sets what a prefetch may take, and hicache_storage_pass_prefix_keys, at start-up and at run time.
         (
             f"{_SRT}.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",

@@ -15,10 +15,10 @@ from msgspec import Struct
 from rich.table import Table
 
 from sgl_kvfetch.codec.layout import PLANES, region_layout
-from sgl_kvfetch.errors import ConfigError, UnsupportedError, why
+from sgl_kvfetch.errors import ConfigError, why
 from sgl_kvfetch.plane import DecodeProfile, Sample, measure_profile
-from sgl_kvfetch.processes import map_blocks_of
-from sgl_kvfetch.prompts import read_texts, text_digest
+from sgl_kvfetch.processes import map_large_blocks
+from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS, NUM_WINDOWS, read_texts, text_digest
 from sgl_kvfetch.tools.terminal import (
     STORE_HELP,
     EncryptionKeyFileOption,
@@ -39,12 +39,9 @@ if TYPE_CHECKING:  # these load torch and codecs
 
     from sgl_kvfetch.codec import Decoders, Profile
     from sgl_kvfetch.codec.bitstream import Codec
-    from sgl_kvfetch.codec.calibrate import LayeredModel
-    from sgl_kvfetch.codec.quant import Rope
     from sgl_kvfetch.tools.encoding.transcode import Target
 
 _CHANNELS = 8 * 128  # of a layer in the chunk that is measured; decode times are proportional to its integers
-_MAPPED_BYTES = 1 << 20  # calibrating makes many large tensors, and a third of its memory was holes between them
 _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
 
 
@@ -57,11 +54,15 @@ def calibrate(
     publish: Annotated[
         str | None, option("STORE", f"Put the profile into a store, where servers find it: {STORE_HELP}")
     ] = None,
-    windows: Annotated[int, option("COUNT", "Windows of text; a fifth are held out for measuring.", min=2)] = 25,
+    windows: Annotated[
+        int, option("COUNT", "Windows of text; a fifth are held out for measuring.", min=2)
+    ] = NUM_WINDOWS,
     context: Annotated[
         int, option("TOKENS", "Of a window, whose KV cache is quantised; KL measures the cost of these errors.", min=16)
-    ] = 1024,
-    continuation: Annotated[int, option("TOKENS", "After the context, predicted from its KV.", min=16)] = 512,
+    ] = CONTEXT_TOKENS,
+    continuation: Annotated[int, option("TOKENS", "After the context, predicted from its KV.", min=16)] = (
+        CONTINUATION_TOKENS
+    ),
     part: Annotated[str, option("FROM:TO", "Use this part of the text, in fractions of its tokens.")] = "0:1",
     max_channels: Annotated[
         int,
@@ -111,6 +112,7 @@ def calibrate(
         calibrate_model,
         calibration_windows,
         part_of,
+        rope_or_note,
         tokenise,
     )
     from sgl_kvfetch.codec.quant import Calibration
@@ -127,7 +129,7 @@ def calibrate(
         publication.require_store()
     prompts = [prompt for file in text for prompt in read_texts(file)]
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    map_blocks_of(_MAPPED_BYTES)
+    map_large_blocks()
     loaded = LayeredModel(model, device=device)
     if loaded.num_heads % tp_size and tp_size % loaded.num_heads:
         raise ConfigError(f"--tp-size {tp_size}: cannot divide {loaded.num_heads} KV heads evenly among the ranks")
@@ -135,7 +137,9 @@ def calibrate(
     most = getattr(loaded.config, "max_position_embeddings", None)
     if most is not None and window_tokens > most:
         raise ConfigError(f"--context and --continuation are {window_tokens} tokens, the model has {most} positions")
-    rope, notes = _rope_or_why_not(loaded)
+    rope, notes = rope_or_note(loaded)
+    for note in notes:
+        make_console(stderr=True).print(f"kvfetch: {note}")
     tokens = [part_of(tokenise(loaded.tokenizer, prompt), part) for prompt in prompts]
     ids = calibration_windows(loaded.tokenizer, tokens, windows, window_tokens)
     describe = Calibration(
@@ -218,17 +222,6 @@ def decoders(
         except OSError as e:
             raise ConfigError(f"--out {out}: {why(e)}") from e
         progress.print(f"wrote {out}")
-
-
-def _rope_or_why_not(model: LayeredModel) -> tuple[Rope | None, tuple[str, ...]]:
-    from sgl_kvfetch.codec.calibrate import find_rope
-
-    try:
-        return find_rope(model), ()
-    except UnsupportedError as e:
-        note = f"K stays rotated, which costs bits: {e}"
-        make_console(stderr=True).print(f"kvfetch: {note}")
-        return None, (note,)
 
 
 def _progress(steps: Iterable[Any], total: int, what: str) -> Iterator[Any]:

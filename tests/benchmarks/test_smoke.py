@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import attention, checksums, data_plane, fetch, hostile_store, memory, parking, stalls, watched
+from benchmarks import (
+    attention,
+    auto_profile,
+    checksums,
+    data_plane,
+    fetch,
+    hostile_store,
+    memory,
+    parking,
+    stalls,
+    watched,
+)
 from benchmarks.adaptive import told
 from benchmarks.adaptive.__main__ import main as adaptive
 from benchmarks.prose import prose
@@ -19,6 +31,7 @@ from benchmarks.store.nginx import find_nginx
 from benchmarks.stores import levels
 from benchmarks.stores.__main__ import main as stores
 from harness.faults import Fault
+from harness.models import make_tiny_llama
 from harness.redis_server import REDIS, REDIS_MISSING
 from tests.benchmarks.conftest import Run
 from tests.codec.container.test_levels import SPEC, make as make_laddered
@@ -51,6 +64,23 @@ def test_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert told.main(["--random", "4", "--seed", "3"]) == 0
     counts = [int(line.split("│")[2]) for line in capsys.readouterr().out.splitlines() if "│" in line]
     assert sum(counts[:-1]) == counts[-1] == 4
+
+
+@pytest.mark.slow
+def test_auto_profile(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without SGLang, which only tells what calibrating costs it."""
+
+    async def no_speed(*args: object) -> dict[str, list[float]]:
+        return {}
+
+    words = random.Random(0).choices(range(3, 128), k=12_000)
+    monkeypatch.setattr(auto_profile, "prose", lambda: " ".join(f"w{word}" for word in words))
+    monkeypatch.setattr(auto_profile, "speed", no_speed)
+    model = make_tiny_llama(tmp_path / "m", num_layers=1, hidden_size=64, head_dim=32, vocab_size=128)
+    found = run(auto_profile.main, "--model", model, "--windows", 2, "--held-out", 1)
+    ours, theirs = found["targets"].values()
+    assert ours == pytest.approx(theirs, rel=0.5)
+    assert [*found["bits"]["auto"]] == [*found["bits"]["kvfetch calibrate"]] == ["0.001", "0.003", "0.01"]
 
 
 def test_attention(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,13 @@ def test_defaults_and_sglangs_own_keys() -> None:
     assert config.writes
 
 
+def test_auto_takes_what_klt_takes() -> None:
+    auto = parse_config(STORE | {"quantiser": "auto", "target_kl": 1e-3, "levels": {}}, {})
+    assert (auto.quantiser_name, auto.with_profile("p").quantiser_name) == ("klt", "klt")
+    assert auto.with_profile("p").target_kl == 1e-3
+    assert auto.as_exact == parse_config(STORE | {"quantiser": "exact"}, {})
+
+
 def test_a_profile_makes_klt_the_default() -> None:
     config = parse_config(STORE | {"profile": "p"}, {})
     assert config.quantiser_name == "klt"
@@ -43,12 +50,13 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"quantizer": "uint8"}, r"unknown key 'quantizer' \(= 'uint8'\); did you mean 'quantiser'"),
         ({"zzz": 1}, r"unknown key 'zzz' \(= 1\); known keys are store, token"),
         ({"codec": "h264"}, "codec = 'h264': .*'hevc', 'hevc420', 'zstd', 'deflate' or 'raw'"),
-        ({"quantiser": "int4"}, "quantiser = 'int4': .*'exact', 'uint8', 'cachegen' or 'klt'"),
+        ({"quantiser": "int4"}, "quantiser = 'int4': .*'exact', 'uint8', 'cachegen', 'klt' or 'auto'"),
         ({"fetch_timeout_s": 0}, "fetch_timeout_s = 0: .*greater than 0"),
         ({"max_connections": "many"}, "max_connections = 'many': .*integer"),
         ({"quantiser": "cachegen", "cachegen": {"k_bins": [300]}}, "cachegen.k_bins.0 = 300: .*256"),
         ({"cachegen": {"k_bins": [16]}}, "needs quantiser = 'cachegen', not 'exact'"),
         ({"quantiser": "exact", "profile": "p"}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
+        ({"quantiser": "auto", "profile": "p"}, "'auto' takes its profile from the store: leave out profile"),
         ({"target_kl": 1e-3}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
         ({"profile": "p", "target_kl": 0}, "target_kl = 0: .*greater than 0"),
         ({"store": "ftp://x"}, "store = 'ftp://x': expected one URL: http://"),

@@ -27,6 +27,9 @@ COMMANDS: list[m.Command] = [
     m.Write(3, 0, None, b"h" * 32, 64, (("swa", 0),)),
     m.FreePiece(128),
     m.Clear(4),
+    m.ShowPrompts(((b"1234", b"5678"), (b"",))),
+    m.PauseCalibration(True),
+    m.TakeProfile("d" * 32),
     m.Ping(),
     m.Close(),
 ]
@@ -45,6 +48,7 @@ EVENTS: list[m.Event] = [
     m.Certain(2),
     m.Taken(3, 8),
     m.ClearOver(4, ""),
+    m.ProfileTaken("d" * 32, "/copies/d", "a profile"),
     m.Pong(),
 ]
 

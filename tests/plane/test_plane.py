@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -382,6 +383,45 @@ def test_an_unused_spare_data_plane_ends_with_the_others(
     os.kill(launcher.started[0].process.pid, signal.SIGCONT)
     plane.close()
     assert all(each.join(WAIT_S) for each in launcher.started)
+
+
+def test_another_data_plane_takes_over(tmp_path: Path, launcher: Launcher, plane: DataPlane) -> None:
+    """With another quantiser. What the former one has taken is written; what it has found is not fetched."""
+    hashes, others = page_hashes(NUM_PAGES), page_hashes(NUM_PAGES, "other")
+    store(plane, hashes)
+    found = look_up(plane, hashes)
+    plane.prepare(lambda: (start_by_uint8(tmp_path), launcher))
+    wait_until(lambda: plane.is_prepared)
+    assert write(plane, others) == NUM_PAGES
+    losses = plane.num_losses
+    plane.switch()
+    assert (plane.has_switched, plane.num_losses) == (True, losses + 1)
+    call = plane.fetch(hashes, [NUM_PAGES], time.monotonic() + WAIT_S, found=found.work)
+    assert call.over[0].result(WAIT_S) == 0
+    assert look_up(plane, hashes).num_pages == 0
+    store(plane, hashes)
+    assert launcher.started[0].join(WAIT_S)
+    launcher.signal(signal.SIGKILL)
+    wait_until(lambda: len(launcher.started) == 3)  # which serves by the same quantiser
+    wait_until(lambda: look_up(plane, hashes).num_pages == NUM_PAGES)
+    former = open_plane(tmp_path, launcher)
+    assert look_up(former, others).num_pages == NUM_PAGES
+    former.close()
+
+
+def start_by_uint8(directory: Path) -> Start:
+    heads = make_heads(SMALL, make_quantiser("uint8"))
+    settings = {"store": f"file://{directory}", "codec": "zstd", "quantiser": "uint8", "lookup_timeout_s": 600}
+    return Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None)
+
+
+def test_a_data_plane_that_cannot_take_over_changes_nothing(
+    tmp_path: Path, launcher: Launcher, plane: DataPlane, caplog: pytest.LogCaptureFixture
+) -> None:
+    plane.prepare(lambda: (msgspec.structs.replace(start_by_uint8(tmp_path), version=0), launcher))
+    wait_until(lambda: "the profile cannot be used" in caplog.text)
+    assert not plane.is_prepared
+    store(plane, page_hashes(NUM_PAGES))
 
 
 def test_the_gauges_of_a_killed_data_plane_go_with_it(

@@ -643,6 +643,31 @@ PLACES: tuple[Place, ...] = (
         has=("launch_ts", "extend_num_tokens", "prefix_lens", "forward_mode", "reqs", "decoding_reqs", "forward_iter"),
     ),
     Place(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.copy",
+        "what is processed of a batch says how much of each prompt was computed",
+        mentions=("extend_lens", "prefix_lens", "decoding_reqs"),
+    ),
+    Place(
+        "sglang.srt.managers.schedule_batch.Req.__init__",
+        "a request's prompt, and what keeps it apart from others",
+        mentions=("rid", "origin_input_ids", "extra_key", "cache_salt", "multimodal_inputs"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.write_backup_storage",
+        "stores a node",
+        params=("self", "node_id"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInterface.collect_path_info",
+        "the nodes before a node",
+        params=("self", "end_node_ids"),
+    ),
+    Place(
+        "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface.TreePathNodeInfo",
+        "a node on the way to another",
+        has=("node_id",),
+    ),
+    Place(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch",
         "requests without a result leave the batch before it becomes part of the running one",
         params=("self", "reqs_to_exclude", "keep_indices"),

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from harness.waiting import WAIT_S
-from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError
+from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError, UnsupportedError
 from sgl_kvfetch.plane import KVFetchConfig, TakenProfile
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plugin import profiles
-from sgl_kvfetch.plugin.namespace import engine_profile
+from sgl_kvfetch.plugin.namespace import engine_config, engine_profile
 from sgl_kvfetch.plugin.profiles import Alone, with_profile
 
 WEIGHTS = "0" * 32
@@ -104,6 +104,24 @@ def test_exact_in_the_place_of_klt(monkeypatch: pytest.MonkeyPatch) -> None:
     found = with_profile(parse_config(extra | {"quantiser": "klt", "token": "t"}, {}), WEIGHTS, "model", Alone())
     assert found == parse_config({"store": "http://s", "quantiser": "exact", "token": "t", "local_cache": local_cache})
     assert KVFetchConfig.model_validate(found.model_dump(mode="json", exclude_unset=True)) == found
+
+
+def test_auto_is_klt_with_a_profile_and_exact_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = parse_config({"store": "file:///kv", "quantiser": "auto", "target_kl": 1e-3}, {})
+    monkeypatch.setattr(profiles, "take_profile", lambda *_: TakenProfile("/copy", "d", ""))
+    found = with_profile(auto, WEIGHTS, "model", Alone())
+    assert found == parse_config({"store": "file:///kv", "quantiser": "klt", "profile": "/copy", "target_kl": 1e-3}, {})
+    monkeypatch.setattr(profiles, "take_profile", lambda *_: None)
+    assert with_profile(auto, WEIGHTS, "model", Alone()) == parse_config({"store": "file:///kv", "quantiser": "exact"})
+
+
+def test_auto_stays_exact_where_klt_cannot_be_had(caplog: pytest.LogCaptureFixture) -> None:
+    why = "quantiser 'klt' does not support draft models: use 'exact' or 'uint8'"
+    auto = CONFIG.model_copy(update={"quantiser": "auto"})
+    assert engine_config(auto, why).quantiser_name == "exact"
+    assert why in caplog.text
+    with pytest.raises(UnsupportedError, match="does not support draft models"):
+        engine_config(CONFIG, why)
 
 
 def test_without_a_profile_the_message_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,16 @@ from unittest.mock import Mock
 import pytest
 
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
+from sgl_kvfetch.plugin import data_plane
 from sgl_kvfetch.plugin.data_plane import open_engine_plane
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.namespace import engine_quantiser, require_own_profile
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile
+from tests.plugin.backends import Make
 from tests.segments import make_heads
 
 GEOMETRY = KVGeometry(num_layers=3, num_heads=4, k_head_dim=16, v_head_dim=16, page_size=4, dtype="bfloat16")
@@ -63,6 +66,16 @@ def test_klt_of_fp8_is_refused_where_only_kernels_could_restore_it(config: KVFet
     pages = Mock(spec=CudaPages, geometry=replace(GEOMETRY, dtype="float8_e4m3fn"), first_layer=0)
     with pytest.raises(UnsupportedError, match="float8_e4m3fn in device mode on a GPU"):
         open_engine_plane(config, rank(), pages, None)
+
+
+def test_auto_stores_exact_if_the_profile_does_not_fit(
+    config: KVFetchConfig, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that was made for fewer ranks."""
+    monkeypatch.setattr(data_plane, "engine_config", lambda asked, why: asked.with_profile(config.profile))
+    plane = make(quantiser="auto")._plane
+    assert plane._start.namespace.quantiser == make_quantiser("exact").identity
+    assert "the store's profile does not fit, and this server stores with 'exact': profile" in caplog.text
 
 
 def test_a_profile_for_other_weights_needs_a_model_id(config: KVFetchConfig) -> None:

@@ -91,7 +91,7 @@ def test_a_rotation_that_is_not_known_stays(
     def unknown(model: object) -> None:
         raise UnsupportedError("rope type 'spiral' is not known")
 
-    monkeypatch.setattr(codec, "find_rope", unknown)
+    monkeypatch.setattr("sgl_kvfetch.codec.calibrate.rope.find_rope", unknown)
     result = run(model, text, tmp_path / "p")
     assert result.exit_code == 0, result.output
     assert "K stays rotated, which costs bits: rope type 'spiral'" in result.stderr

@@ -3,9 +3,10 @@ from .fit import (
     calibrate_model as calibrate_model,
 )
 from .layers import LayeredModel as LayeredModel
-from .rope import find_rope as find_rope
+from .rope import rope_or_note as rope_or_note
 from .text import (
     calibration_windows as calibration_windows,
     part_of as part_of,
     tokenise as tokenise,
+    without_prompt_start as without_prompt_start,
 )

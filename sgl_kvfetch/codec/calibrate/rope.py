@@ -13,6 +13,14 @@ _MOST_ROPE_ERROR = 0.05
 _SAME_IN_SGLANG = ("default", "linear", "llama3", "yarn")
 
 
+def rope_or_note(model: LayeredModel) -> tuple[Rope | None, tuple[str, ...]]:
+    """Return a model's rotation, or None and a note for its profile that says why it was not found."""
+    try:
+        return find_rope(model), ()
+    except UnsupportedError as e:
+        return None, (f"K stays rotated, which costs bits: {e}",)
+
+
 def find_rope(model: LayeredModel) -> Rope:
     """Return the rotation that a model applies to K last, alike in all layers and heads.
 

@@ -23,8 +23,13 @@ def prompt_start(tokenizer: Any) -> torch.Tensor:
 def tokenise(tokenizer: Any, text: str) -> torch.Tensor:
     """Return a text's tokens, ``(tokens,)`` int64, without ``prompt_start``, even if the text itself contains it."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    start = prompt_start(tokenizer).tolist()
-    return torch.tensor(ids[len(start) :] if start and ids[: len(start)] == start else ids, dtype=torch.long)
+    return without_prompt_start(tokenizer, torch.tensor(ids, dtype=torch.long))
+
+
+def without_prompt_start(tokenizer: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return tokens, ``(tokens,)`` int64, without ``prompt_start``, if they begin so."""
+    start, ids = prompt_start(tokenizer), ids.long()
+    return ids[len(start) :] if torch.equal(ids[: len(start)], start) else ids
 
 
 def cut_windows(

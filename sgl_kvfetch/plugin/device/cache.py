@@ -95,6 +95,7 @@ class KVFetchRadixCache(UnifiedRadixCache):  # type: ignore[misc]
         self._pages = pages
         board = Board(self._agree if self._num_ranks() > 1 else None)
         known = KnownPages()
+        plane.on_switch = known.clear
         backend = DeviceBackend(config, plane, pages, self.prefill_meter, board, is_writer=is_writer)
         fetches = Fetches(
             self, backend, board, known, config, pool_tokens=pool_tokens, threshold_tokens=threshold_tokens

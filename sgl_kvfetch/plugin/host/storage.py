@@ -39,6 +39,7 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane import Cost, DataPlane, Destination, Found, GuardedSink, SideOver, counted, parse_config
 from sgl_kvfetch.plugin.data_plane import engine_nvdec, open_engine_plane
 from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
+from sgl_kvfetch.plugin.host.rewriting import Rewriting
 from sgl_kvfetch.plugin.host.side_pools import SidePools, trailing_pages
 from sgl_kvfetch.plugin.host.turns import NO_TURN, Turns
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
@@ -103,6 +104,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         buffers = mem_pool_host.device_kv_buffers if is_mla(mem_pool_host) else mem_pool_host.device_k_buffers
         self._device = buffers[0].device
         self._open_plane: DataPlane | None = None
+        self._rewriting = Rewriting()
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Take in a side pool. Raises KVFetchError."""
@@ -126,6 +128,11 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             self._sides,
             has_draft=self._has_draft_layers or self._sides.has_draft,
         )
+
+    @property
+    def rewriting(self) -> Rewriting | None:
+        """What stores pages once more that were stored before a switch of the quantiser; None if there was none."""
+        return self._rewriting if self._plane.has_switched else None
 
     @property
     def _plane(self) -> DataPlane:

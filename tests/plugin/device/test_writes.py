@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import msgspec
 import pytest
 
+from harness.waiting import wait_until
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Rig, prompt
 
@@ -40,6 +45,25 @@ def test_pages_that_the_store_lost_are_written_again(rig: Rig) -> None:
     assert rig.fetch(tokens) == (0, 0)
     rig.stored(tokens)
     assert rig.fetch(tokens) == (32, 32)
+
+
+def test_pages_are_written_again_by_another_quantiser(rig: Rig) -> None:
+    """Also those that SGLang has in its tree since before."""
+    tokens, plane = prompt(0, 12), rig.backend.plane
+    rig.compute(tokens[:32])
+    rig.write_all()
+    start = msgspec.structs.replace(
+        plane._start,
+        namespace=dataclasses.replace(plane._start.namespace, quantiser=make_quantiser("uint8").identity),
+        config=plane._start.config | {"quantiser": "uint8"},
+    )
+    plane.prepare(lambda: (start, plane._launch))
+    wait_until(lambda: plane.is_prepared)
+    plane.switch()
+    rig.compute(tokens)
+    rig.write_all()
+    rig.flush()
+    assert rig.fetch(tokens) == (48, 48)
 
 
 def test_pages_that_a_data_plane_may_have_lost_are_written_again(rig: Rig) -> None:

@@ -1,0 +1,109 @@
+"""Looks for a profile until there is one: in the store, now and then, and by calibrating where nobody has done so.
+
+A neighbour may be sooner at any time: another server, or somebody with ``kvfetch calibrate``. So the store is asked
+before calibrating begins, while it runs, and before its profile is published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+from sgl_kvfetch.errors import KVFetchError, StoreError
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.plane import messages as m
+from sgl_kvfetch.plane.arena import Emit
+from sgl_kvfetch.plane.calibration.own import OwnCalibration
+from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.plane.profiles import TakenProfile, cache_folder, open_profile_store, profile_keys, take_from_store
+from sgl_kvfetch.side_by_side import Tasks
+from sgl_kvfetch.stores import publish_profile
+
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
+
+_ASK_EVERY_S = 30.0  # the store, for its newest profile
+
+
+class ProfileFinder:
+    """Runs on the data plane's event loop, which must not wait for files: profiles are read on threads."""
+
+    def __init__(self, config: KVFetchConfig, watch: m.Watch, emit: Emit) -> None:
+        self._config = config
+        self._watch = watch
+        self._emit = emit
+        self._news = asyncio.Event()
+        folder = cache_folder() / "calibrations" / watch.weights
+        self._own = OwnCalibration(folder, watch, config.codec_threads, self._news.set)
+        self._tasks = Tasks()
+        if watch.finds:
+            self._tasks.begin(self._find())
+
+    def serve(self, command: m.ShowPrompts | m.PauseCalibration | m.TakeProfile) -> None:
+        """Begin to carry out a command."""
+        match command:
+            case m.ShowPrompts():
+                self._own.show(command.windows)
+                self._news.set()
+            case m.PauseCalibration():
+                self._own.pause(is_paused=command.is_paused)
+            case m.TakeProfile():
+                self._tasks.begin(self._take(command.digest))
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+        await self._own.close()
+
+    async def _take(self, digest: str) -> None:
+        while (taken := await self._in_store(digest)) is None:
+            await self._wait()
+        self._emit(m.ProfileTaken(taken.digest, taken.path, taken.about))
+
+    async def _find(self) -> None:
+        while (taken := await self._in_store()) is None:
+            await self._own.begin()
+            if self._own.profile is None or not await self._publish():
+                await self._wait()
+        was_made_here = self._own.profile is not None
+        await self._own.close()
+        await asyncio.to_thread(self._own.forget)
+        if not was_made_here:
+            logger.info("kvfetch: the store has a profile now")
+        self._emit(m.ProfileTaken(taken.digest, taken.path, taken.about))
+
+    async def _wait(self) -> None:
+        """Wait for news of the calibration, at most until it is time to ask the store."""
+        try:
+            # Servers that have started together do not ask together.
+            async with asyncio.timeout(_ASK_EVERY_S * random.uniform(0.8, 1.2)):
+                await self._news.wait()
+        except TimeoutError:
+            return
+        self._news.clear()
+
+    async def _in_store(self, digest: str | None = None) -> TakenProfile | None:
+        try:
+            return await asyncio.to_thread(self._ask_store, digest)
+        except KVFetchError as e:
+            _limited.warning("ask", f"kvfetch: {self._config.store} cannot be asked for a profile: {e}")
+            return None
+
+    def _ask_store(self, digest: str | None) -> TakenProfile | None:
+        return asyncio.run(take_from_store(self._config, self._watch.weights, digest))
+
+    async def _publish(self) -> bool:
+        path = self._own.profile
+        assert path is not None
+        store = open_profile_store(self._config)
+        try:
+            name = await publish_profile(store, path, profile_keys(self._config))
+        except KVFetchError as e:
+            needs = "; the token needs the role write" if isinstance(e, StoreError) else ""
+            message = f"kvfetch: the profile in {path} cannot be published, and this server stores with 'exact': {e}"
+            _limited.warning("publish", message + needs)
+            return False
+        finally:
+            await store.close()
+        logger.info("kvfetch: published profile %s to %s", name, self._config.store)
+        return True

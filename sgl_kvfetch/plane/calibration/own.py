@@ -1,0 +1,154 @@
+"""A calibration on this machine: its files, its lock, and its process.
+
+What it needs and has done stands in a folder of the user's cache, one for each model's weights. So a server that was
+started again goes on where the last one was. Of all servers of these weights on this machine, the one that holds the
+lock calibrates. The folder goes when there is a profile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from sgl_kvfetch.errors import why
+from sgl_kvfetch.plane.calibration.job import READY, Job, Windows, write_prompts
+from sgl_kvfetch.plane.messages import Watch
+
+logger = logging.getLogger(__name__)
+
+_NOT_ITS = ("KVFETCH_TOKEN", "PROMETHEUS_MULTIPROC_DIR")  # parts of the environment
+
+
+class OwnCalibration:
+    """Runs on an event loop. ``on_end`` is called when its process has ended."""
+
+    def __init__(self, folder: Path, watch: Watch, num_threads: int, on_end: Callable[[], None]) -> None:
+        self._folder = folder
+        self._watch = watch
+        self._num_threads = num_threads
+        self._on_end = on_end
+        self._shown: Windows | None = None
+        self._lock: int | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._ended: asyncio.Task[None] | None = None
+        self._is_paused = False
+        self._can_pause = False  # it has seen to it that it ends with this process, also while it is stopped
+        self._has_failed = False  # and is not tried again
+        self._is_closed = False
+
+    @property
+    def profile(self) -> Path | None:
+        """The profile that was made here, which is not in the store yet."""
+        path = self._folder / "profile"
+        return path if self._lock is not None and self._process is None and path.exists() else None
+
+    def show(self, windows: Windows) -> None:
+        self._shown = windows
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Stop computing, or go on."""
+        self._is_paused = is_paused
+        if self._process is not None and self._process.returncode is None and self._can_pause:
+            self._process.send_signal(signal.SIGSTOP if is_paused else signal.SIGCONT)
+
+    async def begin(self) -> None:
+        """Calibrate, if there are prompts and it has not been done, unless another server here is at it."""
+        if self._has_failed or self._process is not None:
+            return
+        try:
+            job = await asyncio.to_thread(self._prepare)
+            if job is None:
+                return
+            logger.info(
+                "kvfetch calibrates %s on its prompts, on %d threads at the lowest priority",
+                self._watch.model_name,
+                self._num_threads,
+            )
+            environ = {key: value for key, value in os.environ.items() if key not in _NOT_ITS}
+            # -P: as for `DataPlaneProcess`.
+            command = [sys.executable, "-P", "-m", "sgl_kvfetch.plane.calibration", msgspec.json.encode(job).decode()]
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                env=environ | {"CUDA_VISIBLE_DEVICES": ""},
+            )
+        except OSError as e:
+            self._has_failed = True
+            logger.warning(
+                "kvfetch: no profile can be made in %s, and this server stores with 'exact': %s", self._folder, why(e)
+            )
+            return
+        self._ended = asyncio.get_running_loop().create_task(self._await_end(self._process))
+
+    def _prepare(self) -> Job | None:
+        """Write the prompts, and return what there is to do; None if there is nothing. Raises OSError."""
+        if not self._may_begin() or self.profile is not None:
+            return None
+        job = self._job()
+        if not Path(job.prompts).exists():
+            assert self._shown is not None
+            write_prompts(Path(job.prompts), self._shown)
+        return job
+
+    def _may_begin(self) -> bool:
+        """Return whether there is something to do, and take the lock. Raises OSError."""
+        if self._shown is None and not (self._folder / "prompts").exists():
+            return False
+        if self._lock is None:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                return False
+            self._lock = lock
+        return True
+
+    def _job(self) -> Job:
+        watch, at = self._watch, self._folder
+        files = (str(at / name) for name in ("prompts", "unfinished", "profile"))
+        model = watch.model_folder, watch.model_name, watch.weights, watch.tp_size
+        return Job(os.getpid(), *model, self._num_threads, *files)
+
+    async def _await_end(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        if await process.stdout.read(len(READY)) == READY:
+            self._can_pause = True
+            self.pause(is_paused=self._is_paused)
+        status = await process.wait()
+        self._process, self._can_pause = None, False
+        if status and not self._is_closed:
+            self._has_failed = True
+        if status < 0 and not self._is_closed:
+            logger.warning(
+                "kvfetch: the calibration was ended by signal %d, as where memory is short; this server stores with "
+                "'exact'",
+                -status,
+            )
+        self._on_end()
+
+    async def close(self) -> None:
+        """End the process. What it has done stays."""
+        self._is_closed = True
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+        if self._ended is not None:
+            await self._ended
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def forget(self) -> None:
+        """Delete the files: there is a profile."""
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,137 @@
+"""``"quantiser": "auto"``: an engine without a profile serves by ``exact``, and by ``klt`` once there is one.
+
+Rank 0 shows its data plane a sample of its prompts. The data plane calibrates on them, or finds that a neighbour has
+done so, and says which profile there is. Then every rank takes a copy of that profile, and prepares a second data plane
+that serves by it. When all ranks have one, all switch to it in the same step. What the ranks know of each other they
+learn by one collective every few steps, which all of them make, whatever they know.
+
+SGLang has one backend in a process at a time, so this is the state of the process. All of it runs on the scheduler's
+thread, and does no I/O but messages to the data plane.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from sgl_kvfetch.plane import DataPlane, Launch, Start
+from sgl_kvfetch.plugin.prompt_sample import PromptSample
+
+logger = logging.getLogger(__name__)
+
+_AGREE_EVERY = 64  # steps: the collective of several ranks takes about as long as one step of decoding in 20
+_PARTS = 4  # of a digest of 128 bits, as integers of 32 bits
+
+Follow = Callable[[str], tuple[Start, Launch]]
+"""Returns what a data plane is started with that serves by a profile, from its path. May take its time."""
+
+
+class AutoProfile:
+    """Finds one rank's profile. ``follow`` is None where SGLang cannot go over to it while it serves. ``pauses``:
+    whether the engine computes on the CPU, which calibrating must leave to it."""
+
+    def __init__(self, plane: DataPlane, rank: int, num_ranks: int, follow: Follow | None, *, pauses: bool) -> None:
+        self._plane = plane
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._follow = follow
+        self._pauses = pauses
+        self._sample = PromptSample() if rank == 0 else None
+        self._is_busy = False  # as the data plane knows
+        self._num_steps = 0
+        self._wanted = ""  # the digest that rank 0 has, once it is known here
+        self._is_preparing = False
+        if rank == 0:
+            logger.info(
+                "kvfetch: the store has no profile of these weights yet: this server stores with 'exact', and takes a "
+                "sample of its prompts to make one"
+            )
+
+    @property
+    def is_over(self) -> bool:
+        return self._plane.is_closing
+
+    def batch_ended(self, batch: Any) -> None:
+        """Look at a batch that was computed, SGLang's ``ScheduleBatch``."""
+        if self._sample is None:
+            return
+        self._sample.add_batch(batch)
+        if self._sample.is_full:
+            logger.info("kvfetch: the sample of prompts is complete")
+            self._plane.show_prompts(self._sample.take_windows())
+            self._sample = None
+
+    def step(self, scheduler: Any) -> None:
+        """Go on: call every step of SGLang's ``Scheduler``."""
+        if self._pauses and self._rank == 0:
+            is_busy = not scheduler.is_fully_idle(for_health_check=True)
+            if is_busy != self._is_busy:
+                self._is_busy = is_busy
+                self._plane.pause_calibration(is_paused=is_busy)
+        self._num_steps += 1
+        if self._num_ranks > 1 and self._num_steps % _AGREE_EVERY:
+            return
+        state = self._state()
+        if self._num_ranks > 1:
+            least = torch.tensor(state)
+            scheduler.tree_cache._all_reduce_attn_groups(least, torch.distributed.ReduceOp.MIN)
+            state = least.tolist()
+        self._go_on(state)
+
+    def _state(self) -> list[int]:
+        """Return what the minimum over ranks is taken of: whether this rank could switch, and rank 0's profile."""
+        taken = self._plane.taken_profile
+        digest = taken.digest if taken is not None and self._rank == 0 else "0" * 8 * _PARTS
+        return [int(self._plane.is_prepared), *(-int(digest[8 * i : 8 * i + 8], 16) for i in range(_PARTS))]
+
+    def _go_on(self, least: Sequence[int]) -> None:
+        can_switch, *parts = least
+        taken = self._plane.taken_profile
+        digest = "".join(f"{-part:08x}" for part in parts)
+        if not any(parts):
+            return
+        if not self._wanted:
+            self._wanted = digest
+            if self._rank != 0:
+                self._plane.take_profile(digest)
+        if taken is None or taken.digest != self._wanted:
+            return
+        if self._follow is None:
+            end()
+            logger.info("kvfetch: %s; this mode stores with it once the backend is attached again", taken.about)
+        elif not self._is_preparing:
+            self._is_preparing = True
+            self._plane.prepare(partial(self._follow, taken.path))
+        elif can_switch:
+            end()
+            self._plane.switch()
+            if self._rank == 0:
+                logger.info("kvfetch: %s; this server stores with 'klt' from now on", taken.about)
+
+
+class _State:
+    """The state of this process."""
+
+    profile: AutoProfile | None = None
+
+
+_state = _State()
+
+
+def begin(profile: AutoProfile) -> None:
+    _state.profile = profile
+
+
+def end() -> None:
+    _state.profile = None
+
+
+def current() -> AutoProfile | None:
+    """Return what finds a profile for the backend that is attached now; None if nothing does."""
+    if _state.profile is not None and _state.profile.is_over:
+        end()
+    return _state.profile

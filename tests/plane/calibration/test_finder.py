@@ -1,0 +1,188 @@
+"""A data plane finds a profile: it calibrates on prompts in a process of its own, unless a neighbour is sooner."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from harness.models import TinyLlama, make_tiny_llama
+from harness.waiting import until
+from sgl_kvfetch.codec.fingerprint import fingerprint_model
+from sgl_kvfetch.codec.quant.profile import load_profile
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.plane import messages as m
+from sgl_kvfetch.plane.calibration import finder
+from sgl_kvfetch.plane.calibration.finder import ProfileFinder
+from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
+from sgl_kvfetch.stores.profiles import publish_profile
+from tests.stores.test_profiles import NO_KEYS, save
+
+WINDOW = 96  # tokens: the positions of the model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("m")
+    shape = TinyLlama(num_layers=1, hidden_size=64, head_dim=32, vocab_size=128, max_position_embeddings=WINDOW)
+    return make_tiny_llama(folder, shape)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(finder, "_ASK_EVERY_S", 0.05)
+    return tmp_path / "cache" / "sgl_kvfetch"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> KVFetchConfig:
+    return parse_config({"store": (tmp_path / "store").as_uri(), "quantiser": "exact", "codec_threads": 1}, {})
+
+
+class Finding:
+    """A finder at work, and its events."""
+
+    def __init__(self, config: KVFetchConfig, folder: Path, *, weights: str = "", finds: bool = True) -> None:
+        watch = m.Watch(weights or fingerprint_model(str(folder)), str(folder), "tiny", 1, finds)
+        self.events: list[m.Event] = []
+        self.finder = ProfileFinder(config, watch, self.events.append)
+
+    @property
+    def process(self) -> asyncio.subprocess.Process | None:
+        return self.finder._own._process
+
+    async def taken(self) -> m.ProfileTaken:
+        await until(lambda: bool(self.events))
+        (event,) = self.events
+        assert isinstance(event, m.ProfileTaken)
+        return event
+
+    async def begin_paused(self) -> None:
+        """Let it calibrate, and stop it as soon as it can be stopped."""
+        self.finder.serve(m.PauseCalibration(True))
+        self.finder.serve(m.ShowPrompts(windows()))
+        await until(lambda: self.process is not None and _state(self.process.pid) == "T")
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _exists(path: str) -> bool:
+    return Path(path).exists()
+
+
+def _make_file(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text("")
+
+
+def windows() -> tuple[tuple[bytes, ...], ...]:
+    """Some of one piece and some of two, which begin as prompts do or do not."""
+    rng = random.Random(0)
+    made = []
+    for number in range(6):
+        tokens = array("i", (rng.randrange(3, 128) for _ in range(2 * WINDOW)))
+        tokens[0] = 1  # BOS
+        cut = WINDOW // 2 if number % 2 else len(tokens)
+        made.append(tuple(x.tobytes() for x in (tokens[:cut], tokens[cut:]) if x))
+    return tuple(made)
+
+
+@asynccontextmanager
+async def finding(*args: object, **kwargs: object) -> AsyncIterator[Finding]:
+    found = Finding(*args, **kwargs)  # type: ignore[arg-type]
+    try:
+        yield found
+    finally:
+        await found.finder.close()
+
+
+async def test_an_interrupted_calibration_goes_on_and_is_published(
+    model: Path, config: KVFetchConfig, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next server, whose token is not permitted to publish it at first."""
+    folder = cache / "calibrations" / fingerprint_model(str(model))
+    async with finding(config, model) as first:
+        await first.begin_paused()
+        assert first.process is not None
+        pid = first.process.pid
+        async with finding(config, model) as neighbour:  # of the same machine, which leaves it to the first one
+            neighbour.finder.serve(m.ShowPrompts(windows()))
+            await neighbour.finder._own.begin()
+            assert neighbour.process is None
+    assert not _exists(f"/proc/{pid}")
+    assert (folder / "prompts").stat().st_mode & 0o077 == 0
+    assert folder.stat().st_mode & 0o077 == 0
+
+    refusals: list[str] = []
+
+    async def refuse_once(*args: object) -> str:
+        monkeypatch.setattr(finder, "publish_profile", publish_profile)
+        refusals.append(str(args[1]))
+        raise StoreError("refused", "HTTP 403")
+
+    monkeypatch.setattr(finder, "publish_profile", refuse_once)
+    async with finding(config, model) as second:
+        taken = await second.taken()
+        profile = load_profile(Path(taken.path))
+        assert (profile.digest, profile.calibration.weights) == (taken.digest, fingerprint_model(str(model)))
+        assert profile.calibration.num_windows == 6
+        assert (profile.calibration.context_tokens, profile.calibration.continuation_tokens) == (64, 32)
+        async with finding(config, model, finds=False) as other_rank:
+            other_rank.finder.serve(m.TakeProfile(taken.digest))
+            assert await other_rank.taken() == taken
+    assert refusals == [str(folder / "profile")]
+    assert not folder.exists()
+    store = LocalStore(tmp_path / "store")
+    assert [info.name for info in await store.profiles()] == [f"{profile.calibration.weights}/{profile.digest}"]
+    await store.close()
+
+
+async def test_a_neighbour_that_is_sooner_ends_the_calibration(
+    model: Path, config: KVFetchConfig, cache: Path, tmp_path: Path
+) -> None:
+    weights = fingerprint_model(str(model))
+    async with finding(config, model) as found:
+        await found.begin_paused()
+        assert found.process is not None
+        pid, store = found.process.pid, LocalStore(tmp_path / "store")
+        name = await publish_profile(store, save(tmp_path, weights=weights), NO_KEYS)
+        await store.close()
+        taken = await found.taken()
+    assert name == f"{weights}/{taken.digest}"
+    assert not _exists(f"/proc/{pid}")
+    assert not (cache / "calibrations" / weights).exists()
+
+
+async def test_a_model_that_cannot_be_calibrated_is_not_tried_again(
+    config: KVFetchConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    async with finding(config, tmp_path, weights="0" * 32) as found:
+        found.finder.serve(m.ShowPrompts(windows()))
+        await until(lambda: found.finder._own._has_failed)
+        await found.finder._own.begin()
+        assert found.process is None
+        assert not found.events
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if "cannot be calibrated here" in line]
+    assert "this server stores with 'exact': " in said
+
+
+async def test_a_folder_that_cannot_be_written(
+    model: Path, config: KVFetchConfig, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _make_file(cache)
+    async with finding(config, model) as found:
+        found.finder.serve(m.ShowPrompts(windows()))
+        await until(lambda: found.finder._own._has_failed)
+    assert f"no profile can be made in {cache / 'calibrations'}" in caplog.text
+    assert os.fspath(cache) in caplog.text
