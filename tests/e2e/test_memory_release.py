@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -89,12 +89,14 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, link: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+def server(
+    model: Path, design: Mapping[str, str], link: Proxy, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SGLangServer]:
     package = tmp_path_factory.mktemp("saver")
     (package / "torch_memory_saver.py").write_text(SAVER)
     path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
     args = [*device_args(link.url, fetch_timeout_s=600, write_queue_bytes=8 << 20), "--enable-memory-saver"]
-    with SGLangServer(model, extra_args=args, env={"PYTHONPATH": path}) as server:
+    with SGLangServer(model, extra_args=args, env={"PYTHONPATH": path, **design}) as server:
         yield server
 
 

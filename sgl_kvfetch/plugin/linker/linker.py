@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -203,6 +203,11 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Handle a request that no longer waits: it is admitted, or gone."""
         if self._parts is not None:
             self._parts.prefixes.leave(req.rid)
+
+    def hold_back(self, free_tokens: Callable[[], int | None]) -> None:
+        """Let requests wait whose staged pages have no room in the pool: see `Prefixes.hold_back`."""
+        if self._parts is not None:
+            self._parts.prefixes.hold_back(free_tokens)
 
     def step(self, tree: Any) -> list[Any]:
         """Process what has ended since the last step, and begin what can begin. ``tree``: SGLang's radix cache. Return

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,6 +56,12 @@ class Request:
     best_match_node: Any = None
     skip_radix_cache_insert: bool = False
     discard_output_reason: Any = None
+    output_ids: tuple[int, ...] = ()
+    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(max_new_tokens=1))
+
+    @property
+    def origin_input_ids(self) -> list[int]:
+        return self.tokens
 
     @property
     def cache_request_handle(self) -> CacheRequestHandle:
