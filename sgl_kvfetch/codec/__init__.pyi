@@ -61,6 +61,7 @@ from .container.pages import Pages as Pages, QuantisedPages as QuantisedPages, R
 from .container.partial import is_part as is_part, part_with as part_with
 from .container.reader import (
     CellFrames as CellFrames,
+    CodedCell as CodedCell,
     CodedChunk as CodedChunk,
     SegmentReader as SegmentReader,
     cell_place as cell_place,
@@ -135,6 +136,7 @@ from .quant.klt import (
     require_grid as require_grid,
     scales_of as scales_of,
 )
+from .quant.packed import pack as pack
 from .quant.profile import (
     Calibration as Calibration,
     Profile as Profile,

@@ -18,7 +18,7 @@ from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels
 
-VERSION = 5
+VERSION = 6
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 64 << 20  # limit for a message; a lookup has 32 bytes per page
 
@@ -32,7 +32,8 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Start(_Message, frozen=True):
     """The first command. ``config``: the parsed `KVFetchConfig`. ``first_head``, ``end_head``: the rank's heads.
-    ``sides``: the bytes of a page in each side pool. ``has_steps``: the scheduler's steps read the events for them."""
+    ``sides``: the bytes of a page in each side pool. ``has_steps``: the scheduler's steps read the events for them.
+    ``takes_code``: whether the engine decodes staged cells itself, where `coded.can_stay_coded`."""
 
     config: dict[str, Any]
     namespace: Namespace
@@ -43,6 +44,7 @@ class Start(_Message, frozen=True):
     sides: dict[str, int] = {}
     labels: Labels = Labels()
     has_steps: bool = False
+    takes_code: bool = False
     version: int = VERSION
 
 
@@ -127,9 +129,11 @@ class Stage(_Message, frozen=True):
 
 
 class Unstage(_Message, frozen=True):
-    """Free the memory of a `Stage`, or end it soon. Nothing is written to that memory afterwards."""
+    """Free the memory of a `Stage`, or end it soon. Nothing is written to that memory afterwards. ``is_sound``: false
+    if the engine could not decode its cells; those segments are decoded here from now on."""
 
     work: int
+    is_sound: bool = True
 
 
 class FetchSide(_Message, frozen=True):
@@ -218,13 +222,17 @@ class Found(_Message, frozen=True):
 class Staged(_Message, frozen=True):
     """The result of a `Stage`: ``num_found`` pages are stored, of which the first ``num_pages`` are restored and
     verified. If there are any, there is a region for all of these pages at ``offset``: see `staging.region_views`.
-    ``end``: the outcome, for the metrics."""
+    ``end``: the outcome, for the metrics. If they are still coded, there is a table of ``num_cells`` `coded.CELL` at
+    ``tables``, ``tables_bytes`` with what follows it."""
 
     work: int
     num_pages: int
     num_found: int
     offset: int
     end: str
+    num_cells: int = 0
+    tables: int = 0
+    tables_bytes: int = 0
 
 
 class RoundHere(_Message, frozen=True):

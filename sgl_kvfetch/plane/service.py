@@ -23,6 +23,7 @@ from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Arena, Emit, Room, arena_destination, send_side_page
 from sgl_kvfetch.plane.channel import Outbox
 from sgl_kvfetch.plane.client import StoreClient, count_fetch, count_miss, counted, open_client
+from sgl_kvfetch.plane.coded import CODEC
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.plan import PageSource
@@ -123,7 +124,7 @@ class Service:
             case m.Stage():
                 self._stager.begin(command)
             case m.Unstage():
-                self._stager.release(command.work)
+                self._stager.release(command.work, is_sound=command.is_sound)
             case m.Flush():
                 self.client.fetcher.drop_unused()
             case m.Write():
@@ -364,7 +365,7 @@ async def run_data_plane(
                             line.pages,
                             partial(send_side_page, line.values, room, emit),
                             command.sides,
-                            Stager(*client, emit, line.values, room),
+                            Stager(*client, emit, line.values, room, takes_code=command.takes_code),
                         )
                         on_service(service)
                         emit(m.Ready())
@@ -412,4 +413,6 @@ def _open(command: m.Start, open_: OpenClient) -> tuple[KVFetchConfig, HeadSlice
 
 def open_on_cpu(config: KVFetchConfig, heads: HeadSlice, start: m.Start) -> StoreClient:
     """Open the store for a data plane that needs no GPU. Raises KVFetchError."""
-    return open_client(config, heads, config_quantiser(config), max_span_pages=start.most_span_pages)
+    codecs = (CODEC,) if start.takes_code else ()
+    most = start.most_span_pages
+    return open_client(config, heads, config_quantiser(config), max_span_pages=most, engine_codecs=codecs)

@@ -79,10 +79,11 @@ def open_engine_plane(
     *,
     has_draft: bool = False,
     staging_bytes: int = 0,
+    takes_code: bool = False,
 ) -> DataPlane:
     """Start the data plane of one rank for the model that SGLang has loaded, and wait until it serves. ``rank``: has
     ``tp_rank`` and ``tp_size``, and with ``sides`` also ``pp_rank`` and ``pp_size``. ``has_draft``: whether pages hold
-    a draft model's KV cache, too. ``staging_bytes``: as for `DataPlane`. Raises KVFetchError."""
+    a draft model's KV cache, too. Other arguments as for `open_plane`. Raises KVFetchError."""
     compile_hash_function()
     if config.quantiser_name == "klt":
         if sides or has_draft:
@@ -113,7 +114,18 @@ def open_engine_plane(
     names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
     metrics.NAMESPACE.labels(heads.folder, *names).set(1)
     page_bytes = sides.page_bytes if sides else {}
-    return open_plane(config, quantiser, heads, rank.tp_rank, pages, nvdec, most_span_pages, page_bytes, staging_bytes)
+    return open_plane(
+        config,
+        quantiser,
+        heads,
+        rank.tp_rank,
+        pages,
+        nvdec,
+        most_span_pages,
+        page_bytes,
+        staging_bytes,
+        takes_code=takes_code,
+    )
 
 
 def open_plane(
@@ -126,12 +138,15 @@ def open_plane(
     most_span_pages: int | None = None,
     side_bytes: Mapping[str, int] | None = None,
     staging_bytes: int = 0,
+    *,
+    takes_code: bool = False,
 ) -> DataPlane:
     """Start the data plane of one rank, whose pages go into ``pages``, and wait until it serves. Call on the
-    scheduler's thread, whose GPU is the rank's. Raises KVFetchError.
+    scheduler's thread, whose GPU is the rank's. ``staging_bytes``: of the shared memory in which prompts are staged; 0
+    if none are. ``takes_code``: as in `messages.Start`. Raises KVFetchError.
 
     The data plane is a process. If it uses NVDEC or the restore kernels, it still runs on threads of this
-    process, because these need its memory.
+    process, because these need its memory. To stage prompts, it uses neither.
     """
     if nvdec is not None:
         nvdec.drop_decoders()  # of an earlier attachment; nothing is served now
@@ -145,6 +160,7 @@ def open_plane(
         dict(side_bytes or {}),
         labels=heads.labels,
         has_steps=isinstance(pages, DevicePages),
+        takes_code=takes_code,
     )
     if isinstance(pages, FramePool):
         spec = writer_spec(config, heads, quantiser, most_span_pages)
@@ -162,7 +178,7 @@ def open_plane(
             run_data_plane(line, open_here, lambda work, index, num_pages: line.destination(work, index))
         )
 
-    in_process = nvdec is not None or isinstance(pages, FramePool)
+    in_process = nvdec is not None or (isinstance(pages, FramePool) and not staging_bytes)
     return DataPlane(start, heads.geometry, launch_thread if in_process else _launch, staging_bytes)
 
 

@@ -43,6 +43,13 @@ def _cache():
     return frame.f_locals["self"].scheduler.tree_cache
 
 
+def _is_under_way(cache):
+    if getattr(cache, "linker", None) is None:
+        return cache.has_pending_cache_operations()
+    offloads = cache.linker.cache_linker._offloads._queue
+    return any(offload.source is not None and not offload.source._closed for offload in offloads)
+
+
 def _protect(cache, protection):
     pool = cache.token_to_kv_pool_allocator.get_kvcache()
     for buffer in (*pool.k_buffer, *pool.v_buffer):
@@ -65,7 +72,7 @@ class _Saver:
 
     def pause(self, tag):
         cache = _cache()
-        print(f"released while under way: {cache.has_pending_cache_operations()}", flush=True)
+        print(f"released while under way: {_is_under_way(cache)}", flush=True)
         _protect(cache, _NONE)
 
     def resume(self, tag):

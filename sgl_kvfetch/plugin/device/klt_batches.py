@@ -197,7 +197,7 @@ class _Batch:
 
 
 def make_model(
-    cell: CellFrames,
+    quantiser: KltQuantiser,
     inverse: TransformInverse,
     k: Sequence[torch.Tensor],
     v: Sequence[torch.Tensor],
@@ -205,8 +205,7 @@ def make_model(
 ) -> KltModel:
     """Return what cells of these layers and heads need. The tensors of ``inverse`` are on the device. ``k`` and ``v``:
     each layer's buffer, reduced to the cell's heads."""
-    quantiser, rope = cell.quantiser, inverse.rope
-    assert isinstance(quantiser, KltQuantiser)
+    rope = inverse.rope
     rotary_dim, is_interleaved = (0, False) if rope is None else (rope.rotary_dim, rope.interleaved)
     shape = klt_shape(k[0], v[0], quantiser.cell_layers, rotary_dim, interleaved=is_interleaved)
     return KltModel(shape, inverse.matrix.contiguous(), inverse.mean, resident(_steps, quantiser.step), k, v)

@@ -293,4 +293,11 @@ class Prefixes:
     def _count(self, prefix: Prefix, end: str) -> None:
         """Count a request that is no longer parked, and record how long it was."""
         metrics.DEVICE_REQUESTS.labels(end).inc()
-        timeline.add(prefix.request, "parked", prefix.arrived_s, time.monotonic(), end=end, pages=prefix.num_pages)
+        timeline.add(
+            prefix.request,
+            "parked",
+            prefix.arrived_s,
+            time.monotonic(),
+            end=end,
+            tokens=prefix.num_pages * self._page_size,
+        )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache import unified_radix_cache
 
-from sgl_kvfetch.plane import client
+from sgl_kvfetch.plane import client, service
 from sgl_kvfetch.plane.open import open_hedged
 from sgl_kvfetch.plugin import data_plane as plane
 from sgl_kvfetch.plugin.linker import linker
@@ -24,8 +24,10 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     monkeypatch.setattr(client, "open_hedged", lambda *args, **kwargs: GatedStore(open_hedged(*args, **kwargs)))
     monkeypatch.setattr(client, "_LINGER_S", 0.01)
     monkeypatch.setattr(client, "SPAN_TOKENS", 8)
-    monkeypatch.setattr(plane, "_launch", plane._launch)  # rigs set both
+    monkeypatch.setattr(plane, "_launch", plane._launch)  # rigs set these
     monkeypatch.setattr(linker, "open_engine_plane", plane.open_engine_plane)
+    monkeypatch.setattr(linker, "_open_pages", linker._open_pages)
+    monkeypatch.setattr(service, "config_quantiser", service.config_quantiser)
     monkeypatch.setattr(unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null"))
     made: list[Rig] = []
 

@@ -150,7 +150,7 @@ def test_a_load_that_was_queued_can_be_cancelled(make: MakeRig) -> None:
     request = rig.arrive(tokens)
     rig.await_unparked(request)
     request.init_next_round_input(rig.cache)
-    _load_back(rig, request)
+    rig.load_back(request)
     slots = rig.cache.linker.private_load_indices[request.rid]
     rig.cache.release_aborted_request(request.cache_request_handle)
     rig.cache.token_to_kv_pool_allocator.free(slots)
@@ -178,14 +178,6 @@ def test_a_load_that_fails_aborts_its_request_and_changes_nothing(
     assert request.discard_output_reason is not None
     assert not rig.holds(tokens, PAGE)
     rig.assert_nothing_held()
-
-
-def _load_back(rig: Rig, request: object) -> None:
-    from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
-
-    assert isinstance(request, Request)
-    params = InitLoadBackParams(request.best_match_node, request.host_hit_length, req=request)
-    assert rig.cache.init_load_back(params)[0] == request.host_hit_length
 
 
 def test_a_prompt_that_would_take_too_much_memory_waits_for_those_before_it(make: MakeRig) -> None:
