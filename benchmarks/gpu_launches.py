@@ -220,7 +220,15 @@ def make_staged(num_tokens: int) -> StagedValues:
                 place = layers.start, len(layers), heads.start, len(heads), layers.start, heads.start
                 sizes = first, SPAN_TOKENS, pages, 0, start, size, end, _coefficients(len(layers))
                 rows.append(
-                    (*place, *sizes, layout.width, layout.height, layout.token_rows, layout.token_cols, bytes(16))
+                    (
+                        *place,
+                        *sizes,
+                        layout.width,
+                        layout.height,
+                        layout.token_rows,
+                        layout.token_cols,
+                        np.zeros(16, np.uint8),
+                    )
                 )
                 packed.append(content)
                 start, end = start + size, end + len(content)

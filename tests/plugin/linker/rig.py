@@ -299,11 +299,12 @@ def make_rig(
     served = Served()
     plane_module._launch = served.launch
 
+    own_rank = rank
     of_store = quantiser or make_quantiser("exact")
 
     def open_engine_plane(config: Any, rank: Any, pages: Any, nvdec: Any, **staging: Any) -> Any:
-        heads = make_heads(pages.geometry, of_store, model=f"rank {rank.tp_rank}")
-        return plane_module.open_plane(config, of_store, heads, rank.tp_rank, pages, None, **staging)
+        heads = make_heads(pages.geometry, of_store, model=f"rank {own_rank}")
+        return plane_module.open_plane(config, of_store, heads, own_rank, pages, None, **staging)
 
     def open_pages(pool: Any, page_size: int, forward_stream: Any) -> tuple[DevicePages, bool]:
         return (DevicePages(pool, page_size), False) if gpu is None else (make_pages(pool, page_size, gpu), True)
