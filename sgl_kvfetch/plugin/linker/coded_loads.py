@@ -178,7 +178,8 @@ class CodedLoad:
             self._used(rotation_of(rope, range(first, first + num_tokens), self._pages.resident))
             for first, num_tokens in spans
         ]
-        return np.array([table.data_ptr() for table in self._rotation_tables], dtype=np.int64)[which]
+        addresses = np.array([table.data_ptr() for table in self._rotation_tables], dtype=np.int64)
+        return np.take(addresses, which)
 
     def _used(self, table: torch.Tensor) -> torch.Tensor:
         self._device.used_on(table, self._stream)
@@ -191,7 +192,7 @@ class _Results:
     def __init__(self, device: Device, stream: Stream | None, num_cells: int, num_status: int) -> None:
         sizes = [num_cells * _SUM_BYTES, num_status * _STATUS_BYTES]
         self.memory = device.pinned(sum(sizes)) if stream is None else device.empty((sum(sizes),), stream)
-        sums, status = self.memory.split(sizes)
+        sums, status = self.memory[: sizes[0]], self.memory[sizes[0] :]
         self.sums, self.status = sums.view(torch.int64).view(num_cells, SUMS), status.view(torch.int32)
 
 
@@ -201,7 +202,8 @@ def _copy(into: torch.Tensor, x: torch.Tensor) -> None:
 
 def _parts(cells: np.ndarray, frames_bytes: np.ndarray, area: np.ndarray, scratch_bytes: int) -> list[_Part]:
     """Cut the cells into parts of one layer group each that fit into scratch memory with their frames."""
-    parts, first = [], 0
+    parts: list[_Part] = []
+    first = 0
     layers, starts, ends = (x.tolist() for x in (cells["first_layer"], cells["start"], cells["start"] + cells["size"]))
     frames = frames_bytes.tolist()
     taken = frames[0] if frames else 0
@@ -241,7 +243,8 @@ def _distinct(cells: np.ndarray, names: tuple[str, ...]) -> tuple[list[list[int]
 
 def _before(sizes: np.ndarray) -> np.ndarray:
     """Return the sum of all sizes before each."""
-    return np.cumsum(sizes) - sizes
+    before: np.ndarray = np.cumsum(sizes) - sizes
+    return before
 
 
 def _aligned(num_bytes: N) -> N:

@@ -61,7 +61,7 @@ class Prefix:
 
         num_output = len(self.req.output_ids)
         num_new = min(max(self.req.sampling_params.max_new_tokens - num_output, 0), CLIP_MAX_NEW_TOKENS)
-        return len(self.req.origin_input_ids) + num_output - self.num_before + num_new + page_size
+        return int(len(self.req.origin_input_ids) + num_output - self.num_before + num_new + page_size)
 
     def first_page(self, page_hash: str) -> int | None:
         """Return the index of a page if it is staged. Its hash identifies all pages before it, too."""

@@ -10,6 +10,7 @@ from sglang.srt.mem_cache import unified_radix_cache
 
 from sgl_kvfetch.plane import client, service
 from sgl_kvfetch.plane.open import open_hedged
+from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plugin import data_plane as plane
 from sgl_kvfetch.plugin.linker import linker
 from tests.plugin.device.gated_store import GatedStore
@@ -27,7 +28,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     monkeypatch.setattr(plane, "_launch", plane._launch)  # rigs set these
     monkeypatch.setattr(linker, "open_engine_plane", plane.open_engine_plane)
     monkeypatch.setattr(linker, "_open_pages", linker._open_pages)
-    monkeypatch.setattr(service, "config_quantiser", service.config_quantiser)
+    monkeypatch.setattr(service, "config_quantiser", config_quantiser)
     monkeypatch.setattr(unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null"))
     made: list[Rig] = []
 

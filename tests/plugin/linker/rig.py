@@ -310,7 +310,7 @@ def make_rig(
         return (DevicePages(pool, page_size), False) if gpu is None else (make_pages(pool, page_size, gpu), True)
 
     vars(linker_module).update(open_engine_plane=open_engine_plane, _open_pages=open_pages)
-    vars(service)["config_quantiser"] = lambda config: of_store
+    service.__dict__["config_quantiser"] = lambda config: of_store
     extra = {
         "store": f"file://{directory}",
         "codec": "zstd",
@@ -325,8 +325,8 @@ def make_rig(
     assert type(cache.tree_core).__name__.startswith("Rust") == (core == "rust")  # SGLang falls back to the other one
     cache.init_cache_linker(linker)
     if agree is not None:
-        vars(cache)["_all_reduce_attn_groups"] = lambda values, op: agree(values)
-        vars(linker)["_agree"] = agree
+        cache.__dict__["_all_reduce_attn_groups"] = lambda values, op: agree(values)
+        linker.__dict__["_agree"] = agree
         linker._rank.tp_size = 2
         linker.detach()
         linker.connect(json.dumps(extra))
