@@ -81,8 +81,8 @@ class Side:
         )
         heads = HeadSlice(namespace, range(HEADS))
 
-        def open_engine_plane(config: Any, rank: Any, pages: Any, nvdec: Any, *, staging_bytes: int = 0) -> Any:
-            return open_plane(config, quantiser, heads, 0, pages, nvdec, staging_bytes=staging_bytes)
+        def open_engine_plane(config: Any, rank: Any, pages: Any, nvdec: Any, **staging: Any) -> Any:
+            return open_plane(config, quantiser, heads, 0, pages, nvdec, **staging)
 
         self.cache: Any
         if design == "rounds":

@@ -1,4 +1,4 @@
-"""Measures the Python time and the kernel launches that restoring a prefix takes, without a GPU.
+"""Measures the Python time and the launches that restoring a prefix takes, without a GPU, in both designs.
 
     python -m benchmarks.gpu_launches [--tokens N]
 
@@ -8,29 +8,44 @@ as after a CPU did: these are copied to staging memory, which needs no interpret
 Streams are stubs. Kernels are counted and not run, and nothing is uploaded, so the time lacks Triton's launcher and the
 driver. Torch's small operations run on the CPU in place of their launches. The time is CPU time of all threads, since
 all need the interpreter lock.
+
+In the second design (`plugin/linker/`), the cells have been staged as they are coded, and one call loads them, a part
+of a layer group at a time. Its figures are all that SGLang's process does for a prefix between parking its request and
+computing it: tables, launches, checksums. Launches are kernels and copies. They are measured for several sizes of
+scratch memory.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from benchmarks.report import make_parser, whole_number
 from harness import stand_in_pool
 from sgl_kvfetch.codec import CellFrames, CellPlace, Device, KltQuantiser, Stream
 from sgl_kvfetch.codec.layout.regions import region_layout
+from sgl_kvfetch.codec.quant import pack
 from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.rope import Rope
-from sgl_kvfetch.triton_kernels import restore_klt
+from sgl_kvfetch.plane.coded import CELL, StagedCode
+from sgl_kvfetch.plane.staging import StagedValues
+from sgl_kvfetch.triton_kernels import ans, restore_klt, xxh3
+from sgl_kvfetch.triton_kernels.xxh3 import SUMS, digests_of
 from sgl_kvfetch.types import CellGrid
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 
 LAYERS, HEADS, DIM, CELL_LAYERS, CELL_HEADS = 32, 8, 128, 3, 2
 COEFFICIENTS, SPAN_TOKENS, PAGE_TOKENS = 1114, 1024, 64
+CODED_BITS, SCRATCH_MIB = 1.33, (64, 256)
 
 
 class _Stub:
@@ -68,6 +83,10 @@ class _StubDevice(Device):
     def launch(self, stream: Stream, work: Any) -> None:
         work()
 
+    @contextmanager
+    def launching(self, stream: Stream) -> Iterator[Any]:
+        yield lambda work: work()
+
     def mark(self, stream: Stream) -> Any:
         return stream
 
@@ -78,6 +97,10 @@ class _StubDevice(Device):
         return torch.empty(*shape, dtype=torch.uint8)
 
     def used_on(self, tensor: torch.Tensor, stream: Stream) -> None: ...
+
+    def pin(self, memory: torch.Tensor) -> None: ...
+
+    def unpin(self, memory: torch.Tensor) -> None: ...
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -124,17 +147,24 @@ def _make_profile() -> Profile:
     return Profile(grid, DIM, DIM, by_key, rope, 0, curve, 1.0, Calibration("zeros", "0" * 32, "none", 1, 1, 1))
 
 
+def _make_pages() -> CudaPages:
+    stand_in_pool.install_if_missing()
+    from sgl_kvfetch.plugin.device import pages as device_pages
+    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+
+    stand_in = stand_in_pool.MHATokenToKVPool
+    pool = stand_in(PAGE_TOKENS, PAGE_TOKENS, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False, v_head_dim=DIM)
+    with patch.object(device_pages, "MHATokenToKVPool", stand_in):
+        return CudaPages(pool, PAGE_TOKENS, _StubDevice(torch.device("cpu")), _Stub())
+
+
 def measure(num_tokens: int, *, on_device: bool = True) -> dict[str, float]:
     """Return the cells, the kernel launches, and the time of Python, once tables are uploaded, without that of copying
     frames. ``on_device``: where the cells' frames are."""
     torch.set_num_threads(1)  # the stubs' copies stand for launches
-    stand_in_pool.install_if_missing()
-    from sgl_kvfetch.plugin.device import pages as device_pages
-    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+    pages = _make_pages()
     from sgl_kvfetch.plugin.device.staging import StagingBuffer
 
-    stand_in = stand_in_pool.MHATokenToKVPool
-    pool = stand_in(PAGE_TOKENS, PAGE_TOKENS, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False, v_head_dim=DIM)
     put, copying_s = StagingBuffer.put, array("d")
 
     def timed_put(buffer: StagingBuffer, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -144,8 +174,6 @@ def measure(num_tokens: int, *, on_device: bool = True) -> dict[str, float]:
         return views
 
     kernel, cells = _Stub(), make_cells(num_tokens, on_device=on_device)
-    with patch.object(device_pages, "MHATokenToKVPool", stand_in):
-        pages = CudaPages(pool, PAGE_TOKENS, _StubDevice(torch.device("cpu")), _Stub())
     pages.prepare(cells[0].quantiser, (cell.place for cell in cells))
     with (
         patch.object(restore_klt, "restore_klt_kernel", kernel),
@@ -175,6 +203,100 @@ def measure(num_tokens: int, *, on_device: bool = True) -> dict[str, float]:
     }
 
 
+def make_staged(num_tokens: int) -> StagedValues:
+    """Return the same cells as they are staged: coded bytes that are all zeros, at 1.33 bits a value."""
+    profile = _make_profile()
+    grid, layout = profile.grid, region_layout(COEFFICIENTS, SPAN_TOKENS, "flat")
+    spans, pages = range(0, num_tokens, SPAN_TOKENS), SPAN_TOKENS // PAGE_TOKENS
+    exponents = torch.full((SPAN_TOKENS,), 128, dtype=torch.uint8)
+    rows, packed, start, end = [], [], 0, 0
+    for group in range(-(-LAYERS // CELL_LAYERS)):
+        layers = grid.layers(group)
+        size = int(len(layers) * CELL_HEADS * 2 * DIM * SPAN_TOKENS * CODED_BITS / 8) // 16 * 16
+        for first in spans:
+            for block in range(HEADS // CELL_HEADS):
+                heads = grid.heads(block)
+                table = array("i", range(first // PAGE_TOKENS, first // PAGE_TOKENS + pages)).tobytes()
+                content, _ = pack(table, exponents, torch.empty(0, dtype=torch.uint8))
+                place = layers.start, len(layers), heads.start, len(heads), layers.start, heads.start
+                sizes = first, SPAN_TOKENS, pages, 0, start, size, end, _coefficients(len(layers))
+                rows.append(
+                    (
+                        *place,
+                        *sizes,
+                        layout.width,
+                        layout.height,
+                        layout.token_rows,
+                        layout.token_cols,
+                        np.zeros(16, np.uint8),
+                    )
+                )
+                packed.append(content)
+                start, end = start + size, end + len(content)
+    cells = np.array(rows, dtype=CELL)
+    sizes = cells["coefficients"] * cells["num_tokens"]
+    cells["digest"] = digests_of(np.zeros((len(cells), SUMS), np.int64), sizes)
+    code = StagedCode(cells, torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8))
+    memory = torch.empty(start, dtype=torch.uint8)  # never touched
+    return StagedValues(num_tokens // PAGE_TOKENS, num_tokens // PAGE_TOKENS, "landed", memory, code=code)
+
+
+def _coefficients(num_layers: int) -> int:
+    return min(2 * num_layers * CELL_HEADS * DIM, COEFFICIENTS)
+
+
+def measure_loads(num_tokens: int, scratch_bytes: int) -> dict[str, float]:
+    """Return the cells, the launches, and the time of Python that a load takes through the linker, once tables are
+    uploaded."""
+    from sgl_kvfetch.plugin.linker import coded_loads
+    from sgl_kvfetch.plugin.linker.gpu_loads import GpuLoader
+    from sgl_kvfetch.plugin.linker.loads import Load
+
+    torch.set_num_threads(1)
+    pages, quantiser = _make_pages(), KltQuantiser(_make_profile(), step=1.0)
+    staged, copies, kernel = make_staged(num_tokens), _Stub(), _Stub()
+    assert staged.code is not None
+    grid = quantiser.profile.grid
+    pages.prepare(quantiser, (CellPlace(grid.layers(0), grid.heads(0), range(SPAN_TOKENS)) for _ in range(1)))
+    loader = GpuLoader(pages, pages.device, scratch_bytes)
+    slots = torch.zeros(num_tokens, dtype=torch.int64)  # no kernel reads them
+    results = {}
+    with ExitStack() as patches:
+        for module, names in (
+            (ans, ["ans_decode_kernel"]),
+            (xxh3, ["xxh3_kernel"]),
+            (restore_klt, ["restore_klt_kernel", "exact_tokens_kernel"]),
+        ):
+            for name in names:
+                patches.enter_context(patch.object(module, name, kernel))
+            patches.enter_context(patch.object(module, "use_kernels", lambda device: True))
+        patches.enter_context(patch.object(coded_loads, "_copy", copies))
+        patches.enter_context(patch.object(coded_loads, "_Results", _SoundResults))
+        for _ in range(3):  # the first one makes and uploads tables of the model
+            copies.num_launches = kernel.num_launches = 0
+            started_s = time.process_time()
+            is_loaded = loader.finish(loader.begin([Load(staged, 0, slots, lambda is_sound: None)]))
+            seconds = time.process_time() - started_s
+            assert is_loaded
+            results = {
+                "cells": len(staged.code.cells),
+                "launches": kernel.num_launches + copies.num_launches,
+                "of these, kernels": kernel.num_launches,
+                "ms": 1e3 * seconds,
+            }
+    loader.close()
+    return results
+
+
+class _SoundResults:
+    """The results of kernels that found nothing wrong."""
+
+    def __init__(self, device: Device, stream: Stream | None, num_cells: int, num_status: int) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.sums = torch.zeros((num_cells, SUMS), dtype=torch.int64)
+        self.status = torch.zeros(num_status, dtype=torch.int32)
+
+
 def _always(write: Any) -> bool:
     write()
     return True
@@ -187,6 +309,9 @@ def main() -> None:
     for name, on_device in (("on the device", True), ("on the host", False)):
         found = measure(num_tokens, on_device=on_device)
         print(f"frames {name}:", "  ".join(f"{key} {value:.0f}" for key, value in found.items()))
+    for size in SCRATCH_MIB:
+        found = measure_loads(num_tokens, size << 20)
+        print(f"linker, {size} MiB:", "  ".join(f"{key} {value:.1f}" for key, value in found.items()))
 
 
 if __name__ == "__main__":

@@ -96,11 +96,11 @@ def make_linked_cache(store_url: str) -> UnifiedRadixCache:
     return cache
 
 
-def _open_plane(config: KVFetchConfig, rank: Any, pages: SlotPages, nvdec: None, *, staging_bytes: int = 0) -> Any:
+def _open_plane(config: KVFetchConfig, rank: Any, pages: SlotPages, nvdec: None, **staging: Any) -> Any:
     quantiser, shape = make_quantiser("exact"), pages.geometry
     namespace = Namespace("benchmark", "float32", "mha", shape.dtype, PAGE, 4, 0, 2, 64, 64, quantiser.identity)
     heads = HeadSlice(namespace, range(2))
-    return open_plane(config, quantiser, heads, 0, pages, nvdec, staging_bytes=staging_bytes)
+    return open_plane(config, quantiser, heads, 0, pages, nvdec, **staging)
 
 
 def park(cache: Any, queue: list[Any], number: int) -> None:

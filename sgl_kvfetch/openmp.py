@@ -10,12 +10,15 @@ import threading
 
 import torch
 
+_lock = threading.Lock()
+
 
 def use_one_thread() -> None:
     """Let the calling thread compute alone. Other threads keep their teams, also those that begin to compute later:
     `torch.set_num_threads` would change theirs, too."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    others = threading.Thread(target=torch.set_num_threads, args=(before,))
-    others.start()
-    others.join()
+    with _lock:  # a second thread would take the 1 of the first for what others have
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        others = threading.Thread(target=torch.set_num_threads, args=(before,))
+        others.start()
+        others.join()

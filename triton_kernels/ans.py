@@ -109,16 +109,41 @@ def _launch(data: torch.Tensor, chunks: Sequence[AnsChunk], out: torch.Tensor) -
     for chunk in chunks:
         table.append((*chunk, energies))
         energies += chunk.tokens
+    _launch_table(data, table_on(table, data.device), energies, out, status)
+    return status
+
+
+def ans_decode_table(
+    data: torch.Tensor, table: torch.Tensor, num_energies: int, out: torch.Tensor, status: torch.Tensor
+) -> None:
+    """Do the same as ``ans_decode`` with a table that was made before, so that its time does not depend on the number
+    of bitstreams. Checks nothing.
+
+    Args:
+        table: int64 ``(chunks, 6)`` on the device: the fields of an `AnsChunk`, and the sum of ``tokens`` of all rows
+            before.
+        num_energies: The sum of all ``tokens``.
+        status: int32 ``(chunks,)`` on the device, for what ``ans_decode`` returns.
+    """
+    if use_kernels(data.device):
+        _launch_table(data, table, num_energies, out, status)
+        return
+    status.copy_(ans_decode_reference(data, [AnsChunk(*row[:5]) for row in table.tolist()], out))
+
+
+def _launch_table(
+    data: torch.Tensor, table: torch.Tensor, num_energies: int, out: torch.Tensor, status: torch.Tensor
+) -> None:
     with on_device(data.device):
-        ans_decode_kernel[len(chunks),](
+        ans_decode_kernel[len(table),](
             data,
             data.view(torch.int16),
-            table_on(table, data.device),
+            table,
             *_tables_on(data.device),
-            torch.empty(energies, dtype=torch.int16, device=data.device),
+            torch.empty(num_energies, dtype=torch.int16, device=data.device),
             out,
             status,
-            FIELDS=len(table[0]),
+            FIELDS=table.shape[1],
             SLOTS=SLOTS,
             CLASS_TABLE=CLASS_TABLE,
             LANES=LANES,
@@ -126,7 +151,6 @@ def _launch(data: torch.Tensor, chunks: Sequence[AnsChunk], out: torch.Tensor) -
             num_warps=1,
             **COMPILE_OPTIONS,
         )
-    return status
 
 
 @jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from sgl_kvfetch.codec.layout import PLANES, RegionLayout
-from sgl_kvfetch.codec.quant import from_planes
+from sgl_kvfetch.codec.quant import from_planes, pack as pack
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
     INTERPRETED,
@@ -126,6 +126,7 @@ class _Fields(NamedTuple):
 
 _F = _Fields(*range(len(_Fields._fields)))
 _ADDRESS, _OWN_WORDS = struct.Struct("q"), struct.Struct("5q")
+_OWN_FIELDS = _Fields._fields[: _F.pixels]
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,21 +259,22 @@ class KltCell:
         return own + places.words + self.model.words
 
 
-def pack(pages: bytes, exponents: torch.Tensor, exact: torch.Tensor) -> tuple[bytes, int]:
-    """Return what a cell has beside its frames, a multiple of 4 bytes, and its number of exact tokens.
+def klt_rows(
+    shape: KltShape, cells: Mapping[str, np.ndarray], places: Sequence[KltPlaces], models: Sequence[KltModel]
+) -> np.ndarray:
+    """Return the rows of many cells, int64 ``(cells, row_bytes / 8)``, as ``KltCell.row`` makes them one by one.
 
-    Args:
-        pages: An int32 for each page of the span: its page among the slots of the launch; -1 leaves it out.
-        exponents: uint8 ``(tokens,)``, on the host; 0 for an exact token.
-        exact: uint8, the values of exact tokens, on the host: for each one byte plane after another, each of K and V
-            (``quant.exact.to_planes``).
+    ``cells``: int64 ``(cells,)`` each, ``data``, ``tokens``, ``pages``, ``exact``, ``frames`` and ``rotation``, as
+    addresses and numbers; and ``places`` and ``models``, indices into what is given.
     """
-    which, tokens = b"", exponents.numpy()
-    if exact.numel():
-        which = np.flatnonzero(tokens == EXACT).astype(np.int32).tobytes()
-        tokens = np.concatenate((tokens, exact.numpy()))
-    packed = pages + which + tokens.tobytes()
-    return packed + bytes(-len(packed) % 4), len(which) // 4
+    rows = np.empty((len(cells["data"]), shape.row_bytes // 8), dtype=np.int64)
+    for field in _OWN_FIELDS:
+        rows[:, getattr(_F, field)] = cells[field]
+    of_places = np.stack([np.frombuffer(each.words, dtype=np.int64) for each in places])
+    of_models = np.stack([np.frombuffer(each.words, dtype=np.int64) for each in models])
+    rows[:, _F.pixels : _F.coefficients] = of_places[cells["places"]]
+    rows[:, _F.coefficients :] = of_models[cells["models"]]
+    return rows
 
 
 def region_pixels(layout: RegionLayout, num_coefficients: int) -> torch.Tensor:

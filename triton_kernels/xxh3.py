@@ -100,6 +100,29 @@ def digest_of(sums: Sequence[int], size: int) -> bytes:
     return struct.pack(">QQ", high, low)
 
 
+def digests_of(sums: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return the checksums of many inputs as ``digest_of`` does: uint8 ``(inputs, 16)``. ``sums``: int64 ``(inputs,
+    SUMS)``. ``sizes``: int64 ``(inputs,)``."""
+    with np.errstate(over="ignore"):
+        sums, sizes = sums.astype("<i8").view("<u8"), sizes.astype("<u8")
+        low = _merged_all(sums, 11, sizes * np.uint64(_PRIMES_64[0]))
+        high = _merged_all(sums, len(_SECRET) - _STRIPE_BYTES - 11, ~(sizes * np.uint64(_PRIMES_64[1])))
+    return np.stack([high, low], axis=1).astype(">u8").view(np.uint8)
+
+
+def _merged_all(sums: np.ndarray, secret_start: int, found: np.ndarray) -> np.ndarray:
+    mixed = sums ^ np.array(struct.unpack_from("<8Q", _SECRET, secret_start), dtype="<u8")
+    x, y, half, low = mixed[:, ::2], mixed[:, 1::2], np.uint64(32), np.uint64(0xFFFFFFFF)
+    # Both halves of products of 128 bits, from products of 32 bits each.
+    inner = (x & low) * (y & low)
+    middle = (x >> half) * (y & low) + (inner >> half)
+    cross = (x & low) * (y >> half) + (middle & low)
+    high = (x >> half) * (y >> half) + (middle >> half) + (cross >> half)
+    found = found + (x * y ^ high).sum(axis=1, dtype="<u8")
+    found = (found ^ (found >> np.uint64(37))) * np.uint64(_AVALANCHE)
+    return found ^ (found >> half)
+
+
 def _merged(sums: Sequence[int], secret_start: int, found: int) -> int:
     words = struct.unpack_from("<8Q", _SECRET, secret_start)
     mixed = [x % (1 << 64) ^ word for x, word in zip(sums, words, strict=True)]
@@ -122,13 +145,26 @@ def _constants_on(device: torch.device) -> torch.Tensor:
 
 def _launch(data: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
     sums = torch.empty((len(ranges), SUMS), dtype=torch.int64, device=data.device)
-    if not ranges:
-        return sums
+    if ranges:
+        _launch_table(data, table_on(ranges, data.device), sums)
+    return sums
+
+
+def xxh3_sums_table(data: torch.Tensor, table: torch.Tensor, sums: torch.Tensor) -> None:
+    """Do the same as ``xxh3_sums`` with a table that was made before. Checks nothing. ``table``: int64 ``(ranges, 2)``
+    on the device. ``sums``: int64 ``(ranges, SUMS)``, for what ``xxh3_sums`` returns."""
+    if use_kernels(data.device):
+        _launch_table(data, table, sums)
+        return
+    sums.copy_(xxh3_sums_reference(data, [(start, size) for start, size in table.tolist()]))
+
+
+def _launch_table(data: torch.Tensor, table: torch.Tensor, sums: torch.Tensor) -> None:
     with on_device(data.device):
-        xxh3_kernel[len(ranges),](
+        xxh3_kernel[len(table),](
             data,
             data.view(torch.int64),
-            table_on(ranges, data.device),
+            table,
             _constants_on(data.device),
             sums,
             STRIPES=_STRIPES,
@@ -139,7 +175,6 @@ def _launch(data: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tens
             num_warps=1,
             **COMPILE_OPTIONS,
         )
-    return sums
 
 
 @jit

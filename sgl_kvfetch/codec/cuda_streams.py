@@ -128,3 +128,22 @@ class Device:
         """Allocate pinned uint8 memory on the host, for asynchronous copies to and from the device."""
         self._select()
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Pin memory that another process may share, so that copies from it are asynchronous. It must stay mapped until
+        `unpin`. Raises RuntimeError."""
+        self._select()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        _require_success("cudaHostRegister", runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Undo `pin`, once no copy from the memory is under way. Raises RuntimeError."""
+        self._select()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        _require_success("cudaHostUnregister", runtime.cudaHostUnregister(memory.data_ptr()))
+
+
+def _require_success(call: str, result: Any) -> None:
+    """Raise RuntimeError unless CUDA's result is 0."""
+    if int(result):
+        raise RuntimeError(f"{call} failed: error {int(result)} of CUDA")

@@ -36,6 +36,11 @@ class Arena:
         os.ftruncate(fd, num_bytes)
         return cls(fd, num_bytes)
 
+    @property
+    def whole(self) -> torch.Tensor:
+        """All bytes."""
+        return self._bytes
+
     def buffer(self, offset: int, num_bytes: int) -> memoryview:
         return memoryview(self._map)[offset : offset + num_bytes]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,10 +96,11 @@ def open_client(
     nvdec: Nvdec | None = None,
     spare_decoders: Decoders | None = None,
     max_span_pages: int | None = None,
+    engine_codecs: Collection[str] = (),
 ) -> StoreClient:
     """Open the store; call this on the event loop. ``nvdec`` decodes what it can, the CPU the rest; while
-    that is busy, so do ``spare_decoders``. ``max_span_pages``: upper limit for the pages of a span. Raises
-    ConfigError."""
+    that is busy, so do ``spare_decoders``. ``max_span_pages``: upper limit for the pages of a span. ``engine_codecs``:
+    those that the engine decodes; variants that leave no video to the CPU are preferred. Raises ConfigError."""
     levels = _level_policy(config, quantiser)
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     link = Link()
@@ -128,7 +129,7 @@ def open_client(
         quantiser,
         partial(count_miss, "lookup"),
         fetcher.link.answered,
-        engine_codecs=() if nvdec is None else nvdec.codecs,
+        engine_codecs=engine_codecs if nvdec is None else nvdec.codecs,
         levels=levels,
         memory=memory,
     )

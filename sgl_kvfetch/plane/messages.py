@@ -45,7 +45,8 @@ class Watch(msgspec.Struct, frozen=True, array_like=True):
 class Start(_Message, frozen=True):
     """The first command. ``config``: the parsed `KVFetchConfig`. ``first_head``, ``end_head``: the rank's heads.
     ``sides``: the bytes of a page in each side pool. ``has_steps``: the scheduler's steps read the events for them.
-    ``watch``: what to find a profile for, if one is to be found."""
+    ``watch``: what to find a profile for, if one is to be found. ``takes_code``: whether the engine decodes staged
+    cells itself, where `coded.can_stay_coded`."""
 
     config: dict[str, Any]
     namespace: Namespace
@@ -57,6 +58,7 @@ class Start(_Message, frozen=True):
     labels: Labels = Labels()
     has_steps: bool = False
     watch: Watch | None = None
+    takes_code: bool = False
     version: int = VERSION
 
 
@@ -141,9 +143,11 @@ class Stage(_Message, frozen=True):
 
 
 class Unstage(_Message, frozen=True):
-    """Free the memory of a `Stage`, or end it soon. Nothing is written to that memory afterwards."""
+    """Free the memory of a `Stage`, or end it soon. Nothing is written to that memory afterwards. ``is_sound``: false
+    if the engine could not decode its cells; those segments are decoded here from now on."""
 
     work: int
+    is_sound: bool = True
 
 
 class FetchSide(_Message, frozen=True):
@@ -251,13 +255,17 @@ class Found(_Message, frozen=True):
 class Staged(_Message, frozen=True):
     """The result of a `Stage`: ``num_found`` pages are stored, of which the first ``num_pages`` are restored and
     verified. If there are any, there is a region for all of these pages at ``offset``: see `staging.region_views`.
-    ``end``: the outcome, for the metrics."""
+    ``end``: the outcome, for the metrics. If they are still coded, there is a table of ``num_cells`` `coded.CELL` at
+    ``tables``, ``tables_bytes`` with what follows it."""
 
     work: int
     num_pages: int
     num_found: int
     offset: int
     end: str
+    num_cells: int = 0
+    tables: int = 0
+    tables_bytes: int = 0
 
 
 class RoundHere(_Message, frozen=True):

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 
 from sgl_kvfetch import metrics, timeline
@@ -28,6 +29,7 @@ from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Arena, Room
 from sgl_kvfetch.plane.channel import Channel
+from sgl_kvfetch.plane.coded import CELL, StagedCode
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Launch, Line
 from sgl_kvfetch.plane.staging import StagedValues, region_views
@@ -226,9 +228,10 @@ class DataPlane:
         staged.add_done_callback(lambda staged: on_staged(run.staged_values(staged.result())))
         return work
 
-    def unstage(self, work: int) -> None:
-        """End the staging of some pages soon, or free their memory. Nothing may read it afterwards."""
-        self._send(m.Unstage(work))
+    def unstage(self, work: int, *, is_sound: bool = True) -> None:
+        """End the staging of some pages soon, or free their memory. Nothing may read it afterwards. ``is_sound``: as in
+        `messages.Unstage`."""
+        self._send(m.Unstage(work, is_sound))
 
     def fetch_side(self, pool: str, hashes: Sequence[bytes], deadline_s: float, take: TakeSide) -> Future[m.SideOver]:
         """Begin to fetch pages from a side pool. ``take`` gets each page, uint8 ``(bytes,)``, which it must copy, with
@@ -705,9 +708,14 @@ class _Run:
 
     def staged_values(self, staged: m.Staged) -> StagedValues:
         """Return what was staged. It stays readable when the data plane has ended."""
+        if staged.num_cells:
+            tables = self._values.view(staged.tables, torch.uint8, (staged.tables_bytes,))
+            cells = np.frombuffer(tables.numpy().data, dtype=CELL, count=staged.num_cells)
+            code = StagedCode(cells, tables[cells.nbytes :])
+            return StagedValues(staged.num_pages, staged.num_found, staged.end, self._values.whole, code=code)
         room_pages = staged.num_found if staged.num_pages else 0
         values = region_views(self._values, staged.offset, self._geometry, room_pages)
-        return StagedValues(staged.num_pages, staged.num_found, staged.end, values)
+        return StagedValues(staged.num_pages, staged.num_found, staged.end, self._values.whole, values)
 
     def _land(self, piece: m.Piece) -> None:
         """Copy values to their destination. Drop them if it no longer exists. If that fails, end the fetch."""

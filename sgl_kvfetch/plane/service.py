@@ -24,6 +24,7 @@ from sgl_kvfetch.plane.arena import Arena, Emit, Room, arena_destination, send_s
 from sgl_kvfetch.plane.calibration.finder import ProfileFinder
 from sgl_kvfetch.plane.channel import Outbox
 from sgl_kvfetch.plane.client import StoreClient, count_fetch, count_miss, counted, open_client
+from sgl_kvfetch.plane.coded import CODEC
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.plan import PageSource
@@ -127,7 +128,7 @@ class Service:
             case m.Stage():
                 self._stager.begin(command)
             case m.Unstage():
-                self._stager.release(command.work)
+                self._stager.release(command.work, is_sound=command.is_sound)
             case m.Flush():
                 self.client.fetcher.drop_unused()
             case m.Write():
@@ -373,7 +374,7 @@ async def run_data_plane(
                             line.pages,
                             partial(send_side_page, line.values, room, emit),
                             command.sides,
-                            Stager(*client, emit, line.values, room),
+                            Stager(*client, emit, line.values, room, takes_code=command.takes_code),
                             None if command.watch is None else ProfileFinder(client[0], command.watch, emit),
                         )
                         on_service(service)
@@ -422,4 +423,6 @@ def _open(command: m.Start, open_: OpenClient) -> tuple[KVFetchConfig, HeadSlice
 
 def open_on_cpu(config: KVFetchConfig, heads: HeadSlice, start: m.Start) -> StoreClient:
     """Open the store for a data plane that needs no GPU. Raises KVFetchError."""
-    return open_client(config, heads, config_quantiser(config), max_span_pages=start.most_span_pages)
+    codecs = (CODEC,) if start.takes_code else ()
+    most = start.most_span_pages
+    return open_client(config, heads, config_quantiser(config), max_span_pages=most, engine_codecs=codecs)

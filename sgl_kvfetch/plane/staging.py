@@ -10,8 +10,10 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+
+import torch
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import CellValues
@@ -20,27 +22,32 @@ from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Arena, Emit, Room
 from sgl_kvfetch.plane.choice import Decision, FetchLag, FetchOrRecompute
 from sgl_kvfetch.plane.client import StoreClient, count_fetch, counted
+from sgl_kvfetch.plane.coded import CodedRegion, StagedCode, can_stay_coded, code_bytes
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.link_queue import Claim, LinkQueue
-from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
 from sgl_kvfetch.plane.fetch.rounds import Round
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink, PagePool, consecutive_runs
 from sgl_kvfetch.plane.memory_cache import Held
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
+NO_VALUES = CellValues(*(torch.empty((0, 0, 0, 0)) for _ in TENSORS))
 _SHARED_TOKENS = 8192  # fetches that share the link have so many tokens in total, at most
 
 
 @dataclass(frozen=True, slots=True)
 class StagedValues:
     """The engine's view of a staged prompt. ``values``: as `region_views` returns them, of which the first
-    ``num_pages`` pages are restored and verified. ``num_found``: how many are stored. ``end``: the outcome."""
+    ``num_pages`` pages are restored and verified. ``num_found``: how many are stored. ``end``: the outcome. ``memory``:
+    all shared memory, uint8. ``code``: the cells of these pages, if they are still coded; then there are no values."""
 
     num_pages: int
     num_found: int
     end: str
-    values: CellValues
+    memory: torch.Tensor
+    values: CellValues = NO_VALUES
+    code: StagedCode | None = None
 
 
 def region_views(arena: Arena, offset: int, geometry: KVGeometry, num_pages: int) -> CellValues:
@@ -69,14 +76,19 @@ class _Region(PagePool):
 
 @dataclass(slots=True, eq=False)
 class _Staging:
-    """``turn``: done when the fetch may begin. ``needs_link``: whether not all bytes are in memory. ``offset``: of its
-    region, from its turn on. ``is_wanted``: whether the engine has not released it."""
+    """``turn``: done when the fetch may begin. ``needs_link``: whether not all bytes are in memory. ``num_bytes``: of
+    its region, which is at ``offset`` from its turn on. ``tables``: where the tables of coded cells are, and their
+    numbers of cells and bytes. ``data_names``: the objects that it is read from. ``is_wanted``: whether the engine has
+    not released it."""
 
     turn: asyncio.Future[None]
     task: asyncio.Task[None] | None = None
     num_pages: int = 0
     needs_link: bool = True
+    num_bytes: int = 0
     offset: int | None = None
+    tables: tuple[int, int, int] | None = None
+    data_names: set[str] = field(default_factory=set)
     is_wanted: bool = True
 
 
@@ -90,7 +102,6 @@ class _Turns:
         self._queue: LinkQueue[_Staging] = LinkQueue(
             config.device.fetch_order, max(1, _SHARED_TOKENS // geometry.page_size)
         )
-        self._page_bytes = geometry.page_bytes
         self._room = room
         self._most_bytes = config.device.pool_share * room_bytes
         self._used_bytes = 0
@@ -123,7 +134,9 @@ class _Turns:
         """Free a staging's region, if it has one. Nothing more is fetched for it."""
         if staging.offset is not None:
             self._room.free(staging.offset)
-            self._used_bytes -= staging.num_pages * self._page_bytes
+            self._used_bytes -= staging.num_bytes
+        if staging.tables is not None:
+            self._room.free(staging.tables[0])
         self.end(staging)
 
     def link_has_room(self, staging: _Staging) -> None:
@@ -149,13 +162,12 @@ class _Turns:
 
     def _serve(self) -> None:
         while (staging := self._next()) is not None:
-            num_bytes = staging.num_pages * self._page_bytes
-            if self._used_bytes and self._used_bytes + num_bytes > self._most_bytes:
+            if self._used_bytes and self._used_bytes + staging.num_bytes > self._most_bytes:
                 return
-            staging.offset = self._room.allocate(num_bytes, 0)
+            staging.offset = self._room.allocate(staging.num_bytes, 0)
             if staging.offset is None:
                 return
-            self._used_bytes += num_bytes
+            self._used_bytes += staging.num_bytes
             self._leave(staging)
             if staging.needs_link:
                 self._queue.occupy(staging, staging.num_pages)
@@ -167,10 +179,21 @@ class Stager:
     """Carries out `messages.Stage`. Belongs to one event loop."""
 
     def __init__(
-        self, config: KVFetchConfig, heads: HeadSlice, client: StoreClient, emit: Emit, arena: Arena, room: Room
+        self,
+        config: KVFetchConfig,
+        heads: HeadSlice,
+        client: StoreClient,
+        emit: Emit,
+        arena: Arena,
+        room: Room,
+        *,
+        takes_code: bool = False,
     ) -> None:
-        """``room`` allocates the bytes of ``arena``."""
+        """``room`` allocates the bytes of ``arena``. ``takes_code``: as in `messages.Start`."""
         self._config = config
+        # A decode profile chooses the variant of each read when it begins, too late for a region's layout.
+        self._takes_code = takes_code and config.decode_profile is None
+        self._room = room
         self._geometry = heads.geometry
         self._client = client
         self._emit = emit
@@ -178,6 +201,7 @@ class Stager:
         self._most_pages = arena.num_bytes // heads.geometry.page_bytes
         self._tasks = Tasks()
         self._stagings: dict[int, _Staging] = {}  # by number
+        self._decoded_here: set[str] = set()  # objects that the engine could not decode
         self._turns = _Turns(config, heads.geometry, room, arena.num_bytes)
         self._choice = FetchOrRecompute()
         self._lag = FetchLag()
@@ -186,11 +210,13 @@ class Stager:
         staging = self._stagings[command.work] = _Staging(asyncio.get_running_loop().create_future())
         staging.task = self._tasks.begin(self._stage(command, staging))
 
-    def release(self, work: int) -> None:
-        """Free a region, or end its staging soon, which frees it."""
+    def release(self, work: int, *, is_sound: bool) -> None:
+        """Free a region, or end its staging soon, which frees it. ``is_sound``: as in `messages.Unstage`."""
         staging = self._stagings.get(work)
         if staging is None:  # it ended without pages, or an earlier data plane had it
             return
+        if not is_sound:
+            self._decoded_here |= staging.data_names
         staging.is_wanted = False
         if staging.task is None:
             self._forget(work, staging)
@@ -218,14 +244,17 @@ class Stager:
         finally:
             held.let_go()
             staging.task = None
-            num_found, offset = staging.num_pages, staging.offset or 0
+            num_found, offset, tables = staging.num_pages, staging.offset or 0, staging.tables or (0, 0, 0)
             if staging.is_wanted and num_pages:
                 self._turns.end(staging)
             else:
                 self._forget(command.work, staging)
                 num_pages = 0
             timeline.fetched(request)
-            self._emit(m.Staged(command.work, num_pages, num_found, offset, end))
+            if not num_pages:
+                tables = (0, 0, 0)
+            place, num_cells, tables_bytes = tables
+            self._emit(m.Staged(command.work, num_pages, num_found, offset, end, num_cells, place, tables_bytes))
 
     async def _look_up(self, hashes: list[bytes], request: timeline.Request) -> list[PageSource]:
         started_s = time.monotonic()
@@ -250,6 +279,9 @@ class Stager:
         found_s = time.monotonic()
         cost, saved_s = self._client.fetcher.cost(sources), self._saved_s(command.saved_s, len(sources))
         staging.needs_link = cost.transmit_s != 0.0
+        staging.data_names = {part.reader.data_name for part in span_parts(sources)}
+        is_coded = self._takes_code and can_stay_coded(sources) and not staging.data_names & self._decoded_here
+        staging.num_bytes = code_bytes(sources) if is_coded else len(sources) * self._geometry.page_bytes
         num_ahead = self._turns.pages_ahead if staging.needs_link else 0
         if not self._is_fetched(cost, num_ahead, saved_s, len(sources), found_s):
             self._tasks.begin(self._client.fetcher.probe(sources))
@@ -259,9 +291,19 @@ class Stager:
         except TimeoutError:
             metrics.MISSES.labels("fetch", "late").inc()
             return 0, "failed"
+        assert staging.offset is not None
+        pool: CodedRegion | _Region
+        if is_coded:
+            pool = CodedRegion(self._arena, staging.offset, span_parts(sources))
+        else:
+            views = region_views(self._arena, staging.offset, self._geometry, len(sources))
+            pool = _Region(views, self._geometry.page_size)
         num_pages = await self._restore(
-            staging, hashes, sources, request, found_s, math.inf if saved_s is None else saved_s
+            staging, pool, hashes, sources, request, found_s, math.inf if saved_s is None else saved_s
         )
+        if isinstance(pool, CodedRegion) and num_pages and not self._put_tables(staging, pool, num_pages):
+            metrics.MISSES.labels("fetch", "no_slots").inc()
+            return 0, "failed"
         if num_pages == len(sources) and not num_ahead and cost.seconds is not None:
             self._lag.ended(time.monotonic(), found_s + cost.seconds)
         return num_pages, "landed" if num_pages == len(sources) else "partly" if num_pages else "failed"
@@ -285,18 +327,17 @@ class Stager:
     async def _restore(
         self,
         staging: _Staging,
+        pool: PagePool,
         hashes: list[bytes],
         sources: Sequence[PageSource],
         request: timeline.Request,
         found_s: float,
         compute_s: float,
     ) -> int:
-        """Restore pages into the staging's region. Return how many, from the first on, are there."""
+        """Restore pages into ``pool``, the staging's region. Return how many, from the first on, are there."""
         num_pages = len(sources)
-        assert staging.offset is not None
-        views = region_views(self._arena, staging.offset, self._geometry, num_pages)
         whole = Round(0, num_pages)
-        whole.give(Destination(range(num_pages), GuardedSink(_Region(views, self._geometry.page_size))))
+        whole.give(Destination(range(num_pages), GuardedSink(pool)))
         timeout_s = self._config.fetch_timeout_s
         try:
             with counted("fetch", lambda: ""):
@@ -317,6 +358,16 @@ class Stager:
             metrics.FETCHED_PAGES.labels("miss").inc(num_pages - restored)
             metrics.RAW_BYTES.labels("read").inc(restored * self._geometry.page_bytes)
         return restored
+
+    def _put_tables(self, staging: _Staging, region: CodedRegion, num_pages: int) -> bool:
+        """Put the tables of coded cells into shared memory. Return whether there is room for them."""
+        num_cells, tables = region.tables(num_pages, self._geometry.page_size)
+        place = self._room.allocate(len(tables), 0)
+        if place is None:
+            return False
+        self._arena.buffer(place, len(tables))[:] = tables
+        staging.tables = place, num_cells, len(tables)
+        return True
 
 
 def interpolate(points: Sequence[tuple[int, float]], x: int) -> float:

@@ -79,10 +79,11 @@ def open_engine_plane(
     *,
     has_draft: bool = False,
     staging_bytes: int = 0,
+    takes_code: bool = False,
 ) -> DataPlane:
     """Start the data plane of one rank for the model that SGLang has loaded, and wait until it serves. ``rank``: has
     ``tp_rank`` and ``tp_size``, and with ``sides`` also ``pp_rank`` and ``pp_size``. ``has_draft``: whether pages hold
-    a draft model's KV cache, too. ``staging_bytes``: as for `DataPlane`. Raises KVFetchError."""
+    a draft model's KV cache, too. Other arguments as for `open_plane`. Raises KVFetchError."""
     compile_hash_function()
     asked, why_no_klt = config, _why_no_klt(pages, sides, has_draft=has_draft)
     config = engine_config(asked, why_no_klt)
@@ -113,7 +114,9 @@ def open_engine_plane(
     names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
     metrics.NAMESPACE.labels(heads.folder, *names).set(1)
     page_bytes = sides.page_bytes if sides else {}
-    opening = Opening(heads, rank.tp_rank, pages, nvdec, most_span_pages, page_bytes, staging_bytes)
+    opening = Opening(
+        heads, rank.tp_rank, pages, nvdec, most_span_pages, page_bytes, staging_bytes, takes_code=takes_code
+    )
     if not lacks_profile:
         return opening.open(config, quantiser)
     plane = opening.open(config, quantiser, profile_watch(rank))
@@ -154,7 +157,8 @@ def _by_profile(config: KVFetchConfig, rank: Any, opening: Opening, path: str) -
 
 @dataclass(frozen=True)
 class Opening:
-    """What opens the data plane of one rank, whose pages go into ``pages``. ``rank``: in its group."""
+    """What opens the data plane of one rank, whose pages go into ``pages``. ``rank``: in its group. ``staging_bytes``:
+    of the shared memory in which prompts are staged; 0 if none are. ``takes_code``: as in `messages.Start`."""
 
     heads: HeadSlice
     rank: int
@@ -163,6 +167,7 @@ class Opening:
     most_span_pages: int | None = None
     side_bytes: Mapping[str, int] = field(default_factory=dict)
     staging_bytes: int = 0
+    takes_code: bool = False
 
     def open(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> DataPlane:
         """Start the data plane, and wait until it serves. Call on the scheduler's thread, whose GPU is the rank's.
@@ -176,7 +181,7 @@ class Opening:
         """Return what the data plane is started with.
 
         The data plane is a process. If it uses NVDEC or the restore kernels, it still runs on threads of this
-        process, because these need its memory.
+        process, because these need its memory. To stage prompts, it uses neither.
         """
         pages, nvdec, heads = self.pages, self.nvdec, self.heads
         start = Start(
@@ -190,6 +195,7 @@ class Opening:
             labels=heads.labels,
             has_steps=isinstance(pages, SlotPages),
             watch=watch,
+            takes_code=self.takes_code,
         )
         if isinstance(pages, FramePool):
             spec = writer_spec(config, heads, quantiser, self.most_span_pages)
@@ -207,7 +213,7 @@ class Opening:
                 run_data_plane(line, open_here, lambda work, index, num_pages: line.destination(work, index))
             )
 
-        in_process = nvdec is not None or isinstance(pages, FramePool)
+        in_process = nvdec is not None or (isinstance(pages, FramePool) and not self.staging_bytes)
         return start, launch_thread if in_process else _launch
 
 
@@ -220,9 +226,12 @@ def open_plane(
     nvdec: Nvdec | None,
     most_span_pages: int | None = None,
     staging_bytes: int = 0,
+    *,
+    takes_code: bool = False,
 ) -> DataPlane:
     """Start the data plane of one rank by a quantiser, and wait until it serves: see `Opening`. Raises KVFetchError."""
-    return Opening(heads, rank, pages, nvdec, most_span_pages, staging_bytes=staging_bytes).open(config, quantiser)
+    opening = Opening(heads, rank, pages, nvdec, most_span_pages, staging_bytes=staging_bytes, takes_code=takes_code)
+    return opening.open(config, quantiser)
 
 
 def prepare_restores(pages: FramePool, spec: SegmentSpec) -> None:

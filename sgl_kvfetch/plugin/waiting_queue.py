@@ -107,6 +107,23 @@ class WaitingQueue(list[Any]):
         self._on_leave(request)
 
 
+def reserved_tokens(scheduler: Any) -> int:
+    """Return the slots that running requests will still need: SGLang's estimate (``PrefillAdder``) plus a page each."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    ratio, page_size = scheduler.new_token_ratio_tracker.current, scheduler.tree_cache.page_size
+    # Requests that were just prefilled are not in the running batch yet.
+    batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
+    total = 0.0
+    for req in {id(req): req for batch in batches for req in batch.reqs}.values():
+        left = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
+        total += max(0, left) * (1.0 if req.sampling_params.ignore_eos else ratio) + page_size
+    chunked = scheduler.chunked_req
+    if chunked is not None:
+        total += len(chunked.origin_input_ids) + len(chunked.output_ids) - chunked.prefix_len
+    return int(total)
+
+
 def urgency_of(scheduler: Any, request: Any) -> int:
     """Return a request's urgency. SGLang's priority may rise or fall with urgency, and may be None."""
     sign = -1 if scheduler.schedule_low_priority_values_first else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from harness.engine import Generation, SGLangServer, device_args, host_tier_args
 from harness.metrics import wait_until_written
 from harness.models import make_tiny_llama
 from harness.store_process import StoreProcess
+from sgl_kvfetch.plugin.hooks import LINKER_SWITCH
 from tests.conftest import Once
 from tests.e2e.shared import Shared
 
@@ -64,12 +65,37 @@ def host(model: Path) -> Iterator[Shared]:
     shared.close()
 
 
+# The environment of a server for each design of device mode.
+DESIGNS: dict[str, Mapping[str, str]] = {"rounds": {}, "linker": {LINKER_SWITCH: "1"}}
+
+
+@pytest.fixture(scope="package", params=DESIGNS)
+def design(request: pytest.FixtureRequest) -> Mapping[str, str]:
+    """The environment of a server. Tests run with each design of device mode."""
+    return DESIGNS[request.param]
+
+
 @pytest.fixture(scope="package")
-def device(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    """A server for device mode."""
-    shared = Shared(model, device_args(f"file://{tmp_path_factory.mktemp('none')}"), None)
+def rounds(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """A server for device mode, in the first design."""
+    shared = Shared(model, device_args(f"file://{tmp_path_factory.mktemp('none')}"), None, DESIGNS["rounds"])
     yield shared
     shared.close()
+
+
+@pytest.fixture(scope="package")
+def linker(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """A server for device mode, in the second design."""
+    shared = Shared(model, device_args(f"file://{tmp_path_factory.mktemp('none')}"), None, DESIGNS["linker"])
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="package", params=DESIGNS)
+def device(request: pytest.FixtureRequest) -> Shared:
+    """A server for device mode. Tests run with each design."""
+    shared: Shared = request.getfixturevalue(request.param)
+    return shared
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -49,8 +49,8 @@ def once_idle(call: Callable[[], str]) -> str:
 class SharedServer(SGLangServer):
     """A server whose counters start at 0 whenever a test attaches a store."""
 
-    def __init__(self, model: Path, extra_args: Sequence[str]) -> None:
-        super().__init__(model, extra_args=extra_args, admin_api_key="admin")
+    def __init__(self, model: Path, extra_args: Sequence[str], env: Mapping[str, str]) -> None:
+        super().__init__(model, extra_args=extra_args, env=env, admin_api_key="admin")
         self._before: dict[str, float] = {}
 
     def metrics(self) -> str:
@@ -78,9 +78,11 @@ _COUNTER = re.compile(r"sgl_kvfetch_\w+_total\W")
 class Shared:
     """One server, started when the first test needs it. After a failure the next test gets a new one."""
 
-    def __init__(self, model: Path, extra_args: Sequence[str], policy: str | None) -> None:
-        """``policy``: SGLang's prefetch policy, unless a test sets another one."""
-        self._model, self._extra_args, self._policy = model, extra_args, policy
+    def __init__(
+        self, model: Path, extra_args: Sequence[str], policy: str | None, env: Mapping[str, str] | None = None
+    ) -> None:
+        """``policy``: SGLang's prefetch policy, unless a test sets another one. ``env``: of the server."""
+        self._model, self._extra_args, self._policy, self._env = model, extra_args, policy, env or {}
         self._server: SharedServer | None = None
 
     @contextmanager
@@ -105,7 +107,7 @@ class Shared:
 
     def _running(self) -> SharedServer:
         if self._server is None:
-            server = SharedServer(self._model, self._extra_args)
+            server = SharedServer(self._model, self._extra_args, self._env)
             server.start()
             if "--hicache-storage-backend" in self._extra_args:  # without it, there is no device mode
                 once_idle(partial(server.request, "DELETE", ATTACH))

@@ -44,3 +44,4 @@ def test_stored_prompts_are_loaded_while_their_batch_computes(
         answer = ask(server, make_half_prompt())
         assert from_storage(answer) == 320
         assert same_answer(answer, expected.half)
+        assert "Using the Python TreeCore" not in server.log()  # SGLang falls back to it, and says so

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,6 +43,13 @@ def _cache():
     return frame.f_locals["self"].scheduler.tree_cache
 
 
+def _is_under_way(cache):
+    if getattr(cache, "linker", None) is None:
+        return cache.has_pending_cache_operations()
+    offloads = cache.linker.cache_linker._offloads._queue
+    return any(offload.source is not None and not offload.source._closed for offload in offloads)
+
+
 def _protect(cache, protection):
     pool = cache.token_to_kv_pool_allocator.get_kvcache()
     for buffer in (*pool.k_buffer, *pool.v_buffer):
@@ -65,7 +72,7 @@ class _Saver:
 
     def pause(self, tag):
         cache = _cache()
-        print(f"released while under way: {cache.has_pending_cache_operations()}", flush=True)
+        print(f"released while under way: {_is_under_way(cache)}", flush=True)
         _protect(cache, _NONE)
 
     def resume(self, tag):
@@ -89,12 +96,14 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, link: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+def server(
+    model: Path, design: Mapping[str, str], link: Proxy, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SGLangServer]:
     package = tmp_path_factory.mktemp("saver")
     (package / "torch_memory_saver.py").write_text(SAVER)
     path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
     args = [*device_args(link.url, fetch_timeout_s=600, write_queue_bytes=8 << 20), "--enable-memory-saver"]
-    with SGLangServer(model, extra_args=args, env={"PYTHONPATH": path}) as server:
+    with SGLangServer(model, extra_args=args, env={"PYTHONPATH": path, **design}) as server:
         yield server
 
 

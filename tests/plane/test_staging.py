@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
 
 from harness.waiting import WAIT_S
+from sgl_kvfetch.plane.arena import Room
+from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plane.plane import DataPlane
-from sgl_kvfetch.plane.staging import StagedValues
+from sgl_kvfetch.plane.staging import StagedValues, _Staging, _Turns
 from sgl_kvfetch.types import TENSORS
 from tests.plane.test_plane import NUM_PAGES, Launcher, launcher, page_values, plane, store
 from tests.segments import SMALL, page_hashes
@@ -52,3 +57,28 @@ def test_staged_pages_stay_readable_when_the_data_plane_has_ended(plane: DataPla
     launcher.started[-1].kill()
     assert launcher.started[-1].join(WAIT_S)
     assert_staged(staged, NUM_PAGES)
+
+
+async def test_the_shortest_prompt_goes_first_while_another_one_fills_the_link() -> None:
+    turns = _Turns(parse_config({"store": "file:///kv", "model_id": "m"}), SMALL, Room(1 << 20), 1 << 20)
+    order: list[int] = []
+
+    async def take_turn(num_pages: int, **fields: Any) -> _Staging:
+        turn = asyncio.get_running_loop().create_future()
+        staging = _Staging(turn, num_pages=num_pages, num_bytes=num_pages, **fields)
+        await turns.wait(staging, 0, time.monotonic() + WAIT_S)
+        order.append(num_pages)
+        return staging
+
+    fills = 8192 // SMALL.page_size
+    first = await take_turn(fills)
+    async with asyncio.TaskGroup() as group:
+        longer = group.create_task(take_turn(fills - 1))
+        shorter = group.create_task(take_turn(4))
+        in_memory = group.create_task(take_turn(fills - 2, needs_link=False))
+        await in_memory  # which waits for no link
+        assert order == [fills, fills - 2]
+        turns.link_has_room(first)
+        turns.end(await shorter)
+        await longer
+    assert order == [fills, fills - 2, 4, fills - 1]

@@ -60,6 +60,20 @@ class CellFrames:
     quantiser: Quantiser
 
 
+@dataclass(frozen=True, slots=True)
+class CodedCell:
+    """A cell whose bytes are verified, and whose integers are still coded. ``layout``: of its last part, which has all
+    its integers, ``(coefficients, tokens)``; the parts before it are decoded. Other attributes as in `CellFrames`."""
+
+    place: CellPlace
+    layers: range
+    heads: range
+    parts: tuple[torch.Tensor, ...]
+    coded: CodedChunk
+    layout: Layout
+    coefficients: int
+
+
 class SegmentReader:
     """Decodes the cells of one variant of a segment."""
 
@@ -258,6 +272,37 @@ class SegmentReader:
             layouts=tuple(self.variant.layouts[p.layout] if p.layout else None for p in self.manifest.parts),
             is_on_device=tuple(each.is_on_device for each in decoded),
             quantiser=self.quantiser,
+        )
+
+    def is_in_one_bitstream(self, cell: Cell, codec: str) -> bool:
+        """Return whether all integers of a cell are in one bitstream of ``codec``, the last part, whose frames begin
+        with the integers."""
+        part = self.manifest.parts[-1]
+        if not part.layout or any(each.layout for each in self.manifest.parts[:-1]):
+            return False
+        return self.last_chunk(cell).codec == codec and self.variant.layouts[part.layout].begins_with(
+            self.manifest.integers_shape(cell, part.layout)
+        )
+
+    def last_chunk(self, cell: Cell) -> Chunk:
+        """Return the row of a cell's last part."""
+        return self.variant.chunks[(self.manifest.cell_index(cell) + 1) * self.manifest.chunks_per_cell - 1]
+
+    def verified_cell(self, cell: Cell, data: bytes | memoryview) -> CodedCell:
+        """Verify a cell's bytes, and decode all but its integers, for which `is_in_one_bitstream` holds. Raises
+        CorruptError, FormatError."""
+        *others, coded = self._verified_pieces(cell, data)
+        pairs = zip(self.manifest.parts[:-1], others, strict=True)
+        parts = tuple(self._decode_bytes(cell, part, piece) for part, piece in pairs)
+        self._require_sound(cell, (*parts, torch.empty(0, dtype=torch.uint8)))
+        return CodedCell(
+            place=cell_place(self.manifest, cell),
+            layers=self.manifest.grid.layers(cell.layer_group),
+            heads=self.heads_of(cell),
+            parts=parts,
+            coded=coded,
+            layout=self.variant.layouts[self.manifest.parts[-1].layout],
+            coefficients=self.manifest.integers_shape(cell, self.manifest.parts[-1].layout)[0],
         )
 
     def verify_cell(self, cell: Cell, data: bytes | memoryview) -> None:

@@ -12,6 +12,7 @@ from .klt import (
     require_grid as require_grid,
     scales_of as scales_of,
 )
+from .packed import pack as pack
 from .profile import (
     Calibration as Calibration,
     require_targets as require_targets,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import Cell, CellValues, Decoders, Quantised, SegmentReader
-from sgl_kvfetch.plane.fetch.sink import FramePool, IsFinished, Pool, Sink
+from sgl_kvfetch.plane.fetch.sink import CodedPool, FramePool, IsFinished, Pool, Sink
 
 # Values dequantised at a time: dequantising needs several times their memory.
 _VALUES_AT_ONCE = 1 << 19
@@ -38,7 +39,11 @@ def restore_cell(
     """
     started_s = time.monotonic()
     launched = _WRITTEN
-    if isinstance(sink.pool, FramePool):
+    if isinstance(sink.pool, CodedPool):
+        coded = reader.verified_cell(cell, data)
+        decoded_s = time.monotonic()
+        sink.run(partial(sink.pool.keep, (reader.data_name, cell), coded, span_pages, pool_pages))
+    elif isinstance(sink.pool, FramePool):
         frames = reader.decode_frames(cell, data, decoders)
         decoded_s = time.monotonic()
         launched = sink.pool.restore(frames, span_pages, pool_pages, sink.run)
@@ -58,6 +63,8 @@ def restore_cell(
 def working_bytes(reader: SegmentReader, cell: Cell, pool: Pool) -> int:
     """Return the bytes of memory that `restore_cell` needs until it is finished: frames, their integers, and some
     values unless a device dequantises them."""
+    if isinstance(pool, CodedPool):
+        return reader.coded_bytes(cell)
     num_values = 0 if isinstance(pool, FramePool) else reader.manifest.cell_values(cell)
     return 2 * reader.frames_bytes(cell) + min(_VALUES_AT_ONCE, num_values) * _BYTES_A_VALUE
 

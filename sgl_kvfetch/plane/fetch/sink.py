@@ -12,7 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from sgl_kvfetch.codec import CellFrames, CellPlace, CellValues, Decoders, Quantiser
+from sgl_kvfetch.codec import Cell, CellFrames, CellPlace, CellValues, Decoders, Quantiser
+from sgl_kvfetch.codec.container import CodedCell
 
 Guard = Callable[[Callable[[], None]], bool]
 IsFinished = Callable[[], bool]  # whether a device has finished with what a cell was restored from
@@ -64,7 +65,19 @@ class FramePool(ABC):
         Raises nothing."""
 
 
-Pool = PagePool | FramePool  # takes values, or frames that it dequantises itself
+class CodedPool(PagePool):
+    """A pool that takes cells whose integers are still coded."""
+
+    @abstractmethod
+    def keep(self, key: tuple[str, Cell], cell: CodedCell, span_pages: Sequence[int], pages: Sequence[int]) -> None:
+        """Keep a cell: pages ``span_pages`` of its span are ``pages``. ``key``: its data object and its place there.
+        Raises UnsupportedError if it does not fit."""
+
+    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
+        raise AssertionError("cells are kept as they are coded")
+
+
+Pool = PagePool | FramePool  # takes values or coded cells, or frames that it dequantises itself
 
 
 class Sink:

@@ -75,7 +75,7 @@ class CudaPages(SlotPages, FramePool):
         on the scheduler's own stream. Raises UnsupportedError as `SlotPages` does."""
         super().__init__(pool, page_size)
         self.spare_decoders = spare_decoders or {}
-        self._device = device
+        self.device = device
         self._forward_stream = forward_stream
         self._reads = device.new_stream()
         restores = [device.new_stream() for _ in range(_RESTORE_STREAMS)]
@@ -96,17 +96,18 @@ class CudaPages(SlotPages, FramePool):
         self._models: dict[tuple[range, range], tuple[Quantiser, KltModel]] = {}
         self._compiling = threading.Lock()  # taken only for kernels that are not compiled yet
         self._compiled: set[Hashable] = set()
-        self._launcher = KltLauncher(device, self._restore_staging, page_size, self._compile_once)
-        self._batches = self._launcher.open(self._restores, self._slots_there, self._write, self._resident)
+        self.launcher = KltLauncher(device, self._restore_staging, page_size, self._compile_once)
+        self._batches = self.launcher.open(self._restores, self._slots_there, self._write, self.resident)
         self._klt_reads: KltReads | None = None
         self._klt_run: KltRun | None = None
+        self.quantiser: Quantiser | None = None  # that of the store, once it is known
 
     # Ordering, on the scheduler's thread
 
     def open_round(self, slots: torch.Tensor) -> Self:
         opened = self._open(slots)
         opened._restores, opened._restored = next(self._restore_streams), None
-        opened._batches = self._launcher.open(opened._restores, opened._slots_there, opened._write, opened._resident)
+        opened._batches = self.launcher.open(opened._restores, opened._slots_there, opened._write, opened.resident)
         opened._fence(opened._restores)  # a forward pass under way may still write to slots that were given away since
         return opened
 
@@ -123,18 +124,30 @@ class CudaPages(SlotPages, FramePool):
         return opened
 
     def _fence(self, stream: Stream) -> None:
-        stream.wait_event(self._device.current_stream().record_event())  # slots are computed on this stream
+        stream.wait_event(self.device.current_stream().record_event())  # slots are computed on this stream
         stream.wait_event(self._forward_stream.record_event())
-        self._device.used_on(self._slots_there, stream)
+        self.device.used_on(self._slots_there, stream)
+
+    def new_stream(self) -> Stream:
+        """Return a stream for work on the pool beside rounds and reads."""
+        self._pool_streams.append(self.device.new_stream())
+        return self._pool_streams[-1]
+
+    def open_load(self, slots: torch.Tensor, stream: Stream) -> torch.Tensor:
+        """Return ``slots`` for work on ``stream``, int64 on the device, and order what is launched there from now on
+        after everything that the model was given to compute so far. Call this on the scheduler's thread."""
+        opened = self._open(slots)
+        opened._fence(stream)
+        return opened._slots_there
 
     def publish(self) -> None:
         if self._restored is not None:
             # The forward stream waits for the scheduler's stream before each pass.
-            self._device.current_stream().wait_event(self._restored)
+            self.device.current_stream().wait_event(self._restored)
 
     def wait_until_unused(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
-        events = [self._device.mark(stream) for stream in self._pool_streams]
+        events = [self.device.mark(stream) for stream in self._pool_streams]
         while not all(event.query() for event in events):
             if time.monotonic() > deadline_s:
                 return False
@@ -142,7 +155,7 @@ class CudaPages(SlotPages, FramePool):
         return True
 
     def close(self) -> None:
-        self._launcher.close()
+        self.launcher.close()
 
     # Restoring
 
@@ -150,21 +163,22 @@ class CudaPages(SlotPages, FramePool):
         self, cell: CellFrames, span_pages: Sequence[int], pages: Sequence[int], guarded: Guard
     ) -> Future[IsFinished]:
         if cell.quantiser.gpu_restores_batches:
-            return self._batches.restore(cell, self._model(cell), span_pages, pages, guarded)
+            model = self.klt_model(cell.quantiser, cell.place, cell.layers, cell.heads)
+            return self._batches.restore(cell, model, span_pages, pages, guarded)
         inverse = self._inverse(cell.quantiser, cell.place)
         assert not isinstance(inverse, TransformInverse)
         slots = self._span_slots(len(cell.place.tokens), span_pages, pages)
         for frames, there in zip(cell.parts, cell.is_on_device, strict=True):
             if there:
                 # They were allocated for another stream, which has finished with them.
-                self._device.used_on(frames, self._restores)
+                self.device.used_on(frames, self._restores)
         for work in restores_of(cell, inverse, self._outputs(cell.layers, cell.heads)):
             step = self._frames_at_once(cell, work)
             firsts = range(0, len(cell.parts[work.parts[0]]), step)
             if not all(self._restore_frames(cell, work, slots, slice(i, i + step), guarded) for i in firsts):
                 break
         launched: Future[IsFinished] = Future()
-        launched.set_result(self._device.mark(self._restores).query)
+        launched.set_result(self.device.mark(self._restores).query)
         return launched
 
     def _restore_frames(
@@ -175,13 +189,17 @@ class CudaPages(SlotPages, FramePool):
             there = buffer.put([*work.fixed, *staged])
             arguments, uploaded = there[: len(work.fixed)], iter(there[len(work.fixed) :])
             frames = [cell.parts[i][part] if cell.is_on_device[i] else next(uploaded) for i in work.parts]
-            self._device.launch(self._restores, buffer.upload)
+            self.device.launch(self._restores, buffer.upload)
             kind = work.kind, len(cell.layers)
             self._compile_once(kind, lambda: work.launch(torch.full_like(slots, -1), arguments, frames, part.start))
             return guarded(lambda: self._write(partial(work.launch, slots, arguments, frames, part.start)))
 
+    def layer_buffers(self, layer: int) -> list[torch.Tensor]:
+        """Return K's and V's buffer of a layer, ``(slots, heads, dim)`` of raw values."""
+        return [self._buffers[tensor][layer] for tensor in TENSORS]
+
     def _write(self, kernel: Callable[[], None]) -> None:
-        self._device.launch(self._restores, kernel)
+        self.device.launch(self._restores, kernel)
         self._restored = self._restores.record_event()
 
     def _compile_once(self, kind: Hashable, trial: Callable[[], None]) -> None:
@@ -190,7 +208,7 @@ class CudaPages(SlotPages, FramePool):
             return
         with self._compiling:
             if kind not in self._compiled:
-                self._device.launch(self._restores, trial)
+                self.device.launch(self._restores, trial)
                 self._compiled.add(kind)
 
     def _frames_at_once(self, cell: CellFrames, work: Restore) -> int:
@@ -208,12 +226,13 @@ class CudaPages(SlotPages, FramePool):
         return at_once
 
     def prepare(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
+        self.quantiser = quantiser
         for place in places:
             inverse = self._inverse(quantiser, place)
         if isinstance(inverse, TransformInverse) and inverse.rope is not None:
             num_tokens = len(place.tokens)
             for first in range(0, _ROTATED_SPANS * num_tokens, num_tokens):
-                self._launcher.rotation_of(inverse.rope, range(first, first + num_tokens), self._resident)
+                self.launcher.rotation_of(inverse.rope, range(first, first + num_tokens), self.resident)
 
     def _inverse(self, quantiser: Quantiser, place: CellPlace) -> Inverse:
         """Return the inverse of a cell's quantiser. Its tensors stay on the device, for later cells."""
@@ -224,30 +243,31 @@ class CudaPages(SlotPages, FramePool):
                     del self._inverses[other]
                 inverse = quantiser.inverse_of(place)
                 if isinstance(inverse, TransformInverse):
-                    inverse = self._device.upload(inverse, self._uploads)
+                    inverse = self.device.upload(inverse, self._uploads)
                 self._inverses[key] = inverse
             return self._inverses[key]
 
-    def _model(self, cell: CellFrames) -> KltModel:
-        key = cell.layers, cell.heads
-        quantiser, model = self._models.get(key, (None, None))
-        if quantiser is not cell.quantiser or model is None:
-            inverse = self._inverse(cell.quantiser, cell.place)
+    def klt_model(self, quantiser: Quantiser, place: CellPlace, layers: range, heads: range) -> KltModel:
+        """Return what restores of a cell need, whatever it holds. ``layers``, ``heads``: as in `CellFrames`."""
+        key = layers, heads
+        of_quantiser, model = self._models.get(key, (None, None))
+        if of_quantiser is not quantiser or model is None:
+            inverse = self._inverse(quantiser, place)
             assert isinstance(inverse, TransformInverse)
-            model = make_model(cell, inverse, *self._outputs(cell.layers, cell.heads), self._resident)
-            self._models[key] = cell.quantiser, model
+            model = make_model(quantiser, inverse, *self._outputs(layers, heads), self.resident)
+            self._models[key] = quantiser, model
         return model
 
-    def _resident(self, function: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
+    def resident(self, function: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
         """Return ``function(*args)`` on the device, which keeps the latest such tables for later cells."""
         with self._lock:
             table = self._tables.pop((function, *args), None)
             if table is None:
-                table = self._device.upload(function(*args), self._uploads)
+                table = self.device.upload(function(*args), self._uploads)
             self._tables[function, *args] = table
             if len(self._tables) > _TABLES:
                 self._tables.popitem(last=False)
-        self._device.used_on(table, self._restores)
+        self.device.used_on(table, self._restores)
         return table
 
     def _outputs(self, layers: range, heads: range) -> CellOutputs:
@@ -263,7 +283,7 @@ class CudaPages(SlotPages, FramePool):
         """Return the slot of every token of a span, int64 ``(num_tokens,)`` on the device, -1 for a token that is not
         wanted. Kernels on the round's stream may use them."""
         size = self.geometry.page_size
-        slots = self._device.empty((8 * num_tokens,), self._restores).view(torch.int64)
+        slots = self.device.empty((8 * num_tokens,), self._restores).view(torch.int64)
 
         def look_up() -> None:
             slots.fill_(-1)
@@ -273,7 +293,7 @@ class CudaPages(SlotPages, FramePool):
                     there = self._slots_there[run.start * size : run.stop * size]
                     slots[first : first + len(there)] = there
 
-        self._device.launch(self._restores, look_up)
+        self.device.launch(self._restores, look_up)
         return slots
 
     # Reading
@@ -298,7 +318,7 @@ class CudaPages(SlotPages, FramePool):
             layers = range(place.layers.start - self.first_layer, place.layers.stop - self.first_layer)
             heads = range(place.heads.start - first_head, place.heads.stop - first_head)
             cells.append(PoolCell(place, layers, heads, self._outputs(layers, heads)))
-        opened = open_klt_reads(self._device, self._read_staging, self._reads, quantiser, cells)
+        opened = open_klt_reads(self.device, self._read_staging, self._reads, quantiser, cells)
         self._klt_reads, result = opened
         logger.info("kvfetch: %s", result)
 
@@ -337,8 +357,8 @@ class CudaPages(SlotPages, FramePool):
                     torch.index_select(layer, 0, slots, out=device[index])
                 host.copy_(device, non_blocking=True)
 
-            self._device.launch(self._reads, gather)
-            self._device.mark(self._reads).synchronize()
+            self.device.launch(self._reads, gather)
+            self.device.mark(self._reads).synchronize()
             out.copy_(host.transpose(0, 1))
 
     def page_indices(self, slots: torch.Tensor) -> Sequence[int]:

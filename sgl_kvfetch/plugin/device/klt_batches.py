@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec import CellFrames, Device, Stream
+from sgl_kvfetch.codec import CellFrames, Device, Quantiser, Stream
 from sgl_kvfetch.codec.layout import RegionLayout
 from sgl_kvfetch.codec.quant import Rope, TransformInverse, scales_of
 from sgl_kvfetch.openmp import use_one_thread
@@ -211,7 +211,7 @@ class _Batch:
 
 
 def make_model(
-    cell: CellFrames,
+    quantiser: Quantiser,
     inverse: TransformInverse,
     k: Sequence[torch.Tensor],
     v: Sequence[torch.Tensor],
@@ -221,7 +221,7 @@ def make_model(
     each layer's buffer, reduced to the cell's heads."""
     rope = inverse.rope
     rotary_dim, is_interleaved = (0, False) if rope is None else (rope.rotary_dim, rope.interleaved)
-    shape = klt_shape(k[0], v[0], cell.quantiser.cell_layers, rotary_dim, interleaved=is_interleaved)
+    shape = klt_shape(k[0], v[0], quantiser.cell_layers, rotary_dim, interleaved=is_interleaved)
     return KltModel(shape, inverse.matrix.contiguous(), inverse.mean, resident(_steps, inverse.step), k, v)
 
 

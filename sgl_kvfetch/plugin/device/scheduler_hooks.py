@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from sgl_kvfetch import timeline
 from sgl_kvfetch.plugin.hooks import BACKEND
-from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, span_of, urgency_of
+from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, reserved_tokens, span_of, urgency_of
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
@@ -41,23 +41,6 @@ def step_cache(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         if gone := scheduler.tree_cache.early_starts.take_leavers():
             scheduler.last_batch.filter_batch(reqs_to_exclude=gone)
         scheduler.tree_cache.step(partial(reserved_tokens, scheduler))
-
-
-def reserved_tokens(scheduler: Any) -> int:
-    """Return the slots that running requests will still need: SGLang's estimate (``PrefillAdder``) plus a page each."""
-    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-
-    ratio, page_size = scheduler.new_token_ratio_tracker.current, scheduler.tree_cache.page_size
-    # Requests that were just prefilled are not in the running batch yet.
-    batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
-    total = 0.0
-    for req in {id(req): req for batch in batches for req in batch.reqs}.values():
-        left = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
-        total += max(0, left) * (1.0 if req.sampling_params.ignore_eos else ratio) + page_size
-    chunked = scheduler.chunked_req
-    if chunked is not None:
-        total += len(chunked.origin_input_ids) + len(chunked.output_ids) - chunked.prefix_len
-    return int(total)
 
 
 def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:

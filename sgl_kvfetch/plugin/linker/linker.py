@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -16,13 +16,14 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 from sgl_kvfetch import timeline
+from sgl_kvfetch.codec import Device
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.plane import DataPlane, parse_config
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.attaching import try_to_connect
 from sgl_kvfetch.plugin.data_plane import open_engine_plane
 from sgl_kvfetch.plugin.device.board import Board
-from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device.pages import DevicePages, SlotPages, pool_device
 from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.host.pages import is_mla
 from sgl_kvfetch.plugin.launch_check import read_extra_config
@@ -77,17 +78,14 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 f"device mode supports only plain KV caches; this model's has {', '.join(sorted(map(str, components)))}"
             )
         pool = params.token_to_kv_pool_allocator.get_kvcache()
-        device = torch.device(pool.device)
-        if device.type != "cpu":
-            raise UnsupportedError(f"device mode through the linker does not support {device} yet")
         self._rank.is_mla_model = is_mla(pool)
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: pool}
         self.prefill_meter = PrefillMeter()
         self._pool_tokens: int = params.token_to_kv_pool_allocator.size
-        self._pages = DevicePages(pool, params.page_size)
-        self.layer_done_counter = LayerWiseLoadCounter(self._pages.geometry.num_layers)
-        self._loader: Loader = ValueLoader(self._pages, self.layer_done_counter)
+        self._pages, self._takes_code = _open_pages(pool, params.page_size, forward_stream)
+        self._loader = _open_loader(self._pages)
+        self.layer_done_counter = self._loader.counter
         self._group = params.attn_tp_cache_group or params.tp_cache_group
         self._arriving: tuple[Any, int, Any] | None = None  # the request that `arrive` lets SGLang match
         is_writer = not self._rank.is_mla_model or self._rank.tp_rank == 0  # all ranks have the same latent vectors
@@ -107,7 +105,9 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         config = parse_config(extra)
         geometry = self._pages.geometry
         staging_bytes = self._pool_tokens // geometry.page_size * geometry.page_bytes
-        plane = open_engine_plane(config, self._rank, self._pages, None, staging_bytes=staging_bytes)
+        plane = open_engine_plane(
+            config, self._rank, self._pages, None, staging_bytes=staging_bytes, takes_code=self._takes_code
+        )
         access = Access(config)
         board = Board(self._agree if self._rank.tp_size > 1 else None)
         page_size = geometry.page_size
@@ -204,6 +204,11 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._parts is not None:
             self._parts.prefixes.leave(req.rid)
 
+    def hold_back(self, free_tokens: Callable[[], int | None]) -> None:
+        """Let requests wait whose staged pages have no room in the pool: see `Prefixes.hold_back`."""
+        if self._parts is not None:
+            self._parts.prefixes.hold_back(free_tokens)
+
     def step(self, tree: Any) -> list[Any]:
         """Process what has ended since the last step, and begin what can begin. ``tree``: SGLang's radix cache. Return
         the requests that must arrive again."""
@@ -241,8 +246,8 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         assert first_page is not None
         assert prefix.work is not None
         assert prefix.staged is not None
-        on_end = partial(parts.plane.unstage, prefix.work)
-        self._loads[rid] = prefix, Load(prefix.staged.values, first_page, transfer.device_indices, on_end)
+        on_end = partial(_unstage, parts.plane, prefix.work)
+        self._loads[rid] = prefix, Load(prefix.staged, first_page, transfer.device_indices, on_end)
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
@@ -250,7 +255,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if queued is None:
             return False
         prefix, load = queued
-        load.on_end()
+        load.on_end(True)
         if self._parts is not None:
             self._parts.prefixes.loaded(prefix)
         return True
@@ -263,7 +268,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return self._loader.begin([load for _, load in loads.values()])
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        return bool(self.layer_done_counter.finish(counter_index))
+        return self._loader.finish(counter_index)
 
     # Writing
 
@@ -298,13 +303,51 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._parts.prefixes.drop_all()
             self._parts.plane.flush()
         self._offloads.drop_all()
-        self.layer_done_counter.reset()
+        for _, load in self._loads.values():
+            load.on_end(True)
+        self._loads.clear()
+        self._loader.reset()
         self._loading.clear()
 
     def close(self) -> None:
         self.detach()
         self._offloads.close()
         self._loader.close()
+
+
+def _open_pages(pool: Any, page_size: int, forward_stream: Any) -> tuple[SlotPages, bool]:
+    """Return access to the pool's pages, and whether coded cells can be restored there. Raises UnsupportedError for a
+    pool or device that is not supported."""
+    device = torch.device(pool.device)
+    if device.type == "cpu":
+        return DevicePages(pool, page_size), False
+    if device.type != "cuda":
+        raise UnsupportedError(f"device mode does not support {device}: add --enable-hierarchical-cache")
+    logger.warning(
+        "kvfetch: device mode on a GPU has not been run by its authors yet, only tested without one; "
+        "--enable-hierarchical-cache gives host mode"
+    )
+    from sgl_kvfetch.codec.bitstream import open_gpu_ans
+    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+
+    gpu = Device(pool_device(pool))
+    ans, about = open_gpu_ans(gpu)  # tries the kernels, and compiles them
+    logger.info("kvfetch: %s", about)
+    return CudaPages(pool, page_size, gpu, forward_stream or gpu.current_stream()), ans is not None
+
+
+def _open_loader(pages: SlotPages) -> Loader:
+    if isinstance(pages, DevicePages):
+        return ValueLoader(pages, LayerWiseLoadCounter(pages.geometry.num_layers))
+    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+    from sgl_kvfetch.plugin.linker.gpu_loads import GpuLoader
+
+    assert isinstance(pages, CudaPages)
+    return GpuLoader(pages, pages.device)
+
+
+def _unstage(plane: DataPlane, work: int, is_sound: bool) -> None:
+    plane.unstage(work, is_sound=is_sound)
 
 
 def _kv(transfers: list[PoolTransfer]) -> Any:

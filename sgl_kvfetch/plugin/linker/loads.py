@@ -1,6 +1,6 @@
 """Copies staged values into SGLang's pool, layer by layer, while the batch that needs them already computes.
 
-`Loader` is what the linker needs. On a GPU, another one will take coded bytes in groups of layers.
+`Loader` is what the linker needs. `gpu_loads` has the one for GPUs.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 
 import torch
 
-from sgl_kvfetch.codec import CellValues
 from sgl_kvfetch.openmp import use_one_thread
+from sgl_kvfetch.plane import StagedValues
 from sgl_kvfetch.plugin.device.pages import DevicePages
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """Pages of a staged prompt, from ``first_page`` on, and the slots that get them, one per token. ``values``: as in
-    `StagedValues`. ``on_end`` is called when they are not read any more."""
+    """Pages of a staged prompt, from ``first_page`` on, and the slots that get them, one per token. ``on_end`` is
+    called when they are not read any more, with whether they were sound."""
 
-    values: CellValues
+    staged: StagedValues
     first_page: int
     slots: torch.Tensor
-    on_end: Callable[[], None]
+    on_end: Callable[[bool], None]
 
 
 class Loader(ABC):
@@ -42,6 +42,14 @@ class Loader(ABC):
     def begin(self, loads: Sequence[Load]) -> int:
         """Begin to load, and return the index for ``counter``. Every layer is completed, or the load fails as a whole.
         Never waits."""
+
+    def finish(self, index: int) -> bool:
+        """Wait until nothing of a batch is written any more. Return whether all of it is loaded."""
+        return bool(self.counter.finish(index))
+
+    def reset(self) -> None:
+        """Wait until nothing is written any more, and forget all loads."""
+        self.counter.reset()
 
     @abstractmethod
     def close(self) -> None:
@@ -75,9 +83,9 @@ class ValueLoader(Loader):
             self.counter.fail(index, error)
         finally:
             for load in loads:
-                load.on_end()
+                load.on_end(True)
 
     def _copy(self, layer: int, load: Load) -> None:
         first = load.first_page * self._pages.geometry.page_size
-        rows = [x[layer, first : first + load.slots.numel()] for x in load.values]
+        rows = [x[layer, first : first + load.slots.numel()] for x in load.staged.values]
         self._pages.write_layer(layer, load.slots, *rows)

@@ -21,7 +21,7 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import DataPlane
 from sgl_kvfetch.plugin.device.known import KnownPages
-from sgl_kvfetch.plugin.device.pages import DevicePages, GuardedSource
+from sgl_kvfetch.plugin.device.pages import GuardedSource, SlotPages
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.weight_updates import Access
 
@@ -44,7 +44,7 @@ class _Offload:
 class Offloads:
     """The offloads that SGLang has queued and not yet seen completed, in its order."""
 
-    def __init__(self, pages: DevicePages, *, is_writer: bool) -> None:
+    def __init__(self, pages: SlotPages, *, is_writer: bool) -> None:
         """``is_writer`` is false if another rank has the same pages and writes them."""
         self._pages = pages
         self._is_writer = is_writer

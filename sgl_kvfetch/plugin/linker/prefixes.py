@@ -4,6 +4,9 @@ A request is parked while its pages are staged, and while another request brings
 for the other one, which loads them and puts them into the tree. If the other one is gone before, the request arrives
 again. It may leave at any time: it is aborted, or the tree is emptied. What the data plane reports goes over the board,
 so that all ranks unpark a request in the same step, with equal pages.
+
+A staged request is held back while the pool has no room for it, because SGLang, which serves requests in their order,
+would let all others wait behind it. It could wait for ever, so only a few may go ahead.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.prefill import PrefillSpeed
 
 _PARTS = (16, 4, 1)  # the engine's time is told for a whole prefix and for these parts of it
+_MOST_AHEAD = 32  # requests that may leave the queue while another one is held back. No clock: ranks decide alike
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +32,8 @@ class Prefix:
     """A request's pages that are staged for it. ``hashes``: theirs. ``work``: the data plane's number; None if there
     are no such pages. ``staged``: what this rank has. ``num_pages``: what all ranks have, once they agree.
 
-    ``leader`` brings the pages before these, up to ``awaited``.
+    ``leader`` brings the pages before these, up to ``awaited``. ``num_before``: the tokens before these pages.
+    ``held_since``: how many requests had left the queue when the request was first held back; None before.
     """
 
     req: Any  # SGLang's Req
@@ -42,10 +47,21 @@ class Prefix:
     leader: Prefix | None = None
     awaited: str = ""
     followers: list[Prefix] = field(default_factory=list)
+    num_before: int = 0
+    is_held: bool = False
+    held_since: int | None = None
 
     @property
     def is_parked(self) -> bool:
         return self.is_staging or self.leader is not None
+
+    def num_needed(self, page_size: int) -> int:
+        """Return how many tokens of the pool SGLang wants to have free to admit the request."""
+        from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+        num_output = len(self.req.output_ids)
+        num_new = min(max(self.req.sampling_params.max_new_tokens - num_output, 0), CLIP_MAX_NEW_TOKENS)
+        return int(len(self.req.origin_input_ids) + num_output - self.num_before + num_new + page_size)
 
     def first_page(self, page_hash: str) -> int | None:
         """Return the index of a page if it is staged. Its hash identifies all pages before it, too."""
@@ -74,6 +90,8 @@ class Prefixes:
         self._threshold_pages = threshold_pages
         self._prefixes: dict[str, Prefix] = {}  # by request id
         self._bringing: dict[str, Prefix] = {}  # by page hash
+        self._staged_ones: dict[str, Prefix] = {}  # that wait for their admission, by request id
+        self._num_left = 0  # requests that have left the queue
         self._orphans: list[Prefix] = []  # their leaders are gone
         self._changed: list[Any] = []  # handles of requests that may be parked or unparked
         self._num_parked = self._num_reported = 0
@@ -87,6 +105,7 @@ class Prefixes:
             return
         num_shared = next((i for i, each in enumerate(hashes) if each not in self._bringing), len(hashes))
         prefix = Prefix(req, hashes[num_shared:], timeline.arrived(req.rid), time.monotonic())
+        prefix.num_before = req.prefix_len + num_shared * self._page_size
         if span is not None:
             prefix.request.belongs_to(span)
         self._prefixes[req.rid] = prefix
@@ -127,7 +146,27 @@ class Prefixes:
 
     def is_parked(self, handle: Any) -> bool:
         prefix = self._prefixes.get(handle.rid)
-        return prefix is not None and prefix.is_parked
+        return prefix is not None and (prefix.is_parked or prefix.is_held)
+
+    def hold_back(self, free_tokens: Callable[[], int | None]) -> None:
+        """Hold staged requests back that the pool has no room for. ``free_tokens`` returns how much room it has; None
+        if there is nothing to wait for."""
+        if not self._staged_ones:
+            return
+        free = free_tokens()
+        for prefix in self._staged_ones.values():
+            is_held = False
+            if free is not None:
+                needed = prefix.num_needed(self._page_size)
+                since = self._num_left if prefix.held_since is None else prefix.held_since
+                is_held = needed >= free and self._num_left - since < _MOST_AHEAD
+                if is_held:
+                    prefix.held_since = since
+                else:
+                    free -= needed
+            if is_held != prefix.is_held:
+                prefix.is_held = is_held
+                self._changed.append(prefix.req.cache_request_handle)
 
     def take_changed(self) -> list[Any]:
         """Return the handles of requests whose ``is_parked`` may have changed since the last call."""
@@ -142,10 +181,12 @@ class Prefixes:
 
     def take(self, rid: str) -> Prefix:
         """Hand over what was staged for a request that is admitted. Call `loaded` when it has computed."""
+        self._staged_ones.pop(rid, None)
         return self._prefixes.pop(rid)
 
     def leave(self, rid: str) -> None:
         """Handle a request that no longer waits. What was handed over is not affected."""
+        self._num_left += 1
         prefix = self._prefixes.get(rid)
         if prefix is not None:
             if prefix.is_parked:
@@ -186,6 +227,7 @@ class Prefixes:
             if prefix.work is not None:
                 self._plane.unstage(prefix.work)
         self._prefixes.clear()
+        self._staged_ones.clear()
         self._bringing.clear()
         self._orphans.clear()
         self._num_parked = 0
@@ -222,12 +264,17 @@ class Prefixes:
         self._changed.append(prefix.req.cache_request_handle)
         self._count(prefix, "landed" if prefix.staged is None else prefix.staged.end)
         prefix.req.host_hit_is_storage = True  # for its usage report, if it is loaded
-        if not prefix.num_pages:
+        if prefix.num_pages:
+            self._staged_ones[prefix.req.rid] = prefix
+        else:
             self._remove(prefix)
 
     def _remove(self, prefix: Prefix) -> None:
         """Forget a request. Those that wait for its pages arrive again."""
         del self._prefixes[prefix.req.rid]
+        self._staged_ones.pop(prefix.req.rid, None)
+        if prefix.is_held:
+            self._changed.append(prefix.req.cache_request_handle)
         if prefix.is_parked:
             self._num_parked -= 1
             self._changed.append(prefix.req.cache_request_handle)
@@ -246,4 +293,11 @@ class Prefixes:
     def _count(self, prefix: Prefix, end: str) -> None:
         """Count a request that is no longer parked, and record how long it was."""
         metrics.DEVICE_REQUESTS.labels(end).inc()
-        timeline.add(prefix.request, "parked", prefix.arrived_s, time.monotonic(), end=end, pages=prefix.num_pages)
+        timeline.add(
+            prefix.request,
+            "parked",
+            prefix.arrived_s,
+            time.monotonic(),
+            end=end,
+            tokens=prefix.num_pages * self._page_size,
+        )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_kvfetch import timeline
 from sgl_kvfetch.plugin.hooks import BACKEND, linker_of
-from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, span_of, urgency_of
+from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, reserved_tokens, span_of, urgency_of
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.linker.linker import KVFetchLinker
@@ -26,9 +26,20 @@ def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwarg
     if not isinstance(queue, WaitingQueue):  # at first, and whenever SGLang has made a new list
         queue = WaitingQueue(linker.is_parked, queue, on_append=arrive, on_leave=linker.leave)
         linker.retain({request.rid for request in queue})
+    linker.hold_back(partial(_free_tokens, scheduler))
     for handle in linker.take_changed():
         queue.update(handle)
     return queue.form_batch(original, scheduler, *args, **kwargs)
+
+
+def _free_tokens(scheduler: Any) -> int | None:
+    """Return how many tokens the pool has room for beside those that run; None if nothing runs that could make room."""
+    batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
+    if not any(batch.reqs for batch in batches) and scheduler.chunked_req is None:
+        return None
+    tree = scheduler.tree_cache
+    available = tree.token_to_kv_pool_allocator.available_size() + tree.evictable_size()
+    return int(available) - reserved_tokens(scheduler)
 
 
 def _arrive(scheduler: Any, linker: KVFetchLinker, request: Any) -> None:

@@ -81,6 +81,7 @@ class FakeDevice(Device):
         self.streams: list[FakeStream] = []
         self.used: list[tuple[torch.Tensor, Stream]] = []  # arguments of `used_on`
         self.num_empty = self.num_pinned = 0  # allocations
+        self.pinned_memory: list[torch.Tensor] = []  # arguments of `pin`
         self.num_launching = 0  # calls of `launching`
         self.scheduler = cast(FakeStream, self.new_stream())
         self.forward = cast(FakeStream, self.new_stream())
@@ -122,6 +123,12 @@ class FakeDevice(Device):
     def pinned(self, num_bytes: int) -> torch.Tensor:
         self.num_pinned += 1
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def pin(self, memory: torch.Tensor) -> None:
+        self.pinned_memory.append(memory)
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        self.pinned_memory = [each for each in self.pinned_memory if each is not memory]
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         """Do launched work until ``until`` returns True, or until none is left."""

@@ -203,7 +203,7 @@ def test_a_cell_that_does_not_fit_its_layout_keeps_no_memory(cells: list[CellFra
     wrong = replace(cells[0], parts=(*cells[0].parts[:2], frames[:-1]), is_on_device=(False, False, is_on_device))
     with pytest.raises(ValueError, match=r"frames are .*, expected contiguous uint8"):
         add(opened, wrong, GuardedSink(opened).run).result(60)
-    opened._launcher.threads.shutdown()
+    opened.launcher.threads.shutdown()
     assert all(region.done is not None for region in opened._restore_staging._regions)
 
 

@@ -12,11 +12,10 @@ from sgl_kvfetch.plugin.device.early import EarlyStarts
 from sgl_kvfetch.plugin.device.scheduler_hooks import (
     count_pending,
     form_batch,
-    reserved_tokens,
     step_cache,
 )
 from sgl_kvfetch.plugin.prefill import PrefillMeter
-from sgl_kvfetch.plugin.waiting_queue import WaitingQueue
+from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, reserved_tokens
 
 
 @dataclass(eq=False)

@@ -57,7 +57,7 @@ def test_tables_are_uploaded_once() -> None:
         calls.append(number)
         return torch.tensor([number])
 
-    found = [int(pages._resident(table, number)) for number in (1, 2, 1, *range(3, 66), 1, 2)]
+    found = [int(pages.resident(table, number)) for number in (1, 2, 1, *range(3, 66), 1, 2)]
     assert found == [1, 2, 1, *range(3, 66), 1, 2]
     assert calls == [1, 2, *range(3, 66), 2]
     assert len(pages._tables) == 64

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,16 +26,23 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from harness.waiting import wait_until
+from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.plane import service
 from sgl_kvfetch.plane.service import Service
 from sgl_kvfetch.plugin import data_plane as plane_module
+from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+from sgl_kvfetch.plugin.device.pages import DevicePages, SlotPages
 from sgl_kvfetch.plugin.linker import linker as linker_module
 from sgl_kvfetch.plugin.linker.linker import KVFetchLinker
 from sgl_kvfetch.types import TENSORS
+from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.device.gated_store import GatedStore
 from tests.plugin.device.rig import DIM, HEADS, LAYERS, PAGE, page_values
 from tests.plugin.planes import Served
 from tests.segments import make_heads
+
+MANY_STEPS = 300  # enough for all that a rank writes of a prompt
 
 
 @dataclass(eq=False)
@@ -55,6 +64,13 @@ class Request:
     best_match_node: Any = None
     skip_radix_cache_insert: bool = False
     discard_output_reason: Any = None
+    output_ids: tuple[int, ...] = ()
+    time_stats: Any = None
+    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(max_new_tokens=1))
+
+    @property
+    def origin_input_ids(self) -> list[int]:
+        return self.tokens
 
     @property
     def cache_request_handle(self) -> CacheRequestHandle:
@@ -151,6 +167,11 @@ class Rig:
         self.linker.batch_ended(_Batch(list(requests)), 0.0)
         return loaded
 
+    def load_back(self, request: Request) -> None:
+        """Queue a request's load, as SGLang does when it admits it."""
+        params = InitLoadBackParams(request.best_match_node, request.host_hit_length, req=request)
+        assert self.cache.init_load_back(params)[0] == request.host_hit_length
+
     def compute(self, tokens: Sequence[int]) -> None:
         self._compute(tokens, torch.empty(0, dtype=torch.int64), 0)
 
@@ -170,6 +191,16 @@ class Rig:
         """Put the pages of a prompt into the store, and remove them from the tree."""
         self.compute(tokens)
         self.write_all()
+        self.flush()
+
+    def stored_by_all(self, tokens: Sequence[int]) -> None:
+        """Do the same on several ranks, which step together: they take the same number of steps."""
+        self.compute(tokens)
+        for _ in range(MANY_STEPS):
+            self.step()
+            time.sleep(0.001)
+        assert not self.cache.linker.pending_offloads
+        self.served.run(self.service.client.writer.drain())
         self.flush()
 
     def write_all(self) -> None:
@@ -213,8 +244,16 @@ class Rig:
         assert self.cache.protected_size() == 0
         available = self.cache.token_to_kv_pool_allocator.available_size()
         assert available + self.cache.evictable_size() == self.num_slots
+        self.assert_no_memory_held()
+
+    def assert_no_memory_held(self) -> None:
+        """Assert that no shared memory is kept for requests."""
         wait_until(lambda: not self.service._stager._stagings)
         assert not self.service._stager._turns._used_bytes
+
+
+def make_pages(pool: MHATokenToKVPool, page_size: int, gpu: FakeDevice) -> CudaPages:
+    return CudaPages(pool, page_size, gpu, gpu.forward)
 
 
 @dataclass
@@ -240,9 +279,13 @@ def make_rig(
     core: str = "python",
     rank: int = 0,
     device: dict[str, Any] | None = None,
+    quantiser: Quantiser | None = None,
+    gpu: FakeDevice | None = None,
+    agree: Callable[[torch.Tensor], None] | None = None,
     **config: Any,
 ) -> Rig:
-    """Build a rank on a directory store. ``core``: of SGLang's tree."""
+    """Build a rank on a directory store. ``core``: of SGLang's tree. ``quantiser``: `exact` by default. ``gpu``: where
+    the pool is; the host by default. ``agree`` replaces the collectives of several ranks."""
     pool = MHATokenToKVPool(num_slots, PAGE, torch.float32, HEADS, DIM, num_layers, "cpu", False)
     allocator = PagedTokenToKVPoolAllocator(num_slots, PAGE, torch.float32, "cpu", pool, False)
     params = CacheInitParams(
@@ -256,12 +299,18 @@ def make_rig(
     served = Served()
     plane_module._launch = served.launch
 
-    def open_engine_plane(config: Any, rank: Any, pages: Any, nvdec: Any, *, staging_bytes: int) -> Any:
-        quantiser = make_quantiser("exact")
-        heads = make_heads(pages.geometry, quantiser, model=f"rank {rank.tp_rank}")
-        return plane_module.open_plane(config, quantiser, heads, rank.tp_rank, pages, None, staging_bytes=staging_bytes)
+    own_rank = rank
+    of_store = quantiser or make_quantiser("exact")
 
-    vars(linker_module)["open_engine_plane"] = open_engine_plane
+    def open_engine_plane(config: Any, rank: Any, pages: Any, nvdec: Any, **staging: Any) -> Any:
+        heads = make_heads(pages.geometry, of_store, model=f"rank {own_rank}")
+        return plane_module.open_plane(config, of_store, heads, own_rank, pages, None, **staging)
+
+    def open_pages(pool: Any, page_size: int, forward_stream: Any) -> tuple[SlotPages, bool]:
+        return (DevicePages(pool, page_size), False) if gpu is None else (make_pages(pool, page_size, gpu), True)
+
+    vars(linker_module).update(open_engine_plane=open_engine_plane, _open_pages=open_pages)
+    service.__dict__["config_quantiser"] = lambda config: of_store
     extra = {
         "store": f"file://{directory}",
         "codec": "zstd",
@@ -273,5 +322,12 @@ def make_rig(
     } | config
     cache = UnifiedRadixCache(params)
     linker = KVFetchLinker(None, params, components={ComponentType.FULL}, extra_config={"config": json.dumps(extra)})
+    assert type(cache.tree_core).__name__.startswith("Rust") == (core == "rust")  # SGLang falls back to the other one
     cache.init_cache_linker(linker)
+    if agree is not None:
+        cache.__dict__["_all_reduce_attn_groups"] = lambda values, op: agree(values)
+        linker.__dict__["_agree"] = agree
+        linker._rank.tp_size = 2
+        linker.detach()
+        linker.connect(json.dumps(extra))
     return Rig(cache, linker, pool, served, num_slots)

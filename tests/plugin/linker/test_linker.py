@@ -9,9 +9,10 @@ import pytest
 from harness.waiting import wait_until
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.linker import prefixes
 from tests.plugin.device.rig import prompt
 from tests.plugin.linker.conftest import MakeRig
-from tests.plugin.linker.rig import PAGE, Rig
+from tests.plugin.linker.rig import PAGE, Request, Rig
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -149,7 +150,7 @@ def test_a_load_that_was_queued_can_be_cancelled(make: MakeRig) -> None:
     request = rig.arrive(tokens)
     rig.await_unparked(request)
     request.init_next_round_input(rig.cache)
-    _load_back(rig, request)
+    rig.load_back(request)
     slots = rig.cache.linker.private_load_indices[request.rid]
     rig.cache.release_aborted_request(request.cache_request_handle)
     rig.cache.token_to_kv_pool_allocator.free(slots)
@@ -177,16 +178,6 @@ def test_a_load_that_fails_aborts_its_request_and_changes_nothing(
     assert request.discard_output_reason is not None
     assert not rig.holds(tokens, PAGE)
     rig.assert_nothing_held()
-
-
-def _load_back(rig: Rig, request: object) -> None:
-    from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
-
-    from tests.plugin.linker.rig import Request
-
-    assert isinstance(request, Request)
-    params = InitLoadBackParams(request.best_match_node, request.host_hit_length, req=request)
-    assert rig.cache.init_load_back(params)[0] == request.host_hit_length
 
 
 def test_a_prompt_that_would_take_too_much_memory_waits_for_those_before_it(make: MakeRig) -> None:
@@ -247,3 +238,41 @@ def test_what_left_the_pool_comes_back_from_memory(make: MakeRig) -> None:
         assert rig.holds(tokens, 32)
         rig.evict()
     assert rig.store.num_lookups == num_lookups
+
+
+def test_a_staged_request_is_held_back_while_the_pool_has_no_room_for_it(make: MakeRig) -> None:
+    rig = make()
+    tokens = prompt(0)
+    rig.stored(tokens)
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    needed = len(tokens) + 1 + 1 + PAGE  # the last token, which is always computed, a new one, and a page
+    rig.linker.hold_back(lambda: needed)
+    assert rig.is_parked(request)
+    rig.linker.hold_back(lambda: needed + 1)
+    assert not rig.is_parked(request)
+    assert rig.linker.take_changed()[-2:] == [request.cache_request_handle] * 2
+    # Not for ever: others may go ahead only so often.
+    for number in range(prefixes._MOST_AHEAD):
+        rig.linker.hold_back(lambda: 0)
+        assert rig.is_parked(request)
+        rig.linker.leave(Request(f"other {number}", []))
+    rig.linker.hold_back(lambda: 0)
+    assert not rig.is_parked(request)
+    assert rig.admit(request) == [32]
+    rig.assert_nothing_held()
+
+
+def test_a_staged_request_is_not_held_back_if_nothing_else_runs(make: MakeRig) -> None:
+    rig = make()
+    rig.stored(prompt(0))
+    request = rig.arrive(prompt(0))
+    rig.await_unparked(request)
+    rig.linker.hold_back(lambda: 0)
+    assert rig.is_parked(request)
+    rig.linker.hold_back(lambda: None)
+    assert not rig.is_parked(request)
+    rig.linker.hold_back(lambda: 0)
+    rig.linker.leave(request)
+    assert not rig.is_parked(request)
+    rig.assert_nothing_held()

@@ -1,0 +1,82 @@
+"""Two ranks, each with its own tree and pool, that agree through the board and through SGLang's own collectives."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sgl_kvfetch.errors import StoreError
+from tests.plugin.device.rig import Ranks, prompt
+from tests.plugin.linker.conftest import MakeRig
+from tests.plugin.linker.rig import Request, Rig
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STEPS, MIN_HITS = 400, 10
+HANG_S = 120.0
+
+
+@pytest.mark.slow
+def test_random_delays_and_failures_on_one_of_two_ranks(make: MakeRig) -> None:
+    ranks = Ranks(2)
+    rigs = [make(num_slots=512, rank=rank, agree=ranks.agree(rank), device={"pool_share": 0.4}) for rank in range(2)]
+    prompts = [prompt(seed % 2, 4) + prompt(10 + seed, 8) for seed in range(5)]
+    histories: list[list[Any]] = [[], []]
+    faults: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            _schedule(rigs[rank], prompts, is_faulty=rank == 1, history=histories[rank])
+        except BaseException as error:
+            faults.append(error)
+            ranks.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_S)
+        assert not thread.is_alive(), [len(history) for history in histories]
+    assert not faults, faults
+    assert histories[0] == histories[1]
+    for rig in rigs:
+        rig.assert_no_memory_held()
+
+
+def _schedule(rig: Rig, prompts: list[list[int]], is_faulty: bool, history: list[Any]) -> None:
+    """Run the same requests on both ranks; one rank's store sometimes fails. ``history`` gets what must be equal."""
+    for tokens in prompts:
+        rig.stored_by_all(tokens)
+    alike, own = random.Random(0), random.Random(1)
+    alive: list[Request] = []
+    num_hits = 0
+    while len(history) < STEPS or num_hits <= MIN_HITS:
+        assert len(history) < 20 * STEPS, f"{num_hits} requests admitted with a prefix"
+        if len(alive) < 6 and alike.random() < 0.3:
+            alive.append(rig.arrive(alike.choice(prompts)))
+        if is_faulty:
+            rig.store.lookups.is_open, rig.store.reads.is_open = own.random() < 0.8, own.random() < 0.6
+            rig.store.reads.error = StoreError("missing", "gone") if own.random() < 0.3 else None
+        time.sleep(0.001)  # the other threads' turn
+        rig.step()
+        for request in [each for each in alive if not rig.is_parked(each)]:
+            if alike.random() < 0.2:
+                alive.remove(request)
+                num_hits += rig.admit(request) != [0]
+        if alive and alike.random() < 0.1:
+            request = alive.pop(alike.randrange(len(alive)))
+            rig.linker.leave(request)
+        if alike.random() < 0.05:
+            rig.cache.evict(EvictParams(num_tokens=128))
+        parked = [rig.is_parked(request) for request in alive]
+        available = rig.cache.token_to_kv_pool_allocator.available_size()
+        history.append((parked, num_hits, available, rig.cache.evictable_size()))
+    rig.store.lookups.is_open = rig.store.reads.is_open = True
+    rig.store.reads.error = None
+    for request in alive:
+        rig.linker.leave(request)
