@@ -49,7 +49,18 @@ def hand_overs() -> Iterator[list[HandOver]]:
 
     def submit(original: Any, self: ThreadPoolExecutor, job: Any, *args: Any, **kwargs: Any) -> Any:
         note(_here(), str(self._thread_name_prefix), _name(job))
-        return original(self, job, *args, **kwargs)
+        loop = asyncio._get_running_loop()
+        if loop is None:
+            return original(self, job, *args, **kwargs)
+        # A job that ends before its giver waits for it hands nothing back. So it begins when the giver waits.
+        is_awaited = threading.Event()
+        loop.call_soon(is_awaited.set)
+
+        def late(*args: Any, **kwargs: Any) -> Any:
+            is_awaited.wait()
+            return job(*args, **kwargs)
+
+        return original(self, late, *args, **kwargs)
 
     def call_soon(original: Any, self: Any, callback: Any, *args: Any, **kwargs: Any) -> Any:
         if self._thread_id != threading.get_ident():

@@ -365,6 +365,7 @@ def scheduler(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace
     """What the hooks use of SGLang's scheduler. ``requeued``: the requests that are to be computed again."""
     made = SimpleNamespace(tree_cache=make().cache, chunked_req=None, last_batch=None, requeued=[])
     made.req_to_token_pool = made.token_to_kv_pool_allocator = None
+    made.waiting_queue, made.running_batch = [], SimpleNamespace(is_empty=lambda: True)
     made._add_request_to_queue = lambda req, is_retracted: made.requeued.append(req)
     monkeypatch.setattr(schedule_batch, "release_req", lambda **parts: None)
     monkeypatch.setattr(scheduler_hooks, "reserved_tokens", lambda scheduler: 0)
