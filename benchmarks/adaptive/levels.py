@@ -3,7 +3,7 @@
     python -m benchmarks.adaptive.levels [--trace FILE] [--within 1] [--random 1000] [--seed 0]
 
 Compares all levels, always the fewest, our policy, and an oracle that knows the link's future and leaves out what costs
-least for the time that it saves. Bits and divergences are those that docs/codec.md has for SmolLM2-135M, the number of
+least for the time that it saves. Bits and divergences are those that docs/bits.md has for SmolLM2-135M, the number of
 values a token is that of Llama-3.1-8B. Only the link is simulated: decoding takes no time.
 """
 

@@ -29,7 +29,7 @@ _LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([MG])bps")
 
 
 class Coding(NamedTuple):
-    """How small values become, and how fast a thread of a CPU decodes them, as docs/codec.md measured it."""
+    """How small values become, and how fast a thread of a CPU decodes them, as docs/bits.md and docs/codec.md have measured it."""
 
     bits_per_value: float
     decoded_bps: float  # bytes a second of raw KV, by one thread with AVX-512
@@ -92,7 +92,7 @@ def estimate(
 
     A fetch takes the longer one of transmitting and decoding, and then one batch. The engine computes as many tokens a
     second at every length, which favours computing for long prompts. Bits a value and decoding speeds are those that
-    docs/codec.md measured on two small models: measure yours with kvfetch calibrate. All layers count as full attention
+    docs/bits.md measured on two small models: measure yours with kvfetch calibrate. All layers count as full attention
     or MLA. Nothing is connected to.
 
     Example:
@@ -186,4 +186,4 @@ def _lines(found: Estimate, use: str) -> Iterator[Table | str]:
     yield store
     for name, coding in codings:
         yield f"{name}: {coding.source}"
-    yield f"Sizes and speeds: docs/codec.md. Prices: S3 Standard, us-east-1, {PRICES_AS_OF}."
+    yield f"Sizes: docs/bits.md; speeds: docs/codec.md. Prices: S3 Standard, us-east-1, {PRICES_AS_OF}."

@@ -12,7 +12,7 @@ import pytest
 from sgl_kvfetch.tools.estimate import CODINGS, parse_link, values_per_token
 from tests.tools.conftest import kvfetch, kvfetch_json
 
-CODEC_MD = Path(__file__).parents[2] / "docs" / "codec.md"
+DOCS = Path(__file__).parents[2] / "docs"
 SMOLLM = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
 
 
@@ -26,7 +26,7 @@ def config(tmp_path: Path) -> Path:
 def measured() -> dict[tuple[int, str], list[float]]:
     """Return the rows of the table of times to first token with AMX, whose speeds `estimate` has, by tokens and link:
     one time for each way."""
-    table = CODEC_MD.read_text().partition("| two cores with AMX")[2].partition("\n\n")[0]
+    table = (DOCS / "first-token.md").read_text().partition("| two cores with AMX")[2].partition("\n\n")[0]
     rows, gbps = {}, ""
     for line in table.splitlines()[2:]:
         first, *cells = (cell.strip(" *") for cell in line.strip("| ").split("|"))
@@ -53,7 +53,7 @@ def test_it_is_within_a_fifth_of_what_was_measured(config: Path) -> None:
 
 
 def test_bits_a_value_are_those_of_the_codec_s_page() -> None:
-    page = CODEC_MD.read_text()
+    page = (DOCS / "bits.md").read_text()
     for name, row in (("exact", "| `exact` | 11.32 | "), ("uint8", "| `uint8` | 7.15 | ")):
         assert float(page.partition(row)[2].partition(" ")[0]) == CODINGS[name].bits_per_value
     default = float(page.partition("| the default | 5.3e-4 | ")[2].partition(" ")[0])

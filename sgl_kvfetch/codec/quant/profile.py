@@ -26,7 +26,7 @@ from sgl_kvfetch.types import CellGrid, TensorName
 PROFILE_VERSION = 2
 _METADATA_KEY = "kvfetch"
 
-# The default of target_kl, as a share of the value of the whole context to the model. docs/codec.md explains it.
+# The default of target_kl, as a share of the value of the whole context to the model. docs/klt.md explains it.
 DEFAULT_SHARE = 1e-3
 
 
