@@ -29,7 +29,7 @@ _LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([MG])bps")
 
 
 class Coding(NamedTuple):
-    """How small values become, and how fast a thread of a CPU decodes them, as docs/bits.md and docs/codec.md have measured it."""
+    """How small values become (docs/bits.md), and how fast a thread of a CPU decodes them (docs/codec.md)."""
 
     bits_per_value: float
     decoded_bps: float  # bytes a second of raw KV, by one thread with AVX-512
