@@ -11,7 +11,7 @@ from .client import (
     open_client as open_client,
     writer_spec as writer_spec,
 )
-from .coded import CELL as CELL, StagedCode as StagedCode
+from .coded import StagedCode as StagedCode
 from .config import KVFetchConfig as KVFetchConfig, parse_config as parse_config
 from .fetch.link_queue import Claim as Claim, LinkQueue as LinkQueue
 from .fetch.plan import ReadUnit as ReadUnit, read_units as read_units

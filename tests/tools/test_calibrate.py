@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from harness.models import make_tiny_llama
-from sgl_kvfetch import codec
+from sgl_kvfetch.codec import calibrate
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.directory.local import LocalStore
@@ -108,7 +108,7 @@ def windows_of(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.Monk
         seen.extend(windows)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(codec, "calibrate_model", no_calibration)
+    monkeypatch.setattr(calibrate, "calibrate_model", no_calibration)
     assert "enough" in run(model, text, tmp_path / "p", "--windows", "5").stderr
     return seen
 

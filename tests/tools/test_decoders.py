@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from sgl_kvfetch import codec
+from sgl_kvfetch.codec import bitstream
 from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile, load_decode_profile
 from sgl_kvfetch.tools.app import app
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_nvdec
@@ -62,7 +62,7 @@ def nvc(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
     nvdec = make_nvdec(nvc, num_engines=1)
     nvdec.surface_limit_bytes = 1
     found = nvdec, "decoded on NVDEC, 1 engines: hevc, hevc420"
-    monkeypatch.setattr(codec, "open_current_nvdec", lambda: found)
+    monkeypatch.setattr(bitstream, "open_current_nvdec", lambda: found)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Made Up 1000")
     return nvc
 
