@@ -70,12 +70,12 @@ def host(model: Path) -> Iterator[Shared]:
 DESIGNS: dict[str, Mapping[str, str]] = {"rounds": {}, "linker": {LINKER_SWITCH: "1"}}
 
 
-# Servers of their own take minutes for each design, and the second one does not pass all of these tests yet
-# (docs/decisions/0041-staging.md). So they run with it only on request.
-_OWN_SERVERS = [*DESIGNS] if os.environ.get("KVFETCH_TEST_LINKER") else ["rounds"]
+# Tests take minutes for each design, and the second one does not pass all of them yet (docs/decisions/0041-staging.md).
+# So they run with it only on request; tests/e2e/test_linker.py and test_full_pool.py always do.
+_RUN = [*DESIGNS] if os.environ.get("KVFETCH_TEST_LINKER") else ["rounds"]
 
 
-@pytest.fixture(scope="package", params=_OWN_SERVERS)
+@pytest.fixture(scope="package", params=_RUN)
 def design(request: pytest.FixtureRequest) -> Mapping[str, str]:
     """The environment of a server. With ``KVFETCH_TEST_LINKER=1``, tests run with each design of device mode."""
     return DESIGNS[request.param]
@@ -97,9 +97,9 @@ def linker(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sh
     shared.close()
 
 
-@pytest.fixture(scope="package", params=DESIGNS)
+@pytest.fixture(scope="package", params=_RUN)
 def device(request: pytest.FixtureRequest) -> Shared:
-    """A server for device mode. Tests run with each design."""
+    """A server for device mode. With ``KVFETCH_TEST_LINKER=1``, tests run with each design."""
     shared: Shared = request.getfixturevalue(request.param)
     return shared
 
