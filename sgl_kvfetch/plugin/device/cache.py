@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_memory
 
 from sgl_kvfetch import timeline
-from sgl_kvfetch.codec import Decoders, Device, Nvdec
+from sgl_kvfetch.codec import Nvdec
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.plane import DataPlane, KVFetchConfig, parse_config
 from sgl_kvfetch.plugin import weight_updates
@@ -38,7 +38,7 @@ from sgl_kvfetch.plugin.device.board import Board
 from sgl_kvfetch.plugin.device.early import EarlyStarts
 from sgl_kvfetch.plugin.device.fetches import Fetches
 from sgl_kvfetch.plugin.device.known import KnownPages
-from sgl_kvfetch.plugin.device.pages import DevicePages, SlotPages, pool_device
+from sgl_kvfetch.plugin.device.pages import DevicePages, SlotPages, open_gpu, pool_device
 from sgl_kvfetch.plugin.device.writes import Writes
 from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.host.pages import is_mla
@@ -390,22 +390,12 @@ def build_radix_cache(ctx: TreeCacheBuildContext) -> KVFetchRadixCache:
 
 def _open_pages(pool: Any, page_size: int, tp_worker: Any) -> SlotPages:
     """Return access to the pool's pages. Raises UnsupportedError for a pool or device that is not supported."""
-    device = torch.device(pool.device)
-    if device.type == "cpu":
+    opened = open_gpu(pool)
+    if opened is None:
         return DevicePages(pool, page_size)
-    if device.type != "cuda":
-        raise UnsupportedError(f"device mode does not support {device}: add --enable-hierarchical-cache")
-    logger.warning(
-        "kvfetch: device mode on a GPU has not been run by its authors yet, only tested without one; "
-        "--enable-hierarchical-cache gives host mode"
-    )
-    from sgl_kvfetch.codec.bitstream import open_gpu_ans
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 
-    gpu = Device(pool_device(pool))
-    ans, about = open_gpu_ans(gpu)
-    logger.info("kvfetch: %s", about)
-    spare: Decoders = {} if ans is None else {"ans": ans}
+    gpu, spare = opened
     return CudaPages(pool, page_size, gpu, tp_worker.model_runner.forward_stream, spare_decoders=spare)
 
 

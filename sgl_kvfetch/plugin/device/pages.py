@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ from typing import Any, Self
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from sgl_kvfetch.codec import CellValues, Quantised
+from sgl_kvfetch.codec import CellValues, Decoders, Device, Quantised
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import PagePool, consecutive_runs
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
+
+logger = logging.getLogger(__name__)
 
 
 class SlotPages(ABC):
@@ -117,6 +120,28 @@ class DevicePages(SlotPages, PagePool):
 def pool_device(pool: Any) -> torch.device:
     """Return the device of a pool's buffers, with its index. Raises UnsupportedError as `DevicePages` does."""
     return _kv_buffers(pool)["k"][0].device
+
+
+def open_gpu(pool: Any) -> tuple[Device, Decoders] | None:
+    """Return a pool's GPU, and what decodes ``ans`` there, if anything does; None if the pool is on the CPU.
+
+    Raises UnsupportedError for a pool or device that is not supported.
+    """
+    device = torch.device(pool.device)
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        raise UnsupportedError(f"device mode does not support {device}: add --enable-hierarchical-cache")
+    logger.warning(
+        "kvfetch: device mode on a GPU has not been run by its authors yet, only tested without one; "
+        "--enable-hierarchical-cache gives host mode"
+    )
+    from sgl_kvfetch.codec.bitstream import open_gpu_ans
+
+    gpu = Device(pool_device(pool))
+    ans, about = open_gpu_ans(gpu)  # tries the kernels, and compiles them
+    logger.info("kvfetch: %s", about)
+    return gpu, {} if ans is None else {"ans": ans}
 
 
 def _kv_buffers(pool: Any) -> dict[TensorName, list[torch.Tensor]]:

@@ -16,14 +16,13 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 from sgl_kvfetch import timeline
-from sgl_kvfetch.codec import Device
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.plane import DataPlane, parse_config
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.attaching import try_to_connect
 from sgl_kvfetch.plugin.data_plane import open_engine_plane
 from sgl_kvfetch.plugin.device.board import Board
-from sgl_kvfetch.plugin.device.pages import DevicePages, SlotPages, pool_device
+from sgl_kvfetch.plugin.device.pages import DevicePages, SlotPages, open_gpu
 from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.host.pages import is_mla
 from sgl_kvfetch.plugin.launch_check import read_extra_config
@@ -318,22 +317,13 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
 def _open_pages(pool: Any, page_size: int, forward_stream: Any) -> tuple[SlotPages, bool]:
     """Return access to the pool's pages, and whether coded cells can be restored there. Raises UnsupportedError for a
     pool or device that is not supported."""
-    device = torch.device(pool.device)
-    if device.type == "cpu":
+    opened = open_gpu(pool)
+    if opened is None:
         return DevicePages(pool, page_size), False
-    if device.type != "cuda":
-        raise UnsupportedError(f"device mode does not support {device}: add --enable-hierarchical-cache")
-    logger.warning(
-        "kvfetch: device mode on a GPU has not been run by its authors yet, only tested without one; "
-        "--enable-hierarchical-cache gives host mode"
-    )
-    from sgl_kvfetch.codec.bitstream import open_gpu_ans
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 
-    gpu = Device(pool_device(pool))
-    ans, about = open_gpu_ans(gpu)  # tries the kernels, and compiles them
-    logger.info("kvfetch: %s", about)
-    return CudaPages(pool, page_size, gpu, forward_stream or gpu.current_stream()), ans is not None
+    gpu, decoders = opened
+    return CudaPages(pool, page_size, gpu, forward_stream or gpu.current_stream()), bool(decoders)
 
 
 def _open_loader(pages: SlotPages) -> Loader:

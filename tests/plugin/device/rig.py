@@ -40,6 +40,7 @@ from tests.plugin.planes import Served
 from tests.segments import make_heads
 
 PAGE, LAYERS, HEADS, DIM = 4, 4, 2, 48
+HANG_S = 120.0  # without a step of any rank
 
 
 def prompt(seed: int, num_pages: int = 8) -> list[int]:
@@ -295,3 +296,29 @@ class Ranks:
     def abort(self) -> None:
         with contextlib.suppress(threading.BrokenBarrierError):
             self._barrier.abort()
+
+    def run(self, schedule: Callable[[int, list[Any]], None]) -> list[list[Any]]:
+        """Run ``schedule`` for each rank, on a thread of its own, and return what it has added to its list. Raises the
+        first exception, and AssertionError if no rank adds anything for ``HANG_S``."""
+        histories: list[list[Any]] = [[] for _ in self._values]
+        faults: list[BaseException] = []
+
+        def run(rank: int) -> None:
+            try:
+                schedule(rank, histories[rank])
+            except BaseException as error:
+                faults.append(error)
+                self.abort()
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(histories))]
+        for thread in threads:
+            thread.start()
+        num_steps, since_s = [-1 for _ in histories], time.monotonic()
+        while any(thread.is_alive() for thread in threads):
+            for thread in threads:
+                thread.join(0.05)
+            if (now := [len(history) for history in histories]) != num_steps:
+                num_steps, since_s = now, time.monotonic()
+            assert time.monotonic() - since_s < HANG_S, f"no rank steps any more, after {num_steps} steps"
+        assert not faults, faults
+        return histories

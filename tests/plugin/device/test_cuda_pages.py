@@ -17,7 +17,7 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.fetch.restore import restore_cell
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
-from sgl_kvfetch.plugin.device import cache
+from sgl_kvfetch.plugin.device import cache, pages as pages_module
 from sgl_kvfetch.plugin.device.cuda_pages import DEVICE_BYTES, CudaPages
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.types import TENSORS
@@ -124,7 +124,7 @@ def test_device_memory_of_a_fetch_is_bounded() -> None:
 
 def test_a_gpu_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     device = FakeDevice()
-    monkeypatch.setattr(cache, "Device", lambda _: device)
+    monkeypatch.setattr(pages_module, "Device", lambda _: device)
     pool = make_pool()
     caplog.clear()  # of what SGLang says of a pool
     worker = SimpleNamespace(model_runner=SimpleNamespace(forward_stream=device.forward))

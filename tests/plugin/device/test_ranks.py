@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from typing import Any
 
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS = 1000
 MIN_HITS = 10  # requests admitted with a prefix: how many, in so many steps, is the machine's business
-HANG_S = 120.0
 
 
 @pytest.mark.slow
@@ -26,35 +24,11 @@ def test_random_delays_and_failures_on_one_of_two_ranks(make: MakeRig) -> None:
     ranks = Ranks(2)
     rigs = [make(num_slots=512, rank=rank, agree=ranks.agree(rank), device={"pool_share": 0.4}) for rank in range(2)]
     prompts = [prompt(seed % 2, 4) + prompt(10 + seed, 8) for seed in range(5)]
-    histories: list[list[Any]] = [[], []]
-    faults: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            _schedule(rigs[rank], prompts, is_faulty=rank == 1, history=histories[rank])
-        except BaseException as error:
-            faults.append(error)
-            ranks.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    _join_while_they_step(threads, histories)
-    assert not faults, faults
+    histories = ranks.run(lambda rank, history: _schedule(rigs[rank], prompts, rank == 1, history))
     assert len(histories[0]) >= STEPS
     assert histories[0] == histories[1]
     for rig in rigs:
         rig.assert_nothing_held()
-
-
-def _join_while_they_step(threads: list[threading.Thread], histories: list[list[Any]]) -> None:
-    num_steps, since_s = [-1, -1], time.monotonic()
-    while any(thread.is_alive() for thread in threads):
-        for thread in threads:
-            thread.join(0.05)
-        if (now := [len(history) for history in histories]) != num_steps:
-            num_steps, since_s = now, time.monotonic()
-        assert time.monotonic() - since_s < HANG_S, f"no rank steps any more, after {num_steps} steps"
 
 
 def _schedule(rig: Rig, prompts: list[list[int]], is_faulty: bool, history: list[Any]) -> None:

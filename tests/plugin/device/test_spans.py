@@ -57,13 +57,8 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
     timeline.close()
 
 
-def test_the_stages_of_a_fetch(rig: Rig, kept: Kept) -> None:
-    tokens = prompt(0)
-    rig.stored(tokens)
-    rig.fetch(tokens)
-    rig.settle()
-    kept.await_end("r1")
-    spans = kept.of("r1")
+def assert_stages_of_a_fetch(spans: dict[str | None, Recorded]) -> None:
+    """Of a prompt of 8 pages, which are all stored."""
     assert spans.keys() == {"lookup", "transmit", "decode", "restore", None, "parked"}
     assert len({span.request.traceparent for span in spans.values()}) == 1
     assert spans["lookup"].attributes == {"pages": 8, "found": 8}
@@ -72,6 +67,15 @@ def test_the_stages_of_a_fetch(rig: Rig, kept: Kept) -> None:
     assert int(spans["transmit"].attributes["bytes"]) > 0
     assert spans["parked"].start_s <= spans["lookup"].start_s <= spans["lookup"].end_s <= spans["transmit"].start_s
     assert spans["restore"].end_s <= spans["parked"].end_s
+
+
+def test_the_stages_of_a_fetch(rig: Rig, kept: Kept) -> None:
+    tokens = prompt(0)
+    rig.stored(tokens)
+    rig.fetch(tokens)
+    rig.settle()
+    kept.await_end("r1")
+    assert_stages_of_a_fetch(kept.of("r1"))
 
 
 def test_a_prefix_that_is_not_stored(rig: Rig, kept: Kept) -> None:

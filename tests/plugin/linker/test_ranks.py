@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from typing import Any
 
@@ -18,7 +17,6 @@ from tests.plugin.linker.rig import Request, Rig
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS, MIN_HITS = 400, 10
-HANG_S = 120.0
 
 
 @pytest.mark.slow
@@ -26,23 +24,7 @@ def test_random_delays_and_failures_on_one_of_two_ranks(make: MakeRig) -> None:
     ranks = Ranks(2)
     rigs = [make(num_slots=512, rank=rank, agree=ranks.agree(rank), device={"pool_share": 0.4}) for rank in range(2)]
     prompts = [prompt(seed % 2, 4) + prompt(10 + seed, 8) for seed in range(5)]
-    histories: list[list[Any]] = [[], []]
-    faults: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            _schedule(rigs[rank], prompts, is_faulty=rank == 1, history=histories[rank])
-        except BaseException as error:
-            faults.append(error)
-            ranks.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
-        assert not thread.is_alive(), [len(history) for history in histories]
-    assert not faults, faults
+    histories = ranks.run(lambda rank, history: _schedule(rigs[rank], prompts, rank == 1, history))
     assert histories[0] == histories[1]
     for rig in rigs:
         rig.assert_no_memory_held()

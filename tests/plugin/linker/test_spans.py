@@ -11,7 +11,7 @@ from sglang.srt.observability.trace import TraceNullContext
 
 from sgl_kvfetch.plugin.linker.scheduler_hooks import _arrive
 from tests.plugin.device.rig import prompt
-from tests.plugin.device.test_spans import Kept, kept
+from tests.plugin.device.test_spans import Kept, assert_stages_of_a_fetch, kept
 from tests.plugin.linker.conftest import MakeRig
 from tests.plugin.linker.rig import Request
 
@@ -27,15 +27,7 @@ def test_the_stages_of_a_fetch(make: MakeRig, kept: Kept) -> None:
     rig.await_unparked(request)
     assert rig.admit(request) == [32]
     kept.await_end(request.rid)
-    spans = kept.of(request.rid)
-    assert spans.keys() == {"lookup", "transmit", "decode", "restore", None, "parked"}
-    assert len({span.request.traceparent for span in spans.values()}) == 1
-    assert spans["lookup"].attributes == {"pages": 8, "found": 8}
-    assert spans["parked"].attributes == {"end": "landed", "tokens": 32}
-    assert spans["decode"].attributes["codec"] == "zstd"
-    assert int(spans["transmit"].attributes["bytes"]) > 0
-    assert spans["parked"].start_s <= spans["lookup"].start_s <= spans["lookup"].end_s <= spans["transmit"].start_s
-    assert spans["restore"].end_s <= spans["parked"].end_s
+    assert_stages_of_a_fetch(kept.of(request.rid))
 
 
 @pytest.mark.parametrize("end", ["missed", "aborted"])
