@@ -127,12 +127,8 @@ class LayeredModel:
         def stop(module: Any, args: Any) -> None:
             raise _Stop
 
-        hook = self._model.get_output_embeddings().register_forward_pre_hook(stop)
-        try:
-            with suppress(_Stop):
-                self._run([note] * self.num_layers, ids, num_past)
-        finally:
-            hook.remove()
+        with _stopped_by(self._model.get_output_embeddings().register_forward_pre_hook(stop)):
+            self._run([note] * self.num_layers, ids, num_past)
         if len(noted) != self.num_layers:
             raise UnsupportedError(f"{self.path}: it does not call each of its {self.num_layers} layers once")
         return noted[0][0], [(args, kwargs) for _, args, kwargs in noted]
@@ -247,12 +243,8 @@ class Layer:
             found.append(output[0] if isinstance(output, tuple) else output)
             raise _Stop
 
-        hook = self._attention.register_forward_hook(stop)
-        try:
-            with suppress(_Stop):
-                self.after(hidden, calls, past)
-        finally:
-            hook.remove()
+        with _stopped_by(self._attention.register_forward_hook(stop)):
+            self.after(hidden, calls, past)
         return found[0][0]
 
     @property
@@ -306,7 +298,17 @@ def cached_latent(k: torch.Tensor, v: torch.Tensor, config: Any) -> tuple[torch.
 
 
 class _Stop(Exception):
-    """What was asked for is known, and the rest of the layer need not be computed."""
+    """What was asked for is known, and the rest need not be computed."""
+
+
+@contextmanager
+def _stopped_by(hook: Any) -> Iterator[None]:
+    """Let a torch hook raise _Stop, and remove it at the end."""
+    try:
+        with suppress(_Stop):
+            yield
+    finally:
+        hook.remove()
 
 
 def _layer_cache(past: tuple[torch.Tensor, torch.Tensor] | None, *, stops: bool = False) -> Any:
