@@ -168,7 +168,7 @@ class Prompt:
             for side, x in zip(sides, values, strict=True):
                 side[layers.start : layers.stop, :, heads.start : heads.stop] = x.transpose(0, 1)
         memory = torch.cat([x.view(torch.uint8).flatten() for x in sides])
-        parts = memory.split([x.nbytes for x in sides])
+        parts = torch.split(memory, [x.nbytes for x in sides])
         views = [part.view(geometry.torch_dtype).view(x.shape) for part, x in zip(parts, sides, strict=True)]
         num_pages = SPAN_TOKENS // PAGE_TOKENS
         return StagedValues(num_pages, num_pages, "landed", memory, CellValues(*views))

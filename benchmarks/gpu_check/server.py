@@ -51,8 +51,8 @@ def run(record: Record) -> None:
 
 def _ask(model: Path, flags: list[str], prompt: list[int], *, waits: bool) -> tuple[Generation, str]:
     """Start a server, and return its answer to ``prompt`` and its metrics."""
-    waits_s = {"start_timeout_s": _START_S, "request_timeout_s": _START_S}
-    with SGLangServer(model, extra_args=flags, env={LINKER_SWITCH: "1"}, **waits_s) as server:
+    env = {LINKER_SWITCH: "1"}
+    with SGLangServer(model, extra_args=flags, env=env, start_timeout_s=_START_S, request_timeout_s=_START_S) as server:
         answer = server.generate(input_ids=prompt, max_new_tokens=16)
         if waits:
             wait_until_written(server, PROMPT_TOKENS // PAGE_TOKENS, 20.0)

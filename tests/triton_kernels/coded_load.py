@@ -18,6 +18,7 @@ from harness.coded_prompts import stage_coded  # noqa: E402
 from harness.immediate_device import ImmediateDevice, ImmediateStream  # noqa: E402
 from sgl_kvfetch.codec.bitstream.registry import resolution_for  # noqa: E402
 from sgl_kvfetch.codec.container.reader import cell_place  # noqa: E402
+from sgl_kvfetch.codec.container.segment import CodedSegment  # noqa: E402
 from sgl_kvfetch.codec.quant.base import Quantiser  # noqa: E402
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages  # noqa: E402
 from sgl_kvfetch.plugin.linker.coded_loads import CodedLoad  # noqa: E402
@@ -41,7 +42,8 @@ class CodedPrompt:
     ) -> None:
         values = make_values(geometry, sum(segment_pages)) if values is None else values
         self.values = there_and_back(quantiser, values)
-        segments, first_page = [], 0
+        segments: list[CodedSegment] = []
+        first_page = 0
         for num_pages in segment_pages:
             tokens = slice(first_page * geometry.page_size, (first_page + num_pages) * geometry.page_size)
             segment, _ = make_segment(

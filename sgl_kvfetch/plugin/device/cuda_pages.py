@@ -60,6 +60,8 @@ class CudaPages(SlotPages, FramePool):
     their turn comes, and no thread waits until SGLang has computed them. Pages are numbered within the opened slots.
     """
 
+    device: Device
+
     def __init__(
         self,
         pool: Any,

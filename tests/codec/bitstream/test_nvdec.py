@@ -3,6 +3,7 @@ far as streams and events allow."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 from contextlib import closing
@@ -380,10 +381,10 @@ def test_a_process_of_its_own_uses_the_gpu_only_if_there_is_a_decoder_to_try(mon
         used.append(device)
         raise AssertionError("Torch not compiled with CUDA enabled")
 
-    monkeypatch.setattr(nvdec.torch, "zeros", use)
+    monkeypatch.setattr(torch, "zeros", use)
     monkeypatch.setitem(sys.modules, "PyNvVideoCodec", None)
     assert open_nvdec_alone(1) == (None, "HEVC is decoded on the CPU: PyNvVideoCodec is not installed")
-    monkeypatch.setattr(nvdec.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with monkeypatch.context() as switched_off:
         switched_off.setenv("KVFETCH_NVDEC", "0")
         assert open_nvdec_alone(1) == (None, "HEVC is decoded on the CPU: KVFETCH_NVDEC=0 is set")
