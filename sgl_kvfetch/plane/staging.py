@@ -22,7 +22,7 @@ from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Arena, Emit, Room
 from sgl_kvfetch.plane.choice import Decision, FetchLag, FetchOrRecompute
 from sgl_kvfetch.plane.client import StoreClient, count_fetch, counted
-from sgl_kvfetch.plane.coded import CodedRegion, StagedCode, can_stay_coded, code_bytes
+from sgl_kvfetch.plane.coded import CodedRegion, StagedCode, code_bytes, gpu_restores
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.link_queue import Claim, LinkQueue
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
@@ -280,7 +280,7 @@ class Stager:
         cost, saved_s = self._client.fetcher.cost(sources), self._saved_s(command.saved_s, len(sources))
         staging.needs_link = cost.transmit_s != 0.0
         staging.data_names = {part.reader.data_name for part in span_parts(sources)}
-        is_coded = self._takes_code and can_stay_coded(sources) and not staging.data_names & self._decoded_here
+        is_coded = self._takes_code and gpu_restores(sources) and not staging.data_names & self._decoded_here
         staging.num_bytes = code_bytes(sources) if is_coded else len(sources) * self._geometry.page_bytes
         num_ahead = self._turns.pages_ahead if staging.needs_link else 0
         if not self._is_fetched(cost, num_ahead, saved_s, len(sources), found_s):

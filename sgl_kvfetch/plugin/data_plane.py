@@ -180,10 +180,11 @@ class Opening:
     def parts(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> tuple[Start, Launch]:
         """Return what the data plane is started with.
 
-        The data plane is a process. If it uses NVDEC or the restore kernels, it still runs on threads of this
-        process, because these need its memory. To stage prompts, it uses neither.
+        The data plane is a process. If it decodes with this process's NVDEC or launches the restore kernels, it still
+        runs on threads of this process, because these need its memory. To stage prompts, it does neither.
         """
         pages, nvdec, heads = self.pages, self.nvdec, self.heads
+        gpu = pages.device if isinstance(pages, SlotPages) else None
         start = Start(
             config.model_dump(mode="json", exclude_unset=True),
             heads.namespace,
@@ -196,6 +197,7 @@ class Opening:
             has_steps=isinstance(pages, SlotPages),
             watch=watch,
             takes_code=self.takes_code,
+            gpu=gpu.torch_device.index if gpu is not None and self.staging_bytes else None,
         )
         if isinstance(pages, FramePool):
             spec = writer_spec(config, heads, quantiser, self.most_span_pages)

@@ -314,6 +314,7 @@ def make_rig(
     extra = {
         "store": f"file://{directory}",
         "codec": "zstd",
+        "quantiser": "exact" if quantiser is None else "klt",
         "device": device or {"pool_share": 1.0},
         "recompute": "never",
         "prefetch_threshold": PAGE,
