@@ -99,13 +99,16 @@ class PackedWeight:
             q, zeros = (_in_order(x) for x in (_unpacked(qweight.T, self._bits), zeros))
         else:
             q = _unpacked(qweight, self._bits).T.contiguous()
-        if "g_idx" in self._parts:
-            group = self._parts["g_idx"][...].long()
-        else:
-            group = torch.arange(self._inputs) // -(-self._inputs // len(scales))
         # The sum may be 16 with 4 bits: SGLang's kernels do not wrap it around either.
-        zeros = zeros.short() + self._packing.zero_offset
-        return q.float().sub_(zeros[:, group]).mul_(scales.T[:, group])[index]
+        zeros, scales = zeros.short() + self._packing.zero_offset, scales.T
+        groups = scales.shape[1]
+        weight = q.float()
+        group = self._parts["g_idx"][...].long() if "g_idx" in self._parts else None
+        if group is None or torch.equal(group, torch.arange(self._inputs) * groups // self._inputs):
+            weight.view(len(q), groups, -1).sub_(zeros[:, :, None]).mul_(scales[:, :, None])
+        else:  # act-order
+            weight.sub_(zeros[:, group]).mul_(scales[:, group])
+        return weight[index]
 
 
 def take_packing(path: str, config: Any) -> Packing | None:
@@ -131,7 +134,7 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the integers, uint8 ``(n * 32 / bits, m)``, that are packed along the first axis of int32 ``(n, m)``."""
     run_words = bits // math.gcd(bits, 32)  # the shortest run of words that whole values fill
     run_values = run_words * 32 // bits
-    runs = words.reshape(-1, run_words, words.shape[1])
+    runs = words.contiguous().view(-1, run_words, words.shape[1])
     found = torch.empty(len(runs), run_values, words.shape[1], dtype=torch.uint8)
     for i in range(run_values):
         word, shift = divmod(i * bits, 32)
