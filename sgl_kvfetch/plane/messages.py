@@ -133,7 +133,7 @@ class Stage(_Message, frozen=True):
 
     ``saved_s``: how much longer the engine would take without so many pages, for a few numbers of pages, ascending;
     empty if it has not been measured. ``urgency``: higher goes first, if the order is by priority. ``request_id``,
-    ``traceparent``: for the timeline.
+    ``traceparent``: for the timeline. ``is_idle``: whether the engine has nothing to compute now.
     """
 
     work: int
@@ -142,6 +142,7 @@ class Stage(_Message, frozen=True):
     urgency: int = 0
     request_id: str = ""
     traceparent: str = ""
+    is_idle: bool = False
 
 
 class Unstage(_Message, frozen=True):

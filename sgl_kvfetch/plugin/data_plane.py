@@ -120,9 +120,8 @@ def open_engine_plane(
     if not lacks_profile:
         return opening.open(config, quantiser)
     plane = opening.open(config, quantiser, profile_watch(rank))
-    # Device mode on a GPU has pages under way that its kernels have quantised; SGLang's linker knows what is stored.
-    is_live = not isinstance(pages, FramePool) and not staging_bytes
-    follow = partial(_by_profile, asked, rank, opening) if is_live else None
+    # Device mode on a GPU has pages under way that its kernels have quantised.
+    follow = None if isinstance(pages, FramePool) else partial(_by_profile, asked, rank, opening)
     auto_profile.begin(AutoProfile(plane, rank.tp_rank, rank.tp_size, follow, pauses=is_active()))
     return plane
 
