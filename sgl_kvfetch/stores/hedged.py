@@ -52,9 +52,9 @@ class HedgedStore(WrappedStore):
         """``max_reads``: concurrent ranged reads, others wait. ``max_hedges``: 0 for no second requests.
         ``on_received`` gets the size of each piece of a ranged read, as it comes."""
 
-        def watch(kind: str, silence: Usual) -> Watch:
+        def watch(kind: str, silence: Usual) -> HedgeWatch:
             pace = Usual(4.0, 0.9, least=0.0, most=float("inf"), at_first=float("inf"))
-            return Watch(HedgeBudget(max_hedges), silence, pace, partial(on_hedge, kind))
+            return HedgeWatch(HedgeBudget(max_hedges), silence, pace, partial(on_hedge, kind))
 
         super().__init__(store)
         self._on_received = on_received
@@ -91,7 +91,7 @@ class HedgedStore(WrappedStore):
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class HedgeWatch:
     """State that all calls of one kind share."""
 
     budget: HedgeBudget
@@ -129,7 +129,7 @@ class HedgedCall(Generic[T]):
     """One hedged call. ``ask`` makes a request; reads pass bytes to ``Attempt.take``, and ask for the missing ones."""
 
     def __init__(
-        self, watch: Watch, ask: Callable[[Attempt], Coroutine[Any, Any, T | None]], num_bytes: int = 0
+        self, watch: HedgeWatch, ask: Callable[[Attempt], Coroutine[Any, Any, T | None]], num_bytes: int = 0
     ) -> None:
         """``num_bytes``: the expected size; 0 if it is unknown."""
         self._watch = watch

@@ -24,7 +24,7 @@ from sgl_kvfetch.codec import Cell, Decoders, SegmentReader
 from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError, KVFetchError, StoreError
 from sgl_kvfetch.plane.adapt.policy import Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
-from sgl_kvfetch.plane.fetch.ahead import ReadAhead
+from sgl_kvfetch.plane.fetch.ahead import AheadReader
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
 from sgl_kvfetch.plane.fetch.offers import Chooser
 from sgl_kvfetch.plane.fetch.plan import (
@@ -108,7 +108,7 @@ class Fetcher:
         self._may_delete = may_delete
         self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
         self._running: set[FetchProgress] = set()
-        self._ahead = ReadAhead(self.link, self._ahead_budget, partial(self._transmit, request=timeline.NOBODY))
+        self._ahead = AheadReader(self.link, self._ahead_budget, partial(self._transmit, request=timeline.NOBODY))
         # Bytes of spans that a fetch used only in part. SGLang fetches in batches of 128 pages, and the next batch or
         # the next turn of a conversation begins with the rest of the span.
         self._begun: OrderedDict[UnitKey, bytes] = OrderedDict()
