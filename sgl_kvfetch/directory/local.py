@@ -28,8 +28,6 @@ from sgl_kvfetch.directory.writing import DataWriter, Upload, write_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, ObjectName, SegmentKey
 from sgl_kvfetch.stores import (
-    MAX_FOLDERS,
-    MAX_LOOKUP_ANSWER_BYTES,
     AdminStore,
     Lookup,
     ObjectInfo,
@@ -39,6 +37,7 @@ from sgl_kvfetch.stores import (
     require_name,
     require_namespace,
 )
+from sgl_kvfetch.stores.wire import MAX_FOLDERS, MAX_LOOKUP_ANSWER_BYTES
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

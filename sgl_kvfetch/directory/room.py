@@ -22,7 +22,8 @@ from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentS
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.stores import LIVE_RANK_SQL, MAX_PINNED_PART, decode_named_manifest, object_digest
+from sgl_kvfetch.stores import MAX_PINNED_PART, object_digest
+from sgl_kvfetch.stores.upkeep import LIVE_RANK_SQL, decode_named_manifest
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)

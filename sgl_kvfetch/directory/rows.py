@@ -13,7 +13,8 @@ from sgl_kvfetch.directory.catalog import FileRole, FileState, SegmentState, tem
 from sgl_kvfetch.directory.page_index import page_rows
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import parse_object_name
-from sgl_kvfetch.stores import decode_named_manifest, object_digest
+from sgl_kvfetch.stores import object_digest
+from sgl_kvfetch.stores.upkeep import decode_named_manifest
 
 logger = logging.getLogger(__name__)
 

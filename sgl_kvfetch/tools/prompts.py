@@ -15,15 +15,8 @@ from msgspec import Struct
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, tokenise
-from sgl_kvfetch.stores import (
-    MAX_LABEL,
-    MAX_PIN_PAGES,
-    AdminStore,
-    Pin,
-    Store,
-    pages_stored,
-    stored_page_sizes,
-)
+from sgl_kvfetch.stores import MAX_LABEL, MAX_PIN_PAGES, AdminStore, Pin, Store
+from sgl_kvfetch.stores.upkeep import pages_stored, stored_page_sizes
 from sgl_kvfetch.tools.target import require_scheme, run_on_store
 from sgl_kvfetch.tools.terminal import (
     IndexOption,
