@@ -99,7 +99,8 @@ _CONTEXT = typer.main.get_command(app).make_context("kvfetch", [""], resilient_p
 
 def _argument_name(argument: Any) -> str:
     """Return what stands for an argument in the usage: its name there, or the words that it takes."""
-    return argument.metavar or argument.get_help_record(_CONTEXT)[0].split("<")[1].rstrip(">")
+    name: str = argument.metavar or argument.get_help_record(_CONTEXT)[0].split("<")[1].rstrip(">")
+    return name
 
 
 def _text(text: str) -> Iterator[str]:

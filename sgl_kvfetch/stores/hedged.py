@@ -1,11 +1,19 @@
 """A store with hedged reads: ask again, on another connection, when an answer is late.
 
-If a lookup or a read takes longer than usual, or no byte arrives for longer than usual, a second request asks the same
-store for the missing bytes. The first to finish wins. Writes are never hedged.
+One slow connection makes a whole prompt late, since a prefix counts only up to its first missing page. If a lookup or a
+read takes longer than usual, or no byte arrives for longer than usual, a second request asks the same store for the
+missing bytes. The first to finish wins, and the other one is ended. Writes are never hedged.
 
-`Usual`, `judge` and `HedgeBudget` decide when: without clock or I/O. A request is checked once a tick; a tick is a
-quarter of the silence limit. Silence is counted in ticks, not in seconds: an event loop that was busy for a second has
-read nothing, although bytes may have come. It counts one silent tick.
+What must not happen is that hedging makes things worse. A store that is slow because it is overloaded would get twice
+the requests. So late means later than most recent requests were, which rises with the load; few requests are hedged at
+a time, and a tenth of all unless it is worth it (`HedgeBudget`). Nor may our own slowness count:
+
+* Silence is counted in ticks, not in seconds: an event loop that was busy for a second has read nothing, although bytes
+  may have come. It counts one silent tick. A tick is a quarter of the silence limit.
+* No read waits for a connection while it is watched: that would look like a stall.
+
+`Usual`, `judge` and `HedgeBudget` decide, without clock or I/O. Bytes that have arrived are kept: the second request
+asks for the rest alone.
 """
 
 from __future__ import annotations
