@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from posixpath import dirname, normpath, relpath
+from posixpath import dirname, join, normpath, relpath
 from typing import Any
 
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -45,7 +45,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def on_site(match: re.Match[str]) -> str:
         if not match[1]:
             return match[0]
-        target = normpath(f"{dirname(place)}/{match[1]}")
+        target = normpath(join(dirname(place), match[1]))
         return relpath(target.removeprefix(_DOCS) if target.startswith(_DOCS) else _OUTSIDE + target, dirname(name))
 
     return _CODE_OR_LINK.sub(on_site, markdown)
@@ -58,4 +58,4 @@ def _in_repository(name: str) -> str:
 def _targets(page: str) -> Iterator[str]:
     for match in _CODE_OR_LINK.finditer((ROOT / page).read_text()):
         if match[1]:
-            yield normpath(f"{dirname(page)}/{match[1]}")
+            yield normpath(join(dirname(page), match[1]))
