@@ -90,7 +90,7 @@ class HeadSlice:
         return KVGeometry(n.num_layers, len(self.heads), n.k_head_dim, n.v_head_dim, n.page_size, n.kv_dtype)
 
     def siblings(self, folders: Iterable[str]) -> list[HeadSlice]:
-        """Return what other ranks, of this or another TP size, store of these heads in ``folders`` of the namespace.
+        """Return those of the namespace's ``folders``, of any TP size, whose heads overlap this rank's.
 
         Runs of heads that no TP size gives to a rank are left out: each sibling costs a lookup, and whoever may write
         to the store can make folders.

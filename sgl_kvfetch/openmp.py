@@ -19,6 +19,6 @@ def use_one_thread() -> None:
     with _lock:  # a second thread would take the 1 of the first for what others have
         before = torch.get_num_threads()
         torch.set_num_threads(1)
-        others = threading.Thread(target=torch.set_num_threads, args=(before,))
+        others = threading.Thread(target=torch.set_num_threads, args=(before,), name="kvfetch-openmp")
         others.start()
         others.join()

@@ -16,6 +16,8 @@ from sgl_kvfetch.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+TOKEN_ENV = "KVFETCH_TOKEN"  # a store's bearer token, for servers and commands
+
 
 def read_text(path: str | Path, what: str) -> str:
     """Return a file's text in UTF-8, without a byte order mark. ``what`` begins the error.

@@ -23,6 +23,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*
 _BLOCK = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r"`((?:kvfetch |python -m benchmarks|scripts/)[^`]*)`")
 _START = re.compile(r"(?:[A-Z_]+=\S+ )*(?=kvfetch |python -m benchmarks|scripts/)")
+_COMMENT = re.compile(r"\s#.*")  # shlex would take STORE#PREFIX for one
 _NOT_COMMANDS = {
     "kvfetch: ..., namespace ...",  # a message
     "kvfetch search-layout",  # decision 14 says that it was removed
@@ -37,8 +38,7 @@ def commands_of(page: Path) -> Iterator[tuple[list[str], bool]]:
     for block in _BLOCK.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
             if start := _START.match(line):
-                words = shlex.split(line[start.end() :].removesuffix("&"), comments=True)
-                yield words, True
+                yield shlex.split(_COMMENT.sub("", line[start.end() :].removesuffix("&"))), True
     for span in _SPAN.findall(_BLOCK.sub("", text)):
         if span not in _NOT_COMMANDS:
             yield [word for word in re.sub(r"[\[\]]", " ", span).split() if word != "..."], False

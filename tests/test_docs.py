@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import commands_page
 from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES
 from sgl_kvfetch.plane.fetch import finder
 from sgl_kvfetch.server.budget import BUDGET_BYTES
@@ -42,8 +43,39 @@ def test_every_decision_is_in_the_list() -> None:
     }
 
 
+def test_every_module_has_tests_that_answer_first() -> None:
+    """Those of its name, or those that docs/tests.md names."""
+    rows = re.findall(r"^\| (\S+|the root): (.*) \| `(.*)` \|$", (ROOT / "docs" / "tests.md").read_text(), re.MULTILINE)
+    assert [file for _, _, file in rows if not (ROOT / "tests" / file).is_file()] == []
+    named = [
+        f"{'' if folder == 'the root' else folder.strip('`')}{module}"
+        for folder, modules, _ in rows
+        for module in re.findall(r"`(\w+)`", modules)
+    ]
+    modules = {path.relative_to(ROOT / "sgl_kvfetch") for path in (ROOT / "sgl_kvfetch").rglob("[!_]*.py")}
+    modules |= {path.relative_to(ROOT) for path in (ROOT / "triton_kernels").glob("*.py")}
+    assert sorted(named) == sorted(
+        str(module.with_suffix(""))
+        for module in modules
+        if not (ROOT / "tests" / module.with_name(f"test_{module.name}")).exists()
+        and module.parts[:2] not in (("plugin", "device"), ("plugin", "linker"))  # the tests of a folder are one suite
+    )
+
+
+def test_what_contributing_says_to_read_is_there() -> None:
+    begin = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to begin")[2].partition("\n## ")[0]
+    names = re.findall(r"`([a-z_/]+\.py)`", begin)
+    assert len(names) >= 15
+    assert [name for name in names if not (ROOT / name).exists() and not (ROOT / "sgl_kvfetch" / name).exists()] == []
+
+
+def test_the_page_of_commands_is_their_help() -> None:
+    """``python -m harness.commands_page`` writes it."""
+    assert commands_page.PAGE.read_text() == commands_page.page()
+
+
 def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
-    """Warnings are for broken anchors, and for pages that are missing in the navigation or in the folder."""
+    """Warnings are for broken links and anchors, and for pages that are missing in the navigation."""
     if shutil.which("mkdocs") is None:
         pytest.skip("needs mkdocs-material, as in the extra `dev`")
     built = subprocess.run(
@@ -51,6 +83,11 @@ def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     )
     assert built.returncode == 0, built.stderr
     assert "Quick start" in (tmp_path / "index.html").read_text()
+    # A file outside of docs/ lies where the links to it lead.
+    assert 'href="../repository/deploy/alerts.yml"' in (tmp_path / "metrics" / "index.html").read_text()
+    assert (tmp_path / "repository" / "deploy" / "alerts.yml").read_text() == (
+        ROOT / "deploy" / "alerts.yml"
+    ).read_text()
 
 
 def test_the_pages_have_the_limits_of_the_code() -> None:

@@ -55,6 +55,7 @@ def test_all_parts_of_a_release_have_one_version() -> None:
     chart = load("deploy/helm/kvfetch/Chart.yaml")
     assert sgl_kvfetch.__version__ == chart["version"] == chart["appVersion"] == version
     assert f"kvfetch:{version}" in (ROOT / "docs" / "deploy.md").read_text()
+    assert f"`main`, {version.rpartition('.')[0]}.x" in (ROOT / "SECURITY.md").read_text()
 
 
 def test_workflows_run_each_release_of_sglang() -> None:

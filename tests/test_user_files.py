@@ -11,7 +11,7 @@ import pytest
 from sgl_kvfetch.codec.container.encryption import read_encryption_keys
 from sgl_kvfetch.codec.container.signing import ManifestKeys, read_manifest_keys
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.plane.config import TOKEN_ENV, parse_config
+from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.prompts import read_prompts, read_texts
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.tokens import Role, TokenFile
@@ -19,7 +19,7 @@ from sgl_kvfetch.stores.redis_index import PASSWORD_ENV
 from sgl_kvfetch.stores.remote import TlsFiles
 from sgl_kvfetch.tools.estimate import values_per_token
 from sgl_kvfetch.tools.terminal import read_token
-from sgl_kvfetch.user_files import environment_secret
+from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret
 
 KEY = "0f" * 32
 TOKEN = "s3cret-Zq7"

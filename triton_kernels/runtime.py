@@ -1,4 +1,19 @@
-"""Optional access to Triton, and what several kernels share: checks of their arguments, and device functions."""
+"""Optional access to Triton, and what several kernels share: checks of their arguments, and device functions.
+
+A kernel here is a module with a wrapper, which checks its arguments; the kernel; and a reference in torch, which CPU
+tensors use, and which the tests compare with. What must hold for each:
+
+* **The host never waits.** A wrapper launches on the current stream and returns. So it cannot raise what only the
+  device knows: broken bitstreams, and values that are not finite, are said in a tensor that is returned.
+* **Nothing is compiled while requests are served.** Triton compiles anew for each new kind of argument, and takes
+  integers that are 1, or multiples of 16, for kinds of their own. So what varies from launch to launch is not
+  specialised (`_VARYING`), and what this server itself writes is compiled at the start.
+  tests/triton_kernels/specialisations.py finds kinds that were missed.
+* **Bytes from a store decide no address.** They may be anything. Reads are masked by the sizes of what was passed, and
+  writes by slots and shapes; a loop's length never depends on them.
+* **The bits are the CPU's**, on every device, except where a matrix product adds in an order of its own. So products
+  and sums are not fused (`COMPILE_OPTIONS`), and roundings are made on integers (`round_float32`).
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks.compiled_kernels.recorder import Recorder, recording
 from sgl_kvfetch.codec.layout.tiles import tile_layout
 from sgl_kvfetch.codec.quant.klt import KltForward
-from sgl_kvfetch.triton_kernels import ans, ans_encode, frame_sum, quantise_klt, restore, restore_klt, xxh3
+from sgl_kvfetch.triton_kernels import ans, frame_sum, quantise_klt, restore, restore_klt, xxh3
 
 TOKENS, SLOTS, LAYERS = 1000, 4096, 3
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,7 +72,6 @@ def all_variants() -> Iterator[Variant]:
     data = _empty(1 << 20, dtype=torch.uint8)
     chunks = [ans.AnsChunk(0, 1000, 100, TOKENS, 0)]
     yield Variant("ans_decode", ans, "ans_decode_kernel", lambda: ans.ans_decode(data, chunks, data))
-    yield Variant("ans_encode", ans_encode, "ans_encode_kernel", lambda: ans_encode.ans_encode(data, chunks, data))
     yield Variant("xxh3", xxh3, "xxh3_kernel", lambda: xxh3.xxh3_sums(data, [(0, 1000)]), access="load")
 
 

@@ -1,4 +1,4 @@
-"""Checks the kernels that decode, verify and encode `ans` against the CPU, and measures how many integers they take."""
+"""Checks the kernels that decode and verify `ans` against the CPU, and measures how many integers they take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import xxhash
 from benchmarks.gpu_check.record import Record
 from sgl_kvfetch.codec.bitstream import AnsCodec
 from sgl_kvfetch.triton_kernels.ans import ALIGNMENT, AnsChunk, ans_decode
-from sgl_kvfetch.triton_kernels.ans_encode import ans_encode
 from sgl_kvfetch.triton_kernels.xxh3 import digest_of, xxh3_sums
 
 _DIFFERENT = 4  # bitstreams; larger numbers repeat them
@@ -54,12 +53,7 @@ def check(record: Record, device: torch.device, every: Sequence[Rows]) -> None:
         )
         first = chunks[0]._replace(size=chunks[0].size - 1)
         is_refused = ans_decode(data, [first], out).tolist() == [1]
-        own, encoded = chunks[: len(frames)], torch.full_like(data, 0xAB)
-        sizes = ans_encode(expected.to(device), own, encoded).tolist()
-        is_encoded = sizes == [chunk.size for chunk in own] and all(
-            torch.equal(encoded[chunk.start :][: chunk.size], data[chunk.start :][: chunk.size]) for chunk in own
-        )
-        found = {"bits": is_right, "checksum": is_verified, "cut": is_refused, "encoded": is_encoded}
+        found = {"bits": is_right, "checksum": is_verified, "cut": is_refused}
         wrong = ", ".join(name for name, is_good in found.items() if not is_good)
         record.row("ans: bits", at=str(rows), found=f"wrong: {wrong}" if wrong else "as the CPU's")
         if wrong:
@@ -74,10 +68,6 @@ def measure(record: Record, device: torch.device, every: Sequence[Rows]) -> None
         ranges = [(chunk.out_start, num_bytes) for chunk in chunks]
         decode_s = _seconds_of(lambda data=data, chunks=chunks, out=out: ans_decode(data, chunks, out), device)  # type: ignore[misc]
         verify_s = _seconds_of(lambda out=out, ranges=ranges: xxh3_sums(out, ranges), device)  # type: ignore[misc]
-        room = _aligned(max(chunk.size for chunk in chunks))
-        rooms = [chunk._replace(start=i * room, size=room) for i, chunk in enumerate(chunks)]
-        encoded = data.new_empty(room * len(rooms))
-        encode_s = _seconds_of(lambda out=out, rooms=rooms, encoded=encoded: ans_encode(out, rooms, encoded), device)  # type: ignore[misc]
         record.row(
             "ans: speed",
             bitstreams=rows.num_chunks,
@@ -85,7 +75,6 @@ def measure(record: Record, device: torch.device, every: Sequence[Rows]) -> None
             decode_ms=1e3 * decode_s,
             integers_gb_a_second=out.numel() / decode_s / 1e9,
             checksum_ms=1e3 * verify_s,
-            encode_ms=1e3 * encode_s,
         )
 
 

@@ -48,7 +48,7 @@ def model_folder(model_path: str, revision: str | None = None) -> Path:
 
 def digest_files(folder: Path, files: Sequence[Path]) -> str:
     """Return 32 hex digits over the names of these files in ``folder`` and their contents."""
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4, "kvfetch-hash") as pool:
         digests = zip(files, pool.map(digest_file, files), strict=True)
         lines = [f"{file.relative_to(folder).as_posix()}\0{digest}\n" for file, digest in digests]
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())

@@ -1,8 +1,22 @@
 """The catalog of a local store: an SQLite database of its files, segments and pages.
 
-It is a superset of the disk: a row with the file's size is there before the first byte is written, and until the file
-is unlinked. Names change only within a write transaction. So processes that share a directory agree at any time, and a
-process that is killed leaves nothing uncounted. All of it can be rebuilt from the files (``repair``).
+Several processes share a directory, each of them may be killed at any moment, and the power may fail. The files are the
+truth, and everything here can be made anew from them (`repair`). The catalog says what is where and how much room is
+taken, without a scan. For that it must be a superset of the disk:
+
+* A row with the file's size is there before the first byte is written, and until the file is unlinked. So a process
+  that is killed leaves nothing uncounted. A file that is being written or deleted has the name of its row, ``.tmp-ID``.
+  Its writer has locked it; a new file without a lock has lost its writer.
+* An object gets or loses its name only within a write transaction, which excludes all others in all processes. In it,
+  rows are changed first: what the catalog refuses gets no name.
+* Data is named first and the manifest last; an eviction goes the other way. So a crash leaves data without a manifest
+  at worst, which is deleted when it is old.
+* A power cut may lose the last transactions, though not the files: `repair.collect` compares both in small steps.
+* What the catalog says is compared with the bytes when they are read. A database that is missing, damaged, of another
+  version or without its log is discarded: moved aside with its log, which must never meet another database.
+
+Lookups read snapshots, which no writer delays. Writers wait for each other, for 5 s at most, so transactions are short:
+files are unlinked after them, and never within.
 """
 
 from __future__ import annotations
@@ -260,7 +274,7 @@ class Catalog:
         self._local = threading.local()
 
     def _identity(self) -> Identity:
-        """Return what is at the path now, `_NONE` if there is nothing."""
+        """Return the inodes of the database and its log; `_NONE` if there is no database."""
         try:
             inode = os.stat(self._path).st_ino
         except (FileNotFoundError, NotADirectoryError):

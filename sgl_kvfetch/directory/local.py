@@ -22,14 +22,12 @@ from sgl_kvfetch.directory.local_profiles import stored_bytes as profile_bytes
 from sgl_kvfetch.directory.repair import DamageChecks, Repair
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.directory.stored_pins import Pins
-from sgl_kvfetch.directory.stored_profiles import Profiles
+from sgl_kvfetch.directory.stored_profiles import StoredProfiles
 from sgl_kvfetch.directory.workers import Workers, on
 from sgl_kvfetch.directory.writing import DataWriter, Upload, write_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, ObjectName, SegmentKey
 from sgl_kvfetch.stores import (
-    MAX_FOLDERS,
-    MAX_LOOKUP_ANSWER_BYTES,
     AdminStore,
     Lookup,
     ObjectInfo,
@@ -39,6 +37,7 @@ from sgl_kvfetch.stores import (
     require_name,
     require_namespace,
 )
+from sgl_kvfetch.stores.wire import MAX_FOLDERS, MAX_LOOKUP_ANSWER_BYTES
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -134,7 +133,7 @@ class LocalStore(AdminStore):
         self._checks = DamageChecks(self._catalog, self._room)
         self.workers = Workers(num_threads)
         self._pins = Pins(self._catalog, self._room, self.workers)
-        self._profiles = Profiles(self.root, capacity_bytes, self.workers)
+        self._profiles = StoredProfiles(self.root, capacity_bytes, self.workers)
         self._opened = False
         self._orphan_age_s = orphan_age_s
         self._collected_at = self._uses_saved_at = float("-inf")  # monotonic seconds

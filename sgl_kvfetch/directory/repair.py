@@ -18,7 +18,8 @@ from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentS
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import FormatError, FormatVersionError
 from sgl_kvfetch.keys import ContentCheck, is_object_name
-from sgl_kvfetch.stores import ObjectInfo, decode_named_manifest
+from sgl_kvfetch.stores import ObjectInfo
+from sgl_kvfetch.stores.upkeep import decode_named_manifest
 
 _NAMES_AT_ONCE = 256
 _MANIFESTS_AT_ONCE = 32

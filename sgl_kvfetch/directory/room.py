@@ -1,5 +1,18 @@
 """The room in a local store's directory: reservations, eviction of the least recently used segments, deletion.
 
+Room is reserved before a byte is written, and only then is something evicted for it. The other way round, two writers
+would both count on the same free bytes. Reserved bytes count as stored at once. So all files together stay within the
+capacity, with those that are half written, or deleted but still read.
+
+Eviction takes, in this order: files that nobody reads any more, old data that no manifest names, the last levels of
+segments, the least recently used segments, and pinned ones when nothing else is left. It takes a few at a time, so that
+no transaction is long, and one thread of a process does it at a time. Data without a manifest is safe for a minute,
+since its writer may be about to put the manifest. All such data may take a quarter of the capacity: otherwise writers
+that die would fill it.
+
+A full disk is not always ours to empty. What other programs have taken beyond the reserve is never made room for: the
+store would evict itself to nothing while something else fills the disk. Then writes are refused, and reads go on.
+
 Blocking and thread-safe. Methods raise StoreError (``full`` if there is no room) and OSError.
 """
 
@@ -22,7 +35,8 @@ from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentS
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.stores import LIVE_RANK_SQL, MAX_PINNED_PART, decode_named_manifest, object_digest
+from sgl_kvfetch.stores import MAX_PINNED_PART, object_digest
+from sgl_kvfetch.stores.upkeep import LIVE_RANK_SQL, decode_named_manifest
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)

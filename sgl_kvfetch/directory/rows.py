@@ -13,7 +13,8 @@ from sgl_kvfetch.directory.catalog import FileRole, FileState, SegmentState, tem
 from sgl_kvfetch.directory.page_index import page_rows
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import parse_object_name
-from sgl_kvfetch.stores import decode_named_manifest, object_digest
+from sgl_kvfetch.stores import object_digest
+from sgl_kvfetch.stores.upkeep import decode_named_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,8 @@ def store_file(db: sqlite3.Connection, file_id: int, name: str, num_bytes: int, 
 
 
 def remove_object(db: sqlite3.Connection, root: Path, name: str) -> int | None:
-    """Take away an object's name. Return its file for deletion; None if there is none. Raises OSError."""
+    """Rename an object's file aside, and return its identifier for deletion; None if there is no file. Raises
+    OSError."""
     add_if_stored(db, root, name)
     file_id = stored_id(db, name)
     if file_id is None:

@@ -19,7 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Profiles:
+class StoredProfiles:
     """The profiles of a store."""
 
     def __init__(self, root: Path, capacity_bytes: int | None, workers: Workers) -> None:

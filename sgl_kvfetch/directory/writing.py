@@ -15,7 +15,8 @@ from sgl_kvfetch.directory.catalog import Catalog
 from sgl_kvfetch.directory.room import DiskRoom, Doomed, name_file
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck, ObjectName
-from sgl_kvfetch.stores import decode_named_manifest, object_digest
+from sgl_kvfetch.stores import object_digest
+from sgl_kvfetch.stores.upkeep import decode_named_manifest
 
 
 class IncompleteSegmentError(StoreError):

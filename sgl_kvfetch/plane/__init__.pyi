@@ -34,12 +34,13 @@ from .launch import (
     Running as Running,
 )
 from .messages import Cost as Cost, Found as Found, SideOver as SideOver, Start as Start, Watch as Watch
-from .plane import DataPlane as DataPlane, FetchCall as FetchCall, ReadSide as ReadSide
+from .plane import DataPlane as DataPlane
 from .profiles import (
     TakenProfile as TakenProfile,
     take_profile as take_profile,
 )
 from .quantiser import config_quantiser as config_quantiser
+from .run import FetchCall as FetchCall, ReadSide as ReadSide
 from .service import run_data_plane as run_data_plane
 from .staging import StagedValues as StagedValues
 from .store_options import check_files as check_files

@@ -1,4 +1,16 @@
-"""Decides whether a stored prefix is fetched or computed. Both modes decide here."""
+"""Decides whether a stored prefix is fetched or computed. Both modes decide here.
+
+Both times are estimates with noise, and each choice hides the other: whoever computes measures no link, and whoever
+fetches measures no computing. So
+
+* a cost that is unknown means fetching, which measures it;
+* computing is chosen only once it is 5% sooner, separately for each length, and stays chosen until fetching is: else
+  prefixes near the break-even point would be fetched and computed in turns;
+* what fetches took beyond the estimate counts as well, but only for a minute (`FetchLag`): once computing is chosen
+  because of it, nothing else would correct it.
+
+A wrong decision costs time, and never an answer.
+"""
 
 from __future__ import annotations
 

@@ -16,9 +16,8 @@ from sgl_kvfetch.codec.bitstream import MOST_LEVELS
 from sgl_kvfetch.codec.quant import MAX_BINS, MIN_BINS
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.sizes import parse_duration, parse_size
-from sgl_kvfetch.user_files import environment_secret
+from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret
 
-TOKEN_ENV = "KVFETCH_TOKEN"
 _SECRET_KEYS = frozenset({"token", "s3", "index"})  # their values are never shown
 
 # SGLang reads these keys from the same dictionary, so we do not validate them.

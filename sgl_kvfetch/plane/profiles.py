@@ -23,14 +23,7 @@ from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreErro
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.store_options import s3_options, tls_files
-from sgl_kvfetch.stores import (
-    AdminStore,
-    HttpOptions,
-    ListedProfile,
-    ProfileKeys,
-    list_profiles,
-    read_profile,
-)
+from sgl_kvfetch.stores import AdminStore, HttpOptions, ListedProfile, ProfileKeys, list_profiles, read_profile
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,17 @@
-"""The data plane's side, from its start to its end: carries out the engine's commands, on one event loop."""
+"""The data plane's side, from its start to its end: carries out the engine's commands, on one event loop.
+
+Commands come in order, and each begins a task: `Service.serve` never waits, so a slow store delays no other command.
+The engine may cancel anything at any moment, or be gone, which closes the socket. So
+
+* **each piece of work is answered once**, in a ``finally``: `Found`, `RoundOver` for every round, `SideOver`, `Taken`,
+  `ClearOver`. The engine waits for these, and frees pages by them;
+* **no error crosses to the engine.** It is counted as a miss, by its reason, where it happens (`client.counted`). The
+  engine computes what it does not get, and needs no reason;
+* **a cancelled task ends like any other.** It is cancelled from the loop, and not at once: a task that is cancelled
+  before its first step would not run its ``finally``.
+
+What a lookup found is kept for the fetch that names it, as the engine knows pages by their hashes alone.
+"""
 
 from __future__ import annotations
 

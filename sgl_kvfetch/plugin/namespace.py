@@ -1,4 +1,15 @@
-"""The quantiser and the namespace of this process's engine, and the flags of SGLang that are part of the namespace."""
+"""The quantiser and the namespace of this process's engine, and the flags of SGLang that are part of the namespace.
+
+The namespace is what keeps wrong values out of a KV cache: servers share pages if, and only if, theirs are equal. So
+whatever changes K or V beyond rounding must be in it: the weights, by a digest of all files that make them; SGLang's
+flags that change values; the page size, the heads, the quantiser with its profile. What does not change them must not
+be in it, or servers that could share compute everything twice.
+
+Both mistakes are possible, and only one is harmless. So a flag counts unless it is known not to matter: of SGLang's
+group ``model``, all fields count but those in `IRRELEVANT`, and a field that a new release adds counts until somebody
+has looked at it. tests/plugin/test_namespace.py goes through all of them. Where the files do not say what the weights
+are (they come from elsewhere, or were updated while the server ran), nothing is guessed: the user must name them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Measures how fast the engine computes prompts."""
+"""Measures how fast the engine computes prompts, and how long it has yet to compute.
+
+Nothing but finished batches is known, and their times are noisy: the first ones compile kernels, others share the
+machine. So estimates are medians, of slopes and of remainders, and never averages. An estimate that is too low makes
+the engine compute, which measures and corrects it; one that is too high would have everything fetched, and stay. So
+where little is known, the lower one is taken.
+"""
 
 from __future__ import annotations
 

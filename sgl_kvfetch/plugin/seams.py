@@ -1,8 +1,19 @@
 """Every place where we hook into SGLang, checked before a launch.
 
-SGLang's plugin loader only logs errors. If a hook did not find its target, the backend would be silently missing.
-`register.py` installs the hooks of this table, and the gate checks it before a launch. Rows hold for the releases of
-`versions.py`: tests/plugin/test_sglang.py checks what else we use of them, and what our hooks rely on.
+SGLang has a storage backend's interface and hooks on functions (before, after, around, instead of). The interface does
+not suffice: SGLang accepts only names that it knows, tells a backend nothing of weights that change or of requests that
+gave up, and has no backend without a host tier. Patching a copy of SGLang would be a fork. So functions are hooked, and
+three things could go wrong, silently:
+
+* **A target that is gone.** SGLang's plugin loader only logs errors, and the backend would be missing without a word.
+  So all hooks are rows of one table. `register.py` installs them, and the gate checks that each target exists, before
+  a model is loaded.
+* **A target that means something else now.** No check sees that. So rows hold for the releases of `versions.py`, and
+  others stop the launch. tests/plugin/test_sglang.py compares signatures, and all else that we rely on.
+* **A hook that acts where it should not.** Each does nothing unless the backend in question is ours; scopes say which
+  are installed at all.
+
+A hook is not for what the interface can do. A row goes when SGLang takes the patch that its ``patch`` names.
 """
 
 from __future__ import annotations

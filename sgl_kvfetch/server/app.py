@@ -23,16 +23,8 @@ from sgl_kvfetch.server.metrics import ServerMetrics, cause_of
 from sgl_kvfetch.server.objects import ObjectHandlers
 from sgl_kvfetch.server.pages import PageHandlers
 from sgl_kvfetch.server.tokens import PUBLIC_PATHS, TokenFile, Tokens, authorised
-from sgl_kvfetch.stores import (
-    MAX_LOOKUP_REQUEST_BYTES,
-    MAX_PIN_BYTES,
-    MSGPACK_TYPE,
-    Folders,
-    LookupRequest,
-    PinNames,
-    Route,
-    decode_pin,
-)
+from sgl_kvfetch.stores import MAX_PIN_BYTES, decode_pin
+from sgl_kvfetch.stores.wire import MAX_LOOKUP_REQUEST_BYTES, MSGPACK_TYPE, Folders, LookupRequest, PinNames, Route
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from sgl_kvfetch.directory import IncompleteSegmentError
 from sgl_kvfetch.errors import StoreError, StoreErrorReason
 from sgl_kvfetch.server.budget import ACCOUNT
 from sgl_kvfetch.server.metrics import ServerMetrics
-from sgl_kvfetch.stores import ErrorBody
+from sgl_kvfetch.stores.wire import ErrorBody
 
 _PIECE_BYTES = 1 << 20
 _STATUS: dict[StoreErrorReason, int] = {"full": 507, "invalid": 422, "too_large": 413, "truncated": 416}

@@ -24,16 +24,8 @@ from sgl_kvfetch.server.budget import Overloaded
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.tokens import ROLE, Role, require_role
-from sgl_kvfetch.stores import (
-    BYTES_TYPE,
-    MAX_PROFILE_BYTES,
-    NDJSON_TYPE,
-    Checked,
-    Deleted,
-    ObjectInfo,
-    Profiles,
-    parse_entity_tag,
-)
+from sgl_kvfetch.stores import MAX_PROFILE_BYTES, ObjectInfo
+from sgl_kvfetch.stores.wire import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, Profiles, parse_entity_tag
 
 _LIST_PIECE_BYTES = 64 << 10
 _CHECKS_AT_ONCE = 2

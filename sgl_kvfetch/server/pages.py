@@ -31,20 +31,9 @@ from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import Failure, ServerMetrics
 from sgl_kvfetch.server.pictures import Pictures
 from sgl_kvfetch.server.tokens import ROLE, Role, require_role
-from sgl_kvfetch.stores import (
-    MAX_LABEL,
-    MAX_LOOKUP_PAGES,
-    MAX_LOOKUP_REQUEST_BYTES,
-    PAGE_PATHS,
-    Pin,
-    ProfileKeys,
-    ProfileRow,
-    Route,
-    is_namespace,
-    list_profiles,
-    profile_rows,
-    whole_pages,
-)
+from sgl_kvfetch.stores import MAX_LABEL, Pin, ProfileKeys, ProfileRow, is_namespace, list_profiles, profile_rows
+from sgl_kvfetch.stores.upkeep import whole_pages
+from sgl_kvfetch.stores.wire import MAX_LOOKUP_PAGES, MAX_LOOKUP_REQUEST_BYTES, PAGE_PATHS, Route
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.server.bodies import error_answer
-from sgl_kvfetch.stores import PAGE_PATHS, Route
+from sgl_kvfetch.stores.wire import PAGE_PATHS, Route
 from sgl_kvfetch.user_files import read_text, require_secret, warn_if_all_may_read
 
 logger = logging.getLogger(__name__)

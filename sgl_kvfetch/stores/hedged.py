@@ -1,11 +1,19 @@
 """A store with hedged reads: ask again, on another connection, when an answer is late.
 
-If a lookup or a read takes longer than usual, or no byte arrives for longer than usual, a second request asks the same
-store for the missing bytes. The first to finish wins. Writes are never hedged.
+One slow connection makes a whole prompt late, since a prefix counts only up to its first missing page. If a lookup or a
+read takes longer than usual, or no byte arrives for longer than usual, a second request asks the same store for the
+missing bytes. The first to finish wins, and the other one is ended. Writes are never hedged.
 
-`Usual`, `judge` and `HedgeBudget` decide when: without clock or I/O. A request is checked once a tick; a tick is a
-quarter of the silence limit. Silence is counted in ticks, not in seconds: an event loop that was busy for a second has
-read nothing, although bytes may have come. It counts one silent tick.
+What must not happen is that hedging makes things worse. A store that is slow because it is overloaded would get twice
+the requests. So late means later than most recent requests were, which rises with the load; few requests are hedged at
+a time, and a tenth of all unless it is worth it (`HedgeBudget`). Nor may our own slowness count:
+
+* Silence is counted in ticks, not in seconds: an event loop that was busy for a second has read nothing, although bytes
+  may have come. It counts one silent tick. A tick is a quarter of the silence limit.
+* No read waits for a connection while it is watched: that would look like a stall.
+
+`Usual`, `judge` and `HedgeBudget` decide, without clock or I/O. Bytes that have arrived are kept: the second request
+asks for the rest alone.
 """
 
 from __future__ import annotations
@@ -52,9 +60,9 @@ class HedgedStore(WrappedStore):
         """``max_reads``: concurrent ranged reads, others wait. ``max_hedges``: 0 for no second requests.
         ``on_received`` gets the size of each piece of a ranged read, as it comes."""
 
-        def watch(kind: str, silence: Usual) -> Watch:
+        def watch(kind: str, silence: Usual) -> HedgeWatch:
             pace = Usual(4.0, 0.9, least=0.0, most=float("inf"), at_first=float("inf"))
-            return Watch(HedgeBudget(max_hedges), silence, pace, partial(on_hedge, kind))
+            return HedgeWatch(HedgeBudget(max_hedges), silence, pace, partial(on_hedge, kind))
 
         super().__init__(store)
         self._on_received = on_received
@@ -91,7 +99,7 @@ class HedgedStore(WrappedStore):
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class HedgeWatch:
     """State that all calls of one kind share."""
 
     budget: HedgeBudget
@@ -129,7 +137,7 @@ class HedgedCall(Generic[T]):
     """One hedged call. ``ask`` makes a request; reads pass bytes to ``Attempt.take``, and ask for the missing ones."""
 
     def __init__(
-        self, watch: Watch, ask: Callable[[Attempt], Coroutine[Any, Any, T | None]], num_bytes: int = 0
+        self, watch: HedgeWatch, ask: Callable[[Attempt], Coroutine[Any, Any, T | None]], num_bytes: int = 0
     ) -> None:
         """``num_bytes``: the expected size; 0 if it is unknown."""
         self._watch = watch

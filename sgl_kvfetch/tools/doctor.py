@@ -370,7 +370,7 @@ async def _ask(store: AdminStore, url: str, *, has_token: bool) -> list[Check]:
 
 def check_models(url: str, token: str | None) -> list[Check]:
     """Warn of models that the store has under several sets of flags: their servers share nothing."""
-    from sgl_kvfetch.stores import list_segments
+    from sgl_kvfetch.stores.upkeep import list_segments
     from sgl_kvfetch.tools.flags import divided_models
     from sgl_kvfetch.tools.summary import NamespaceSummary, summarise_namespaces
 

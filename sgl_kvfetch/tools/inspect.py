@@ -23,7 +23,8 @@ from sgl_kvfetch.codec import (
 from sgl_kvfetch.codec.layout import RegionLayout, TileLayout
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.stores import ProfileKeys, StoredSegment, decode_named_manifest, profile_rows
+from sgl_kvfetch.stores import ProfileKeys, profile_rows
+from sgl_kvfetch.stores.upkeep import StoredSegment, decode_named_manifest
 from sgl_kvfetch.tools.profiles import profiles_table
 from sgl_kvfetch.tools.summary import (
     Inspected,

@@ -14,7 +14,7 @@ from sgl_kvfetch.codec import Cell, Manifest, Quantised, SegmentReader, quantise
 from sgl_kvfetch.codec.container import layouts_of
 from sgl_kvfetch.codec.layout import FILL, Layout
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.stores import Objects
+from sgl_kvfetch.stores.upkeep import Objects
 from sgl_kvfetch.types import first_to_last
 
 THUMBNAIL_SIDE = 432  # pixels, at most

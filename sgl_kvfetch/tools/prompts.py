@@ -15,15 +15,8 @@ from msgspec import Struct
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, tokenise
-from sgl_kvfetch.stores import (
-    MAX_LABEL,
-    MAX_PIN_PAGES,
-    AdminStore,
-    Pin,
-    Store,
-    pages_stored,
-    stored_page_sizes,
-)
+from sgl_kvfetch.stores import MAX_LABEL, MAX_PIN_PAGES, AdminStore, Pin, Store
+from sgl_kvfetch.stores.upkeep import pages_stored, stored_page_sizes
 from sgl_kvfetch.tools.target import require_scheme, run_on_store
 from sgl_kvfetch.tools.terminal import (
     IndexOption,
@@ -50,7 +43,7 @@ FileOption = Annotated[
     Path | None,
     option("FILE", 'Prompts: one in a text file, or one a line in JSONL, {"prompt": TEXT} or {"prompt": [1, 2, ...]}.'),
 ]
-ModelOption = Annotated[str | None, option("PATH", "Model whose tokenizer texts need; tokens need none.")]
+TokenizerOption = Annotated[str | None, option("PATH", "Model whose tokenizer texts need; tokens need none.")]
 PageSizeOption = Annotated[int | None, option("TOKENS", "SGLang's --page-size.", min=1)]
 SaltOption = Annotated[str | None, option("SALT", "The cache_salt of the prompts' requests.")]
 StoredFlag = Annotated[bool, json_flag("a list of prompts, each with num_tokens, num_pages and stored_pages")]
@@ -82,7 +75,7 @@ def lookup(
     page_size: Annotated[int, option("TOKENS", "SGLang's --page-size.", min=1, show_default=False)],
     prompt: PromptOption = None,
     file: FileOption = None,
-    model: ModelOption = None,
+    model: TokenizerOption = None,
     cache_salt: SaltOption = None,
     index: IndexOption = None,
     token: TokenOption = None,
@@ -115,7 +108,7 @@ def pin(
     store: StoreArgument,
     prompt: PromptOption = None,
     file: FileOption = None,
-    model: ModelOption = None,
+    model: TokenizerOption = None,
     page_size: PageSizeOption = None,
     cache_salt: SaltOption = None,
     label: Annotated[
@@ -172,7 +165,7 @@ def unpin(
     ] = None,
     prompt: PromptOption = None,
     file: FileOption = None,
-    model: ModelOption = None,
+    model: TokenizerOption = None,
     page_size: PageSizeOption = None,
     cache_salt: SaltOption = None,
     index: IndexOption = None,

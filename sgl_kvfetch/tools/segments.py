@@ -18,18 +18,14 @@ from sgl_kvfetch.keys import PAGE_HASH_BYTES, ContentCheck, SegmentKey
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.sizes import parse_duration
-from sgl_kvfetch.stores import (
-    AdminStore,
-    ObjectInfo,
-    Store,
+from sgl_kvfetch.stores import AdminStore, ObjectInfo, Store, object_digest, pinned_segments
+from sgl_kvfetch.stores.upkeep import (
     StoredSegment,
     Swept,
     decode_named_manifest,
     folders_named,
     list_segments,
     names_of_folders,
-    object_digest,
-    pinned_segments,
     sweep_segments,
 )
 from sgl_kvfetch.tools.target import open_existing_store, run_on_store

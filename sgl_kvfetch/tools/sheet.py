@@ -14,7 +14,7 @@ from pathlib import Path
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.processes import end_with_parent
-from sgl_kvfetch.stores import read_manifest
+from sgl_kvfetch.stores.upkeep import read_manifest
 from sgl_kvfetch.tools.pictures import draw_sheet
 
 MOST_BYTES = 1 << 30  # beyond what the loaded libraries take

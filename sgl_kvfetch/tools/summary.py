@@ -12,7 +12,8 @@ from sgl_kvfetch.codec import Manifest, ManifestKeys, Variant, is_vouched_for, s
 from sgl_kvfetch.codec.layout import RegionLayout, TileLayout
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels, profile_digest
-from sgl_kvfetch.stores import Objects, ProfileRow, StoredSegment, first_readable_manifest
+from sgl_kvfetch.stores import ProfileRow
+from sgl_kvfetch.stores.upkeep import Objects, StoredSegment, first_readable_manifest
 from sgl_kvfetch.types import KV_DTYPES
 
 Signature = Literal["good", "wrong", "missing", "signed (not checked)", "none"]

@@ -14,21 +14,13 @@ from urllib.parse import unquote, urlsplit
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Variant, decode_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import DATA_SUFFIX, MANIFEST_SUFFIX, parse_object_name
-from sgl_kvfetch.stores import (
-    AdminStore,
-    ListedProfile,
-    ObjectInfo,
-    ProfileKeys,
-    StoredSegment,
-    list_profiles,
-    list_segments,
-    read_profile,
-)
+from sgl_kvfetch.stores import AdminStore, ListedProfile, ObjectInfo, ProfileKeys, list_profiles, read_profile
+from sgl_kvfetch.stores.upkeep import StoredSegment, list_segments
 from sgl_kvfetch.tools.advice import advice
 from sgl_kvfetch.tools.terminal import read_token, token_source
 
 if TYPE_CHECKING:
-    from sgl_kvfetch.stores import Objects
+    from sgl_kvfetch.stores.upkeep import Objects
 
 INDEX_TIMEOUT_S = 30.0  # commands can wait longer than servers
 _ADDRESS = re.compile(r"[\w.-]+:[0-9]{1,5}/?|\[[0-9a-f:]+\]:[0-9]{1,5}/?")

@@ -16,12 +16,11 @@ from rich.table import Table
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.sizes import UNITS
-from sgl_kvfetch.user_files import environment_secret, read_secret_lines
+from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret, read_secret_lines
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
-TOKEN_ENV = "KVFETCH_TOKEN"  # also in sgl_kvfetch.plane.config, which is slow to import because it needs torch
 _MAX_FAILURES_SHOWN = 20
 
 

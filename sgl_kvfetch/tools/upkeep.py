@@ -14,7 +14,8 @@ from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.sizes import parse_size
-from sgl_kvfetch.stores import AdminStore, Plan, Swept, plan_sweep, read_manifest, sweep_segments
+from sgl_kvfetch.stores import AdminStore
+from sgl_kvfetch.stores.upkeep import Plan, Swept, plan_sweep, read_manifest, sweep_segments
 from sgl_kvfetch.tools.target import INDEX_TIMEOUT_S, run_on_store
 from sgl_kvfetch.tools.terminal import (
     INDEX_HELP,

@@ -28,7 +28,8 @@ from sgl_kvfetch.codec import (
 from sgl_kvfetch.errors import ConfigError, EncryptedError, FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck, parse_object_name
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.stores import ObjectInfo, Objects, ProfileKeys, StoredSegment, decode_named_manifest, read_manifest
+from sgl_kvfetch.stores import ObjectInfo, ProfileKeys
+from sgl_kvfetch.stores.upkeep import Objects, StoredSegment, decode_named_manifest, read_manifest
 from sgl_kvfetch.tools.packages import how_to_install, missing_package
 from sgl_kvfetch.tools.summary import signature_of
 from sgl_kvfetch.tools.target import OpenTarget, run_on_target

@@ -24,7 +24,8 @@ from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import LevelPolicy
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.stores import Pin, plan_sweep, sweep_segments
+from sgl_kvfetch.stores import Pin
+from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
 from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, make as make_segment, segment
 from tests.segments import page_hashes
 

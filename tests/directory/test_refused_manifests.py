@@ -20,7 +20,8 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import running_server
-from sgl_kvfetch.stores import decode_named_manifest, object_digest
+from sgl_kvfetch.stores import object_digest
+from sgl_kvfetch.stores.upkeep import decode_named_manifest
 
 CHAIN = page_hashes(4)
 NUM_GOOD = 100  # more than a sweep reads in one transaction

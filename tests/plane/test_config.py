@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.plane.config import GROUPS, TOKEN_ENV, KVFetchConfig, parse_config
+from sgl_kvfetch.plane.config import GROUPS, KVFetchConfig, parse_config
+from sgl_kvfetch.user_files import TOKEN_ENV
 
 STORE = {"store": "http://store:8700"}
 S3 = {"store": "s3://bucket/prefix"}

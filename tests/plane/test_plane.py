@@ -28,7 +28,7 @@ from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.plane import plane as plane_module
+from sgl_kvfetch.plane import plane as plane_module, run as run_module
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from sgl_kvfetch.plane.launch import DataPlaneProcess, Line, Running
 from sgl_kvfetch.plane.messages import Found, Start
@@ -339,7 +339,7 @@ def test_pages_that_were_written_are_not_lost(plane: DataPlane, launcher: Launch
 def test_a_silent_data_plane_gets_a_spare_one_but_is_not_replaced_at_once(
     plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plane_module, "_IDLE_TICKS", 1 << 30)
+    monkeypatch.setattr(run_module, "_IDLE_TICKS", 1 << 30)
     before = metrics.DATA_PLANE_STARTS._value.get()
     launcher.signal(signal.SIGSTOP)
     wait_until(lambda: len(launcher.started) == 2)
@@ -356,8 +356,8 @@ def test_a_silent_data_plane_that_is_busy_has_more_time(
     plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(plane_module, "_IDLE_TICKS", 0)
-    monkeypatch.setattr(plane_module, "_SILENT_TICKS", 8)
+    monkeypatch.setattr(run_module, "_IDLE_TICKS", 0)
+    monkeypatch.setattr(run_module, "_SILENT_TICKS", 8)
     monkeypatch.setattr(launcher.started[0], "is_busy", lambda: not asked.append(True))  # type: ignore[func-returns-value]
     launcher.signal(signal.SIGSTOP)
     wait_until(lambda: len(launcher.started) == 2)
@@ -377,7 +377,7 @@ def test_a_process_is_busy_until_it_is_stopped(plane: DataPlane, launcher: Launc
 def test_an_unused_spare_data_plane_ends_with_the_others(
     plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plane_module, "_IDLE_TICKS", 1 << 30)
+    monkeypatch.setattr(run_module, "_IDLE_TICKS", 1 << 30)
     launcher.signal(signal.SIGSTOP)
     wait_until(lambda: len(launcher.started) == 2)
     os.kill(launcher.started[0].process.pid, signal.SIGCONT)

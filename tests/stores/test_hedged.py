@@ -19,7 +19,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
-from sgl_kvfetch.stores.hedged import MAX_HEDGES, Attempt, HedgeBudget, HedgedCall, HedgeResult, Usual, Watch
+from sgl_kvfetch.stores.hedged import MAX_HEDGES, Attempt, HedgeBudget, HedgedCall, HedgeResult, HedgeWatch, Usual
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.open import open_hedged
 from sgl_kvfetch.stores.remote import HttpOptions
@@ -52,7 +52,7 @@ class Rig:
                 raise
             return b"".join(attempt.pieces) if found else None
 
-        watch = Watch(
+        watch = HedgeWatch(
             self.budget,
             Usual(1.0, 0.5, least=SILENCE_S, most=SILENCE_S, at_first=SILENCE_S),
             Usual(1.0, 0.5, least=0.0, most=float("inf"), at_first=float("inf")),

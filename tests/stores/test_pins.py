@@ -23,7 +23,7 @@ from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.pins import Pin, decode_pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
-from sgl_kvfetch.stores.sweep import plan_sweep
+from sgl_kvfetch.stores.upkeep.sweep import plan_sweep
 
 CHAINS = [page_hashes(16, branch=str(i)) for i in range(8)]
 SEGMENTS = [make_segment(chain, 0, 16) for chain in CHAINS]

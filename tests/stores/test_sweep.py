@@ -20,14 +20,15 @@ from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import SegmentKey
-from sgl_kvfetch.stores import indexed_s3 as indexed, redis_index as page_index, sweep
+from sgl_kvfetch.stores import indexed_s3 as indexed, redis_index as page_index
 from sgl_kvfetch.stores.base import AdminStore, Lookup
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
-from sgl_kvfetch.stores.listing import StoredSegment
 from sgl_kvfetch.stores.pins import Pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.stores.sweep import plan_sweep
+from sgl_kvfetch.stores.upkeep import sweep
+from sgl_kvfetch.stores.upkeep.listing import StoredSegment
+from sgl_kvfetch.stores.upkeep.sweep import plan_sweep
 
 URL = f"s3://{BUCKET}/kv"
 CHAIN = page_hashes(48)

@@ -23,7 +23,7 @@ from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.pins import Pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.stores.sweep import ORPHAN_AGE_S, Swept, plan_sweep, sweep_segments
+from sgl_kvfetch.stores.upkeep.sweep import ORPHAN_AGE_S, Swept, plan_sweep, sweep_segments
 from tests.codec.container.test_levels import segment
 from tests.directory.test_dropped_levels import WHOLE, chain
 from tests.tools.conftest import kvfetch, kvfetch_json

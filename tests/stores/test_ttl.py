@@ -42,7 +42,7 @@ from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.pins import Pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.stores.sweep import plan_sweep, sweep_segments
+from sgl_kvfetch.stores.upkeep.sweep import plan_sweep, sweep_segments
 
 CHAIN = page_hashes(8)
 LEFT, RIGHT = make_segment(CHAIN, 0, 4), make_segment(CHAIN, 4, 4)

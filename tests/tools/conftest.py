@@ -20,7 +20,7 @@ from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.tools.app import app
-from sgl_kvfetch.tools.terminal import TOKEN_ENV
+from sgl_kvfetch.user_files import TOKEN_ENV
 from tests.segments import make_segment
 
 

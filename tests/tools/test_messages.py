@@ -18,7 +18,7 @@ import trustme
 from harness.engine import free_port
 from harness.s3_server import BUCKET, S3Server, running_s3_server
 from harness.store_process import StoreProcess
-from sgl_kvfetch.tools.terminal import TOKEN_ENV
+from sgl_kvfetch.user_files import TOKEN_ENV
 from tests.tools.conftest import kvfetch
 from tests.tools.test_pin import TOKENS, store_pages
 

@@ -13,7 +13,7 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.prompts import page_hashes
-from sgl_kvfetch.stores.listing import pages_stored
+from sgl_kvfetch.stores.upkeep.listing import pages_stored
 from tests.tools.conftest import kvfetch, kvfetch_json
 
 TOKENS = list(range(3, 11))

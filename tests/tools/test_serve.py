@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sgl_kvfetch import __version__
-from sgl_kvfetch.tools.terminal import TOKEN_ENV
+from sgl_kvfetch.user_files import TOKEN_ENV
 from tests.tools.conftest import Stored, kvfetch
 
 LISTENING = re.compile(r"kvfetch: serving (?P<root>.+), and a page for browsers, on (?P<url>http://\S+)\n")

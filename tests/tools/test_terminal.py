@@ -10,10 +10,10 @@ from harness.store_process import StoreProcess
 from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.plane import config
 from sgl_kvfetch.sizes import parse_duration, parse_size
 from sgl_kvfetch.tools.app import COMMANDS, import_command
-from sgl_kvfetch.tools.terminal import TOKEN_ENV, format_size, read_token
+from sgl_kvfetch.tools.terminal import format_size, read_token
+from sgl_kvfetch.user_files import TOKEN_ENV
 from tests.tools.conftest import Stored, kvfetch
 
 HEAVY = {"torch", "av", "numpy", "obstore", "redis", "transformers", "sglang", "PIL"}
@@ -55,7 +55,6 @@ def test_stored_text_cannot_drive_the_terminal() -> None:
 def test_a_token_comes_from_the_option_or_a_file_or_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert TOKEN_ENV == config.TOKEN_ENV
     file = tmp_path / "token"
     file.write_text("from-file\n")
     assert read_token(None, None) is None

@@ -20,7 +20,7 @@ from sgl_kvfetch.codec.container.sides import encode_side
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup
-from sgl_kvfetch.stores.listing import list_segments
+from sgl_kvfetch.stores.upkeep.listing import list_segments
 from sgl_kvfetch.tools.verify import Report, Verifier
 from tests.segments import as_newer, make_segment
 from tests.tools.conftest import Stored, kvfetch, kvfetch_json, put, sign, unchanged

@@ -25,7 +25,6 @@ from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.triton_kernels import restore as restore_module, restore_klt as restore_klt_module
-from sgl_kvfetch.triton_kernels.ans_encode import ans_encode
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum, frame_sum_reference
 from sgl_kvfetch.triton_kernels.restore import restore
 from sgl_kvfetch.triton_kernels.xxh3 import MIN_BYTES, digest_of, xxh3_sums
@@ -33,7 +32,6 @@ from sgl_kvfetch.types import KVGeometry
 from tests.codec.bitstream.test_ans import coefficients
 from tests.codec.quant.profiles import make_profile, place_of, values_of
 from tests.triton_kernels import (
-    test_ans_encode_kernel as encoding,
     test_ans_kernel as decoding,
     test_quantise_klt_kernel as quantising,
     test_restore_kernel as restoring,
@@ -63,13 +61,6 @@ def ans_decode_damaged() -> None:
     bitstream[len(bitstream) // 2] ^= 7
     data, chunks = decoding.joined([bytes(bitstream)], [(len(frames), 33)])
     assert decoding.decoded(data, chunks)[0] == [1]
-
-
-def ans_encode_bytes() -> None:
-    every = [coefficients(1, 1), coefficients(2, 33), coefficients(1, 70)]
-    rooms = [encoding.most_bytes(x) for x in every]
-    with patch.object(encoding, "ans_encode_reference", ans_encode):  # which the other tests compare
-        encoding.assert_as_native(every, rooms)
 
 
 def xxh3_digests() -> None:
@@ -196,7 +187,6 @@ CONTROLS = {
 CASES: tuple[Callable[[], None], ...] = (
     ans_decode_bits,
     ans_decode_damaged,
-    ans_encode_bytes,
     xxh3_digests,
     frame_sum_bits,
     restore_exact,

@@ -24,11 +24,11 @@ from benchmarks.compiled_kernels.variants import all_variants
 from benchmarks.gpu_check.quantise import make_profile
 from sgl_kvfetch.codec.layout.tiles import tile_layout
 from sgl_kvfetch.codec.quant.klt import KltForward, KltQuantiser
-from sgl_kvfetch.triton_kernels import ans, ans_encode, frame_sum, quantise_klt, restore, restore_klt, xxh3
+from sgl_kvfetch.triton_kernels import ans, frame_sum, quantise_klt, restore, restore_klt, xxh3
 from sgl_kvfetch.types import KVGeometry
 from tests.triton_kernels.coded_load import CodedPrompt
 
-MODULES = ans, ans_encode, frame_sum, quantise_klt, restore, restore_klt, xxh3
+MODULES = ans, frame_sum, quantise_klt, restore, restore_klt, xxh3
 TOKENS = 1, 15, 16, 33, 64, 1024
 HEADS, DIM = 2, 80
 SLOTS = torch.arange(2048)  # of which launches take views, as with pages of one token
@@ -113,7 +113,6 @@ def launch_all() -> None:
         for chunks in ([chunk], [chunk] * 16):
             data, rows = (torch.empty(48 * tokens, dtype=torch.uint8) for _ in range(2))
             ans.ans_decode(data, chunks, rows)
-            ans_encode.ans_encode(rows, chunks, data)
         for num_inputs in (1, 16):
             xxh3.xxh3_sums(torch.empty(1 << 16, dtype=torch.uint8), [(0, 241 + tokens)] * num_inputs)
         frame_sum.frame_sum(torch.empty((tokens, 3, 16, 24), dtype=torch.uint8))

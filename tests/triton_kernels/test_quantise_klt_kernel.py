@@ -54,7 +54,7 @@ def quantised_there(quantiser: KltQuantiser, values: CellValues, place: CellPlac
     exponents, integers = quantise_klt(forward, *sides, slots, rotation, sinks)
     found = integers.cpu()[: forward.num_rows]
     frames = region_layout(forward.num_rows, num_tokens, FLAT).to_frames(found)
-    assert torch.equal(integers.cpu().view(-1, 3, 1, num_tokens), frames)  # as `ans_encode` takes them
+    assert torch.equal(integers.cpu().view(-1, 3, 1, num_tokens), frames)  # as codecs take them
     return exponents.cpu(), found
 
 

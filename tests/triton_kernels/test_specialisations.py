@@ -11,7 +11,6 @@ from tests.triton_kernels.tritons import run_python
 
 KERNELS = {
     "ans_decode_kernel": 1,
-    "ans_encode_kernel": 1,
     "centre_kernel": 2,  # for K, whose rotation it undoes, and for V
     "exact_tokens_kernel": 1,
     "frame_sum_kernel": 1,

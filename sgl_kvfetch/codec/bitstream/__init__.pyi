@@ -1,11 +1,8 @@
 from .ans import (
     CLASS_TABLE as CLASS_TABLE,
-    NUM_CLASSES as NUM_CLASSES,
     SLOTS as SLOTS,
     AnsCodec as AnsCodec,
     decoding_tables as decoding_tables,
-    encoding_tables as encoding_tables,
-    least_sums as least_sums,
 )
 from .base import Codec as Codec
 from .gpu_ans import open_gpu_ans as open_gpu_ans

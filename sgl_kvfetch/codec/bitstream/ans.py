@@ -1,20 +1,33 @@
 """`ans`: interleaved rANS for transform coefficients, on CPUs a hundred times as fast as HEVC, and a tenth smaller.
 
-Each row (a coefficient) has a class, which says how large its integers are, and each token of a row an energy: how
-large its integers were in the rows before, beside their rows' classes. Both together choose one of 48 distributions,
-which are part of the format and the same for every model (docs/format.md, `benchmarks.codec.ans_tables`). Tokens lie
-in lanes, so that vectors, or a warp's threads, decode one bitstream together.
+**rANS** keeps a number, the state. To encode a symbol that has f of 1,024 slots, the state is divided by f, and the
+remainder says which of the symbol's slots becomes the lower ten bits of the new state. So the state grows by
+log2(1024 / f) bits, which is the symbol's information. Before it would exceed 32 bits, its lower 16 go out as a word.
+The decoder undoes this, last symbol first: the lower ten bits name the slot, and so the symbol. So encoding goes
+backwards, and decoding forwards. In the end the decoder is where the encoder began, at 2^16: a check for nothing.
+
+**Which distribution.** Coefficients are around 0, with spreads that differ by row (a coefficient) and by token. Each
+row has a class, which says how large its integers are, and is coded. Each token has an energy: how large its integers
+were in the rows before, beside those rows' classes. It is not coded, as the decoder has seen the same rows. Both
+together choose one of 48 distributions, which are part of the format and the same for every model (docs/format.md,
+`benchmarks.codec.ans_tables`). So a bitstream has no tables, and short ones are small, too.
+
+**Lanes.** A state depends on the one before, so one state would use one unit of a CPU. Tokens take turns in 32 lanes,
+each with a state of its own, and share the words: vectors, or a warp's threads, decode one bitstream together. In each
+turn, the lanes that need a word take one in the order of their numbers.
+
+**What must never be**: a decoder that reads outside the bitstream, or writes more than the frames, whatever the bytes
+are. Words are read from the front and escaped integers from the end; if they do not meet, the bitstream is refused. Nor
+may two machines decode differently: all that decides is integers.
 
 rANS: Duda, "Asymmetric numeral systems" (arXiv 1311.2540); lanes: Giesen, "Interleaved entropy coders" (arXiv
-1402.3392). The coder itself is ``ans.cpp``.
+1402.3392). The coder itself is ``ans.cpp``; the kernel of the same decoder is `triton_kernels.ans`.
 """
 
 from __future__ import annotations
 
-import math
 import struct
-from bisect import bisect_left
-from functools import cache, lru_cache
+from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -90,49 +103,6 @@ def decoding_tables() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     assert isinstance(decode, bytes)
     entries = torch.frombuffer(bytearray(decode), dtype=torch.int32).view(-1, SLOTS)
     return entries, torch.from_numpy(found.choice), torch.from_numpy(found.gains.astype(np.int32))
-
-
-class EncodingTables(NamedTuple):
-    """What the kernel encodes with.
-
-    ``entries``: int32 ``(48, 256)``, by distribution and integer: first slot | frequency << 10 | shift << 20 |
-    increment << 24 | escape << 28. ``reciprocals``: uint32 as int32 ``(48, 256)``; the quotient of any 32-bit state and
-    the frequency is ``(state + increment) * reciprocal >> (32 + shift)``. ``choice`` and ``gains``: as for decoding.
-    """
-
-    entries: torch.Tensor
-    reciprocals: torch.Tensor
-    choice: torch.Tensor
-    gains: torch.Tensor
-
-
-def encoding_tables() -> EncodingTables:
-    """Return the kernel's tables. The reciprocals are exact by Robison, "N-Bit Unsigned Division via N-Bit
-    Multiply-Add" (ARITH 2005): rounded down with an increment, or rounded up without one."""
-    encode = static_tables()[1]
-    assert isinstance(encode, bytes)
-    entries = np.frombuffer(encode, np.uint32).reshape(-1, ESCAPE).astype(np.int64)
-    count = entries >> 10 & (SLOTS - 1)
-    shift = np.frexp(count)[1].astype(np.int64) - 1
-    power = np.int64(1) << (32 + shift)
-    reciprocal = (power - 1) // count
-    is_below = power - reciprocal * count <= 1 << shift
-    entries |= shift << 20 | is_below.astype(np.int64) << 24
-    reciprocal += ~is_below
-    as_int32 = (torch.from_numpy(x.astype(np.uint32).view(np.int32)) for x in (entries, reciprocal))
-    return EncodingTables(next(as_int32), next(as_int32), *decoding_tables()[1:])
-
-
-@lru_cache(maxsize=256)
-def least_sums(tokens: int) -> tuple[int, ...]:
-    """Return the least sums of ``abs(n)`` with which the native encoder gives a row the classes 1 to 63. No row of
-    ``tokens`` reaches a sum above ``128 * tokens``."""
-
-    def class_of(total: int) -> int:
-        return math.floor(4 * math.log2(total / tokens + 1 / 64) + 0.5) + 24
-
-    sums = range(ZERO * tokens + 1)
-    return tuple(bisect_left(sums, row_class, key=class_of) for row_class in range(1, NUM_CLASSES))
 
 
 class AnsCodec(Codec):

@@ -1,7 +1,16 @@
 """A segment's manifest: the contents of the segment, their location, and their checksums.
 
-Bytes: ``"KVFM"``, u16 major, u16 minor, u32 body length (little endian), the body (MessagePack), and the
-xxh3-128 of all before it. See docs/format.md.
+Bytes: ``"KVFM"``, u16 major, u16 minor, u32 body length (little endian), the body (MessagePack), and the xxh3-128 of
+all before it. See docs/format.md.
+
+Manifests come from a store, and anybody who may write to it may have made them. What they say decides how much memory
+is allocated, which bytes are read, and where values go. So nothing is used before it is checked: the checksum first,
+then the major version, then every number against a bound, then numbers against each other. A `Manifest` that exists is
+sound in itself. Whether it is the one that was asked for, its reader compares: namespace, heads, page hashes.
+
+A manifest is replaced only if the stored one has the digest of the bytes that were read. So what is decoded and encoded
+again must give the same bytes: the lowest minor version that has all its fields, and never fields of a newer version,
+which would be lost (`require_rewritable`).
 """
 
 from __future__ import annotations

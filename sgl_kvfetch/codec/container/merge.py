@@ -93,7 +93,8 @@ def _reader_and_data(spec: SegmentSpec, segment: CodedSegment) -> tuple[SegmentR
 
 
 def _common_variants(a: Manifest, b: Manifest) -> list[tuple[int, int]]:
-    """Return pairs of variants to concatenate: all with equal coding and layouts, or else one with equal layouts."""
+    """Return the variants that both have with equal codec, resolution and layouts, as pairs of indices; failing that,
+    one pair with equal layouts."""
 
     def pairs(kind: Callable[[Variant], object]) -> list[tuple[int, int]]:
         theirs = list(map(kind, b.variants))

@@ -37,9 +37,9 @@ _tables = msgspec.msgpack.Decoder(Table)  # made before there are threads, as in
 
 
 def secure_segment(segment: CodedSegment, keys: EncryptionKeys | None, signs: bool) -> CodedSegment:
-    """Return the segment with its objects encrypted with the first of ``keys``, if there are any, and with chunk
-    digests if the store ``signs``. What is encrypted or has digests already stays as it is. Objects with identical data
-    and places are still one object."""
+    """Encrypt a segment's objects with the first of ``keys``, if there are any, and add chunk digests if the store
+    ``signs``. Objects that are encrypted, or have digests, stay as they are. Those with equal data and places share one
+    object."""
     m = segment.manifest
     made: dict[object, tuple[DataObject, bytes]] = {}
     secured = []

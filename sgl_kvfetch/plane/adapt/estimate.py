@@ -1,4 +1,15 @@
-"""Estimates a link's future bandwidth from past transfers. Pure: transfers carry their times."""
+"""Estimates a link's future bandwidth from past transfers. Pure: transfers carry their times.
+
+Whoever chooses between a small variant that decodes slowly and a large one that decodes fast needs more than the mean:
+the mean of a link that alternates between 1 and 10 Gbps is a speed that it never has. So the result is a distribution
+over what the next chunks will meet, `LinkOutlook`: the logarithm of bandwidth as an autoregressive process, with a
+median, a spread, how long deviations last, and how sure the median is. A policy tries its choices on a few paths drawn
+from it, always with the same random numbers, so that equal situations get equal answers.
+
+`robust` fits it. A single transfer that is far from the others counts as an outlier: it is clipped. Two in a row on the
+same side mean that the link has changed, and everything before is forgotten. With few transfers, a prior stands in.
+Simulations and traces judge it (`benchmarks.adaptive`, docs/adaptive.md).
+"""
 
 from __future__ import annotations
 

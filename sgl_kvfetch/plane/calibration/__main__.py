@@ -39,7 +39,7 @@ def main() -> None:
     os.umask(0o077)
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s kvfetch calibration] %(message)s")
     most_bytes = int(_MEMORY_PART * available_bytes())
-    threading.Thread(target=_watch_memory, args=(most_bytes,), daemon=True).start()
+    threading.Thread(target=_watch_memory, args=(most_bytes,), name="kvfetch-memory", daemon=True).start()
     try:
         calibrate(job)
     except KVFetchError as e:

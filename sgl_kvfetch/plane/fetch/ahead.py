@@ -28,7 +28,7 @@ class _Lookup:
         self.has_failed |= not task.cancelled() and task.exception() is not None
 
 
-class ReadAhead:
+class AheadReader:
     """Reads units and keeps their bytes until a fetch takes them or they expire. Belongs to one event loop."""
 
     def __init__(

@@ -1,6 +1,22 @@
-"""Transmit, decode and restore: three stages that overlap, each bounded.
+"""Transmit, decode and restore: three stages that overlap, each bounded. Decisions without I/O are in ``plan``.
 
-The event loop transmits; decoding and restoring run on a decode pool. Decisions without I/O are in ``plan``.
+A fetch is a run of pages, cut into rounds that get destination pages one after another. Each round is read in units,
+runs of cells of one span: a unit is requested, arrives, waits for its round's destination, and its cells are decoded
+and restored one by one, in any order. The event loop transmits; decoding and restoring run on a decode pool.
+
+What may happen to a unit, and what then: it is late, missing, damaged, or of a key that we lack. Then it fails, and the
+fetch ends in front of its pages: a page counts only if all pages before it are whole. A damaged level is left out
+instead, if it may be. Nothing is tried twice here; the store's client hedges reads.
+
+What must hold:
+
+* **Bytes are bounded twice.** Those that have no destination yet (ahead) and those that have one take from different
+  budgets. With one, bytes that wait for pages could fill it, and those pages might be freed only by a fetch that waits
+  for bytes: a circle.
+* **A budget's bytes are given back once, whatever happens**: when the device has finished with them, not when a
+  coroutine ends. A cancelled fetch still has jobs on the pool, and a GPU may still read what they have launched.
+* **Nothing is written after a round is over**: the sink is closed first (`sink`). SGLang gives the pages to others.
+* **Damage is reported, not judged.** Only the store can tell damage on its disk from damage on the way here.
 """
 
 from __future__ import annotations
@@ -24,7 +40,7 @@ from sgl_kvfetch.codec import Cell, Decoders, SegmentReader
 from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError, KVFetchError, StoreError
 from sgl_kvfetch.plane.adapt.policy import Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
-from sgl_kvfetch.plane.fetch.ahead import ReadAhead
+from sgl_kvfetch.plane.fetch.ahead import AheadReader
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
 from sgl_kvfetch.plane.fetch.offers import Chooser
 from sgl_kvfetch.plane.fetch.plan import (
@@ -108,7 +124,7 @@ class Fetcher:
         self._may_delete = may_delete
         self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
         self._running: set[FetchProgress] = set()
-        self._ahead = ReadAhead(self.link, self._ahead_budget, partial(self._transmit, request=timeline.NOBODY))
+        self._ahead = AheadReader(self.link, self._ahead_budget, partial(self._transmit, request=timeline.NOBODY))
         # Bytes of spans that a fetch used only in part. SGLang fetches in batches of 128 pages, and the next batch or
         # the next turn of a conversation begins with the rest of the span.
         self._begun: OrderedDict[UnitKey, bytes] = OrderedDict()

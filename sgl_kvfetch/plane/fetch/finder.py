@@ -1,4 +1,18 @@
-"""Finds where pages are stored: makes lookups, remembers their results, and pauses if the store keeps failing."""
+"""Finds where pages are stored: makes lookups, remembers their results, and pauses if the store keeps failing.
+
+A lookup asks for the longest stored run of a prompt's pages, and gets manifests. None is trusted: each is checked, and
+must hold the pages that were asked for, at their place in the sequence. The run ends in front of the first that does
+not. A rank needs pages of all its heads. Ranks of another TP size have written other heads, into other folders; so
+several folders are asked at once, and what they have is joined where together they have all heads (`join_heads`). Where
+others fail or are slow, the rank's own folder counts alone.
+
+A prompt is looked up and then fetched, by SGLang's threads, with only the hashes in common. So results are remembered
+between the two, by page, within bounds: pages that a lookup of many prompts has pushed out are asked for again.
+Manifests in use are shared by requests, and decoded off the event loop unless they are small.
+
+After three failures in a row, of lookups or of fetches, lookups stop for 1 to 30 s (`Breaker`): a store that hangs
+costs a request its timeout, and must not cost every request that.
+"""
 
 from __future__ import annotations
 

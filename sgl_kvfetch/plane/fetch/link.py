@@ -1,4 +1,23 @@
-"""Decides when to request more bytes: by the pace at which the link delivers, and by the memory that they may take."""
+"""Measures the link, and decides when to request more bytes: by its pace, and by the memory that they may take.
+
+What is known of a link is what has arrived, and when. Reads share it: several are under way, each slower than the link.
+So goodput is not that of single reads. The link is taken as if one connection carried everything: a `Transfer` is what
+has come, of all reads, between two ends of reads. Two reads may end almost together, and the time between says nothing:
+then the next transfer is joined with the last one, until it lasts as long as a read.
+
+* **The mean of the last 16 transfers** (`goodput_bps`) is over time, so that slow ones count in full. It is forgotten
+  when it is 30 s old: links change. When the last two transfers are far faster than all before, those before go: a
+  mean over time would hide a faster link for long.
+* **A link that has stopped** gives no new transfer, so the mean would stay high for ever. `present_bps` is at most what
+  has come since the last end of a read. A read that was given up leaves such a bound, too.
+* **A link that nobody uses**, because computing is sooner, would never be seen to have become faster. So now and then a
+  probe reads a little of what was found.
+* **The pace**: enough reads are requested that the link is never idle between two of them, and no more. What is
+  requested too early arrives late, all at once, and cannot be taken back.
+
+`adapt.estimate` expects the future from the same transfers, for whom a mean does not do. There are no clocks in either
+but the one that is passed in, and no I/O.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,16 @@
 """Encodes and commits segments in the background, with a bounded queue. Failed segments are dropped and counted.
 
-Buddies in the store are merged into segments of twice the length, so that segments grow with their prefix.
+Pages come from SGLang's thread, which must not wait. So room in the queue is reserved before they are copied, by bytes;
+where there is none for a second, they are dropped. From then on they belong to the event loop: joined with the batches
+before and after (`gather`), cut into segments, encoded, and put. The bytes are given back when the segment is stored or
+dropped, whichever way, and never earlier: they are in memory until then.
+
+* A segment is encoded only if the store lacks it; and the store is asked right before, as another server may write the
+  same prompt. Two that do so at once put equal values, which is harmless.
+* Data is put before the manifest. A manifest without its data would be found, and be a miss each time.
+* Buddies in the store are merged into segments of twice the length, so that segments grow with their prefix: a long
+  prompt is looked up and read in few pieces. A merge changes no integer. Its halves stay for a while, since readers may
+  have found them. If anything goes wrong, the halves are as good as before.
 """
 
 from __future__ import annotations
@@ -354,8 +364,8 @@ class Merger:
 
 
 def _coarse_segments(hits: Sequence[SegmentHit]) -> list[Manifest]:
-    """Return the manifests of segments that have lost levels; none if one of all these has pages beyond its hit, which
-    would be lost."""
+    """Return the manifests among ``hits`` that have lost levels. Return none if a hit uses only part of its segment:
+    replacing it would lose the rest."""
     coarse = []
     for hit in hits:
         manifest = decode_manifest(hit.manifest)

@@ -140,8 +140,11 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         return self._open_plane
 
     def be_patient(self, cache: Any, base_s: float, per_ki_token_s: float) -> tuple[float, float]:
-        """Let requests wait for their prefixes as SGLang's policy and ``fetch_timeout_s`` say. Return the budget that
-        SGLang gives to a prefetch, from the one in its config: seconds, and seconds per 1,024 tokens."""
+        """Let requests wait for their prefixes as SGLang's policy and ``fetch_timeout_s`` say.
+
+        SGLang's default prefetch budget is replaced by ``fetch_timeout_s``. Return the budget to use, in seconds and in
+        seconds per 1,024 tokens. ``base_s``, ``per_ki_token_s``: the budget in SGLang's config.
+        """
         self._patience = Patience(cache, self._config.fetch_timeout_s)
         budget = choose_budget(base_s, per_ki_token_s, self._config.fetch_timeout_s)
         if self._storage_config.tp_rank == 0:

@@ -35,15 +35,8 @@ from sgl_kvfetch.codec import (
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import parse_object_name
 from sgl_kvfetch.side_by_side import side_by_side
-from sgl_kvfetch.stores import (
-    AdminStore,
-    ObjectInfo,
-    StoredSegment,
-    decode_named_manifest,
-    list_segments,
-    object_digest,
-    with_keys,
-)
+from sgl_kvfetch.stores import AdminStore, ObjectInfo, object_digest, with_keys
+from sgl_kvfetch.stores.upkeep import StoredSegment, decode_named_manifest, list_segments
 from sgl_kvfetch.tools.encoding.transcode import (
     Target,
     cheapest_variant,

@@ -19,15 +19,15 @@ from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.stores.base import AdminStore, ObjectInfo
-from sgl_kvfetch.stores.eviction import EvictionRank
-from sgl_kvfetch.stores.listing import (
+from sgl_kvfetch.stores.pins import pinned_segments
+from sgl_kvfetch.stores.upkeep.eviction import EvictionRank
+from sgl_kvfetch.stores.upkeep.listing import (
     StoredSegment,
     decode_named_manifest,
     folders_named,
     list_segments,
     names_of_folders,
 )
-from sgl_kvfetch.stores.pins import pinned_segments
 
 ORPHAN_AGE_S = 900.0  # data without a manifest, or the reverse, may be a write under way until then
 _WORKERS = 16

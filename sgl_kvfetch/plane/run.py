@@ -1,0 +1,392 @@
+"""One data plane as the engine sees it, from its launch to its end, with its work under way.
+
+Several threads ask it for work; ``kvfetch-data`` receives the events that answer. What must hold, whatever happens:
+
+* Each piece of work is answered once: by its event, or, if the data plane ends first, as lost. So nobody waits for an
+  answer that never comes. A lock guards the tables of work under way; futures are completed after it is released,
+  since they call back.
+* The data plane may end at any moment, also between two bytes of a message. Then `serve` returns, `end` completes what
+  is left, and commands that come later fail at once.
+* Memory for pages is freed only when the data plane has said that it has copied them, however long that takes.
+* A data plane that lives but does not answer counts as ended. Silence is counted in ticks in which this thread had
+  nothing to read, not in seconds: on a busy machine this thread may be the late one.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.codec import CellValues, Quantised
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, UnsupportedError
+from sgl_kvfetch.plane import messages as m
+from sgl_kvfetch.plane.arena import Arena, Room
+from sgl_kvfetch.plane.channel import Channel
+from sgl_kvfetch.plane.coded import CELL, StagedCode
+from sgl_kvfetch.plane.fetch.sink import Destination
+from sgl_kvfetch.plane.launch import Launch, Line
+from sgl_kvfetch.plane.staging import StagedValues, region_views
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+A = TypeVar("A", bound=m.Found | m.SideOver | m.Staged | m.Taken | m.ClearOver)
+
+_START_S = 60.0  # importing torch takes this long on a busy machine
+_TICK_S = 0.25
+# A data plane counts as hung after so many consecutive ticks without an answer: few if it does nothing in them, many if
+# it runs, or waits for a core or a disk, as on an overloaded machine.
+_IDLE_TICKS, _SILENT_TICKS = 12, 80
+_SUSPECT_TICKS = 4  # after so many without an answer in which it does nothing, a spare data plane is started
+CLOSE_S = 10.0
+_REFUSALS: dict[str, type[KVFetchError]] = {kind.__name__: kind for kind in (ConfigError, UnsupportedError)}
+ANSWER_S = 5.0  # how much longer a caller waits than the data plane's own deadline
+
+ReadPages = Callable[[TensorName, Sequence[int]], torch.Tensor | None]
+ReadSide = Callable[[], torch.Tensor]  # returns uint8, (bytes,)
+TakeSide = Callable[[int, torch.Tensor], None]
+
+
+@dataclass(slots=True, eq=False)
+class FetchCall:
+    """A fetch under way. Other threads complete the futures; every future is completed, whatever happens.
+
+    ``here``: for each round, the cost of its pages and all later ones, when its first bytes are here; None if it ended
+    before. ``over``: for each round, how many of its pages, from the first on, are restored; nothing is written after
+    that. ``link``: done when the link could serve another fetch as well. ``certain``: true as `messages.Certain` says,
+    false if the fetch ended before. ``end``: done when the fetch is over.
+    """
+
+    work: int
+    here: list[Future[m.Cost | None]]
+    over: list[Future[int]]
+    link: Future[None] = field(default_factory=Future)
+    certain: Future[bool] = field(default_factory=Future)
+    end: Future[None] = field(default_factory=Future)
+    destinations: dict[int, Destination] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # guards what follows
+    _completed: set[Future[Any]] = field(default_factory=set)
+
+    def complete(self, future: Future[R], result: R) -> None:
+        """Complete a future unless that was done. Messages complete futures on one thread, and the data plane's end on
+        another: whichever comes first."""
+        with self._lock:
+            is_first = future not in self._completed
+            self._completed.add(future)
+        if is_first:
+            future.set_result(result)  # not with the lock held: it calls back
+
+    def take_in(self, event: m.RoundHere | m.RoundOver | m.LinkHasRoom | m.Certain) -> None:
+        match event:
+            case m.RoundHere():
+                self.complete(self.here[event.round], event.cost)
+            case m.RoundOver():
+                self.end_round(event.round, event.num_pages)
+                if event.round == len(self.over) - 1:
+                    self.end_transmission()
+            case m.LinkHasRoom():
+                self.complete(self.link, None)
+            case m.Certain():
+                self.complete(self.certain, True)
+
+    def lose(self) -> None:
+        metrics.MISSES.labels("fetch", "data_plane").inc()
+        self.end_all()
+
+    def end_round(self, index: int, num_pages: int) -> None:
+        self.complete(self.here[index], None)
+        self.complete(self.over[index], num_pages)
+
+    def end_all(self) -> None:
+        for index in range(len(self.over)):
+            self.end_round(index, 0)
+        self.complete(self.link, None)
+        self.end_transmission()
+
+    def end_transmission(self) -> None:
+        self.complete(self.certain, False)
+        self.complete(self.end, None)
+
+
+_Work = m.LookUp | m.FetchPages | m.FetchSide | m.Stage | m.Write | m.Clear
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A command that one event answers. ``lost``: that event, if the data plane ends first."""
+
+    lost: m.Found | m.SideOver | m.Staged | m.Taken | m.ClearOver
+    take: TakeSide | None
+    answer: Future[Any] = field(default_factory=Future)
+
+    def lose(self) -> None:
+        if isinstance(self.lost, m.Found | m.SideOver | m.Staged):
+            stage = "lookup" if isinstance(self.lost, m.Found) else "fetch"
+            metrics.MISSES.labels(stage, "data_plane").inc()
+        self.answer.set_result(self.lost)
+
+
+class Run:
+    """One data plane, from its start to its end, with its work under way."""
+
+    def __init__(
+        self, launch: Launch, geometry: KVGeometry, sides: Mapping[str, int], page_bytes: int, value_bytes: int
+    ) -> None:
+        """Launch a data plane, which waits for ``Start``. ``page_bytes``, ``value_bytes``: the shared memory for pages
+        on their way to the store, and for values on their way to the engine."""
+        commands, events = socket.socketpair(), socket.socketpair()
+        self.launch = launch
+        self.channel = Channel(commands[0], events[0])
+        self._values, self._pages = Arena.create(value_bytes), Arena.create(page_bytes)
+        self._room = Room(page_bytes)
+        self._geometry = geometry
+        self._sides = sides
+        self._lock = threading.Lock()
+        self._ended = False  # guarded by the lock, like the work under way
+        self._asked: dict[int, _Asked] = {}
+        self._fetches: dict[int, FetchCall] = {}
+        self.profile: m.ProfileTaken | None = None
+        self._num_queued = 0  # pages that the data plane has taken and not yet written or dropped
+        self.running = launch(Line(commands[1], events[1], self._values, self._pages, self.destination))
+
+    # Commands, which fail at once after the end
+
+    def ask(
+        self, command: m.LookUp | m.FetchSide | m.Stage | m.Write | m.Clear, lost: A, take: TakeSide | None = None
+    ) -> Future[A]:
+        """Send a command. Return the event that answers it, ``lost`` if the data plane ends first. ``take``: as in
+        `DataPlane.fetch_side`."""
+        asked = _Asked(lost, take)
+        if not self._begin(command, self._asked, asked):
+            asked.lose()
+        return asked.answer
+
+    def fetch(self, command: m.FetchPages, call: FetchCall) -> None:
+        if not self._begin(command, self._fetches, call):
+            call.lose()
+
+    def _begin(self, command: _Work, under_way: dict[int, Any], work: Any) -> bool:
+        """Record work as under way and send its command. Return False if the data plane has ended."""
+        with self._lock:
+            if self._ended:
+                return False
+            under_way[command.work] = work
+        self.channel.send(command)
+        return True
+
+    def write(
+        self,
+        command: m.Write,
+        pool_pages: Sequence[int],
+        read: ReadPages,
+        read_quantised: Callable[[], Sequence[Quantised] | None] | None,
+        read_sides: Sequence[ReadSide],
+        timeout_s: float,
+    ) -> bool:
+        """Hand over pages for writing. Waits for room for them. Return whether they are queued."""
+        sizes = [self._sides[pool] for pool, _ in command.sides]
+        sides_at = len(pool_pages) * self._geometry.page_bytes
+        offset = self._room.allocate(sides_at + sum(sizes), timeout_s)
+        if offset is None:
+            return False
+        with ExitStack() as undo:
+            undo.callback(self._room.free, offset)
+            cells = read_quantised() if read_quantised is not None else None
+            sizes_of_cells = self._copy_quantised(offset, sides_at, cells or ())
+            if not sizes_of_cells and not self._copy(offset, pool_pages, read):
+                return False
+            views = self._pages.views(offset + sides_at, torch.uint8, ((size,) for size in sizes))
+            for read_side, into in zip(read_sides, views, strict=True):
+                into.copy_(read_side())
+            undo.pop_all()
+        command = msgspec.structs.replace(command, offset=offset, cells=sizes_of_cells)
+        taken = self.ask(command, m.Taken(command.work, 0))
+        # Not earlier, however long it takes: the data plane may still be copying the pages.
+        taken.add_done_callback(lambda _: self._room.free(offset))
+        try:
+            return taken.result(ANSWER_S).num_queued > 0
+        except TimeoutError:
+            return False
+
+    def _copy_quantised(self, offset: int, most_bytes: int, cells: Sequence[Quantised]) -> tuple[tuple[int, ...], ...]:
+        """Copy the parts of cells into the shared memory. Return their sizes. Return no sizes if the parts are larger
+        than the raw values, as where all tokens are exact."""
+        flat = [x for cell in cells for x in cell]
+        if sum(x.nbytes for x in flat) > most_bytes:
+            return ()
+        for x, into in zip(flat, self._pages.views(offset, torch.uint8, (x.shape for x in flat)), strict=True):
+            into.copy_(x)
+        return tuple(tuple(x.nbytes for x in cell) for cell in cells)
+
+    def _copy(self, offset: int, pool_pages: Sequence[int], read: ReadPages) -> bool:
+        """Copy pages into the shared memory. Return False if they are no longer available."""
+        for tensor, into in zip(TENSORS, self._pages.pages(offset, self._geometry, len(pool_pages)), strict=True):
+            values = read(tensor, pool_pages)
+            if values is None:
+                return False
+            into.copy_(values)
+        return True
+
+    # Events
+
+    def await_ready(self, closing: threading.Event) -> None:
+        """Wait until the data plane serves. Raises KVFetchError if it refuses the config or does not start."""
+        deadline_s = time.monotonic() + _START_S
+        while time.monotonic() < deadline_s and not closing.is_set():
+            for event in self._receive():
+                match event:
+                    case m.Ready():
+                        return
+                    case m.Refused():
+                        raise _REFUSALS.get(event.kind, KVFetchError)(event.reason)
+        raise KVFetchError(f"the data plane did not start within {_START_S:g} s")
+
+    def serve(self, closing: threading.Event, on_suspicion: Callable[[], None]) -> None:
+        """Process events until the data plane ends or hangs. ``on_suspicion`` is called when it may hang."""
+        num_silent = num_idle = 0
+        while True:
+            try:
+                events = self._receive()
+            except KVFetchError:
+                return
+            # Count ticks, not seconds: if a busy machine delays this thread, the data plane may well have answered.
+            if events:
+                num_silent = num_idle = 0
+            else:
+                num_silent += 1
+                num_idle += not self.running.is_busy()
+                if num_idle == _SUSPECT_TICKS:
+                    on_suspicion()
+            if (num_idle > _IDLE_TICKS or num_silent > _SILENT_TICKS) and not closing.is_set():
+                logger.warning("kvfetch: the data plane does not answer")
+                return
+            if num_silent:
+                self.channel.send(m.Ping())
+            self._take_in_all(events)
+
+    def step(self) -> None:
+        if self._asked or self._fetches:
+            try:
+                self._take_in_all(self.channel.receive_now())
+            except FormatError:
+                logger.exception("kvfetch: the data plane sends invalid bytes")
+                self.running.kill()
+
+    def _receive(self) -> list[m.Event]:
+        """Return new events. Raises KVFetchError if the data plane has ended."""
+        events = self.channel.receive(_TICK_S)
+        if events is None:
+            raise KVFetchError("the data plane ended")
+        return events
+
+    def _take_in_all(self, events: Iterable[m.Event]) -> None:
+        for event in events:
+            try:
+                self._take_in(event)
+            except Exception:  # must not end the thread, on which others depend
+                logger.exception("kvfetch: processing event %s failed", type(event).__name__)
+
+    def _take_in(self, event: m.Event) -> None:
+        match event:
+            case m.Piece():
+                try:
+                    self._land(event)
+                finally:
+                    self.channel.send(m.FreePiece(event.offset))
+            case m.SidePiece():
+                try:
+                    with self._lock:
+                        asked = self._asked.get(event.work)
+                    if asked is not None and asked.take is not None:
+                        asked.take(event.page, self._values.view(event.offset, torch.uint8, (event.num_bytes,)))
+                finally:
+                    self.channel.send(m.FreePiece(event.offset))
+            case m.Found() | m.SideOver() | m.Staged() | m.Taken() | m.ClearOver():
+                with self._lock:
+                    asked = self._asked.pop(event.work, None)
+                if isinstance(event, m.Taken):
+                    self._num_queued += event.num_queued
+                if asked is not None:  # else the data plane has ended, as another thread has noticed
+                    asked.answer.set_result(event)
+            case m.ProfileTaken():
+                self.profile = event
+            case m.Settled():
+                self._num_queued -= event.num_pages
+            case m.RoundHere() | m.RoundOver() | m.LinkHasRoom() | m.Certain():
+                if (call := self._call(event.work)) is not None:
+                    call.take_in(event)
+                    if call.link.done() and call.end.done():  # each on a thread of its own, perhaps
+                        with self._lock:
+                            self._fetches.pop(call.work, None)
+
+    def _call(self, work: int) -> FetchCall | None:
+        with self._lock:
+            return self._fetches.get(work)
+
+    def destination(self, work: int, index: int) -> Destination | None:
+        """Return the destination of a round. None if it has none, or if the fetch has ended."""
+        call = self._call(work)
+        return None if call is None else call.destinations.get(index)
+
+    def staged_values(self, staged: m.Staged) -> StagedValues:
+        """Return what was staged. It stays readable when the data plane has ended."""
+        if staged.num_cells:
+            tables = self._values.view(staged.tables, torch.uint8, (staged.tables_bytes,))
+            cells = np.frombuffer(tables.numpy().data, dtype=CELL, count=staged.num_cells)
+            code = StagedCode(cells, tables[cells.nbytes :])
+            return StagedValues(staged.num_pages, staged.num_found, staged.end, self._values.whole, code=code)
+        room_pages = staged.num_found if staged.num_pages else 0
+        values = region_views(self._values, staged.offset, self._geometry, room_pages)
+        return StagedValues(staged.num_pages, staged.num_found, staged.end, self._values.whole, values)
+
+    def _land(self, piece: m.Piece) -> None:
+        """Copy values to their destination. Drop them if it no longer exists. If that fails, end the fetch."""
+        call = self._call(piece.work)
+        destination = None if call is None else call.destinations.get(piece.round)
+        if call is None or destination is None:
+            return
+        geometry = self._geometry
+        layers, heads = range(piece.first_layer, piece.end_layer), range(piece.first_head, piece.end_head)
+        common = len(piece.pages) * geometry.page_size, len(layers), len(heads)
+        shapes = ((*common, geometry.head_dim(t)) for t in TENSORS)
+        values = self._values.views(piece.offset, geometry.torch_dtype, shapes)
+        try:
+            pages = [destination.pool_pages[i] for i in piece.pages]
+            if destination.sink.write(layers, heads, pages, CellValues(*values)):
+                destination.count(layers, heads, len(pages))
+        except BaseException:
+            call.end_all()
+            raise
+
+    def end(self) -> bool:
+        """End the data plane, and complete all its work under way as misses. Return whether it has lost pages that it
+        had taken for writing."""
+        self.running.kill()
+        self.running.join(CLOSE_S)
+        self.channel.close()
+        self._room.close()
+        with self._lock:
+            self._ended = True
+            lost: list[_Asked | FetchCall] = [*self._asked.values(), *self._fetches.values()]
+            self._asked, self._fetches = {}, {}
+        for each in lost:
+            each.lose()
+        self._values.close()
+        self._pages.close()
+        if self._num_queued > 0:
+            metrics.WRITTEN_PAGES.labels("dropped_data_plane").inc(self._num_queued)
+            logger.warning("kvfetch: %d pages that were queued for writing are lost", self._num_queued)
+        return self._num_queued > 0

@@ -1,0 +1,206 @@
+"""Keeps a data plane serving: starts it, watches it, restarts it, and switches to another one.
+
+Data planes follow one another, and one of them, `_run`, gets all new work. Two threads may replace it: the one that
+watches, when it has ended, and the engine's, which switches. Both hold `_choosing`. The one that watches replaces only
+the data plane that it watched; if a switch was faster, it ends what it has started. A switch never waits: the next data
+plane serves already, and the former one is watched by its own thread until it has written what it had queued.
+
+A data plane that does not answer may hang, or be slow. While that is not sure, a spare one is launched: its imports,
+which take most of a start, are done when it is needed. If the first one answers after all, the spare one is kept.
+
+Restarts back off, as a data plane that cannot start (no memory, a store's file that is gone) fails again at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.openmp import use_one_thread
+from sgl_kvfetch.plane import messages as m
+from sgl_kvfetch.plane.launch import Launch
+from sgl_kvfetch.plane.run import CLOSE_S, Run
+from sgl_kvfetch.types import KVGeometry
+
+logger = logging.getLogger(__name__)
+
+_LEAST_BACKOFF_S, _MOST_BACKOFF_S = 0.1, 30.0
+_STEADY_S = 5.0  # after a data plane has served this long, the backoff starts anew
+
+
+class _Prepared(NamedTuple):
+    run: Run
+    start: m.Start
+    launch: Launch
+
+
+class Supervisor:
+    """Serves by one data plane at a time. Call ``close`` at the end."""
+
+    def __init__(self, start: m.Start, geometry: KVGeometry, launch: Launch, page_bytes: int, value_bytes: int) -> None:
+        """Start the data plane and wait until it serves. ``page_bytes``, ``value_bytes``: as for `Run`. Raises
+        KVFetchError if the data plane refuses the config or fails."""
+        self._start = start
+        self._geometry = geometry
+        self._launch = launch
+        self._shared_bytes = page_bytes, value_bytes
+        self._closing = threading.Event()
+        self._spare: Run | None = None  # launched, but not started
+        self.num_losses = 0  # data planes that ended before all pages that they had taken were written
+        self._shown: m.ShowPrompts | None = None
+        self._prepared: _Prepared | None = None
+        self._choosing = threading.Lock()  # held to replace `_run`
+        self.has_switched = False
+        self.on_switch: Callable[[], None] = lambda: None  # what is known of the store's pages holds no longer
+        self._run = self._begin_run()  # has ended while the next one is being started
+        self._former: threading.Thread | None = None  # serves the data plane before the last switch until its end
+        self._thread = self._begin_watch()
+
+    def show_prompts(self, windows: Sequence[Sequence[bytes]]) -> None:
+        """Let the data plane, and those that follow it, calibrate on these prompts: see `messages.ShowPrompts`."""
+        self._shown = m.ShowPrompts(tuple(map(tuple, windows)))
+        self._send(self._shown)
+
+    def prepare(self, make: Callable[[], tuple[m.Start, Launch]]) -> None:
+        """Start a second data plane, on a thread, for `switch`. ``make`` returns what it is started with; it may take
+        its time, and raise KVFetchError: then there is nothing to switch to."""
+        threading.Thread(target=self._prepare, args=(make,), name="kvfetch-switch", daemon=True).start()
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._prepared is not None
+
+    def switch(self) -> None:
+        """Serve by the data plane that was prepared. The former one writes what is queued, and ends; its other work
+        under way counts as misses. Never waits. Call on the thread that steps."""
+        assert self._prepared is not None
+        prepared, self._prepared = self._prepared, None
+        with self._choosing:
+            former, self._run = self._run, prepared.run
+            self._start, self._launch, self._shown = prepared.start, prepared.launch, None
+        self.has_switched = True
+        self.num_losses += 1  # what it has queued is of no use to the next one
+        self.on_switch()
+        former.channel.send(m.Close())
+        self._former, self._thread = self._thread, self._begin_watch()
+
+    def close(self) -> None:
+        """Write what is queued, within a few seconds, and end the data plane. Waits for it. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        run = self._run
+        run.channel.send(m.Close())
+        if not run.running.join(CLOSE_S):
+            logger.warning("kvfetch: the data plane did not end in %g s", CLOSE_S)
+            run.running.kill()
+        self._thread.join(CLOSE_S)
+        if self._former is not None:
+            self._former.join(CLOSE_S)
+        if self._prepared is not None:
+            self._prepared.run.end()
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing.is_set()
+
+    def step(self) -> None:
+        """Complete what the events for the scheduler's steps say: those that have come, a bounded number. Only if
+        `messages.Start` has said ``has_steps``. Never waits."""
+        self._run.step()
+
+    def _send(self, command: m.Command) -> None:
+        self._run.channel.send(command)
+
+    def _begin_run(self) -> Run:
+        """Start a data plane, the spare one if there is one, and wait until it serves. Raises KVFetchError."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.launch is not self._launch:  # from before a switch
+            spare.end()
+            spare = None
+        run = spare or self._new_run()
+        try:
+            run.channel.send(self._start)
+            run.await_ready(self._closing)
+        except BaseException:
+            run.end()
+            raise
+        if self._shown is not None:
+            run.channel.send(self._shown)
+        return run
+
+    def _prepare(self, make: Callable[[], tuple[m.Start, Launch]]) -> None:
+        run = None
+        try:
+            start, launch = make()
+            run = self._new_run(launch)
+            run.channel.send(start)
+            run.await_ready(self._closing)
+        except (KVFetchError, OSError) as e:
+            logger.warning("kvfetch: the profile cannot be used, and this server stores with 'exact': %s", e)
+            if run is not None:
+                run.end()
+            return
+        self._prepared = _Prepared(run, start, launch)
+        if self._closing.is_set():
+            run.end()
+
+    def _begin_watch(self) -> threading.Thread:
+        thread = threading.Thread(target=self._watch, args=(self._run,), name="kvfetch-data", daemon=True)
+        thread.start()
+        return thread
+
+    def _watch(self, run: Run) -> None:
+        """Serve a run until its end, then start the next one, unless that is served already. Runs on the thread that
+        receives."""
+        use_one_thread()
+        backoff_s = _LEAST_BACKOFF_S
+        try:
+            while True:
+                began_s = time.monotonic()
+                run.serve(self._closing, self._launch_spare)
+                self.num_losses += run.end()
+                if self._closing.is_set() or run is not self._run:
+                    return
+                if time.monotonic() - began_s > _STEADY_S:
+                    backoff_s = _LEAST_BACKOFF_S
+                logger.warning("kvfetch: the data plane ended; its work under way counts as misses; it is restarted")
+                metrics.DATA_PLANE_STARTS.inc()
+                while True:
+                    if self._closing.wait(backoff_s):
+                        return
+                    backoff_s = min(_MOST_BACKOFF_S, 2 * backoff_s)
+                    if run is not self._run:
+                        return
+                    try:
+                        following = self._begin_run()
+                    except (KVFetchError, OSError) as e:
+                        logger.warning("kvfetch: the data plane did not start: %s", e)
+                        continue
+                    with self._choosing:
+                        is_wanted = run is self._run
+                        if is_wanted:
+                            self._run = run = following
+                    if not is_wanted:
+                        following.end()
+                        return
+                    break
+        finally:
+            if self._spare is not None:
+                self._spare.end()
+
+    def _launch_spare(self) -> None:
+        """Launch a spare data plane, whose imports are done if this one turns out to hang. If not, it is kept."""
+        if self._spare is None and not self._closing.is_set():
+            try:
+                self._spare = self._new_run()
+            except OSError as e:
+                logger.warning("kvfetch: a spare data plane cannot be started: %s", e)
+
+    def _new_run(self, launch: Launch | None = None) -> Run:
+        return Run(launch or self._launch, self._geometry, self._start.sides, *self._shared_bytes)

@@ -1,0 +1,8 @@
+"""A whole store, object by object: list it, summarise it, and delete what has to go.
+
+A door of its own, for the commands that look after a store, and for directories, which delete in the same order.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,54 @@
+"""docs/upgrading.md: its versions are those of the code, and its commands roll a store back."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from harness.store_process import StoreProcess
+from sgl_kvfetch.codec.quant.profile import PROFILE_VERSION
+from sgl_kvfetch.directory import catalog
+from sgl_kvfetch.keys import FORMAT_MAJOR, FORMAT_MINOR
+from sgl_kvfetch.plane.adapt import decode_profile
+from sgl_kvfetch.stores import profiles
+from tests.shell_blocks import ROOT, blocks_of
+from tests.tools.conftest import Stored, kvfetch, kvfetch_json
+from tests.tools.test_profiles import put
+
+PAGE = (ROOT / "docs" / "upgrading.md").read_text()
+
+
+def test_the_page_has_the_versions_of_the_code() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| [\w.]+ \| ([\w.]+) \|", PAGE, re.MULTILINE)
+    assert {re.sub(r"\[(.*)\]\(.*?\)", r"\1", what): version for what, version in rows if what != "what"} == {
+        "format of segments": f"{FORMAT_MAJOR}.{FORMAT_MINOR}",
+        "a directory's catalog": str(catalog._VERSION),
+        "profiles, as files": str(PROFILE_VERSION),
+        "profiles in stores": str(profiles.VERSION),
+        "decode profiles": str(decode_profile.VERSION),
+    }
+
+
+def test_the_commands_roll_a_store_back(tmp_path: Path, stored: Stored) -> None:
+    """Of two profiles the old one is the newest in the end, and one of two namespaces is gone."""
+    old, new = (put(stored.root, tmp_path, number) for number in (1, 2))
+    namespaces = [segment.manifest.key.namespace for segment in stored.segments]
+    token = tmp_path / "token"
+    token.write_text("secret")
+    token.chmod(0o600)
+    with StoreProcess(stored.root) as store:
+        stands_for = {
+            "http://STORE:8700#NAMESPACE": f"{store.url}#{namespaces[-1]}",
+            "http://STORE:8700": store.url,
+            "OLD": old,
+            "old.profile": str(tmp_path / "old.profile"),
+            "token": str(token),
+        }
+        for line in "".join(blocks_of(PAGE)).splitlines():
+            program, *words = (stands_for.get(word, word) for word in shlex.split(line))
+            result = kvfetch(*words)
+            assert (program, result.exit_code) == ("kvfetch", 0), f"{line}\n{result.output}"
+        listed = kvfetch_json("profile", "list", store.url)
+    assert {row["digest"]: row["is_newest"] for row in listed} == {old: True, new: False}
+    assert {path.parent.name for path in stored.root.rglob("*.kvm")} == set(namespaces[:-1])
