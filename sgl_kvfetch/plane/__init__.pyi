@@ -18,11 +18,7 @@ from .fetch.link_queue import Claim as Claim, LinkQueue as LinkQueue
 from .fetch.plan import ReadUnit as ReadUnit, read_units as read_units
 from .fetch.sink import (
     Destination as Destination,
-    FramePool as FramePool,
-    Guard as Guard,
     GuardedSink as GuardedSink,
-    IsFinished as IsFinished,
-    LayerProgress as LayerProgress,
     PagePool as PagePool,
     consecutive_runs as consecutive_runs,
 )

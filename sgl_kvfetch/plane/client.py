@@ -47,7 +47,6 @@ MAX_SEGMENT_TOKENS = 8192  # limit for a segment, the unit of lookup and commit
 _LINGER_S = 0.25  # how long pages wait for the next ones before a segment is cut
 _RETIRE_S = 60.0  # minimum time to keep merged halves, for readers that do not know of the merge
 _HORIZON = 8  # cells to look ahead; a choice takes the event loop a few milliseconds
-_SPARE_SESSIONS = 24  # each waits for the GPU for some ms a cell, and takes little of the CPU
 _CONNECT_S = 5.0  # limit for one attempt to connect to the store
 READ_BYTES = 4 << 20  # most that one request reads, about
 _DECODE_BYTES = 64 << 20  # frames and values on their way to pages
@@ -94,13 +93,12 @@ def open_client(
     quantiser: Quantiser,
     *,
     nvdec: Nvdec | None = None,
-    spare_decoders: Decoders | None = None,
     max_span_pages: int | None = None,
     engine_codecs: Collection[str] = (),
 ) -> StoreClient:
-    """Open the store; call this on the event loop. ``nvdec`` decodes what it can, the CPU the rest; while
-    that is busy, so do ``spare_decoders``. ``max_span_pages``: upper limit for the pages of a span. ``engine_codecs``:
-    those that the engine decodes; variants that leave no video to the CPU are preferred. Raises ConfigError."""
+    """Open the store; call this on the event loop. ``nvdec`` decodes what it can, the CPU the rest.
+    ``max_span_pages``: upper limit for the pages of a span. ``engine_codecs``: those that the engine decodes; variants
+    that leave no video to the CPU are preferred. Raises ConfigError."""
     levels = _level_policy(config, quantiser)
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     link = Link()
@@ -113,7 +111,7 @@ def open_client(
     memory = MemoryCache(Arena.create(config.memory_cache)) if config.memory_cache else None
     fetcher = Fetcher(
         store,
-        _open_pool(config, nvdec, spare_decoders or {}),
+        _open_pool(config, nvdec),
         read_bytes=READ_BYTES,
         inflight_bytes=config.inflight_bytes,
         may_delete=config.writes,
@@ -206,20 +204,18 @@ def count_fetch(result: FetchResult, timeout_s: float) -> None:
             metrics.MISSES.labels("fetch", reason).inc()
 
 
-def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None, spare: Decoders) -> DecodePool[Decoders]:
+def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoders]:
     """Open as many decode sessions as the profile says, or ``codec_threads`` without one, and with NVDEC at least one
-    per video engine. Without a profile, more sessions follow, which take what comes while all before them are busy:
-    those with ``spare`` decoders, or, if only the CPU decodes, as many again at low priority. Raises ConfigError."""
+    per video engine. Without a profile, and if only the CPU decodes, as many again follow at low priority, which take
+    what comes while all before them are busy. Raises ConfigError."""
     profile = None if config.decode_profile is None else load_decode_profile(Path(config.decode_profile))
     num_sessions = config.codec_threads if profile is None else profile.num_sessions
     if nvdec is not None:
         nvdec.surface_limit_bytes = MAX_SURFACE_BYTES
         num_sessions = max(num_sessions, nvdec.num_engines)
-    num_spare = _SPARE_SESSIONS if spare and profile is None else 0
-    num_yielding = num_sessions if nvdec is None and not spare and profile is None else 0
-    sessions: list[Decoders] = [{}] * (num_sessions + num_yielding) + [spare] * num_spare
-    opened = [{**session, **(nvdec.open_session() if nvdec else {})} for session in sessions]
-    return DecodePool(opened, profile, num_yielding=num_yielding)
+    num_yielding = num_sessions if nvdec is None and profile is None else 0
+    sessions = [nvdec.open_session() if nvdec else {} for _ in range(num_sessions + num_yielding)]
+    return DecodePool(sessions, profile, num_yielding=num_yielding)
 
 
 def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:

@@ -80,7 +80,7 @@ class FetchPages(_Message, frozen=True):
     """Fetch the pages that lookup number ``found`` has found, from ``first_page`` on; if it is None, these pages.
 
     ``round_ends``: where rounds end, in pages after the first fetched one. ``deadline_s``: in time.monotonic().
-    ``request_id``, ``traceparent``: for the timeline. ``early_s``: when to report `Certain`; 0: never. ``is_given``:
+    ``request_id``, ``traceparent``: for the timeline. ``is_given``:
     whether the first round has a destination already. ``compute_s``: how long the engine would take to compute these
     pages; a fetch ends when it would compute the rest sooner.
     """
@@ -93,7 +93,6 @@ class FetchPages(_Message, frozen=True):
     first_page: int = 0
     request_id: str = ""
     traceparent: str = ""
-    early_s: float = 0.0
     is_given: bool = False
     compute_s: float = math.inf
 
@@ -325,13 +324,6 @@ class LinkHasRoom(_Message, frozen=True):
     work: int
 
 
-class Certain(_Message, frozen=True):
-    """All bytes of a fetch are here, and sound; all its rounds have slots, and their first layers are restored. The
-    others follow layer by layer, and will take about the fetch's ``early_s`` at most."""
-
-    work: int
-
-
 class Taken(_Message, frozen=True):
     """Pages have left shared memory. ``num_queued``: how many are queued for writing, all or none."""
 
@@ -386,7 +378,7 @@ Command = (
     | Ping
     | Close
 )
-ForStep = Found | Staged | RoundHere | LinkHasRoom | Certain  # what the scheduler decides on in its steps
+ForStep = Found | Staged | RoundHere | LinkHasRoom  # what the scheduler decides on in its steps
 Event = (
     ForStep
     | Ready

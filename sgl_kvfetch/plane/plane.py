@@ -78,7 +78,6 @@ class DataPlane(Supervisor):
         found: int | None = None,
         first_page: int = 0,
         request: timeline.Request = timeline.NOBODY,
-        early_s: float = 0.0,
         destination: Destination | None = None,
         compute_s: float = math.inf,
     ) -> FetchCall:
@@ -99,7 +98,6 @@ class DataPlane(Supervisor):
             first_page,
             request.id,
             request.traceparent,
-            early_s,
             destination is not None,
             compute_s,
         )

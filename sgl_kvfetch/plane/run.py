@@ -66,15 +66,13 @@ class FetchCall:
 
     ``here``: for each round, the cost of its pages and all later ones, when its first bytes are here; None if it ended
     before. ``over``: for each round, how many of its pages, from the first on, are restored; nothing is written after
-    that. ``link``: done when the link could serve another fetch as well. ``certain``: true as `messages.Certain` says,
-    false if the fetch ended before. ``end``: done when the fetch is over.
+    that. ``link``: done when the link could serve another fetch as well. ``end``: done when the fetch is over.
     """
 
     work: int
     here: list[Future[m.Cost | None]]
     over: list[Future[int]]
     link: Future[None] = field(default_factory=Future)
-    certain: Future[bool] = field(default_factory=Future)
     end: Future[None] = field(default_factory=Future)
     destinations: dict[int, Destination] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards what follows
@@ -89,18 +87,16 @@ class FetchCall:
         if is_first:
             future.set_result(result)  # not with the lock held: it calls back
 
-    def take_in(self, event: m.RoundHere | m.RoundOver | m.LinkHasRoom | m.Certain) -> None:
+    def take_in(self, event: m.RoundHere | m.RoundOver | m.LinkHasRoom) -> None:
         match event:
             case m.RoundHere():
                 self.complete(self.here[event.round], event.cost)
             case m.RoundOver():
                 self.end_round(event.round, event.num_pages)
                 if event.round == len(self.over) - 1:
-                    self.end_transmission()
+                    self.complete(self.end, None)
             case m.LinkHasRoom():
                 self.complete(self.link, None)
-            case m.Certain():
-                self.complete(self.certain, True)
 
     def lose(self) -> None:
         metrics.MISSES.labels("fetch", "data_plane").inc()
@@ -114,10 +110,6 @@ class FetchCall:
         for index in range(len(self.over)):
             self.end_round(index, 0)
         self.complete(self.link, None)
-        self.end_transmission()
-
-    def end_transmission(self) -> None:
-        self.complete(self.certain, False)
         self.complete(self.end, None)
 
 
@@ -325,7 +317,7 @@ class Run:
                 self.profile = event
             case m.Settled():
                 self._num_queued -= event.num_pages
-            case m.RoundHere() | m.RoundOver() | m.LinkHasRoom() | m.Certain():
+            case m.RoundHere() | m.RoundOver() | m.LinkHasRoom():
                 if (call := self._call(event.work)) is not None:
                     call.take_in(event)
                     if call.link.done() and call.end.done():  # each on a thread of its own, perhaps
@@ -365,8 +357,7 @@ class Run:
         values = self._values.views(piece.offset, geometry.torch_dtype, shapes)
         try:
             pages = [destination.pool_pages[i] for i in piece.pages]
-            if destination.sink.write(layers, heads, pages, CellValues(*values)):
-                destination.count(layers, heads, len(pages))
+            destination.sink.write(layers, heads, pages, CellValues(*values))
         except BaseException:
             call.end_all()
             raise

@@ -42,7 +42,7 @@ from sgl_kvfetch.plane.coded import CODEC
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.plan import PageSource
-from sgl_kvfetch.plane.fetch.rounds import Early, Round
+from sgl_kvfetch.plane.fetch.rounds import Round
 from sgl_kvfetch.plane.fetch.sides import KV_POOL, Usable, usable_runs
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Line
@@ -234,7 +234,6 @@ class Service:
                     max(0.0, command.deadline_s - time.monotonic()),
                     request=request,
                     on_requested=partial(self._share_link, command, fetch),
-                    early=self._early(command),
                     compute_s=command.compute_s,
                 )
                 finder.fetched(hashes, sources, result)
@@ -282,10 +281,6 @@ class Service:
             metrics.SIDE_PAGES.labels(command.pool, "hit").inc(len(come))
             metrics.SIDE_PAGES.labels(command.pool, "miss").inc(len(hashes) - len(come))
             self._emit(m.SideOver(command.work, tuple(come)))
-
-    def _early(self, command: m.FetchPages) -> Early | None:
-        certain = m.Certain(command.work)
-        return Early(command.early_s, partial(self._emit, certain)) if command.early_s else None
 
     def _round_here(self, work: int, index: int, rest: Sequence[PageSource], wanted: asyncio.Future[bool]) -> None:
         if wanted.result():

@@ -15,7 +15,7 @@ NAMESPACE = make_heads(SMALL, make_quantiser("exact")).namespace
 COMMANDS: list[m.Command] = [
     m.Start({"store": "file:///kv"}, NAMESPACE, 0, 2, 1, None),
     m.LookUp(1, b"h" * 64, {"swa": 4, "indexer": 0}, 7),
-    m.FetchPages(2, b"h" * 32, (1, 2), 1.5, 1, 3, "r", "00-1-2-01", early_s=0.5, is_given=True, compute_s=2.5),
+    m.FetchPages(2, b"h" * 32, (1, 2), 1.5, 1, 3, "r", "00-1-2-01", is_given=True, compute_s=2.5),
     m.FetchSide(5, "swa", b"h" * 32, 1.5),
     m.Give(2, 0),
     m.Cancel(2),
@@ -45,7 +45,6 @@ EVENTS: list[m.Event] = [
     m.Piece(2, 0, 0, 3, 0, 2, (0, 5), 64),
     m.RoundOver(2, 0, 1),
     m.LinkHasRoom(2),
-    m.Certain(2),
     m.Taken(3, 8),
     m.ClearOver(4, ""),
     m.ProfileTaken("d" * 32, "/copies/d", "a profile"),

@@ -13,8 +13,8 @@ What must hold:
 * **Bytes are bounded twice.** Those that have no destination yet (ahead) and those that have one take from different
   budgets. With one, bytes that wait for pages could fill it, and those pages might be freed only by a fetch that waits
   for bytes: a circle.
-* **A budget's bytes are given back once, whatever happens**: when the device has finished with them, not when a
-  coroutine ends. A cancelled fetch still has jobs on the pool, and a GPU may still read what they have launched.
+* **A budget's bytes are given back once, whatever happens**: when their job is over, not when a coroutine ends. A
+  cancelled fetch still has jobs on the pool.
 * **Nothing is written after a round is over**: the sink is closed first (`sink`). SGLang gives the pages to others.
 * **Damage is reported, not judged.** Only the store can tell damage on its disk from damage on the way here.
 """
@@ -33,7 +33,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import Cell, Decoders, SegmentReader
@@ -54,8 +53,8 @@ from sgl_kvfetch.plane.fetch.plan import (
     span_parts,
 )
 from sgl_kvfetch.plane.fetch.restore import restore_cell, working_bytes
-from sgl_kvfetch.plane.fetch.rounds import Early, FetchProgress, Round
-from sgl_kvfetch.plane.fetch.sink import Destination, IsFinished
+from sgl_kvfetch.plane.fetch.rounds import FetchProgress, Round
+from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
 from sgl_kvfetch.plane.messages import Cost
 from sgl_kvfetch.side_by_side import together
@@ -63,11 +62,8 @@ from sgl_kvfetch.stores import Store
 
 logger = logging.getLogger(__name__)
 
-# Restores a cell with a session's decoders. Its result is done when the cell is written, or the device is told to.
-Restore = Callable[[Decoders], Future[IsFinished]]
+Restore = Callable[[Decoders], None]  # restores a cell with a session's decoders
 
-# How often to look whether a device has finished with frames. Its events call nobody, and may come in any order.
-_POLL_S = 0.002
 _COMPARE_S = 0.05  # how often a fetch is compared with computing
 _SLOWER = 1.1  # it ends if it would take so many times as long: estimates have noise, and what has come is lost in part
 _MAX_REPORTS = 4  # at once; a segment for which there is no room is reported when it is read again
@@ -117,7 +113,6 @@ class Fetcher:
         self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2), self._report_queue)
         self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2), self._report_queue)
         self._decode_budget = BytesBudget(decode_bytes)
-        self._on_device: list[tuple[int, Callable[[], bool]]] = []  # bytes of frames, and whether it has finished
         self.link = link or Link()
         self._chooser = Chooser(policy, pool, self.link)
         self.levels = levels or LevelPolicy()
@@ -193,7 +188,6 @@ class Fetcher:
         *,
         request: timeline.Request = timeline.NOBODY,
         on_requested: Callable[[], None] | None = None,
-        early: Early | None = None,
         compute_s: float = math.inf,
     ) -> FetchResult:
         """Restore pages to the destinations of ``rounds``. The rounds must be contiguous and cover all pages.
@@ -203,11 +197,10 @@ class Fetcher:
         ``timeout_s``, and does not request bytes that the link, at its measured speed, would bring only after that.
         ``num_pages`` excludes pages that failed or came too late; pages beyond it may have been written in part.
         ``on_requested`` is called when the link could serve another fetch as well, unless this one ends first.
-        Never raises a domain error. ``request`` is for the timeline. With ``early``, the rest is decoded layer by
-        layer when all bytes are here. ``compute_s``: how long the engine would take to compute all pages; ends, as if
-        the rest came too late, when the engine would compute the rest sooner.
+        Never raises a domain error. ``request`` is for the timeline. ``compute_s``: how long the engine would take to
+        compute all pages; ends, as if the rest came too late, when the engine would compute the rest sooner.
         """
-        progress = FetchProgress(sources, rounds, early)
+        progress = FetchProgress(sources, rounds)
         progress.held = self.hold(sources)
         self._running.add(progress)
         requested = asyncio.Event()
@@ -268,7 +261,6 @@ class Fetcher:
                         break
                 progress.num_unasked = 0
                 requested.set()
-                self._consider_early(progress)
                 if progress.advance():
                     raise _SettledError
         except* _SettledError:
@@ -347,8 +339,6 @@ class Fetcher:
             raise
         progress.num_transmitting -= 1
         each.want()
-        if progress.early is not None:
-            unit.verify(data)
         progress.num_waiting += 1
         destination = await asyncio.shield(each.destination)
         progress.num_waiting -= 1
@@ -356,48 +346,30 @@ class Fetcher:
             progress.fail(index, None)
             return
         restore = partial(_restore_part, destination, part, request)
-        progress.undecoded_bytes += unit.size_bytes
-        progress.num_first_layers += sum(cell.layer_group == 0 for cell in unit.cells)
         pool = destination.sink.pool
         cells = [
-            self._restore(unit, cell, data, restore, progress, working_bytes(unit.reader, cell, pool))
-            for cell in unit.cells
+            self._restore(unit, cell, data, restore, working_bytes(unit.reader, cell, pool)) for cell in unit.cells
         ]
         # Wait for all cells even if one fails: they hold memory until they are done.
         for error in await asyncio.gather(*cells, return_exceptions=True):
             if error is not None:
                 raise error
-        for cell in unit.cells:
-            layers, heads = unit.reader.manifest.grid.layers(cell.layer_group), unit.reader.heads_of(cell)
-            destination.count(layers, heads, len(part.request_pages))
         metrics.READ_CELLS.labels(str(unit.reader.levels_left_out)).inc(len(unit.cells))
         progress.restored(index, len(unit.cells))
         if isinstance(data, bytes) and part.is_begun and part.request_pages[-1] == each.end_page - each.first_page - 1:
             self._keep_begun(unit, data)
-
-    def _consider_early(self, progress: FetchProgress) -> None:
-        """Decode layer by layer if all bytes of the fetch are here. Report when it will be done soon enough."""
-        early = progress.early
-        if early is None or not progress.is_all_here:
-            return
-        self._decode_budget.sort(progress)
-        undecoded_bytes = sum(each.undecoded_bytes for each in self._running)  # all of them share the decoders
-        if progress.num_first_layers == 0 and undecoded_bytes <= early.within_s * (self.pool.bytes_per_s or 0.0):
-            progress.early = None
-            early.on_certain()
 
     async def _restore(
         self,
         unit: ReadUnit,
         cell: Cell,
         data: bytes | memoryview,
-        restore: Callable[..., Future[IsFinished]],
-        progress: FetchProgress,
+        restore: Callable[..., None],
         size_bytes: int,
     ) -> None:
         """Restore one cell on the decode pool, within ``size_bytes`` of memory."""
         piece = unit.piece(cell, data)
-        await self._decode_budget.acquire(size_bytes, owner=progress, turn=cell.layer_group)
+        await self._decode_budget.acquire(size_bytes)
         try:
             future = self._submit(unit.reader, cell, partial(restore, unit.reader, cell, piece))
         except BaseException:
@@ -407,38 +379,19 @@ class Fetcher:
         ended = asyncio.Event()
 
         def end() -> None:
-            launched = _launched(future)
-            is_launched = not launched.cancelled() and launched.exception() is None
-            self._release_decoded(size_bytes, launched.result() if is_launched else lambda: True)
+            self._decode_budget.release(size_bytes)
             ended.set()
 
-        # The memory is used until the cell is launched, even if this coroutine has been cancelled.
-        future.add_done_callback(lambda _: _launched(future).add_done_callback(lambda _: _call_soon(loop, end)))
+        # The memory is used until the job is over, even if this coroutine has been cancelled.
+        future.add_done_callback(lambda _: _call_soon(loop, end))
         try:
             await ended.wait()
         except asyncio.CancelledError:
             future.cancel()
             raise
-        _launched(future).result()
-        progress.undecoded_bytes -= len(piece)
-        progress.num_first_layers -= cell.layer_group == 0
-        self._consider_early(progress)
+        future.result()
 
-    def _release_decoded(self, size_bytes: int, is_finished: Callable[[], bool]) -> None:
-        """Release memory of the decode budget when the device has finished with it."""
-        if is_finished():
-            self._decode_budget.release(size_bytes)
-            return
-        self._on_device.append((size_bytes, is_finished))
-        if len(self._on_device) == 1:
-            asyncio.get_running_loop().call_later(_POLL_S, self._poll_device)
-
-    def _poll_device(self) -> None:
-        on_device, self._on_device = self._on_device, []
-        for each in on_device:
-            self._release_decoded(*each)
-
-    def _submit(self, reader: SegmentReader, cell: Cell, job: Restore) -> Future[Future[IsFinished]]:
+    def _submit(self, reader: SegmentReader, cell: Cell, job: Restore) -> Future[None]:
         variant, work = self._chooser.profile_variant(reader), self._chooser.work(reader, cell)
         return self.pool.submit(job, variant, work=work, size_bytes=reader.coded_bytes(cell))
 
@@ -571,18 +524,13 @@ def _restore_part(
     cell: Cell,
     data: memoryview,
     decoders: Decoders,
-) -> Future[IsFinished]:
+) -> None:
     """Restore a cell of a part on the decode pool."""
     pool_pages = [destination.pool_pages[i] for i in part.request_pages]
-    return restore_cell(
+    restore_cell(
         reader, cell, data, decoders, span_pages=part.span_pages, pool_pages=pool_pages, sink=destination.sink,
         request=request,
     )  # fmt: skip
-
-
-def _launched(future: Future[Future[IsFinished]]) -> Future[Any]:
-    """Return the future of the cell's launch; if it could not be decoded, ``future`` itself."""
-    return future if future.cancelled() or future.exception() is not None else future.result()
 
 
 def _release(budget: BytesBudget, num_bytes: int, _: object) -> None:

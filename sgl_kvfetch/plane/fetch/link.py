@@ -193,7 +193,7 @@ class BytesBudget:
         self._capacity = capacity_bytes
         self._on_change = on_change
         self._free = capacity_bytes
-        self._waiting: deque[tuple[int, asyncio.Future[None], Any, int]] = deque()
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property
     def used_bytes(self) -> int:
@@ -207,18 +207,15 @@ class BytesBudget:
         self._take(num_bytes)
         return True
 
-    async def acquire(
-        self, num_bytes: int, unless: asyncio.Future[Any] | None = None, owner: Any = None, turn: int = 0
-    ) -> bool:
+    async def acquire(self, num_bytes: int, unless: asyncio.Future[Any] | None = None) -> bool:
         """Wait for the bytes, or until ``unless`` is done. Return whether they were taken.
 
-        A request for more than the capacity takes the whole capacity, so that it does not wait forever. ``owner`` and
-        ``turn`` are for `sort`.
+        A request for more than the capacity takes the whole capacity, so that it does not wait forever.
         """
         if self.try_acquire(num_bytes):
             return True
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((self._clip(num_bytes), granted, owner, turn))
+        self._waiting.append((self._clip(num_bytes), granted))
         is_taken = False
         try:
             await asyncio.wait([granted] if unless is None else [granted, unless], return_when=FIRST_COMPLETED)
@@ -231,12 +228,6 @@ class BytesBudget:
                 self._grant()
         return is_taken
 
-    def sort(self, owner: Any) -> None:
-        """Let the requests of ``owner`` take their places in the queue by turn."""
-        places = [i for i, (_, _, each, _) in enumerate(self._waiting) if each is owner]
-        for i, waiting in zip(places, sorted((self._waiting[i] for i in places), key=lambda w: w[3]), strict=True):
-            self._waiting[i] = waiting
-
     def release(self, num_bytes: int) -> None:
         self._take(-self._clip(num_bytes))
         assert self._free <= self._capacity
@@ -244,7 +235,7 @@ class BytesBudget:
 
     def _grant(self) -> None:
         while self._waiting:
-            num_bytes, granted, *_ = self._waiting[0]
+            num_bytes, granted = self._waiting[0]
             if not granted.done():
                 if num_bytes > self._free:
                     return

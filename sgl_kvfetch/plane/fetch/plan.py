@@ -76,11 +76,6 @@ class ReadUnit:
     def size_bytes(self) -> int:
         return sum(end - start for _, start, end in self.reads)
 
-    def verify(self, data: bytes | memoryview) -> None:
-        """Verify the compressed bytes. Raises CorruptError."""
-        for cell in self.cells:
-            self.reader.verify_cell(cell, self.piece(cell, data))
-
     def piece(self, cell: Cell, data: bytes | memoryview) -> memoryview:
         """Return a cell's part of the unit's bytes. ``data``: those of all objects, one behind the other."""
         view, offset, pieces = memoryview(data), 0, []

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import Cell, CellValues, Decoders, Quantised, SegmentReader
-from sgl_kvfetch.plane.fetch.sink import CodedPool, FramePool, IsFinished, Pool, Sink
+from sgl_kvfetch.plane.fetch.sink import CodedPool, PagePool, Sink
 
 # Values dequantised at a time: dequantising needs several times their memory.
 _VALUES_AT_ONCE = 1 << 19
 _BYTES_A_VALUE = 24  # during dequantisation: a few copies in float32
-
-
-_WRITTEN: Future[IsFinished] = Future()
-_WRITTEN.set_result(lambda: True)  # no device has anything to do
 
 
 def restore_cell(
@@ -30,23 +25,17 @@ def restore_cell(
     pool_pages: Sequence[int],
     sink: Sink,
     request: timeline.Request = timeline.NOBODY,
-) -> Future[IsFinished]:
-    """Decode one cell and write pages ``span_pages`` of its span into ``pool_pages``. The returned future is done when
-    they are written, or when the device is told to. ``decoders`` are those of the session that runs this. ``request``
-    is for the timeline.
+) -> None:
+    """Decode one cell and write pages ``span_pages`` of its span into ``pool_pages``. ``decoders`` are those of the
+    session that runs this. ``request`` is for the timeline.
 
     Raises CorruptError, FormatError, UnsupportedError.
     """
     started_s = time.monotonic()
-    launched = _WRITTEN
     if isinstance(sink.pool, CodedPool):
         keep = sink.pool.decoded(reader, cell, data, decoders)
         decoded_s = time.monotonic()
         sink.run(partial(keep, span_pages, pool_pages))
-    elif isinstance(sink.pool, FramePool):
-        frames = reader.decode_frames(cell, data, decoders)
-        decoded_s = time.monotonic()
-        launched = sink.pool.restore(frames, span_pages, pool_pages, sink.run)
     else:
         quantised = reader.decode_cell(cell, data, decoders)
         decoded_s = time.monotonic()
@@ -57,16 +46,14 @@ def restore_cell(
     about: dict[str, int | str] = {"bytes": len(data), "codec": reader.variant.codec}
     timeline.add(request, "decode", started_s, decoded_s, **about, levels_left_out=reader.levels_left_out)
     timeline.add(request, "restore", decoded_s, ended_s)
-    return launched
 
 
-def working_bytes(reader: SegmentReader, cell: Cell, pool: Pool) -> int:
+def working_bytes(reader: SegmentReader, cell: Cell, pool: PagePool) -> int:
     """Return the bytes of memory that `restore_cell` needs until it is finished: frames, their integers, and some
-    values unless a device dequantises them."""
+    values."""
     if isinstance(pool, CodedPool):
         return pool.working_bytes(reader, cell)
-    num_values = 0 if isinstance(pool, FramePool) else reader.manifest.cell_values(cell)
-    return 2 * reader.frames_bytes(cell) + min(_VALUES_AT_ONCE, num_values) * _BYTES_A_VALUE
+    return 2 * reader.frames_bytes(cell) + min(_VALUES_AT_ONCE, reader.manifest.cell_values(cell)) * _BYTES_A_VALUE
 
 
 def _write_values(

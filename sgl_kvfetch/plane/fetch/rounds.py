@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.plane.fetch.plan import PageSource, SpanPart, span_parts
@@ -52,19 +51,10 @@ class Round:
         self.done.set_result(num_pages)
 
 
-@dataclass(frozen=True, slots=True)
-class Early:
-    """``on_certain`` is called, at most once, when all bytes are here and sound, the first layers are restored, and the
-    others will take ``within_s`` at most."""
-
-    within_s: float
-    on_certain: Callable[[], None]
-
-
 class FetchProgress:
     """Tracks which parts of a fetch are restored, in the request's order, and ends its rounds accordingly."""
 
-    def __init__(self, sources: Sequence[PageSource], rounds: Sequence[Round], early: Early | None = None) -> None:
+    def __init__(self, sources: Sequence[PageSource], rounds: Sequence[Round]) -> None:
         """``rounds`` must be contiguous and cover all of ``sources``."""
         self.parts: list[tuple[Round, SpanPart]] = [
             (each, part) for each in rounds for part in span_parts(sources[each.first_page : each.end_page])
@@ -73,10 +63,7 @@ class FetchProgress:
         self.num_transmitting = 0  # units
         self.num_waiting = 0  # units that have arrived and wait for their round's destination
         self.is_late = False  # the rest would arrive after the deadline
-        self.early = early  # None once it was told
         self.held = Held()  # spans whose bytes are in memory
-        self.undecoded_bytes = 0  # of units that have a destination
-        self.num_first_layers = 0  # cells of the first layers that are not restored, of units that have a destination
         self._rounds = rounds
         self._cells_left = [part.reader.cells_per_span for _, part in self.parts]
         self.num_unasked = sum(self._cells_left)  # cells whose bytes are not requested yet
@@ -85,12 +72,6 @@ class FetchProgress:
         self._end = len(self.parts)  # the first part that failed or is not wanted
         self._num_whole = 0
         self._num_ended = 0  # rounds
-
-    @property
-    def is_all_here(self) -> bool:
-        """Return whether all bytes have come, all rounds have a destination, and nothing has failed."""
-        pending = self.num_unasked or self.num_transmitting or self.num_waiting
-        return not pending and self._end == len(self.parts)
 
     def is_wanted(self, part: int) -> bool:
         return part < self._end

@@ -76,22 +76,3 @@ def test_a_breaker_opens_after_failures_in_a_row_and_backs_off() -> None:
     assert not breaker.is_open(16.0)
     breaker.succeeded()
     assert not breaker.is_open(16.0)
-
-
-async def test_one_owner_changes_its_turns_and_nobody_elses() -> None:
-    budget = BytesBudget(1)
-    order: list[str] = []
-
-    async def take(name: str, owner: str, turn: int) -> None:
-        await budget.acquire(1, owner=owner, turn=turn)
-        order.append(name)
-        budget.release(1)
-
-    await budget.acquire(1)
-    waiting = [("a2", "a", 2), ("b2", "b", 2), ("a0", "a", 0), ("b0", "b", 0), ("a1", "a", 1)]
-    tasks = [asyncio.create_task(take(*each)) for each in waiting]
-    await asyncio.sleep(0)
-    budget.sort("a")
-    budget.release(1)
-    await asyncio.gather(*tasks)
-    assert order == ["a0", "b2", "a1", "b0", "a2"]

@@ -20,7 +20,7 @@ from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.plan import read_units
 from sgl_kvfetch.plane.fetch.restore import working_bytes
-from sgl_kvfetch.plane.fetch.rounds import Early, Round
+from sgl_kvfetch.plane.fetch.rounds import Round
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from tests.plane.fetch.conftest import (
     PoisonedPool,
@@ -91,20 +91,6 @@ async def test_a_round_may_end_inside_a_span(fetcher: Fetcher, segment: Segment)
         give(each, pool)
     assert (await task).num_pages == 5
     assert holds(pool, segment, range(5), range(5))
-
-
-async def test_a_rest_is_certain_only_when_all_bytes_are_here(store: SpoiltStore, segment: Segment) -> None:
-    num_gets: list[int] = []
-    early = Early(1e9, lambda: num_gets.append(store.num_gets))
-    sessions: list[Decoders] = [{}]
-    with closing(DecodePool(sessions)) as decoders:
-        # So small a budget has room for one unit at a time: each one waits until the one before is restored.
-        fetcher = Fetcher(store, decoders, read_bytes=600, inflight_bytes=2, may_delete=False)
-        each, pool = Round(0, 8), PoisonedPool(8)
-        give(each, pool)
-        await fetcher.fetch_rounds(sources(segment, range(8)), [each], WAIT_S, early=early)
-    assert store.num_gets > 1
-    assert num_gets == [store.num_gets]
 
 
 async def test_nobody_wants_the_second_round(fetcher: Fetcher, segment: Segment) -> None:
