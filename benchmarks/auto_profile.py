@@ -23,8 +23,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -122,8 +124,10 @@ async def speed(
         salt = [rng.choice(tokens) for _ in range(16)]  # no prompt is in the cache
         server.generate(input_ids=salt + tokens[first : first + CONTEXT_TOKENS], max_new_tokens=16)
 
-    await asyncio.to_thread(yield_to_other_sessions)
-    with SGLangServer(model, extra_args=hicache_args((folder / "store").as_uri())) as server:
+    with (
+        yielding_to_other_sessions(),
+        SGLangServer(model, extra_args=hicache_args((folder / "store").as_uri())) as server,
+    ):
         for _ in range(4):
             await asyncio.to_thread(ask, server)
         for number in range(args.rounds):
@@ -147,19 +151,23 @@ async def speed(
     return seconds
 
 
-def yield_to_other_sessions() -> None:
-    """Run after the server, and so does the calibration, as it would beside the server.
+@contextmanager
+def yielding_to_other_sessions() -> Iterator[None]:
+    """Run after the server, and let the calibration do so, as it would beside the server.
 
-    A server and its calibration are in one session. Here they are in two, between which Linux divides the cores.
+    A server and its calibration are in one session. Here they are in two, between which Linux divides the cores. The
+    session is also that of the terminal, so it gets its priority back.
     """
     group = Path("/proc/self/autogroup")
-    if group.exists():
-        group.write_text("19")
-
-
-def median(values: Sequence[float]) -> float:
-    values = sorted(values)
-    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
+    if not group.exists():
+        yield
+        return
+    nice = group.read_text().split()[-1]
+    group.write_text("19")
+    try:
+        yield
+    finally:
+        group.write_text(nice)
 
 
 def calibrate(windows: int, model: Path, folder: Path) -> Path:

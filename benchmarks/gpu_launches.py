@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -29,6 +29,7 @@ import torch
 
 from benchmarks.report import make_parser, whole_number
 from harness import stand_in_pool
+from harness.immediate_device import ImmediateDevice, ImmediateStream
 from sgl_kvfetch.codec import CellFrames, CellPlace, Device, KltQuantiser, Stream
 from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.quant import pack
@@ -48,62 +49,16 @@ COEFFICIENTS, SPAN_TOKENS, PAGE_TOKENS = 1114, 1024, 64
 CODED_BITS, SCRATCH_MIB = 1.33, (64, 256)
 
 
-class _Stub:
-    """A stream, an event and a kernel: it does nothing, and counts its launches."""
+class _Kernel:
+    """Does nothing, and counts its launches."""
 
-    cuda_stream = 1
     num_launches = 0
 
-    def __getitem__(self, grid: tuple[int, ...]) -> _Stub:
+    def __getitem__(self, grid: tuple[int, ...]) -> _Kernel:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.num_launches += 1
-
-    def record_event(self) -> _Stub:
-        return self
-
-    def wait_event(self, event: object) -> None: ...
-
-    def wait(self, stream: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
-class _StubDevice(Device):
-    def new_stream(self) -> Stream:
-        return _Stub()
-
-    def current_stream(self) -> Stream:
-        return _Stub()
-
-    def launch(self, stream: Stream, work: Any) -> None:
-        work()
-
-    @contextmanager
-    def launching(self, stream: Stream) -> Iterator[Any]:
-        yield lambda work: work()
-
-    def mark(self, stream: Stream) -> Any:
-        return stream
-
-    def upload(self, x: Any, stream: Stream) -> Any:
-        return x
-
-    def empty(self, shape: Any, stream: Stream) -> torch.Tensor:
-        return torch.empty(*shape, dtype=torch.uint8)
-
-    def used_on(self, tensor: torch.Tensor, stream: Stream) -> None: ...
-
-    def pin(self, memory: torch.Tensor) -> None: ...
-
-    def unpin(self, memory: torch.Tensor) -> None: ...
-
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def make_cells(num_tokens: int, *, on_device: bool) -> list[CellFrames]:
@@ -155,7 +110,7 @@ def _make_pages() -> CudaPages:
     stand_in = stand_in_pool.MHATokenToKVPool
     pool = stand_in(PAGE_TOKENS, PAGE_TOKENS, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False, v_head_dim=DIM)
     with patch.object(device_pages, "MHATokenToKVPool", stand_in):
-        return CudaPages(pool, PAGE_TOKENS, _StubDevice(torch.device("cpu")), _Stub())
+        return CudaPages(pool, PAGE_TOKENS, ImmediateDevice(), ImmediateStream())
 
 
 def measure(num_tokens: int, *, on_device: bool = True) -> dict[str, float]:
@@ -173,7 +128,7 @@ def measure(num_tokens: int, *, on_device: bool = True) -> dict[str, float]:
         copying_s.append(time.thread_time() - started_s)
         return views
 
-    kernel, cells = _Stub(), make_cells(num_tokens, on_device=on_device)
+    kernel, cells = _Kernel(), make_cells(num_tokens, on_device=on_device)
     pages.prepare(cells[0].quantiser, (cell.place for cell in cells))
     with (
         patch.object(restore_klt, "restore_klt_kernel", kernel),
@@ -228,6 +183,7 @@ def make_staged(num_tokens: int) -> StagedValues:
                         layout.height,
                         layout.token_rows,
                         layout.token_cols,
+                        True,
                         np.zeros(16, np.uint8),
                     )
                 )
@@ -248,13 +204,13 @@ def _coefficients(num_layers: int) -> int:
 def measure_loads(num_tokens: int, scratch_bytes: int) -> dict[str, float]:
     """Return the cells, the launches, and the time of Python that a load takes through the linker, once tables are
     uploaded."""
-    from sgl_kvfetch.plugin.linker import coded_loads
+    from sgl_kvfetch.plugin.linker import coded_loads, pinned_memory
     from sgl_kvfetch.plugin.linker.gpu_loads import GpuLoader
     from sgl_kvfetch.plugin.linker.loads import Load
 
     torch.set_num_threads(1)
     pages, quantiser = _make_pages(), KltQuantiser(_make_profile(), step=1.0)
-    staged, copies, kernel = make_staged(num_tokens), _Stub(), _Stub()
+    staged, copies, kernel = make_staged(num_tokens), _Kernel(), _Kernel()
     assert staged.code is not None
     grid = quantiser.profile.grid
     pages.prepare(quantiser, (CellPlace(grid.layers(0), grid.heads(0), range(SPAN_TOKENS)) for _ in range(1)))
@@ -270,7 +226,8 @@ def measure_loads(num_tokens: int, scratch_bytes: int) -> dict[str, float]:
             for name in names:
                 patches.enter_context(patch.object(module, name, kernel))
             patches.enter_context(patch.object(module, "use_kernels", lambda device: True))
-        patches.enter_context(patch.object(coded_loads, "_copy", copies))
+        for module in (coded_loads, pinned_memory):
+            patches.enter_context(patch.object(module, "copy", copies))
         patches.enter_context(patch.object(coded_loads, "_Results", _SoundResults))
         for _ in range(3):  # the first one makes and uploads tables of the model
             copies.num_launches = kernel.num_launches = 0

@@ -40,6 +40,7 @@ from benchmarks.sampler import Sampler
 from harness.fetching import fetch_pages
 from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
+from sgl_kvfetch.codec.bitstream.registry import resolution_for
 from sgl_kvfetch.codec.container.reader import CodedChunk
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_cells, encode_segment, make_variant
 from sgl_kvfetch.codec.quant.base import Quantised, Quantiser
@@ -126,9 +127,9 @@ def drifting_values(geometry: KVGeometry, num_tokens: int) -> dict[TensorName, t
 def repeated_segments(setup: Setup, num_tokens: int) -> list[CodedSegment]:
     """Return a prefix of equal spans. Only one span is encoded."""
     quantiser = setup.make_quantiser()
-    span_pages = SPAN_TOKENS // PAGE_TOKENS
+    span_pages, resolution = SPAN_TOKENS // PAGE_TOKENS, resolution_for(setup.codec, "240p")
     hashes = page_hashes(num_tokens // PAGE_TOKENS)
-    spec = SegmentSpec(setup.heads(quantiser), quantiser, setup.codec, "240p", span_pages)
+    spec = SegmentSpec(setup.heads(quantiser), quantiser, setup.codec, resolution, span_pages)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         span = _encode_span(spec, hashes[:span_pages], threads)
     (variant,) = span.manifest.variants
@@ -139,7 +140,7 @@ def repeated_segments(setup: Setup, num_tokens: int) -> list[CodedSegment]:
         start += chunk.size_bytes
     segments = []
     for first, count in buddy_split(0, len(hashes), MAX_SEGMENT_TOKENS // PAGE_TOKENS):
-        repeated, data = make_variant(coded * (count // span_pages), variant.layouts, setup.codec, "240p")
+        repeated, data = make_variant(coded * (count // span_pages), variant.layouts, setup.codec, resolution)
         manifest = spec.manifest(first, hashes[first - 1] if first else None, hashes[first : first + count])
         segments.append(CodedSegment(msgspec.structs.replace(manifest, variants=(repeated,)), data))
     return segments

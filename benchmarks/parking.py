@@ -170,7 +170,13 @@ def main() -> None:
     server, url = silent_store()
     cache = make_linked_cache(url) if options.linker else make_cache(url)
     scheduler = SimpleNamespace(
-        tree_cache=cache, waiting_queue=[], _engine_paused=False, schedule_low_priority_values_first=False
+        tree_cache=cache,
+        waiting_queue=[],
+        running_batch=None,
+        last_batch=None,
+        chunked_req=None,
+        _engine_paused=False,
+        schedule_low_priority_values_first=False,
     )
     results = []
     for num_parked in sorted(options.parked):

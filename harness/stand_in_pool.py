@@ -1,15 +1,16 @@
-"""A stand-in for SGLang's token-to-KV pool, with which device mode's pages run where SGLang is not installed."""
+"""Stand-ins for SGLang's token-to-KV pool and for its counter of loaded layers, with which device mode's pages and
+loader run where SGLang is not installed."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from concurrent.futures import Future
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
+from typing import Any
 
 import torch
-
-_MODULE = "sglang.srt.mem_cache.memory_pool"
 
 
 class MHATokenToKVPool:
@@ -45,13 +46,58 @@ class MLATokenToKVPool:
     """Is never made: it only has to be importable."""
 
 
+class LayerWiseLoadCounter:
+    """What the loader uses of the class in SGLang 0.5.23."""
+
+    on_layer_ready = None
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.producer_index = self.consumer_index = -1
+        self.futures: dict[int, list[Future[Any]]] = {}
+
+    def update_producer(self) -> int:
+        self.producer_index += 1
+        self.futures[self.producer_index] = [Future() for _ in range(self.num_layers)]
+        return self.producer_index
+
+    def set_consumer(self, index: int) -> None:
+        self.consumer_index = index
+
+    def fail(self, index: int, error: BaseException) -> None:
+        for future in self.futures.get(index, ()):
+            if not future.done():
+                future.set_exception(error)
+
+    def finish(self, index: int) -> bool:
+        """Wait for all layers of a batch. Return whether they are loaded."""
+        return all([future.exception() is None for future in self.futures.pop(index, ())])
+
+    def reset(self) -> None:
+        self.producer_index = self.consumer_index = -1
+        self.futures.clear()
+
+
+_MODULES: dict[str, tuple[type, ...]] = {
+    "sglang.srt.mem_cache.memory_pool": (MHATokenToKVPool, MLATokenToKVPool),
+    "sglang.srt.mem_cache.unified_cache.unified_cache_linker": (LayerWiseLoadCounter,),
+}
+
+
 def install_if_missing() -> bool:
-    """Make the stand-in importable as SGLang's module, unless SGLang can be imported. Return whether this was done."""
+    """Make the stand-ins importable as SGLang's classes, unless SGLang can be imported. Return whether this was
+    done."""
     if importlib.util.find_spec("sglang") is not None:
         return False
-    parts = _MODULE.split(".")
-    for length in range(1, len(parts) + 1):
-        name = ".".join(parts[:length])
-        sys.modules[name] = module_from_spec(ModuleSpec(name, None, is_package=True))
-    vars(sys.modules[_MODULE]).update(MHATokenToKVPool=MHATokenToKVPool, MLATokenToKVPool=MLATokenToKVPool)
+    install()
     return True
+
+
+def install() -> None:
+    """Make the stand-ins importable as SGLang's classes. Nothing of SGLang can be imported afterwards."""
+    for module, classes in _MODULES.items():
+        parts = module.split(".")
+        for length in range(1, len(parts) + 1):
+            name = ".".join(parts[:length])
+            sys.modules.setdefault(name, module_from_spec(ModuleSpec(name, None, is_package=True)))
+        vars(sys.modules[module]).update({each.__name__: each for each in classes})

@@ -46,7 +46,7 @@ _COEFFICIENTS = 64  # multiplied in one step of the loop
 _MOST_PAIRS = 64  # pairs of channels that a program sums
 _LEAST_PAIRS = 8  # tensor cores multiply 16 columns or more
 NUM_WARPS = 8
-_VECTOR = 8  # integers that a thread loads at once
+VECTORS = _VECTOR, _SCALAR = 8, 1  # neighbouring tokens whose integers a thread loads at once
 _ALIGNMENT = 16  # of channels, in values
 
 
@@ -210,7 +210,7 @@ class KltPlaces:
     @cached_property
     def vector(self) -> int:
         """The number of neighbouring tokens whose integers can be loaded at once."""
-        return _VECTOR if self.layout.token_cols % _VECTOR == self.layout.width % _VECTOR == 0 else 1
+        return _VECTOR if self.layout.token_cols % _VECTOR == self.layout.width % _VECTOR == 0 else _SCALAR
 
     @cached_property
     def words(self) -> bytes:

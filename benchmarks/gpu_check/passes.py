@@ -1,4 +1,4 @@
-"""Measures a fetch beside forward passes: what they cost it, and what it costs them."""
+"""Measures a load beside forward passes: what they cost it, and what it costs them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def measure(
     record: Record,
     device: Device,
     forward: Stream,
-    fetch: Callable[[], float],
+    load: Callable[[], float],
     check: Callable[[], None],
     make_pass: Callable[[float], Callable[[], object]],
 ) -> None:
-    """Record a fetch alone, and one beside passes of each length. ``fetch`` returns the seconds that it
+    """Record a load alone, and one beside passes of each length. ``load`` returns the seconds that it
     took; ``check`` is called after each. ``make_pass`` returns a function that launches a pass of so many seconds on
     the current stream."""
     with Ticker() as ticker:
-        alone_s = fetch()
+        alone_s = load()
     check()
     _record(record, "none", alone_s, alone_s, ticker)
     for seconds in PASS_SECONDS:
@@ -41,14 +41,14 @@ def measure(
         with running_passes(device, forward, launch_pass) as ends:
             last_before = len(ends) - 1
             with Ticker() as ticker:
-                fetch_s = fetch()
+                load_s = load()
             first_after = len(ends)
         check()
         pass_beside_s = _durations(ends[last_before : first_after + 1])
         _record(
             record,
             f"{1e3 * seconds:g} ms",
-            fetch_s,
+            load_s,
             alone_s,
             ticker,
             passes_meanwhile=len(pass_beside_s),
@@ -59,12 +59,12 @@ def measure(
         )
 
 
-def _record(record: Record, passes: str, fetch_s: float, alone_s: float, ticker: Ticker, **columns: object) -> None:
+def _record(record: Record, passes: str, load_s: float, alone_s: float, ticker: Ticker, **columns: object) -> None:
     record.row(
-        "A fetch of 32K tokens into CudaPages beside forward passes",
+        "A load of 32K tokens beside forward passes",
         forward_passes=passes,
-        fetch_ms=1e3 * fetch_s,
-        times_alone=fetch_s / alone_s,
+        load_ms=1e3 * load_s,
+        times_alone=load_s / alone_s,
         longest_gap_ms=1e3 * ticker.longest_s,
         **columns,
     )

@@ -29,7 +29,7 @@ def run(record: Record) -> None:
 
 
 def check(record: Record, device: Device, num_tokens: int, dim: int) -> None:
-    quantiser, values = KltQuantiser(_make_profile(dim), step=1.0), _make_values(num_tokens, dim)
+    quantiser, values = KltQuantiser(make_profile(dim), step=1.0), _make_values(num_tokens, dim)
     pool = [[x[:, layer].to(device.torch_device) for layer in range(LAYERS)] for x in values]
     grid, cells = quantiser.profile.grid, []
     for group, block in grid.cells():
@@ -78,22 +78,29 @@ def check(record: Record, device: Device, num_tokens: int, dim: int) -> None:
     )
 
 
-def _make_profile(dim: int) -> Profile:
-    grid, size = CellGrid(LAYERS, HEADS, LAYERS, CELL_HEADS), 2 * LAYERS * CELL_HEADS * dim
-    spread = _scales(size)
-    one = CellProfile(
-        inverse=torch.eye(size, dtype=torch.bfloat16),
-        k_weight=torch.eye(CELL_HEADS * dim).repeat(LAYERS, 1, 1),
-        v_weight=torch.eye(CELL_HEADS * dim).repeat(LAYERS, 1, 1),
-        mean=torch.zeros(size),
-        spread=spread,
-        reach=torch.stack((spread, 6 * spread)),
-        sensitivity=torch.zeros(size + 2 * LAYERS * CELL_HEADS + 1),
-    )
+def make_profile(dim: int, num_layers: int = LAYERS) -> Profile:
+    """Return a profile whose cells have up to ``LAYERS`` layers, with a transform that changes nothing."""
+    grid = CellGrid(num_layers, HEADS, LAYERS, CELL_HEADS)
+    by_size = {size: _cell(size, dim) for size in {len(grid.layers(group)) for group, _ in grid.cells()}}
+    cells = {(group, block): by_size[len(grid.layers(group))] for group, block in grid.cells()}
     curve = (MeasuredStep(0.5, 1e-4, 1.0), MeasuredStep(2.0, 1e-2, 0.5))
     calibration = Calibration("numbers", "0" * 32, "none", 1, 1, 1)
     rope = Rope(inv_freq=tuple(10000.0 ** (-i / (dim // 2)) for i in range(dim // 2)))
-    return Profile(grid, dim, dim, dict.fromkeys(grid.cells(), one), rope, 0, curve, 1.0, calibration)
+    return Profile(grid, dim, dim, cells, rope, 0, curve, 1.0, calibration)
+
+
+def _cell(num_layers: int, dim: int) -> CellProfile:
+    size = 2 * num_layers * CELL_HEADS * dim
+    spread = _scales(size)
+    return CellProfile(
+        inverse=torch.eye(size, dtype=torch.bfloat16),
+        k_weight=torch.eye(CELL_HEADS * dim).repeat(num_layers, 1, 1),
+        v_weight=torch.eye(CELL_HEADS * dim).repeat(num_layers, 1, 1),
+        mean=torch.zeros(size),
+        spread=spread,
+        reach=torch.stack((spread, 6 * spread)),
+        sensitivity=torch.zeros(size + 2 * num_layers * CELL_HEADS + 1),
+    )
 
 
 def _scales(size: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from harness.engine import Generation, SGLangServer, device_args
 from harness.metrics import read_metric, wait_until_written
 from harness.models import make_tiny_llama
 from harness.store_process import StoreProcess
+from sgl_kvfetch.plugin.hooks import LINKER_SWITCH
 
 PAGE_TOKENS = 16
 PROMPT_TOKENS = 1280
@@ -28,7 +29,7 @@ def run(record: Record) -> None:
     prompt = [rng.randrange(3, 2048) for _ in range(PROMPT_TOKENS)]
     with tempfile.TemporaryDirectory() as folder, StoreProcess(Path(folder, "store")) as store:
         model = make_tiny_llama(Path(folder, "model"))
-        flags = [*_FLAGS, *device_args(store.url, quantiser="exact", codec="hevc")]
+        flags = [*_FLAGS, *device_args(store.url, quantiser="exact", codec="zstd")]
         computed, _ = _ask(model, flags, prompt, waits=True)
         fetched, metrics = _ask(model, flags, prompt, waits=False)
     from_store = int(fetched.cached_tokens_details.get("storage", 0))
@@ -50,7 +51,8 @@ def run(record: Record) -> None:
 
 def _ask(model: Path, flags: list[str], prompt: list[int], *, waits: bool) -> tuple[Generation, str]:
     """Start a server, and return its answer to ``prompt`` and its metrics."""
-    with SGLangServer(model, extra_args=flags, start_timeout_s=_START_S, request_timeout_s=_START_S) as server:
+    env = {LINKER_SWITCH: "1"}
+    with SGLangServer(model, extra_args=flags, env=env, start_timeout_s=_START_S, request_timeout_s=_START_S) as server:
         answer = server.generate(input_ids=prompt, max_new_tokens=16)
         if waits:
             wait_until_written(server, PROMPT_TOKENS // PAGE_TOKENS, 20.0)

@@ -27,7 +27,7 @@ STEPS = (
     Step("ans", "ans: bits, checksums and speed", f"{_HERE}.ans:run", 30),
     Step("quantise", "klt quantised on the device: integers and speed", f"{_HERE}.quantise:run", 10),
     Step("nvdec", "NVDEC: bits, throughput, decoders", f"{_HERE}.nvdec:run", 130),
-    Step("memory", "A 32K-token fetch into CudaPages: values, memory, forward passes", f"{_HERE}.memory:run", 75),
+    Step("loads", "Loads of 32K tokens: values, time, memory, forward passes", f"{_HERE}.loads:run", 75),
     Step("interference", "A matrix product beside decoding", f"{_HERE}.interference:run", 45),
     Step("sglang", "SGLang in device mode", f"{_HERE}.server:run", 110),
     Step("tests", "pytest -m gpu", f"{_HERE}.tests:run", 45),

@@ -2,6 +2,7 @@ from .adapt.decode_profile import DecodeProfile as DecodeProfile
 from .adapt.pool import Sample as Sample, measure_profile as measure_profile
 from .choice import (
     Decision as Decision,
+    EngineQueue as EngineQueue,
     FetchLag as FetchLag,
     FetchOrRecompute as FetchOrRecompute,
 )

@@ -15,7 +15,7 @@ import torch
 from sgl_kvfetch import timeline
 from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.launch import Line
-from sgl_kvfetch.plane.service import open_on_cpu, run_data_plane
+from sgl_kvfetch.plane.service import open_alone, run_data_plane
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     commands, events = (socket.socket(fileno=fd) for fd in fds)
     line = Line(commands, events, Arena(values_fd, values_bytes), Arena(pages_fd, pages_bytes))
     gc.freeze()  # what was imported stays: to look at it again in each full collection stops the loop for 0.1 s
-    asyncio.run(run_data_plane(line, open_on_cpu))
+    asyncio.run(run_data_plane(line, open_alone))
     timeline.close()
     logging.shutdown()
     os._exit(0)  # do not wait for decode threads, which may still be busy

@@ -15,7 +15,9 @@ A wrong decision costs time, and never an answer.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
+import threading
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal
@@ -50,6 +52,32 @@ class FetchLag:
     def seconds(self, now_s: float) -> float:
         """Return the median, 0 if there is none."""
         return statistics.median([lag for ended_s, lag in list(self._lags) if now_s < ended_s + LAG_COUNTS_S] or [0.0])
+
+
+class EngineQueue:
+    """Estimates how long the engine will take for the prompts that wait for it.
+
+    It is kept as the time at which the engine will be free, by the estimates of what went in. A time that has passed
+    means an empty queue, so nothing needs to be taken out. Any thread; times are arguments.
+    """
+
+    def __init__(self) -> None:
+        self._free_s = -math.inf
+        self._lock = threading.Lock()
+
+    def add(self, compute_s: float, now_s: float) -> None:
+        """Add a prompt that takes the engine ``compute_s``."""
+        with self._lock:
+            self._free_s = max(self._free_s, now_s) + compute_s
+
+    def seconds(self, now_s: float) -> float:
+        """Return how long a prompt that comes now waits."""
+        return max(0.0, self._free_s - now_s)
+
+    def clear(self) -> None:
+        """Note that the engine has nothing to compute."""
+        with self._lock:
+            self._free_s = -math.inf
 
 
 Reason = Literal["configured", "faster", "unmeasured", "link", "decoder"]

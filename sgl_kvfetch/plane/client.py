@@ -129,7 +129,7 @@ def open_client(
         quantiser,
         partial(count_miss, "lookup"),
         fetcher.link.answered,
-        engine_codecs=engine_codecs if nvdec is None else nvdec.codecs,
+        engine_codecs=(*engine_codecs, *(() if nvdec is None else nvdec.codecs)),
         levels=levels,
         memory=memory,
     )

@@ -1,8 +1,9 @@
-"""Prompts that are staged as they are coded, for an engine that decodes and restores them on its GPU.
+"""Prompts that are staged before they are restored, for an engine that restores them on its GPU.
 
-The coded integers of all cells of a layer group lie together, so that the engine loads a group, or a part of it, with
-one copy. Everything that the kernels need as tables is made here, when bytes arrive; only addresses on the device are
-left for the engine to fill in.
+What the GPU decodes, too, is staged as it is coded; of all else, the data plane decodes the integers, a byte each. The
+cells of a layer group lie together, so that the engine loads a group, or a part of it, with one copy. Everything that
+the kernels need as tables is made here, when bytes arrive; only addresses on the device are left for the engine to fill
+in.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import threading
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from sgl_kvfetch.codec import Cell
-from sgl_kvfetch.codec.container import CodedCell
+from sgl_kvfetch.codec import Cell, CellPlace, Decoders, SegmentReader
+from sgl_kvfetch.codec.container import cell_place
 from sgl_kvfetch.codec.layout import RegionLayout
 from sgl_kvfetch.codec.quant import pack
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.fetch.plan import PageSource, SpanPart, span_parts
-from sgl_kvfetch.plane.fetch.sink import CodedPool
+from sgl_kvfetch.plane.fetch.sink import CodedPool, Keep
 
 ALIGNMENT = 16  # of bitstreams, in bytes
 CODEC = "ans"  # that GPUs decode
@@ -37,6 +40,7 @@ CELL = np.dtype(
         *((name, "<i8") for name in ("first_token", "num_tokens", "num_pages", "num_exact")),
         *((name, "<i8") for name in ("start", "size", "packed", "coefficients")),
         *((name, "<i8") for name in ("width", "height", "token_rows", "token_cols")),
+        ("is_coded", "<i8"),  # or 0: these are the integers themselves, which need no checksum
         ("digest", "u1", (16,)),  # of the integers
     ]
 )
@@ -46,26 +50,40 @@ _Key = tuple[str, Cell]  # a data object and a cell of it
 
 @dataclass(frozen=True, slots=True)
 class StagedCode:
-    """The engine's view of a prompt that was staged as it is coded. ``cells``: of `CELL`, ordered by layers, with their
-    integers in the same order. ``packed``: uint8, what the cells have beside their integers."""
+    """The engine's view of a prompt that it restores. ``cells``: of `CELL`, ordered by layers, with their integers in
+    the same order. ``packed``: uint8, what the cells have beside their integers."""
 
     cells: np.ndarray
     packed: torch.Tensor
 
 
-def can_stay_coded(sources: Sequence[PageSource]) -> bool:
-    """Return whether an engine's GPU can decode and restore all cells of these pages."""
-    readers = {each.reader for source in sources for each in (source, *source.others)}
-    return all(
-        reader.quantiser.gpu_restores_batches
-        and not reader.variant.levels
+def gpu_restores(sources: Sequence[PageSource]) -> bool:
+    """Return whether an engine's GPU can restore all cells of these pages."""
+    return all(each.reader.quantiser.gpu_restores_batches for source in sources for each in (source, *source.others))
+
+
+def stays_coded(reader: SegmentReader, cell: Cell) -> bool:
+    """Return whether an engine's GPU decodes a cell that it restores."""
+    return (
+        not reader.variant.levels
         and not reader.variant.num_dropped
-        and all(
-            reader.is_in_one_bitstream(cell, CODEC) and reader.num_integers(cell) >= _LEAST_INTEGERS
-            for cell in reader.manifest.cells()
-        )
-        for reader in readers
+        and reader.is_in_one_bitstream(cell, CODEC)
+        and reader.num_integers(cell) >= _LEAST_INTEGERS
     )
+
+
+class _Kept(NamedTuple):
+    """A cell in a region: its row without what depends on the pages that are wanted, and what it has beside its
+    integers."""
+
+    place: CellPlace
+    layers: range
+    heads: range
+    parts: tuple[torch.Tensor, ...]
+    layout: RegionLayout
+    coefficients: int
+    size: int
+    digest: bytes | None  # of integers that are coded
 
 
 class CodedRegion(CodedPool):
@@ -77,15 +95,40 @@ class CodedRegion(CodedPool):
         for key, room_bytes in _rooms(parts):
             self._places[key] = offset, room_bytes
             offset += room_bytes
-        self._kept: dict[_Key, tuple[CodedCell, Sequence[int], Sequence[int]]] = {}
+        self._kept: dict[_Key, tuple[_Kept, Sequence[int], Sequence[int]]] = {}
         self._lock = threading.Lock()
 
-    def keep(self, key: _Key, cell: CodedCell, span_pages: Sequence[int], pages: Sequence[int]) -> None:
+    def decoded(self, reader: SegmentReader, cell: Cell, data: bytes | memoryview, decoders: Decoders) -> Keep:
+        key = reader.data_name, cell
+        if stays_coded(reader, cell):
+            coded = reader.verified_cell(cell, data)
+            bitstream, digest = coded.coded.bitstream, coded.coded.row.decoded_checksum
+            assert isinstance(coded.layout, RegionLayout)
+            of_cell = coded.place, coded.layers, coded.heads, coded.parts, coded.layout, coded.coefficients
+            return partial(self._keep, key, bitstream, _Kept(*of_cell, len(bitstream), digest))
+        *parts, integers = reader.decode_cell(cell, data, decoders)
+        coefficients, num_tokens = integers.shape
+        layout = RegionLayout(width=num_tokens, height=1, token_rows=1, token_cols=num_tokens)
+        layers, heads = reader.manifest.grid.layers(cell.layer_group), reader.heads_of(cell)
+        of_cell = cell_place(reader.manifest, cell), layers, heads, tuple(parts), layout, coefficients
+        content = integers.contiguous().numpy().data.cast("B")
+        return partial(self._keep, key, content, _Kept(*of_cell, len(content), None))
+
+    def working_bytes(self, reader: SegmentReader, cell: Cell) -> int:
+        return reader.coded_bytes(cell) if stays_coded(reader, cell) else 2 * reader.frames_bytes(cell)
+
+    def _keep(
+        self,
+        key: _Key,
+        content: bytes | memoryview,
+        cell: _Kept,
+        span_pages: Sequence[int],
+        pages: Sequence[int],
+    ) -> None:
         offset, room_bytes = self._places.get(key, (0, 0))
-        bitstream = cell.coded.bitstream
-        if len(bitstream) > room_bytes:
-            raise UnsupportedError(f"{key[1]} of {key[0]} has {len(bitstream)} bytes, expected at most {room_bytes}")
-        self._arena.buffer(offset, len(bitstream))[:] = bitstream
+        if len(content) > room_bytes:
+            raise UnsupportedError(f"{key[1]} of {key[0]} has {len(content)} bytes, expected at most {room_bytes}")
+        self._arena.buffer(offset, len(content))[:] = content
         with self._lock:
             self._kept[key] = cell, span_pages, pages
 
@@ -102,15 +145,15 @@ class CodedRegion(CodedPool):
                 table[span_page] = page if page < num_pages else -1
             content, num_exact = pack(table.tobytes(), *cell.parts)
             layout = cell.layout
-            assert isinstance(layout, RegionLayout)
             rows.append(
                 (
                     *(cell.layers.start, len(cell.layers), cell.heads.start, len(cell.heads)),
                     *(cell.place.layers.start, cell.place.heads.start),
                     *(cell.place.tokens.start, len(cell.place.tokens), len(table), num_exact),
-                    *(offset, len(cell.coded.bitstream), end, cell.coefficients),
+                    *(offset, cell.size, end, cell.coefficients),
                     *(layout.width, layout.height, layout.token_rows, layout.token_cols),
-                    np.frombuffer(cell.coded.row.decoded_checksum, dtype=np.uint8),
+                    cell.digest is not None,
+                    np.frombuffer(cell.digest or bytes(16), dtype=np.uint8),
                 )
             )
             packed.append(content)
@@ -127,7 +170,9 @@ def _rooms(parts: Sequence[SpanPart]) -> list[tuple[_Key, int]]:
     """Return the cells of some spans, ordered by layers, and the room for the integers of each."""
     found = []
     for part in parts:
-        for cell in part.reader.span_cells(part.span):
-            chunk = part.reader.last_chunk(cell)
-            found.append(((part.reader.data_name, cell), -(-chunk.size_bytes // ALIGNMENT) * ALIGNMENT))
+        reader = part.reader
+        for cell in reader.span_cells(part.span):
+            is_coded = stays_coded(reader, cell)
+            num_bytes = reader.last_chunk(cell).size_bytes if is_coded else reader.num_integers(cell)
+            found.append(((reader.data_name, cell), -(-num_bytes // ALIGNMENT) * ALIGNMENT))
     return sorted(found, key=lambda each: each[0][1].layer_group)  # a stable order otherwise

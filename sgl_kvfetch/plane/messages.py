@@ -45,8 +45,9 @@ class Watch(msgspec.Struct, frozen=True, array_like=True):
 class Start(_Message, frozen=True):
     """The first command. ``config``: the parsed `KVFetchConfig`. ``first_head``, ``end_head``: the rank's heads.
     ``sides``: the bytes of a page in each side pool. ``has_steps``: the scheduler's steps read the events for them.
-    ``watch``: what to find a profile for, if one is to be found. ``takes_code``: whether the engine decodes staged
-    cells itself, where `coded.can_stay_coded`."""
+    ``watch``: what to find a profile for, if one is to be found. ``takes_code``: whether the engine restores staged
+    cells itself, where `coded.gpu_restores`. ``gpu``: the number of the engine's GPU, whose video engines decode for a
+    data plane in a process of its own, if they can."""
 
     config: dict[str, Any]
     namespace: Namespace
@@ -59,6 +60,7 @@ class Start(_Message, frozen=True):
     has_steps: bool = False
     watch: Watch | None = None
     takes_code: bool = False
+    gpu: int | None = None
     version: int = VERSION
 
 
@@ -131,7 +133,7 @@ class Stage(_Message, frozen=True):
 
     ``saved_s``: how much longer the engine would take without so many pages, for a few numbers of pages, ascending;
     empty if it has not been measured. ``urgency``: higher goes first, if the order is by priority. ``request_id``,
-    ``traceparent``: for the timeline.
+    ``traceparent``: for the timeline. ``is_idle``: whether the engine has nothing to compute now.
     """
 
     work: int
@@ -140,6 +142,7 @@ class Stage(_Message, frozen=True):
     urgency: int = 0
     request_id: str = ""
     traceparent: str = ""
+    is_idle: bool = False
 
 
 class Unstage(_Message, frozen=True):

@@ -114,12 +114,13 @@ class DataPlane(Supervisor):
         saved_s: Sequence[tuple[int, float]] = (),
         urgency: int = 0,
         request: timeline.Request = timeline.NOBODY,
+        is_idle: bool = False,
     ) -> int:
         """Restore the longest stored run of these pages into shared memory. ``on_staged`` is called once, on the thread
         that steps unless the data plane ends. Return the number, for `unstage`. ``request``: for the timeline. Other
         arguments as in `messages.Stage`."""
         work, run = next(self._numbers), self._run
-        command = m.Stage(work, b"".join(hashes), tuple(saved_s), urgency, request.id, request.traceparent)
+        command = m.Stage(work, b"".join(hashes), tuple(saved_s), urgency, request.id, request.traceparent, is_idle)
         staged = run.ask(command, m.Staged(work, 0, 0, 0, "failed"))
         staged.add_done_callback(lambda staged: on_staged(run.staged_values(staged.result())))
         return work

@@ -29,6 +29,7 @@ from itertools import pairwise
 import torch
 
 from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch.codec.bitstream import open_nvdec_alone
 from sgl_kvfetch.codec.container import Pages, QuantisedPages, RawPages
 from sgl_kvfetch.errors import FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice, split_hashes
@@ -434,8 +435,12 @@ def _open(command: m.Start, open_: OpenClient) -> tuple[KVFetchConfig, HeadSlice
     return config, heads, open_(config, heads, command)
 
 
-def open_on_cpu(config: KVFetchConfig, heads: HeadSlice, start: m.Start) -> StoreClient:
-    """Open the store for a data plane that needs no GPU. Raises KVFetchError."""
+def open_alone(config: KVFetchConfig, heads: HeadSlice, start: m.Start) -> StoreClient:
+    """Open the store for a data plane in a process of its own. Raises KVFetchError."""
+    nvdec = None
+    if start.gpu is not None:
+        nvdec, about = open_nvdec_alone(start.gpu)
+        logger.info("kvfetch: %s", about)
     codecs = (CODEC,) if start.takes_code else ()
     most = start.most_span_pages
-    return open_client(config, heads, config_quantiser(config), max_span_pages=most, engine_codecs=codecs)
+    return open_client(config, heads, config_quantiser(config), nvdec=nvdec, max_span_pages=most, engine_codecs=codecs)

@@ -20,9 +20,9 @@ from sgl_kvfetch.codec import CellValues
 from sgl_kvfetch.keys import HeadSlice, split_hashes
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Arena, Emit, Room
-from sgl_kvfetch.plane.choice import Decision, FetchLag, FetchOrRecompute
+from sgl_kvfetch.plane.choice import Decision, EngineQueue, FetchLag, FetchOrRecompute
 from sgl_kvfetch.plane.client import StoreClient, count_fetch, counted
-from sgl_kvfetch.plane.coded import CodedRegion, StagedCode, can_stay_coded, code_bytes
+from sgl_kvfetch.plane.coded import CodedRegion, StagedCode, code_bytes, gpu_restores
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.link_queue import Claim, LinkQueue
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
@@ -33,6 +33,7 @@ from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
 NO_VALUES = CellValues(*(torch.empty((0, 0, 0, 0)) for _ in TENSORS))
+_Points = Sequence[tuple[int, float]]
 _SHARED_TOKENS = 8192  # fetches that share the link have so many tokens in total, at most
 
 
@@ -205,8 +206,11 @@ class Stager:
         self._turns = _Turns(config, heads.geometry, room, arena.num_bytes)
         self._choice = FetchOrRecompute()
         self._lag = FetchLag()
+        self._engine = EngineQueue()  # prompts that were left to the engine
 
     def begin(self, command: m.Stage) -> None:
+        if command.is_idle:
+            self._engine.clear()
         staging = self._stagings[command.work] = _Staging(asyncio.get_running_loop().create_future())
         staging.task = self._tasks.begin(self._stage(command, staging))
 
@@ -239,7 +243,11 @@ class Stager:
             sources = (await self._look_up(hashes, request))[: self._most_pages]
             held = self._client.fetcher.hold(sources)
             staging.num_pages = len(sources)
-            if sources and staging.is_wanted:
+            if not staging.is_wanted:
+                pass
+            elif not sources:
+                self._computes(command.saved_s, len(hashes))
+            else:
                 num_pages, end = await self._fetch(command, staging, hashes[: len(sources)], sources, request)
         finally:
             held.let_go()
@@ -277,13 +285,14 @@ class Stager:
         """Fetch pages, unless computing them is sooner. Return how many, from the first on, are there, and the
         outcome."""
         found_s = time.monotonic()
-        cost, saved_s = self._client.fetcher.cost(sources), self._saved_s(command.saved_s, len(sources))
+        cost = self._client.fetcher.cost(sources)
         staging.needs_link = cost.transmit_s != 0.0
         staging.data_names = {part.reader.data_name for part in span_parts(sources)}
-        is_coded = self._takes_code and can_stay_coded(sources) and not staging.data_names & self._decoded_here
+        is_coded = self._takes_code and gpu_restores(sources) and not staging.data_names & self._decoded_here
         staging.num_bytes = code_bytes(sources) if is_coded else len(sources) * self._geometry.page_bytes
         num_ahead = self._turns.pages_ahead if staging.needs_link else 0
-        if not self._is_fetched(cost, num_ahead, saved_s, len(sources), found_s):
+        if not self._is_fetched(cost, num_ahead, command.saved_s, len(sources), found_s):
+            self._computes(command.saved_s, len(sources))
             self._tasks.begin(self._client.fetcher.probe(sources))
             return 0, "recomputed"
         try:
@@ -298,8 +307,9 @@ class Stager:
         else:
             views = region_views(self._arena, staging.offset, self._geometry, len(sources))
             pool = _Region(views, self._geometry.page_size)
+        compute_s = self._compute_s(command.saved_s, len(sources), time.monotonic())
         num_pages = await self._restore(
-            staging, pool, hashes, sources, request, found_s, math.inf if saved_s is None else saved_s
+            staging, pool, hashes, sources, request, found_s, math.inf if compute_s is None else compute_s
         )
         if isinstance(pool, CodedRegion) and num_pages and not self._put_tables(staging, pool, num_pages):
             metrics.MISSES.labels("fetch", "no_slots").inc()
@@ -308,18 +318,26 @@ class Stager:
             self._lag.ended(time.monotonic(), found_s + cost.seconds)
         return num_pages, "landed" if num_pages == len(sources) else "partly" if num_pages else "failed"
 
-    def _saved_s(self, points: Sequence[tuple[int, float]], num_pages: int) -> float | None:
-        """Return how much longer the engine would take without so many pages; None if that is not to be considered."""
-        return interpolate(points, num_pages) if points and self._config.recompute == "auto" else None
+    def _compute_s(self, saved_s: _Points, num_pages: int, now_s: float) -> float | None:
+        """Return how much longer a request would take without so many pages: it waits for the engine, which computes
+        them. None if that is not to be considered. ``saved_s``: as in `messages.Stage`."""
+        if not saved_s or self._config.recompute != "auto":
+            return None
+        return interpolate(saved_s, num_pages) + self._engine.seconds(now_s)
 
-    def _is_fetched(self, cost: m.Cost, num_ahead: int, saved_s: float | None, num_pages: int, now_s: float) -> bool:
+    def _computes(self, saved_s: _Points, num_pages: int) -> None:
+        """Note that the engine is to compute so many pages."""
+        self._engine.add(max(0.0, interpolate(saved_s, num_pages)), time.monotonic())
+
+    def _is_fetched(self, cost: m.Cost, num_ahead: int, saved_s: _Points, num_pages: int, now_s: float) -> bool:
         """Decide. Pages that are fetched before these are assumed to cost as much each."""
         decision = Decision(True, "configured")
         num_tokens = num_pages * self._geometry.page_size
         if self._config.recompute == "auto":
             times = 1 + num_ahead / num_pages
             stages = (None if seconds is None else times * seconds for seconds in (cost.transmit_s, cost.decode_s))
-            sooner_s = None if saved_s is None else saved_s - self._lag.seconds(now_s)
+            compute_s = self._compute_s(saved_s, num_pages, now_s)
+            sooner_s = None if compute_s is None else compute_s - self._lag.seconds(now_s)
             decision = self._choice.decide(num_tokens, m.Cost(*stages), sooner_s)
         decision.count(num_tokens)
         return decision.is_fetched
@@ -370,7 +388,7 @@ class Stager:
         return True
 
 
-def interpolate(points: Sequence[tuple[int, float]], x: int) -> float:
+def interpolate(points: _Points, x: int) -> float:
     """Return the value at ``x`` of the line through ``points``, which are in ascending order; before the first, of the
     line from the origin to it, and after the last, that of the last."""
     x0, y0 = 0, 0.0

@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plugin.hooks import BACKEND
+from sgl_kvfetch.plugin.hooks import BACKEND, is_chosen
 
 
 class _State:
@@ -42,7 +42,7 @@ def watch_adapters(manager: Any, *args: Any, **kwargs: Any) -> None:
 
     memory = get_memory()
     may_attach = memory.enable_hierarchical_cache and memory.hicache_storage_backend is None
-    if may_attach or memory.hicache_storage_backend == BACKEND:
+    if may_attach or is_chosen(memory):
         _state.manager = manager
 
 

@@ -120,9 +120,8 @@ def open_engine_plane(
     if not lacks_profile:
         return opening.open(config, quantiser)
     plane = opening.open(config, quantiser, profile_watch(rank))
-    # Device mode on a GPU has pages under way that its kernels have quantised; SGLang's linker knows what is stored.
-    is_live = not isinstance(pages, FramePool) and not staging_bytes
-    follow = partial(_by_profile, asked, rank, opening) if is_live else None
+    # Device mode on a GPU has pages under way that its kernels have quantised.
+    follow = None if isinstance(pages, FramePool) else partial(_by_profile, asked, rank, opening)
     auto_profile.begin(AutoProfile(plane, rank.tp_rank, rank.tp_size, follow, pauses=is_active()))
     return plane
 
@@ -180,10 +179,11 @@ class Opening:
     def parts(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> tuple[Start, Launch]:
         """Return what the data plane is started with.
 
-        The data plane is a process. If it uses NVDEC or the restore kernels, it still runs on threads of this
-        process, because these need its memory. To stage prompts, it uses neither.
+        The data plane is a process. If it decodes with this process's NVDEC or launches the restore kernels, it still
+        runs on threads of this process, because these need its memory. To stage prompts, it does neither.
         """
         pages, nvdec, heads = self.pages, self.nvdec, self.heads
+        gpu = pages.device if isinstance(pages, SlotPages) else None
         start = Start(
             config.model_dump(mode="json", exclude_unset=True),
             heads.namespace,
@@ -196,6 +196,7 @@ class Opening:
             has_steps=isinstance(pages, SlotPages),
             watch=watch,
             takes_code=self.takes_code,
+            gpu=gpu.torch_device.index if gpu is not None and self.staging_bytes else None,
         )
         if isinstance(pages, FramePool):
             spec = writer_spec(config, heads, quantiser, self.most_span_pages)

@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 BACKEND = "kvfetch"
 LINKER_SWITCH = "KVFETCH_LINKER"  # in the environment: device mode through SGLang's linker, until only one is left
+LINKER_MODULE = "sgl_kvfetch.plugin.linker.linker"
+
+
+def is_chosen(memory: Any) -> bool:
+    """Return whether SGLang's resolved config of the group ``memory`` has our backend, in either mode. Device mode is
+    there as a linker: see `launch_check.use_linker`."""
+    linker = getattr(memory, "unified_cache_external_linker_config", None)
+    is_linker = isinstance(linker, dict) and linker.get("linker_module_path") == LINKER_MODULE
+    return is_linker or memory.hicache_storage_backend == BACKEND
 
 
 def linker_of(cache: Any) -> KVFetchLinker | None:

@@ -10,7 +10,7 @@ from typing import Any
 from sgl_kvfetch.codec.quant import require_targets
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plane import check_files, parse_config
-from sgl_kvfetch.plugin.hooks import BACKEND, LINKER_SWITCH
+from sgl_kvfetch.plugin.hooks import BACKEND, LINKER_MODULE, LINKER_SWITCH
 from sgl_kvfetch.plugin.register import needed_scopes
 from sgl_kvfetch.plugin.seams import check_seams
 from sgl_kvfetch.plugin.versions import NEWEST, SGLANG_VERSIONS, installed_version
@@ -54,7 +54,7 @@ def use_linker(server_args: Any) -> None:
     server_args.unified_cache_external_linker_backend = "dynamic"
     server_args.unified_cache_external_linker_config = {
         "linker": "KVFetchLinker",
-        "linker_module_path": "sgl_kvfetch.plugin.linker.linker",
+        "linker_module_path": LINKER_MODULE,
         "linker_extra_config": {"config": server_args.hicache_storage_backend_extra_config},
     }
     server_args.hicache_storage_backend = None

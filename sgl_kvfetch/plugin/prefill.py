@@ -11,12 +11,12 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import threading
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvfetch import timeline
+from sgl_kvfetch.plane import EngineQueue
 
 WINDOW = 24  # how many of the latest batches count
 MIN_BATCHES = 4  # with fewer, the fastest one counts
@@ -104,32 +104,6 @@ class _Fit:
         if num_tokens > self.largest:
             return self.seconds_for(self.largest) * num_tokens / self.largest
         return self.batch_s + self.token_s * num_tokens
-
-
-class EngineQueue:
-    """Estimates how long the engine will take for the prompts that wait for it.
-
-    It is kept as the time at which the engine will be free, by the estimates of what went in. A time that has passed
-    means an empty queue, so nothing needs to be taken out. Any thread; times are arguments.
-    """
-
-    def __init__(self) -> None:
-        self._free_s = -math.inf
-        self._lock = threading.Lock()
-
-    def add(self, compute_s: float, now_s: float) -> None:
-        """Add a prompt that takes the engine ``compute_s``."""
-        with self._lock:
-            self._free_s = max(self._free_s, now_s) + compute_s
-
-    def seconds(self, now_s: float) -> float:
-        """Return how long a prompt that comes now waits."""
-        return max(0.0, self._free_s - now_s)
-
-    def clear(self) -> None:
-        """Note that the engine has nothing to compute."""
-        with self._lock:
-            self._free_s = -math.inf
 
 
 class PrefillMeter:

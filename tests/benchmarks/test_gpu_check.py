@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+import benchmarks.memory
 from benchmarks.gpu_check import (
     __main__ as command,
     ans,
     driver_libraries,
     interference,
     kernels,
-    memory,
+    loads,
     nvdec,
     nvdec_damage,
     passes,
@@ -30,9 +31,9 @@ from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.runner import _END_S, Result, run_step
 from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
 from benchmarks.kernel_bytes import Span
-from benchmarks.memory import SPAN_TOKENS, Setup, repeated_segments
 from harness import stand_in_pool
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
+from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.plugin.device import klt_reads
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.quantise_klt import quantise_klt
@@ -225,67 +226,56 @@ def test_a_matrix_product_beside_decoding(record: Record) -> None:
     assert row["slower_percent"] == pytest.approx(100 * (row["beside_ms"] / row["alone_ms"] - 1), abs=1e-6)
 
 
-async def test_a_fetch_into_the_pool_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_are_checked_and_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_pool.install_if_missing()
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+    from sgl_kvfetch.plugin.linker import coded_loads
+    from sgl_kvfetch.plugin.linker.gpu_loads import GpuLoader
 
     monkeypatch.setattr(runtime, "INTERPRETED", False)
-    setup = Setup("uint8", "hevc", layers=1)
-    segments = repeated_segments(setup, 2 * SPAN_TOKENS)
-    await memory.store_segments(tmp_path, segments)
-    device = FakeDevice()
-    pool = memory.make_pool(setup, 2 * SPAN_TOKENS, "cpu")
-    engines = make_nvdec(FakeNvc(device))
-    sessions = [engines.open_session() for _ in range(2)]
-    pages = CudaPages(pool, memory.PAGE_TOKENS, device, device.forward)
-    num_pages, failures = await memory.fetch(
-        tmp_path, setup, segments, pages, 2 * SPAN_TOKENS // memory.PAGE_TOKENS, sessions
-    )
-    assert (num_pages * memory.PAGE_TOKENS, failures) == (2 * SPAN_TOKENS, ())
-    device.run()
-    assert not memory.wrong_values(setup, segments[0], pages, 2 * SPAN_TOKENS)
-    assert not memory.wrong_reads(pages, 3)
-    pool.v_buffer[0][-1, 3, 5] += 1
-    assert memory.wrong_values(setup, segments[0], pages, 2 * SPAN_TOKENS) == (
-        "v of layer 0 differs from the CPU's values"
-    )
-    monkeypatch.setattr(CudaPages, "read", lambda *_: torch.zeros(3, memory.PAGE_TOKENS, 1, 8, 128))
-    assert memory.wrong_reads(pages, 3) == "k of pages that were read differs from the pool's"
-
-
-def test_a_fetch_is_measured_beside_forward_passes(
-    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in_pool.install_if_missing()
-    monkeypatch.setattr(runtime, "INTERPRETED", False)
-    monkeypatch.setattr(memory, "NUM_TOKENS", SPAN_TOKENS)
-    monkeypatch.setattr(memory, "open_nvdec", lambda device: (make_nvdec(FakeNvc(device)), ""))
+    for product in ("_HAS_BFLOAT16", "_HAS_INTEGERS"):
+        monkeypatch.setattr(klt, product, False)  # these products round more than one in float32
+    monkeypatch.setattr(loads, "SCRATCH_MIB", (1,))
     monkeypatch.setattr(passes, "_MIN_S", 0.01)
-    setup = Setup("uint8", "hevc", layers=1)
-    segments = repeated_segments(setup, SPAN_TOKENS)
-    asyncio.run(memory.store_segments(tmp_path, segments))
-    device = FakeDevice()
+    monkeypatch.setattr(passes, "PASS_SECONDS", (0.01,))
+    for module in (loads, benchmarks.memory):
+        monkeypatch.setattr(module, "SPAN_TOKENS", num_tokens := 128)  # the interpreter runs restore_klt
+    model, device = loads.Model("klt", "ans", layers=3, dim=16), FakeDevice()
     launched: dict[float, int] = {}
 
     def make_pass(seconds: float) -> Callable[[], None]:
         def launch() -> None:
             launched[seconds] = launched.get(seconds, 0) + 1
+            time.sleep(0.005)  # or the thread that launches passes would spin
 
         return launch
 
-    memory._measure_beside_passes(record, setup, segments, tmp_path, device, device.forward, make_pass)
+    loads.measure(record, model, num_tokens, device, device.forward, make_pass)
     found = found_by(record)
     assert not found["reason"]
     assert list(launched) == list(passes.PASS_SECONDS)
-    alone, *beside = found["rows"]
-    assert [row["forward_passes"] for row in found["rows"]] == ["none", "10 ms", "50 ms", "200 ms"]
+    coded, alone, *beside, values = found["rows"]
+    assert (coded["tokens"], coded["scratch_mib"]) == (num_tokens, 1)
+    assert 0 < coded["launched_ms"] <= coded["ms"]
+    assert [row["forward_passes"] for row in (alone, *beside)] == ["none", "10 ms"]
     assert alone["times_alone"] == 1
     for row in beside:
-        assert row["times_alone"] == row["fetch_ms"] / alone["fetch_ms"]
+        assert row["times_alone"] == row["load_ms"] / alone["load_ms"]
         assert row["passes_meanwhile"] > 0
         assert 0 < row["pass_alone_ms"] <= row["longest_alone_ms"]
         assert 0 < row["pass_beside_ms"] <= row["longest_beside_ms"]
         assert row["longest_gap_ms"] > 0
+    assert values["gb_a_second"] > 0
+
+    monkeypatch.setattr(passes, "PASS_SECONDS", ())
+    monkeypatch.setattr(coded_loads, "launch_klt", lambda *args: None)
+    monkeypatch.setattr(GpuLoader, "_copy_values", lambda *args: iter(()))
+    monkeypatch.setattr(CudaPages, "read", lambda *_: torch.ones(2, loads.PAGE_TOKENS, 3, 8, 16))
+    loads.measure(record, model, num_tokens, device, device.forward, make_pass)
+    reason = found_by(record)["reason"]
+    for what in ("coded cells, 1 MiB of scratch memory", "coded cells beside forward passes", "values"):
+        assert f"{what}: k of layer 0 differs by up to" in reason
+    assert "k of pages that were read differs from the pool's" in reason
 
 
 def test_tests_that_need_a_gpu_are_found() -> None:

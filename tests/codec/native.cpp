@@ -42,7 +42,7 @@ void run(const size_t* n) {
 }
 #elif defined(QUANTISER)
 // Arguments: tokens, heads, pairs, whether they are interleaved, types of product and values, kept and wide rows.
-// Heads have 32 channels. Writes the values that are restored from a product, and the integers and exponents of it.
+// Heads have 32 channels. Writes the values that are restored from a product, and what its coefficients become.
 void run(const size_t* n) {
     const size_t dim = 32;
     Cell c{n[0], n[1], dim, dim, n[2], static_cast<int>(n[3]), static_cast<Type>(n[4]), static_cast<Type>(n[5])};
@@ -64,10 +64,11 @@ void run(const size_t* n) {
     if (!centre(c, 1, {k.data(), stride, stride}, {v.data(), stride, stride}, centred.data(), log_norms.data()))
         std::abort();
     write_array(centred);
-    const Rows rows{channels,       kept,         wide, spread.data(), weights.data(), limits.data(),
-                    which.data(), bits.data()};
-    std::vector<uint8_t> exponents(c.tokens), integers(rows.count() * c.tokens);
-    round_steps(c, rows, 1, 0.25f, log_norms.data(), exponents.data(), integers.data());
+    // Of the coefficients that are not kept, the first ones pass for sums.
+    const Rows rows{channels, kept, wide, spread.data(), weights.data(), 2.0, limits.data(), which.data(), bits.data()};
+    std::vector<uint8_t> exponents(c.tokens), integers(rows.count() * c.tokens), doubtful(c.tokens);
+    round_steps(c, rows, 1, 0.25f, log_norms.data(), exponents.data(), integers.data(), doubtful.data());
+    write_array(doubtful);
     write_array(exponents);
     write_array(integers);
 }

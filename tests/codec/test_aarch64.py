@@ -68,6 +68,7 @@ def test_values_are_restored_and_quantised_alike(tmp_path: Path) -> None:
     channels, pairs = 2 * heads * dim, 12
     for product_type, type_, is_interleaved in (0, 0, 0), (0, 1, 1), (1, 1, 0), (0, 2, 0):
         product = random.normal(0, np.geomspace(30, 0.1, channels), (tokens, channels)).astype(np.float32)
+        product[:, kept + 1 :] *= 40  # sums of coefficients that are not kept: some are large enough for doubts
         halves = (product.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16
         angles = random.uniform(0, 7, (tokens, pairs))
         arrays = (
@@ -83,7 +84,8 @@ def test_values_are_restored_and_quantised_alike(tmp_path: Path) -> None:
         wide_rows = np.arange(wide, dtype=np.int64), np.full(wide, 4, dtype=np.int64)
         sizes = tokens, heads, pairs, is_interleaved, product_type, type_, kept, wide
         found = np.frombuffer(run(sizes, [*floats, *wide_rows]), np.uint8)
-        exponents, integers = np.split(found[-tokens * (1 + kept + wide) :], [tokens])
+        doubtful, exponents, integers = np.split(found[-tokens * (2 + kept + wide) :], [tokens, 2 * tokens])
         assert exponents[0] == 0  # a sink
+        assert 0 < doubtful.sum() < tokens
         assert len(np.unique(exponents)) > 2
         assert len(np.unique(integers)) > 100

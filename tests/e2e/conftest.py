@@ -70,8 +70,8 @@ def host(model: Path) -> Iterator[Shared]:
 DESIGNS: dict[str, Mapping[str, str]] = {"rounds": {}, "linker": {LINKER_SWITCH: "1"}}
 
 
-# Tests take minutes for each design, and the second one does not pass all of them yet (docs/decisions/0041-staging.md).
-# So they run with it only on request; tests/e2e/test_linker.py and test_full_pool.py always do.
+# Tests take minutes for each design, so they run with the second one only on request; tests/e2e/test_linker.py and
+# test_full_pool.py always do.
 _RUN = [*DESIGNS] if os.environ.get("KVFETCH_TEST_LINKER") else ["rounds"]
 
 

@@ -21,12 +21,14 @@ from tests.e2e.continuation import continue_from_quantised
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
+NUM_RANKS = 2
+
 _WRITTEN = "sgl_kvfetch_written_pages_total"
 
 
 def test_a_server_makes_its_own_profile(tmp_path: Path, store: StoreProcess) -> None:
-    """It goes over to it while it serves. The first half of a prompt that is asked for afterwards was stored by
-    ``exact``, and is still in SGLang's caches: it is stored once more. Then a second server hits."""
+    """Its two ranks go over to it while they serve. The first half of a prompt that is asked for afterwards was stored
+    by ``exact``, and is still in SGLang's caches: it is stored once more. Then a second server, of one rank, hits."""
     model = make_tiny_llama(tmp_path / "model", num_layers=1, hidden_size=64, head_dim=32)
     target_kl = 0.05
     config: dict[str, Any] = {
@@ -37,7 +39,8 @@ def test_a_server_makes_its_own_profile(tmp_path: Path, store: StoreProcess) -> 
     }
     flags = hicache_args(store.url, **config)
     prompt = make_prompt(0)
-    with SGLangServer(model, extra_args=flags, env={"XDG_CACHE_HOME": str(tmp_path / "cache")}) as server:
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with SGLangServer(model, extra_args=[*flags, "--tp-size", str(NUM_RANKS)], env=env) as server:
         ask(server, prompt[:320])
         for seed in range(1, NUM_WINDOWS + 1):
             ask(server, make_prompt(seed, 1600))
@@ -47,7 +50,7 @@ def test_a_server_makes_its_own_profile(tmp_path: Path, store: StoreProcess) -> 
             assert log().count(f"{said}") == 1, said
         before = read_metric(server.metrics(), _WRITTEN)
         computed = ask(server, prompt)
-        pages = 640 // PAGE_SIZE
+        pages = NUM_RANKS * 640 // PAGE_SIZE
         wait_until(lambda: read_metric(server.metrics(), _WRITTEN) >= before + pages, poll_s=0.1, found=log)
         server.flush()
         answer = ask(server, prompt)

@@ -88,7 +88,8 @@ def configure_subprocess():
 
 
 @pytest.fixture(scope="module")
-def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+def link(design: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    """The way to a store of the design's own: what the other one has stored would not be written again."""
     with StoreProcess(tmp_path_factory.mktemp("released") / "store") as store:
         proxy = Proxy(store)
         yield proxy

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.plane.launch import DataPlaneThread, Line, Running
-from sgl_kvfetch.plane.service import Service, open_on_cpu, run_data_plane
+from sgl_kvfetch.plane.service import Service, open_alone, run_data_plane
 
 R = TypeVar("R")
 
@@ -29,7 +29,7 @@ class Served:
         self._tasks |= asyncio.all_tasks()
 
     def launch(self, line: Line) -> Running:
-        return DataPlaneThread(run_data_plane(line, open_on_cpu, on_service=self.add))
+        return DataPlaneThread(run_data_plane(line, open_alone, on_service=self.add))
 
     @property
     def service(self) -> Service:

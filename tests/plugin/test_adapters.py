@@ -25,6 +25,8 @@ from transformers import AutoConfig
 from harness.models import make_adapter, make_tiny_llama
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin import adapters
+from sgl_kvfetch.plugin.hooks import LINKER_SWITCH
+from sgl_kvfetch.plugin.launch_check import use_linker
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -188,3 +190,21 @@ def test_launches_that_cannot_attach_our_backend_are_left_alone(
     else:
         with pytest.raises(UnsupportedError, match="start the server with --hicache-storage-backend kvfetch"):
             adapters.require_named_adapters()
+
+
+def test_the_gate_hides_our_backend_behind_a_linker(
+    manager: SimpleNamespace, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = SimpleNamespace(
+        hicache_storage_backend="kvfetch",
+        hicache_storage_backend_extra_config=None,
+        enable_hierarchical_cache=False,
+        unified_cache_external_linker_config=None,
+    )
+    monkeypatch.setenv(LINKER_SWITCH, "1")
+    use_linker(args)
+    monkeypatch.setattr(adapters, "_state", adapters._State())
+    monkeypatch.setattr(runtime_context, "get_memory", lambda: args)
+    adapters.watch_adapters(manager)
+    assert _extra_key(manager, _load(model, make_adapter(tmp_path / "one", model, seed=1))) != "f" * 32
+    adapters.require_named_adapters()

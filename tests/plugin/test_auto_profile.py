@@ -106,6 +106,21 @@ def test_ranks_switch_to_what_the_first_has_found_and_not_before_all_can() -> No
     assert (first.num_switches, second.num_switches) == (1, 1)
 
 
+def test_one_rank_switches_when_it_can() -> None:
+    plane = Plane()
+    one = AutoProfile(cast("Any", plane), 0, 1, cast("Any", lambda path: path), pauses=False)
+    auto_profile.begin(one)
+    one.step(None)
+    plane.take(DIGEST)
+    for _ in range(2):
+        one.step(None)
+    assert (len(plane.prepared_with), plane.num_switches) == (1, 0)
+    plane.is_prepared = True
+    one.step(None)
+    assert plane.num_switches == 1
+    assert auto_profile.current() is None
+
+
 def scheduler(*, is_idle: bool) -> Any:
     return SimpleNamespace(is_fully_idle=lambda for_health_check: is_idle)
 

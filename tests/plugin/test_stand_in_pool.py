@@ -1,4 +1,4 @@
-"""The stand-in for SGLang's pool, beside the pool."""
+"""The stand-ins for SGLang's pool and its counter of loaded layers, beside the real ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
 
 from harness import stand_in_pool
 
@@ -21,6 +22,23 @@ def test_it_has_the_pools_buffers(dtype: torch.dtype, v_head_dim: int | None) ->
         assert getattr(ours, name) == getattr(theirs, name), name
     for x, y in zip((*ours.k_buffer, *ours.v_buffer), (*theirs.k_buffer, *theirs.v_buffer), strict=True):
         assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+
+
+@pytest.mark.parametrize("kind", [stand_in_pool.LayerWiseLoadCounter, LayerWiseLoadCounter])
+def test_it_counts_layers_as_the_counter_does(kind: Any) -> None:
+    counter = kind(2)
+    first, second = counter.update_producer(), counter.update_producer()
+    counter.set_consumer(second)
+    assert (first, second, counter.consumer_index, counter.on_layer_ready) == (0, 1, 1, None)
+    for future in counter.futures[first]:
+        future.set_result(None)
+    counter.futures[second][0].set_result(None)
+    counter.fail(second, RuntimeError())
+    assert counter.finish(first)
+    assert not counter.finish(second)
+    assert not counter.futures
+    counter.reset()
+    assert counter.update_producer() == 0
 
 
 def test_it_does_not_replace_sglang() -> None:

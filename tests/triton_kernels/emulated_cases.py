@@ -23,12 +23,14 @@ from harness.ptx.values import Fault
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.triton_kernels import restore as restore_module, restore_klt as restore_klt_module
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum, frame_sum_reference
 from sgl_kvfetch.triton_kernels.restore import restore
 from sgl_kvfetch.triton_kernels.xxh3 import MIN_BYTES, digest_of, xxh3_sums
+from sgl_kvfetch.types import KVGeometry
 from tests.codec.bitstream.test_ans import coefficients
-from tests.codec.quant.profiles import place_of, values_of
+from tests.codec.quant.profiles import make_profile, place_of, values_of
 from tests.triton_kernels import (
     test_ans_kernel as decoding,
     test_quantise_klt_kernel as quantising,
@@ -36,6 +38,7 @@ from tests.triton_kernels import (
     test_restore_klt_kernel as restoring_klt,
 )
 from tests.triton_kernels.cases import NUM_SLOTS, Shape
+from tests.triton_kernels.coded_load import CodedPrompt
 from tests.triton_kernels.emulation import Emulator
 from tests.triton_kernels.test_frame_sum_kernel import random_frames
 from tests.triton_kernels.test_xxh3_kernel import random_bytes
@@ -114,6 +117,34 @@ def quantise_klt() -> None:
             quantising.assert_as_the_quantiser(quantiser, CellValues(*(x.to(dtype) for x in values)), place)
 
 
+def load_of_a_coded_prompt() -> None:
+    """In parts, of two layer groups and two spans, with tokens that are kept exact, and without its first page. Its
+    first span is staged as integers."""
+    rope = Rope(inv_freq=tuple(100.0 ** (-i / 8) for i in range(8)))
+    profile = make_profile(num_layers=3, num_heads=2, head_dim=16, cell_layers=2, cell_heads=1, rope=rope, num_sinks=6)
+    values = values_of(profile, 48)
+    values.v[33, 1] *= 1e6
+    with patch.multiple(klt, _HAS_BFLOAT16=False, _HAS_INTEGERS=False):  # these products round more than one in float32
+        prompt = CodedPrompt(
+            KltQuantiser(profile, step=0.25),
+            KVGeometry(3, 2, 16, 16, page_size=4, dtype="bfloat16"),
+            segment_pages=(8, 4),
+            codec="zstd",
+            values={"k": values.k.bfloat16(), "v": values.v.bfloat16()},
+        )
+    buffers = [(x, prompt.values[t][4:, i]) for t, layers in prompt.buffers.items() for i, x in enumerate(layers)]
+    for buffer, _ in buffers:
+        buffer.fill_(torch.nan)
+    slots = torch.arange(96).view(-1, 4)[torch.randperm(24, generator=torch.Generator().manual_seed(0))[:11]].flatten()
+    num_parts, num_wrong = prompt.load(slots, first_page=1, scratch_bytes=8 << 10)
+    assert num_parts > 2
+    assert not num_wrong
+    for buffer, expected in buffers:
+        whole = torch.full_like(buffer, torch.nan)
+        whole[slots] = expected
+        torch.testing.assert_close(buffer, whole, rtol=2.0**-7, atol=1e-5, equal_nan=True)
+
+
 def slots_beyond_the_buffers(emulator: Emulator) -> None:
     span = restoring.Span("exact", torch.bfloat16, EXACT)
     span.slots[5] = NUM_SLOTS
@@ -165,6 +196,7 @@ CASES: tuple[Callable[[], None], ...] = (
     restore_klt_interleaved,
     restore_klt_slots_anywhere,
     quantise_klt,
+    load_of_a_coded_prompt,
 )
 
 

@@ -1,4 +1,5 @@
-"""Prints, as JSON, how many specialisations of each kernel Triton would compile for what a server launches in a day.
+"""Prints, as JSON, how many specialisations of each kernel Triton would compile for what a server launches in a day,
+and which kernels a load launches in a form that `benchmarks.compiled_kernels` does not compile.
 
 `test_specialisations` runs it, without Triton's interpreter. Nothing is compiled: each launch asks Triton for the key
 under which it would look for compiled code.
@@ -8,17 +9,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from benchmarks.compiled_kernels.recorder import Recorder
+from benchmarks.compiled_kernels.variants import all_variants
+from benchmarks.gpu_check.quantise import make_profile
 from sgl_kvfetch.codec.layout.tiles import tile_layout
-from sgl_kvfetch.codec.quant.klt import KltForward
+from sgl_kvfetch.codec.quant.klt import KltForward, KltQuantiser
 from sgl_kvfetch.triton_kernels import ans, frame_sum, quantise_klt, restore, restore_klt, xxh3
+from sgl_kvfetch.types import KVGeometry
+from tests.triton_kernels.coded_load import CodedPrompt
 
 MODULES = ans, frame_sum, quantise_klt, restore, restore_klt, xxh3
 TOKENS = 1, 15, 16, 33, 64, 1024
@@ -110,8 +118,53 @@ def launch_all() -> None:
         frame_sum.frame_sum(torch.empty((tokens, 3, 16, 24), dtype=torch.uint8))
 
 
+def load_prompts() -> None:
+    """As SGLang's linker does: of any length, from any page on, in parts of any number of cells. The pool's layers have
+    the shape of ``buffers``."""
+    quantiser = KltQuantiser(make_profile(DIM), step=1.0)
+    for page_size, segment_pages in ((1, (32, 1)), (16, (2, 1))):
+        geometry, num_pages = KVGeometry(3, 4 * HEADS, DIM, DIM, page_size, "bfloat16"), sum(segment_pages)
+        prompt = CodedPrompt(quantiser, geometry, segment_pages)
+        for first_page in (0, 1):
+            for first, scratch_bytes in ((1, 1 << 20), (3, 1 << 17)):
+                prompt.load(SLOTS[first:][: (num_pages - first_page) * page_size], first_page, scratch_bytes)
+
+
+class Sources(Recorder):
+    """Replaces a kernel, and collects what its launches would compile."""
+
+    def __init__(self, kernel: Any) -> None:
+        super().__init__(kernel)
+        self.found: set[str] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        super().__call__(*args, **kwargs)
+        assert self.source is not None
+        self.found.add(self.source.hash())
+
+
+def load_without_variant() -> list[str]:
+    """Load a prompt of a model like Llama-3.1-8B. Return the kernels whose launches are none of the variants."""
+    names = "ans_decode_kernel", "xxh3_kernel", "restore_klt_kernel"
+    variants = [variant.record().source for variant in all_variants() if variant.kernel in names]
+    compiled = {source.hash() for source in variants if source is not None}
+    prompt = CodedPrompt(KltQuantiser(make_profile(128), step=1.0), KVGeometry(3, 8, 128, 128, 16, "bfloat16"), [2])
+    with ExitStack() as stack:
+        sources = {}
+        for module, name in zip((ans, xxh3, restore_klt), names, strict=True):
+            sources[name] = Sources(getattr(module, name))
+            stack.enter_context(patch.object(module, name, sources[name]))
+            stack.enter_context(patch.object(module, "use_kernels", lambda device: True))
+        prompt.load(SLOTS[:32], 0, 1 << 20)
+    assert all(each.found for each in sources.values())
+    return [name for name, each in sources.items() if not each.found <= compiled]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    without_variant = load_without_variant()
     kernels = replace_kernels(MODULES)
     launch_all()
-    print(json.dumps({name: len(kernel.found) for name, kernel in kernels.items()}))
+    load_prompts()
+    numbers = {name: len(kernel.found) for name, kernel in kernels.items()}
+    print(json.dumps({"specialisations": numbers, "without variant": without_variant}))

@@ -12,6 +12,7 @@ from .nvdec import (
     MAX_SURFACE_BYTES as MAX_SURFACE_BYTES,
     open_current_nvdec as open_current_nvdec,
     open_nvdec as open_nvdec,
+    open_nvdec_alone as open_nvdec_alone,
 )
 from .nvidia import (
     ENCODE_LIBRARY as ENCODE_LIBRARY,

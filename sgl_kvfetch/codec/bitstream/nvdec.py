@@ -13,6 +13,7 @@ checksum of their integers.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import math
 import os
@@ -334,6 +335,19 @@ def open_current_nvdec() -> tuple[Nvdec | None, str]:
         return None, f"HEVC is decoded on the CPU: torch {torch.__version__} finds no usable GPU"
     torch.zeros(1, device="cuda")  # the video libraries need a current CUDA context
     return open_nvdec(Device(torch.device("cuda", torch.cuda.current_device())))
+
+
+def open_nvdec_alone(index: int) -> tuple[Nvdec | None, str]:
+    """Do `open_nvdec` for GPU ``index`` in a process that does not use it yet. A process takes some hundred MB of the
+    GPU's memory, so it begins to use it only if there is a decoder to try."""
+    if os.environ.get(ENV) != "0":
+        if importlib.util.find_spec("PyNvVideoCodec") is None:
+            return None, "HEVC is decoded on the CPU: PyNvVideoCodec is not installed"
+        try:
+            torch.zeros(1, device=torch.device("cuda", index))
+        except Exception as e:  # torch without CUDA asserts, and a driver fails in many ways
+            return None, f"HEVC is decoded on the CPU: {brief(e)}"
+    return open_nvdec(Device(torch.device("cuda", index)))
 
 
 def _trial(codec: HevcCodec, decoder: FrameDecoder) -> str:

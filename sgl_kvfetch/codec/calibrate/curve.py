@@ -1,4 +1,17 @@
-"""Measure what a profile's steps cost and save: the KL divergence of predictions after a restored context, and bits."""
+"""Measure what a profile's steps cost and save: the KL divergence of predictions after a restored context, and bits.
+
+A window is a context, of which K and V are known, and a continuation. Its tokens pass the model ten times: after the
+exact context, after the context as each of eight steps restores it, and after one that is forgotten, in which every
+token but the sinks is the mean of all. The ten differ only in the K and V that attention finds. So they pass a layer
+one after the other while it is loaded, and the model is read once, not ten times. All layers have errors at once, as on
+a server, and hidden states carry them on.
+
+The predictions p after the exact context, and q after another, give the cost: the mean of KL(p || q) over tokens and
+windows. That of the forgotten context is what the context is worth to the model; the default ``target_kl`` is a share
+of it.
+
+Steps are kept as far as the cost grows with them. That of the finest ones may be lost in rounding.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +31,14 @@ from sgl_kvfetch.errors import ConfigError
 _ROWS_AT_ONCE = 64  # of distributions, which are as wide as the vocabulary
 _STEPS = tuple(2.0 ** (1.5 * i - 5) for i in range(8))
 
+Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
+"""Wraps a loop to report its progress. Arguments: the steps, their number, and the name of the work."""
+
+
+def silent(steps: Iterable[Any], total: int, what: str) -> Iterable[Any]:
+    """Report no progress."""
+    return steps
+
 
 def placeholder() -> tuple[MeasuredStep, ...]:
     """Return a curve for a profile that has not been measured."""
@@ -29,7 +50,7 @@ def measure_contexts(
     profile: Profile,
     contexts: Sequence[CellValues],
     continuations: Sequence[torch.Tensor],
-    progress: Callable[[Iterable[Any], int, str], Iterable[Any]] = lambda steps, total, what: steps,
+    progress: Progress = silent,
 ) -> Profile:
     """Return the profile with its curve, the KL divergence and entropy at each step, and with the value of the context
     to the model (``context_kl``).
@@ -39,7 +60,7 @@ def measure_contexts(
     """
     quantisers = [KltQuantiser(profile, step=step) for step in _STEPS]
     calls = model.calls(len(continuations[0]), len(contexts[0].k))
-    # Of each continuation: after the exact context, after those restored from each step, after one that is forgotten.
+    # Of each continuation: after the exact context, after that of each step, after one that is forgotten.
     streams = [[model.embed(c)] * (len(_STEPS) + 2) for c in continuations]
     bits = [0.0] * len(_STEPS)
     grid = profile.grid

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from sgl_kvfetch.codec.calibrate.curve import measure_contexts, placeholder
+from sgl_kvfetch.codec.calibrate.curve import Progress, measure_contexts, placeholder, silent
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
 from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, Moments, channels_of
 from sgl_kvfetch.codec.calibrate.sweep import Sweep
@@ -44,17 +43,13 @@ class CalibrationOptions:
     sensitivity: bool = True
 
 
-Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
-"""Wraps a loop to report its progress. Arguments: the steps, their number, and the name of the work."""
-
-
 def calibrate_model(
     model: LayeredModel,
     windows: Sequence[torch.Tensor],
     rope: Rope | None,
     describe: Calibration,
     options: CalibrationOptions,
-    progress: Progress = lambda steps, total, what: steps,
+    progress: Progress = silent,
     unfinished: Path | None = None,
 ) -> Profile:
     """Return the profile of a model.

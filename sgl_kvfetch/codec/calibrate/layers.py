@@ -1,10 +1,21 @@
 """Run a transformers model one decoder layer at a time, so that only one layer's weights are in memory.
 
-The model is made without weights. Its own ``forward`` then runs with layers that only note how they are called, and so
-tells what it gives each layer: the embedded tokens, masks, positions. Calls of equally many tokens are alike but for
-the embedded tokens. With these, a layer can be called by itself once its weights are loaded. The logits come from
-``forward`` again, with layers that return the last hidden states. So everything that models do around their layers
-(scaled embeddings, norms, soft caps) is transformers' affair, as are names and kinds of weights in checkpoints.
+Models differ in what they do around their layers: they scale embeddings, make masks and positions, cap logits. None of
+that is written out here. The model's own ``forward`` does it, with something else in the place of its layers:
+
+* Layers that note how they are called, and return what they got. So the first one tells the embedded tokens, and each
+  tells its other arguments. These depend on the number of tokens, not on the tokens, so one set of ``Calls`` serves all
+  windows of a length.
+* Then each layer is called by itself with these arguments, as ``Layer``. Whoever calibrates keeps the hidden states
+  between layers, and so decides what passes a layer while its weights are loaded.
+* Layers that return given hidden states, those behind the last layer. So ``forward`` tells the logits.
+
+The model is made without weights (on torch's device "meta"), and all its layers stay so, but for a copy of the one that
+is in use. transformers' own loader fills it from the checkpoint's tensors of this layer. It knows their names, merges
+experts, and restores most kinds of quantised weights; `packed.py` restores those of AWQ and GPTQ before it sees them.
+
+Keys and values are what a layer hands its cache: a cache of one layer (``_layer_cache``) takes them, and hands back
+those of a given past. So it does not matter how attention is written, as long as it has keys and values to cache.
 """
 
 from __future__ import annotations
@@ -19,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sgl_kvfetch.codec.calibrate.packed import Packing, take_packing
 from sgl_kvfetch.codec.calibrate.text import prompt_start
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 
@@ -67,7 +79,9 @@ class LayeredModel:
         self.device = device
         try:
             self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path)
-            self._model, files, self._load_config, dtype = _without_weights(path, device)
+            config = transformers.AutoConfig.from_pretrained(path)
+            packing = take_packing(path, config)
+            self._model, files, self._load_config, dtype = _without_weights(path, config, device)
         except ImportError as e:  # of a package that restores quantised weights
             raise ConfigError(f"{path}: {str(e).strip().splitlines()[0]}") from e
         except (OSError, ValueError, KeyError) as e:
@@ -76,9 +90,9 @@ class LayeredModel:
         self.config: Any = self._model.config.get_text_config()
         self._is_mla = getattr(self.config, "kv_lora_rank", None) is not None
         self.num_layers: int = self.config.num_hidden_layers
-        self._layers = self._find_layers()
+        self._layers, self._layer_key = self._find_layers()
         self._open_files = ExitStack()
-        self._weights = self._open(files)
+        self._weights = self._open(files, packing)
         self._load_rest(dtype)
         keys = list(self._probe_layers())
         if len({(kv.k.shape, kv.v.shape) for kv in keys}) != 1:
@@ -110,9 +124,6 @@ class LayeredModel:
     def layer(self, index: int) -> Iterator[Layer]:
         """Load the weights of a layer, and forget them at the end."""
         with self._loaded(index, lambda name: True) as module:
-            missing = [name for name, x in module.named_parameters() if x.is_meta]
-            if missing:
-                raise ConfigError(f"{self.path}: the checkpoint lacks {missing[0]} of layer {index}")
             yield Layer(self, module, index)
 
     @torch.no_grad()
@@ -133,15 +144,15 @@ class LayeredModel:
             raise UnsupportedError(f"{self.path}: it does not call each of its {self.num_layers} layers once")
         return noted[0][0], [(args, kwargs) for _, args, kwargs in noted]
 
-    def _find_layers(self) -> Any:
+    def _find_layers(self) -> tuple[Any, re.Pattern[str]]:
+        """Return the list of layers, and what finds a layer's number in the name of a tensor."""
         lists = (x for x in self._model.get_decoder().named_modules() if isinstance(x[1], torch.nn.ModuleList))
         for name, layers in lists:
             if len(layers) == self.num_layers:
-                self._layer_key = re.compile(rf"(?:^|\.){re.escape(name.rpartition('.')[2])}\.(\d+)\.")
-                return layers
+                return layers, re.compile(rf"(?:^|\.){re.escape(name.rpartition('.')[2])}\.(\d+)\.")
         raise UnsupportedError(f"{self.path}: no list of its {self.num_layers} decoder layers was found")
 
-    def _open(self, files: list[str]) -> dict[int | None, dict[str, Any]]:
+    def _open(self, files: list[str], packing: Packing | None) -> dict[int | None, dict[str, Any]]:
         """Return the checkpoint's tensors, which are read when used, by layer. Those of no layer are under None."""
         from safetensors import SafetensorError, safe_open
 
@@ -156,7 +167,7 @@ class LayeredModel:
                     found.setdefault(int(match[1]) if match else None, {})[name] = opened.get_slice(name)
             except (SafetensorError, OSError) as e:
                 raise ConfigError(f"{file}: {e}") from e
-        return found
+        return {key: packing.plain(tensors) for key, tensors in found.items()} if packing else found
 
     @contextmanager
     def _loaded(self, index: int, wanted: Callable[[str], bool]) -> Iterator[Any]:
@@ -166,6 +177,9 @@ class LayeredModel:
         try:
             self._load(index, wanted)
             _unpack(module)
+            missing = [name for name, x in module.named_parameters() if x.is_meta and wanted(f".{name}")]
+            if missing:
+                raise ConfigError(f"{self.path}: the checkpoint lacks {missing[0]} of layer {index}")
             yield module
         finally:
             self._layers[index] = empty
@@ -344,12 +358,11 @@ def _past(num_layers: int, num_tokens: int) -> Any:
     return cache
 
 
-def _without_weights(path: str, device: str) -> tuple[Any, list[str], Any, torch.dtype]:
+def _without_weights(path: str, config: Any, device: str) -> tuple[Any, list[str], Any, torch.dtype]:
     """Return a model without weights, the checkpoint's files, how transformers would load them, and their type."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils.loading_report import LoadStateDictInfo
 
-    config = AutoConfig.from_pretrained(path)
     quantization = getattr(config, "quantization_config", None)
     if isinstance(quantization, dict):  # plain weights have gradients on every device
         quantization |= _PLAIN_WEIGHTS.get(str(quantization.get("quant_method")), {})

@@ -18,7 +18,6 @@ from .protect import (
     secure_side as secure_side,
 )
 from .reader import (
-    CodedCell as CodedCell,
     CodedChunk as CodedChunk,
     cell_place as cell_place,
     first_readable as first_readable,

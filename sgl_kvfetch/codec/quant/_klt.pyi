@@ -81,11 +81,12 @@ def centre(
 def round_steps(
     tokens: int,
     heads: int,
-    channels: int,
+    columns: int,
     kept: int,
     wide: int,
     sinks: int,
     step: float,
+    most_cost: float,
     product_type: int,
     product: int,
     inverse_spread: int,
@@ -96,8 +97,10 @@ def round_steps(
     log_norms: int,
     exponents: int,
     integers: int,
+    doubtful: int,
     /,
 ) -> None:
-    """Write ``exponents``, uint8 ``(tokens,)``, and ``integers``, uint8 ``(kept + wide, tokens)``, from ``product``,
-    ``(tokens, channels)``. ``inverse_spread``: ``(channels,)``. ``weights``: ``(channels + 2 * heads + 1,)``.
-    ``limits``: ``(kept,)``. ``which`` and ``bits``: int64 ``(wide,)``. The first ``sinks`` tokens are exact."""
+    """Write ``exponents``, uint8 ``(tokens,)``, ``integers``, uint8 ``(kept + wide, tokens)``, and ``doubtful``, bool
+    ``(tokens,)``, from ``product``, ``(tokens, columns)``: see `_Forward`. ``inverse_spread``: ``(kept,)``.
+    ``weights``: ``(kept + 2 * heads + 1,)``. ``limits``: ``(kept,)``. ``which`` and ``bits``: int64 ``(wide,)``. The
+    first ``sinks`` tokens are exact."""

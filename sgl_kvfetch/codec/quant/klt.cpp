@@ -153,7 +153,8 @@ void restore_integers(const Cell& c, const integer_product::Product& p) {
 
 const float kLeastNorm = 1e-6f;  // as in sensitivity.py
 const float kMostDeviations = 8;
-const float kDroppedLargest = 16;
+const int kRandomSums = 8;       // of the coefficients that are not kept
+const float kDoubtful = 128;     // square of those sums, in steps; see klt.py
 const float kRoundsToWhole = 0x1.8p23f;  // added and subtracted: rounds magnitudes to 2^22, ties to even
 const int kMostExponent = 8, kUnit = 128, kZero = 128;
 
@@ -226,8 +227,9 @@ bool centre(const Cell& c, size_t layers, const Values& k, const Values& v, void
 }
 
 struct Rows {
-    size_t channels, kept, wide;
-    const float *inverse_spread, *weights;  // (channels,); weights also have one a norm, and a constant
+    size_t columns, kept, wide;  // columns: of the product; after the kept coefficients come the sums of the others
+    const float *inverse_spread, *weights;  // (kept,); weights also have one a norm, and a constant
+    double most_cost;                       // of the others, either way
     const float* limits;                    // (kept,)
     const int64_t *which, *bits;            // (wide,)
 
@@ -238,11 +240,11 @@ CLONES float log_cost(const Rows& r, const float* coefficients) {
     float partial[16] = {};
     const float *weights = r.weights, *inverse_spread = r.inverse_spread;
     size_t i = 0;
-    for (; i + 16 <= r.channels; i += 16)
+    for (; i + 16 <= r.kept; i += 16)
         for (int j = 0; j < 16; ++j)
             partial[j] += std::clamp(coefficients[i + j] * inverse_spread[i + j], -kMostDeviations, kMostDeviations) *
                           weights[i + j];
-    for (; i < r.channels; ++i)
+    for (; i < r.kept; ++i)
         partial[0] += std::clamp(coefficients[i] * inverse_spread[i], -kMostDeviations, kMostDeviations) * weights[i];
     return sum_of(partial);
 }
@@ -256,7 +258,6 @@ CLONES bool whole_steps(const Rows& r, const float* coefficients, float inverse_
         bad |= !(std::fabs(whole) <= limits[i]);
         n[i] = static_cast<int32_t>(whole);
     }
-    for (size_t i = r.kept; i < r.channels; ++i) bad |= !(std::fabs(coefficients[i] * inverse_step) <= kDroppedLargest);
     return !bad;
 }
 
@@ -275,11 +276,17 @@ CLONES void transpose(const uint8_t* bytes, size_t tokens, size_t count, size_t 
         for (size_t t = 0; t < tokens; ++t) out[i * stride + t] = bytes[t * count + i];
 }
 
-// Writes the exponent of each token, 0 where its values are to be kept exact, and the integers, (count, tokens).
+bool is_doubtful(const float* sums, float inverse_step) {
+    return !(squares(sums, kRandomSums) / kRandomSums * inverse_step * inverse_step <= kDoubtful);
+}
+
+// Writes the exponent of each token, 0 where its values are to be kept exact, the integers, (count, tokens), and whether
+// a token may have a coefficient out of bounds among those that are not kept.
 void round_steps(const Cell& c, const Rows& r, size_t sinks, float step, const float* log_norms, uint8_t* exponents,
-                 uint8_t* integers) {
-    const size_t kTokens = 64, channels = r.channels, norms = 2 * c.heads;
-    std::vector<float> row(channels);
+                 uint8_t* integers, uint8_t* doubtful) {
+    const size_t kTokens = 64, norms = 2 * c.heads;
+    const float most_cost = static_cast<float>(r.most_cost);
+    std::vector<float> row(r.columns);
     std::vector<int32_t> n(r.kept);
     std::vector<uint8_t> bytes(kTokens * r.count());
     const size_t size = c.product_type == kFloat32 ? 4 : 2;
@@ -287,14 +294,17 @@ void round_steps(const Cell& c, const Rows& r, size_t sinks, float step, const f
         const size_t tokens = std::min(kTokens, c.tokens - first);
         for (size_t t = 0; t < tokens; ++t) {
             const size_t token = first + t;
-            load(static_cast<const char*>(c.product) + token * channels * size, channels, c.product_type, row.data());
-            float cost = log_cost(r, row.data()) + r.weights[channels + norms];
-            for (size_t i = 0; i < norms; ++i) cost += log_norms[token * norms + i] * r.weights[channels + i];
+            load(static_cast<const char*>(c.product) + token * r.columns * size, r.columns, c.product_type, row.data());
+            const float* others = row.data() + r.kept;
+            float cost = log_cost(r, row.data()) + std::clamp(others[0], -most_cost, most_cost);
+            cost += r.weights[r.kept + norms];
+            for (size_t i = 0; i < norms; ++i) cost += log_norms[token * norms + i] * r.weights[r.kept + i];
             const float exponent = std::clamp(std::nearbyint(-cost / std::log(2.0f)), -1.0f * kMostExponent,
                                               1.0f * kMostExponent);
             const float inverse_step = 1 / (std::exp2(exponent / 2) * step);
             const bool fits = token >= sinks && whole_steps(r, row.data(), inverse_step, n.data());
             if (!fits) std::fill(n.begin(), n.end(), 0);
+            doubtful[token] = fits && is_doubtful(others + 1, inverse_step);
             exponents[token] = fits ? static_cast<uint8_t>(exponent + kUnit) : 0;
             to_bytes(r, n.data(), bytes.data() + t * r.count());
         }
@@ -351,13 +361,13 @@ PyObject* py_round_steps(PyObject*, PyObject* args) {
     size_t sinks;
     double step;
     const float* log_norms;
-    uint8_t *exponents, *integers;
-    if (!PyArg_ParseTuple(args, "nnnnnndiKKKKKKKKK", &c.tokens, &c.heads, &r.channels, &r.kept, &r.wide, &sinks, &step,
-                          &c.product_type, &c.product, &r.inverse_spread, &r.weights, &r.limits, &r.which, &r.bits,
-                          &log_norms, &exponents, &integers))
+    uint8_t *exponents, *integers, *doubtful;
+    if (!PyArg_ParseTuple(args, "nnnnnnddiKKKKKKKKKK", &c.tokens, &c.heads, &r.columns, &r.kept, &r.wide, &sinks, &step,
+                          &r.most_cost, &c.product_type, &c.product, &r.inverse_spread, &r.weights, &r.limits, &r.which,
+                          &r.bits, &log_norms, &exponents, &integers, &doubtful))
         return nullptr;
     Py_BEGIN_ALLOW_THREADS;
-    round_steps(c, r, sinks, static_cast<float>(step), log_norms, exponents, integers);
+    round_steps(c, r, sinks, static_cast<float>(step), log_norms, exponents, integers, doubtful);
     Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }

@@ -30,13 +30,17 @@ from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised,
 from sgl_kvfetch.codec.quant.exact import from_planes, to_planes
 from sgl_kvfetch.codec.quant.integer_matrix import IntegerMatrix
 from sgl_kvfetch.codec.quant.profile import CellProfile, Profile
-from sgl_kvfetch.codec.quant.sensitivity import LEAST_NORM
+from sgl_kvfetch.codec.quant.sensitivity import LEAST_NORM, MOST_DEVIATIONS
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from sgl_kvfetch.types import KVGeometry, first_to_last
 
 ZERO = 128  # the integer that represents zero
 LARGEST = 127  # largest magnitude of an integer
-_DROPPED_LARGEST = 16.0  # steps, of a coefficient that is not kept; as in klt.cpp
+_DROPPED_LARGEST = 16.0  # steps, of a coefficient that is not kept
+# A token has so many sums, with random signs, of its coefficients that are not kept. The mean of their squares
+# estimates the sum of the squares: at least 256 if one is out of bounds. Above 128 (in klt.cpp) they are computed.
+_RANDOM_SUMS = 8  # as in klt.cpp
+_ALIGNMENT = 16  # of the columns of a matrix: matrices of other sizes are multiplied more slowly
 _MAX_WIDE_BITS = 8
 _MOST_ERROR = 0.05  # steps, rms, that a product in bfloat16 may add to a coefficient: 3% of the noise of rounding
 
@@ -146,24 +150,48 @@ class _Rows:
 
 
 class _Forward(NamedTuple):
-    """What quantises a cell. ``matrix``: from channels to coefficients, in the type of the product.
-    ``inverse_spread``: float32, of the coefficients, as the features have it."""
+    """What quantises a cell of C channels. At the default, four of ten coefficients are not kept. All that is needed of
+    these is their part of a token's cost, and whether one is out of bounds; so sums of them are computed instead.
+
+    Attributes:
+        matrix: ``(C, columns)``, in the type of the product: from channels to the kept coefficients; to the others'
+            part of the cost; to sums of the others with random signs; zeros.
+        others: ``(C, C - kept)``, from channels to the coefficients that are not kept.
+        inverse_spread: float32 ``(C,)``, of the coefficients, as the features have it.
+        weights: float32, of the kept coefficients in the cost, of the norms, and a constant.
+        most_cost: The largest magnitude of the others' part of the cost: as for each of the features, a number of
+            deviations, if they are independent.
+    """
 
     matrix: torch.Tensor
+    others: torch.Tensor
     inverse_spread: torch.Tensor
+    weights: torch.Tensor
+    most_cost: float
 
     @classmethod
-    def of(cls, cell: CellProfile, step: float) -> _Forward:
-        matrix = forward_of(cell.inverse, [*cell.k_weight, *cell.v_weight])
+    def of(cls, cell: CellProfile, step: float, kept: int) -> _Forward:
+        whole = forward_of(cell.inverse, [*cell.k_weight, *cell.v_weight])
         spread = cell.spread.clamp_min(LEAST_NORM)
+        product_type = torch.float32
         if _HAS_BFLOAT16:
             # Both factors are rounded to eight bits, so the errors of their products are independent, and as large as
             # those of channels that have eight bits.
             deviations = (spread[:, None] * cell.inverse.float()).norm(dim=0)
-            error = (deviations[:, None] * matrix).norm(dim=0) * math.sqrt(2 / 3) * 2.0**-9
+            error = (deviations[:, None] * whole).norm(dim=0) * math.sqrt(2 / 3) * 2.0**-9
             if float(error.square().mean().sqrt()) <= _MOST_ERROR * step:
-                matrix = matrix.bfloat16()
-        return cls(matrix.contiguous(), 1 / spread)
+                product_type = torch.bfloat16
+        others, weights = whole[:, kept:], cell.sensitivity[kept : len(whole)]
+        signs = torch.randint(2, (others.shape[1], _RANDOM_SUMS), generator=torch.Generator().manual_seed(0))
+        sums = others @ torch.cat(((weights / spread[kept:])[:, None], 2.0 * signs - 1), dim=1)
+        padding = torch.zeros(len(whole), -(kept + sums.shape[1]) % _ALIGNMENT)
+        return cls(
+            torch.cat((whole[:, :kept], sums, padding), dim=1).to(product_type),
+            others.to(product_type),
+            1 / spread,
+            torch.cat((cell.sensitivity[:kept], cell.sensitivity[len(whole) :])),
+            MOST_DEVIATIONS * float(weights.norm()),
+        )
 
 
 class KltForward(NamedTuple):
@@ -249,19 +277,25 @@ class KltQuantiser(KltIntegers):
 
     def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
         key = self._key(place)
-        cell, rows = self.profile.cells[key], self._rows[key]
-        matrix, inverse_spread = self._forward_at(key)
-        centred, log_norms = self._centred(values, place, matrix.dtype)
-        product = centred @ matrix
-        num_tokens, channels = product.shape
+        rows, forward = self._rows[key], self._forward_at(key)
+        centred, log_norms = self._centred(values, place, forward.matrix.dtype)
+        product = centred @ forward.matrix
+        num_tokens, columns = product.shape
         exponents = torch.empty(num_tokens, dtype=torch.uint8)
         integers = torch.empty((rows.count, num_tokens), dtype=torch.uint8)
+        is_doubtful = torch.empty(num_tokens, dtype=torch.bool)
         sinks = max(0, self.profile.num_sinks - place.tokens.start)
-        of_rows = inverse_spread, cell.sensitivity, rows.limits, rows.wide, rows.bits
-        tensors = product, *of_rows, log_norms, exponents, integers
+        of_rows = forward.inverse_spread, forward.weights, rows.limits, rows.wide, rows.bits
+        tensors = product, *of_rows, log_norms, exponents, integers, is_doubtful
         assert all(x.is_contiguous() for x in tensors)
-        sizes = num_tokens, log_norms.shape[1] // 2, channels, rows.kept, len(rows.wide), sinks
-        _klt.round_steps(*sizes, self.step, _TYPES[product.dtype], *_addresses(tensors))
+        sizes = num_tokens, log_norms.shape[1] // 2, columns, rows.kept, len(rows.wide), sinks
+        _klt.round_steps(*sizes, self.step, forward.most_cost, _TYPES[product.dtype], *_addresses(tensors))
+        doubtful = is_doubtful.nonzero().squeeze(1)
+        if len(doubtful):
+            steps = (centred[doubtful] @ forward.others).float().abs().amax(1) / self.step
+            out_of_bounds = doubtful[~(steps <= _DROPPED_LARGEST * scales_of(exponents[doubtful]))]
+            exponents[out_of_bounds] = EXACT
+            integers[:, out_of_bounds] = ZERO
         return exponents, exact_bytes(values, exponents == EXACT), integers
 
     def forward(self, place: CellPlace) -> KltForward:
@@ -273,13 +307,13 @@ class KltQuantiser(KltIntegers):
         bits[rows.wide], high[rows.wide] = rows.bits.int(), torch.arange(rows.kept, rows.count, dtype=torch.int32)
         inverse_steps = 1 / (scales_of(torch.arange(256)) * self.step)
         rows_of = limits, bits, high, inverse_steps, rows.kept, rows.count
-        matrix, inverse_spread = self._forward_at(key)
-        is_interleaved = self._shape_of_heads()[3]
-        return KltForward(matrix, cell.mean, inverse_spread, cell.sensitivity, *rows_of, is_interleaved)
+        forward, is_interleaved = self._forward_at(key), self._shape_of_heads()[3]
+        matrix = torch.cat((forward.matrix[:, : rows.kept], forward.others), dim=1)
+        return KltForward(matrix, cell.mean, forward.inverse_spread, cell.sensitivity, *rows_of, is_interleaved)
 
     def _forward_at(self, key: tuple[int, int]) -> _Forward:
         if key not in self._forwards:
-            self._forwards[key] = _Forward.of(self.profile.cells[key], self.step)
+            self._forwards[key] = _Forward.of(self.profile.cells[key], self.step, self._rows[key].kept)
         return self._forwards[key]
 
     def _centred(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 # Limit of a coefficient in the features, in standard deviations: outliers would lead to absurd predictions.
-_MOST_DEVIATIONS = 8.0
+MOST_DEVIATIONS = 8.0
 LEAST_NORM = 1e-6
 
 # Weight of the ridge penalty, in units of the deviance. A smaller one overfits the calibration windows. Values from 0.5
@@ -27,7 +27,7 @@ def features(coefficients: torch.Tensor, spread: torch.Tensor, norms: torch.Tens
     ``coefficients``: ``(tokens, C)``. ``spread``: ``(C,)``, their standard deviations. ``norms``: ``(tokens, heads)``,
     the lengths of the keys and values of each layer and head.
     """
-    deviations = (coefficients / spread.clamp_min(LEAST_NORM)).clamp(-_MOST_DEVIATIONS, _MOST_DEVIATIONS)
+    deviations = (coefficients / spread.clamp_min(LEAST_NORM)).clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS)
     return torch.cat((deviations, norms.clamp_min(LEAST_NORM).log()), dim=1)
 
 

@@ -40,9 +40,9 @@ def restore_cell(
     started_s = time.monotonic()
     launched = _WRITTEN
     if isinstance(sink.pool, CodedPool):
-        coded = reader.verified_cell(cell, data)
+        keep = sink.pool.decoded(reader, cell, data, decoders)
         decoded_s = time.monotonic()
-        sink.run(partial(sink.pool.keep, (reader.data_name, cell), coded, span_pages, pool_pages))
+        sink.run(partial(keep, span_pages, pool_pages))
     elif isinstance(sink.pool, FramePool):
         frames = reader.decode_frames(cell, data, decoders)
         decoded_s = time.monotonic()
@@ -64,7 +64,7 @@ def working_bytes(reader: SegmentReader, cell: Cell, pool: Pool) -> int:
     """Return the bytes of memory that `restore_cell` needs until it is finished: frames, their integers, and some
     values unless a device dequantises them."""
     if isinstance(pool, CodedPool):
-        return reader.coded_bytes(cell)
+        return pool.working_bytes(reader, cell)
     num_values = 0 if isinstance(pool, FramePool) else reader.manifest.cell_values(cell)
     return 2 * reader.frames_bytes(cell) + min(_VALUES_AT_ONCE, num_values) * _BYTES_A_VALUE
 

@@ -12,8 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from sgl_kvfetch.codec import Cell, CellFrames, CellPlace, CellValues, Decoders, Quantiser
-from sgl_kvfetch.codec.container import CodedCell
+from sgl_kvfetch.codec import Cell, CellFrames, CellPlace, CellValues, Decoders, Quantiser, SegmentReader
 
 Guard = Callable[[Callable[[], None]], bool]
 IsFinished = Callable[[], bool]  # whether a device has finished with what a cell was restored from
@@ -65,13 +64,21 @@ class FramePool(ABC):
         Raises nothing."""
 
 
+# Keeps what was decoded: pages ``span_pages`` of its span are ``pages``.
+Keep = Callable[[Sequence[int], Sequence[int]], None]
+
+
 class CodedPool(PagePool):
-    """A pool that takes cells whose integers are still coded."""
+    """A pool that takes cells before they are restored: their integers, coded or not."""
 
     @abstractmethod
-    def keep(self, key: tuple[str, Cell], cell: CodedCell, span_pages: Sequence[int], pages: Sequence[int]) -> None:
-        """Keep a cell: pages ``span_pages`` of its span are ``pages``. ``key``: its data object and its place there.
-        Raises UnsupportedError if it does not fit."""
+    def decoded(self, reader: SegmentReader, cell: Cell, data: bytes | memoryview, decoders: Decoders) -> Keep:
+        """Verify a cell's bytes, and decode what the pool takes decoded. Raises CorruptError, FormatError. What is
+        returned raises UnsupportedError if the cell does not fit."""
+
+    @abstractmethod
+    def working_bytes(self, reader: SegmentReader, cell: Cell) -> int:
+        """Return the bytes of memory that `decoded` needs until the cell is kept."""
 
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         raise AssertionError("cells are kept as they are coded")

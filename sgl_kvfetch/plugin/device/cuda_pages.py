@@ -29,7 +29,7 @@ from sgl_kvfetch.plugin.device.klt_reads import KltReads, KltRun, PoolCell, open
 from sgl_kvfetch.plugin.device.pages import SlotPages
 from sgl_kvfetch.plugin.device.restores import CellOutputs, Restore, restores_of
 from sgl_kvfetch.plugin.device.staging import StagingRing, needed_bytes
-from sgl_kvfetch.triton_kernels.restore_klt import KltModel
+from sgl_kvfetch.triton_kernels.restore_klt import VECTORS, KltModel, compile_klt
 from sgl_kvfetch.types import TENSORS, TensorName
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ class CudaPages(SlotPages, FramePool):
     their stream and the event after their last restore. Slots stay on the device: kernels take them from there when
     their turn comes, and no thread waits until SGLang has computed them. Pages are numbered within the opened slots.
     """
+
+    device: Device
 
     def __init__(
         self,
@@ -227,12 +229,20 @@ class CudaPages(SlotPages, FramePool):
 
     def prepare(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
         self.quantiser = quantiser
-        for place in places:
-            inverse = self._inverse(quantiser, place)
-        if isinstance(inverse, TransformInverse) and inverse.rope is not None:
-            num_tokens = len(place.tokens)
-            for first in range(0, _ROTATED_SPANS * num_tokens, num_tokens):
-                self.launcher.rotation_of(inverse.rope, range(first, first + num_tokens), self.resident)
+        first, *others = places
+        inverse = self._inverse(quantiser, first)
+        for place in others:
+            self._inverse(quantiser, place)
+        if not isinstance(inverse, TransformInverse):
+            return
+        if inverse.rope is not None:
+            num_tokens = len(first.tokens)
+            for token in range(0, _ROTATED_SPANS * num_tokens, num_tokens):
+                self.launcher.rotation_of(inverse.rope, range(token, token + num_tokens), self.resident)
+        model = self.klt_model(quantiser, first, range(len(first.layers)), range(len(first.heads)))
+        for vector in VECTORS:
+            kind = model.shape, model.dtype, vector
+            self._compile_once(kind, partial(compile_klt, *kind, self._slots_there))
 
     def _inverse(self, quantiser: Quantiser, place: CellPlace) -> Inverse:
         """Return the inverse of a cell's quantiser. Its tensors stay on the device, for later cells."""

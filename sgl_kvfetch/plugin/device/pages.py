@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class SlotPages(ABC):
-    """The pages of SGLang's pool, in place. A page's slots are consecutive. MLA as in `HostPages`."""
+    """The pages of SGLang's pool, in place. A page's slots are consecutive. MLA as in `HostPages`. ``device``: the GPU
+    that has the pool."""
+
+    device: Device | None = None
 
     def __init__(self, pool: Any, page_size: int) -> None:
         """``pool``: an ``MHATokenToKVPool`` or ``MLATokenToKVPool``. Raises UnsupportedError for another kind of pool,

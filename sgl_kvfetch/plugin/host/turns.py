@@ -2,7 +2,7 @@
 
 SGLang looks prefixes up on one thread, and fetches them on another, one after another in the same order. So a prefix
 waits for those before it. There are two queues, the link's and the engine's, and a prefix goes to the one in which its
-request would have its first token sooner. The link's is kept like the engine's (`prefill.EngineQueue`).
+request would have its first token sooner. The link's is kept like the engine's (`EngineQueue`).
 
 Each rank judges by itself: SGLang takes the shortest hit of all ranks.
 """

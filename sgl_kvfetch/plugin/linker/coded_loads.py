@@ -1,4 +1,4 @@
-"""A load of a prompt whose integers are still coded: its tables, and what is launched for each layer group."""
+"""A load of a prompt that the device restores: its tables, and what is launched for each layer group."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import StagedCode
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.linker.loads import Load
+from sgl_kvfetch.plugin.linker.pinned_memory import PinnedMemory, copy
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
 from sgl_kvfetch.triton_kernels.restore_klt import KltModel, KltPlaces, klt_rows, launch_klt, region_pixels
 from sgl_kvfetch.triton_kernels.xxh3 import SUMS, digests_of, xxh3_sums_table
@@ -28,10 +29,11 @@ _POINTER_BYTES = 16  # of what kernels get pointers to: for others, Triton would
 
 
 class _Part(NamedTuple):
-    """Cells that go through scratch memory together. ``cells``: a slice of the prompt's. ``status``: where theirs
-    stand. ``code``: bytes of the shared memory. ``frames_at``: where their frames begin in scratch memory, behind the
-    code."""
+    """Cells that go through scratch memory together, all of them coded or none. ``cells``: a slice of the prompt's.
+    ``status``: where theirs stand. ``code``: bytes of the shared memory. ``frames_at``: where the frames that are
+    decoded begin in scratch memory, behind the code."""
 
+    is_coded: bool
     cells: slice
     status: slice
     code: slice
@@ -54,21 +56,24 @@ class CodedLoad:
         scratch: torch.Tensor,
         load: Load,
         code: StagedCode,
+        memory: PinnedMemory,
         slots: torch.Tensor,
     ) -> None:
-        """``scratch``: memory of the device that other work on ``stream`` may use before and after. ``slots``: those of
-        the load, on the device. Raises UnsupportedError if a cell does not fit into ``scratch``."""
+        """``scratch``: memory of the device that other work on ``stream`` may use before and after. ``memory``: that of
+        the prompt. ``slots``: those of the load, on the device. Raises UnsupportedError if a cell does not fit into
+        ``scratch``."""
         assert pages.quantiser is not None
         self._pages, self._device, self._stream, self._scratch = pages, device, stream, scratch
         self._quantiser = pages.quantiser
-        self._memory = load.staged.memory
+        self._memory = memory
         self._cells = cells = code.cells
         regions = (cells["height"] // cells["token_rows"]) * (cells["width"] // cells["token_cols"])
         num_frames = -(-cells["coefficients"] // (regions * PLANES))
         area = cells["width"] * cells["height"]
-        self._parts = _parts(cells, _aligned(num_frames * PLANES * area), area, scratch.numel())
+        frames_bytes = np.where(cells["is_coded"], _aligned(num_frames * PLANES * area), 0)
+        self._parts = _parts(cells, frames_bytes, area, scratch.numel())
         self._sizes = cells["coefficients"] * cells["num_tokens"]
-        self._make_tables(code, num_frames, area)
+        self._make_tables(code, num_frames, frames_bytes, area)
         # Pages that are in the pool already are left out.
         before = torch.full((load.first_page * pages.geometry.page_size,), -1, dtype=torch.int64, device=slots.device)
         self._slots = torch.cat([before, slots]) if len(before) else slots
@@ -78,42 +83,45 @@ class CodedLoad:
     def works(self, layer: int) -> Iterator[Callable[[], object]]:
         """Yield what to launch before a layer can be read, if that was not yielded for a layer before."""
         if layer == 0:
-            yield partial(_copy, self._tables, self._tables_on_host)
+            yield partial(copy, self._tables, self._tables_on_host)
         for part in self._parts:
             if self._cells["first_layer"][part.cells.start] == layer:
+                code = self._memory.whole[part.code]
+                yield self._memory.copy_of(code, self._scratch[: len(code)])
                 yield partial(self._restore, part)
 
     def fetch_results(self) -> None:
         """Copy to the host what `num_wrong` looks at. Launch this last."""
-        _copy(self._on_host.memory, self._results.memory)
+        copy(self._on_host.memory, self._results.memory)
 
     def num_wrong(self) -> int:
         """Return how many cells did not decode to what was stored, once all is done."""
         found = digests_of(self._on_host.sums.numpy(), self._sizes)
         status = np.concatenate([self._on_host.status[part.status] for part in self._parts])
         is_wrong = (status != 0) | (found != self._cells["digest"]).any(axis=1)
-        return int(is_wrong.sum())
+        return int((is_wrong & (self._cells["is_coded"] != 0)).sum())
 
     def _restore(self, part: _Part) -> None:
-        size = part.code.stop - part.code.start
-        _copy(self._scratch[:size], self._memory[part.code])
-        data, out = self._scratch[: part.frames_at], self._scratch[part.frames_at :][: part.frames_bytes]
-        ans_decode_table(data, self._ans[part.cells], part.num_energies, out, self._results.status[part.status])
-        xxh3_sums_table(out, self._sums[part.cells], self._results.sums[part.cells])
+        if part.is_coded:
+            data, out = self._scratch[: part.frames_at], self._scratch[part.frames_at :][: part.frames_bytes]
+            ans_decode_table(data, self._ans[part.cells], part.num_energies, out, self._results.status[part.status])
+            xxh3_sums_table(out, self._sums[part.cells], self._results.sums[part.cells])
         rows, size = self._rows[part.cells].flatten(), self._pages.geometry.page_size
         launch_klt(self._shape, self._dtype, self._vector, rows, self._slots, size, part.most_tokens, part.most_exact)
 
     # Tables
 
-    def _make_tables(self, code: StagedCode, num_frames: np.ndarray, area: np.ndarray) -> None:
+    def _make_tables(
+        self, code: StagedCode, num_frames: np.ndarray, frames_bytes: np.ndarray, area: np.ndarray
+    ) -> None:
         """Make the tables of all cells, in pinned memory. They follow what the cells have beside their integers."""
         cells, parts = self._cells, self._parts
-        frames_bytes = _aligned(num_frames * PLANES * area)
         out_start = np.concatenate([_before(frames_bytes[part.cells]) for part in parts])
         energies = np.concatenate([_before(area[part.cells]) for part in parts])
         of_parts = np.repeat(np.arange(len(parts)), [part.cells.stop - part.cells.start for part in parts])
         code_start = cells["start"] - np.array([part.code.start for part in parts])[of_parts]
-        frames_at = np.array([part.frames_at for part in parts])[of_parts]
+        decoded_at = np.array([part.frames_at for part in parts])[of_parts] + out_start
+        frames = np.where(cells["is_coded"], decoded_at, code_start)
         ans = np.stack([code_start, cells["size"], num_frames, area, out_start, energies], axis=1)
         sums = np.stack([out_start, self._sizes], axis=1)
         models, of_models = self._models()
@@ -127,7 +135,7 @@ class CodedLoad:
         self._tables = self._device.empty((num_bytes,), self._stream)
         addresses = {
             "data": cells["packed"] + self._tables.data_ptr(),
-            "frames": frames_at + out_start + self._scratch.data_ptr(),
+            "frames": frames + self._scratch.data_ptr(),
             "rotation": self._rotations(),
         }
         numbers = {"tokens": "num_tokens", "pages": "num_pages", "exact": "num_exact"}
@@ -197,20 +205,17 @@ class _Results:
         self.sums, self.status = sums.view(torch.int64).view(num_cells, SUMS), status.view(torch.int32)
 
 
-def _copy(into: torch.Tensor, x: torch.Tensor) -> None:
-    into.copy_(x, non_blocking=True)
-
-
 def _parts(cells: np.ndarray, frames_bytes: np.ndarray, area: np.ndarray, scratch_bytes: int) -> list[_Part]:
     """Cut the cells into parts of one layer group each that fit into scratch memory with their frames."""
     parts: list[_Part] = []
     first = 0
+    is_coded = (cells["is_coded"] != 0).tolist()
     layers, starts, ends = (x.tolist() for x in (cells["first_layer"], cells["start"], cells["start"] + cells["size"]))
     frames = frames_bytes.tolist()
     taken = frames[0] if frames else 0
     for i in range(1, len(cells) + 1):
         fits = i < len(cells) and taken + frames[i] + _aligned(ends[i] - starts[first]) <= scratch_bytes
-        if fits and layers[i] == layers[first]:
+        if fits and (layers[i], is_coded[i]) == (layers[first], is_coded[first]):
             taken += frames[i]
             continue
         code = slice(starts[first], max(ends[first:i]))
@@ -221,6 +226,7 @@ def _parts(cells: np.ndarray, frames_bytes: np.ndarray, area: np.ndarray, scratc
         status = -(-num_before * _STATUS_BYTES // _POINTER_BYTES) * _POINTER_BYTES // _STATUS_BYTES
         parts.append(
             _Part(
+                is_coded[first],
                 of,
                 slice(status, status + i - first),
                 code,

@@ -22,10 +22,12 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import Device, Event, Fence
+from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.linker.coded_loads import CodedLoad
 from sgl_kvfetch.plugin.linker.loads import Load, Loader
+from sgl_kvfetch.plugin.linker.pinned_memory import PinnedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -69,15 +71,24 @@ class GpuLoader(Loader):
     """Loads on a stream of its own. ``begin`` and ``finish`` run on the scheduler's thread."""
 
     def __init__(self, pages: CudaPages, device: Device, scratch_bytes: int | None = None) -> None:
-        """``scratch_bytes``: `SCRATCH_BYTES` by default."""
+        """``scratch_bytes``: `SCRATCH_BYTES` by default. Raises UnsupportedError if the device has no room for them."""
         self.counter = GpuLayerCounter(pages.geometry.num_layers, device)
         self._pages = pages
         self._device = device
         self._stream = pages.new_stream()
-        self._scratch = torch.empty(scratch_bytes or SCRATCH_BYTES, dtype=torch.uint8, device=device.torch_device)
+        self._scratch = self._allocate(scratch_bytes or SCRATCH_BYTES)
         self._running: dict[int, _Running] = {}
-        self._memory: torch.Tensor | None = None  # the shared memory that is pinned
+        self._memory: PinnedMemory | None = None  # that the last load was read from
         self._thread = ThreadPoolExecutor(1, "kvfetch-load", use_one_thread)
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        try:
+            return self._device.empty((num_bytes,), self._stream)
+        except torch.OutOfMemoryError as error:
+            raise UnsupportedError(
+                f"device mode needs {num_bytes / MiB:.0f} MiB on the GPU beside the KV pool, which are not free: lower "
+                "--mem-fraction-static"
+            ) from error
 
     def begin(self, loads: Sequence[Load]) -> int:
         index: int = self.counter.update_producer()
@@ -104,7 +115,7 @@ class GpuLoader(Loader):
             self._end(running)
         self._running.clear()
         if self._memory is not None:
-            self._device.unpin(self._memory)
+            self._memory.unpin()
             self._memory = None
 
     def _end(self, running: _Running) -> bool:
@@ -118,8 +129,10 @@ class GpuLoader(Loader):
         for load in running.loads:
             coded = running.coded.get(load)
             wrong = 0 if coded is None or not running.is_complete else coded.num_wrong()
-            load.on_end(not wrong)
+            load.on_end(running.is_complete and not wrong)
             num_wrong += wrong
+        if not running.is_complete:
+            metrics.MISSES.labels("load", "failed").inc()
         if num_wrong:
             metrics.MISSES.labels("load", "corrupt").inc()
             logger.error("kvfetch: %d cells did not decode on the GPU; the CPU will decode their segments", num_wrong)
@@ -142,7 +155,7 @@ class GpuLoader(Loader):
                     launch(coded.fetch_results)
                 running.is_complete = True
         except Exception as error:
-            logger.exception("kvfetch: loading failed")
+            logger.exception("kvfetch: loading failed; the CPU will decode these segments")
             self.counter.fail(index, error)
         finally:
             running.done = self._device.mark(self._stream)  # also after a failure: what was launched may still run
@@ -151,38 +164,31 @@ class GpuLoader(Loader):
         self, load: Load, slots: torch.Tensor, running: _Running
     ) -> Callable[[int], Iterator[Callable[[], object]]]:
         """Return a function that yields what a load launches for a layer."""
-        self._pin(load.staged.memory)
+        memory = self._pinned(load.staged.memory)
         if load.staged.code is None:
-            return partial(self._copy_values, load, slots)
-        coded = CodedLoad(self._pages, self._device, self._stream, self._scratch, load, load.staged.code, slots)
+            return partial(self._copy_values, load, memory, slots)
+        coded = CodedLoad(self._pages, self._device, self._stream, self._scratch, load, load.staged.code, memory, slots)
         running.coded[load] = coded
         return coded.works
 
-    def _pin(self, memory: torch.Tensor) -> None:
-        """Pin the shared memory; another data plane, after one has ended, has memory of its own."""
-        if memory is self._memory:
-            return
-        if self._memory is not None:
-            self._device.mark(self._stream).synchronize()
-            self._device.unpin(self._memory)
-            self._memory = None
-        try:
-            self._device.pin(memory)
-        except RuntimeError as error:
-            logger.warning("kvfetch: the shared memory cannot be pinned, so loads are slow: %s", error)
-            return
-        self._memory = memory
+    def _pinned(self, memory: torch.Tensor) -> PinnedMemory:
+        """Return the shared memory of a load; another data plane, after one has ended, has memory of its own."""
+        if self._memory is None or self._memory.whole is not memory:
+            if self._memory is not None:
+                self._device.mark(self._stream).synchronize()
+                self._memory.unpin()
+            self._memory = PinnedMemory(self._device, memory)
+        return self._memory
 
-    def _copy_values(self, load: Load, slots: torch.Tensor, layer: int) -> Iterator[Callable[[], object]]:
+    def _copy_values(
+        self, load: Load, memory: PinnedMemory, slots: torch.Tensor, layer: int
+    ) -> Iterator[Callable[[], object]]:
         first = load.first_page * self._pages.geometry.page_size
         for buffer, values in zip(self._pages.layer_buffers(layer), load.staged.values, strict=True):
             rows = values[layer, first : first + len(slots)].view(buffer.dtype)
             at_once = self._scratch.numel() // rows[0].nbytes
             for begin in range(0, len(rows), at_once):
-                part = slice(begin, begin + at_once)
-                yield partial(self._copy_rows, buffer, rows[part], slots[part])
-
-    def _copy_rows(self, buffer: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        there = self._scratch[: rows.nbytes].view(rows.dtype).view(rows.shape)
-        there.copy_(rows, non_blocking=True)
-        buffer.index_copy_(0, slots, there)
+                part = rows[begin : begin + at_once]
+                there = self._scratch[: part.nbytes].view(part.dtype).view(part.shape)
+                yield memory.copy_of(part, there)
+                yield partial(buffer.index_copy_, 0, slots[begin : begin + at_once], there)

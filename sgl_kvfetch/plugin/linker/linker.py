@@ -73,8 +73,10 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._rank = _rank_of(params)
         timeline.start(self._rank.tp_rank)
         if components != {ComponentType.FULL}:
+            others = ", ".join(sorted(str(each) for each in components if each != ComponentType.FULL))
             raise UnsupportedError(
-                f"device mode supports only plain KV caches; this model's has {', '.join(sorted(map(str, components)))}"
+                f"device mode supports only models whose layers all have full attention, and this model's KV cache has "
+                f"{others} as well: add --enable-hierarchical-cache"
             )
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         self._rank.is_mla_model = is_mla(pool)
@@ -86,7 +88,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._loader = _open_loader(self._pages)
         self.layer_done_counter = self._loader.counter
         self._group = params.attn_tp_cache_group or params.tp_cache_group
-        self._arriving: tuple[Any, int, Any] | None = None  # the request that `arrive` lets SGLang match
+        self._arrive: Callable[[Sequence[str]], None] | None = None  # takes what SGLang looks up for `arrive`
         is_writer = not self._rank.is_mla_model or self._rank.tp_rank == 0  # all ranks have the same latent vectors
         self._offloads = Offloads(self._pages, is_writer=is_writer)
         self._loads: dict[str, tuple[Prefix, Load]] = {}  # queued, by request id
@@ -107,6 +109,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         plane = open_engine_plane(
             config, self._rank, self._pages, None, staging_bytes=staging_bytes, takes_code=self._takes_code
         )
+        plane.on_switch = self._offloads.forget_stored
         access = Access(config)
         board = Board(self._agree if self._rank.tp_size > 1 else None)
         page_size = geometry.page_size
@@ -172,18 +175,19 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # Parking
 
-    def arrive(self, req: Any, tree: Any, urgency: int = 0, span: Any = None) -> None:
+    def arrive(self, req: Any, tree: Any, urgency: int = 0, span: Any = None, *, is_idle: bool = False) -> None:
         """Begin to stage the prefix of a request that waits. SGLang matches ``tree``, its radix cache, and asks
         `lookup` for the rest. Other arguments as for `Prefixes.arrive`."""
         if self._parts is None or not self._parts.access.reads:
             return
         if self._parts.prefixes.has(req.rid):  # SGLang has made a new list of those that wait
             return
-        self._arriving = req, urgency, span
+        prefixes = self._parts.prefixes
+        self._arrive = lambda hashes: prefixes.arrive(req, hashes, urgency, span, is_idle=is_idle)
         try:
             req.init_next_round_input(tree, cow_mamba=False)
         finally:
-            self._arriving = None
+            self._arrive = None
 
     def is_parked(self, handle: Any) -> bool:
         return self._parts is not None and self._parts.prefixes.is_parked(handle)
@@ -230,9 +234,8 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         hashes: Sequence[str] = _kv(transfers).keys
         if self._parts is None or not self._parts.access.reads:
             return []
-        if self._arriving is not None:
-            req, urgency, span = self._arriving
-            self._parts.prefixes.arrive(req, hashes, urgency, span)
+        if self._arrive is not None:
+            self._arrive(hashes)
             return []
         return list(range(1, self._parts.prefixes.num_staged(rid, hashes) + 1))
 
@@ -274,9 +277,10 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         if self._parts is None:
             return False
-        transfer = _kv(transfers)
-        self._parts.prefixes.landed(transfer.keys)
-        self._offloads.add(transfer.keys, transfer.device_indices)
+        self._parts.prefixes.landed(_kv(transfers).keys)
+        if not self._parts.access.writes:
+            return False  # SGLang offers the pages again when they are used, perhaps to another store
+        self._offloads.add()
         return True
 
     def num_completed_offloads(self) -> int:

@@ -2,6 +2,9 @@
 
 SGLang does not say where a node's pages stand in their sequence, which quantising and joining them need. But once it
 has queued an offload it keeps the node, which knows its prefix. So an offload begins in the step after that.
+
+SGLang hands a node over once. Since then, the store may have lost its pages, or another store may have been attached.
+So an offload also writes pages before its own that the store is not known to have. Without them, it would not be found.
 """
 
 from __future__ import annotations
@@ -13,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import torch
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.log import LimitedLogger
@@ -31,13 +32,12 @@ _limited = LimitedLogger(logger)
 
 @dataclass(slots=True, eq=False)
 class _Offload:
-    """``result``: whether the pages were queued for writing; None before that is known. ``queued``: their hashes."""
+    """``result``: whether all pages were queued for writing; None before that is known. ``dropped``: the hashes of the
+    others."""
 
-    hashes: Sequence[str]
-    slots: torch.Tensor
     is_begun: bool = False
     result: bool | None = None
-    queued: Sequence[str] = ()
+    dropped: Sequence[str] = ()
     source: GuardedSource | None = None
 
 
@@ -74,8 +74,9 @@ class Offloads:
             if offload.source is not None:
                 offload.source.close()
 
-    def add(self, hashes: Sequence[str], slots: torch.Tensor) -> None:
-        self._queue.append(_Offload(hashes, slots))
+    def add(self) -> None:
+        """Queue an offload of the node that SGLang hands over now."""
+        self._queue.append(_Offload())
 
     def looked_up(self, hashes: Sequence[str], num_found: int) -> None:
         """Note that the store has so many of these pages, from the first on."""
@@ -92,30 +93,32 @@ class Offloads:
             for offload, pending in zip(self._queue, tree.linker.pending_offloads, strict=True):
                 if not offload.is_begun:
                     offload.is_begun = True
-                    self._begin(offload, tree.tree_core, pending.lock_node_id)
+                    self._begin(offload, tree, pending.lock_node_id)
 
-    def _begin(self, offload: _Offload, tree_core: Any, node: Any) -> None:
+    def _begin(self, offload: _Offload, tree: Any, node: Any) -> None:
         assert self._plane is not None
         assert self._access is not None
-        new = self._known.unknown_range(offload.hashes, 0)
-        if not new or not self._access.writes or not self._is_writer:
+        if not self._access.writes or not self._is_writer:
+            offload.result = self._access.writes
+            return
+        path = [*tree.tree_core.get_prefix_hash_values(node), *tree.tree_core.get_hash_values(node)]
+        new = self._known.unknown_range(path, 0)
+        if not new:
             offload.result = True
             return
-        path = [*tree_core.get_prefix_hash_values(node), *tree_core.get_hash_values(node)]
-        first = path.index(offload.hashes[0]) + new.start
+        hashes = path[new.start : new.stop]
+        self._known.add_hashes(hashes)
         size = self._pages.geometry.page_size
-        slots = offload.slots[new.start * size : new.stop * size]
+        slots = tree.path_device_indices(node)[new.start * size : new.stop * size]
         offload.source = GuardedSource(self._pages.open_reads(slots))
-        previous = path[first - 1] if first else None
-        hashes = offload.hashes[new.start : new.stop]
         write = partial(
             self._plane.write,
-            first,
-            None if previous is None else hash_bytes([previous])[0],
+            new.start,
+            hash_bytes([path[new.start - 1]])[0] if new.start else None,
             hash_bytes(hashes),
             self._pages.page_indices(slots),
             offload.source.read,
-            read_quantised=partial(offload.source.quantise, first),
+            read_quantised=partial(offload.source.quantise, new.start),
         )
         self._copy_pool.submit(_copy, write, offload, hashes)
 
@@ -132,7 +135,7 @@ class Offloads:
             # It is not known which pages are lost. Those that are not are recognised before they are encoded again.
             self._num_losses = self._plane.num_losses
             self._known.clear()
-        self._known.add_hashes(offload.queued)
+        self._known.remove_hashes(offload.dropped)
         return offload.result
 
     def drop_all(self) -> None:
@@ -157,5 +160,5 @@ def _copy(write: Callable[[], int], offload: _Offload, hashes: Sequence[str]) ->
         if dropped := len(hashes) - num_queued:
             metrics.WRITTEN_PAGES.labels("dropped_full").inc(dropped)
             _limited.warning("full", f"{dropped} pages not written: the queue is full, or the cache was flushed")
-        offload.queued = hashes[:num_queued]
+        offload.dropped = hashes[num_queued:]
         offload.result = not dropped

@@ -98,9 +98,9 @@ class Prefixes:
 
     # Calls from the scheduler
 
-    def arrive(self, req: Any, hashes: Sequence[str], urgency: int, span: Any) -> None:
-        """Begin to stage the pages of a request that waits. ``urgency``: as in `messages.Stage`. ``span``: the
-        OpenTelemetry ``SpanContext`` of SGLang's span of the request, or None."""
+    def arrive(self, req: Any, hashes: Sequence[str], urgency: int, span: Any, *, is_idle: bool) -> None:
+        """Begin to stage the pages of a request that waits. ``urgency``, ``is_idle``: as in `messages.Stage`. ``span``:
+        the OpenTelemetry ``SpanContext`` of SGLang's span of the request, or None."""
         if len(hashes) < self._threshold_pages:
             return
         num_shared = next((i for i, each in enumerate(hashes) if each not in self._bringing), len(hashes))
@@ -116,9 +116,9 @@ class Prefixes:
             prefix.leader = self._bringing[prefix.awaited]
             prefix.leader.followers.append(prefix)
         if prefix.hashes:
-            self._stage(prefix, urgency)
+            self._stage(prefix, urgency, is_idle=is_idle)
 
-    def _stage(self, prefix: Prefix, urgency: int) -> None:
+    def _stage(self, prefix: Prefix, urgency: int, *, is_idle: bool) -> None:
         prefix.is_staging = True
         self._bringing.update(dict.fromkeys(prefix.hashes, prefix))
         ticket = self._board.open_ticket(partial(self._staged, prefix))
@@ -128,6 +128,7 @@ class Prefixes:
             saved_s=self._saved_s(len(prefix.hashes)),
             urgency=urgency,
             request=prefix.request,
+            is_idle=is_idle,
         )
 
     def _saved_s(self, num_pages: int) -> list[tuple[int, float]]:
@@ -177,7 +178,11 @@ class Prefixes:
         """Return how many of these pages, from the first on, can be loaded."""
         prefix = self._prefixes.get(rid)
         first = None if prefix is None or prefix.is_parked else prefix.first_page(hashes[0])
-        return 0 if prefix is None or first is None else min(len(hashes), prefix.num_pages - first)
+        if prefix is None or first is None:
+            return 0
+        # Compared one by one: users choose request ids, so this may be another request than the one that arrived.
+        pairs = enumerate(zip(hashes, prefix.hashes[first : prefix.num_pages], strict=False))
+        return next((i for i, (asked, there) in pairs if asked != there), min(len(hashes), prefix.num_pages - first))
 
     def take(self, rid: str) -> Prefix:
         """Hand over what was staged for a request that is admitted. Call `loaded` when it has computed."""
@@ -224,6 +229,8 @@ class Prefixes:
         self._board.clear()
         for prefix in self._prefixes.values():
             self._changed.append(prefix.req.cache_request_handle)
+            if prefix.is_parked:
+                self._count(prefix, "flushed")
             if prefix.work is not None:
                 self._plane.unstage(prefix.work)
         self._prefixes.clear()

@@ -34,18 +34,25 @@ def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwarg
 
 def _free_tokens(scheduler: Any) -> int | None:
     """Return how many tokens the pool has room for beside those that run; None if nothing runs that could make room."""
-    batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
-    if not any(batch.reqs for batch in batches) and scheduler.chunked_req is None:
+    if not _runs(scheduler):
         return None
     tree = scheduler.tree_cache
     available = tree.token_to_kv_pool_allocator.available_size() + tree.evictable_size()
     return int(available) - reserved_tokens(scheduler)
 
 
+def _runs(scheduler: Any) -> bool:
+    """Return whether requests were admitted that have not ended."""
+    batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
+    return any(batch.reqs for batch in batches) or scheduler.chunked_req is not None
+
+
 def _arrive(scheduler: Any, linker: KVFetchLinker, request: Any) -> None:
     """Let a request that was queued arrive."""
     span = span_of(request) if timeline.is_traced() else None
-    linker.arrive(request, scheduler.tree_cache, urgency_of(scheduler, request), span)
+    queue = scheduler.waiting_queue
+    is_idle = isinstance(queue, WaitingQueue) and not queue.ready and not _runs(scheduler)
+    linker.arrive(request, scheduler.tree_cache, urgency_of(scheduler, request), span, is_idle=is_idle)
 
 
 def clear_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

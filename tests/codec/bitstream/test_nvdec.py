@@ -3,6 +3,7 @@ far as streams and events allow."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 from contextlib import closing
@@ -13,7 +14,7 @@ import torch
 from sgl_kvfetch.codec.bitstream import nvdec
 from sgl_kvfetch.codec.bitstream.base import DecodedFrames, FrameDecoder
 from sgl_kvfetch.codec.bitstream.hevc import Hevc420Codec, HevcCodec, join_access_units, split_access_units
-from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, NvdecDecoder, open_nvdec
+from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, NvdecDecoder, open_nvdec, open_nvdec_alone
 from sgl_kvfetch.codec.bitstream.nvidia import DecodeCaps
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
@@ -371,6 +372,27 @@ def test_nothing_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     found, about = open_nvdec(FakeDevice())
     assert found is None
     assert "HEVC is decoded on the CPU: ModuleNotFoundError" in about
+
+
+def test_a_process_of_its_own_uses_the_gpu_only_if_there_is_a_decoder_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[object] = []
+
+    def use(*args: object, device: object) -> None:
+        used.append(device)
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch, "zeros", use)
+    monkeypatch.setitem(sys.modules, "PyNvVideoCodec", None)
+    assert open_nvdec_alone(1) == (None, "HEVC is decoded on the CPU: PyNvVideoCodec is not installed")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with monkeypatch.context() as switched_off:
+        switched_off.setenv("KVFETCH_NVDEC", "0")
+        assert open_nvdec_alone(1) == (None, "HEVC is decoded on the CPU: KVFETCH_NVDEC=0 is set")
+    assert not used
+    found, about = open_nvdec_alone(1)
+    assert found is None
+    assert about.startswith("HEVC is decoded on the CPU: AssertionError: Torch not compiled with CUDA")
+    assert used == [torch.device("cuda", 1)]
 
 
 @BOTH

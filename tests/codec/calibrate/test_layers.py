@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.codec.kv_model import KVModel
-from harness.models import make_tiny_deepseek, make_tiny_llama
+from harness.models import make_tiny_deepseek
 from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 
@@ -29,11 +29,6 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-
-
-@pytest.fixture(scope="module")
-def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("llama"), num_layers=1, hidden_size=64, head_dim=32, vocab_size=256)
 
 
 def make(tokenizer_files: Path, path: Path, model_type: str, **changes: Any) -> Path:

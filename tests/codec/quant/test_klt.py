@@ -110,6 +110,25 @@ def test_a_token_that_no_integers_hold_is_kept_exact() -> None:
     assert all(torch.equal(b[7], x[7]) for b, x in zip(back, values, strict=True))
 
 
+@pytest.mark.parametrize(("size", "count", "is_exact"), [(20, 1, True), (-20, 3, True), (12, 1, False), (12, 9, False)])
+def test_a_token_with_a_coefficient_out_of_bounds_that_is_not_kept_is_exact(
+    size: int, count: int, is_exact: bool
+) -> None:
+    """``size``: in steps; the bound is 16. Coefficients are computed only if sums of them are large, as those of nine
+    coefficients of 12 steps are."""
+    profile = make_profile()
+    quantiser = KltQuantiser(profile, step=4.0)
+    place, values = place_of(profile, ONLY, 20), values_of(profile, 20)
+    kept = quantiser._rows[ONLY].kept
+    more = size * quantiser.step * profile.cells[ONLY].inverse[kept : kept + count].float().sum(0)
+    of_k = values.k[7].numel()
+    values.k[7] += more[:of_k].view_as(values.k[7])
+    values.v[7] += more[of_k:].view_as(values.v[7])
+    exponents, _, integers = quantiser.quantise(values, place)
+    assert (exponents == EXACT).nonzero().flatten().tolist() == ([7] if is_exact else [])
+    assert bool((integers[:, 7] == ZERO).all()) == is_exact
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, *FP8])
 def test_sinks_are_exact_at_the_start_of_a_sequence_alone(dtype: torch.dtype) -> None:
     profile = make_profile(num_sinks=2)

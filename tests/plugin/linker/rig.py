@@ -78,15 +78,15 @@ class Request:
 
     def init_next_round_input(self, tree: UnifiedRadixCache, cow_mamba: bool = False) -> None:
         """As SGLang does: one token at least is left to compute."""
-        key = key_of(self.tokens[:-1])
+        key = key_of(self.tokens[:-1], self.extra_key)
         matched = tree.match_prefix(MatchPrefixParams(key=key, req=self, cow_mamba=cow_mamba))
         self.prefix_len = self.device_len = matched.device_prefix_len
         self.last_node, self.best_match_node = matched.last_device_node, matched.best_match_node
         self.host_hit_length = matched.host_hit_length
 
 
-def key_of(tokens: Sequence[int]) -> RadixKey:
-    return RadixKey(array("q", tokens)).page_aligned(PAGE)
+def key_of(tokens: Sequence[int], extra_key: str | None = None) -> RadixKey:
+    return RadixKey(array("q", tokens), extra_key=extra_key).page_aligned(PAGE)
 
 
 @dataclass
@@ -115,10 +115,10 @@ class Rig:
         assert isinstance(store, GatedStore)
         return store
 
-    def arrive(self, tokens: Sequence[int]) -> Request:
+    def arrive(self, tokens: Sequence[int], *, is_idle: bool = False) -> Request:
         request = Request(f"r{len(self.requests)}", [*tokens, 1])  # one more, which is always computed
         self.requests.append(request)
-        self.linker.arrive(request, self.cache)
+        self.linker.arrive(request, self.cache, is_idle=is_idle)
         return request
 
     def is_parked(self, request: Request) -> bool:
@@ -138,6 +138,13 @@ class Rig:
 
     def await_unparked(self, *requests: Request) -> None:
         self.settle(lambda: not any(map(self.is_parked, requests)))
+
+    def fetch(self, tokens: Sequence[int], *, is_idle: bool = False) -> int:
+        """Arrive, and be admitted. Return how many tokens were loaded."""
+        request = self.arrive(tokens, is_idle=is_idle)
+        self.await_unparked(request)
+        (num_tokens,) = self.admit(request)
+        return num_tokens
 
     def admit(self, *requests: Request) -> list[int]:
         """Admit requests in one batch, compute it, and insert what they have. Return how many tokens were loaded."""
@@ -314,6 +321,7 @@ def make_rig(
     extra = {
         "store": f"file://{directory}",
         "codec": "zstd",
+        "quantiser": "exact" if quantiser is None else "klt",
         "device": device or {"pool_share": 1.0},
         "recompute": "never",
         "prefetch_threshold": PAGE,

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
 import pytest
 
 from harness.metrics import own_metric
+from harness.waiting import WAIT_S, wait_until
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.plane import service
+from sgl_kvfetch.plane.quantiser import config_quantiser
+from sgl_kvfetch.plugin import weight_updates
+from sgl_kvfetch.plugin.linker import scheduler_hooks
+from sgl_kvfetch.plugin.waiting_queue import WaitingQueue
 from tests.plugin.device.rig import prompt
 from tests.plugin.linker.conftest import MakeRig
-from tests.plugin.linker.rig import Rig
+from tests.plugin.linker.rig import Request, Rig
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -30,12 +43,48 @@ def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
     rig.assert_nothing_held()
 
 
-def fetched(rig: Rig, tokens: list[int]) -> int:
+def test_a_prefix_is_fetched_while_the_engine_is_busy_with_other_prompts(make: MakeRig) -> None:
+    """It would wait for the engine, so a link that is slower than the engine brings it sooner."""
+    rig, tokens = make(recompute="auto"), prompt(0)
+    rig.stored(tokens)
+    assert fetched(rig, tokens) == 32
+    for num_tokens in COMPUTED:
+        rig.linker.prefill_meter.speed.add_batch(num_tokens, num_tokens * 1e-9)
+    rig.service._stager._engine.add(WAIT_S, time.monotonic())
+    assert fetched(rig, tokens) == 32
+    assert fetched(rig, tokens, is_idle=True) == 0
+    rig.assert_nothing_held()
+
+
+def test_prompts_that_are_computed_keep_the_engine_busy(make: MakeRig) -> None:
+    rig = make(recompute="auto")
+    for num_tokens in (16, 24, 32, 40):
+        rig.linker.prefill_meter.speed.add_batch(num_tokens, num_tokens * 100.0)
+    assert fetched(rig, prompt(0)) == 0  # is not stored
+    assert 0 < rig.service._stager._engine.seconds(time.monotonic()) <= 32 * 100
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize(
+    ("queued", "is_running", "is_idle"),
+    [("", False, True), ("ready", False, False), ("", True, False), ("parked", False, True)],
+)
+def test_an_engine_is_idle_while_all_requests_are_parked(queued: str, is_running: bool, is_idle: bool) -> None:
+    queue = WaitingQueue(lambda handle: handle.rid == "parked", [Request(queued, [])] if queued else [])
+    running = SimpleNamespace(reqs=["a request"] if is_running else [])
+    batches = {"running_batch": SimpleNamespace(reqs=[]), "last_batch": running, "chunked_req": None}
+    scheduler = SimpleNamespace(
+        tree_cache=None, waiting_queue=queue, schedule_low_priority_values_first=False, **batches
+    )
+    seen: list[bool] = []
+    linker = SimpleNamespace(arrive=lambda *args, is_idle: seen.append(is_idle))
+    scheduler_hooks._arrive(scheduler, cast("Any", linker), SimpleNamespace(priority=None))
+    assert seen == [is_idle]
+
+
+def fetched(rig: Rig, tokens: list[int], *, is_idle: bool = False) -> int:
     rig.flush()
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
-    (num_tokens,) = rig.admit(request)
-    return num_tokens
+    return rig.fetch(tokens, is_idle=is_idle)
 
 
 def test_prompts_below_the_threshold_are_not_looked_up(make: MakeRig) -> None:
@@ -74,3 +123,74 @@ def test_pages_that_a_data_plane_may_have_lost_are_written_again(rig: Rig) -> No
     rig.compute(tokens)
     rig.write_all()
     assert own_metric("sgl_kvfetch_written_pages_total") == written + 8
+
+
+@pytest.fixture
+def _weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_updates, "_state", weight_updates._State())
+
+
+@pytest.mark.usefixtures("_weights")
+def test_pages_that_could_not_be_written_are_written_once_they_can(rig: Rig) -> None:
+    """They stay in the tree: SGLang must not take them for stored."""
+    text, written = rig.parts.extra_config, own_metric("sgl_kvfetch_written_pages_total")
+    weight_updates.weights_change("an update")
+    rig.flush()
+    weight_updates.tree_is_empty()
+    rig.compute(prompt(0))
+    rig.write_all()
+    rig.linker.detach()
+    rig.compute(prompt(1))  # while no store is attached
+    assert rig.linker.attach("kvfetch", text, ())[0]
+    assert own_metric("sgl_kvfetch_written_pages_total") == written
+    for seed in range(2):
+        rig.compute(prompt(seed))
+    rig.write_all()
+    assert own_metric("sgl_kvfetch_written_pages_total") == written + 16
+    assert [fetched(rig, prompt(seed)) for seed in range(2)] == [32, 32]
+    rig.assert_nothing_held()
+
+
+def test_pages_that_the_store_has_lost_are_written_again_with_those_behind_them(rig: Rig) -> None:
+    tokens = prompt(0, 12)
+    rig.compute(tokens[:32])
+    rig.write_all()
+    assert rig.linker.clear()
+    written = own_metric("sgl_kvfetch_written_pages_total")
+    rig.compute(tokens)
+    rig.write_all()
+    assert own_metric("sgl_kvfetch_written_pages_total") == written + 12
+    assert fetched(rig, tokens) == 48
+    rig.assert_nothing_held()
+
+
+def test_pages_are_written_again_by_another_quantiser(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that SGLang has in its tree since before."""
+    tokens, plane = prompt(0, 12), rig.parts.plane
+    rig.compute(tokens[:32])
+    rig.write_all()
+    start = msgspec.structs.replace(
+        plane._start,
+        namespace=dataclasses.replace(plane._start.namespace, quantiser=make_quantiser("uint8").identity),
+        config=plane._start.config | {"quantiser": "uint8"},
+    )
+    monkeypatch.setattr(service, "config_quantiser", config_quantiser)
+    plane.prepare(lambda: (start, plane._launch))
+    wait_until(lambda: plane.is_prepared)
+    plane.switch()
+    rig.compute(tokens)
+    rig.write_all()
+    assert fetched(rig, tokens) == 48
+    rig.assert_nothing_held()
+
+
+def test_pages_that_were_dropped_are_written_when_they_come_again(make: MakeRig) -> None:
+    rig, tokens = make(write_queue_bytes=1 << 20), prompt(0)
+    assert rig.service.client.writer.reserve(1 << 20, 0)
+    rig.compute(tokens)
+    rig.settle(lambda: not rig.cache.linker.pending_offloads)
+    rig.service.client.writer.release(1 << 20)
+    rig.compute(tokens)
+    rig.write_all()
+    assert fetched(rig, tokens) == 32
+    rig.assert_nothing_held()

@@ -1,7 +1,9 @@
-"""Loads into a pool on a fake GPU, whose kernels run in Triton's interpreter: they restore what the CPU does."""
+"""Loads into a pool on a fake GPU: they restore what the CPU does."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
@@ -9,54 +11,40 @@ import torch
 
 from harness.metrics import own_metric
 from harness.waiting import wait_until
-from sgl_kvfetch.codec.quant import klt
+from sgl_kvfetch.codec import Stream
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.codec.quant.rope import Rope
-from sgl_kvfetch.plane import client
-from sgl_kvfetch.plugin.linker import coded_loads, gpu_loads
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.plane import client, service
+from sgl_kvfetch.plugin.linker import coded_loads, gpu_loads, pinned_memory
 from sgl_kvfetch.plugin.linker.gpu_loads import GpuLoader
+from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
+from tests.codec.bitstream.fake_nvdec import FakeNvc, make_nvdec
 from tests.codec.quant.profiles import make_profile
 from tests.plugin.device import rig as device_rig
 from tests.plugin.device.fake_streams import ClockedDevice, ClockedStream, FakeDevice
 from tests.plugin.device.rig import prompt
 from tests.plugin.linker import rig as linker_rig
 from tests.plugin.linker.conftest import MakeRig
-from tests.plugin.linker.rig import Rig, key_of
+from tests.plugin.linker.gpu_models import DIM, HEADS, LAYERS, loaded, make_quantiser, use_small_model
+from tests.plugin.linker.rig import Rig
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-LAYERS, HEADS, DIM = 3, 2, 8
 LARGE = 1 << 20
 
 
 @pytest.fixture(autouse=True)
 def _small_model(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter is slow, and the CPU's fastest products round more than one in float32."""
-    for product in ("_HAS_BFLOAT16", "_HAS_INTEGERS"):
-        monkeypatch.setattr(klt, product, False)
-    monkeypatch.setattr(client, "SPAN_TOKENS", 32)
-    for module in (device_rig, linker_rig):
-        for name, value in (("LAYERS", LAYERS), ("HEADS", HEADS), ("DIM", DIM)):
-            monkeypatch.setattr(module, name, value)
+    """References stand for the kernels, except where a test says otherwise: the interpreter takes seconds for `ans`.
+    `test_emulated_kernels` has a load with the kernels' machine code."""
+    use_small_model(monkeypatch)
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
 
 
 @pytest.fixture
 def quantiser() -> KltQuantiser:
-    rope = Rope(inv_freq=tuple(100.0 ** (-i / 4) for i in range(4)))
-    profile = make_profile(num_layers=LAYERS, num_heads=HEADS, head_dim=DIM, cell_layers=2, cell_heads=1, rope=rope)
-    return KltQuantiser(profile, step=0.25)
-
-
-def loaded(rig: Rig, tokens: list[int]) -> list[torch.Tensor]:
-    """What the tree has of a prompt after it was admitted, layer by layer, K then V."""
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
-    assert rig.admit(request) == [len(tokens)]
-    matched = rig.cache.match_prefix(linker_rig.MatchPrefixParams(key=key_of(tokens)))
-    assert matched.device_prefix_len == len(tokens)
-    slots = rig.cache.path_device_indices(matched.last_device_node)
-    return [buffer[slots] for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer)]
+    return make_quantiser()
 
 
 @pytest.mark.parametrize("scratch_bytes", [LARGE, 3 << 10])
@@ -64,6 +52,7 @@ def test_coded_cells_are_restored_on_the_gpu(
     make: MakeRig, quantiser: KltQuantiser, scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_loads, "SCRATCH_BYTES", scratch_bytes)
+    monkeypatch.setattr(runtime, "INTERPRETED", scratch_bytes != LARGE)
     tokens = prompt(0)
     cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
     cpu.stored(tokens)
@@ -85,6 +74,81 @@ def test_coded_cells_are_restored_on_the_gpu(
     assert sum(decoded) == 4  # two layer groups, two heads
     assert len(decoded) == 2 if scratch_bytes == LARGE else len(decoded) > 2
     assert len(gpu.pinned_memory) == 1
+    rig.assert_nothing_held()
+
+
+OTHERS = ({"codec": "hevc"}, {"codec": "zstd"}, {"codec": "ans", "levels": {"count": 3}})
+
+
+@pytest.mark.parametrize("config", OTHERS, ids=["video", "zstd", "levels"])
+@pytest.mark.parametrize("scratch_bytes", [LARGE, 3 << 10])
+def test_integers_that_the_cpu_decodes_are_restored_on_the_gpu(
+    scratch_bytes: int, config: dict[str, Any], make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_loads, "SCRATCH_BYTES", scratch_bytes)
+    tokens = prompt(0)
+    cpu = make(quantiser=quantiser, num_layers=LAYERS, **config)
+    cpu.stored(tokens)
+    expected = loaded(cpu, tokens)
+    monkeypatch.setattr(coded_loads, "ans_decode_table", pytest.fail)
+    rig = make(quantiser=quantiser, num_layers=LAYERS, gpu=FakeDevice(), mode="read_only", **config)
+    assert staged_code(rig, tokens)["is_coded"].tolist() == [0, 0, 0, 0]  # two layer groups, two heads
+    for ours, theirs in zip(loaded(rig, tokens), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    rig.assert_nothing_held()
+
+
+def test_one_prompt_may_have_both(make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "MAX_SEGMENT_TOKENS", 16)
+    tokens = prompt(0)
+    for codec, num_tokens in (("ans", 16), ("zstd", 32)):
+        cpu = make(quantiser=quantiser, codec=codec, num_layers=LAYERS)
+        cpu.stored(tokens[:num_tokens])
+    expected = loaded(cpu, tokens)
+    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=FakeDevice(), mode="read_only")
+    assert staged_code(rig, tokens)["is_coded"].tolist() == [1, 1, 0, 0] * 2
+    for ours, theirs in zip(loaded(rig, tokens), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    rig.assert_nothing_held()
+
+
+def staged_code(rig: Rig, tokens: list[int]) -> Any:
+    """Return the cells of a prompt as they are staged for a request that then leaves."""
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    cells = rig.parts.prefixes._prefixes[request.rid].staged.code.cells.copy()
+    rig.linker.leave(request)
+    rig.hear_plane()
+    return cells
+
+
+@pytest.mark.parametrize("name", ["klt", "exact"])
+def test_video_is_decoded_by_the_gpus_engines_in_the_data_planes_process(
+    name: str, make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which opens them by itself. Pictures go to the host, and from there as integers or values to the pool."""
+    asked: list[int] = []
+    nvc = FakeNvc(FakeDevice())
+
+    def open_alone(index: int) -> Any:
+        asked.append(index)
+        return make_nvdec(nvc), "decoded on NVDEC"
+
+    monkeypatch.setattr(service, "open_nvdec_alone", open_alone)
+    gpu, tokens = FakeDevice(), prompt(0)
+    gpu.torch_device = torch.device("cpu", 0)
+    config: dict[str, Any] = {"codec": "hevc", "num_layers": LAYERS} | (
+        {"quantiser": quantiser} if name == "klt" else {}
+    )
+    cpu = make(**config)
+    cpu.stored(tokens)
+    expected = loaded(cpu, tokens)
+    assert not asked
+    rig = make(**config, gpu=gpu, mode="read_only")
+    for ours, theirs in zip(loaded(rig, tokens), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert asked == [0]
+    assert nvc.packets
     rig.assert_nothing_held()
 
 
@@ -128,18 +192,111 @@ def test_cells_that_the_gpu_decodes_wrongly_abort_their_request_and_are_decoded_
     rig.assert_nothing_held()
 
 
-def test_a_load_that_cannot_be_launched_aborts_its_request_and_frees_its_memory(
-    make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+class PoorDevice(FakeDevice):
+    """Has no memory left, lets no memory be pinned, or launches no kernels of a load, once it is told so."""
+
+    lacks_memory = False
+    refuses_to_pin = False
+    refuses_to_launch = False
+
+    @contextmanager
+    def launching(self, stream: Stream) -> Iterator[Callable[[Callable[[], object]], object]]:
+        with super().launching(stream) as launch:
+
+            def launch_copies(work: Callable[[], object]) -> object:
+                if cast(Any, work).func.__name__ == "_restore":
+                    raise RuntimeError("Triton Error [CUDA]: out of resource")
+                return launch(work)
+
+            yield launch_copies if self.refuses_to_launch else launch
+
+    def empty(self, shape: Sequence[int], stream: Stream) -> torch.Tensor:
+        if self.lacks_memory:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().empty(shape, stream)
+
+    def pin(self, memory: torch.Tensor) -> None:
+        if self.refuses_to_pin:
+            raise RuntimeError("cudaHostRegister failed: error 2 of CUDA")
+        super().pin(memory)
+
+
+@pytest.mark.parametrize("fault", ["scratch memory too small", "no memory left", "a kernel that does not launch"])
+def test_a_load_that_cannot_be_launched_aborts_its_request_and_the_cpu_decodes_from_then_on(
+    fault: str, make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_loads, "SCRATCH_BYTES", 512)  # too little for a cell
-    tokens = prompt(0)
+    tokens, gpu = prompt(0), PoorDevice()
     make(quantiser=quantiser, codec="ans", num_layers=LAYERS).stored(tokens)
-    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=FakeDevice(), mode="read_only")
+    if fault == "scratch memory too small":
+        monkeypatch.setattr(gpu_loads, "SCRATCH_BYTES", 512)
+    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
+    gpu.refuses_to_launch = fault == "a kernel that does not launch"
+    gpu.lacks_memory = fault == "no memory left"
+    before = own_metric("sgl_kvfetch_misses_total", stage="load", reason="failed")
     request = rig.arrive(tokens)
     rig.await_unparked(request)
     rig.admit(request)
     assert request.discard_output_reason is not None
+    assert own_metric("sgl_kvfetch_misses_total", stage="load", reason="failed") == before + 1
+    gpu.lacks_memory = gpu.refuses_to_launch = False
+    rig.hear_plane()
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    assert request.rid in rig.parts.prefixes._prefixes
+    assert rig.parts.prefixes._prefixes[request.rid].staged.code is None
+    assert rig.admit(request) == [len(tokens)]
+    assert request.discard_output_reason is None
     rig.assert_nothing_held()
+
+
+def test_a_gpu_without_room_for_the_scratch_memory_is_named_at_the_start(make: MakeRig) -> None:
+    gpu = PoorDevice()
+    gpu.lacks_memory = True
+    with pytest.raises(UnsupportedError, match=r"needs 64 MiB on the GPU .* lower --mem-fraction-static"):
+        make(num_layers=LAYERS, gpu=gpu)
+
+
+@pytest.mark.parametrize("codec", ["ans", "zstd"])
+def test_shared_memory_that_cannot_be_pinned_is_copied_all_the_same(
+    codec: str, make: MakeRig, quantiser: KltQuantiser, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = PoorDevice()
+    gpu.refuses_to_pin = True
+    make(quantiser=quantiser, codec=codec, num_layers=LAYERS).stored(prompt(0))
+    rig = make(quantiser=quantiser, codec=codec, num_layers=LAYERS, gpu=gpu, mode="read_only")
+    for _ in range(2):
+        loaded(rig, prompt(0))
+        rig.flush()
+    assert caplog.text.count("shared memory cannot be pinned, so copies to the GPU are slow: cudaHostRegister") == 1
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("codec", ["ans", "zstd"])
+def test_only_the_memory_that_loads_read_is_pinned(
+    codec: str, make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Piece by piece, and no copy reaches from one piece into the next."""
+    monkeypatch.setattr(pinned_memory, "PIECE_BYTES", 192)
+    copied: list[tuple[int, int]] = []
+
+    def copy(into: torch.Tensor, x: torch.Tensor) -> None:
+        copied.append((x.data_ptr(), x.data_ptr() + x.nbytes))
+        into.copy_(x)
+
+    monkeypatch.setattr(pinned_memory, "copy", copy)
+    tokens, gpu = prompt(0), FakeDevice()
+    cpu = make(quantiser=quantiser, codec=codec, num_layers=LAYERS)
+    cpu.stored(tokens)
+    expected = loaded(cpu, tokens)
+    rig = make(quantiser=quantiser, codec=codec, num_layers=LAYERS, gpu=gpu, mode="read_only")
+    for ours, theirs in zip(loaded(rig, tokens), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    pinned = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in gpu.pinned_memory]
+    assert len(set(pinned)) == len(pinned) > 2
+    assert sum(end - begin for begin, end in pinned) < rig.served.service._stager._arena.num_bytes
+    assert all(any(begin <= x and y <= end for begin, end in pinned) for x, y in copied)
+    rig.linker.close()
+    assert not gpu.pinned_memory
 
 
 def test_values_of_other_quantisers_are_copied_layer_by_layer(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,25 +311,46 @@ def test_values_of_other_quantisers_are_copied_layer_by_layer(make: MakeRig, mon
     rig.assert_nothing_held()
 
 
-def test_a_layer_computes_while_later_ones_are_loaded(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer takes a millisecond to load, and as long to compute."""
-    make(num_layers=LAYERS).stored(prompt(0))
+@pytest.mark.parametrize("is_coded", [True, False])
+def test_layers_compute_while_later_ones_are_loaded(
+    is_coded: bool, make: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is launched for a load takes a millisecond, and a layer's computation 0.75. Cells have three layers, so
+    the best that can be had is that a layer computes while the third one after it is restored."""
+    layers = 9
+    for module in (device_rig, linker_rig):
+        monkeypatch.setattr(module, "LAYERS", layers)
+    changes: dict[str, Any] = {"num_layers": layers}
+    if is_coded:
+        profile = make_profile(num_layers=layers, num_heads=HEADS, head_dim=DIM, cell_layers=3, cell_heads=HEADS)
+        changes |= {"quantiser": KltQuantiser(profile, step=0.25), "codec": "ans"}
+    make(**changes).stored(prompt(0))
     gpu = ClockedDevice()
-    rig = make(num_layers=LAYERS, gpu=gpu, mode="read_only")
+    rig = make(**changes, gpu=gpu, mode="read_only")
     request = rig.arrive(prompt(0))
     rig.await_unparked(request)
     request.init_next_round_input(rig.cache)
     rig.load_back(request)
-    gpu.cost_ms = 0.5  # K and V
-    index = rig.cache.ready_to_load_host_cache()
-    rig.linker.layer_done_counter.set_consumer(index)
-    wait_until(lambda: all(future.done() for future in rig.linker.layer_done_counter.futures[index]))
-    gpu.cost_ms = 1.0
-    with_loads = cast(ClockedStream, gpu.forward)
-    monkeypatch.setattr(gpu, "current_stream", lambda: gpu.forward)
-    for layer in range(LAYERS):
-        rig.linker.layer_done_counter.wait_until(layer)
-        gpu.launch(gpu.forward, lambda: None)
     gpu.run()
-    assert with_loads.now_ms == pytest.approx(LAYERS + 1)
+    counter = rig.linker.layer_done_counter
+    computed_ms: list[float] = []  # when each layer had been computed
+    gpu.cost_ms = 1.0
+    index = rig.cache.ready_to_load_host_cache()
+    counter.set_consumer(index)
+    wait_until(lambda: all(future.done() for future in counter.futures[index]))
+    gpu.cost_ms = 0.75
+    monkeypatch.setattr(gpu, "current_stream", lambda: gpu.forward)
+    forward = cast(ClockedStream, gpu.forward)
+    for layer in range(layers):
+        counter.wait_until(layer)
+        gpu.launch(forward, lambda: computed_ms.append(forward.now_ms))
+    fences = [future.result() for future in counter.futures[index]]
+    gpu.run()
     assert not rig.cache.finish_external_linker_loads([request])
+    loaded_ms = [fence.at_ms for fence in fences]
+    began_ms = [ended_ms - 0.75 for ended_ms in computed_ms]
+    for layer in range(layers):
+        assert loaded_ms[layer] <= began_ms[layer], f"layer {layer} is computed before it is loaded"
+    for layer in range(layers - 3):
+        assert began_ms[layer] < loaded_ms[layer + 3], f"layer {layer} waits for layer {layer + 3}"
+    assert computed_ms[-1] < loaded_ms[-1] + layers * 0.75, "nothing overlaps"

@@ -51,6 +51,20 @@ def test_pages_that_have_come_into_the_tree_meanwhile_are_not_loaded(rig: Rig) -
     rig.assert_nothing_held()
 
 
+def test_a_request_gets_no_pages_of_another_one_with_its_id(make: MakeRig) -> None:
+    """SGLang refuses an id that is in use, but not in each of several tokenizer processes."""
+    rig = make()
+    tokens = prompt(0)
+    rig.stored(tokens)
+    first = rig.arrive(tokens)
+    rig.await_unparked(first)
+    second = Request(first.rid, [*tokens[:8], *prompt(1), 1])
+    second.init_next_round_input(rig.cache)
+    assert second.host_hit_length == 8
+    assert rig.admit(first) == [32]
+    rig.assert_nothing_held()
+
+
 def test_a_prompt_that_is_not_stored_is_computed_and_written(rig: Rig) -> None:
     tokens = prompt(0)
     request = rig.arrive(tokens)

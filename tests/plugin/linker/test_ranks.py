@@ -50,11 +50,16 @@ def _schedule(rig: Rig, prompts: list[list[int]], is_faulty: bool, history: list
             if alike.random() < 0.2:
                 alive.remove(request)
                 num_hits += rig.admit(request) != [0]
+                if alike.random() < 0.2:  # it is retracted
+                    rig.linker.arrive(request, rig.cache)
+                    alive.append(request)
         if alive and alike.random() < 0.1:
             request = alive.pop(alike.randrange(len(alive)))
             rig.linker.leave(request)
         if alike.random() < 0.05:
             rig.cache.evict(EvictParams(num_tokens=128))
+        if alike.random() < 0.01:
+            rig.flush()
         parked = [rig.is_parked(request) for request in alive]
         available = rig.cache.token_to_kv_pool_allocator.available_size()
         history.append((parked, num_hits, available, rig.cache.evictable_size()))

@@ -1,0 +1,78 @@
+"""Shared memory that is pinned piece by piece, when a load first reads it.
+
+It is as large as the KV pool, so that one prompt of any length fits, but little of it is in use. Pinning all of it
+would take that memory from the host, and seconds in which a forward pass waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from sgl_kvfetch.codec import Device
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 64 << 20
+
+
+class PinnedMemory:
+    """Belongs to the loading thread. ``whole``: the shared memory of one data plane."""
+
+    def __init__(self, device: Device, whole: torch.Tensor) -> None:
+        self._device = device
+        self.whole = whole
+        self._pinned: dict[int, torch.Tensor] = {}  # pieces, by number
+        self._is_refused = False
+
+    def copy_of(self, x: torch.Tensor, into: torch.Tensor) -> Callable[[], None]:
+        """Pin ``x``, contiguous and in this memory. Return what launches its copy to ``into``, on the device. If it
+        cannot be pinned, the copy waits for the device, and is slow."""
+        begin = x.data_ptr() - self.whole.data_ptr()
+        source, target = (each.view(-1).view(torch.uint8) for each in (x, into))
+        parts = []
+        for number, part in _pieces(begin, begin + x.nbytes):
+            self._pin(number)
+            there = slice(part.start - begin, part.stop - begin)
+            parts.append((source[there], target[there]))
+        return partial(_copy_all, parts)
+
+    def _pin(self, number: int) -> None:
+        if self._is_refused or number in self._pinned:
+            return
+        piece = self.whole[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
+        try:
+            self._device.pin(piece)
+        except RuntimeError as error:
+            self._is_refused = True
+            logger.warning("kvfetch: shared memory cannot be pinned, so copies to the GPU are slow: %s", error)
+        else:
+            self._pinned[number] = piece
+
+    def unpin(self) -> None:
+        """Call this when no copy is under way."""
+        for piece in self._pinned.values():
+            self._device.unpin(piece)
+        self._pinned.clear()
+
+
+def copy(into: torch.Tensor, x: torch.Tensor) -> None:
+    into.copy_(x, non_blocking=True)
+
+
+def _copy_all(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for x, into in parts:
+        copy(into, x)
+
+
+def _pieces(begin: int, end: int) -> Iterator[tuple[int, slice]]:
+    """Yield the numbers of the pieces that bytes ``begin`` to ``end`` lie in, and which of them lie there: a copy must
+    not reach from one pinned range into another."""
+    while begin < end:
+        number = begin // PIECE_BYTES
+        stop = min(end, (number + 1) * PIECE_BYTES)
+        yield number, slice(begin, stop)
+        begin = stop

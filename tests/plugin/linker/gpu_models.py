@@ -1,0 +1,44 @@
+"""A model that is small enough for Triton's interpreter, and what a tree has of a prompt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sgl_kvfetch.codec.quant import klt
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.rope import Rope
+from sgl_kvfetch.plane import client
+from tests.codec.quant.profiles import make_profile
+from tests.plugin.device import rig as device_rig
+from tests.plugin.linker import rig as linker_rig
+from tests.plugin.linker.rig import Rig, key_of
+
+LAYERS, HEADS, DIM = 3, 2, 8
+
+
+def use_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rigs have this model. The CPU's fastest products round more than one in float32, so they are not used."""
+    for product in ("_HAS_BFLOAT16", "_HAS_INTEGERS"):
+        monkeypatch.setattr(klt, product, False)
+    monkeypatch.setattr(client, "SPAN_TOKENS", 32)
+    for module in (device_rig, linker_rig):
+        for name, value in (("LAYERS", LAYERS), ("HEADS", HEADS), ("DIM", DIM)):
+            monkeypatch.setattr(module, name, value)
+
+
+def make_quantiser() -> KltQuantiser:
+    rope = Rope(inv_freq=tuple(100.0 ** (-i / 4) for i in range(4)))
+    profile = make_profile(num_layers=LAYERS, num_heads=HEADS, head_dim=DIM, cell_layers=2, cell_heads=1, rope=rope)
+    return KltQuantiser(profile, step=0.25)
+
+
+def loaded(rig: Rig, tokens: list[int]) -> list[torch.Tensor]:
+    """Return what the tree has of a prompt after it was admitted, layer by layer, K then V."""
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    assert rig.admit(request) == [len(tokens)]
+    matched = rig.cache.match_prefix(linker_rig.MatchPrefixParams(key=key_of(tokens)))
+    assert matched.device_prefix_len == len(tokens)
+    slots = rig.cache.path_device_indices(matched.last_device_node)
+    return [buffer[slots] for buffer in (*rig.pool.k_buffer, *rig.pool.v_buffer)]

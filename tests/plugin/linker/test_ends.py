@@ -1,0 +1,169 @@
+"""Requests and the linker's work end at any moment: aborts, flushes, deadlines, retractions, changes of the weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.metrics import own_metric
+from harness.waiting import LoopClock
+from sgl_kvfetch.errors import KVFetchError
+from tests.plugin.device.rig import prompt
+from tests.plugin.linker.conftest import MakeRig
+from tests.plugin.linker.rig import PAGE, Request, Rig
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+MOMENTS = ["lookup", "transmit", "staged"]
+
+
+def arrive_until(rig: Rig, moment: str, tokens: list[int]) -> Request:
+    """Let a request arrive, and wait until its prompt is as far as that."""
+    rig.store.lookups.is_open = moment != "lookup"
+    rig.store.reads.is_open = moment == "staged"
+    request = rig.arrive(tokens)
+    match moment:
+        case "lookup":
+            rig.settle(lambda: rig.store.lookups.num_waiting > 0)
+        case "transmit":
+            rig.settle(lambda: rig.store.reads.num_waiting > 0)
+        case "staged":
+            rig.await_unparked(request)
+    return request
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_abort_gives_everything_back(rig: Rig, moment: str) -> None:
+    rig.stored(prompt(0))
+    request = arrive_until(rig, moment, prompt(0))
+    rig.step()
+    assert own_metric("sgl_kvfetch_parked_requests") == (moment != "staged")
+    rig.linker.leave(request)
+    rig.store.lookups.is_open = rig.store.reads.is_open = True
+    rig.assert_nothing_held()
+    assert own_metric("sgl_kvfetch_parked_requests") == 0
+
+
+def test_an_abort_of_a_request_that_waits_for_memory(make: MakeRig) -> None:
+    rig = make(device={"pool_share": 16 * PAGE / 256})
+    rig.stored(prompt(0, 20))
+    rig.stored(prompt(1))
+    first = rig.arrive(prompt(0, 20))
+    rig.await_unparked(first)
+    second = rig.arrive(prompt(1))
+    rig.settle(lambda: rig.service._stager._turns._queue.first() is not None)
+    for request in (second, first):
+        rig.linker.leave(request)
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("moment", [*MOMENTS, "admitted"])
+def test_a_flush_ends_what_is_under_way(rig: Rig, moment: str) -> None:
+    rig.stored(prompt(0))
+    request = arrive_until(rig, "staged" if moment == "admitted" else moment, prompt(0))
+    if moment == "admitted":
+        request.init_next_round_input(rig.cache)
+        rig.load_back(request)
+    flushed, is_parked = own_metric("sgl_kvfetch_device_requests_total", end="flushed"), rig.is_parked(request)
+    rig.flush()
+    assert own_metric("sgl_kvfetch_device_requests_total", end="flushed") == flushed + is_parked
+    rig.store.lookups.is_open = rig.store.reads.is_open = True
+    assert not rig.is_parked(request)
+    assert request.cache_request_handle in rig.linker.take_changed()
+    assert rig.cache.ready_to_load_host_cache() == -1
+    rig.assert_nothing_held()
+    assert all(bool(buffer.isnan().all()) for buffer in rig.pool.k_buffer)
+    assert rig.fetch(prompt(0)) == 32
+
+
+def test_a_flush_leaves_no_bytes_behind(make: MakeRig) -> None:
+    """Bytes of a partly used span are kept for a request that continues there, but only until a flush."""
+    rig = make()
+    rig.stored(prompt(0))
+    assert rig.fetch(prompt(0)[:20]) == 20
+    first = list(rig.store.data_reads)
+    rig.flush()
+    rig.store.data_reads.clear()
+    assert rig.fetch(prompt(0)[:20]) == 20
+    assert sorted(rig.store.data_reads) == sorted(first)
+
+
+def test_all_requests_behind_a_store_that_hangs_go_on_at_one_deadline(make: MakeRig) -> None:
+    rig = make(device={"pool_share": 16 * PAGE / 256})  # two at a time
+    prompts = [prompt(seed) for seed in range(6)]
+    for tokens in prompts:
+        rig.stored(tokens)
+    rig.store.reads.is_open = False
+    requests = [rig.arrive(tokens) for tokens in prompts]
+    rig.settle(lambda: rig.service._stager._turns.pages_ahead == 6 * 8 and rig.store.reads.num_waiting > 0)
+
+    async def pass_deadline() -> None:
+        await LoopClock().advance(600)
+
+    rig.served.run(pass_deadline())
+    rig.await_unparked(*requests)
+    assert rig.admit(*requests[:3]) == [0, 0, 0]
+    for request in requests[3:]:
+        rig.linker.leave(request)
+    rig.store.reads.is_open = True
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_nothing_is_loaded_after_the_weights_changed(make: MakeRig, moment: str) -> None:
+    rig = make()
+    rig.stored(prompt(0))
+    request = arrive_until(rig, moment, prompt(0))
+    rig.parts.access.suspend("other weights")
+    rig.store.lookups.is_open = rig.store.reads.is_open = True
+    rig.await_unparked(request)
+    assert rig.admit(request) == [0]
+    rig.step()
+    assert not rig.cache.linker.pending_offloads
+    assert not rig.is_parked(rig.arrive(prompt(1)))
+    rig.assert_nothing_held()
+
+
+def test_pages_of_other_adapters_are_not_loaded(rig: Rig) -> None:
+    """The adapter's name is part of the page hashes, as in host mode."""
+    rig.stored(prompt(0))
+    request = Request("adapter", [*prompt(0), 1], extra_key="adapter")
+    rig.linker.arrive(request, rig.cache)
+    rig.await_unparked(request)
+    request.init_next_round_input(rig.cache)
+    assert request.host_hit_length == 0
+    rig.linker.leave(request)
+    rig.assert_nothing_held()
+
+
+def test_a_request_that_is_retracted_is_staged_again(rig: Rig) -> None:
+    rig.stored(prompt(0))
+    request = rig.arrive(prompt(0))
+    rig.await_unparked(request)
+    assert rig.admit(request) == [32]
+    rig.evict()
+    rig.linker.arrive(request, rig.cache)
+    assert rig.is_parked(request)
+    rig.await_unparked(request)
+    assert rig.admit(request) == [32]
+    assert rig.holds(prompt(0), 32)
+    rig.assert_nothing_held()
+
+
+def test_the_pools_memory_goes_only_when_nothing_uses_it(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make(write_queue_bytes=1 << 20)
+    assert rig.service.client.writer.reserve(1 << 20, 0)  # copies wait for room
+    rig.compute(prompt(0))
+    rig.step()
+    answers = iter([True, False])
+
+    def wait_until_unused(timeout_s: float) -> bool:
+        assert 1 < timeout_s < 600
+        assert all(offload.source is not None and offload.source._closed for offload in rig.linker._offloads._queue)
+        return next(answers)
+
+    monkeypatch.setattr(rig.linker._pages, "wait_until_unused", wait_until_unused)
+    rig.linker.stop_using_pool()
+    with pytest.raises(KVFetchError, match="memory was not released: the device still reads the KV pool"):
+        rig.linker.stop_using_pool()
+    rig.service.client.writer.release(1 << 20)
+    rig.assert_nothing_held()

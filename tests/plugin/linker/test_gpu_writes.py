@@ -1,0 +1,62 @@
+"""Pages that SGLang offloads from a pool on a fake GPU, whose kernels run in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.plugin.device import klt_reads
+from sgl_kvfetch.plugin.device.pages import GuardedSource
+from sgl_kvfetch.triton_kernels.quantise_klt import quantise_klt
+from sgl_kvfetch.types import TENSORS
+from tests.plugin.device.fake_streams import FakeDevice
+from tests.plugin.device.rig import page_values, prompt
+from tests.plugin.linker.conftest import MakeRig
+from tests.plugin.linker.gpu_models import LAYERS, loaded, make_quantiser, use_small_model
+from tests.segments import there_and_back
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def quantiser(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> KltQuantiser:
+    use_small_model(monkeypatch)
+    monkeypatch.setattr(klt_reads, "_TRIAL_TOKENS", 48)  # the interpreter takes a second for 512
+    return make_quantiser()
+
+
+@pytest.mark.parametrize("is_sound", [True, False], ids=["sound", "faulty"])
+def test_the_gpu_quantises_what_is_written(
+    is_sound: bool, make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values go to the host only if it fails. Either way, what is stored is what the CPU makes of the pages, but for a
+    rounding of a few integers."""
+    tokens, gpu = prompt(0), FakeDevice(seed=2)
+    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu)
+    calls = {"quantised": 0, "read": 0}
+    read = GuardedSource.read
+
+    def quantise(*args: Any) -> Any:
+        calls["quantised"] += 1
+        if not is_sound:
+            raise RuntimeError("the device is lost")
+        return quantise_klt(*args)
+
+    def noted_read(*args: Any) -> Any:
+        calls["read"] += 1
+        return read(*args)
+
+    monkeypatch.setattr(klt_reads, "quantise_klt", quantise)
+    monkeypatch.setattr(GuardedSource, "read", noted_read)
+    rig.stored(tokens)
+    assert calls["quantised"]
+    assert bool(calls["read"]) == (not is_sound)
+    rig.assert_nothing_held()
+    expected = there_and_back(quantiser, {t: page_values(tokens, t) for t in TENSORS})
+    cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, mode="read_only")
+    layers = [expected[t][:, layer] for t in TENSORS for layer in range(LAYERS)]
+    for ours, theirs in zip(loaded(cpu, tokens), layers, strict=True):
+        assert float(torch.isclose(ours, theirs, rtol=1e-4, atol=1e-4).float().mean()) > 0.95

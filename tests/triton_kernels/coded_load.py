@@ -1,0 +1,91 @@
+"""A coded prompt that is loaded into a pool on the CPU: what is launched is what `GpuLoader` launches.
+
+For processes of their own: the pool's class is a stand-in, since SGLang takes seconds to import and need not run with
+every Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from harness import stand_in_pool
+
+stand_in_pool.install()
+
+from harness.coded_prompts import stage_coded  # noqa: E402
+from harness.immediate_device import ImmediateDevice, ImmediateStream  # noqa: E402
+from sgl_kvfetch.codec.bitstream.registry import resolution_for  # noqa: E402
+from sgl_kvfetch.codec.container.reader import cell_place  # noqa: E402
+from sgl_kvfetch.codec.container.segment import CodedSegment  # noqa: E402
+from sgl_kvfetch.codec.quant.base import Quantiser  # noqa: E402
+from sgl_kvfetch.plugin.device.cuda_pages import CudaPages  # noqa: E402
+from sgl_kvfetch.plugin.linker.coded_loads import CodedLoad  # noqa: E402
+from sgl_kvfetch.plugin.linker.loads import Load  # noqa: E402
+from sgl_kvfetch.plugin.linker.pinned_memory import PinnedMemory  # noqa: E402
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName  # noqa: E402
+from tests.segments import make_segment, make_values, there_and_back  # noqa: E402
+
+
+class CodedPrompt:
+    """Segments of one span each, one after another. ``values``: what a load has to put into the pool, up to the order
+    of sums. ``codec``: of the first segment; the others are in `ans`."""
+
+    def __init__(
+        self,
+        quantiser: Quantiser,
+        geometry: KVGeometry,
+        segment_pages: Sequence[int],
+        values: dict[TensorName, torch.Tensor] | None = None,
+        codec: str = "ans",
+    ) -> None:
+        values = make_values(geometry, sum(segment_pages)) if values is None else values
+        self.values = there_and_back(quantiser, values)
+        segments: list[CodedSegment] = []
+        first_page = 0
+        for num_pages in segment_pages:
+            tokens = slice(first_page * geometry.page_size, (first_page + num_pages) * geometry.page_size)
+            segment, _ = make_segment(
+                geometry,
+                num_pages,
+                quantiser=quantiser,
+                codec="ans" if segments else codec,
+                resolution=resolution_for("ans" if segments else codec, "240p"),
+                first_page=first_page,
+                span_pages=num_pages,
+                values={tensor: x[tokens] for tensor, x in values.items()},
+            )
+            segments.append(segment)
+            first_page += num_pages
+        self._staged = stage_coded(segments, quantiser)
+        pool = stand_in_pool.MHATokenToKVPool(
+            2 * len(values["k"]),
+            geometry.page_size,
+            geometry.torch_dtype,
+            geometry.num_heads,
+            geometry.k_head_dim,
+            geometry.num_layers,
+            "cpu",
+            False,
+            v_head_dim=geometry.v_head_dim,
+        )
+        self.buffers = dict(zip(TENSORS, (pool.k_buffer, pool.v_buffer), strict=True))
+        self._pages = CudaPages(pool, geometry.page_size, ImmediateDevice(), ImmediateStream())
+        manifest = segments[0].manifest
+        self._pages.prepare(quantiser, [cell_place(manifest, cell) for cell in manifest.span_cells(0)])
+
+    def load(self, slots: torch.Tensor, first_page: int, scratch_bytes: int) -> tuple[int, int]:
+        """Load the pages from ``first_page`` on. Return the number of parts, and that of cells that were decoded
+        wrongly."""
+        device = self._pages.device
+        scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
+        load = Load(self._staged, first_page, slots, lambda is_sound: None)
+        assert self._staged.code is not None
+        memory = PinnedMemory(device, self._staged.memory)
+        coded = CodedLoad(self._pages, device, device.new_stream(), scratch, load, self._staged.code, memory, slots)
+        for layer in range(self._pages.geometry.num_layers):
+            for work in coded.works(layer):
+                work()
+        coded.fetch_results()
+        return len(coded._parts), coded.num_wrong()
