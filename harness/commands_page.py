@@ -41,11 +41,9 @@ _SHARED_BY = 3  # commands, from which on an option is described once
 _HEAD = """\
 # The command line
 
-`python -m harness.commands_page` wrote this page from each command's `--help`.
-
 STORE is a URL or a directory, and STORE#PREFIX is a part of a store. Commands that report something have `--json`, \
 whose fields are listed. The exit code is 0, or 1 if the command found what its text names, or 2 if it could not work: \
-then one line on stderr says why.
+then one line on stderr says why. `python -m harness.commands_page` wrote this page from each command's `--help`.
 """
 _SHARED = """
 ## Options of several commands
@@ -60,7 +58,7 @@ def page() -> str:
     shared = {item for item, count in uses.items() if count >= _SHARED_BY}
     lines = [_HEAD]
     for group, names in _GROUPS.items():
-        lines += [f"| {group} | |", "|---|---|"]
+        lines += [f"**{group}**\n", "| command | |", "|---|---|"]
         lines += [f"| [`{name}`](#kvfetch-{name}) | {COMMANDS[name]}{_more(name)} |" for name in names]
         lines.append("")
     for name, command in commands.items():

@@ -224,3 +224,11 @@ class DataPlane(Supervisor):
     def take_profile(self, digest: str) -> None:
         """Let the data plane take this profile, which another rank has chosen."""
         self._send(m.TakeProfile(digest))
+
+    def step(self) -> None:
+        """Complete what the events for the scheduler's steps say: those that have come, a bounded number. Only if
+        `messages.Start` has said ``has_steps``. Never waits."""
+        self._run.step()
+
+    def _send(self, command: m.Command) -> None:
+        self._run.channel.send(command)

@@ -64,7 +64,7 @@ class Supervisor:
     def show_prompts(self, windows: Sequence[Sequence[bytes]]) -> None:
         """Let the data plane, and those that follow it, calibrate on these prompts: see `messages.ShowPrompts`."""
         self._shown = m.ShowPrompts(tuple(map(tuple, windows)))
-        self._send(self._shown)
+        self._run.channel.send(self._shown)
 
     def prepare(self, make: Callable[[], tuple[m.Start, Launch]]) -> None:
         """Start a second data plane, on a thread, for `switch`. ``make`` returns what it is started with; it may take
@@ -108,14 +108,6 @@ class Supervisor:
     @property
     def is_closing(self) -> bool:
         return self._closing.is_set()
-
-    def step(self) -> None:
-        """Complete what the events for the scheduler's steps say: those that have come, a bounded number. Only if
-        `messages.Start` has said ``has_steps``. Never waits."""
-        self._run.step()
-
-    def _send(self, command: m.Command) -> None:
-        self._run.channel.send(command)
 
     def _begin_run(self) -> Run:
         """Start a data plane, the spare one if there is one, and wait until it serves. Raises KVFetchError."""

@@ -10,7 +10,6 @@ from .base import (
     require_name as require_name,
     require_namespace as require_namespace,
 )
-from .breaker import Breaker as Breaker
 from .coverage import furthest as furthest
 from .http_answers import client_errors as client_errors
 from .keyed import with_keys as with_keys
@@ -49,4 +48,4 @@ from .profiles import (
     require_profile_name as require_profile_name,
 )
 from .redis_index import IndexOptions as IndexOptions, PageIndex as PageIndex
-from .remote import HttpOptions as HttpOptions, TlsFiles as TlsFiles
+from .remote import Breaker as Breaker, HttpOptions as HttpOptions, TlsFiles as TlsFiles

@@ -32,7 +32,7 @@ from redis.backoff import NoBackoff
 from sgl_kvfetch.codec import MAX_SEGMENT_PAGES, Manifest
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, SegmentKey
-from sgl_kvfetch.stores.breaker import Breaker
+from sgl_kvfetch.stores.remote import Breaker
 from sgl_kvfetch.user_files import environment_secret
 
 PASSWORD_ENV = "KVFETCH_INDEX_PASSWORD"

@@ -21,11 +21,10 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.stores import indexed_s3 as indexed
 from sgl_kvfetch.stores.base import Lookup, Store
-from sgl_kvfetch.stores.breaker import Breaker
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.keyed import KeyedStore
 from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex
-from sgl_kvfetch.stores.remote import HttpOptions
+from sgl_kvfetch.stores.remote import Breaker, HttpOptions
 from sgl_kvfetch.stores.s3 import S3Store
 
 URL = f"s3://{BUCKET}/kv"

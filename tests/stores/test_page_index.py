@@ -14,8 +14,8 @@ from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.small_segments import FOLDER, make_segment, page_hashes
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.stores.breaker import Breaker
 from sgl_kvfetch.stores.redis_index import PASSWORD_ENV, Entry, IndexOptions, PageIndex, decode_entry
+from sgl_kvfetch.stores.remote import Breaker
 
 STORE = "s3://bucket/prefix"
 CHAIN = page_hashes(16)

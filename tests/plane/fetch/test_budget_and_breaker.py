@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from sgl_kvfetch.plane.fetch.link import BytesBudget
-from sgl_kvfetch.stores.breaker import Breaker
+from sgl_kvfetch.stores.remote import Breaker
 
 
 async def test_a_budget_is_first_come_first_served() -> None:
