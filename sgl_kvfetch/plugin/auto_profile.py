@@ -24,6 +24,7 @@ from sgl_kvfetch.plugin.prompt_sample import PromptSample
 logger = logging.getLogger(__name__)
 
 _AGREE_EVERY = 64  # steps: the collective of several ranks takes about as long as one step of decoding in 20
+_IDLE_STEP = 16  # steps that one without a batch stands for: with --sleep-on-idle, it lasts a second
 _PARTS = 4  # of a digest of 128 bits, as integers of 32 bits
 
 Follow = Callable[[str], tuple[Start, Launch]]
@@ -42,7 +43,7 @@ class AutoProfile:
         self._pauses = pauses
         self._sample = PromptSample() if rank == 0 else None
         self._is_busy = False  # as the data plane knows
-        self._num_steps = 0
+        self._num_steps = 0  # since the ranks have last agreed
         self._wanted = ""  # the digest that rank 0 has, once it is known here
         self._is_preparing = False
         if rank == 0:
@@ -72,9 +73,11 @@ class AutoProfile:
             if is_busy != self._is_busy:
                 self._is_busy = is_busy
                 self._plane.pause_calibration(is_paused=is_busy)
-        self._num_steps += 1
-        if self._num_ranks > 1 and self._num_steps % _AGREE_EVERY:
-            return
+        if self._num_ranks > 1:
+            self._num_steps += _IDLE_STEP if scheduler.last_batch is None else 1  # ranks have the same batches
+            if self._num_steps < _AGREE_EVERY:
+                return
+            self._num_steps = 0
         state = self._state()
         if self._num_ranks > 1:
             least = torch.tensor(state)

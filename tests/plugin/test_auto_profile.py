@@ -63,12 +63,12 @@ class Engine:
             AutoProfile(cast("Any", plane), rank, 2, follow, pauses=False) for rank, plane in enumerate(self.planes)
         ]
 
-    def step(self) -> None:
+    def step(self, *, is_idle: bool = False) -> None:
         """Until the ranks agree."""
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(self._step, range(2)))
+            list(pool.map(self._step, range(2), [is_idle] * 2))
 
-    def _step(self, rank: int) -> None:
+    def _step(self, rank: int, is_idle: bool) -> None:
         def all_reduce(values: torch.Tensor, op: Any) -> None:
             assert op == torch.distributed.ReduceOp.MIN
             self._values[rank] = values.clone()
@@ -77,8 +77,9 @@ class Engine:
             self._barrier.wait()
             values.copy_(least)
 
-        scheduler = SimpleNamespace(tree_cache=SimpleNamespace(_all_reduce_attn_groups=all_reduce))
-        for _ in range(auto_profile._AGREE_EVERY):
+        tree = SimpleNamespace(_all_reduce_attn_groups=all_reduce)
+        scheduler = SimpleNamespace(tree_cache=tree, last_batch=None if is_idle else "batch")
+        for _ in range(4 if is_idle else auto_profile._AGREE_EVERY):
             self.ranks[rank].step(scheduler)
 
 
@@ -104,6 +105,14 @@ def test_ranks_switch_to_what_the_first_has_found_and_not_before_all_can() -> No
     first.take(DIGEST)
     engine.step()
     assert (first.num_switches, second.num_switches) == (1, 1)
+
+
+def test_idle_ranks_agree_within_a_few_steps() -> None:
+    """With --sleep-on-idle, each takes a second."""
+    engine = Engine()
+    engine.planes[0].take(DIGEST)
+    engine.step(is_idle=True)
+    assert engine.planes[1].asked == [DIGEST]
 
 
 def test_one_rank_switches_when_it_can() -> None:
