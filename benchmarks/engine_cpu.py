@@ -1,8 +1,8 @@
-"""Measures what a fetch costs in SGLang's process, in both designs of device mode: ``python -m benchmarks.engine_cpu``.
+"""Measures what a fetch costs in SGLang's process: ``python -m benchmarks.engine_cpu``.
 
 A prefix is stored once. Then it is fetched again and again, over loopback, by a data plane in a process of its own,
 into SGLang's own pool and tree, as the scheduler does it. `whole` is the CPU time of this process, all threads:
-Python, and copying the values, which any design must. `scheduler` is that of the thread that the scheduler would run
+Python, and copying the values. `scheduler` is that of the thread that the scheduler would run
 on. `calls` counts the calls of this package's functions in this process. There is no model.
 """
 
@@ -44,22 +44,19 @@ from harness.store_process import StoreProcess
 from harness.waiting import wait_until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plugin.data_plane import open_plane
-from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
-from sgl_kvfetch.plugin.device.pages import DevicePages
-from sgl_kvfetch.plugin.linker import linker as linker_module
-from sgl_kvfetch.plugin.linker.linker import KVFetchLinker
+from sgl_kvfetch.plugin.device import linker as linker_module
+from sgl_kvfetch.plugin.device.linker import KVFetchLinker
+from sgl_kvfetch.plugin.page_hashes import hash_bytes, hash_tail
 
 PAGE, HEADS, DIM = 64, 3, 64
-DESIGNS = ("rounds", "linker")
 _STEP_S = 0.02  # between two steps, so that the steps in which nothing happens cost little
 
 
-class Side:
-    """One design, with a pool, a tree and a data plane of its own."""
+class Engine:
+    """A pool, a tree and a data plane."""
 
-    def __init__(self, design: str, store_url: str, tokens: array[int], layers: int) -> None:
+    def __init__(self, store_url: str, tokens: array[int], layers: int) -> None:
         self.tokens = tokens
         self.layers = layers
         num_slots = len(tokens) + PAGE
@@ -75,7 +72,7 @@ class Side:
             "fetch_timeout_s": 600,
             "device": {"pool_share": 1.0},
         }
-        pages, quantiser = DevicePages(self.pool, PAGE), make_quantiser("exact")
+        quantiser = make_quantiser("exact")
         namespace = Namespace(
             "benchmark", "bfloat16", "mha", "bfloat16", PAGE, layers, 0, HEADS, DIM, DIM, quantiser.identity
         )
@@ -84,28 +81,17 @@ class Side:
         def open_engine_plane(config: Any, rank: Any, pages: Any, nvdec: Any, **staging: Any) -> Any:
             return open_plane(config, quantiser, heads, 0, pages, nvdec, **staging)
 
-        self.cache: Any
-        if design == "rounds":
-            self.cache = KVFetchRadixCache(params)
-            config = parse_config(extra)
-            plane = open_engine_plane(config, None, pages, None)
-            self.cache.start(config, plane, pages, pool_tokens=num_slots, threshold_tokens=PAGE)
-            self.fetch: Callable[[str], int] = self._fetch_in_rounds
-            self.step = self.cache.step
-        else:
-            vars(linker_module)["open_engine_plane"] = open_engine_plane
-            self.cache = unified_radix_cache.UnifiedRadixCache(params)
-            self.linker = KVFetchLinker(
-                None,
-                params,
-                components={ComponentType.FULL},
-                extra_config={"config": json.dumps(extra | {"prefetch_threshold": PAGE})},
-            )
-            self.cache.init_cache_linker(self.linker)
-            self.fetch = self._fetch_by_linker
-            self.step = self._step_linker
+        vars(linker_module)["open_engine_plane"] = open_engine_plane
+        self.cache = unified_radix_cache.UnifiedRadixCache(params)
+        self.linker = KVFetchLinker(
+            None,
+            params,
+            components={ComponentType.FULL},
+            extra_config={"config": json.dumps(extra | {"prefetch_threshold": PAGE})},
+        )
+        self.cache.init_cache_linker(self.linker)
 
-    def _step_linker(self) -> None:
+    def step(self) -> None:
         self.cache.check_hicache_events()
         self.linker.step(self.cache)
 
@@ -117,25 +103,30 @@ class Side:
         slots = self.cache.token_to_kv_pool_allocator.alloc(len(self.tokens))
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
             buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(0)).cumsum(0) * 0.05)
-        node = self.cache.insert(InsertParams(key=self.key, value=slots)).last_device_node
-        if isinstance(self.cache, KVFetchRadixCache):
-            assert self.cache._parts is not None
-            self.cache._parts.writes.inserted("written", node)
+        self.cache.insert(InsertParams(key=self.key, value=slots))
+        wait_until(self._is_stored)
+
+    def _is_stored(self) -> bool:
+        for _ in range(20):
+            self.step()
+            time.sleep(0.01)
+        assert self.linker._parts is not None
+        found: list[Any] = []
+        hashes = hash_bytes(hash_tail(self.key, 0, None, PAGE))
+        self.linker._parts.plane.look_up(hashes, found.append)
+
+        def is_found() -> bool:
+            self.step()
+            return bool(found)
+
+        wait_until(is_found)
+        return bool(found[0].num_pages == len(self.tokens) // PAGE)
 
     def flush(self) -> None:
         self.cache.reset()
         self.cache.token_to_kv_pool_allocator.clear()
 
-    def _fetch_in_rounds(self, rid: str) -> int:
-        handle = CacheRequestHandle(rid, 0)
-        self.cache.prefetch_from_storage(handle, self.cache.root_node_handle(), self.tokens, None, None)
-        self._until(lambda: not self.cache.is_parked(handle))
-        self.cache.pop_prefetch_loaded_span(handle)
-        matched = self.cache.match_prefix(MatchPrefixParams(key=self.key))
-        self.cache.finish_storage_prefetch_admission(handle, 0, None)
-        return int(matched.device_prefix_len)
-
-    def _fetch_by_linker(self, rid: str) -> int:
+    def fetch(self, rid: str) -> int:
         request = _Request(rid, self.key)
         self.linker.arrive(request, self.cache)
         self._until(lambda: not self.linker.is_parked(request.cache_request_handle))
@@ -180,22 +171,22 @@ class _Request(SimpleNamespace):
         self.host_hit_length, self.prefix_len = matched.host_hit_length, matched.host_hit_length
 
 
-def measure(side: Side, rounds: int) -> dict[str, float]:
+def measure(engine: Engine, rounds: int) -> dict[str, float]:
     """Return medians of milliseconds of CPU time, and the number of calls in a further fetch."""
     whole, scheduler = [], []
     for number in range(rounds + 1):
-        side.flush()
+        engine.flush()
         began = time.process_time(), time.thread_time()
-        num_tokens = side.fetch(f"request {number}")
+        num_tokens = engine.fetch(f"request {number}")
         ended = time.process_time(), time.thread_time()
-        assert num_tokens == len(side.tokens), num_tokens
+        assert num_tokens == len(engine.tokens), num_tokens
         if number:  # the first one warms up
             whole.append(1e3 * (ended[0] - began[0]))
             scheduler.append(1e3 * (ended[1] - began[1]))
     return {"whole_ms": statistics.median(whole), "scheduler_ms": statistics.median(scheduler)}
 
 
-def count_calls(make: Callable[[], Side]) -> int:
+def count_calls(make: Callable[[], Engine]) -> int:
     """Return how many functions of this package run in this process during a fetch."""
     package = str(Path(sgl_kvfetch.__file__).parent)
     num_calls = 0
@@ -205,16 +196,16 @@ def count_calls(make: Callable[[], Side]) -> int:
         num_calls += event == "call" and frame.f_code.co_filename.startswith(package)
 
     threading.setprofile(count)  # of threads that start from now on
-    side = make()
+    engine = make()
     try:
         sys.setprofile(count)
         num_calls = 0
-        side.fetch("counted")
+        engine.fetch("counted")
         return num_calls
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-        side.close()
+        engine.close()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -227,40 +218,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     vars(unified_radix_cache)["get_disagg"] = lambda: SimpleNamespace(disaggregation_mode="null")
     tokens = array("q", (i * 7919 % 30011 for i in range(args.tokens)))
-    results = {}
     with tempfile.TemporaryDirectory(prefix="kvfetch-engine-cpu-") as folder, StoreProcess(Path(folder)) as store:
-        for design in DESIGNS:
-            side = Side(design, store.url, tokens, args.layers)
-            if design == DESIGNS[0]:
-                side.write()
-                _await_stored(side)
-            results[design] = measure(side, args.rounds)
-            side.close()
-            results[design]["calls"] = count_calls(lambda: Side(design, store.url, tokens, args.layers))  # noqa: B023, called at once
-            print(design, {name: round(value, 1) for name, value in results[design].items()})
+        engine = Engine(store.url, tokens, args.layers)
+        engine.write()
+        results = measure(engine, args.rounds)
+        engine.close()
+        results["calls"] = count_calls(lambda: Engine(store.url, tokens, args.layers))
+        print({name: round(value, 1) for name, value in results.items()})
     if args.json:
         write_json(args.json, {"results": results, "machine": machine(), "versions": versions()})
-
-
-def _await_stored(side: Side) -> None:
-    """Wait until a whole fetch finds everything."""
-
-    def is_stored() -> bool:
-        for _ in range(20):
-            side.step()
-            time.sleep(0.01)
-        found: list[Any] = []
-        side.cache._parts.backend.plane.look_up(_hashes(side), found.append)
-        wait_until(lambda: bool(side.step() or found))
-        return bool(found[0].num_pages == len(side.tokens) // PAGE)
-
-    wait_until(is_stored)
-
-
-def _hashes(side: Side) -> list[bytes]:
-    from sgl_kvfetch.plugin.page_hashes import hash_bytes, hash_tail
-
-    return hash_bytes(hash_tail(side.key, 0, None, PAGE))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,21 @@
-"""Measures the Python time and the launches that restoring a prefix takes, without a GPU, in both designs.
+"""Measures the Python time and the launches that loading a prompt takes, without a GPU.
 
     python -m benchmarks.gpu_launches [--tokens N]
 
 The cells are those of `klt` for a model like Llama-3.1-8B: three layers, two heads of 128, 1,114 coefficients, spans of
-1,024 tokens. They come all at once. Their frames are on the device, as after a GPU decoded them, and then on the host,
-as after a CPU did: these are copied to staging memory, which needs no interpreter lock and is counted by itself.
-Streams are stubs. Kernels are counted and not run, and nothing is uploaded, so the time lacks Triton's launcher and the
+1,024 tokens. They have been staged as they are coded, and one call loads them, a part of a layer group at a time. The
+figures are all that SGLang's process does for a prompt between parking its request and computing it: tables, launches,
+checksums. They are measured for several sizes of scratch memory.
+
+Streams are stubs. Launches, of kernels and copies, are counted and not run, so the time lacks Triton's launcher and the
 driver. Torch's small operations run on the CPU in place of their launches. The time is CPU time of all threads, since
 all need the interpreter lock.
-
-In the second design (`plugin/linker/`), the cells have been staged as they are coded, and one call loads them, a part
-of a layer group at a time. Its figures are all that SGLang's process does for a prefix between parking its request and
-computing it: tables, launches, checksums. Launches are kernels and copies. They are measured for several sizes of
-scratch memory.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -30,7 +26,7 @@ import torch
 from benchmarks.report import make_parser, whole_number
 from harness import stand_in_pool
 from harness.immediate_device import ImmediateDevice, ImmediateStream
-from sgl_kvfetch.codec import CellFrames, CellPlace, Device, KltQuantiser, Stream
+from sgl_kvfetch.codec import CellPlace, Device, KltQuantiser, Stream
 from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.quant import pack
 from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
@@ -61,30 +57,6 @@ class _Kernel:
         self.num_launches += 1
 
 
-def make_cells(num_tokens: int, *, on_device: bool) -> list[CellFrames]:
-    """Return the cells of a prefix. All share their frames."""
-    quantiser = KltQuantiser(_make_profile(), step=1.0)
-    layout = region_layout(COEFFICIENTS, SPAN_TOKENS)
-    frames = torch.zeros(layout.frames_shape((COEFFICIENTS, SPAN_TOKENS)), dtype=torch.uint8)
-    parts = torch.full((SPAN_TOKENS,), 128, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8), frames
-    grid, cells = quantiser.profile.grid, []
-    for first in range(0, num_tokens, SPAN_TOKENS):
-        for layer_group, head_block in grid.cells():
-            place = CellPlace(grid.layers(layer_group), grid.heads(head_block), range(first, first + SPAN_TOKENS))
-            cells.append(
-                CellFrames(
-                    place=place,
-                    layers=place.layers,
-                    heads=place.heads,
-                    parts=parts,
-                    layouts=(None, None, layout),
-                    is_on_device=(False, False, on_device),
-                    quantiser=quantiser,
-                )
-            )
-    return cells
-
-
 def _make_profile() -> Profile:
     grid = CellGrid(LAYERS, HEADS, CELL_LAYERS, CELL_HEADS)
     cells = {}
@@ -113,53 +85,8 @@ def _make_pages() -> CudaPages:
         return CudaPages(pool, PAGE_TOKENS, ImmediateDevice(), ImmediateStream())
 
 
-def measure(num_tokens: int, *, on_device: bool = True) -> dict[str, float]:
-    """Return the cells, the kernel launches, and the time of Python, once tables are uploaded, without that of copying
-    frames. ``on_device``: where the cells' frames are."""
-    torch.set_num_threads(1)  # the stubs' copies stand for launches
-    pages = _make_pages()
-    from sgl_kvfetch.plugin.device.staging import StagingBuffer
-
-    put, copying_s = StagingBuffer.put, array("d")
-
-    def timed_put(buffer: StagingBuffer, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        started_s = time.thread_time()
-        views = put(buffer, tensors)
-        copying_s.append(time.thread_time() - started_s)
-        return views
-
-    kernel, cells = _Kernel(), make_cells(num_tokens, on_device=on_device)
-    pages.prepare(cells[0].quantiser, (cell.place for cell in cells))
-    with (
-        patch.object(restore_klt, "restore_klt_kernel", kernel),
-        patch.object(restore_klt, "exact_tokens_kernel", kernel),
-        patch.object(restore_klt, "use_kernels", lambda device: True),
-        patch.object(StagingBuffer, "upload", lambda buffer: None),
-        patch.object(StagingBuffer, "put", timed_put),
-    ):
-        per_span = len(cells) * SPAN_TOKENS // num_tokens
-        for timed in (cells[:per_span], cells):
-            opened = pages.open_round(torch.zeros(num_tokens, dtype=torch.int64))  # no kernel reads them
-            del copying_s[:]
-            kernel.num_launches, started_s, launched = 0, time.process_time(), []
-            for cell in timed:
-                first = cell.place.tokens.start // PAGE_TOKENS
-                span_pages = range(SPAN_TOKENS // PAGE_TOKENS)
-                launched.append(opened.restore(cell, span_pages, range(first, first + len(span_pages)), _always))
-            for each in set(launched):
-                each.result()
-            seconds = time.process_time() - started_s - sum(copying_s)
-    return {
-        "cells": len(cells),
-        "launches": kernel.num_launches,
-        "ms": 1e3 * seconds,
-        "us a cell": 1e6 * seconds / len(cells),
-        "ms of copying frames": 1e3 * sum(copying_s),
-    }
-
-
 def make_staged(num_tokens: int) -> StagedValues:
-    """Return the same cells as they are staged: coded bytes that are all zeros, at 1.33 bits a value."""
+    """Return the cells of a prompt as they are staged: coded bytes that are all zeros, at 1.33 bits a value."""
     profile = _make_profile()
     grid, layout = profile.grid, region_layout(COEFFICIENTS, SPAN_TOKENS, "flat")
     spans, pages = range(0, num_tokens, SPAN_TOKENS), SPAN_TOKENS // PAGE_TOKENS
@@ -201,12 +128,11 @@ def _coefficients(num_layers: int) -> int:
     return min(2 * num_layers * CELL_HEADS * DIM, COEFFICIENTS)
 
 
-def measure_loads(num_tokens: int, scratch_bytes: int) -> dict[str, float]:
-    """Return the cells, the launches, and the time of Python that a load takes through the linker, once tables are
-    uploaded."""
-    from sgl_kvfetch.plugin.linker import coded_loads, pinned_memory
-    from sgl_kvfetch.plugin.linker.gpu_loads import GpuLoader
-    from sgl_kvfetch.plugin.linker.loads import Load
+def measure(num_tokens: int, scratch_bytes: int) -> dict[str, float]:
+    """Return the cells, the launches, and the time of Python that a load takes, once tables are uploaded."""
+    from sgl_kvfetch.plugin.device import coded_loads, pinned_memory
+    from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
+    from sgl_kvfetch.plugin.device.loads import Load
 
     torch.set_num_threads(1)
     pages, quantiser = _make_pages(), KltQuantiser(_make_profile(), step=1.0)
@@ -254,21 +180,13 @@ class _SoundResults:
         self.status = torch.zeros(num_status, dtype=torch.int32)
 
 
-def _always(write: Any) -> bool:
-    write()
-    return True
-
-
 def main() -> None:
     parser = make_parser("benchmarks.gpu_launches", __doc__)
     parser.add_argument("--tokens", type=whole_number, default=32768)
     num_tokens = parser.parse_args().tokens
-    for name, on_device in (("on the device", True), ("on the host", False)):
-        found = measure(num_tokens, on_device=on_device)
-        print(f"frames {name}:", "  ".join(f"{key} {value:.0f}" for key, value in found.items()))
     for size in SCRATCH_MIB:
-        found = measure_loads(num_tokens, size << 20)
-        print(f"linker, {size} MiB:", "  ".join(f"{key} {value:.1f}" for key, value in found.items()))
+        found = measure(num_tokens, size << 20)
+        print(f"{size} MiB:", "  ".join(f"{key} {value:.1f}" for key, value in found.items()))
 
 
 if __name__ == "__main__":

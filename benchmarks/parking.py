@@ -1,7 +1,7 @@
 """Measures the scheduler's cost of parked requests: ``python -m benchmarks.parking``.
 
 Times what device mode's hooks add to one step of the scheduler, for several numbers of parked requests. It uses
-SGLang's own radix tree and pool, our cache, board and queue, and real lookups in a store that accepts requests but
+SGLang's own radix tree and pool, our linker, board and queue, and real lookups in a store that accepts requests but
 never answers. The functions that the hooks wrap are replaced by functions that do nothing.
 """
 
@@ -36,13 +36,12 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from benchmarks.machine import machine, versions
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
+from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plugin.data_plane import open_plane
-from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
-from sgl_kvfetch.plugin.device.pages import DevicePages, SlotPages
-from sgl_kvfetch.plugin.device.scheduler_hooks import count_pending, form_batch, step_cache
-from sgl_kvfetch.plugin.linker import linker as linker_module, scheduler_hooks as linker_hooks
-from sgl_kvfetch.plugin.linker.linker import KVFetchLinker
+from sgl_kvfetch.plugin.device import linker as linker_module
+from sgl_kvfetch.plugin.device.linker import KVFetchLinker
+from sgl_kvfetch.plugin.device.pages import SlotPages
+from sgl_kvfetch.plugin.device.scheduler_hooks import form_batch
 from sgl_kvfetch.plugin.waiting_queue import WaitingQueue
 
 PAGE, SLOTS, PROMPT_TOKENS = 16, 4096, 1024
@@ -66,21 +65,7 @@ def silent_store() -> tuple[socket.socket, str]:
     return server, f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def make_cache(store_url: str) -> KVFetchRadixCache:
-    pool = MHATokenToKVPool(SLOTS, PAGE, torch.float32, 2, 64, 4, "cpu", False)
-    allocator = PagedTokenToKVPoolAllocator(SLOTS, PAGE, torch.float32, "cpu", pool, False)
-    requests = ReqToTokenPool(8, SLOTS, "cpu", False)
-    cache = KVFetchRadixCache(CacheInitParams(False, requests, allocator, PAGE, tree_components=(ComponentType.FULL,)))
-    config = parse_config({"store": store_url, "lookup_timeout_s": 600, "fetch_timeout_s": 600})
-    pages, quantiser = DevicePages(pool, PAGE), make_quantiser("exact")
-    shape = pages.geometry
-    namespace = Namespace("benchmark", "float32", "mha", shape.dtype, PAGE, 4, 0, 2, 64, 64, quantiser.identity)
-    plane = open_plane(config, quantiser, HeadSlice(namespace, range(2)), 0, pages, None)
-    cache.start(config, plane, pages, pool_tokens=SLOTS, threshold_tokens=PAGE)
-    return cache
-
-
-def make_linked_cache(store_url: str) -> UnifiedRadixCache:
+def make_cache(store_url: str) -> UnifiedRadixCache:
     """Return SGLang's cache with our linker."""
     pool = MHATokenToKVPool(SLOTS, PAGE, torch.float32, 2, 64, 4, "cpu", False)
     allocator = PagedTokenToKVPoolAllocator(SLOTS, PAGE, torch.float32, "cpu", pool, False)
@@ -103,13 +88,11 @@ def _open_plane(config: KVFetchConfig, rank: Any, pages: SlotPages, nvdec: None,
     return open_plane(config, quantiser, heads, 0, pages, nvdec, **staging)
 
 
-def park(cache: Any, queue: list[Any], number: int) -> None:
+def park(queue: list[Any], number: int) -> None:
     """Let a request arrive for which the store is asked, and park it."""
     rng = random.Random(number)
     handle = CacheRequestHandle(f"request {number}", 0)
     tokens = array("q", (rng.randrange(1 << 15) for _ in range(PROMPT_TOKENS)))
-    if isinstance(cache, KVFetchRadixCache):
-        cache.prefetch_from_storage(handle, cache.root_node_handle(), tokens, None, None)
     queue.append(Request(handle, tokens))
 
 
@@ -136,13 +119,8 @@ def do_nothing(scheduler: Any) -> None:
 
 def step(scheduler: Any) -> None:
     """Call all our hooks in one step of the scheduler, and what SGLang calls of a linker."""
-    if scheduler.tree_cache.linker is not None:
-        scheduler.tree_cache.check_hicache_events()
-        linker_hooks.form_batch(do_nothing, scheduler)
-        return
-    step_cache(None, scheduler)
+    scheduler.tree_cache.check_hicache_events()
     form_batch(do_nothing, scheduler)
-    count_pending(True, scheduler)
 
 
 def time_steps(scheduler: Any, num_steps: int) -> list[float]:
@@ -165,10 +143,9 @@ def main() -> None:
     parser.add_argument("--parked", type=int, nargs="+", default=[0, 10, 100, 1000])
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--linker", action="store_true", help="device mode through SGLang's linker")
     options = parser.parse_args()
     server, url = silent_store()
-    cache = make_linked_cache(url) if options.linker else make_cache(url)
+    cache = make_cache(url)
     scheduler = SimpleNamespace(
         tree_cache=cache,
         waiting_queue=[],
@@ -181,7 +158,7 @@ def main() -> None:
     results = []
     for num_parked in sorted(options.parked):
         for number in range(len(scheduler.waiting_queue), num_parked):
-            park(cache, scheduler.waiting_queue, number)
+            park(scheduler.waiting_queue, number)
         time.sleep(1.0)  # hashing and sending run on other threads, and must not be measured
         time_steps(scheduler, 100)
         queue: WaitingQueue = scheduler.waiting_queue

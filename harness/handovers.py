@@ -78,9 +78,9 @@ def hand_overs() -> Iterator[list[HandOver]]:
                 note(senders[real_encode(message)].popleft(), _here(), type(message).__name__)
             yield message
 
-    def report(original: Any, self: Board, ticket: Any, message: Any) -> None:
-        note(_here(), "SGLang", f"{type(message).__name__}, by the board")
-        original(self, ticket, message)
+    def report(original: Any, self: Board, ticket: Any, num_pages: int) -> None:
+        note(_here(), "SGLang", "a result, by the board")
+        original(self, ticket, num_pages)
 
     def set_result(original: Any, self: Future[Any], result: Any) -> None:
         setters[self] = _here()

@@ -84,15 +84,6 @@ RECOMPUTED_TOKENS = Counter("sgl_kvfetch_recomputed_tokens", "Stored tokens that
 
 # Device mode
 DEVICE_REQUESTS = Counter("sgl_kvfetch_device_requests", "Requests whose prefix was looked up, by outcome", ["end"])
-# The ends are those of `End` in plugin/device/fetch_state.py, and aborted.
-EARLY_PASSES = Counter("sgl_kvfetch_early_passes", "Forward passes with requests that started early", ["result"])
-# whole: all pages came in time. discarded: the requests were computed again.
-EARLY_WAIT_SECONDS = Histogram(
-    "sgl_kvfetch_early_wait_seconds", "How long such a pass waited for layers", buckets=_STAGE_BUCKETS
-)
+# The ends of device mode's requests.
+ENDS = "landed", "partly", "failed", "recomputed", "missed", "flushed", "aborted"
 PARKED_REQUESTS = Gauge("sgl_kvfetch_parked_requests", "Requests waiting for their fetch", multiprocess_mode="livesum")
-HELD_SLOTS = Gauge(
-    "sgl_kvfetch_held_slots",
-    "Slots of the token-to-KV pool that fetches fill, or hold for requests that are not admitted yet",
-    multiprocess_mode="livesum",
-)

@@ -33,7 +33,7 @@ from sgl_kvfetch.types import TENSORS
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
-    from sgl_kvfetch.plugin.linker.gpu_loads import GpuLoader
+    from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
 
 NUM_TOKENS = 32768
 MiB = 1 << 20
@@ -119,7 +119,7 @@ def measure(
 
 @contextmanager
 def opened(pages: CudaPages, scratch_bytes: int) -> Iterator[GpuLoader]:
-    from sgl_kvfetch.plugin.linker.gpu_loads import GpuLoader
+    from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
 
     loader = GpuLoader(pages, pages.device, scratch_bytes)
     try:
@@ -141,7 +141,7 @@ class Prompt:
     def load(self, loader: GpuLoader, staged: StagedValues) -> tuple[float, float]:
         """Load a prompt into a pool of zeros, and wait. Return the seconds in all, and those until all was launched:
         SGLang's scheduler waits for that before a layer. Raises RuntimeError if it failed."""
-        from sgl_kvfetch.plugin.linker.loads import Load
+        from sgl_kvfetch.plugin.device.loads import Load
 
         device = self._pages.device
         for layer in range(self._pages.geometry.num_layers):

@@ -15,12 +15,12 @@ from sgl_kvfetch.codec import CellPlace, CellValues, Device, KltQuantiser, Profi
 from sgl_kvfetch.codec.quant import Calibration, Rope
 from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredStep
 from sgl_kvfetch.plugin.device.klt_reads import KltReads, Others, PoolCell, others_in
-from sgl_kvfetch.plugin.device.staging import StagingRing
+from sgl_kvfetch.plugin.device.pinned_buffer import PinnedBuffer
 from sgl_kvfetch.triton_kernels.quantise_klt import quantise_klt
 from sgl_kvfetch.types import CellGrid
 
 LAYERS, HEADS, CELL_HEADS, DIM = 3, 8, 2, 128
-_RING_BYTES = 8 << 20
+_BUFFER_BYTES = 8 << 20
 _MOST_OTHERS = 0.005  # share of exponents, and of integers, that the order of sums may round in another way
 
 
@@ -37,7 +37,7 @@ def check(record: Record, device: Device, num_tokens: int, dim: int) -> None:
         k, v = ([x[:, heads.start : heads.stop] for x in buffers] for buffers in pool)
         cells.append(PoolCell(CellPlace(layers, heads, range(num_tokens)), layers, heads, (k, v)))
     stream = device.new_stream()
-    reads = KltReads(device, StagingRing(device, _RING_BYTES), stream, quantiser, cells)
+    reads = KltReads(device, PinnedBuffer(device, _BUFFER_BYTES), stream, quantiser, cells)
     slots = torch.arange(num_tokens, device=device.torch_device)
 
     def read() -> list[tuple[torch.Tensor, ...]]:

@@ -12,7 +12,6 @@ from harness.engine import Generation, SGLangServer, device_args
 from harness.metrics import read_metric, wait_until_written
 from harness.models import make_tiny_llama
 from harness.store_process import StoreProcess
-from sgl_kvfetch.plugin.hooks import LINKER_SWITCH
 
 PAGE_TOKENS = 16
 PROMPT_TOKENS = 1280
@@ -51,8 +50,7 @@ def run(record: Record) -> None:
 
 def _ask(model: Path, flags: list[str], prompt: list[int], *, waits: bool) -> tuple[Generation, str]:
     """Start a server, and return its answer to ``prompt`` and its metrics."""
-    env = {LINKER_SWITCH: "1"}
-    with SGLangServer(model, extra_args=flags, env=env, start_timeout_s=_START_S, request_timeout_s=_START_S) as server:
+    with SGLangServer(model, extra_args=flags, start_timeout_s=_START_S, request_timeout_s=_START_S) as server:
         answer = server.generate(input_ids=prompt, max_new_tokens=16)
         if waits:
             wait_until_written(server, PROMPT_TOKENS // PAGE_TOKENS, 20.0)

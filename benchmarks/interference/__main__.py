@@ -4,10 +4,8 @@
 
 Sends a stream of new short prompts, while long prompts that were stored before are fetched over a slow link. Runs these
 modes in turn, several times: none (only the short prompts, without our plugin), idle (the same in device mode), device
-(device mode), linker (device mode through SGLang's linker), threads (device mode with the data plane on threads of
-SGLang's process), host (HiCache's host tier and SGLang's own prefetch) and blocking (device mode with a scheduler that
-waits for each fetch, as the paper's baseline).
-Every mode gets the same prompts at the same times, and empty caches.
+(device mode) and host (HiCache's host tier and SGLang's own prefetch). Every mode gets the same prompts at the same
+times, and empty caches.
 
 --separate adds device_hevc: device mode, with the same prompts stored as video. Without a hardware decoder, decoding
 takes CPU time from the model, so the difference from device separates the cost of decoding from that of scheduling.
@@ -17,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import tempfile
 import time
@@ -41,15 +38,12 @@ from harness.metrics import wait_until_written
 from harness.models import make_tiny_llama
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.bitstream.registry import CodecName
-from sgl_kvfetch.plugin.hooks import LINKER_SWITCH
 from sgl_kvfetch.timeline import FLUSH_S, TIMELINE_ENV, read_spans
 
 PAGE_SIZE = 16
-_PATCHES = Path(__file__).parent.parent / "patches"
-_PATCHED = ("threads", "blocking")
 _HEVC_CODEC = "hevc"
 _FILE_COLUMNS = 130
-MODES = ("none", "idle", "device", "linker", "threads", "host", "blocking")
+MODES = ("none", "idle", "device", "host")
 _NO_FETCHES = ("none", "idle")
 _HEVC_MODE = "device_hevc"
 _PINNINGS = {"yes": (True,), "no": (False,), "both": (True, False)}
@@ -119,11 +113,6 @@ def _measure(mode: str, model: str, folder: Path, plan: Plan, options: argparse.
     ):
         timeline = Path(scratch, "timeline")
         env = {TIMELINE_ENV: str(timeline)} | ({"OMP_NUM_THREADS": "1"} if pinned else {})
-        if mode == "linker":
-            env[LINKER_SWITCH] = "1"
-        if mode in _PATCHED:
-            env["KVFETCH_PATCH"] = mode
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_PATCHES), os.environ.get("PYTHONPATH"))))
         with SGLangServer(model, extra_args=_flags(mode, store.url, options.threshold), env=env) as server:
             server.generate(input_ids=[1] * options.short_tokens, max_new_tokens=options.new_tokens)  # warm up
             if pinned:

@@ -122,20 +122,14 @@ class DeviceModeConfig(_Keys):
     """What only device mode needs."""
 
     pool_share: float = Field(
-        default=0.3, gt=0, le=1, description="share of the token-to-KV pool that fetches may hold"
-    )
-    round_tokens: int = Field(
-        default=8192,
-        ge=1,
-        le=1 << 20,
-        description="tokens in a round, at most; a prefix gets slots and joins the tree round by round",
+        default=0.3,
+        gt=0,
+        le=1,
+        description="share of the token-to-KV pool's size that may be staged for waiting requests",
     )
     fetch_order: Literal["shortest", "fifo", "priority"] = Field(
         default="shortest",
         description="order of fetches; shortest first (without starvation), fifo, or by the request's priority",
-    )
-    early_start: bool = Field(
-        default=False, description="let a request compute while its last pages are decoded and restored"
     )
 
 
@@ -239,9 +233,7 @@ class KVFetchConfig(_Keys):
         None,
         description="file from `kvfetch decoders` on this machine, for choosing among a segment's variants",
     )
-    device: DeviceModeConfig = Field(
-        DeviceModeConfig(), description="of device mode alone: pool_share, round_tokens and more"
-    )
+    device: DeviceModeConfig = Field(DeviceModeConfig(), description="of device mode alone: pool_share and fetch_order")
     codec_threads: int = Field(
         default_factory=lambda: max(1, min(8, (os.cpu_count() or 1) // 2)),
         ge=1,
@@ -328,7 +320,11 @@ GROUPS: dict[str, type[_Keys]] = {
 }
 
 
-_MOVED = {"device.recompute": "recompute"}
+_MOVED = {
+    "device.recompute": "is now recompute, for both modes",
+    "device.round_tokens": "is gone: a prompt is staged as a whole, so leave it out",
+    "device.early_start": "is gone: prompts are loaded while their batch computes, so leave it out",
+}
 
 
 def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> KVFetchConfig:
@@ -359,7 +355,7 @@ def _fault(error: dict[str, Any]) -> str:
     known = list(fields)
     match error["type"]:
         case "extra_forbidden" if key in _MOVED:
-            return f"{key} is now {_MOVED[key]}, for both modes"
+            return f"{key} {_MOVED[key]}"
         case "extra_forbidden":
             close = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}"

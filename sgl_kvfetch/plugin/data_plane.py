@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import CellFrames, CellPlace, CellValues, Device, Manifest, Nvdec, Quantiser, SegmentSpec
+from sgl_kvfetch.codec import CellPlace, Device, Nvdec, Quantiser, SegmentSpec
 from sgl_kvfetch.codec.bitstream import open_nvdec
 from sgl_kvfetch.codec.container import cell_place
 from sgl_kvfetch.errors import ConfigError
@@ -21,7 +21,6 @@ from sgl_kvfetch.plane import (
     DataPlane,
     DataPlaneProcess,
     DataPlaneThread,
-    FramePool,
     KVFetchConfig,
     Launch,
     Line,
@@ -55,7 +54,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _launch: Launch = DataPlaneProcess
-_LEAST_SEGMENT_TOKENS = 64  # of segments whose kernels are compiled at the start
 _SMALL_PAGE = 16  # tokens; SGLang's default on GPUs is 1
 
 
@@ -121,7 +119,7 @@ def open_engine_plane(
         return opening.open(config, quantiser)
     plane = opening.open(config, quantiser, profile_watch(rank))
     # Device mode on a GPU has pages under way that its kernels have quantised.
-    follow = None if isinstance(pages, FramePool) else partial(_by_profile, asked, rank, opening)
+    follow = None if _is_on_gpu(pages) else partial(_by_profile, asked, rank, opening)
     auto_profile.begin(AutoProfile(plane, rank.tp_rank, rank.tp_size, follow, pauses=is_active()))
     return plane
 
@@ -131,7 +129,7 @@ def _why_no_klt(pages: HostPages | SlotPages, sides: SidePools | None, *, has_dr
     if sides or has_draft:
         what = "draft models" if has_draft else "models with side pools"
         return f"quantiser 'klt' does not support {what}: use 'exact' or 'uint8'"
-    if isinstance(pages, FramePool) and pages.geometry.torch_dtype.itemsize == 1:
+    if _is_on_gpu(pages) and pages.geometry.torch_dtype.itemsize == 1:
         return (
             f"quantiser 'klt' does not support a KV cache of {pages.geometry.dtype} in device mode on a GPU: add "
             "--enable-hierarchical-cache, or use 'exact'"
@@ -179,8 +177,8 @@ class Opening:
     def parts(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> tuple[Start, Launch]:
         """Return what the data plane is started with.
 
-        The data plane is a process. If it decodes with this process's NVDEC or launches the restore kernels, it still
-        runs on threads of this process, because these need its memory. To stage prompts, it does neither.
+        The data plane is a process. If it decodes with this process's NVDEC, in host mode, it still runs on threads of
+        this process.
         """
         pages, nvdec, heads = self.pages, self.nvdec, self.heads
         gpu = pages.device if isinstance(pages, SlotPages) else None
@@ -198,24 +196,24 @@ class Opening:
             takes_code=self.takes_code,
             gpu=gpu.torch_device.index if gpu is not None and self.staging_bytes else None,
         )
-        if isinstance(pages, FramePool):
-            spec = writer_spec(config, heads, quantiser, self.most_span_pages)
-            prepare_restores(pages, spec)
+        if isinstance(pages, SlotPages):
+            places = _cell_places(writer_spec(config, heads, quantiser, self.most_span_pages))
+            try:
+                pages.prepare(quantiser, places)
+            except Exception:  # a compiler and a driver fail in many ways; loads compile what they lack
+                logger.warning("kvfetch: the restore kernels were not compiled at the start", exc_info=True)
             if config.writes:
-                pages.prepare_writes(quantiser, _cell_places(spec))
+                pages.prepare_writes(quantiser, places)
 
         def open_here(config: KVFetchConfig, heads: HeadSlice, start: Start) -> StoreClient:
-            spare = pages.spare_decoders if isinstance(pages, FramePool) else None
-            most = start.most_span_pages
-            return open_client(config, heads, quantiser, nvdec=nvdec, spare_decoders=spare, max_span_pages=most)
+            return open_client(config, heads, quantiser, nvdec=nvdec, max_span_pages=start.most_span_pages)
 
         def launch_thread(line: Line) -> Running:
             return DataPlaneThread(
                 run_data_plane(line, open_here, lambda work, index, num_pages: line.destination(work, index))
             )
 
-        in_process = nvdec is not None or (isinstance(pages, FramePool) and not self.staging_bytes)
-        return start, launch_thread if in_process else _launch
+        return start, _launch if nvdec is None else launch_thread
 
 
 def open_plane(
@@ -235,53 +233,11 @@ def open_plane(
     return opening.open(config, quantiser)
 
 
-def prepare_restores(pages: FramePool, spec: SegmentSpec) -> None:
-    """Upload what restores need of the quantiser, and compile the kernels for segments that ``spec`` writes, which
-    takes seconds. Kernels for what other servers wrote in another way are compiled when they are first needed. Writes
-    nothing. Raises nothing."""
-    try:
-        pages.prepare(spec.quantiser, _cell_places(spec))
-        num_pages = spec.span_pages  # a segment that is shorter than a span is its own span
-        while num_pages >= 1 and num_pages * spec.heads.namespace.page_size >= _LEAST_SEGMENT_TOKENS:
-            for cell in _blank_cells(spec, _blank_manifest(spec, num_pages)):
-                pages.restore(cell, (), (), lambda write: True).result()
-            num_pages //= 2
-    except Exception:
-        logger.warning("kvfetch: the restore kernels were not compiled at the start", exc_info=True)
+def _is_on_gpu(pages: HostPages | SlotPages) -> bool:
+    return isinstance(pages, SlotPages) and pages.device is not None
 
 
 def _cell_places(spec: SegmentSpec) -> list[CellPlace]:
     """Return the places of a span's cells."""
-    manifest = _blank_manifest(spec, spec.span_pages)
+    manifest = spec.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * spec.span_pages)
     return [cell_place(manifest, cell) for cell in manifest.span_cells(0)]
-
-
-def _blank_manifest(spec: SegmentSpec, num_pages: int) -> Manifest:
-    return spec.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * num_pages)
-
-
-def _blank_cells(spec: SegmentSpec, manifest: Manifest) -> Iterator[CellFrames]:
-    """Yield a cell of zeros for each number of layers that cells have."""
-    layouts, geometry = spec.layouts(manifest), manifest.geometry
-    done: set[int] = set()
-    for cell in manifest.span_cells(0):
-        layers, heads = manifest.grid.layers(cell.layer_group), manifest.grid.heads(cell.head_block)
-        if len(layers) in done:
-            continue
-        done.add(len(layers))
-        place = cell_place(manifest, cell)
-        shape = len(place.tokens), len(layers), len(heads)
-        zeros = (
-            torch.zeros(*shape, dim, dtype=geometry.torch_dtype) for dim in (geometry.k_head_dim, geometry.v_head_dim)
-        )
-        parts = spec.quantiser.quantise(CellValues(*zeros), place)
-        rows = zip(manifest.parts, parts, strict=True)
-        yield CellFrames(
-            place=place,
-            layers=layers,
-            heads=heads,
-            parts=tuple(layouts[part.layout].to_frames(x) if part.layout else x for part, x in rows),
-            layouts=tuple(layouts[part.layout] if part.layout else None for part in manifest.parts),
-            is_on_device=(False,) * len(parts),
-            quantiser=spec.quantiser,
-        )

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from sgl_kvfetch.plugin import versions
 
 if TYPE_CHECKING:
-    from sgl_kvfetch.plugin.linker.linker import KVFetchLinker
+    from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 
 BACKEND = "kvfetch"
-LINKER_SWITCH = "KVFETCH_LINKER"  # in the environment: device mode through SGLang's linker, until only one is left
-LINKER_MODULE = "sgl_kvfetch.plugin.linker.linker"
+LINKER_MODULE = "sgl_kvfetch.plugin.device.linker"
 
 
 def is_chosen(memory: Any) -> bool:

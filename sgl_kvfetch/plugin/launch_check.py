@@ -10,7 +10,7 @@ from typing import Any
 from sgl_kvfetch.codec.quant import require_targets
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plane import check_files, parse_config
-from sgl_kvfetch.plugin.hooks import BACKEND, LINKER_MODULE, LINKER_SWITCH
+from sgl_kvfetch.plugin.hooks import BACKEND, LINKER_MODULE
 from sgl_kvfetch.plugin.register import needed_scopes
 from sgl_kvfetch.plugin.seams import check_seams
 from sgl_kvfetch.plugin.versions import NEWEST, SGLANG_VERSIONS, installed_version
@@ -42,14 +42,9 @@ def check_launch(server_args: Any) -> None:
 
 
 def use_linker(server_args: Any) -> None:
-    """Translate our flags without a host tier into those of SGLang's linker. Raises UnsupportedError if the installed
-    SGLang accepts no linker from outside."""
+    """Translate our flags without a host tier into those of SGLang's linker."""
     if server_args.hicache_storage_backend != BACKEND or server_args.enable_hierarchical_cache:
         return
-    if os.environ.get(LINKER_SWITCH) != "1":
-        return
-    if not hasattr(server_args, "unified_cache_external_linker_config"):
-        raise UnsupportedError(f"{LINKER_SWITCH}=1 needs sglang {NEWEST}, found {installed_version()}")
     server_args.enable_unified_cache_external_linker = True
     server_args.unified_cache_external_linker_backend = "dynamic"
     server_args.unified_cache_external_linker_config = {
@@ -83,7 +78,12 @@ def _check_flags(server_args: Any) -> None:
 
 
 def _check_device_mode(server_args: Any) -> None:
-    """Refuse flags that need another radix cache or pool: without a host tier, our radix cache replaces SGLang's."""
+    """Refuse an SGLang that accepts no linker from outside, and flags that need another radix cache or pool."""
+    if not hasattr(server_args, "unified_cache_external_linker_config"):
+        raise UnsupportedError(
+            f"--hicache-storage-backend {BACKEND} without --enable-hierarchical-cache (device mode) needs sglang "
+            f"{NEWEST}, found {installed_version()}: add --enable-hierarchical-cache"
+        )
     refused = {
         "--disable-radix-cache": server_args.disable_radix_cache,
         "--radix-cache-backend": server_args.radix_cache_backend,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import pkgutil
 import sys
 from collections.abc import Iterable, Sequence
 
 from sgl_kvfetch.plugin.cpu.platform import is_active
-from sgl_kvfetch.plugin.hooks import BACKEND, LINKER_SWITCH
+from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.seams import REGISTERED_NAMES, Scope, Seam, check_seam, check_seams, has, installed_seams
 
 logger = logging.getLogger(__name__)
@@ -42,8 +41,7 @@ def register() -> None:
 
 def needed_scopes() -> set[Scope]:
     """Return the scopes whose hooks are needed on this machine."""
-    without_host_tier = Scope.LINKER if os.environ.get(LINKER_SWITCH) == "1" else Scope.DEVICE
-    return {Scope.GATE, Scope.HOST, without_host_tier} | ({Scope.CPU_ENGINE} if is_active() else set())
+    return {Scope.GATE, Scope.HOST, Scope.DEVICE} | ({Scope.CPU_ENGINE} if is_active() else set())
 
 
 def selects_backend(argv: Sequence[str]) -> bool:

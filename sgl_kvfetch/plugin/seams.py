@@ -32,8 +32,7 @@ class Scope(enum.Enum):
 
     GATE = "gate"  # to accept the backend's name and to refuse a launch that cannot work
     HOST = "host"  # for the storage backend behind the host pool
-    DEVICE = "device"  # for the radix cache without a host tier
-    LINKER = "linker"  # for the linker without a host tier
+    DEVICE = "device"  # for the linker without a host tier
     CPU_ENGINE = "cpu_engine"  # to run without an accelerator
 
 
@@ -64,7 +63,6 @@ _HOOKS = "sgl_kvfetch.plugin.hooks"
 _VERSION_HOOKS = "sgl_kvfetch.plugin.versions"
 _ADAPTER_HOOKS = "sgl_kvfetch.plugin.adapters"
 _DEVICE_HOOKS = "sgl_kvfetch.plugin.device.scheduler_hooks"
-_LINKER_HOOKS = "sgl_kvfetch.plugin.linker.scheduler_hooks"
 _CPU_HOOKS = "sgl_kvfetch.plugin.cpu.engine"
 _CPU_KERNELS = "sgl_kvfetch.plugin.cpu.kernels"
 _SRT = "sglang.srt"
@@ -83,7 +81,6 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 # What patches bring.
 WEIGHTS_CHANGE = f"{_UPDATER}.weights_will_change"
 REGISTERED_NAMES = f"{_SRT}.arg_groups.choices.add_hicache_storage_backend_choices"
-OWN_STORE = f"{_SRT}.mem_cache.base_prefix_cache.BasePrefixCache.has_own_store"
 EXTENDS_ALONE = f"{_TORCH_ATTENTION}._attend_in_blocks"
 
 # The comment above each row says what SGLang does there, or does not do.
@@ -198,33 +195,6 @@ SEAMS: tuple[Seam, ...] = (
     *_seams(
         Scope.DEVICE,
         _DEVICE_HOOKS,
-        # Runs every step, but does not call the cache if there is no host tier.
-        (f"{_SCHEDULER}._process_hicache_events", "after", "step_cache"),
-        # Runs a batch: a forward pass may wait for layers that are still being restored.
-        (f"{_SCHEDULER}.run_batch", "around", "run_batch"),
-        # Handles a finished batch, which shows how fast the engine computes prompts.
-        (f"{_SCHEDULER}.process_batch_result", "after", "measure_batch"),
-        # Looks at every request of waiting_queue.
-        (f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", "form_batch"),
-        # No flag names a radix cache for a storage backend without a host tier.
-        (f"{_SRT}.mem_cache.registry.default_radix_cache_factory", "around", "build_cache"),
-        # Unmaps the pool before it empties the tree, and asserts that nothing is under way.
-        (f"{_UPDATER}.release_memory_occupation", "before", "stop_using_pool"),
-    ),
-    *_seams(
-        Scope.DEVICE,
-        _DEVICE_HOOKS,
-        # Guards the count of the pool's slots, and the emptying of the pool.
-        (f"{_SCHEDULER}.is_fully_idle", "after", "count_pending"),
-        # These three refuse without a host tier.
-        (f"{_SCHEDULER}.clear_hicache_storage_wrapped", "around", "clear_store"),
-        (f"{_SCHEDULER}.attach_hicache_storage_wrapped", "around", "attach_store"),
-        (f"{_SCHEDULER}.detach_hicache_storage_wrapped", "around", "detach_store"),
-        patch=OWN_STORE,
-    ),
-    *_seams(
-        Scope.LINKER,
-        _LINKER_HOOKS,
         # Looks at every request of waiting_queue.
         (f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", "form_batch"),
         # These three refuse without a host tier.

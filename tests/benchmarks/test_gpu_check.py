@@ -228,9 +228,9 @@ def test_a_matrix_product_beside_decoding(record: Record) -> None:
 
 def test_loads_are_checked_and_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_pool.install_if_missing()
+    from sgl_kvfetch.plugin.device import coded_loads
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
-    from sgl_kvfetch.plugin.linker import coded_loads
-    from sgl_kvfetch.plugin.linker.gpu_loads import GpuLoader
+    from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
 
     monkeypatch.setattr(runtime, "INTERPRETED", False)
     for product in ("_HAS_BFLOAT16", "_HAS_INTEGERS"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import burst, demo, early_start, ttft
+from benchmarks import burst, demo, ttft
 from benchmarks.interference.__main__ import main as interference
 from benchmarks.sharegpt.__main__ import main as sharegpt
 from tests.benchmarks.conftest import Run
@@ -33,15 +33,6 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "small random model is used" in said
     assert "tokens from the store" in said
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_early_start(run: Run, tiny_llama: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_start, "real_model", lambda: tiny_llama)
-    monkeypatch.setattr(early_start, "prose", text.read_text)
-    monkeypatch.setattr(early_start, "_WARM_UP", (48, 100))
-    [row] = run(early_start.main, "--tokens", 512, "--rest", 128, "--gbps", 1, "--rounds", 1)["rows"]
-    assert len(row["early_s"]) == len(row["late_s"]) == early_start._NUM_PROMPTS
-    assert 0 < row["least"] <= row["ratio"] <= row["most"]
 
 
 def test_interference(run: Run, tmp_path: Path) -> None:

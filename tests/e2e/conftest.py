@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from harness.engine import Generation, SGLangServer, device_args, host_tier_args
 from harness.metrics import wait_until_written
 from harness.models import make_tiny_llama
 from harness.store_process import StoreProcess
-from sgl_kvfetch.plugin.hooks import LINKER_SWITCH
 from tests.conftest import Once
 from tests.e2e.shared import Shared
 
@@ -66,42 +64,12 @@ def host(model: Path) -> Iterator[Shared]:
     shared.close()
 
 
-# The environment of a server for each design of device mode.
-DESIGNS: dict[str, Mapping[str, str]] = {"rounds": {}, "linker": {LINKER_SWITCH: "1"}}
-
-
-# Tests take minutes for each design, so they run with the second one only on request; tests/e2e/test_linker.py and
-# test_full_pool.py always do.
-_RUN = [*DESIGNS] if os.environ.get("KVFETCH_TEST_LINKER") else ["rounds"]
-
-
-@pytest.fixture(scope="package", params=_RUN)
-def design(request: pytest.FixtureRequest) -> Mapping[str, str]:
-    """The environment of a server. With ``KVFETCH_TEST_LINKER=1``, tests run with each design of device mode."""
-    return DESIGNS[request.param]
-
-
 @pytest.fixture(scope="package")
-def rounds(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    """A server for device mode, in the first design."""
-    shared = Shared(model, device_args(f"file://{tmp_path_factory.mktemp('none')}"), None, DESIGNS["rounds"])
+def device(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """A server for device mode."""
+    shared = Shared(model, device_args(f"file://{tmp_path_factory.mktemp('none')}"), None)
     yield shared
     shared.close()
-
-
-@pytest.fixture(scope="package")
-def linker(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    """A server for device mode, in the second design."""
-    shared = Shared(model, device_args(f"file://{tmp_path_factory.mktemp('none')}"), None, DESIGNS["linker"])
-    yield shared
-    shared.close()
-
-
-@pytest.fixture(scope="package", params=_RUN)
-def device(request: pytest.FixtureRequest) -> Shared:
-    """A server for device mode. With ``KVFETCH_TEST_LINKER=1``, tests run with each design."""
-    shared: Shared = request.getfixturevalue(request.param)
-    return shared
 
 
 @dataclass(frozen=True)

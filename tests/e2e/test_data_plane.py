@@ -36,7 +36,7 @@ def store_url(filled: Path) -> Iterator[str]:
         yield store.url
 
 
-@pytest.mark.parametrize("mode", ["rounds", "linker", "host"])
+@pytest.mark.parametrize("mode", ["device", "host"])
 def test_harm_at_random_moments_under_load(
     mode: str, store_url: str, expected: Expected, request: pytest.FixtureRequest
 ) -> None:

@@ -43,7 +43,7 @@ CONFIG: dict[str, Any] = {
     "lookup_timeout_s": 1.0,
 }
 PATIENT = CONFIG | {"fetch_timeout_s": 600}
-HELD = ("sgl_kvfetch_held_slots", "sgl_kvfetch_parked_requests", "sgl_kvfetch_queued_bytes")
+HELD = ("sgl_kvfetch_parked_requests", "sgl_kvfetch_queued_bytes")
 NUM_ABORTS = int(os.environ.get("KVFETCH_ABORTS", "50"))
 ABORTS_A_ROUND = 5
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -68,14 +67,13 @@ def test_both_modes_share_a_store(
     model: Path,
     other_model: Path,
     host: Shared,
-    design: Mapping[str, str],
     store: StoreProcess,
     expected: Expected,
 ) -> None:
     with host.attached(store.url) as server:
         ask(server, make_prompt(0))
         wait_until_written(server, PAGES)
-        with SGLangServer(model, extra_args=device_args(store.url), env=design, admin_api_key="admin") as other:
+        with SGLangServer(model, extra_args=device_args(store.url), admin_api_key="admin") as other:
             answer = ask(other, make_prompt(0))
             assert from_storage(answer) >= 0.9 * 640
             assert same_answer(answer, expected[0])
@@ -104,14 +102,11 @@ def other_weights_need_another_name(server: SGLangServer, path: str, store_url: 
     assert same_answer(again, changed)
 
 
-def test_a_fetch_is_in_sglangs_trace_of_its_request(
-    model: Path, design: Mapping[str, str], store: StoreProcess
-) -> None:
+def test_a_fetch_is_in_sglangs_trace_of_its_request(model: Path, store: StoreProcess) -> None:
     with OtlpReceiver() as receiver:
         # SGLang takes its endpoint from the flag, and its protocol from the environment.
         flags = ["--enable-trace", "--otlp-traces-endpoint", f"{receiver.url}/v1/traces"]
         env = {
-            **design,
             "OTEL_TRACES_EXPORTER": "otlp",
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url,
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,12 +54,12 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, design: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with StoreProcess(tmp_path_factory.mktemp("ranks") / "store") as store:
         link = Proxy(store)
         try:
             flags = [*device_args(store.url), *RANKS]
-            with SGLangServer(model, extra_args=flags, env={**ENV, **design}, admin_api_key="admin") as server:
+            with SGLangServer(model, extra_args=flags, env=ENV, admin_api_key="admin") as server:
                 computed = [ask(server, make_prompt(seed)) for seed in range(2)]
                 assert [from_storage(answer) for answer in computed] == [0, 0]
                 wait_until_written(server, 2 * 2 * PAGES)

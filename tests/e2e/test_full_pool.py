@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from harness.engine import SGLangServer, device_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
-from tests.e2e.conftest import DESIGNS, PAGE_SIZE, ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
 from tests.e2e.device import load_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -24,11 +23,9 @@ STORED = 960
 POOL, RUNNING_TOKENS = 1600, 1200
 
 
-@pytest.mark.parametrize("design", ["linker"])
-def test_others_run_while_a_stored_prompt_waits_for_room(model: Path, store: StoreProcess, design: str) -> None:
+def test_others_run_while_a_stored_prompt_waits_for_room(model: Path, store: StoreProcess) -> None:
     flags = [*device_args(store.url, fetch_timeout_s=600), "--max-total-tokens", str(POOL)]
-    env: Mapping[str, str] = DESIGNS[design]
-    with SGLangServer(model, extra_args=flags, env=env) as server, ThreadPoolExecutor(2) as pool:
+    with SGLangServer(model, extra_args=flags) as server, ThreadPoolExecutor(2) as pool:
         computed = ask(server, make_prompt(0, STORED))
         wait_until_written(server, STORED // PAGE_SIZE)
         server.flush()

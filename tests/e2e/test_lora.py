@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -33,9 +32,7 @@ def unload(server: SGLangServer, name: str) -> None:
     server.request("POST", "/unload_lora_adapter", {"lora_name": name})
 
 
-def test_adapters_with_equal_prompts(
-    model: Path, design: Mapping[str, str], store: StoreProcess, expected: Expected, tmp_path: Path
-) -> None:
+def test_adapters_with_equal_prompts(model: Path, store: StoreProcess, expected: Expected, tmp_path: Path) -> None:
     """Two servers, in modes of their own, find what the other one stored."""
     one, two = (make_adapter(tmp_path / name, model, seed) for seed, name in enumerate(("one", "two")))
     elsewhere, adapters = tmp_path / "elsewhere", [*LORA, "--lora-paths", f"one={one}"]
@@ -50,7 +47,7 @@ def test_adapters_with_equal_prompts(
         shutil.copytree(one, elsewhere)
         make_adapter(one, model, seed=2)  # trained again in the same place
         flags = [*device_args(store.url, codec="zstd"), *adapters]
-        with SGLangServer(model, extra_args=flags, env=design) as device:
+        with SGLangServer(model, extra_args=flags) as device:
             retrained = ask(device, "one")
             assert retrained.cached_tokens == 0
             assert retrained.output_ids not in [answer.output_ids for answer in answers.values()]

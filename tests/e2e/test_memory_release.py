@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,8 +44,6 @@ def _cache():
 
 
 def _is_under_way(cache):
-    if getattr(cache, "linker", None) is None:
-        return cache.has_pending_cache_operations()
     offloads = cache.linker.cache_linker._offloads._queue
     return any(offload.source is not None and not offload.source._closed for offload in offloads)
 
@@ -88,8 +86,8 @@ def configure_subprocess():
 
 
 @pytest.fixture(scope="module")
-def link(design: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    """The way to a store of the design's own: what the other one has stored would not be written again."""
+def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    """The way to the store."""
     with StoreProcess(tmp_path_factory.mktemp("released") / "store") as store:
         proxy = Proxy(store)
         yield proxy
@@ -97,14 +95,12 @@ def link(design: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def server(
-    model: Path, design: Mapping[str, str], link: Proxy, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SGLangServer]:
+def server(model: Path, link: Proxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
     package = tmp_path_factory.mktemp("saver")
     (package / "torch_memory_saver.py").write_text(SAVER)
     path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
     args = [*device_args(link.url, fetch_timeout_s=600, write_queue_bytes=8 << 20), "--enable-memory-saver"]
-    with SGLangServer(model, extra_args=args, env={"PYTHONPATH": path, **design}) as server:
+    with SGLangServer(model, extra_args=args, env={"PYTHONPATH": path}) as server:
         yield server
 
 

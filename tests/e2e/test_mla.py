@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,13 +39,13 @@ def one_rank(deepseek: Path) -> Iterator[Shared]:
 
 
 def test_what_one_rank_stores_two_ranks_restore_and_the_other_way_round(
-    deepseek: Path, one_rank: Shared, design: Mapping[str, str], store: StoreProcess
+    deepseek: Path, one_rank: Shared, store: StoreProcess
 ) -> None:
     """Across modes, too."""
     with one_rank.attached(store.url) as server:
         computed = [_compute(server, 0)]
     flags = device_args(store.url)
-    with SGLangServer(deepseek, extra_args=[*flags, "--tp-size", "2"], env={**TWO_RANKS, **design}) as server:
+    with SGLangServer(deepseek, extra_args=[*flags, "--tp-size", "2"], env=TWO_RANKS) as server:
         assert _is_restored(server, 0, computed[0])
         computed.append(_compute(server, 1))
         assert read_metric(server.metrics(), "sgl_kvfetch_written_pages_total", result="stored") == PAGES

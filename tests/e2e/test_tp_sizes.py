@@ -11,7 +11,7 @@ import pytest
 from harness.engine import SGLangServer, device_args, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
-from tests.e2e.conftest import DESIGNS, PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 PAGES = 640 // PAGE_SIZE
 
 
-@pytest.mark.parametrize(("mode", "args"), [("host", hicache_args), ("rounds", device_args), ("linker", device_args)])
+@pytest.mark.parametrize(("mode", "args"), [("host", hicache_args), ("device", device_args)])
 def test_ranks_read_their_heads_of_what_others_wrote(
     mode: str,
     args: Callable[..., list[str]],
@@ -30,10 +30,7 @@ def test_ranks_read_their_heads_of_what_others_wrote(
 ) -> None:
     config: dict[str, Any] = {"quantiser": "exact", "codec": "zstd", "lookup_timeout_s": 20}
     shared: Shared = request.getfixturevalue(mode)
-    two_flags, env = (
-        [*args(store.url, **config), "--tp-size", "2"],
-        {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", **DESIGNS.get(mode, {})},
-    )
+    two_flags, env = [*args(store.url, **config), "--tp-size", "2"], {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
     def is_fetched(server: SGLangServer, seed: int) -> bool:
         answer = ask(server, make_prompt(seed))

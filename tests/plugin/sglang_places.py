@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgl_kvfetch.plugin.namespace import DRAFT, FILES, JSON_TEXTS, RELEVANT
-from sgl_kvfetch.plugin.seams import OWN_STORE, REGISTERED_NAMES, WEIGHTS_CHANGE
+from sgl_kvfetch.plugin.seams import REGISTERED_NAMES, WEIGHTS_CHANGE
 from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS
 
 
@@ -668,66 +668,6 @@ PLACES: tuple[Place, ...] = (
         has=("node_id",),
     ),
     Place(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch",
-        "requests without a result leave the batch before it becomes part of the running one",
-        params=("self", "reqs_to_exclude", "keep_indices"),
-    ),
-    Place(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
-        "a request that is computed again counts as retracted until then",
-        mentions=("is_retracted",),
-    ),
-    Place(
-        "sglang.srt.managers.schedule_batch.release_req",
-        "a request without a result is computed again, as after a retraction",
-        params=(
-            "req",
-            "remaing_req_count",
-            "req_to_token_pool",
-            "token_to_kv_pool_allocator",
-            "tree_cache",
-            "hisparse_coordinator",
-            "offload_kv",
-        ),
-        mentions=("release_kv_cache", "reset_for_retract"),
-    ),
-    Place(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.copy",
-        "under overlap, the result is processed with a copy of the batch, which has its number",
-    ),
-    Place(
-        "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
-        "the same",
-        params=("self", "req", "is_retracted"),
-        mentions=("_prefetch_kvcache", "waiting_queue"),
-    ),
-    Place(
-        "sglang.srt.managers.scheduler.Scheduler.update_running_batch",
-        "the same, for requests that SGLang retracts",
-        mentions=("_add_request_to_queue",),
-    ),
-    Place(
-        "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-        ".process_batch_result_prefill",
-        "a retracted request gets no result",
-        mentions=("is_retracted",),
-    ),
-    Place(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
-        "slots that are being filled are admitted like pages of a host tier",
-        mentions=("init_load_back", "host_loaded_length", "load_back_is_cache_owned"),
-    ),
-    Place(
-        "sglang.srt.mem_cache.base_prefix_cache.InitLoadBackParams",
-        "the same",
-        has=("host_hit_length", "req"),
-    ),
-    Place(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefix_device_indices",
-        "the same: private slots follow those of the tree",
-        params=("self", "req"),
-    ),
-    Place(
         "sglang.srt.mem_cache.memory_pool.KVCache.register_layer_transfer_counter",
         "a forward pass waits for layers that are being restored",
         params=("self", "layer_transfer_counter"),
@@ -743,12 +683,6 @@ PLACES: tuple[Place, ...] = (
         mentions=("layer_transfer_counter", "wait_until", "start_layer"),
     ),
     Place(
-        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner._wait_for_layer_loads",
-        "a graph of a whole pass waits for the last layer",
-        mentions=("consumer_index", "num_layers", "wait_until"),
-        versions=SINCE_23,
-    ),
-    Place(
         "sglang.srt.model_executor.forward_batch_info.ForwardMode.is_extend_without_speculative",
         "whether a batch computes prompts",
         params=("self",),
@@ -762,12 +696,6 @@ PLACES: tuple[Place, ...] = (
         "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",
         "calls _process_hicache_events before it forms a batch",
         mentions=("_process_hicache_events",),
-    ),
-    Place(
-        "sglang.srt.managers.scheduler.Scheduler.is_fully_idle",
-        "guards the count of the pool's slots, and its emptying",
-        params=("self", "for_health_check", "ignore_waiting"),
-        mentions=("_engine_paused", "waiting_queue"),
     ),
     Place(
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation",
@@ -793,38 +721,16 @@ PLACES: tuple[Place, ...] = (
         params=("self", "recv_req"),
         mentions=("enable_hierarchical_cache", "is_fully_idle", "detach_storage_backend"),
     ),
-    Place(OWN_STORE, "asks the cache instead", params=("self",), patch=OWN_STORE),
-    *(
-        Place(f"sglang.srt.managers.scheduler.Scheduler.{name}", "the same", mentions=names, patch=OWN_STORE)
-        for name, names in (
-            ("_process_hicache_events", ("has_own_store", "check_hicache_events")),
-            ("is_fully_idle", ("has_own_store", "has_pending_cache_operations", "_engine_paused")),
-            ("clear_hicache_storage_wrapped", ("has_own_store", "clear_storage_backend")),
-            ("attach_hicache_storage_wrapped", ("has_own_store", "attach_storage_backend")),
-            ("detach_hicache_storage_wrapped", ("has_own_store", "end_cache_operations")),
-        )
-    ),
     Place(
         "sglang.srt.managers.io_struct.ClearHiCacheReqOutput",
         "what it answers",
         params=("rid", "http_worker_ipc", "success"),
     ),
     Place(
-        "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache",
-        "calls prefetch_from_storage when a request arrives",
-        params=("self", "req", "storage_hit_end"),
-        mentions=("is_backuped", "prefetch_from_storage", "get_last_hash_value"),
-    ),
-    Place(
         "sglang.srt.managers.scheduler.Scheduler._get_new_batch_prefill_raw",
         "looks at every request of waiting_queue",
         params=("self", "prefill_delayer_single_pass", "running_batch"),
         mentions=("waiting_queue", "check_prefetch_progress", "pop_prefetch_loaded_span", "storage_hit_start"),
-    ),
-    Place(
-        "sglang.srt.managers.schedule_policy.PrefillAdder._account_prefill_cache_admission",
-        "calls finish_storage_prefetch_admission when a request is admitted",
-        mentions=("finish_storage_prefetch_admission",),
     ),
     Place("sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS", "bounds what a request is expected to generate"),
     Place(
@@ -842,27 +748,6 @@ PLACES: tuple[Place, ...] = (
         "sglang.srt.managers.scheduler.Scheduler.init_running_status",
         "has the running requests, and those prefilled last",
         mentions=("running_batch", "last_batch"),
-    ),
-    Place(
-        "sglang.srt.mem_cache.registry.default_radix_cache_factory",
-        "no flag names a radix cache for a storage backend without a host tier",
-        params=("ctx",),
-        mentions=("create_unified_radix_cache",),
-    ),
-    Place(
-        "sglang.srt.mem_cache.registry.create_tree_cache",
-        "calls the factory that is hooked",
-        mentions=("default_radix_cache_factory",),
-    ),
-    Place(
-        "sglang.srt.mem_cache.registry.create_unified_radix_cache",
-        "builds our radix cache like SGLang's own",
-        params=("ctx", "cache_class"),
-    ),
-    Place(
-        "sglang.srt.mem_cache.registry.TreeCacheBuildContext",
-        "the rank's place in the model, and the pools",
-        has=("params", "enable_hierarchical_cache", "tp_rank", "tp_size"),
     ),
     Place(
         "sglang.srt.mem_cache.cache_init_params.CacheInitParams",
@@ -903,112 +788,9 @@ PLACES: tuple[Place, ...] = (
         ),
     ),
     Place(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._reset_full",
-        "where the tokens that were loaded for a request are left",
-        mentions=("prefetch_loaded_tokens_by_reqid", "prefetch_loaded_storage_start_by_reqid"),
-    ),
-    Place(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
-        "puts a fetched prefix into the tree",
-        params=("self", "params"),
-    ),
-    Place(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.evict_for_alloc",
-        "how requests that run get slots: ours give way to them",
-        params=("self", "params", "allocation_reclaim_satisfied"),
-        versions=SINCE_23,
-    ),
-    Place(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.evict_for_alloc",
-        "the same",
-        params=("self", "params"),
-        versions=BEFORE_23,
-    ),
-    Place(
-        "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.evict_to_free_tokens",
-        "calls evict_for_alloc with what is lacking",
-        mentions=("evict_for_alloc", "available_size"),
-    ),
-    Place(
-        "sglang.srt.mem_cache.base_prefix_cache.EvictResult", "what an eviction came to", has=("num_tokens_evicted",)
-    ),
-    Place(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._all_reduce_attn_groups",
         "agrees with the other ranks",
         params=("self", "tensor", "op"),
-    ),
-    Place(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.attach_storage_backend",
-        "a store at run time",
-        params=(
-            "self",
-            "storage_backend",
-            "storage_backend_extra_config_json",
-            "served_model_name",
-            "hicache_storage_prefetch_policy",
-            "hicache_write_policy",
-        ),
-    ),
-    Place(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.detach_storage_backend",
-        "no store any more",
-        params=("self",),
-    ),
-    Place(
-        "sglang.srt.mem_cache.rust_tree_core.adapter.RustUnifiedTreeCore.backfill_missing_hash_values",
-        "nodes that were made while no store was attached",
-        params=("self",),
-    ),
-    Place(
-        "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore.backfill_missing_hash_values",
-        "nodes that were made while no store was attached",
-        params=("self",),
-    ),
-    Place(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.is_backuped",
-        "any node's prefix may go on in the store",
-        params=("self", "node_id"),
-    ),
-    Place(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefetch_from_storage",
-        "a request has arrived",
-        params=(
-            "self",
-            "request",
-            "last_host_node_id",
-            "new_input_tokens",
-            "last_hash",
-            "prefix_keys",
-            "matched_prefix_tokens",
-            "extra_key",
-            "cache_salt",
-            "storage_hit_end",
-        ),
-    ),
-    Place(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_prefetch_progress",
-        "keeps a request that waits out of the batch",
-        params=("self", "request"),
-    ),
-    Place(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.finish_storage_prefetch_admission",
-        "a request is admitted and has locked its prefix",
-        params=("self", "request", "fulfilled_tokens", "reason"),
-    ),
-    Place(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.release_aborted_request",
-        "a request is gone",
-        params=("self", "request"),
-    ),
-    Place(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.on_release",
-        "a request is over",
-        params=("self", "req", "checkpointed"),
-    ),
-    Place(
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint",
-        "a request's pages are in the tree, and may be written",
-        params=("self", "req", "up_to", "kwargs"),
     ),
     Place(
         "sglang.srt.mem_cache.rust_tree_core.adapter.RustUnifiedTreeCore.get_prefix_hash_values",

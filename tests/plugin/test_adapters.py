@@ -25,7 +25,6 @@ from transformers import AutoConfig
 from harness.models import make_adapter, make_tiny_llama
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plugin import adapters
-from sgl_kvfetch.plugin.hooks import LINKER_SWITCH
 from sgl_kvfetch.plugin.launch_check import use_linker
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -201,7 +200,6 @@ def test_the_gate_hides_our_backend_behind_a_linker(
         enable_hierarchical_cache=False,
         unified_cache_external_linker_config=None,
     )
-    monkeypatch.setenv(LINKER_SWITCH, "1")
     use_linker(args)
     monkeypatch.setattr(adapters, "_state", adapters._State())
     monkeypatch.setattr(runtime_context, "get_memory", lambda: args)

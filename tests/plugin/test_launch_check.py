@@ -11,7 +11,7 @@ import pytest
 
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plugin import launch_check
-from sgl_kvfetch.plugin.hooks import LINKER_SWITCH, gate_command_line
+from sgl_kvfetch.plugin.hooks import gate_command_line
 from sgl_kvfetch.plugin.launch_check import check_launch, use_linker
 from sgl_kvfetch.plugin.register import selects_backend
 from tests.codec.quant.profiles import make_profile
@@ -36,6 +36,7 @@ def _args(extra: Any = STORE, **flags: Any) -> SimpleNamespace:
         "enable_lmcache": False,
         "enable_flexkv": False,
         "enable_unified_cache_external_linker": False,
+        "unified_cache_external_linker_config": None,
         "enable_streaming_session": False,
         "speculative_algorithm": None,
         "disaggregation_mode": "null",
@@ -236,13 +237,9 @@ def test_traces_that_cannot_be_exported_stop_a_launch_in_device_mode(monkeypatch
         check_launch(_args(enable_hierarchical_cache=False))
 
 
-def test_flags_without_a_host_tier_become_those_of_the_linker(monkeypatch: pytest.MonkeyPatch) -> None:
-    new = {"unified_cache_external_linker_backend": None, "unified_cache_external_linker_config": None}
-    args = _args(enable_hierarchical_cache=False, **new)
-    use_linker(args)
-    assert args.hicache_storage_backend == "kvfetch"
-    monkeypatch.setenv(LINKER_SWITCH, "1")
-    for other in (_args(**new), _args(hicache_storage_backend="file", enable_hierarchical_cache=False, **new)):
+def test_flags_without_a_host_tier_become_those_of_the_linker() -> None:
+    args = _args(enable_hierarchical_cache=False)
+    for other in (_args(), _args(hicache_storage_backend="file", enable_hierarchical_cache=False)):
         use_linker(other)
         assert not other.enable_unified_cache_external_linker
     use_linker(args)
@@ -250,5 +247,10 @@ def test_flags_without_a_host_tier_become_those_of_the_linker(monkeypatch: pytes
     assert args.hicache_storage_backend is None
     assert args.unified_cache_external_linker_backend == "dynamic"
     assert args.unified_cache_external_linker_config["linker_extra_config"] == {"config": json.dumps(STORE)}
-    with pytest.raises(UnsupportedError, match="needs sglang"):
-        use_linker(_args(enable_hierarchical_cache=False))  # as in 0.5.22
+
+
+def test_device_mode_needs_an_sglang_with_linkers() -> None:
+    args = _args(enable_hierarchical_cache=False)
+    del args.unified_cache_external_linker_config  # as in 0.5.22
+    with pytest.raises(UnsupportedError, match=r"needs sglang 0\.5\.23, found .*: add --enable-hierarchical-cache"):
+        check_launch(args)

@@ -11,11 +11,8 @@ import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_kvfetch import timeline
-from sgl_kvfetch.plugin.device.scheduler_hooks import measure_batch
 from sgl_kvfetch.plugin.hooks import measure_prompts
 from sgl_kvfetch.plugin.prefill import MIN_BATCHES, WINDOW, PrefillMeter, PrefillSpeed
-from sgl_kvfetch.plugin.waiting_queue import WaitingQueue
-from tests.plugin.device.test_queue import Cache
 
 
 def seconds(num_tokens: int) -> float:
@@ -197,24 +194,6 @@ def test_the_requests_of_a_batch_are_in_the_timeline(monkeypatch: pytest.MonkeyP
 @dataclass(eq=False)
 class Waiting:
     cache_request_handle: str
-
-
-def test_the_hook_measures() -> None:
-    cache = Cache()
-    running = SimpleNamespace(is_empty=lambda: True)
-    waiting = WaitingQueue(lambda handle: handle == "parked", [Waiting("ready")])
-    waiting.append(Waiting("parked"))
-    scheduler = SimpleNamespace(tree_cache=cache, waiting_queue=waiting, running_batch=running)
-    batch = Batch(time.monotonic() - 0.1)
-    cache.prefill_meter.queue.add(1000.0, time.monotonic())
-    measure_batch(None, scheduler, batch, None)
-    assert cache.prefill_meter.queue.seconds(time.monotonic()) > 0
-    waiting.pop(0)
-    measure_batch(None, scheduler, batch, None)
-    assert cache.prefill_meter.queue.seconds(time.monotonic()) == 0  # parked requests are nothing to compute
-    assert cache.prefill_meter.speed.seconds_for(100) is not None
-    assert cache.prefill_meter.speed is not Cache().prefill_meter.speed
-    measure_batch(None, SimpleNamespace(tree_cache=SimpleNamespace()), batch, None)
 
 
 @pytest.mark.parametrize("is_idle", [True, False])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sgl_kvfetch.plugin.linker.scheduler_hooks import form_batch
+from sgl_kvfetch.plugin.device.scheduler_hooks import form_batch
 from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, reserved_tokens
 
 

@@ -47,8 +47,6 @@ class LinkQueue(Generic[F]):
         self._waiting: list[F] = []  # by rank
         self._on_link: dict[F, int] = {}  # requested pages of each fetch that occupies the link
         self._shared_pages = shared_pages
-        self._num_changes = 0  # changes after which the first fetch is worth another look
-        self._put_off: tuple[F, int] | None = None  # the fetch, and `_num_changes` when it was put off
         self._expected: dict[F, int] = {}  # pages still to be fetched for each fetch, waiting or not
         self.expected_pages = 0  # their sum
 
@@ -69,23 +67,12 @@ class LinkQueue(Generic[F]):
         return self._order(self._claims[fetch])
 
     def first(self) -> F | None:
-        """Return the fetch whose turn it is. None if it was put off, and neither room nor a change has come since."""
-        first = self._waiting[0] if self._waiting else None
-        if first is None or (self._put_off == (first, self._num_changes) and not self.has_room(first)):
-            return None
-        return first
+        """Return the fetch whose turn it is."""
+        return self._waiting[0] if self._waiting else None
 
     def has_room(self, fetch: F) -> bool:
         """Return whether the link can serve ``fetch``, which waits, beside those that occupy it."""
         return not self._on_link or sum(self._on_link.values()) + self._claims[fetch].num_pages <= self._shared_pages
-
-    def put_off(self, fetch: F) -> None:
-        """Note that ``fetch`` was looked at and must go on waiting for the link."""
-        self._put_off = fetch, self._num_changes
-
-    def changed(self) -> None:
-        """Note a change: a waiting fetch may find that nothing is left to fetch."""
-        self._num_changes += 1
 
     def occupy(self, fetch: F, num_pages: int) -> None:
         """Note that ``fetch`` occupies the link: ``num_pages`` of its pages are now requested."""
@@ -100,10 +87,3 @@ class LinkQueue(Generic[F]):
         self.expected_pages += num_pages - self._expected.pop(fetch, 0)
         if num_pages:
             self._expected[fetch] = num_pages
-
-    def clear(self) -> None:
-        self._claims.clear()
-        self._waiting.clear()
-        self._on_link.clear()
-        self._expected.clear()
-        self.expected_pages = 0

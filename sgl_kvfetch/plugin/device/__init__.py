@@ -1,1 +1,1 @@
-"""Device mode: from the store straight into SGLang's token-to-KV pool, without a host tier."""
+"""Device mode through SGLang's linker: a prompt is staged in shared memory first, and loaded when it is admitted."""

@@ -16,8 +16,7 @@ from sgl_kvfetch.codec import CellPlace, CellValues, Device, Quantised, Quantise
 from sgl_kvfetch.codec.quant import KltForward, exact_bytes, join_parts
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.log import brief
-from sgl_kvfetch.plugin.device.restores import CellOutputs
-from sgl_kvfetch.plugin.device.staging import StagingRing
+from sgl_kvfetch.plugin.device.pinned_buffer import PinnedBuffer
 from sgl_kvfetch.triton_kernels.quantise_klt import NOT_FINITE, quantise_klt
 from sgl_kvfetch.triton_kernels.restore_klt import EXACT
 
@@ -25,6 +24,8 @@ ENV = "KVFETCH_GPU_QUANTISE"  # 0 disables it
 _TOKENS = 2048  # of a block: temporary tensors on the device take some 28 MB
 _TRIAL_TOKENS = 512  # as many rows as a product of a block has in each dimension
 _TRIAL_FACTOR = 0.83  # puts coefficients between integers, where errors of a product show
+CellOutputs = tuple[list[torch.Tensor], list[torch.Tensor]]  # K's and V's buffers, one a layer
+
 _MOST_OTHERS = 0.02  # share of exponents, and of integers, that a trial may round in another way
 
 
@@ -52,17 +53,17 @@ class KltReads:
     """Quantises tokens of a pool's slots."""
 
     def __init__(
-        self, device: Device, ring: StagingRing, stream: Stream, quantiser: Quantiser, cells: Iterable[PoolCell]
+        self, device: Device, buffer: PinnedBuffer, stream: Stream, quantiser: Quantiser, cells: Iterable[PoolCell]
     ) -> None:
         """``cells``: all those of the pool, in storage order. Raises UnsupportedError."""
         assert quantiser.profile is not None
-        self._device, self._ring, self._stream, self._quantiser = device, ring, stream, quantiser
+        self._device, self._buffer, self._stream, self._quantiser = device, buffer, stream, quantiser
         self._profile = quantiser.profile
         self._cells = [_Cell(cell, device.upload(quantiser.forward(cell.place), stream)) for cell in cells]
         most_rows = max(1 + cell.forward.num_rows for cell in self._cells)
-        self._most_tokens = min(_TOKENS, ring.num_bytes // most_rows)
+        self._most_tokens = min(_TOKENS, buffer.num_bytes // most_rows)
         if not self._most_tokens:
-            raise UnsupportedError(f"{most_rows} bytes of a token do not fit into {ring.num_bytes} of staging memory")
+            raise UnsupportedError(f"{most_rows} bytes of a token do not fit into a buffer of {buffer.num_bytes}")
 
     def open(self, slots: torch.Tensor, read: ReadSlots, page_size: int) -> KltRun:
         """Return the reads of a run of whole pages. ``slots``: int64, on the device. ``read`` is for tokens that are
@@ -133,8 +134,7 @@ class KltReads:
 
     def _fetched(self, num_bytes: int, work: Callable[[torch.Tensor], None]) -> torch.Tensor:
         """Return what ``work`` copies into pinned memory, uint8 ``(num_bytes,)``. Waits for the device."""
-        with self._ring.buffer(num_bytes, self._stream) as buffer:
-            host, _ = buffer.room(num_bytes)
+        with self._buffer.lend(num_bytes) as (host, _):
             self._device.launch(self._stream, lambda: work(host))
             self._device.mark(self._stream).synchronize()
             return host.clone()
@@ -208,13 +208,13 @@ def others_in(found: tuple[torch.Tensor, torch.Tensor], expected: Quantised) -> 
 
 
 def open_klt_reads(
-    device: Device, ring: StagingRing, stream: Stream, quantiser: Quantiser, cells: Iterable[PoolCell]
+    device: Device, buffer: PinnedBuffer, stream: Stream, quantiser: Quantiser, cells: Iterable[PoolCell]
 ) -> tuple[KltReads | None, str]:
     """Open the reads, if they pass a trial. Return them, or None, and a sentence about the result. Raises nothing."""
     if os.environ.get(ENV) == "0":
         return None, f"klt is quantised on the CPU: {ENV}=0 is set"
     try:
-        reads = KltReads(device, ring, stream, quantiser, cells)
+        reads = KltReads(device, buffer, stream, quantiser, cells)
         fault = reads.trial()
     except Exception as e:  # a compiler and a driver fail in many ways
         fault = brief(e)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from sgl_kvfetch.codec import CellValues, Decoders, Device, Quantised
+from sgl_kvfetch.codec import CellPlace, CellValues, Decoders, Device, Quantised, Quantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import PagePool, consecutive_runs
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
@@ -42,19 +42,17 @@ class SlotPages(ABC):
             dtype=dtype_name(pool.dtype),
         )
 
-    def open_round(self, slots: torch.Tensor) -> Self:
-        """Return these pages for restores of one round, ordered after everything that the model was given to compute so
-        far. Call this on the scheduler's thread when slots were handed over, before work on them begins. ``slots``: one
-        per token; `page_indices` tells how the returned object numbers their pages."""
-        return self
+    def prepare(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:  # noqa: B027, for GPUs
+        """Upload what restoring cells of these places needs, and compile the kernels, which takes seconds."""
+
+    def prepare_writes(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:  # noqa: B027, for GPUs
+        """The same for `quantise`."""
 
     def open_reads(self, slots: torch.Tensor) -> Self:
-        """Return these pages for reads of some slots, ordered as `open_round` orders restores."""
+        """Return these pages for reads of some slots, ordered after everything that the model was given to compute so
+        far. Call this on the scheduler's thread when slots were handed over. ``slots``: one per token; `page_indices`
+        tells how the returned object numbers their pages."""
         return self
-
-    def publish(self) -> None:  # noqa: B027, on a CPU there is nothing to order
-        """Order later computation after the round's restores. Call this on the scheduler's thread, after the round's
-        sink was closed and before anything else uses its slots. Never waits."""
 
     def wait_until_unused(self, timeout_s: float) -> bool:
         """Wait until no work that was launched uses the pool, for ``timeout_s`` at most. Return whether that is so.

@@ -46,31 +46,6 @@ def test_short_items_share_the_link() -> None:
     assert has_room_for_100(queue)
 
 
-def test_an_item_that_was_put_off_is_returned_after_a_change() -> None:
-    queue, (long, second) = make(100, 100)
-    begin(queue, long, 100)
-    assert queue.first() == second
-    queue.put_off(second)
-    assert queue.first() is None
-    queue.changed()  # another one's pages have landed
-    assert queue.first() == second
-    queue.put_off(second)
-    assert queue.first() is None
-    queue.give_back(long)
-    assert queue.first() == second
-
-
-def test_a_new_first_item_is_returned() -> None:
-    queue, (long, second, third) = make(100, 100, 100)
-    begin(queue, long, 100)
-    queue.put_off(second)
-    queue.leave(second)  # aborted
-    assert queue.first() == third
-    queue.leave(third)
-    assert queue.first() is None
-    assert len(queue) == 0
-
-
 def test_expected_pages_are_summed() -> None:
     queue, (first, second) = make(100, 20)
     queue.expect(first, 100)
@@ -78,10 +53,8 @@ def test_expected_pages_are_summed() -> None:
     assert queue.expected_pages == 120
     queue.expect(first, 60)
     assert queue.expected_pages == 80
-    begin(queue, first, 100)
-    queue.clear()
-    assert queue.expected_pages == len(queue) == 0
-    assert has_room_for_100(queue)
+    queue.expect(second, 0)
+    assert queue.expected_pages == 60
 
 
 def test_the_shortest_item_is_first_but_none_starves() -> None:

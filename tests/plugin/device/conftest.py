@@ -2,20 +2,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.mem_cache import unified_radix_cache
 
-from sgl_kvfetch.codec.container.reader import CellFrames
-from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.plane import client, store as plane_store
+from sgl_kvfetch.plane import client, service, store as plane_store
+from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plane.store import _open_store as open_configured
 from sgl_kvfetch.plugin import data_plane as plane
+from sgl_kvfetch.plugin.device import linker
 from sgl_kvfetch.triton_kernels import runtime
-from tests.plugin.device.cuda_pages import GEOMETRY, NUM_PAGES, Segment, cells_of
 from tests.plugin.device.gated_store import GatedStore
 from tests.plugin.device.rig import Rig, make_rig
-from tests.segments import make_segment
 
 MakeRig = Callable[..., Rig]
 
@@ -26,7 +26,11 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     monkeypatch.setattr(plane_store, "_open_store", lambda *args: GatedStore(open_configured(*args)))
     monkeypatch.setattr(client, "_LINGER_S", 0.01)
     monkeypatch.setattr(client, "SPAN_TOKENS", 8)
-    monkeypatch.setattr(plane, "_launch", plane._launch)  # rigs set it
+    monkeypatch.setattr(plane, "_launch", plane._launch)  # rigs set these
+    monkeypatch.setattr(linker, "open_engine_plane", plane.open_engine_plane)
+    monkeypatch.setattr(linker, "_open_pages", linker._open_pages)
+    monkeypatch.setattr(service, "config_quantiser", config_quantiser)
+    monkeypatch.setattr(unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null"))
     made: list[Rig] = []
 
     def build(**changes: Any) -> Rig:
@@ -39,22 +43,12 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
         rig.cache.release_host_resources()
 
 
-@pytest.fixture
-def rig(make: MakeRig) -> Rig:
-    return make()
+@pytest.fixture(params=["python", "rust"])
+def rig(make: MakeRig, request: pytest.FixtureRequest) -> Rig:
+    return make(core=request.param)
 
 
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the kernels' PyTorch references, because the interpreter takes far longer."""
     monkeypatch.setattr(runtime, "INTERPRETED", False)
-
-
-@pytest.fixture(scope="module")
-def exact() -> Segment:
-    return make_segment(GEOMETRY, NUM_PAGES, span_pages=4)
-
-
-@pytest.fixture(scope="module")
-def decoded(exact: Segment) -> list[CellFrames]:
-    return [reader.decode_frames(cell, data) for reader, cell, data in cells_of(exact, make_quantiser("exact"))]

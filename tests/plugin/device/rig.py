@@ -1,46 +1,53 @@
-"""A test rig: our cache with SGLang's own tree, allocator and pool, in place of a whole engine."""
+"""A test rig: our linker with SGLang's own tree, allocator and pool, in place of a whole engine."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import random
 import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+)
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from harness.metrics import own_metric
-from harness.waiting import WAIT_S, polls, wait_until
-from sgl_kvfetch import metrics
+from harness.waiting import WAIT_S, wait_until
+from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.plane.config import parse_config
-from sgl_kvfetch.plane.messages import Found
-from sgl_kvfetch.plane.service import Service, run_data_plane
+from sgl_kvfetch.plane import service
+from sgl_kvfetch.plane.service import Service
 from sgl_kvfetch.plugin import data_plane as plane_module
-from sgl_kvfetch.plugin.device.backend import DeviceBackend
-from sgl_kvfetch.plugin.device.cache import KVFetchRadixCache
-from sgl_kvfetch.plugin.device.fetch_state import State
-from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device import linker as linker_module
+from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+from sgl_kvfetch.plugin.device.linker import KVFetchLinker
+from sgl_kvfetch.plugin.device.pages import DevicePages, SlotPages
 from sgl_kvfetch.types import TENSORS
+from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.device.gated_store import GatedStore
 from tests.plugin.planes import Served
 from tests.segments import make_heads
 
 PAGE, LAYERS, HEADS, DIM = 4, 4, 2, 48
 HANG_S = 120.0  # without a step of any rank
+MANY_STEPS = 300  # enough for all that a rank writes of a prompt
 
 
 def prompt(seed: int, num_pages: int = 8) -> list[int]:
@@ -57,23 +64,65 @@ def page_values(tokens: Sequence[int], tensor: str) -> torch.Tensor:
     return torch.cat(pages)
 
 
+@dataclass(eq=False)
+class Request:
+    """What the linker and SGLang's tree use of a ``Req``."""
+
+    rid: str
+    tokens: list[int]
+    kv: Any = None
+    priority: int | None = None
+    session: None = None
+    extra_key: str | None = None
+    swa_branching_seqlen: int | None = None
+    host_hit_is_storage: bool = False
+    host_hit_length: int = 0
+    prefix_len: int = 0
+    device_len: int = 0
+    last_node: Any = None
+    best_match_node: Any = None
+    skip_radix_cache_insert: bool = False
+    discard_output_reason: Any = None
+    output_ids: tuple[int, ...] = ()
+    time_stats: Any = None
+    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(max_new_tokens=1))
+
+    @property
+    def origin_input_ids(self) -> list[int]:
+        return self.tokens
+
+    @property
+    def cache_request_handle(self) -> CacheRequestHandle:
+        return CacheRequestHandle(self.rid, 0)
+
+    def init_next_round_input(self, tree: UnifiedRadixCache, cow_mamba: bool = False) -> None:
+        """As SGLang does: one token at least is left to compute."""
+        key = key_of(self.tokens[:-1], self.extra_key)
+        matched = tree.match_prefix(MatchPrefixParams(key=key, req=self, cow_mamba=cow_mamba))
+        self.prefix_len = self.device_len = matched.device_prefix_len
+        self.last_node, self.best_match_node = matched.last_device_node, matched.best_match_node
+        self.host_hit_length = matched.host_hit_length
+
+
+def key_of(tokens: Sequence[int], extra_key: str | None = None) -> RadixKey:
+    return RadixKey(array("q", tokens), extra_key=extra_key).page_aligned(PAGE)
+
+
 @dataclass
 class Rig:
     """One rank. Its methods do what SGLang's scheduler does."""
 
-    cache: KVFetchRadixCache
+    cache: UnifiedRadixCache
+    linker: KVFetchLinker
     pool: MHATokenToKVPool
-    backend: DeviceBackend
     served: Served
     num_slots: int
-    connect: Callable[[], DeviceBackend]
-    _num_requests: int = field(default=0)
+    requests: list[Request] = field(default_factory=list)
 
     @property
     def parts(self) -> Any:
-        """What the cache has while a backend is attached, for tests that need what SGLang's scheduler does not."""
-        assert self.cache._parts is not None
-        return self.cache._parts
+        assert self.linker._parts is not None
+        return self.linker._parts
 
     @property
     def service(self) -> Service:
@@ -85,77 +134,110 @@ class Rig:
         assert isinstance(store, GatedStore)
         return store
 
-    def arrive(self, tokens: Sequence[int]) -> CacheRequestHandle:
-        """Let a request arrive: SGLang matches it and tells the cache about the rest."""
-        self._num_requests += 1
-        handle = CacheRequestHandle(f"r{self._num_requests}", 0)
-        matched = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens)))
-        start = matched.device_prefix_len
-        ids = array("q", tokens)
-        self.cache.prefetch_from_storage(
-            handle,
-            matched.last_host_node,
-            ids[start:],
-            self.cache.get_last_hash_value(matched.last_host_node),
-            None,
-            matched_prefix_tokens=ids[:start],
-        )
-        return handle
+    def arrive(self, tokens: Sequence[int], *, is_idle: bool = False) -> Request:
+        request = Request(f"r{len(self.requests)}", [*tokens, 1])  # one more, which is always computed
+        self.requests.append(request)
+        self.linker.arrive(request, self.cache, is_idle=is_idle)
+        return request
 
-    def admit(self, handle: CacheRequestHandle, tokens: Sequence[int]) -> tuple[int, int, Any]:
-        """Admit a request. Return its cached tokens, how many of them are from the store, and its own lock."""
-        assert self.cache.check_prefetch_progress(handle)
-        loaded, _ = self.cache.pop_prefetch_loaded_span(handle)
-        matched = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens)))
-        lock = self.cache.lock(matched.last_device_node)
-        self.cache.finish_storage_prefetch_admission(handle, loaded, None)
-        return matched.device_prefix_len, loaded, lock
+    def is_parked(self, request: Request) -> bool:
+        return self.linker.is_parked(request.cache_request_handle)
 
-    def await_over(self, *handles: CacheRequestHandle) -> None:
-        """Step until the fetches of these requests allow their admission."""
-        self.settle(lambda: all(self.cache.check_prefetch_progress(handle) for handle in handles))
+    def step(self) -> None:
+        self.cache.check_hicache_events()
+        for request in self.linker.step(self.cache):
+            self.linker.arrive(request, self.cache)
 
-    def fetch(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Run a request from arrival to end. Return its cached tokens, and how many of them are from the store."""
-        handle = self.arrive(tokens)
-        self.await_over(handle)
-        cached, loaded, lock = self.admit(handle, tokens)
-        self.cache.unlock(lock)
-        return cached, loaded
+    def settle(self, until: Callable[[], bool]) -> None:
+        def is_reached() -> bool:
+            self.step()
+            return until()
 
-    def abort(self, handle: CacheRequestHandle) -> None:
-        self.cache.release_aborted_request(handle)
+        wait_until(is_reached, poll_s=0.001)
 
-    def compute(self, tokens: Sequence[int], rid: str = "computed") -> Any:
-        """Prefill a request from its first token on, insert its pages, and end it. Return the tree's node."""
-        slots = self.cache.token_to_kv_pool_allocator.alloc(len(tokens))
-        assert slots is not None
-        for tensor, buffers in (("k", self.pool.k_buffer), ("v", self.pool.v_buffer)):
-            values = page_values(tokens, tensor)
+    def await_unparked(self, *requests: Request) -> None:
+        self.settle(lambda: not any(map(self.is_parked, requests)))
+
+    def fetch(self, tokens: Sequence[int], *, is_idle: bool = False) -> int:
+        """Arrive, and be admitted. Return how many tokens were loaded."""
+        request = self.arrive(tokens, is_idle=is_idle)
+        self.await_unparked(request)
+        (num_tokens,) = self.admit(request)
+        return num_tokens
+
+    def admit(self, *requests: Request) -> list[int]:
+        """Admit requests in one batch, compute it, and insert what they have. Return how many tokens were loaded."""
+        loaded = []
+        for request in requests:
+            request.init_next_round_input(self.cache)
+            if request.host_hit_length:
+                params = InitLoadBackParams(request.best_match_node, request.host_hit_length, req=request)
+                count, request.last_node = self.cache.init_load_back(params)
+                request.prefix_len += count
+                loaded.append(count)
+            else:
+                loaded.append(0)
+            self.linker.leave(request)  # the waiting queue
+        index = self.cache.ready_to_load_host_cache()
+        counter = self.linker.layer_done_counter
+        counter.set_consumer(index)
+        prefixes = [self.cache.prefix_device_indices(request) for request in requests]
+        for layer in range(len(self.pool.k_buffer)):
+            counter.wait_until(layer)
+        failed = self.cache.finish_external_linker_loads(list(requests))
+        for request, prefix in zip(requests, prefixes, strict=True):
+            if request in failed:  # which its end would free
+                self.cache.token_to_kv_pool_allocator.free(prefix[request.device_len :])
+            else:
+                self._compute(request.tokens[:-1], prefix, request.device_len)
+        self.linker.batch_ended(_Batch(list(requests)), 0.0)
+        return loaded
+
+    def load_back(self, request: Request) -> None:
+        """Queue a request's load, as SGLang does when it admits it."""
+        params = InitLoadBackParams(request.best_match_node, request.host_hit_length, req=request)
+        assert self.cache.init_load_back(params)[0] == request.host_hit_length
+
+    def compute(self, tokens: Sequence[int]) -> None:
+        self._compute(tokens, torch.empty(0, dtype=torch.int64), 0)
+
+    def _compute(self, tokens: Sequence[int], prefix: torch.Tensor, device_len: int) -> None:
+        """Compute what is not in ``prefix``, and insert it all. ``device_len``: tokens that the tree had."""
+        num_tokens = len(tokens) // PAGE * PAGE - len(prefix)
+        new = self.cache.token_to_kv_pool_allocator.alloc(num_tokens) if num_tokens else prefix[:0]
+        assert new is not None
+        for tensor, buffers in zip(TENSORS, (self.pool.k_buffer, self.pool.v_buffer), strict=True):
+            values = page_values(tokens, tensor)[len(prefix) :]
             for layer, buffer in enumerate(buffers):
-                buffer[slots] = values[:, layer]
-        result = self.cache.insert(InsertParams(key=self.key(tokens), value=slots))
-        if self.cache.enable_storage:
-            self.parts.writes.inserted(rid, result.last_device_node)
-            self.parts.writes.forget_request(rid)
-        return result.last_device_node
+                buffer[new] = values[:, layer]
+        slots = torch.cat([prefix.to(new.dtype), new])
+        self.cache.insert(InsertParams(key=key_of(tokens), value=slots, prev_prefix_len=device_len))
 
     def stored(self, tokens: Sequence[int]) -> None:
-        """Put the pages of a prompt into the store, and remove them from the tree. A busy machine may drop a write, so
-        ask until none is dropped."""
-        for _ in polls():
-            before = _num_dropped()
-            self.compute(tokens)
-            self.write_all()
-            self.flush()
-            if _num_dropped() == before:
-                return
-        raise TimeoutError("writes are dropped")
+        """Put the pages of a prompt into the store, and remove them from the tree."""
+        self.compute(tokens)
+        self.write_all()
+        self.flush()
+
+    def stored_by_all(self, tokens: Sequence[int]) -> None:
+        """Do the same on several ranks, which step together: they take the same number of steps."""
+        self.compute(tokens)
+        for _ in range(MANY_STEPS):
+            self.step()
+            time.sleep(0.001)
+        assert not self.cache.linker.pending_offloads
+        self.served.run(self.service.client.writer.drain())
+        self.flush()
 
     def write_all(self) -> None:
-        """Wait until all computed pages are in the store."""
-        self.settle()
+        self.settle(lambda: not self.cache.linker.pending_offloads)
         self.served.run(self.service.client.writer.drain())
+
+    def hear_plane(self) -> None:
+        """Wait until the data plane has done all that it was told so far."""
+        found: list[Any] = []
+        self.parts.plane.look_up([], found.append)
+        self.settle(lambda: bool(found))
 
     def flush(self) -> None:
         self.cache.reset()
@@ -163,65 +245,56 @@ class Rig:
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
             buffer.fill_(float("nan"))
 
-    def settle(self, until: Callable[[], bool] | None = None) -> None:
-        """Step until nothing is under way, or until ``until`` says so."""
+    def evict(self) -> None:
+        """Let the pool lose everything, as when other prompts need its slots."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-        def is_reached() -> bool:
-            self.cache.step()
-            return not self.cache.has_pending_cache_operations() if until is None else until()
-
-        wait_until(is_reached, poll_s=0.001, found=lambda: f"states {self.states()}, {self.parts.board.num_open} open")
-
-    def hear_plane(self) -> None:
-        """Wait until everything that the data plane has sent so far is reported to the board."""
-        plane, found = self.backend.plane, list[Found]()
-        plane.look_up([], found.append)
-        fetched = plane.fetch([], [0], time.monotonic() + WAIT_S).end
-
-        def is_heard() -> bool:
-            plane.step()
-            return bool(found) and fetched.done()
-
-        wait_until(is_heard)
-
-    def key(self, tokens: Sequence[int]) -> RadixKey:
-        return RadixKey(array("q", tokens)).page_aligned(PAGE)
-
-    def cached_values(self, tokens: Sequence[int], num_tokens: int, tensor: str) -> torch.Tensor:
-        """Return the pool's values for the first tokens of a prompt."""
-        matched = self.cache.match_prefix(MatchPrefixParams(key=self.key(tokens)[:num_tokens]))
-        assert matched.device_prefix_len == num_tokens
-        slots = self.cache.path_device_indices(matched.last_device_node)[:num_tokens]
-        buffers = self.pool.k_buffer if tensor == "k" else self.pool.v_buffer
-        return torch.stack([buffer[slots] for buffer in buffers], dim=1)
+        self.settle(lambda: not self.cache.linker.pending_offloads)
+        self.cache.evict(EvictParams(num_tokens=self.num_slots))
+        assert self.cache.token_to_kv_pool_allocator.available_size() == self.num_slots
 
     def holds(self, tokens: Sequence[int], num_tokens: int) -> bool:
         """Return whether the tree has these tokens, with the right values."""
+        matched = self.cache.match_prefix(MatchPrefixParams(key=key_of(tokens)))
+        if matched.device_prefix_len < num_tokens:
+            return False
+        slots = self.cache.path_device_indices(matched.last_device_node)[:num_tokens]
         return all(
-            torch.equal(self.cached_values(tokens, num_tokens, t), page_values(tokens[:num_tokens], t)) for t in TENSORS
+            torch.equal(torch.stack([buffer[slots] for buffer in buffers], dim=1), page_values(tokens, t)[:num_tokens])
+            for t, buffers in zip(TENSORS, (self.pool.k_buffer, self.pool.v_buffer), strict=True)
         )
 
-    def states(self) -> list[State]:
-        """Return the states of the fetches of all present requests, in order of arrival."""
-        return [fetch.state for fetch in self.parts.fetches._fetches.values()]
+    def assert_nothing_held(self) -> None:
+        """Assert that every slot is free or evictable, and that no memory is kept for requests."""
+        self.settle(lambda: not self.cache.linker.pending_offloads and not self.parts.board.num_open)
+        assert self.cache.protected_size() == 0
+        available = self.cache.token_to_kv_pool_allocator.available_size()
+        assert available + self.cache.evictable_size() == self.num_slots
+        self.assert_no_memory_held()
+
+    def assert_no_memory_held(self) -> None:
+        """Assert that no shared memory is kept for requests."""
+        wait_until(lambda: not self.service._stager._stagings)
+        assert not self.service._stager._turns._used_bytes
+
+
+def make_pages(pool: MHATokenToKVPool, page_size: int, gpu: FakeDevice) -> CudaPages:
+    return CudaPages(pool, page_size, gpu, gpu.forward)
+
+
+@dataclass
+class _Batch:
+    """A ``ScheduleBatch`` that was not a prefill, for the meter."""
+
+    reqs: list[Request]
+    launch_ts: float = 0.0
 
     @property
-    def num_available(self) -> int:
-        return int(self.cache.token_to_kv_pool_allocator.available_size())
+    def forward_mode(self) -> Any:
+        return self
 
-    def assert_nothing_held(self) -> None:
-        """Assert that every slot is free or evictable once no work is under way."""
-        self.settle()
-        assert self.cache.protected_size() == 0
-        assert self.num_available + self.cache.evictable_size() == self.num_slots
-        assert self.parts.fetches.held_tokens == 0
-        self.served.run(self.service.client.writer.drain())
-        wait_until(lambda: own_metric("sgl_kvfetch_queued_bytes", queue="write") == 0)  # of all rigs
-
-
-def _num_dropped() -> float:
-    samples = next(iter(metrics.WRITTEN_PAGES.collect())).samples
-    return sum(s.value for s in samples if s.labels.get("result", "").startswith("dropped"))
+    def is_extend_without_speculative(self) -> bool:
+        return False
 
 
 def make_rig(
@@ -229,12 +302,16 @@ def make_rig(
     *,
     num_slots: int = 256,
     num_layers: int = LAYERS,
-    agree: Callable[[torch.Tensor], None] | None = None,
+    core: str = "python",
     rank: int = 0,
     device: dict[str, Any] | None = None,
+    quantiser: Quantiser | None = None,
+    gpu: FakeDevice | None = None,
+    agree: Callable[[torch.Tensor], None] | None = None,
     **config: Any,
 ) -> Rig:
-    """Build a rank on a directory store. ``agree`` replaces the collective of several ranks."""
+    """Build a rank on a directory store. ``core``: of SGLang's tree. ``quantiser``: `exact` by default. ``gpu``: where
+    the pool is; the host by default. ``agree`` replaces the collectives of several ranks."""
     pool = MHATokenToKVPool(num_slots, PAGE, torch.float32, HEADS, DIM, num_layers, "cpu", False)
     allocator = PagedTokenToKVPoolAllocator(num_slots, PAGE, torch.float32, "cpu", pool, False)
     params = CacheInitParams(
@@ -243,33 +320,44 @@ def make_rig(
         token_to_kv_pool_allocator=allocator,
         page_size=PAGE,
         tree_components=(ComponentType.FULL,),
+        tree_core_backend=core,
     )
-    cache = KVFetchRadixCache(params)
-    if agree is not None:
-        cache._num_ranks = lambda: 2  # type: ignore[method-assign]
-        cache._agree = agree  # type: ignore[assignment, method-assign]
+    served = Served()
+    plane_module._launch = served.launch
+
+    own_rank = rank
+    of_store = quantiser or make_quantiser("exact")
+
+    def open_engine_plane(config: Any, rank: Any, pages: Any, nvdec: Any, **staging: Any) -> Any:
+        heads = make_heads(pages.geometry, of_store, model=f"rank {own_rank}")
+        return plane_module.open_plane(config, of_store, heads, own_rank, pages, None, **staging)
+
+    def open_pages(pool: Any, page_size: int, forward_stream: Any) -> tuple[SlotPages, bool]:
+        return (DevicePages(pool, page_size), False) if gpu is None else (make_pages(pool, page_size, gpu), True)
+
+    vars(linker_module).update(open_engine_plane=open_engine_plane, _open_pages=open_pages)
+    service.__dict__["config_quantiser"] = lambda config: of_store
     extra = {
         "store": f"file://{directory}",
         "codec": "zstd",
-        "device": device or {},
+        "quantiser": "exact" if quantiser is None else "klt",
+        "device": device or {"pool_share": 1.0},
         "recompute": "never",
+        "prefetch_threshold": PAGE,
         "lookup_timeout_s": 600,  # no test should wait for these, however slow its machine is
         "fetch_timeout_s": 600,
     } | config
-    parsed = parse_config(extra)
-    pages = DevicePages(pool, PAGE)
-    quantiser = make_quantiser("exact")
-    heads = make_heads(pages.geometry, quantiser, model=f"rank {rank}")
-
-    served = Served()
-
-    def connect() -> DeviceBackend:
-        plane_module._launch = served.launch
-        vars(plane_module)["run_data_plane"] = partial(run_data_plane, on_service=served.add)
-        plane = plane_module.open_plane(parsed, quantiser, heads, rank, pages, None)
-        return cache.start(parsed, plane, pages, pool_tokens=num_slots, threshold_tokens=PAGE)
-
-    return Rig(cache, pool, connect(), served, num_slots, connect)
+    cache = UnifiedRadixCache(params)
+    linker = KVFetchLinker(None, params, components={ComponentType.FULL}, extra_config={"config": json.dumps(extra)})
+    assert type(cache.tree_core).__name__.startswith("Rust") == (core == "rust")  # SGLang falls back to the other one
+    cache.init_cache_linker(linker)
+    if agree is not None:
+        cache.__dict__["_all_reduce_attn_groups"] = lambda values, op: agree(values)
+        linker.__dict__["_agree"] = agree
+        linker._rank.tp_size = 2
+        linker.detach()
+        linker.connect(json.dumps(extra))
+    return Rig(cache, linker, pool, served, num_slots)
 
 
 class Ranks:

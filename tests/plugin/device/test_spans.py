@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
@@ -12,9 +13,10 @@ from sglang.srt.observability.trace import TraceNullContext
 
 from harness.waiting import wait_until
 from sgl_kvfetch import timeline
-from sgl_kvfetch.plugin.device.scheduler_hooks import _queued
+from sgl_kvfetch.plugin.device.scheduler_hooks import _arrive
 from sgl_kvfetch.timeline import Recorded, Timeline
-from tests.plugin.device.rig import Rig, prompt
+from tests.plugin.device.conftest import MakeRig
+from tests.plugin.device.rig import Request, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -69,45 +71,43 @@ def assert_stages_of_a_fetch(spans: dict[str | None, Recorded]) -> None:
     assert spans["restore"].end_s <= spans["parked"].end_s
 
 
-def test_the_stages_of_a_fetch(rig: Rig, kept: Kept) -> None:
-    tokens = prompt(0)
+def test_the_stages_of_a_fetch(make: MakeRig, kept: Kept) -> None:
+    rig, tokens = make(), prompt(0)
     rig.stored(tokens)
-    rig.fetch(tokens)
-    rig.settle()
-    kept.await_end("r1")
-    assert_stages_of_a_fetch(kept.of("r1"))
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    assert rig.admit(request) == [32]
+    kept.await_end(request.rid)
+    assert_stages_of_a_fetch(kept.of(request.rid))
 
 
-def test_a_prefix_that_is_not_stored(rig: Rig, kept: Kept) -> None:
-    handle = rig.arrive(prompt(0))
-    rig.await_over(handle)
-    spans = kept.of(handle.rid)
-    assert spans.keys() == {"lookup", "parked"}
-    assert spans["lookup"].attributes == {"pages": 8, "found": 0}
-    assert spans["parked"].attributes == {"end": "missed", "tokens": 0}
-
-
-def test_a_request_that_is_aborted(rig: Rig, kept: Kept) -> None:
-    rig.store.lookups.is_open = False
-    handle = rig.arrive(prompt(0))
-    rig.abort(handle)
+@pytest.mark.parametrize("end", ["missed", "aborted"])
+def test_a_request_without_stored_pages(make: MakeRig, kept: Kept, end: str) -> None:
+    rig = make()
+    rig.store.lookups.is_open = end == "missed"
+    request = rig.arrive(prompt(0))
+    if end == "missed":
+        rig.await_unparked(request)
+    rig.linker.leave(request)
     rig.store.lookups.is_open = True
-    rig.settle()
-    assert [span.attributes for span in kept.all_of(handle.rid) if span.stage == "parked"] == [
-        {"end": "aborted", "tokens": 0}
-    ]
+    kept.await_end(request.rid)
+    assert kept.of(request.rid)["parked"].attributes == {"end": end, "tokens": 0}
+    rig.assert_nothing_held()
 
 
-def test_a_fetch_belongs_to_sglangs_span_of_its_request(rig: Rig, kept: Kept) -> None:
+def test_a_fetch_belongs_to_sglangs_span_of_its_request(make: MakeRig, kept: Kept) -> None:
+    rig = make()
     span = NonRecordingSpan(SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(1)))
     traced = SimpleNamespace(tracing_enable=True, root_span_context=set_span_in_context(span))
-    scheduler = SimpleNamespace(tree_cache=rig.cache, schedule_low_priority_values_first=False)
-    handles = [rig.arrive(prompt(seed)) for seed in range(2)]
-    for handle, context in zip(handles, (traced, TraceNullContext()), strict=True):
-        stats = SimpleNamespace(trace_ctx=context)
-        _queued(scheduler, SimpleNamespace(cache_request_handle=handle, priority=None, time_stats=stats))
-    rig.await_over(*handles)
-    child, own = (kept.of(handle.rid)["parked"].request for handle in handles)
+    scheduler: Any = SimpleNamespace(tree_cache=rig.cache, waiting_queue=[], schedule_low_priority_values_first=False)
+    requests = [Request(f"r{seed}", [*prompt(seed), 1]) for seed in range(2)]
+    for request, context in zip(requests, (traced, TraceNullContext()), strict=True):
+        request.time_stats = SimpleNamespace(trace_ctx=context)
+        _arrive(scheduler, rig.linker, request)
+    rig.await_unparked(*requests)
+    kept.await_end(requests[1].rid)
+    timelines = [kept.of(request.rid)["parked"].request for request in requests]
+    child, own = timelines
     assert child.traceparent.startswith(f"00-{0xABC:032x}-")
     assert child.parent_id == 0xDEF
     assert own.traceparent.startswith("00-")

@@ -12,10 +12,10 @@ from sgl_kvfetch.plugin.device import klt_reads
 from sgl_kvfetch.plugin.device.pages import GuardedSource
 from sgl_kvfetch.triton_kernels.quantise_klt import quantise_klt
 from sgl_kvfetch.types import TENSORS
+from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.fake_streams import FakeDevice
+from tests.plugin.device.gpu_models import LAYERS, loaded, make_quantiser, use_small_model
 from tests.plugin.device.rig import page_values, prompt
-from tests.plugin.linker.conftest import MakeRig
-from tests.plugin.linker.gpu_models import LAYERS, loaded, make_quantiser, use_small_model
 from tests.segments import there_and_back
 
 pytestmark = pytest.mark.filterwarnings("ignore")

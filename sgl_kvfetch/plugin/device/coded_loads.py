@@ -14,8 +14,8 @@ from sgl_kvfetch.codec.layout import PLANES, RegionLayout
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import StagedCode
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
-from sgl_kvfetch.plugin.linker.loads import Load
-from sgl_kvfetch.plugin.linker.pinned_memory import PinnedMemory, copy
+from sgl_kvfetch.plugin.device.loads import Load
+from sgl_kvfetch.plugin.device.pinned_memory import PinnedMemory, copy
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
 from sgl_kvfetch.triton_kernels.restore_klt import KltModel, KltPlaces, klt_rows, launch_klt, region_pixels
 from sgl_kvfetch.triton_kernels.xxh3 import SUMS, digests_of, xxh3_sums_table
@@ -184,8 +184,7 @@ class CodedLoad:
             return np.zeros(len(self._cells), dtype=np.int64)
         spans, which = _distinct(self._cells, ("first_token", "num_tokens"))
         self._rotation_tables = [
-            self._used(self._pages.launcher.rotation_of(rope, range(first, first + num_tokens), self._pages.resident))
-            for first, num_tokens in spans
+            self._used(self._pages.rotation_of(rope, range(first, first + num_tokens))) for first, num_tokens in spans
         ]
         addresses = np.array([table.data_ptr() for table in self._rotation_tables], dtype=np.int64)
         return np.take(addresses, which)

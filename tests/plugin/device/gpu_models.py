@@ -10,9 +10,8 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.plane import client
 from tests.codec.quant.profiles import make_profile
-from tests.plugin.device import rig as device_rig
-from tests.plugin.linker import rig as linker_rig
-from tests.plugin.linker.rig import Rig, key_of
+from tests.plugin.device import rig as device_rig, rig as linker_rig
+from tests.plugin.device.rig import Rig, key_of
 
 LAYERS, HEADS, DIM = 3, 2, 8
 

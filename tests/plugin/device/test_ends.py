@@ -7,9 +7,8 @@ import pytest
 from harness.metrics import own_metric
 from harness.waiting import LoopClock
 from sgl_kvfetch.errors import KVFetchError
-from tests.plugin.device.rig import prompt
-from tests.plugin.linker.conftest import MakeRig
-from tests.plugin.linker.rig import PAGE, Request, Rig
+from tests.plugin.device.conftest import MakeRig
+from tests.plugin.device.rig import PAGE, Request, Rig, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

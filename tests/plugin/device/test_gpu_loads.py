@@ -15,19 +15,17 @@ from sgl_kvfetch.codec import Stream
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import client, service
-from sgl_kvfetch.plugin.linker import coded_loads, gpu_loads, pinned_memory
-from sgl_kvfetch.plugin.linker.gpu_loads import GpuLoader
+from sgl_kvfetch.plugin.device import coded_loads, gpu_loads, pinned_memory
+from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_nvdec
 from tests.codec.quant.profiles import make_profile
-from tests.plugin.device import rig as device_rig
+from tests.plugin.device import rig as device_rig, rig as linker_rig
+from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.fake_streams import ClockedDevice, ClockedStream, FakeDevice
-from tests.plugin.device.rig import prompt
-from tests.plugin.linker import rig as linker_rig
-from tests.plugin.linker.conftest import MakeRig
-from tests.plugin.linker.gpu_models import DIM, HEADS, LAYERS, loaded, make_quantiser, use_small_model
-from tests.plugin.linker.rig import Rig
+from tests.plugin.device.gpu_models import DIM, HEADS, LAYERS, loaded, make_quantiser, use_small_model
+from tests.plugin.device.rig import Rig, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

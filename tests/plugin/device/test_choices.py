@@ -16,11 +16,10 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane import service
 from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plugin import weight_updates
-from sgl_kvfetch.plugin.linker import scheduler_hooks
+from sgl_kvfetch.plugin.device import scheduler_hooks
 from sgl_kvfetch.plugin.waiting_queue import WaitingQueue
-from tests.plugin.device.rig import prompt
-from tests.plugin.linker.conftest import MakeRig
-from tests.plugin.linker.rig import Request, Rig
+from tests.plugin.device.conftest import MakeRig
+from tests.plugin.device.rig import Request, Rig, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

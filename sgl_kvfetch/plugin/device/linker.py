@@ -22,13 +22,13 @@ from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.attaching import try_to_connect
 from sgl_kvfetch.plugin.data_plane import open_engine_plane
 from sgl_kvfetch.plugin.device.board import Board
+from sgl_kvfetch.plugin.device.loads import Load, Loader, ValueLoader
+from sgl_kvfetch.plugin.device.offloads import Offloads
 from sgl_kvfetch.plugin.device.pages import DevicePages, SlotPages, open_gpu
+from sgl_kvfetch.plugin.device.prefixes import Prefix, Prefixes
 from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.host.pages import is_mla
 from sgl_kvfetch.plugin.launch_check import read_extra_config
-from sgl_kvfetch.plugin.linker.loads import Load, Loader, ValueLoader
-from sgl_kvfetch.plugin.linker.offloads import Offloads
-from sgl_kvfetch.plugin.linker.prefixes import Prefix, Prefixes
 from sgl_kvfetch.plugin.prefill import PrefillMeter
 from sgl_kvfetch.plugin.versions import require_distinct_images
 from sgl_kvfetch.plugin.weight_updates import Access
@@ -334,7 +334,7 @@ def _open_loader(pages: SlotPages) -> Loader:
     if isinstance(pages, DevicePages):
         return ValueLoader(pages, LayerWiseLoadCounter(pages.geometry.num_layers))
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
-    from sgl_kvfetch.plugin.linker.gpu_loads import GpuLoader
+    from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
 
     assert isinstance(pages, CudaPages)
     return GpuLoader(pages, pages.device)

@@ -24,10 +24,10 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import Device, Event, Fence
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.openmp import use_one_thread
+from sgl_kvfetch.plugin.device.coded_loads import CodedLoad
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
-from sgl_kvfetch.plugin.linker.coded_loads import CodedLoad
-from sgl_kvfetch.plugin.linker.loads import Load, Loader
-from sgl_kvfetch.plugin.linker.pinned_memory import PinnedMemory
+from sgl_kvfetch.plugin.device.loads import Load, Loader
+from sgl_kvfetch.plugin.device.pinned_memory import PinnedMemory
 
 logger = logging.getLogger(__name__)
 

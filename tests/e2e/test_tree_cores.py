@@ -1,4 +1,4 @@
-"""Device mode through SGLang's linker: the answers of an engine without a cache."""
+"""Device mode with SGLang's tree in Rust and in Python: the answers of an engine without a cache."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from tests.e2e.faults import PAGES
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
-LINKER = {"KVFETCH_LINKER": "1"}
-
 
 @pytest.mark.parametrize("core", ["rust", "python"])
 def test_stored_prompts_are_loaded_while_their_batch_computes(
     model: Path, store: StoreProcess, expected: Expected, core: str
 ) -> None:
-    env = {**LINKER, "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": core}
+    env = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": core}
     with SGLangServer(model, extra_args=device_args(store.url), env=env) as server:
         for seed in range(2):
             answer = ask(server, make_prompt(seed))

@@ -19,7 +19,7 @@ from typing import Any
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.plane import DataPlane, StagedValues
-from sgl_kvfetch.plugin.device.board import Board, PageCount, Ticket
+from sgl_kvfetch.plugin.device.board import Board, Ticket
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.prefill import PrefillSpeed
 
@@ -241,18 +241,18 @@ class Prefixes:
 
     # Results
 
-    def _report(self, prefix: Prefix, ticket: Ticket[PageCount], staged: StagedValues) -> None:
+    def _report(self, prefix: Prefix, ticket: Ticket, staged: StagedValues) -> None:
         prefix.staged = staged
-        self._board.report(ticket, PageCount(staged.num_pages))
+        self._board.report(ticket, staged.num_pages)
 
-    def _staged(self, prefix: Prefix, count: PageCount) -> None:
+    def _staged(self, prefix: Prefix, num_pages: int) -> None:
         """Take in what all ranks have of a prefix."""
         assert prefix.staged is not None
         self._on_lookup(prefix.hashes, prefix.staged.num_found)
         if self._prefixes.get(prefix.req.rid) is not prefix:
             return  # its request is gone, and the data plane knows
-        prefix.num_pages = count.num_pages
-        self._bring_no_more(prefix, prefix.hashes[count.num_pages :])
+        prefix.num_pages = num_pages
+        self._bring_no_more(prefix, prefix.hashes[num_pages:])
         for follower in [each for each in prefix.followers if each.awaited not in self._bringing]:
             # It computes: whatever is stored for it has a gap before it.
             self._count(follower, prefix.staged.end)

@@ -8,11 +8,10 @@ import pytest
 
 from harness.waiting import wait_until
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.plugin.device import prefixes
 from sgl_kvfetch.plugin.device.pages import DevicePages
-from sgl_kvfetch.plugin.linker import prefixes
-from tests.plugin.device.rig import prompt
-from tests.plugin.linker.conftest import MakeRig
-from tests.plugin.linker.rig import PAGE, Request, Rig
+from tests.plugin.device.conftest import MakeRig
+from tests.plugin.device.rig import PAGE, Request, Rig, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
