@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import burst, demo, ttft
+from benchmarks import burst, demo, memory_tiers, ttft
 from benchmarks.interference.__main__ import main as interference
 from benchmarks.sharegpt.__main__ import main as sharegpt
 from tests.benchmarks.conftest import Run
@@ -83,3 +83,12 @@ def test_sharegpt(run: Run, dataset: Path, tmp_path: Path) -> None:
     assert min(ours["wire_bytes"], ours["raw_bytes"], ours["fill"]["pages_stored"]) > 0
     assert ours["same_answers_as_first_run"] == 4  # `exact` keeps every bit
     assert (tmp_path / "out.png").stat().st_size > 1000
+
+
+def test_memory_tiers(run: Run, tiny_llama: Path, text: Path) -> None:
+    args = ["--model", tiny_llama, "--profile", "none", "--text", text, "--part", "0:1", "--tokens", 512]
+    rows = run(memory_tiers.main, *args, "--prompts", 1, "--stored", "raw reuse")["rows"]
+    tier, cache = rows
+    assert (tier["memory"], cache["memory"]) == ("SGLang's host tier", "memory_cache")
+    assert cache["prompt_bytes"] > 0
+    assert all(row["again_s"] > 0 for row in rows)
