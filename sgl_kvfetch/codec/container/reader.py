@@ -44,30 +44,13 @@ class CodedChunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class CellFrames:
-    """A decoded and verified cell, its integers still in frames, with everything that restoring needs.
-
-    ``parts``: for each part, uint8 frames ``(frames, 3, height, width)``, or bytes ``(n,)``. ``layouts``: for each
-    part, None for bytes. ``is_on_device``: for each part, whether its frames are on the device and not on the host.
-    """
+class CodedCell:
+    """A cell whose bytes are verified, and whose integers are still coded. ``layout``: of its last part, which has all
+    its integers, ``(coefficients, tokens)``; the parts before it are decoded: ``parts``."""
 
     place: CellPlace
     layers: range  # counted from the rank's first layer
     heads: range  # counted from the reading rank's first head
-    parts: tuple[torch.Tensor, ...]
-    layouts: tuple[Layout | None, ...]
-    is_on_device: tuple[bool, ...]
-    quantiser: Quantiser
-
-
-@dataclass(frozen=True, slots=True)
-class CodedCell:
-    """A cell whose bytes are verified, and whose integers are still coded. ``layout``: of its last part, which has all
-    its integers, ``(coefficients, tokens)``; the parts before it are decoded. Other attributes as in `CellFrames`."""
-
-    place: CellPlace
-    layers: range
-    heads: range
     parts: tuple[torch.Tensor, ...]
     coded: CodedChunk
     layout: Layout
@@ -254,26 +237,6 @@ class SegmentReader:
         """Return the size of a cell's values."""
         return self.manifest.cell_values(cell) * self.geometry.torch_dtype.itemsize
 
-    def decode_frames(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> CellFrames:
-        """Verify and decode a cell, leaving its integers in frames, on the device if ``decoders`` decode to it. Raises
-        CorruptError, FormatError."""
-        pieces = self._verified_pieces(cell, data)
-        decoded = [
-            self._decode_frames(cell, part, piece, decoders or {})
-            for part, piece in zip(self.manifest.parts, pieces, strict=True)
-        ]
-        parts = tuple(each.frames for each in decoded)
-        self._require_sound(cell, parts)
-        return CellFrames(
-            place=cell_place(self.manifest, cell),
-            layers=self.manifest.grid.layers(cell.layer_group),
-            heads=self.heads_of(cell),
-            parts=parts,
-            layouts=tuple(self.variant.layouts[p.layout] if p.layout else None for p in self.manifest.parts),
-            is_on_device=tuple(each.is_on_device for each in decoded),
-            quantiser=self.quantiser,
-        )
-
     def is_in_one_bitstream(self, cell: Cell, codec: str) -> bool:
         """Return whether all integers of a cell are in one bitstream of ``codec``, the last part, whose frames begin
         with the integers."""
@@ -346,20 +309,6 @@ class SegmentReader:
         integers = self._verified_integers(cell, part, coded, frames)
         # A copy, as the frames may be in the decoder's own memory, which the next part overwrites.
         return integers.clone() if coded.row.codec in decoders else integers
-
-    def _decode_frames(self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders) -> DecodedFrames:
-        """Return a part's frames, or its bytes."""
-        if not part.layout:
-            raw = self._decode_bytes(cell, part, coded)
-            return DecodedFrames(raw, raw)
-        decoded = self._decode_video(cell, part, coded, decoders, with_sum=coded.frame_sum is not None)
-        if decoded.host is not None:
-            self._verified_integers(cell, part, coded, decoded.host)
-        elif decoded.digest is not None:
-            coded.row.require_digest(decoded.digest, f"{cell}, decoded {part.name}")
-        elif decoded.frame_sum != coded.frame_sum:
-            raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
-        return decoded
 
     def _decode_video(
         self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders, **how: bool
