@@ -34,18 +34,17 @@ class Codec(ABC):
 class DecodedFrames:
     """Decoded frames, uint8 ``(frames, 3, height, width)``, complete when this is returned.
 
-    One field serves to verify them: ``host``, a copy on the host (``frames`` itself if that is on the host), or what
-    was computed on the device: ``frame_sum``, or ``digest``, the xxh3-128 of the integers. ``host`` may be memory of
-    the decoder, valid until the session decodes its next bitstream.
+    One field serves to verify them: ``host``, a copy on the host (``frames`` itself if that is on the host), or
+    ``frame_sum``, which was computed on the device. ``host`` may be memory of the decoder, valid until the session
+    decodes its next bitstream.
     """
 
     frames: torch.Tensor
     host: torch.Tensor | None
     frame_sum: int | None = None
-    digest: bytes | None = None
 
     def __post_init__(self) -> None:
-        assert (self.host, self.frame_sum, self.digest).count(None) == 2
+        assert (self.host is None) != (self.frame_sum is None)
 
     @property
     def is_on_device(self) -> bool:
@@ -64,12 +63,10 @@ class FrameDecoder(ABC):
         *,
         with_sum: bool = False,
         to_host: bool = False,
-        num_integers: int | None = None,
     ) -> DecodedFrames:
         """Decode a bitstream. ``with_sum``: return the frame sum of frames that are decoded on the device, and no copy
-        on the host. ``to_host``: return the frames on the host only. ``num_integers``: the part's, if the frames begin
-        with them, as they are checksummed. Raises CorruptError if the bitstream does not decode to exactly this
-        shape."""
+        on the host. ``to_host``: return the frames on the host only. Raises CorruptError if the bitstream does not
+        decode to exactly this shape."""
 
 
 Decoders = Mapping[str, FrameDecoder]  # of one session, by codec; codecs without one are decoded on the CPU

@@ -213,7 +213,6 @@ class NvdecDecoder(FrameDecoder):
         *,
         with_sum: bool = False,
         to_host: bool = False,
-        num_integers: int | None = None,
     ) -> DecodedFrames:
         assert not (with_sum and to_host)
         num_frames, height, width = shape

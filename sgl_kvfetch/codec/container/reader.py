@@ -322,8 +322,7 @@ class SegmentReader:
             frames = decode_ladder(bitstreams, self.num_levels + self.levels_left_out, shape)
             return DecodedFrames(frames, frames)
         if decoder := decoders.get(coded.row.codec):
-            num_integers = prod(integers) if layout.begins_with(integers) else None
-            return decoder.decode(coded.bitstream, shape, num_integers=num_integers, **how)
+            return decoder.decode(coded.bitstream, shape, **how)
         frames = get_codec(coded.row.codec).decode(coded.bitstream, shape)
         return DecodedFrames(frames, frames)
 
