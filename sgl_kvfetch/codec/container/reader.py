@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders
+from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder
 from sgl_kvfetch.codec.bitstream.levels import LADDER
@@ -305,30 +305,26 @@ class SegmentReader:
         return self.quantiser.dequantise(quantised, self.geometry.torch_dtype, cell_place(self.manifest, cell), tokens)
 
     def _decode_integers(self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders) -> torch.Tensor:
-        frames = self._decode_video(cell, part, coded, decoders, to_host=True).frames
+        frames = self._decode_frames(cell, part, coded, decoders)
         integers = self._verified_integers(cell, part, coded, frames)
         # A copy, as the frames may be in the decoder's own memory, which the next part overwrites.
         return integers.clone() if coded.row.codec in decoders else integers
 
-    def _decode_video(
-        self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders, **how: bool
-    ) -> DecodedFrames:
-        """Return a part's frames, not yet verified. ``how``: as in `FrameDecoder.decode`."""
+    def _decode_frames(self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders) -> torch.Tensor:
+        """Return a part's frames, not yet verified."""
         layout = self.variant.layouts[part.layout]
         integers = self.manifest.integers_shape(cell, part.layout)
         shape = layout.num_frames(integers), layout.height, layout.width
         if coded.row.codec == LADDER:
             bitstreams = [each.bitstream for each in (coded, *coded.levels)]
-            frames = decode_ladder(bitstreams, self.num_levels + self.levels_left_out, shape)
-            return DecodedFrames(frames, frames)
+            return decode_ladder(bitstreams, self.num_levels + self.levels_left_out, shape)
         if decoder := decoders.get(coded.row.codec):
-            return decoder.decode(coded.bitstream, shape, **how)
-        frames = get_codec(coded.row.codec).decode(coded.bitstream, shape)
-        return DecodedFrames(frames, frames)
+            return decoder.decode(coded.bitstream, shape).frames
+        return get_codec(coded.row.codec).decode(coded.bitstream, shape)
 
     def _verified_integers(self, cell: Cell, part: PartInfo, coded: CodedChunk, frames: torch.Tensor) -> torch.Tensor:
-        """Return the integers in ``frames`` (on the host) after verifying them. Also verify the frame sum: readers on a
-        GPU would treat sound frames with a wrong sum as a miss for ever."""
+        """Return the integers in ``frames`` after verifying them. Also verify the frame sum: another reader may verify
+        the frames by nothing else."""
         shape = self.manifest.integers_shape(cell, part.layout)
         integers = self.variant.layouts[part.layout].from_frames(frames, shape)
         coded.finest.require_decoded(integers.numpy().data, f"{cell}, decoded {part.name}")
