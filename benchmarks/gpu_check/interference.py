@@ -51,8 +51,7 @@ def measure(
     frames = make_frames(*SIZES["240p"])
     num_frames, _, height, width = frames.shape
     bitstream = get_codec(name).encode(frames)
-    # With the frame sum, as in a fetch.
-    jobs = [partial(decoder.decode, bitstream, (num_frames, height, width), with_sum=True) for decoder in decoders]
+    jobs = [partial(decoder.decode, bitstream, (num_frames, height, width)) for decoder in decoders]
     time_products = make_timer(make_product(device, side), device, repeats=repeats)
     alone, beside, decoded = [], [], 0
     for _ in range(rounds):

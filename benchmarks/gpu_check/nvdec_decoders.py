@@ -32,7 +32,7 @@ def measure_memory(record: Record, nvdec: Nvdec, sizes: Sequence[str], *, second
             _, height, width = SIZES[size]
             frames = make_frames(1, height, width)
             bitstream = HEVC_CODECS[name].encode(frames)
-            jobs = [partial(session[name].decode, bitstream, (1, height, width), with_sum=True) for session in sessions]
+            jobs = [partial(session[name].decode, bitstream, (1, height, width)) for session in sessions]
             nvdec.drop_decoders()
             before = _bytes_beside_torch()
             with decoding(jobs):
@@ -70,7 +70,7 @@ def measure_gaps(record: Record, nvdec: Nvdec, *, seconds: float = _SECONDS, sid
     clips = [(codec.encode(make_frames(*shape)), shape) for shape in shapes]
     bitstream, shape = clips[0]
     sessions = [nvdec.open_session() for _ in range(2 * nvdec.num_engines)]
-    jobs = [partial(session[name].decode, bitstream, shape, with_sum=True) for session in sessions]
+    jobs = [partial(session[name].decode, bitstream, shape) for session in sessions]
 
     def decode() -> None:
         with decoding(jobs):

@@ -30,7 +30,7 @@ from .container.partial import (
     without_last_level as without_last_level,
 )
 from .container.protect import open_manifest as open_manifest, secure_segment as secure_segment
-from .container.reader import CellFrames as CellFrames, SegmentReader as SegmentReader
+from .container.reader import SegmentReader as SegmentReader
 from .container.segment import (
     CodedSegment as CodedSegment,
     SegmentSpec as SegmentSpec,

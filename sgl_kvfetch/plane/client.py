@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import CodedSegment, Decoders, Quantiser, SegmentSpec, resolution_for
-from sgl_kvfetch.codec.bitstream import MAX_SURFACE_BYTES
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger
@@ -211,7 +210,6 @@ def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoder
     profile = None if config.decode_profile is None else load_decode_profile(Path(config.decode_profile))
     num_sessions = config.codec_threads if profile is None else profile.num_sessions
     if nvdec is not None:
-        nvdec.surface_limit_bytes = MAX_SURFACE_BYTES
         num_sessions = max(num_sessions, nvdec.num_engines)
     num_yielding = num_sessions if nvdec is None and profile is None else 0
     sessions = [nvdec.open_session() if nvdec else {} for _ in range(num_sessions + num_yielding)]

@@ -178,7 +178,7 @@ def decoders(
 ) -> None:
     """Measure how long this machine takes to decode a chunk, for each codec and resolution.
 
-    Measures one chunk alone, and then several at once. NVDEC leaves frames in GPU memory, as in device mode. Codecs
+    Measures one chunk alone, and then several at once. NVDEC copies pictures to the host, as for a server. Codecs
     that it cannot decode are measured on the CPU, with the same number of sessions. The chunk is synthetic: three
     layers of integers that are distributed like transform coefficients. Its size says little about real chunks; their
     manifests give theirs. Stop other programs before you measure: they make the figures worse.
@@ -331,7 +331,7 @@ def _decode(codec: Codec, bitstream: bytes, shape: tuple[int, int, int], session
     """Decode one chunk. Raises ConfigError if NVDEC fell back to the CPU, whose time must not count as NVDEC's."""
     if (decoder := session.get(codec.name)) is None:
         codec.decode(bitstream, shape)
-    elif not decoder.decode(bitstream, shape).is_on_device:
+    elif decoder.decode(bitstream, shape).on_cpu:
         raise ConfigError(f"NVDEC did not decode {codec.name} of {shape[2]}x{shape[1]}; try a lower --concurrency")
 
 

@@ -191,11 +191,7 @@ def test_nvdec_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> No
     assert damage[1]["corrupt"] + damage[1]["other pixels"] + damage[1]["as if whole"] >= 10
     nvc.fails = "pixels"
     nvdec.check_bits(record, {"hevc": decoders["hevc"]}, ["smallest"])
-    assert found_by(record)["reason"] == "; ".join(["hevc smallest: other pixels: device"] * 2)
-    nvc.fails = ""
-    monkeypatch.setattr("sgl_kvfetch.codec.bitstream.nvdec.frame_sum", lambda frames: torch.tensor([1]))
-    nvdec.check_bits(record, {"hevc": decoders["hevc"]}, ["smallest"])
-    assert found_by(record)["reason"].count("hevc smallest: another frame sum") == 2
+    assert found_by(record)["reason"] == "; ".join(["hevc smallest: other pixels"] * 2)
 
 
 def test_throughput_is_measured_by_sessions(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,18 +199,14 @@ def test_throughput_is_measured_by_sessions(record: Record, monkeypatch: pytest.
     monkeypatch.setitem(nvdec.SIZES, "240p", (1, 144, 144))
     engines = Nvdec(nvc, nvc.device, {"hevc": make_caps(num_engines=2)})
     nvdec.measure(record, engines, [1, 4], {"240p": (2, 6)}, seconds=0.05)
-    rows = [row for row in found_by(record)["rows"] if "sessions" in row]
-    assert [(row["sessions"], row["verified_by"]) for row in rows] == [(1, "sum"), (4, "sum"), (4, "copy")] * 2
+    rows = found_by(record)["rows"]
+    assert [row["sessions"] for row in rows] == [1, 4] * 2
     assert {row["latency"] for row in rows} == {"NATIVE"}
     assert rows[0]["share_of_sessions_times_one"] == 1.0
-    assert 1 < rows[0]["bits_a_value"] < rows[3]["bits_a_value"] < 9
+    assert 1 < rows[0]["bits_a_value"] < rows[2]["bits_a_value"] < 9
     for row in rows:
         assert row["mbit_a_second"] == pytest.approx(1e3 * row["gb_of_values_a_second"] * row["bits_a_value"])
         assert row["mbit_a_second_an_engine"] == row["mbit_a_second"] / min(2, row["sessions"])
-    sums = [row for row in found_by(record)["rows"] if "sum_us" in row]
-    assert [row["bits_a_value"] for row in sums] == [rows[0]["bits_a_value"], rows[3]["bits_a_value"]]
-    for row in sums:
-        assert row["sum_percent"] == pytest.approx(100 * row["sum_us"] / row["decode_and_sum_us"])
 
 
 def test_a_matrix_product_beside_decoding(record: Record) -> None:

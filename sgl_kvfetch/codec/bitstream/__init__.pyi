@@ -5,11 +5,10 @@ from .ans import (
     decoding_tables as decoding_tables,
 )
 from .base import Codec as Codec
-from .gpu_ans import open_gpu_ans as open_gpu_ans
+from .gpu_ans import try_gpu_ans as try_gpu_ans
 from .hevc import HevcCodec as HevcCodec
 from .levels import MOST_LEVELS as MOST_LEVELS
 from .nvdec import (
-    MAX_SURFACE_BYTES as MAX_SURFACE_BYTES,
     open_current_nvdec as open_current_nvdec,
     open_nvdec as open_nvdec,
     open_nvdec_alone as open_nvdec_alone,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -30,46 +30,21 @@ class Codec(ABC):
         """Return the encoded frames. Raises CorruptError if the bitstream does not decode to exactly this shape."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedFrames:
-    """Decoded frames, uint8 ``(frames, 3, height, width)``, complete when this is returned.
-
-    One field serves to verify them: ``host``, a copy on the host (``frames`` itself if that is on the host), or what
-    was computed on the device: ``frame_sum``, or ``digest``, the xxh3-128 of the integers. ``host`` may be memory of
-    the decoder, valid until the session decodes its next bitstream.
+class DecodedFrames(NamedTuple):
+    """Decoded frames on the host, uint8 ``(frames, 3, height, width)``, not yet verified. They may be memory of the
+    decoder, valid until the session decodes its next bitstream. ``on_cpu``: whether the decoder left them to the CPU.
     """
 
     frames: torch.Tensor
-    host: torch.Tensor | None
-    frame_sum: int | None = None
-    digest: bytes | None = None
-
-    def __post_init__(self) -> None:
-        assert (self.host, self.frame_sum, self.digest).count(None) == 2
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether ``frames`` are on the device, and not on the host."""
-        return self.host is not self.frames
+    on_cpu: bool
 
 
 class FrameDecoder(ABC):
     """Decodes a codec's bitstreams on a device. It belongs to a session, which one thread uses at a time."""
 
     @abstractmethod
-    def decode(
-        self,
-        bitstream: bytes | memoryview,
-        shape: PictureShape,
-        *,
-        with_sum: bool = False,
-        to_host: bool = False,
-        num_integers: int | None = None,
-    ) -> DecodedFrames:
-        """Decode a bitstream. ``with_sum``: return the frame sum of frames that are decoded on the device, and no copy
-        on the host. ``to_host``: return the frames on the host only. ``num_integers``: the part's, if the frames begin
-        with them, as they are checksummed. Raises CorruptError if the bitstream does not decode to exactly this
-        shape."""
+    def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> DecodedFrames:
+        """Decode a bitstream. Raises CorruptError if it does not decode to exactly this shape."""
 
 
 Decoders = Mapping[str, FrameDecoder]  # of one session, by codec; codecs without one are decoded on the CPU

@@ -1,13 +1,9 @@
-"""Decode the HEVC bitstreams of `hevc` on the GPU's video engines, through PyNvVideoCodec 2.2. The frames go
-into device memory, and from there to the host if needed.
+"""Decode the HEVC bitstreams of `hevc` on the GPU's video engines, through PyNvVideoCodec 2.2, into frames on
+the host.
 
 A bitstream's table gives NVDEC what it takes: one access unit a packet, without a demuxer. A decoder writes its
-surfaces on its stream, and reuses them from its next ``Decode`` on. The copy out of a surface is launched on the same
-stream before that, so no thread has to wait for it.
-
-Decoded frames stay on the device. They are verified by their frame sum: a kernel computes it on the same stream, and
-only eight bytes are copied to the host. Chunks without a frame sum are also copied to the host, and verified by the
-checksum of their integers.
+surfaces on its stream, and reuses them from its next ``Decode`` on. The copy from a surface to the host is launched on
+the same stream before that, so no thread has to wait for it.
 """
 
 from __future__ import annotations
@@ -39,11 +35,9 @@ from sgl_kvfetch.codec.bitstream.nvidia import (
     supports_size,
 )
 from sgl_kvfetch.codec.cuda_streams import Device, Stream
-from sgl_kvfetch.codec.layout.frame_sum import WORD_BYTES, sum_of_frames
 from sgl_kvfetch.codec.layout.frames import MIN_PICTURE
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.log import LimitedLogger, brief
-from sgl_kvfetch.triton_kernels.frame_sum import frame_sum
 
 _limited = LimitedLogger(logging.getLogger(__name__))
 
@@ -53,10 +47,6 @@ ENV = "KVFETCH_NVDEC"  # 0 disables NVDEC
 # The parser's number is an estimate; `scripts/gpu_check` compares the sum with the memory that is really used.
 NUM_SURFACES = 4 + 4 + 2
 MAX_SURFACE_BYTES = 256 << 20  # of all decoders of a process together
-
-# torch has 32 streams of a priority and hands them out in turn. Restores need some for themselves: they wait for
-# forward passes, and a decoder on the same stream would wait with them.
-MAX_STREAMS = 16
 
 
 def surface_bytes(planes_a_picture: int, width: int, height: int) -> int:
@@ -106,8 +96,6 @@ class Nvdec:
         self._lock = Lock()  # guards the fields above and below that change
         self._idle: defaultdict[PictureSize, list[_Decoder]] = defaultdict(list)
         self._broken: list[_Decoder] = []  # have raised, and may be in any state
-        self._streams: list[Stream] = []  # shared by decoders
-        self._num_created = 0
 
     @property
     def num_engines(self) -> int:
@@ -121,8 +109,7 @@ class Nvdec:
 
     @contextmanager
     def borrow_decoder(self, size: PictureSize) -> Iterator[_Decoder]:
-        """Lend a decoder. It is not lent again after an exception, except for a lack of memory. Raises
-        `_NoDecoderError`."""
+        """Lend a decoder. It is not lent again after an exception. Raises `_NoDecoderError`."""
         with self._lock:
             decoder = self._idle[size].pop() if self._idle[size] else None
         decoder = decoder or self._create_decoder(size)
@@ -130,8 +117,7 @@ class Nvdec:
         try:
             yield decoder
             is_sound = True
-        except BaseException as e:
-            is_sound = isinstance(e, torch.OutOfMemoryError)
+        except BaseException:
             self.device.mark(decoder.stream).synchronize()  # wait for copies to memory that will be used again
             raise
         finally:
@@ -157,11 +143,8 @@ class Nvdec:
                 self.held_surface_bytes -= broken.num_bytes
             if not self._has_room(num_bytes):
                 raise _NoDecoderError(f"other decoders leave no room for one of {size.width}x{size.height}")
+            stream = self.device.new_stream()
             self.held_surface_bytes += num_bytes
-            if len(self._streams) < MAX_STREAMS:
-                self._streams.append(self.device.new_stream())
-            stream = self._streams[self._num_created % MAX_STREAMS]
-            self._num_created += 1
         try:
             handle = nvc.CreateDecoder(
                 gpuid=self.device.torch_device.index or 0,
@@ -191,58 +174,34 @@ class Nvdec:
 
 class NvdecDecoder(FrameDecoder):
     """Decodes one HEVC codec for a session, on decoders that sessions share. Falls back to the CPU for pictures whose
-    size NVDEC does not support, and while NVDEC gives no decoder.
-
-    It keeps its pinned host memory. Device memory comes from torch's caching allocator, which stops asking the driver
-    once it has had frames of these sizes. Restores read the frames on another stream; `Device.used_on` prevents reuse
-    of the memory until they finish. If this object owned the memory, it would have to wait for the restores before its
-    next bitstream, and they in turn wait for forward passes.
-    """
+    size NVDEC does not support, and while NVDEC gives no decoder."""
 
     def __init__(self, nvdec: Nvdec, codec: HevcCodec, caps: DecodeCaps) -> None:
         self._nvdec = nvdec
         self._device = nvdec.device
         self._codec = codec
         self._caps = caps
-        self._host = torch.empty(0, dtype=torch.uint8)  # pinned; as large as the largest use so far
+        self._host = torch.empty(0, dtype=torch.uint8)  # pinned; as large as the largest frames so far
 
-    def decode(
-        self,
-        bitstream: bytes | memoryview,
-        shape: PictureShape,
-        *,
-        with_sum: bool = False,
-        to_host: bool = False,
-        num_integers: int | None = None,
-    ) -> DecodedFrames:
-        assert not (with_sum and to_host)
+    def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> DecodedFrames:
         num_frames, height, width = shape
         access_units = self._codec.access_units(bitstream, num_frames)
         if supports_size(self._caps, width, height):
             try:
-                return self._decode(access_units, shape, with_sum, to_host)
+                return DecodedFrames(self._decode(access_units, shape), on_cpu=False)
             except (_NoDecoderError, torch.OutOfMemoryError) as e:
                 _limited.warning("nvdec", f"{self._codec.name} is decoded on the CPU: {e}")
-        frames = self._codec.decode(bitstream, shape)
-        return DecodedFrames(frames, frames)
+        return DecodedFrames(self._codec.decode(bitstream, shape), on_cpu=True)
 
-    def _decode(
-        self, access_units: Sequence[memoryview], shape: PictureShape, with_sum: bool, to_host: bool
-    ) -> DecodedFrames:
+    def _decode(self, access_units: Sequence[memoryview], shape: PictureShape) -> torch.Tensor:
         """Decode a bitstream on NVDEC, and wait for the device. Raises CorruptError for the bitstream,
         `_NoDecoderError` or torch's out-of-memory error otherwise."""
         num_frames, height, width = shape
-        all_planes = num_frames, 3, height, width
+        frames = self._pinned((num_frames, 3, height, width))
         with self._nvdec.borrow_decoder(PictureSize(self._codec.planes_a_picture, width, height)) as decoder:
-            stream = decoder.stream
-            frames = self._pinned(all_planes) if to_host else self._device.empty(all_planes, stream)
             self.fill_frames(decoder, access_units, frames)
-            if with_sum:
-                return DecodedFrames(frames, None, self._frame_sum(frames, stream))
-            if to_host:
-                self._device.mark(stream).synchronize()
-                return DecodedFrames(frames, frames)
-            return DecodedFrames(frames, self._on_host(frames, stream))
+            self._device.mark(decoder.stream).synchronize()
+        return frames
 
     def fill_frames(self, decoder: _Decoder, access_units: Sequence[memoryview], frames: torch.Tensor) -> None:
         """Launch the copies of all pictures of a bitstream to ``frames``. Raises CorruptError."""
@@ -289,18 +248,6 @@ class NvdecDecoder(FrameDecoder):
         # torch would ask the surface for its device first, and then select a stream: fifteen times as slow.
         rows = from_dlpack(surface.__dlpack__(stream=decoder.stream.cuda_stream))[: len(place)]
         return lambda: place.copy_(rows, non_blocking=True)
-
-    def _on_host(self, frames: torch.Tensor, stream: Stream) -> torch.Tensor:
-        host = self._pinned(frames.shape)
-        self._device.launch(stream, lambda: host.copy_(frames, non_blocking=True))
-        self._device.mark(stream).synchronize()
-        return host
-
-    def _frame_sum(self, frames: torch.Tensor, stream: Stream) -> int:
-        host = self._pinned([WORD_BYTES]).view(torch.int64)
-        self._device.launch(stream, lambda: host.copy_(frame_sum(frames), non_blocking=True))
-        self._device.mark(stream).synchronize()
-        return int(host) % (1 << 64)
 
     def _pinned(self, shape: Sequence[int]) -> torch.Tensor:
         """Return pinned memory. No copy to it is pending: every user waits for the device."""
@@ -352,18 +299,12 @@ def open_nvdec_alone(index: int) -> tuple[Nvdec | None, str]:
 
 def _trial(codec: HevcCodec, decoder: FrameDecoder) -> str:
     """Decode six small pictures, each predicted from the one before: more than a decoder holds back. Return what is
-    wrong with them or their frame sum; an empty string if nothing is. This also compiles the frame sum's kernel."""
+    wrong with them; an empty string if nothing is."""
     frames = moving_gradients(6, MIN_PICTURE, MIN_PICTURE)
-    shape = frames.shape[0], *frames.shape[2:]
     try:
-        bitstream = codec.encode(frames)
-        found = decoder.decode(bitstream, shape)
-        is_equal = found.host is not None and torch.equal(found.host, frames)  # before the next decode overwrites it
-        summed = decoder.decode(bitstream, shape, with_sum=True)
+        found = decoder.decode(codec.encode(frames), (frames.shape[0], *frames.shape[2:]))
     except Exception as e:
         return f"a trial failed: {brief(e)}"
-    if not (found.is_on_device and summed.is_on_device):
+    if found.on_cpu:
         return "a trial was not decoded on NVDEC"
-    if not is_equal:
-        return "a trial gave other pixels"
-    return "" if summed.frame_sum == sum_of_frames(frames) else "a trial gave another frame sum"
+    return "" if torch.equal(found.frames, frames) else "a trial gave other pixels"

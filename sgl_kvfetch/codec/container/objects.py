@@ -61,11 +61,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def require_decoded(self, content: bytes | memoryview, what: str) -> None:
         """Raise CorruptError unless the decoded content has its checksum."""
-        self.require_digest(xxhash.xxh3_128_digest(content), what)
-
-    def require_digest(self, digest: bytes, what: str) -> None:
-        """Raise CorruptError unless ``digest`` is the decoded content's checksum."""
-        if digest != self.decoded_checksum:
+        if xxhash.xxh3_128_digest(content) != self.decoded_checksum:
             raise CorruptError(f"{what}: checksum does not match")
 
 

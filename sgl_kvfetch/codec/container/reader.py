@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders
+from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder
 from sgl_kvfetch.codec.bitstream.levels import LADDER
@@ -44,30 +44,13 @@ class CodedChunk(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class CellFrames:
-    """A decoded and verified cell, its integers still in frames, with everything that restoring needs.
-
-    ``parts``: for each part, uint8 frames ``(frames, 3, height, width)``, or bytes ``(n,)``. ``layouts``: for each
-    part, None for bytes. ``is_on_device``: for each part, whether its frames are on the device and not on the host.
-    """
+class CodedCell:
+    """A cell whose bytes are verified, and whose integers are still coded. ``layout``: of its last part, which has all
+    its integers, ``(coefficients, tokens)``; the parts before it are decoded: ``parts``."""
 
     place: CellPlace
     layers: range  # counted from the rank's first layer
     heads: range  # counted from the reading rank's first head
-    parts: tuple[torch.Tensor, ...]
-    layouts: tuple[Layout | None, ...]
-    is_on_device: tuple[bool, ...]
-    quantiser: Quantiser
-
-
-@dataclass(frozen=True, slots=True)
-class CodedCell:
-    """A cell whose bytes are verified, and whose integers are still coded. ``layout``: of its last part, which has all
-    its integers, ``(coefficients, tokens)``; the parts before it are decoded. Other attributes as in `CellFrames`."""
-
-    place: CellPlace
-    layers: range
-    heads: range
     parts: tuple[torch.Tensor, ...]
     coded: CodedChunk
     layout: Layout
@@ -254,26 +237,6 @@ class SegmentReader:
         """Return the size of a cell's values."""
         return self.manifest.cell_values(cell) * self.geometry.torch_dtype.itemsize
 
-    def decode_frames(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> CellFrames:
-        """Verify and decode a cell, leaving its integers in frames, on the device if ``decoders`` decode to it. Raises
-        CorruptError, FormatError."""
-        pieces = self._verified_pieces(cell, data)
-        decoded = [
-            self._decode_frames(cell, part, piece, decoders or {})
-            for part, piece in zip(self.manifest.parts, pieces, strict=True)
-        ]
-        parts = tuple(each.frames for each in decoded)
-        self._require_sound(cell, parts)
-        return CellFrames(
-            place=cell_place(self.manifest, cell),
-            layers=self.manifest.grid.layers(cell.layer_group),
-            heads=self.heads_of(cell),
-            parts=parts,
-            layouts=tuple(self.variant.layouts[p.layout] if p.layout else None for p in self.manifest.parts),
-            is_on_device=tuple(each.is_on_device for each in decoded),
-            quantiser=self.quantiser,
-        )
-
     def is_in_one_bitstream(self, cell: Cell, codec: str) -> bool:
         """Return whether all integers of a cell are in one bitstream of ``codec``, the last part, whose frames begin
         with the integers."""
@@ -342,45 +305,26 @@ class SegmentReader:
         return self.quantiser.dequantise(quantised, self.geometry.torch_dtype, cell_place(self.manifest, cell), tokens)
 
     def _decode_integers(self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders) -> torch.Tensor:
-        frames = self._decode_video(cell, part, coded, decoders, to_host=True).frames
+        frames = self._decode_frames(cell, part, coded, decoders)
         integers = self._verified_integers(cell, part, coded, frames)
         # A copy, as the frames may be in the decoder's own memory, which the next part overwrites.
         return integers.clone() if coded.row.codec in decoders else integers
 
-    def _decode_frames(self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders) -> DecodedFrames:
-        """Return a part's frames, or its bytes."""
-        if not part.layout:
-            raw = self._decode_bytes(cell, part, coded)
-            return DecodedFrames(raw, raw)
-        decoded = self._decode_video(cell, part, coded, decoders, with_sum=coded.frame_sum is not None)
-        if decoded.host is not None:
-            self._verified_integers(cell, part, coded, decoded.host)
-        elif decoded.digest is not None:
-            coded.row.require_digest(decoded.digest, f"{cell}, decoded {part.name}")
-        elif decoded.frame_sum != coded.frame_sum:
-            raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
-        return decoded
-
-    def _decode_video(
-        self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders, **how: bool
-    ) -> DecodedFrames:
-        """Return a part's frames, not yet verified. ``how``: as in `FrameDecoder.decode`."""
+    def _decode_frames(self, cell: Cell, part: PartInfo, coded: CodedChunk, decoders: Decoders) -> torch.Tensor:
+        """Return a part's frames, not yet verified."""
         layout = self.variant.layouts[part.layout]
         integers = self.manifest.integers_shape(cell, part.layout)
         shape = layout.num_frames(integers), layout.height, layout.width
         if coded.row.codec == LADDER:
             bitstreams = [each.bitstream for each in (coded, *coded.levels)]
-            frames = decode_ladder(bitstreams, self.num_levels + self.levels_left_out, shape)
-            return DecodedFrames(frames, frames)
+            return decode_ladder(bitstreams, self.num_levels + self.levels_left_out, shape)
         if decoder := decoders.get(coded.row.codec):
-            num_integers = prod(integers) if layout.begins_with(integers) else None
-            return decoder.decode(coded.bitstream, shape, num_integers=num_integers, **how)
-        frames = get_codec(coded.row.codec).decode(coded.bitstream, shape)
-        return DecodedFrames(frames, frames)
+            return decoder.decode(coded.bitstream, shape).frames
+        return get_codec(coded.row.codec).decode(coded.bitstream, shape)
 
     def _verified_integers(self, cell: Cell, part: PartInfo, coded: CodedChunk, frames: torch.Tensor) -> torch.Tensor:
-        """Return the integers in ``frames`` (on the host) after verifying them. Also verify the frame sum: readers on a
-        GPU would treat sound frames with a wrong sum as a miss for ever."""
+        """Return the integers in ``frames`` after verifying them. Also verify the frame sum: another reader may verify
+        the frames by nothing else."""
         shape = self.manifest.integers_shape(cell, part.layout)
         integers = self.variant.layouts[part.layout].from_frames(frames, shape)
         coded.finest.require_decoded(integers.numpy().data, f"{cell}, decoded {part.name}")

@@ -164,7 +164,7 @@ class CudaPages(SlotPages):
             return self._inverses[key]
 
     def klt_model(self, quantiser: Quantiser, place: CellPlace, layers: range, heads: range) -> KltModel:
-        """Return what restores of a cell need, whatever it holds. ``layers``, ``heads``: as in `CellFrames`."""
+        """Return what restores of a cell need, whatever it holds. ``layers``, ``heads``: as in `CodedCell`."""
         key = layers, heads
         of_quantiser, model = self._models.get(key, (None, None))
         if of_quantiser is not quantiser or model is None:

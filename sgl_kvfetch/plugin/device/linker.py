@@ -326,8 +326,8 @@ def _open_pages(pool: Any, page_size: int, forward_stream: Any) -> tuple[SlotPag
         return DevicePages(pool, page_size), False
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 
-    gpu, decoders = opened
-    return CudaPages(pool, page_size, gpu, forward_stream or gpu.current_stream()), bool(decoders)
+    gpu, decodes_ans = opened
+    return CudaPages(pool, page_size, gpu, forward_stream or gpu.current_stream()), decodes_ans
 
 
 def _open_loader(pages: SlotPages) -> Loader:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from sgl_kvfetch.codec import CellPlace, CellValues, Decoders, Device, Quantised, Quantiser
+from sgl_kvfetch.codec import CellPlace, CellValues, Device, Quantised, Quantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import PagePool, consecutive_runs
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
@@ -123,8 +123,8 @@ def pool_device(pool: Any) -> torch.device:
     return _kv_buffers(pool)["k"][0].device
 
 
-def open_gpu(pool: Any) -> tuple[Device, Decoders] | None:
-    """Return a pool's GPU, and what decodes ``ans`` there, if anything does; None if the pool is on the CPU.
+def open_gpu(pool: Any) -> tuple[Device, bool] | None:
+    """Return a pool's GPU, and whether ``ans`` is decoded there; None if the pool is on the CPU.
 
     Raises UnsupportedError for a pool or device that is not supported.
     """
@@ -137,12 +137,12 @@ def open_gpu(pool: Any) -> tuple[Device, Decoders] | None:
         "kvfetch: device mode on a GPU has not been run by its authors yet, only tested without one; "
         "--enable-hierarchical-cache gives host mode"
     )
-    from sgl_kvfetch.codec.bitstream import open_gpu_ans
+    from sgl_kvfetch.codec.bitstream import try_gpu_ans
 
     gpu = Device(pool_device(pool))
-    ans, about = open_gpu_ans(gpu)  # tries the kernels, and compiles them
+    decodes_ans, about = try_gpu_ans(gpu)
     logger.info("kvfetch: %s", about)
-    return gpu, {} if ans is None else {"ans": ans}
+    return gpu, decodes_ans
 
 
 def _kv_buffers(pool: Any) -> dict[TensorName, list[torch.Tensor]]:

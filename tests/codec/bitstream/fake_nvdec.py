@@ -182,18 +182,6 @@ class FakeNvc:
         return Decoder(self, cudastream, stream, maxwidth, maxheight, latency)
 
 
-class CountingDevice(FakeDevice):
-    """Records the sizes of pinned memory."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(seed)
-        self.pinned_bytes: list[int] = []
-
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        self.pinned_bytes.append(num_bytes)
-        return super().pinned(num_bytes)
-
-
 def make_caps(*, num_engines: int = 2, max_side: int = 4096) -> DecodeCaps:
     return DecodeCaps(
         is_supported=1,

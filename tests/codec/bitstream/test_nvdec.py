@@ -12,21 +12,20 @@ import pytest
 import torch
 
 from sgl_kvfetch.codec.bitstream import nvdec
-from sgl_kvfetch.codec.bitstream.base import DecodedFrames, FrameDecoder
+from sgl_kvfetch.codec.bitstream.base import FrameDecoder
 from sgl_kvfetch.codec.bitstream.hevc import Hevc420Codec, HevcCodec, join_access_units, split_access_units
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, NvdecDecoder, open_nvdec, open_nvdec_alone
 from sgl_kvfetch.codec.bitstream.nvidia import DecodeCaps
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
 from sgl_kvfetch.codec.cuda_streams import Device
-from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.codec.layout.tiles import TileLayout
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
-from tests.codec.bitstream.fake_nvdec import CountingDevice, FakeNvc, make_caps, make_nvdec
+from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.segments import make_heads, page_hashes
 
@@ -55,61 +54,22 @@ def make_decoder(nvc: FakeNvc, codec: HevcCodec = HEVC) -> FrameDecoder:
     return make_nvdec(nvc).open_session()[codec.name]
 
 
-def decode(
-    decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor = FRAMES, *, to_host: bool = False
-) -> DecodedFrames:
+def decodes(decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor = FRAMES) -> bool:
     num_frames, _, height, width = frames.shape
-    return decoder.decode(bitstream, (num_frames, height, width), to_host=to_host)
-
-
-def decodes(decoder: FrameDecoder, bitstream: bytes, frames: torch.Tensor = FRAMES, *, to_host: bool = False) -> bool:
-    found = decode(decoder, bitstream, frames, to_host=to_host)
-    assert found.is_on_device != to_host
-    assert found.host is not None
-    return torch.equal(found.frames, frames) and torch.equal(found.host, frames)
+    found = decoder.decode(bitstream, (num_frames, height, width))
+    assert not found.on_cpu
+    return torch.equal(found.frames, frames)
 
 
 @BOTH
-@pytest.mark.parametrize("to_host", [False, True])
 @pytest.mark.parametrize("latency_pictures", [0, 2])
-def test_every_value_comes_back(
-    codec: HevcCodec, to_host: bool, latency_pictures: int, bitstreams: dict[str, bytes]
-) -> None:
+def test_every_value_comes_back(codec: HevcCodec, latency_pictures: int, bitstreams: dict[str, bytes]) -> None:
     for seed in range(4):
         nvc = FakeNvc(FakeDevice(seed), latency_pictures=latency_pictures)
-        assert decodes(make_decoder(nvc, codec), bitstreams[codec.name], to_host=to_host)
+        assert decodes(make_decoder(nvc, codec), bitstreams[codec.name])
         assert nvc.device.num_launching == 1  # for the whole bitstream
         # An access unit a packet, as the table has them, and the end.
         assert nvc.packets == [*map(bytes, split_access_units(bitstreams[codec.name])), b""]
-
-
-@BOTH
-@pytest.mark.parametrize("latency_pictures", [0, 2])
-def test_frames_are_summed_where_they_are(
-    codec: HevcCodec, latency_pictures: int, bitstreams: dict[str, bytes]
-) -> None:
-    for seed in range(4):
-        device = CountingDevice(seed)
-        decoder = make_decoder(FakeNvc(device, latency_pictures=latency_pictures), codec)
-        found = decoder.decode(bitstreams[codec.name], (3, 144, 144), with_sum=True)
-        assert found.is_on_device
-        assert found.host is None
-        assert found.frame_sum == sum_of_frames(FRAMES)
-        assert torch.equal(found.frames, FRAMES)
-        assert device.pinned_bytes == [8]
-
-
-@BOTH
-def test_sums_tell_frames_apart(codec: HevcCodec, bitstreams: dict[str, bytes]) -> None:
-    nvc = FakeNvc(FakeDevice())
-    decoder = make_decoder(nvc, codec)
-    others = [codec.encode(frames) for frames in (FRAMES.flip(0), FRAMES[:, [1, 0, 2]], FRAMES ^ 1)]
-    found = [decoder.decode(bitstream, (3, 144, 144), with_sum=True) for bitstream in (bitstreams[codec.name], *others)]
-    assert len({decoded.frame_sum for decoded in found}) == 4
-    nvc.fails = "one pixel"
-    wrong = decoder.decode(bitstreams[codec.name], (3, 144, 144), with_sum=True)
-    assert wrong.frame_sum not in {decoded.frame_sum for decoded in found}
-    assert wrong.frame_sum == sum_of_frames(wrong.frames)
 
 
 def test_surfaces_are_taken_on_the_decoders_stream(bitstreams: dict[str, bytes]) -> None:
@@ -199,15 +159,12 @@ def test_without_a_decoder_the_cpu_decodes(
     decoder = make_decoder(nvc)
     nvc.fails = "create"
     found = decoder.decode(bitstreams["hevc"], (3, 144, 144))
-    assert not found.is_on_device
+    assert found.on_cpu
     assert torch.equal(found.frames, FRAMES)
     assert (
         "hevc is decoded on the CPU: NVDEC gave no decoder for 144x144: RuntimeError: CreateDecoder: out of memory"
         in caplog.text
     )
-    found = decoder.decode(bitstreams["hevc"], (3, 144, 144), with_sum=True)
-    assert found.frame_sum is None
-    assert found.host is found.frames  # verified as the CPU's always are
     nvc.fails = ""
     assert decodes(decoder, bitstreams["hevc"])
 
@@ -217,8 +174,7 @@ def test_pictures_that_nvdec_does_not_take_are_decoded_on_the_cpu(bitstreams: di
     engines = Nvdec(nvc, nvc.device, {})
     for caps in (make_caps(max_side=136), DecodeCaps(max_width=4096, max_height=4096, max_macroblocks=80)):
         found = NvdecDecoder(engines, HEVC, caps).decode(bitstreams["hevc"], (3, 144, 144))
-        assert not found.is_on_device
-        assert found.host is found.frames
+        assert found.on_cpu
         assert torch.equal(found.frames, FRAMES)
     assert not nvc.calls
 
@@ -239,37 +195,23 @@ def test_sessions_of_a_pool(bitstreams: dict[str, bytes]) -> None:
 # Memory
 
 
-@pytest.mark.parametrize("to_host", [False, True])
-def test_a_session_keeps_its_memory_on_the_host(to_host: bool) -> None:
+def test_a_session_keeps_its_memory_on_the_host() -> None:
     device = FakeDevice()
     nvc = FakeNvc(device)
     decoder = make_decoder(nvc)
     larger, smaller = pictures(4, 160, 176), pictures(1)
     coded = {len(frames): (HEVC.encode(frames), frames) for frames in (larger, smaller)}
     for count, num_allocated in ((1, 1), (1, 1), (4, 2), (1, 2), (4, 2)):
-        assert decodes(decoder, *coded[count], to_host=to_host)
+        assert decodes(decoder, *coded[count])
         assert device.num_pinned == num_allocated
     nvc.fails = "decode"
     with pytest.raises(CorruptError):
-        decode(decoder, *coded[4], to_host=to_host)
+        decodes(decoder, *coded[4])
     nvc.fails = ""
     for _ in range(20):
-        assert decodes(decoder, *coded[4], to_host=to_host)
+        assert decodes(decoder, *coded[4])
     assert device.num_pinned == 2
-    # Frames for the device are the allocator's, which keeps its blocks. Frames for the host take none at all.
-    assert device.num_empty == (0 if to_host else 5 + 1 + 20)
-
-
-def test_frames_on_the_device_are_not_written_again(bitstreams: dict[str, bytes]) -> None:
-    """They are read by restores that may come later than the session's next bitstream; what is on the host may not."""
-    decoder = make_decoder(FakeNvc(FakeDevice()))
-    first = decode(decoder, bitstreams["hevc"])
-    other = FRAMES.flip(0).contiguous()
-    second = decode(decoder, HEVC.encode(other))
-    assert torch.equal(first.frames, FRAMES)
-    assert torch.equal(second.frames, other)
-    assert first.host is not None
-    assert torch.equal(first.host, other)
+    assert device.num_empty == 0  # no frames on the device
 
 
 def test_planes_that_lie_as_their_frames_do_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,13 +295,6 @@ def test_an_nvdec_that_does_not_work_is_not_used(fails: str, reason: str, monkey
     assert about.startswith("decoded on NVDEC, 2 engines: nothing; hevc on the CPU: " + reason)
 
 
-def test_a_kernel_that_sums_wrongly_is_not_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvdec, "frame_sum", lambda frames: torch.tensor([1]))
-    decoders, about, _ = found_at_start(monkeypatch, {"hevc": make_caps()})
-    assert not decoders
-    assert about.startswith("decoded on NVDEC, 2 engines: nothing; hevc on the CPU: a trial gave another frame sum")
-
-
 def test_nothing_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found_at_start(monkeypatch, {})[1] == "HEVC is decoded on the CPU: this GPU's video engines do not decode it"
 
@@ -402,15 +337,4 @@ def test_on_a_gpu(codec: HevcCodec, bitstreams: dict[str, bytes]) -> None:
     engines, about = open_nvdec(Device(torch.device("cuda", 0)))
     if engines is None or codec.name not in engines.codecs:
         pytest.skip(about)
-    decoder = engines.open_session()[codec.name]
-    found = decode(decoder, bitstreams[codec.name])
-    assert found.is_on_device
-    assert found.frames.is_cuda
-    assert found.host is not None
-    assert torch.equal(found.frames.cpu(), FRAMES)
-    assert torch.equal(found.host, FRAMES)
-    on_host = decode(decoder, bitstreams[codec.name], to_host=True)
-    assert not on_host.frames.is_cuda
-    assert torch.equal(on_host.frames, FRAMES)
-    summed = decoder.decode(bitstreams[codec.name], (3, 144, 144), with_sum=True)
-    assert summed.frame_sum == sum_of_frames(FRAMES)
+    assert decodes(engines.open_session()[codec.name], bitstreams[codec.name])

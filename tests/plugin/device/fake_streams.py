@@ -41,12 +41,10 @@ class FakeStream:
         self._device = device
         self.cuda_stream = len(device.streams) + 1
         self.queue: deque[Callable[[], object] | FakeEvent] = deque()
-        self.num_added = 0  # pieces of work
 
     def add(self, work: Callable[[], object]) -> None:
         with self._device.lock:
             self.queue.append(work)
-            self.num_added += 1
 
     def record_event(self) -> FakeEvent:
         event = FakeEvent(self._device)
