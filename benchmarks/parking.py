@@ -104,6 +104,7 @@ class Request:
     tokens: array[int]
     priority: int | None = None
     session: None = None
+    prefix_len: int = 0  # nothing is in the tree
 
     @property
     def rid(self) -> str:

@@ -32,7 +32,7 @@ def test_the_wheel_has_all_our_files_and_no_others(wheel: Path) -> None:
     assert "-cp311-abi3-" in wheel.name  # one for all Pythons
     metadata = {name for name in names if ".dist-info/" in name}
     assert names - metadata == expected
-    assert "sgl_kvfetch/triton_kernels/restore.py" in names
+    assert "sgl_kvfetch/triton_kernels/restore_klt.py" in names
     assert {name.partition("/")[2] for name in metadata} >= {"METADATA", "entry_points.txt", "licenses/LICENSE"}
 
 

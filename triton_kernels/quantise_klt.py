@@ -70,10 +70,10 @@ def quantise_klt(
     device, num_tokens = slots.device, len(slots)
     if not use_kernels(device):
         raise UnsupportedError(f"quantise_klt needs Triton's interpreter for tensors on {device}")
-    num_channels, num_norms = len(forward.mean), sum(len(x) * x[0].shape[1] for x in (k, v))
     for buffers in (k, v):
         require_buffers(buffers, slots)
         require_scalable(buffers[0].dtype)
+    num_channels, num_norms = len(forward.mean), sum(len(x) * x[0].shape[1] for x in (k, v))
     expected = sum(len(x) * x[0].shape[1] * x[0].shape[2] for x in (k, v))
     require(num_channels == expected, lambda: f"{num_channels} channels, expected {expected} for these buffers")
     for name, x, size in (

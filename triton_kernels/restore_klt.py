@@ -591,7 +591,7 @@ def exact_tokens_kernel(
     DTYPE: tl.constexpr,
     ITEMSIZE: tl.constexpr,
 ):
-    """Each program copies one token to all layers, joining byte planes as the kernel of ``exact`` does."""
+    """Each program copies one token to all layers, joining byte planes as ``exact`` does."""
     i_exact = tl.program_id(0) % most_exact
     p_row = p_table + tl.program_id(0) // most_exact * (F.outputs + 2 * LAYERS)
     if i_exact >= tl.load(p_row + F.exact):

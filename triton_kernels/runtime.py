@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from sgl_kvfetch.codec.layout import PLANES, Layout
 from sgl_kvfetch.errors import UnsupportedError
 
 try:
@@ -35,13 +34,10 @@ except ImportError:  # the references work without Triton
 INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 # These arguments vary from launch to launch. Specialising on multiples of 16 would recompile, and stall restores.
 _VARYING = (
     "num_tokens",
-    "first_frame",
-    "num_frames",
     "num_vectors",
     "num_blocks",
     "most_exact",
@@ -90,11 +86,6 @@ def table_on(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tenso
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
-def integer_view(x: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as integers of the same size, so that copies preserve every bit pattern."""
-    return x.view(_INTEGER_OF_SIZE[x.dtype.itemsize])
-
-
 def require(condition: bool, message: Callable[[], str]) -> None:
     """Raise ValueError unless ``condition``. ``message`` is a function, since making one takes longer than a launch."""
     if not condition:
@@ -111,7 +102,6 @@ def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor | None 
     first = buffers[0]
     require(first.ndim == 3, lambda: f"buffer has shape {tuple(first.shape)}, expected (num_slots, heads, dim)")
     require(first.stride(2) == 1, lambda: f"buffer has strides {first.stride()}, expected the last to be 1")
-    require(first.dtype.itemsize in _INTEGER_OF_SIZE, lambda: f"buffers of {first.dtype} are not supported")
     kinds = [(x.shape, x.stride(), x.dtype, x.device) for x in buffers]
     require(kinds.count(kinds[0]) == len(kinds), lambda: f"buffers differ: {', '.join(map(_describe, buffers))}")
     if slots is None:
@@ -123,21 +113,6 @@ def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor | None 
     if slots.device.type == "cpu" and slots.numel():
         top = int(slots.max())
         require(top < first.shape[0], lambda: f"slot {top} is outside a buffer of shape {tuple(first.shape)}")
-
-
-def require_frames(x: torch.Tensor, layout: Layout, device: torch.device) -> None:
-    """Raise ValueError unless ``x`` holds frames of ``layout`` on ``device``, uint8 ``(n, 3, height, width)``.
-    Each frame must be contiguous; the distance between frames may be larger."""
-    expected = f"uint8 (n, {PLANES}, {layout.height}, {layout.width}) on {device}"
-    require(
-        x.ndim == 4
-        and (x.shape[1:], x.dtype, x.device) == ((PLANES, layout.height, layout.width), torch.uint8, device),
-        lambda: f"frames are {x.dtype} {tuple(x.shape)} on {x.device}, expected {expected}",
-    )
-    require(
-        x.stride()[1:] == (layout.height * layout.width, layout.width, 1),
-        lambda: f"frames have strides {x.stride()}: each of {PLANES}x{layout.height}x{layout.width} must be contiguous",
-    )
 
 
 def require_scalable(dtype: torch.dtype) -> None:
@@ -152,12 +127,6 @@ def _describe(x: torch.Tensor) -> str:
 
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-@jit
-def program_of(BLOCKS: tl.constexpr):
-    """Return this program's block and frame. There is one grid axis, since the others are limited to 65535."""
-    return tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS
 
 
 @jit

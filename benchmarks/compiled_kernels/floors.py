@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.kernel_bytes import Span, restore_bytes, restore_klt_bytes
+from benchmarks.kernel_bytes import Span, restore_klt_bytes
 
 # Bytes per second, from NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM.
 BANDWIDTHS = {"A100": 2.039e12, "H100": 3.35e12, "H200": 4.8e12}
 
-_MHA = Span(1024)
-_MLA = Span(1024, heads=1, dim=576)
 _CELL = Span(1024, heads=2, coefficients=700)
 _ROWS = (
-    ("`restore`, symmetric", "8 heads of 128, bf16", restore_bytes(_MHA, 2, num_scales=8)),
-    ("`restore`, exact", "8 heads of 128, bf16", restore_bytes(_MHA, 2, num_scales=None)),
-    ("`restore`, exact", "8 heads of 128, fp8", restore_bytes(_MHA, 1, num_scales=None)),
-    ("`restore`, symmetric", "MLA, 576, bf16", restore_bytes(_MLA, 2, num_scales=1)),
-    ("`restore`, exact", "MLA, 576, bf16", restore_bytes(_MLA, 2, num_scales=None)),
-    ("`restore`, exact", "MLA, 576, fp8", restore_bytes(_MLA, 1, num_scales=None)),
     ("`restore_klt`, K and V", "2 heads of 128, 700 coefficients, bf16", restore_klt_bytes(_CELL, 2, rotary_dim=128)),
 )
 
 
 def floor_lines() -> Iterator[str]:
     """Yield the lines of a Markdown table."""
-    yield f"| computed: us for {_MHA.tokens} tokens x {_MHA.layers} layers | | MB | " + " | ".join(BANDWIDTHS) + " |"
+    yield f"| computed: us for {_CELL.tokens} tokens x {_CELL.layers} layers | | MB | " + " | ".join(BANDWIDTHS) + " |"
     yield "|---|---|" + "---|" * (1 + len(BANDWIDTHS))
     for name, shape, num_bytes in _ROWS:
         times = " | ".join(f"{1e6 * num_bytes / bandwidth:.1f}" for bandwidth in BANDWIDTHS.values())

@@ -17,11 +17,9 @@ GPUs that were not there: **nothing of it has run**.
 Each cell is *registers of a thread / shared memory of a program / stack of a thread / widest access to a KV buffer*, \
 the last three in bytes. Where the stack is 0, no register spills. On gfx942 registers are vector registers.
 
-Shapes are heads x values of a head, of {LAYERS} layers. The exact operation knows integers only, and fp8 is `uint8`, \
-as in SGLang's pools. 1x576 is MLA's latent vector, 1x656 the same in fp8 with its scales, which SGLang packs into one \
-row for sparse attention. `restore_klt` restores cells with such heads, K and V. `exact_tokens` copies their exact \
-tokens. `frame_sum` and `xxh3` read frames instead of KV buffers, and `ans_decode` writes them. `centre` and `round` \
-are of `quantise_klt`: they read KV buffers, and write channels and integers.
+Shapes are heads x values of a head, of {LAYERS} layers. `restore_klt` restores cells with such heads, K and V. \
+`exact_tokens` copies their exact tokens. `frame_sum` and `xxh3` read frames instead of KV buffers, and `ans_decode` \
+writes them. `centre` and `round` are of `quantise_klt`: they read KV buffers, and write channels and integers.
 """
 _NOTES = """
 Every kernel compiles for every target.

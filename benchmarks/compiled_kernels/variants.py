@@ -11,9 +11,8 @@ from typing import Literal
 import torch
 
 from benchmarks.compiled_kernels.recorder import Recorder, recording
-from sgl_kvfetch.codec.layout.tiles import tile_layout
 from sgl_kvfetch.codec.quant.klt import KltForward
-from sgl_kvfetch.triton_kernels import ans, frame_sum, quantise_klt, restore, restore_klt, xxh3
+from sgl_kvfetch.triton_kernels import ans, frame_sum, quantise_klt, restore_klt, xxh3
 
 TOKENS, SLOTS, LAYERS = 1000, 4096, 3
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,18 +41,6 @@ class Variant:
 
 
 def all_variants() -> Iterator[Variant]:
-    # SGLang's pools hold fp8 as bytes. 576 values are MLA's vector for a token; 656 bytes are that vector in fp8 with
-    # its scales, for sparse attention.
-    for dtype in (*FLOATS, torch.uint8):
-        yield _restore(dtype, 8, 128)
-    for num_scales in (8, 1):
-        for dtype in FLOATS:
-            yield _restore(dtype, 8, 128, num_scales)
-    for dtype in (_BF16, torch.float16, torch.uint8):
-        yield _restore(dtype, 1, 576)
-    yield _restore(torch.uint8, 1, 656)
-    for dtype in (_BF16, torch.float16):
-        yield _restore(dtype, 1, 576, num_scales=1)
     for dtype in FLOATS:
         yield _restore_klt(dtype, 2, 128, "rotated")
         yield _restore_klt(dtype, 2, 128, "interleaved")
@@ -73,25 +60,6 @@ def all_variants() -> Iterator[Variant]:
     chunks = [ans.AnsChunk(0, 1000, 100, TOKENS, 0)]
     yield Variant("ans_decode", ans, "ans_decode_kernel", lambda: ans.ans_decode(data, chunks, data))
     yield Variant("xxh3", xxh3, "xxh3_kernel", lambda: xxh3.xxh3_sums(data, [(0, 1000)]), access="load")
-
-
-def _restore(dtype: torch.dtype, heads: int, dim: int, num_scales: int | None = None) -> Variant:
-    """``num_scales``: scales per token and layer; None for the exact operation."""
-    buffers = [_empty(SLOTS, heads, dim, dtype=dtype) for _ in range(LAYERS)]
-    layout = tile_layout(heads, dim, TOKENS)
-    operation, which, scales, centres = "restore_exact", "", None, None
-    if num_scales is not None:
-        operation, which = "restore_symmetric", " head scales" if num_scales == heads else " layer scales"
-        scales, centres = _empty(TOKENS, LAYERS, num_scales, dtype=_BF16), (127,) * LAYERS
-    shape = layout.frames_shape((TOKENS, LAYERS, heads, dim))
-    frames = list(_empty(restore.planes_of(buffers, scales), *shape, dtype=torch.uint8))
-    slots = _empty(TOKENS, dtype=torch.int64)
-    return Variant(
-        f"{operation}{which} {_name(dtype)} {heads}x{dim}",
-        restore,
-        f"{operation}_kernel",
-        lambda: restore.restore(frames, layout, slots, buffers, scales=scales, centres=centres),
-    )
 
 
 def _restore_klt(

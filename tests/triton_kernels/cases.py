@@ -1,4 +1,4 @@
-"""Tensors, layouts and shapes that the kernels' tests share."""
+"""Tensors and shapes that the kernels' tests share."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_kvfetch.codec.layout.tiles import TileLayout, tile_layout
-from sgl_kvfetch.triton_kernels.runtime import integer_view
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 NUM_SLOTS = 1024
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -21,16 +19,6 @@ class Shape:
     layers: int
     heads: int
     dim: int
-
-    def make_layout(self) -> TileLayout:
-        return tile_layout(self.heads, self.dim, self.tokens)
-
-
-SMALL = Shape(tokens=63, layers=2, heads=3, dim=80)
-
-
-def shape_id(shape: Shape) -> str:
-    return f"{shape.tokens}x{shape.layers}x{shape.heads}x{shape.dim}"
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -49,6 +37,11 @@ def make_buffers(shape: Shape, dtype: torch.dtype) -> list[torch.Tensor]:
 def scattered_slots(tokens: int) -> torch.Tensor:
     """Rows in no order, none twice."""
     return torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(0))[:tokens].to(DEVICE)
+
+
+def integer_view(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same size, so that every bit pattern counts."""
+    return x.view(_INTEGER_OF_SIZE[x.dtype.itemsize])
 
 
 def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:

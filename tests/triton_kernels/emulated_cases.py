@@ -24,9 +24,8 @@ from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.rope import Rope
-from sgl_kvfetch.triton_kernels import restore as restore_module, restore_klt as restore_klt_module
+from sgl_kvfetch.triton_kernels import restore_klt as restore_klt_module
 from sgl_kvfetch.triton_kernels.frame_sum import frame_sum, frame_sum_reference
-from sgl_kvfetch.triton_kernels.restore import restore
 from sgl_kvfetch.triton_kernels.xxh3 import MIN_BYTES, digest_of, xxh3_sums
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.bitstream.test_ans import coefficients
@@ -34,17 +33,15 @@ from tests.codec.quant.profiles import make_profile, place_of, values_of
 from tests.triton_kernels import (
     test_ans_kernel as decoding,
     test_quantise_klt_kernel as quantising,
-    test_restore_kernel as restoring,
     test_restore_klt_kernel as restoring_klt,
 )
-from tests.triton_kernels.cases import NUM_SLOTS, Shape
+from tests.triton_kernels.cases import NUM_SLOTS
 from tests.triton_kernels.coded_load import CodedPrompt
 from tests.triton_kernels.emulation import Emulator
 from tests.triton_kernels.test_frame_sum_kernel import random_frames
 from tests.triton_kernels.test_xxh3_kernel import random_bytes
 
 KLT = restoring_klt.Case(33, 1, 1, 80, 48, coefficients=70, layout=restoring_klt.WASTEFUL, exact=(0, 32))
-EXACT = Shape(9, 2, 3, 80)
 
 
 def ans_decode_bits() -> None:
@@ -72,15 +69,6 @@ def xxh3_digests() -> None:
 def frame_sum_bits() -> None:
     frames = random_frames(3, 72, 80)  # a part of a block, after two whole ones
     assert torch.equal(frame_sum(frames), frame_sum_reference(frames))
-
-
-def restore_exact() -> None:
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        restoring.run_span(restore, restoring.Span("exact", dtype, EXACT, restoring.WASTEFUL))
-
-
-def restore_symmetric() -> None:
-    restoring.run_span(restore, restoring.Span("uint8", torch.float16, EXACT))
 
 
 def restore_klt_plain() -> None:
@@ -146,10 +134,10 @@ def load_of_a_coded_prompt() -> None:
 
 
 def slots_beyond_the_buffers(emulator: Emulator) -> None:
-    span = restoring.Span("exact", torch.bfloat16, EXACT)
+    span = restoring_klt.Span(KLT)
     span.slots[5] = NUM_SLOTS
-    with emulator.running(), patch.object(restore_module, "require_buffers"):
-        restore(span.frames, span.layout, span.slots, span.buffers())
+    with emulator.running():
+        restoring_klt.run_kernels([span.cell()], span.slots, 1)
 
 
 def frames_that_are_not_aligned(emulator: Emulator) -> None:
@@ -189,8 +177,6 @@ CASES: tuple[Callable[[], None], ...] = (
     ans_decode_damaged,
     xxh3_digests,
     frame_sum_bits,
-    restore_exact,
-    restore_symmetric,
     restore_klt_plain,
     restore_klt_rotated,
     restore_klt_interleaved,

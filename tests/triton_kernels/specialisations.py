@@ -22,13 +22,12 @@ from triton.runtime.jit import create_function_from_signature
 from benchmarks.compiled_kernels.recorder import Recorder
 from benchmarks.compiled_kernels.variants import all_variants
 from benchmarks.gpu_check.quantise import make_profile
-from sgl_kvfetch.codec.layout.tiles import tile_layout
 from sgl_kvfetch.codec.quant.klt import KltForward, KltQuantiser
-from sgl_kvfetch.triton_kernels import ans, frame_sum, quantise_klt, restore, restore_klt, xxh3
+from sgl_kvfetch.triton_kernels import ans, frame_sum, quantise_klt, restore_klt, xxh3
 from sgl_kvfetch.types import KVGeometry
 from tests.triton_kernels.coded_load import CodedPrompt
 
-MODULES = ans, frame_sum, quantise_klt, restore, restore_klt, xxh3
+MODULES = ans, frame_sum, quantise_klt, restore_klt, xxh3
 TOKENS = 1, 15, 16, 33, 64, 1024
 HEADS, DIM = 2, 80
 SLOTS = torch.arange(2048)  # of which launches take views, as with pages of one token
@@ -91,16 +90,9 @@ def forward_of(layers: int, kept: int) -> KltForward:
 
 
 def launch_all() -> None:
-    layout = tile_layout(HEADS, DIM, 1024)
     shape = restore_klt.klt_shape(*(buffers(1) * 2), 3, DIM)
     for tokens in TOKENS:
-        frames = torch.empty(layout.frames_shape((tokens, 3, HEADS, DIM)), dtype=torch.uint8)
-        scales = torch.empty((tokens, 3, HEADS), dtype=torch.bfloat16)
         for slots in slots_of(tokens):
-            for first in range(len(frames)):
-                restore.restore([frames[first:]] * 2, layout, slots, buffers(3), first_frame=first)
-                some = {"scales": scales, "centres": [127] * 3, "first_frame": first}
-                restore.restore([frames[first:]], layout, slots, buffers(3), **some)
             for num_cells in (1, 16):
                 table = torch.empty(num_cells * shape.row_bytes, dtype=torch.uint8)
                 for page_size in (1, 64):

@@ -134,4 +134,15 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         quantise_klt(forward, k, v, slots, torch.zeros((4, 6), device=DEVICE), 0)
     with pytest.raises(ValueError, match="matrix"):
         quantise_klt(forward._replace(matrix=forward.matrix[1:]), k, v, slots, None, 0)
+    with pytest.raises(ValueError, match="no buffers, expected one a layer"):
+        quantise_klt(forward, [], v, slots, None, 0)
+    with pytest.raises(ValueError, match=r"buffers differ: .*\(1024, 2, 16\).*\(1023, 2, 16\)"):
+        quantise_klt(forward, [*k[:2], k[2][1:]], v, slots, None, 0)
+    with pytest.raises(ValueError, match="expected the last to be 1"):
+        quantise_klt(forward, [x.mT for x in k], v, slots, None, 0)
+    with pytest.raises(ValueError, match="expected int64"):
+        quantise_klt(forward, k, v, slots.int(), None, 0)
+    if DEVICE.type == "cpu":
+        with pytest.raises(ValueError, match=r"slot 1024 is outside a buffer of shape \(1024, 2, 16\)"):
+            quantise_klt(forward, k, v, torch.arange(1020, 1025), None, 0)
     assert quantise_klt(forward, k, v, slots[:0], None, 0)[0].numel() == 0

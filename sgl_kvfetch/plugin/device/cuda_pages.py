@@ -102,7 +102,7 @@ class CudaPages(SlotPages):
         self.device.used_on(self._slots_there, stream)
 
     def new_stream(self) -> Stream:
-        """Return a stream for work on the pool beside rounds and reads."""
+        """Return a stream for work on the pool beside the forward pass, such as a load."""
         self._pool_streams.append(self.device.new_stream())
         return self._pool_streams[-1]
 
