@@ -19,10 +19,11 @@ from sgl_kvfetch.codec.quant.base import CellValues, Quantised, join_parts
 from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane import plane as plane_module
 from sgl_kvfetch.plane.messages import Start
 from sgl_kvfetch.plane.plane import DataPlane
-from sgl_kvfetch.plugin.device import klt_reads
+from sgl_kvfetch.plugin.device import cuda_pages, klt_reads
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.device.klt_reads import Others, others_in
 from sgl_kvfetch.plugin.device.pages import GuardedSource
@@ -205,6 +206,7 @@ def test_an_error_leaves_pages_to_the_cpu(
     quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     opened = pages_of(quantiser).open_reads(slots_of(PLACES))
+    monkeypatch.setattr(cuda_pages, "_limited", LimitedLogger(cuda_pages.logger))  # others may have warned just now
 
     def fail(*args: Any) -> None:
         raise RuntimeError("the device is lost")
