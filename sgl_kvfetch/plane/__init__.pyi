@@ -14,7 +14,6 @@ from .client import (
 )
 from .coded import StagedCode as StagedCode
 from .config import KVFetchConfig as KVFetchConfig, parse_config as parse_config
-from .fetch.link_queue import Claim as Claim, LinkQueue as LinkQueue
 from .fetch.plan import ReadUnit as ReadUnit, read_units as read_units
 from .fetch.sink import (
     Destination as Destination,
@@ -36,7 +35,7 @@ from .profiles import (
     take_profile as take_profile,
 )
 from .quantiser import config_quantiser as config_quantiser
-from .run import FetchCall as FetchCall, ReadSide as ReadSide
+from .run import ReadSide as ReadSide
 from .service import run_data_plane as run_data_plane
 from .staging import StagedValues as StagedValues
 from .store_options import check_files as check_files

@@ -1,7 +1,5 @@
 from .base import (
-    ByteInverse as ByteInverse,
     Inverse as Inverse,
-    StepInverse as StepInverse,
     TransformInverse as TransformInverse,
     join_parts as join_parts,
 )
