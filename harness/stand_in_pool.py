@@ -94,8 +94,10 @@ def install_if_missing() -> bool:
 
 
 def install() -> None:
-    """Make the stand-ins importable as SGLang's classes. Nothing of SGLang can be imported afterwards."""
+    """Make the stand-ins importable as SGLang's classes. Nothing of SGLang can be imported afterwards, and nothing may
+    have been before."""
     for module, classes in _MODULES.items():
+        assert getattr(sys.modules.get(module), "__file__", None) is None, f"{module} is imported already"
         parts = module.split(".")
         for length in range(1, len(parts) + 1):
             name = ".".join(parts[:length])

@@ -36,7 +36,6 @@ from tests.triton_kernels import (
     test_restore_klt_kernel as restoring_klt,
 )
 from tests.triton_kernels.cases import NUM_SLOTS
-from tests.triton_kernels.coded_load import CodedPrompt
 from tests.triton_kernels.emulation import Emulator
 from tests.triton_kernels.test_frame_sum_kernel import random_frames
 from tests.triton_kernels.test_xxh3_kernel import random_bytes
@@ -108,6 +107,8 @@ def quantise_klt() -> None:
 def load_of_a_coded_prompt() -> None:
     """In parts, of two layer groups and two spans, with tokens that are kept exact, and without its first page. Its
     first span is staged as integers."""
+    from tests.triton_kernels.coded_load import CodedPrompt  # puts stand-ins in the place of SGLang
+
     rope = Rope(inv_freq=tuple(100.0 ** (-i / 8) for i in range(8)))
     profile = make_profile(num_layers=3, num_heads=2, head_dim=16, cell_layers=2, cell_heads=1, rope=rope, num_sinks=6)
     values = values_of(profile, 48)
