@@ -1,6 +1,6 @@
 """Measures the link, and decides when to request more bytes: by its pace, and by the memory that they may take.
 
-What is known of a link is what has arrived, and when. Reads share it: several are under way, each slower than the link.
+We know a link by what has arrived over it, and when. Several reads share it, so each is slower than the link.
 So goodput is not that of single reads. The link is taken as if one connection carried everything: a `Transfer` is what
 has come, of all reads, between two ends of reads. Two reads may end almost together, and the time between says nothing:
 then the next transfer is joined with the last one, until it lasts as long as a read.
