@@ -179,10 +179,25 @@ def held_bytes(fetcher: Fetcher) -> tuple[int, int, int]:
     return resident, compressed, resident - compressed
 
 
-async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point:
-    """Measure one fetch. The process must not have fetched anything before."""
+def make_pool(setup: Setup, num_tokens: int, device: str) -> Any:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+    geometry = setup.geometry(setup.make_quantiser())
+    return MHATokenToKVPool(
+        num_tokens,
+        PAGE_TOKENS,
+        geometry.torch_dtype,
+        geometry.num_heads,
+        geometry.k_head_dim,
+        geometry.num_layers,
+        device,
+        False,
+        v_head_dim=geometry.v_head_dim,
+    )
+
+
+async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point:
+    """Measure one fetch. The process must not have fetched anything before."""
     from sgl_kvfetch.plane.client import open_client
     from sgl_kvfetch.plane.fetch.plan import total_bytes
     from sgl_kvfetch.plane.fetch.sink import GuardedSink
@@ -190,17 +205,7 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
 
     quantiser = setup.make_quantiser()
     geometry = setup.geometry(quantiser)
-    pool = MHATokenToKVPool(
-        num_tokens,
-        PAGE_TOKENS,
-        geometry.torch_dtype,
-        geometry.num_heads,
-        geometry.k_head_dim,
-        geometry.num_layers,
-        "cpu",
-        False,
-        v_head_dim=geometry.v_head_dim,
-    )
+    pool = make_pool(setup, num_tokens, "cpu")
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.fill_(1.0)  # touches every page of memory
     pages = DevicePages(pool, PAGE_TOKENS)

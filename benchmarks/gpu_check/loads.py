@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from benchmarks.gpu_check import passes
 from benchmarks.gpu_check.quantise import make_profile
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import make_busy
-from benchmarks.memory import GOAL_BYTES, PAGE_TOKENS, SPAN_TOKENS, Setup, repeated_segments
+from benchmarks.memory import GOAL_BYTES, PAGE_TOKENS, SPAN_TOKENS, Setup, make_pool, repeated_segments
 from benchmarks.sampler import Sampler
 from harness import stand_in_pool
 from harness.coded_prompts import stage_coded
@@ -209,23 +209,6 @@ class Prompt:
                     yield manifest.grid.layers(cell.layer_group), reader.heads_of(cell), values
                 return
             span -= manifest.num_spans
-
-
-def make_pool(setup: Setup, num_tokens: int, device: str) -> Any:
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    geometry = setup.geometry(setup.make_quantiser())
-    return MHATokenToKVPool(
-        num_tokens,
-        PAGE_TOKENS,
-        geometry.torch_dtype,
-        geometry.num_heads,
-        geometry.k_head_dim,
-        geometry.num_layers,
-        device,
-        False,
-        v_head_dim=geometry.v_head_dim,
-    )
 
 
 def wrong_reads(pages: CudaPages, num_pages: int) -> str:

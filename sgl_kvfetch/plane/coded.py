@@ -59,7 +59,7 @@ class StagedCode:
 
 def gpu_restores(sources: Sequence[PageSource]) -> bool:
     """Return whether an engine's GPU can restore all cells of these pages."""
-    return all(each.reader.quantiser.gpu_restores_batches for source in sources for each in (source, *source.others))
+    return all(each.reader.quantiser.gpu_restores for source in sources for each in (source, *source.others))
 
 
 def stays_coded(reader: SegmentReader, cell: Cell) -> bool:

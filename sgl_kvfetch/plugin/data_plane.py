@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
 import torch
@@ -196,7 +196,7 @@ class Opening:
             takes_code=self.takes_code,
             gpu=gpu.torch_device.index if gpu is not None and self.staging_bytes else None,
         )
-        if isinstance(pages, SlotPages):
+        if _is_on_gpu(pages):
             places = _cell_places(writer_spec(config, heads, quantiser, self.most_span_pages))
             try:
                 pages.prepare(quantiser, places)
@@ -233,7 +233,7 @@ def open_plane(
     return opening.open(config, quantiser)
 
 
-def _is_on_gpu(pages: HostPages | SlotPages) -> bool:
+def _is_on_gpu(pages: HostPages | SlotPages) -> TypeGuard[SlotPages]:
     return isinstance(pages, SlotPages) and pages.device is not None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.engine import SGLangServer
 from harness.waiting import wait_until
-from tests.e2e.conftest import make_prompt
+from tests.e2e.conftest import Expected, ask, from_storage, make_half_prompt, make_prompt, same_answer
 from tests.e2e.shared import ATTACH
 
 _HELD = ("01", "02", "08")  # of the states of TCP, those of sockets that a process has not closed
@@ -50,3 +50,23 @@ def num_connections(url: str) -> int:
     port = int(url.rpartition(":")[2])
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(int(row[2].rpartition(":")[2], 16) == port and row[3] in _HELD for row in rows)
+
+
+def assert_fetched_in_parts(server: SGLangServer, expected: Expected) -> None:
+    """Ask for prompts 0 and 1, which are stored, once more, and for one of which half is stored."""
+    server.flush()
+
+    for seed in range(2):
+        answer = ask(server, make_prompt(seed))
+        assert from_storage(answer) >= 0.9 * 640
+        assert same_answer(answer, expected[seed])
+    # In the tree now: nothing is fetched again.
+    again = ask(server, make_prompt(0))
+    assert from_storage(again) == 0
+    assert again.cached_tokens >= 0.9 * 640
+
+    # Half of it is stored; the rest is computed.
+    server.flush()
+    answer = ask(server, make_half_prompt())
+    assert from_storage(answer) == 320
+    assert same_answer(answer, expected.half)

@@ -11,7 +11,8 @@ from harness.metrics import read_metric, wait_until_written
 from harness.otlp_receiver import OtlpReceiver, ReceivedSpan
 from harness.store_process import StoreProcess
 from harness.waiting import wait_until
-from tests.e2e.conftest import Expected, ask, from_storage, make_half_prompt, make_prompt, same_answer
+from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.device import assert_fetched_in_parts
 from tests.e2e.faults import PAGES, fetch_again
 from tests.e2e.shared import ATTACH, Shared, attach
 
@@ -26,22 +27,7 @@ def test_exact(device: Shared, store: StoreProcess, expected: Expected) -> None:
             assert same_answer(answer, expected[seed])
         wait_until_written(server, 2 * PAGES)
         assert read_metric(server.metrics(), "sgl_kvfetch_written_pages_total", result="stored") == 2 * PAGES
-        server.flush()
-
-        for seed in range(2):
-            answer = ask(server, make_prompt(seed))
-            assert from_storage(answer) >= 0.9 * 640
-            assert same_answer(answer, expected[seed])
-        # In the tree now: nothing is fetched again.
-        again = ask(server, make_prompt(0))
-        assert from_storage(again) == 0
-        assert again.cached_tokens >= 0.9 * 640
-
-        # Half of it is stored; the rest is computed.
-        server.flush()
-        answer = ask(server, make_half_prompt())
-        assert from_storage(answer) == 320
-        assert same_answer(answer, expected.half)
+        assert_fetched_in_parts(server, expected)
         assert read_metric(server.metrics(), "sgl_kvfetch_misses_total") == 0
         server.flush()
 

@@ -9,7 +9,8 @@ import pytest
 from harness.engine import SGLangServer, device_args
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
-from tests.e2e.conftest import Expected, ask, from_storage, make_half_prompt, make_prompt, same_answer
+from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.device import assert_fetched_in_parts
 from tests.e2e.faults import PAGES
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -26,20 +27,5 @@ def test_stored_prompts_are_loaded_while_their_batch_computes(
             assert from_storage(answer) == 0
             assert same_answer(answer, expected[seed])
         wait_until_written(server, 2 * PAGES)
-        server.flush()
-
-        for seed in range(2):
-            answer = ask(server, make_prompt(seed))
-            assert from_storage(answer) >= 0.9 * 640
-            assert same_answer(answer, expected[seed])
-        # In the tree now: nothing is fetched again.
-        again = ask(server, make_prompt(0))
-        assert from_storage(again) == 0
-        assert again.cached_tokens >= 0.9 * 640
-
-        # Half of it is stored; the rest is computed.
-        server.flush()
-        answer = ask(server, make_half_prompt())
-        assert from_storage(answer) == 320
-        assert same_answer(answer, expected.half)
+        assert_fetched_in_parts(server, expected)
         assert "Using the Python TreeCore" not in server.log()  # SGLang falls back to it, and says so

@@ -1,5 +1,4 @@
 from .base import (
-    Inverse as Inverse,
     TransformInverse as TransformInverse,
     join_parts as join_parts,
 )

@@ -64,19 +64,6 @@ class CellPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class ByteInverse:
-    """Inverts `exact`: the integers are the bytes of the values, one plane a byte."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepInverse:
-    """Inverts `symmetric`: a value is the difference between its integer and its layer's centre, times its scale."""
-
-    k_centres: tuple[int, ...]
-    v_centres: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class TransformInverse:
     """Inverts `klt`: integers are coefficients, in units of the token's scale.
 
@@ -92,9 +79,6 @@ class TransformInverse:
 
     def to(self, device: torch.device) -> TransformInverse:
         return TransformInverse(self.matrix.to(device), self.mean.to(device), self.rope, self.step)
-
-
-Inverse = ByteInverse | StepInverse | TransformInverse  # the restore kernels take the fields as arguments
 
 
 class Quantiser(ABC):
@@ -117,10 +101,6 @@ class Quantiser(ABC):
     ) -> CellValues:
         """Return the values of a cell, or of some of its tokens, up to rounding. ``place`` is the whole cell's."""
 
-    @abstractmethod
-    def inverse_of(self, place: CellPlace) -> Inverse:
-        """Return the parameters of ``dequantise`` for these layers and heads, for kernels."""
-
     def require_sound(self, parts: Quantised, place: CellPlace, token_bytes: int) -> None:  # noqa: B027, may be all
         """Raise FormatError unless a cell's parts of plain bytes fit the cell and its other parts.
 
@@ -132,10 +112,14 @@ class Quantiser(ABC):
         raise NotImplementedError(f"{self.identity} quantises on the host only")
 
     profile: Profile | None = None  # of the model that it was calibrated for
-    # What a GPU can do with its cells, besides restoring them one by one: restore those of a round in few launches
-    # (`restore_klt`), and quantise (`quantise_klt`, with what `forward` returns).
-    gpu_restores_batches: bool = False
+    # What a GPU can do with its cells: restore (`restore_klt`, with what `inverse_of` returns), and quantise
+    # (`quantise_klt`, with what `forward` returns).
+    gpu_restores: bool = False
     gpu_quantises: bool = False
+
+    def inverse_of(self, place: CellPlace) -> TransformInverse:
+        """Return the parameters of ``dequantise`` for these layers and heads, with which a kernel restores a cell."""
+        raise AssertionError(f"no kernel restores {self.identity}")
 
     def forward(self, place: CellPlace) -> KltForward:
         """Return the tensors, on the host, with which kernels quantise a cell."""

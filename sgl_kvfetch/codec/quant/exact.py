@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kvfetch.codec.quant.base import ByteInverse, CellPlace, CellValues, Part, Quantised, Quantiser
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser
 from sgl_kvfetch.types import TENSORS
 
 
@@ -31,9 +31,6 @@ class ExactQuantiser(Quantiser):
         assert len(quantised) == len(TENSORS) * size
         k, v = (torch.stack([plane[tokens] for plane in quantised[i : i + size]]) for i in (0, size))
         return CellValues(from_planes(k, dtype), from_planes(v, dtype))
-
-    def inverse_of(self, place: CellPlace) -> ByteInverse:
-        return ByteInverse()
 
 
 def to_planes(values: torch.Tensor) -> torch.Tensor:

@@ -231,7 +231,7 @@ class KltQuantiser(KltIntegers):
     """The quantiser ``klt`` of one model, at one step."""
 
     knows_cells = True
-    gpu_restores_batches = True
+    gpu_restores = True
     gpu_quantises = True
     profile: Profile
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser, StepInverse
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from sgl_kvfetch.types import TENSORS, TensorName
 
@@ -86,9 +86,6 @@ class SymmetricQuantiser(Quantiser):
             centred = integers[tokens].to(torch.float32) - self._centre_tensor(tensor, place.layers, integers.device)
             restored.append((centred * step).to(dtype))
         return CellValues(*restored)
-
-    def inverse_of(self, place: CellPlace) -> StepInverse:
-        return StepInverse(self.centres("k", place.layers), self.centres("v", place.layers))
 
     def _centre_tensor(self, tensor: TensorName, layers: range, device: torch.device) -> torch.Tensor:
         return torch.tensor(self.centres(tensor, layers), dtype=torch.float32, device=device).view(1, -1, 1, 1)

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from sgl_kvfetch.codec import CellPlace, CellValues, Device, Quantised, Quantiser, Stream
-from sgl_kvfetch.codec.quant import Inverse, Rope, TransformInverse, scales_of
+from sgl_kvfetch.codec.quant import Rope, TransformInverse, scales_of
 from sgl_kvfetch.log import LimitedLogger, brief
 from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import consecutive_runs
@@ -72,7 +72,7 @@ class CudaPages(SlotPages):
         self._uploads = device.new_stream()
         self._lock = threading.Lock()  # guards the inverses and the tables
         self._tables: OrderedDict[tuple[Hashable, ...], torch.Tensor] = OrderedDict()
-        self._inverses: dict[tuple[Quantiser, range, range], Inverse] = {}
+        self._inverses: dict[tuple[Quantiser, range, range], TransformInverse] = {}
         self._outputs_of: dict[tuple[range, range], CellOutputs] = {}
         self._models: dict[tuple[range, range], tuple[Quantiser, KltModel]] = {}
         self._compiled: set[Hashable] = set()
@@ -86,7 +86,7 @@ class CudaPages(SlotPages):
 
     def open_reads(self, slots: torch.Tensor) -> Self:
         opened = self._open(slots)
-        opened._fence(self._reads)  # a forward pass under way may compute what will be read
+        self._fence(self._reads, opened._slots_there)  # a forward pass under way may compute what will be read
         if self._klt_reads is not None:
             opened._klt_run = self._klt_reads.open(opened._slots_there, opened._read_slots, self.geometry.page_size)
         return opened
@@ -96,10 +96,10 @@ class CudaPages(SlotPages):
         opened._slots_there = slots.to(torch.int64)
         return opened
 
-    def _fence(self, stream: Stream) -> None:
+    def _fence(self, stream: Stream, slots: torch.Tensor) -> None:
         stream.wait_event(self.device.current_stream().record_event())  # slots are computed on this stream
         stream.wait_event(self._forward_stream.record_event())
-        self.device.used_on(self._slots_there, stream)
+        self.device.used_on(slots, stream)
 
     def new_stream(self) -> Stream:
         """Return a stream for work on the pool beside the forward pass, such as a load."""
@@ -109,9 +109,9 @@ class CudaPages(SlotPages):
     def open_load(self, slots: torch.Tensor, stream: Stream) -> torch.Tensor:
         """Return ``slots`` for work on ``stream``, int64 on the device, and order what is launched there from now on
         after everything that the model was given to compute so far. Call this on the scheduler's thread."""
-        opened = self._open(slots)
-        opened._fence(stream)
-        return opened._slots_there
+        there = slots.to(torch.int64)
+        self._fence(stream, there)
+        return there
 
     def wait_until_unused(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
@@ -133,12 +133,12 @@ class CudaPages(SlotPages):
 
     def prepare(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
         self.quantiser = quantiser
+        if not quantiser.gpu_restores:
+            return
         first, *others = places
         inverse = self._inverse(quantiser, first)
         for place in others:
             self._inverse(quantiser, place)
-        if not isinstance(inverse, TransformInverse):
-            return
         if inverse.rope is not None:
             num_tokens = len(first.tokens)
             for token in range(0, _ROTATED_SPANS * num_tokens, num_tokens):
@@ -150,17 +150,14 @@ class CudaPages(SlotPages):
                 self.device.launch(self._uploads, partial(compile_klt, *kind, self._slots_there))
                 self._compiled.add(kind)
 
-    def _inverse(self, quantiser: Quantiser, place: CellPlace) -> Inverse:
+    def _inverse(self, quantiser: Quantiser, place: CellPlace) -> TransformInverse:
         """Return the inverse of a cell's quantiser. Its tensors stay on the device, for later cells."""
         key = quantiser, place.layers, place.heads
         with self._lock:
             if key not in self._inverses:
                 for other in [k for k in self._inverses if k[0] is not quantiser]:  # of an earlier attachment
                     del self._inverses[other]
-                inverse = quantiser.inverse_of(place)
-                if isinstance(inverse, TransformInverse):
-                    inverse = self.device.upload(inverse, self._uploads)
-                self._inverses[key] = inverse
+                self._inverses[key] = self.device.upload(quantiser.inverse_of(place), self._uploads)
             return self._inverses[key]
 
     def klt_model(self, quantiser: Quantiser, place: CellPlace, layers: range, heads: range) -> KltModel:
@@ -177,7 +174,6 @@ class CudaPages(SlotPages):
     ) -> KltModel:
         """``k`` and ``v``: each layer's buffer, reduced to the cell's heads."""
         inverse = self._inverse(quantiser, place)
-        assert isinstance(inverse, TransformInverse)
         rope = inverse.rope
         rotary_dim, is_interleaved = (0, False) if rope is None else (rope.rotary_dim, rope.interleaved)
         shape = klt_shape(k[0], v[0], quantiser.cell_layers, rotary_dim, interleaved=is_interleaved)

@@ -118,11 +118,6 @@ class DevicePages(SlotPages, PagePool):
         return (torch.tensor(pages, dtype=torch.int64).unsqueeze(1) * size + torch.arange(size)).flatten()
 
 
-def pool_device(pool: Any) -> torch.device:
-    """Return the device of a pool's buffers, with its index. Raises UnsupportedError as `DevicePages` does."""
-    return _kv_buffers(pool)["k"][0].device
-
-
 def open_gpu(pool: Any) -> tuple[Device, bool] | None:
     """Return a pool's GPU, and whether ``ans`` is decoded there; None if the pool is on the CPU.
 
@@ -139,7 +134,7 @@ def open_gpu(pool: Any) -> tuple[Device, bool] | None:
     )
     from sgl_kvfetch.codec.bitstream import try_gpu_ans
 
-    gpu = Device(pool_device(pool))
+    gpu = Device(_kv_buffers(pool)["k"][0].device)  # with its index
     decodes_ans, about = try_gpu_ans(gpu)
     logger.info("kvfetch: %s", about)
     return gpu, decodes_ans
