@@ -1,5 +1,5 @@
 """Compares the CPU cost of verifying decoded frames with that of encoding and decoding them. Frames are verified by
-their frame sum, which GPUs compute, or by the checksum of their integers.
+their frame sum, which a GPU could compute, too, or by the checksum of their integers.
 
     python -m benchmarks.checksums [--tokens N]
 

@@ -12,17 +12,16 @@ _MEAN_BYTES = _ANGLE_BYTES = 4  # float32
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens of one call, and their shape. ``coefficients``: coefficients per token, for ``restore_klt``."""
+    """The tokens of one call, and their shape. ``coefficients``: per token."""
 
     tokens: int
-    heads: int = 8
+    coefficients: int
+    heads: int
     dim: int = 128
     layers: int = 3
-    coefficients: int = 0
 
     def __str__(self) -> str:
-        coefficients = f", {self.coefficients} coefficients" if self.coefficients else ""
-        return f"{self.tokens} tokens, {self.heads} heads of {self.dim}{coefficients}"
+        return f"{self.tokens} tokens, {self.heads} heads of {self.dim}, {self.coefficients} coefficients"
 
     @property
     def num_channels(self) -> int:

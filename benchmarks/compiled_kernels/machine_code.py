@@ -30,7 +30,7 @@ class Facts:
         registers: Registers per thread.
         shared_bytes: Shared memory per program.
         stack_bytes: Stack per thread, which spilled registers use.
-        access_bytes: The widest store to a KV buffer; for ``frame_sum``, the widest load of frames.
+        access_bytes: The widest store to a KV buffer; for ``xxh3``, the widest load of frames.
         instructions: The instructions that multiply matrices, without their number of columns.
         loop: The instructions of a warp in the innermost loop that has some of these, and how many these are; on
             NVIDIA only.

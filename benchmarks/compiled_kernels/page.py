@@ -18,8 +18,8 @@ Each cell is *registers of a thread / shared memory of a program / stack of a th
 the last three in bytes. Where the stack is 0, no register spills. On gfx942 registers are vector registers.
 
 Shapes are heads x values of a head, of {LAYERS} layers. `restore_klt` restores cells with such heads, K and V. \
-`exact_tokens` copies their exact tokens. `frame_sum` and `xxh3` read frames instead of KV buffers, and `ans_decode` \
-writes them. `centre` and `round` are of `quantise_klt`: they read KV buffers, and write channels and integers.
+`exact_tokens` copies their exact tokens. `xxh3` reads frames instead of KV buffers, and `ans_decode` writes \
+them. `centre` and `round` are of `quantise_klt`: they read KV buffers, and write channels and integers.
 """
 _NOTES = """
 Every kernel compiles for every target.

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.compiled_kernels.recorder import Recorder, recording
 from sgl_kvfetch.codec.quant.klt import KltForward
-from sgl_kvfetch.triton_kernels import ans, frame_sum, quantise_klt, restore_klt, xxh3
+from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_klt, xxh3
 
 TOKENS, SLOTS, LAYERS = 1000, 4096, 3
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,7 +23,7 @@ _BF16 = torch.bfloat16
 class Variant:
     """One launch of a kernel.
 
-    ``access``: which width to report: that of stores to KV buffers or rows, or for checksums that of loads of frames.
+    ``access``: which width to report: that of stores to KV buffers or rows, or for ``xxh3`` that of loads of frames.
     """
 
     name: str
@@ -54,8 +54,6 @@ def all_variants() -> Iterator[Variant]:
         yield _quantise_klt(dtype, rotary_dim=128)
     yield _quantise_klt(_BF16, rotary_dim=0)
     yield _quantise_klt(_BF16, rotary_dim=128, kernel="round")
-    frames = _empty(4, 3, 480, 856, dtype=torch.uint8)
-    yield Variant("frame_sum", frame_sum, "frame_sum_kernel", lambda: frame_sum.frame_sum(frames), access="load")
     data = _empty(1 << 20, dtype=torch.uint8)
     chunks = [ans.AnsChunk(0, 1000, 100, TOKENS, 0)]
     yield Variant("ans_decode", ans, "ans_decode_kernel", lambda: ans.ans_decode(data, chunks, data))

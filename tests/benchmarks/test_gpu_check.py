@@ -121,8 +121,8 @@ def record(tmp_path: Path) -> Record:
     return Record(tmp_path / "found.json")
 
 
-TINY = [Span(17, heads=1, dim=48), Span(17, heads=2, dim=16, coefficients=20)]
-CASES = ["frame_sum", "restore_klt", "restore_klt NeoX", "restore_klt GPT-J"]
+TINY = [Span(17, heads=2, dim=16, coefficients=20)]
+CASES = ["restore_klt", "restore_klt NeoX", "restore_klt GPT-J"]
 
 
 def test_kernels_are_held_against_their_references(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,6 @@ def test_kernels_are_held_against_their_references(record: Record, monkeypatch: 
         pass  # leaves the poison
 
     monkeypatch.setattr(kernels, "restore_klt", wrong)
-    monkeypatch.setattr(kernels, "frame_sum", lambda frames: torch.tensor([1], device=frames.device))
     kernels.check(record, device, TINY)
     assert all(f"{name}, 17 tokens" in found_by(record)["reason"] for name in CASES)
 

@@ -18,14 +18,12 @@ from unittest.mock import patch
 import torch
 import xxhash
 
-from benchmarks.compiled_kernels import recorder
 from harness.ptx.values import Fault
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.triton_kernels import restore_klt as restore_klt_module
-from sgl_kvfetch.triton_kernels.frame_sum import frame_sum, frame_sum_reference
 from sgl_kvfetch.triton_kernels.xxh3 import MIN_BYTES, digest_of, xxh3_sums
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.bitstream.test_ans import coefficients
@@ -37,7 +35,6 @@ from tests.triton_kernels import (
 )
 from tests.triton_kernels.cases import NUM_SLOTS
 from tests.triton_kernels.emulation import Emulator
-from tests.triton_kernels.test_frame_sum_kernel import random_frames
 from tests.triton_kernels.test_xxh3_kernel import random_bytes
 
 KLT = restoring_klt.Case(33, 1, 1, 80, 48, coefficients=70, layout=restoring_klt.WASTEFUL, exact=(0, 32))
@@ -63,11 +60,6 @@ def xxh3_digests() -> None:
     data, ranges = random_bytes(4096), [(0, MIN_BYTES), (8, 1024), (16, 1089)]
     for (start, size), sums in zip(ranges, xxh3_sums(data, ranges).tolist(), strict=True):
         assert digest_of(sums, size) == xxhash.xxh3_128_digest(data[start : start + size].numpy().data), size
-
-
-def frame_sum_bits() -> None:
-    frames = random_frames(3, 72, 80)  # a part of a block, after two whole ones
-    assert torch.equal(frame_sum(frames), frame_sum_reference(frames))
 
 
 def restore_klt_plain() -> None:
@@ -142,11 +134,13 @@ def slots_beyond_the_buffers(emulator: Emulator) -> None:
 
 
 def frames_that_are_not_aligned(emulator: Emulator) -> None:
-    """As if Triton had been told that they are."""
-    frames = torch.zeros(8 + 3 * 64, dtype=torch.uint8)[8:].view(1, 3, 8, 8)
-    assert frames.data_ptr() % 16
-    with emulator.running(), patch.object(recorder, "_is_specialised", lambda param, leaf: True):
-        frame_sum(frames)
+    """As if the wrapper let them pass."""
+    span = restoring_klt.Span(KLT)
+    aligned = span.cell().frames
+    frames = torch.cat((aligned.flatten()[:4], aligned.flatten()))[4:].view(aligned.shape)
+    assert frames.data_ptr() % 8
+    with emulator.running(), patch.object(restore_klt_module, "require", lambda *_: None):
+        restoring_klt.run_kernels([span.cell(frames=frames)], span.slots, 1)
 
 
 def no_barriers(emulator: Emulator) -> None:
@@ -177,7 +171,6 @@ CASES: tuple[Callable[[], None], ...] = (
     ans_decode_bits,
     ans_decode_damaged,
     xxh3_digests,
-    frame_sum_bits,
     restore_klt_plain,
     restore_klt_rotated,
     restore_klt_interleaved,

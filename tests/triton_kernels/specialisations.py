@@ -23,11 +23,11 @@ from benchmarks.compiled_kernels.recorder import Recorder
 from benchmarks.compiled_kernels.variants import all_variants
 from benchmarks.gpu_check.quantise import make_profile
 from sgl_kvfetch.codec.quant.klt import KltForward, KltQuantiser
-from sgl_kvfetch.triton_kernels import ans, frame_sum, quantise_klt, restore_klt, xxh3
+from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_klt, xxh3
 from sgl_kvfetch.types import KVGeometry
 from tests.triton_kernels.coded_load import CodedPrompt
 
-MODULES = ans, frame_sum, quantise_klt, restore_klt, xxh3
+MODULES = ans, quantise_klt, restore_klt, xxh3
 TOKENS = 1, 15, 16, 33, 64, 1024
 HEADS, DIM = 2, 80
 SLOTS = torch.arange(2048)  # of which launches take views, as with pages of one token
@@ -107,7 +107,6 @@ def launch_all() -> None:
             ans.ans_decode(data, chunks, rows)
         for num_inputs in (1, 16):
             xxh3.xxh3_sums(torch.empty(1 << 16, dtype=torch.uint8), [(0, 241 + tokens)] * num_inputs)
-        frame_sum.frame_sum(torch.empty((tokens, 3, 16, 24), dtype=torch.uint8))
 
 
 def load_prompts() -> None:

@@ -13,7 +13,6 @@ KERNELS = {
     "ans_decode_kernel": 1,
     "centre_kernel": 2,  # for K, whose rotation it undoes, and for V
     "exact_tokens_kernel": 1,
-    "frame_sum_kernel": 1,
     "restore_klt_kernel": 2,  # for eight neighbouring tokens at once, and for segments of fewer
     "round_kernel": 1,
     "xxh3_kernel": 1,

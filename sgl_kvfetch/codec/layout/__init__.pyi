@@ -1,10 +1,3 @@
-from .frame_sum import (
-    GAMMA as GAMMA,
-    MIX_1 as MIX_1,
-    MIX_2 as MIX_2,
-    WORD_BYTES as WORD_BYTES,
-    sum_of_frames as sum_of_frames,
-)
 from .frames import (
     FILL as FILL,
     MIN_PICTURE as MIN_PICTURE,
