@@ -1,13 +1,14 @@
-"""Measures the memory that a fetch in device mode needs besides the slots that it fills.
+"""Measures the memory that a fetch in device mode needs besides the values that it restores.
 
-Each point is a fetch of one prefix in a fresh process, with SGLang's own token-to-KV pool on the CPU, a store process
-on a socket, and segments as a writer makes them. Resident memory is sampled every millisecond, starting right before
-the fetch. By then, the pool's pages have been touched, and a fetch of one span has warmed up all code. ``peak`` is the
-largest growth. ``compressed`` is the peak of the host buffer as the fetcher counts it, bounded by ``inflight_bytes``.
-``decoded`` is the largest growth minus the buffer's bytes at the same time: integers, frames, values, and the memory of
-the HTTP client. On a GPU, frames pass through the buffers of ``device_bytes``, which are made once; that figure is read
-from the code, not measured. The prefix repeats one span, of values that drift along the tokens or, for klt, of random
-coefficients. Only lengths matter here, not contents.
+Each point is a fetch of one prefix in a fresh process: it is staged in shared memory, as the data plane does it, and
+loaded into SGLang's own token-to-KV pool on the CPU. A store process on a socket serves it, of segments as a writer
+makes them. Resident memory is sampled every millisecond, starting right before the fetch. By then, pool and shared
+memory have been touched, and a fetch of one span has warmed up all code. ``peak`` is the largest growth. ``compressed``
+is the peak of the host buffer as the fetcher counts it, bounded by ``inflight_bytes``. ``decoded`` is the largest
+growth minus the buffer's bytes at the same time: integers, frames, values on their way to shared memory, and the memory
+of the HTTP client. On a GPU, loads pass through the buffers of ``device_bytes``, which are made once; that figure is
+read from the code, not measured. The prefix repeats one span, of values that drift along the tokens or, for klt, of
+random coefficients. Only lengths matter here, not contents.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -37,7 +38,6 @@ from benchmarks.heads import make_heads
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, write_json
 from benchmarks.sampler import Sampler
-from harness.fetching import fetch_pages
 from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.bitstream.registry import resolution_for
@@ -49,10 +49,13 @@ from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import HeadSlice, buddy_split
-from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, torch_dtype
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.plane.client import StoreClient
 
 GOAL_BYTES = 64 << 20  # bound on decoded data, for any length
 PAGE_TOKENS = 64
@@ -105,7 +108,7 @@ class Point:
     quantiser: str
     codec: str
     tokens: int
-    raw_bytes: int  # size of the slots that it fills
+    raw_bytes: int  # size of the slots that it fills, and of what is staged
     stored_bytes: int
     peak_bytes: int
     compressed_bytes: int
@@ -200,32 +203,25 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
     """Measure one fetch. The process must not have fetched anything before."""
     from sgl_kvfetch.plane.client import open_client
     from sgl_kvfetch.plane.fetch.plan import total_bytes
-    from sgl_kvfetch.plane.fetch.sink import GuardedSink
-    from sgl_kvfetch.plugin.device.pages import DevicePages
 
     quantiser = setup.make_quantiser()
     geometry = setup.geometry(quantiser)
-    pool = make_pool(setup, num_tokens, "cpu")
-    for buffer in (*pool.k_buffer, *pool.v_buffer):
-        buffer.fill_(1.0)  # touches every page of memory
-    pages = DevicePages(pool, PAGE_TOKENS)
-    config = parse_config(extra)
     hashes = page_hashes(num_tokens // PAGE_TOKENS)
-    client = open_client(config, setup.heads(quantiser), quantiser)
+    client = open_client(parse_config(extra), setup.heads(quantiser), quantiser)
     fetcher = client.fetcher
     try:
         sources = await client.finder.find_pages(hashes, _DEADLINE_S)
         assert len(sources) == len(hashes), f"only {len(sources)} of {len(hashes)} pages are stored"
-        warm = SPAN_TOKENS // PAGE_TOKENS
-        await fetch_pages(fetcher, sources[:warm], range(1, 1 + warm), GuardedSink(pages), _DEADLINE_S)
+        engine = _Engine(setup, parse_config(extra), client, num_tokens)
+        await engine.fetch(hashes[: SPAN_TOKENS // PAGE_TOKENS])
         give_back_memory()
         started_s = time.monotonic()
         with Sampler(lambda: held_bytes(fetcher)) as sampler:
-            result = await fetch_pages(fetcher, sources, range(1, 1 + len(hashes)), GuardedSink(pages), _DEADLINE_S)
+            await engine.fetch(hashes)
         seconds = time.monotonic() - started_s
+        await engine.close()
     finally:
         await client.close(_DEADLINE_S)
-    assert result.num_pages == len(hashes), result
     peak_bytes, compressed_bytes, decoded_bytes = sampler.peaks
     return Point(
         setup.quantiser,
@@ -239,6 +235,48 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
         seconds,
         sampler.num_samples,
     )
+
+
+class _Engine:
+    """Stages prompts, and loads them into a pool. All memory of the pool, and of what is staged, has been touched."""
+
+    def __init__(self, setup: Setup, config: KVFetchConfig, client: StoreClient, num_tokens: int) -> None:
+        from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
+
+        from sgl_kvfetch.plane.arena import Arena, Room
+        from sgl_kvfetch.plane.staging import Stager
+        from sgl_kvfetch.plugin.device.loads import ValueLoader
+        from sgl_kvfetch.plugin.device.pages import DevicePages
+
+        heads = setup.heads(setup.make_quantiser())
+        pool = make_pool(setup, num_tokens, "cpu")
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer.fill_(1.0)
+        num_bytes = num_tokens * heads.geometry.token_bytes
+        self._geometry, self._arena = heads.geometry, Arena.create(num_bytes)
+        self._arena.whole.fill_(1)
+        self._staged: asyncio.Queue[Any] = asyncio.Queue()
+        self._stager = Stager(config, heads, client, self._staged.put_nowait, self._arena, Room(num_bytes))
+        self._loader = ValueLoader(DevicePages(pool, PAGE_TOKENS), LayerWiseLoadCounter(heads.geometry.num_layers))
+
+    async def fetch(self, hashes: Sequence[bytes]) -> None:
+        from sgl_kvfetch.plane.messages import Stage
+        from sgl_kvfetch.plane.staging import StagedValues, region_views
+        from sgl_kvfetch.plugin.device.loads import Load
+
+        self._stager.begin(Stage(1, b"".join(hashes)))
+        answer = await self._staged.get()
+        assert answer.num_pages == len(hashes), answer
+        values = region_views(self._arena, answer.offset, self._geometry, answer.num_found)
+        staged = StagedValues(answer.num_pages, answer.num_found, answer.end, self._arena.whole, values)
+        slots = torch.arange(PAGE_TOKENS, (1 + len(hashes)) * PAGE_TOKENS)
+        assert self._loader.finish(self._loader.begin([Load(staged, 0, slots, lambda is_sound: None)]))
+        self._stager.release(1, is_sound=True)
+
+    async def close(self) -> None:
+        self._loader.close()
+        await self._stager.close()
+        self._arena.close()
 
 
 def give_back_memory() -> None:

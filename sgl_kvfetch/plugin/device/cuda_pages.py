@@ -6,7 +6,6 @@ the host. docs/device-mode-gpu.md explains the design.
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 import time
@@ -14,23 +13,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 
-from sgl_kvfetch.codec import CellPlace, CellValues, Device, Quantised, Quantiser, Stream
+from sgl_kvfetch.codec import CellPlace, Device, Quantiser, Stream
 from sgl_kvfetch.codec.quant import Rope, TransformInverse, scales_of
-from sgl_kvfetch.log import LimitedLogger, brief
 from sgl_kvfetch.openmp import use_one_thread
-from sgl_kvfetch.plane import consecutive_runs
-from sgl_kvfetch.plugin.device.klt_reads import CellOutputs, KltReads, KltRun, PoolCell, open_klt_reads
+from sgl_kvfetch.plugin.device.cuda_reads import CudaRun, SlotReader
+from sgl_kvfetch.plugin.device.klt_reads import CellOutputs, KltReads, PoolCell, open_klt_reads
 from sgl_kvfetch.plugin.device.pages import SlotPages
 from sgl_kvfetch.plugin.device.pinned_buffer import PinnedBuffer
 from sgl_kvfetch.triton_kernels.restore_klt import VECTORS, KltModel, compile_klt, klt_shape
-from sgl_kvfetch.types import TENSORS, TensorName
+from sgl_kvfetch.types import TENSORS
 
 logger = logging.getLogger(__name__)
-_limited = LimitedLogger(logger)
 
 MiB = 1 << 20
 
@@ -46,7 +43,6 @@ class CudaPages(SlotPages):
 
     The scheduler's thread opens a load, or reads, when it hands slots over, before work on them begins. Slots stay on
     the device: kernels take them from there when their turn comes, and no thread waits until SGLang has computed them.
-    Pages are numbered within the opened slots.
     """
 
     device: Device
@@ -67,8 +63,8 @@ class CudaPages(SlotPages):
         self._forward_stream = forward_stream
         self._reads = device.new_stream()
         self._pool_streams = [self._reads]  # that use the pool
-        self._slots_there = torch.empty(0, dtype=torch.int64, device=device.torch_device)  # of the reads
         self._read_buffer = PinnedBuffer(device, read_buffer_bytes)
+        self._reader = SlotReader(device, self._reads, self._read_buffer, self._buffers, self._dtype)
         self._uploads = device.new_stream()
         self._lock = threading.Lock()  # guards the inverses and the tables
         self._tables: OrderedDict[tuple[Hashable, ...], torch.Tensor] = OrderedDict()
@@ -79,22 +75,16 @@ class CudaPages(SlotPages):
         # A team of OpenMP threads would spin.
         self._rotating = ThreadPoolExecutor(1, "kvfetch-rotate", use_one_thread)
         self._klt_reads: KltReads | None = None
-        self._klt_run: KltRun | None = None
         self.quantiser: Quantiser | None = None  # that of the store, once it is known
 
     # Ordering, on the scheduler's thread
 
-    def open_reads(self, slots: torch.Tensor) -> Self:
-        opened = self._open(slots)
-        self._fence(self._reads, opened._slots_there)  # a forward pass under way may compute what will be read
-        if self._klt_reads is not None:
-            opened._klt_run = self._klt_reads.open(opened._slots_there, opened._read_slots, self.geometry.page_size)
-        return opened
-
-    def _open(self, slots: torch.Tensor) -> Self:
-        opened = copy.copy(self)
-        opened._slots_there = slots.to(torch.int64)
-        return opened
+    def open_reads(self, slots: torch.Tensor) -> CudaRun:
+        there, page_size = slots.to(torch.int64), self.geometry.page_size
+        self._fence(self._reads, there)  # a forward pass under way may compute what will be read
+        klt = self._klt_reads
+        run = None if klt is None else klt.open(there, self._reader.read_all, page_size)
+        return CudaRun(self._reader, there, page_size, run)
 
     def _fence(self, stream: Stream, slots: torch.Tensor) -> None:
         stream.wait_event(self.device.current_stream().record_event())  # slots are computed on this stream
@@ -144,10 +134,11 @@ class CudaPages(SlotPages):
             for token in range(0, _ROTATED_SPANS * num_tokens, num_tokens):
                 self.rotation_of(inverse.rope, range(token, token + num_tokens))
         model = self.klt_model(quantiser, first, range(len(first.layers)), range(len(first.heads)))
+        no_slots = torch.empty(0, dtype=torch.int64, device=self.device.torch_device)
         for vector in VECTORS:
             kind = model.shape, model.dtype, vector
             if kind not in self._compiled:
-                self.device.launch(self._uploads, partial(compile_klt, *kind, self._slots_there))
+                self.device.launch(self._uploads, partial(compile_klt, *kind, no_slots))
                 self._compiled.add(kind)
 
     def _inverse(self, quantiser: Quantiser, place: CellPlace) -> TransformInverse:
@@ -206,17 +197,7 @@ class CudaPages(SlotPages):
             self._outputs_of[key] = k, v
         return self._outputs_of[key]
 
-    # Reading
-
-    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        """Return a copy of the pages on the host. Waits for the device."""
-        size, buffers = self.geometry.page_size, self._buffers[tensor]
-        rows = torch.empty((len(pages) * size, len(buffers), *buffers[0].shape[1:]), dtype=self._raw_dtype)
-        for run, places in consecutive_runs(pages):
-            out = rows[places.start * size : places.stop * size]
-            slots = self._slots_there[run.start * size : run.stop * size]
-            self._read_in_parts(buffers, slots, out)
-        return self._as_pages(rows, len(pages))
+    # Writing to the store
 
     def prepare_writes(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
         self._klt_reads = None
@@ -228,51 +209,8 @@ class CudaPages(SlotPages):
             layers = range(place.layers.start - self.first_layer, place.layers.stop - self.first_layer)
             heads = range(place.heads.start - first_head, place.heads.stop - first_head)
             cells.append(PoolCell(place, layers, heads, self._outputs(layers, heads)))
-        opened = open_klt_reads(self.device, self._read_buffer, self._reads, quantiser, cells)
-        self._klt_reads, result = opened
+        self._klt_reads, result = open_klt_reads(self.device, self._read_buffer, self._reads, quantiser, cells)
         logger.info("kvfetch: %s", result)
-
-    def quantise(self, first_page: int, pages: range) -> Sequence[Quantised] | None:
-        if self._klt_run is None:
-            return None
-        try:
-            return self._klt_run.quantise(first_page, pages)
-        except Exception as e:  # a compiler and a driver fail in many ways
-            _limited.warning("quantise", f"pages are quantised on the CPU: {brief(e)}")
-            return None
-
-    def _read_slots(self, slots: torch.Tensor) -> CellValues:
-        """Return a copy of slots on the host. Waits for the device."""
-        found = []
-        for tensor in TENSORS:
-            buffers = self._buffers[tensor]
-            rows = torch.empty((len(slots), len(buffers), *buffers[0].shape[1:]), dtype=self._raw_dtype)
-            self._read_in_parts(buffers, slots, rows)
-            found.append(rows.view(self._dtype))
-        return CellValues(*found)
-
-    def _read_in_parts(self, buffers: Sequence[torch.Tensor], slots: torch.Tensor, out: torch.Tensor) -> None:
-        row_bytes = len(buffers) * buffers[0][0].nbytes
-        at_once = self._read_buffer.num_bytes // row_bytes
-        assert at_once, "the read buffer has no room for a token"
-        for first in range(0, len(out), at_once):
-            self._read_rows(buffers, slots[first : first + at_once], out[first : first + at_once])
-
-    def _read_rows(self, buffers: Sequence[torch.Tensor], slots: torch.Tensor, out: torch.Tensor) -> None:
-        with self._read_buffer.lend(out.nbytes) as lent:
-            host, device = (x.view(out.dtype).view(out.transpose(0, 1).shape) for x in lent)
-
-            def gather() -> None:
-                for index, layer in enumerate(buffers):
-                    torch.index_select(layer, 0, slots, out=device[index])
-                host.copy_(device, non_blocking=True)
-
-            self.device.launch(self._reads, gather)
-            self.device.mark(self._reads).synchronize()
-            out.copy_(host.transpose(0, 1))
-
-    def page_indices(self, slots: torch.Tensor) -> Sequence[int]:
-        return range(slots.numel() // self.geometry.page_size)
 
 
 def _steps(step: float) -> torch.Tensor:

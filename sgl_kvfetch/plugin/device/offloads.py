@@ -116,7 +116,7 @@ class Offloads:
             new.start,
             hash_bytes([path[new.start - 1]])[0] if new.start else None,
             hash_bytes(hashes),
-            self._pages.page_indices(slots),
+            range(len(hashes)),
             offload.source.read,
             read_quantised=partial(offload.source.quantise, new.start),
         )

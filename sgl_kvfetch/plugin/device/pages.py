@@ -5,18 +5,31 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from sgl_kvfetch.codec import CellPlace, CellValues, Device, Quantised, Quantiser
+from sgl_kvfetch.codec import CellPlace, Device, Quantised, Quantiser
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plane import PagePool, consecutive_runs
+from sgl_kvfetch.plane import consecutive_runs
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
 
 logger = logging.getLogger(__name__)
+
+
+class PageRun(ABC):
+    """A run of whole pages of a pool, which are read. They are counted from the run's first."""
+
+    @abstractmethod
+    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        """Return a copy of all layers and heads of ``pages``: ``(pages, page_size, layers, heads, dim)``."""
+
+    def quantise(self, first_page: int, pages: range) -> Sequence[Quantised] | None:
+        """Return the parts of ``pages`` for each cell, in storage order; None if they are to be read as they are. This
+        default quantises nothing: the data plane does. ``first_page``: the run's position in the sequence."""
+        return None
 
 
 class SlotPages(ABC):
@@ -46,13 +59,12 @@ class SlotPages(ABC):
         """Upload what restoring cells of these places needs, and compile the kernels, which takes seconds."""
 
     def prepare_writes(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:  # noqa: B027, for GPUs
-        """The same for `quantise`."""
+        """The same for `PageRun.quantise`."""
 
-    def open_reads(self, slots: torch.Tensor) -> Self:
-        """Return these pages for reads of some slots, ordered after everything that the model was given to compute so
-        far. Call this on the scheduler's thread when slots were handed over. ``slots``: one per token; `page_indices`
-        tells how the returned object numbers their pages."""
-        return self
+    @abstractmethod
+    def open_reads(self, slots: torch.Tensor) -> PageRun:
+        """Return the pages of some slots for reads, ordered after everything that the model was given to compute so
+        far. Call this on the scheduler's thread when slots were handed over. ``slots``: one per token."""
 
     def wait_until_unused(self, timeout_s: float) -> bool:
         """Wait until no work that was launched uses the pool, for ``timeout_s`` at most. Return whether that is so.
@@ -62,60 +74,36 @@ class SlotPages(ABC):
     def close(self) -> None:  # noqa: B027, on a CPU there is nothing to release
         """Release threads. Call this after all sinks and sources were closed; `wait_until_unused` still works."""
 
-    @abstractmethod
-    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        """Return a copy of all layers and heads of ``pages``: ``(pages, page_size, layers, heads, dim)``."""
 
-    def quantise(self, first_page: int, pages: range) -> Sequence[Quantised] | None:
-        """Return the parts of a run's pages for each cell, in storage order; None if they are to be read as they are.
-
-        ``first_page``: the run's position in the sequence. ``pages``: counted from the run's first. This default
-        quantises nothing: the data plane does.
-        """
-        return None
-
-    def page_indices(self, slots: torch.Tensor) -> Sequence[int]:
-        """Return the page numbers of a run of whole pages that was opened. ``slots``: one per token."""
-        size = self.geometry.page_size
-        assert slots.numel() % size == 0
-        return (slots[::size] // size).tolist()
-
-    def _as_pages(self, rows: torch.Tensor, num_pages: int) -> torch.Tensor:
-        """View ``(tokens, layers, heads, dim)`` of raw values as ``(pages, page_size, layers, heads, dim)``."""
-        return rows.view(self._dtype).view(num_pages, -1, *rows.shape[1:])
-
-
-class DevicePages(SlotPages, PagePool):
-    """Reads and writes pages on the CPU. The model computes on the thread that hands pages over, so earlier computation
+class DevicePages(SlotPages):
+    """The pages of a pool on the CPU. The model computes on the thread that hands pages over, so earlier computation
     is complete. On a GPU, both must be ordered with the forward pass's stream; see `CudaPages`."""
-
-    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
-        size = self.geometry.page_size
-        for tensor, x in zip(TENSORS, values, strict=True):
-            rows = x.view(self._raw_dtype)
-            for run, positions in consecutive_runs(pages):
-                slots = slice(run.start * size, run.stop * size)
-                tokens = slice(positions.start * size, positions.stop * size)
-                for index, layer in enumerate(layers):
-                    self._buffers[tensor][layer][slots, heads.start : heads.stop] = rows[tokens, index]
 
     def write_layer(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copy ``k`` and ``v``, ``(tokens, heads, dim)``, into slots of one layer. ``slots``: one per token."""
-        runs = list(consecutive_runs(self.page_indices(slots)))
         size = self.geometry.page_size
+        assert slots.numel() % size == 0
+        runs = list(consecutive_runs((slots[::size] // size).tolist()))
         for tensor, x in zip(TENSORS, (k, v), strict=True):
             buffer, rows = self._buffers[tensor][layer], x.view(self._raw_dtype)
             for run, positions in runs:
                 tokens = slice(positions.start * size, positions.stop * size)
                 buffer[run.start * size : run.stop * size] = rows[tokens]
 
-    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        slots = self._slots(pages)
-        return self._as_pages(torch.stack([buffer[slots] for buffer in self._buffers[tensor]], dim=1), len(pages))
+    def open_reads(self, slots: torch.Tensor) -> PageRun:
+        return _CpuRun(self._buffers, self._dtype, slots.view(-1, self.geometry.page_size))
 
-    def _slots(self, pages: Sequence[int]) -> torch.Tensor:
-        size = self.geometry.page_size
-        return (torch.tensor(pages, dtype=torch.int64).unsqueeze(1) * size + torch.arange(size)).flatten()
+
+class _CpuRun(PageRun):
+    def __init__(
+        self, buffers: Mapping[TensorName, Sequence[torch.Tensor]], dtype: torch.dtype, slots: torch.Tensor
+    ) -> None:
+        """``slots``: ``(pages, page_size)``."""
+        self._buffers, self._dtype, self._slots = buffers, dtype, slots
+
+    def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        slots = self._slots[list(pages)]
+        return torch.stack([buffer[slots] for buffer in self._buffers[tensor]], dim=2).view(self._dtype)
 
 
 def open_gpu(pool: Any) -> tuple[Device, bool] | None:
@@ -154,22 +142,22 @@ def _kv_buffers(pool: Any) -> dict[TensorName, list[torch.Tensor]]:
 
 
 class GuardedSource:
-    """Reads from a pool until it is closed, and never afterwards: the pages may then belong to another request."""
+    """Reads a run until it is closed, and never afterwards: the pages may then belong to another request."""
 
-    def __init__(self, pool: SlotPages) -> None:
-        self._pool = pool
+    def __init__(self, run: PageRun) -> None:
+        self._run = run
         self._lock = threading.Lock()
         self._closed = False
 
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor | None:
         """Return a copy of the pages, or None if the source is closed."""
         with self._lock:
-            return None if self._closed else self._pool.read(tensor, pages)
+            return None if self._closed else self._run.read(tensor, pages)
 
     def quantise(self, first_page: int, pages: range) -> Sequence[Quantised] | None:
-        """See `SlotPages.quantise`. Also None if the source is closed."""
+        """See `PageRun.quantise`. Also None if the source is closed."""
         with self._lock:
-            return None if self._closed else self._pool.quantise(first_page, pages)
+            return None if self._closed else self._run.quantise(first_page, pages)
 
     def close(self) -> None:
         with self._lock:

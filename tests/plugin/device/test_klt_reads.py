@@ -23,7 +23,7 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane import plane as plane_module
 from sgl_kvfetch.plane.messages import Start
 from sgl_kvfetch.plane.plane import DataPlane
-from sgl_kvfetch.plugin.device import cuda_pages, klt_reads
+from sgl_kvfetch.plugin.device import cuda_reads, klt_reads
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.device.klt_reads import Others, others_in
 from sgl_kvfetch.plugin.device.pages import GuardedSource
