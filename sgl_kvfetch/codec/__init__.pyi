@@ -38,7 +38,14 @@ from .container.segment import (
 )
 from .container.sides import SideKey as SideKey, SidePlace as SidePlace
 from .container.signing import ManifestKeys as ManifestKeys, read_manifest_keys as read_manifest_keys
-from .cuda_streams import Device as Device, Event as Event, Fence as Fence, Stream as Stream
+from .cuda_streams import (
+    GPU_ENV as GPU_ENV,
+    Device as Device,
+    Event as Event,
+    Fence as Fence,
+    Stream as Stream,
+    why_no_gpu as why_no_gpu,
+)
 from .fingerprint import (
     digest_file as digest_file,
     digest_files as digest_files,

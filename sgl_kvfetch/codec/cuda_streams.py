@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
+
+GPU_ENV = "KVFETCH_GPU"  # in the environment; 0 leaves to the CPU all that it can do
+
+
+def why_no_gpu(environ: Mapping[str, str] = os.environ) -> str:
+    """Return why no GPU may decode, restore or quantise; an empty string if it may. Copies to and from SGLang's pool
+    are always its work."""
+    return f"{GPU_ENV}=0 is set" if environ.get(GPU_ENV) == "0" else ""
 
 
 class Event(Protocol):

@@ -199,7 +199,8 @@ class Opening:
         if _is_on_gpu(pages):
             places = _cell_places(writer_spec(config, heads, quantiser, self.most_span_pages))
             try:
-                pages.prepare(quantiser, places)
+                if self.takes_code:
+                    pages.prepare(quantiser, places)
             except Exception:  # a compiler and a driver fail in many ways; loads compile what they lack
                 logger.warning("kvfetch: the restore kernels were not compiled at the start", exc_info=True)
             if config.writes:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from sgl_kvfetch.codec import GPU_ENV, why_no_gpu
 from sgl_kvfetch.codec.quant import require_targets
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plane import check_files, parse_config
@@ -18,12 +19,15 @@ from sgl_kvfetch.timeline import check_tracing
 
 logger = logging.getLogger(__name__)
 
+_GONE = "KVFETCH_NVDEC", "KVFETCH_GPU_ANS"  # from the environment
+
 
 def check_launch(server_args: Any) -> None:
     """Check SGLang, the flags and our config. Does nothing unless the flags select our backend.
 
     Raises ``SeamError`` if SGLang is not the expected one, ``UnsupportedError`` for flags that are not supported, and
-    ``ConfigError`` for an invalid extra config, a file in it that cannot be read, or a profile without the target.
+    ``ConfigError`` for an invalid extra config, a file in it that cannot be read, a profile without the target, or a
+    variable in the environment that is gone.
     """
     if getattr(server_args, "hicache_storage_backend", None) != BACKEND:
         return
@@ -108,9 +112,12 @@ def _check_device_mode(server_args: Any) -> None:
 
 
 def _check_environment(*, is_device_mode: bool) -> None:
-    """Refuse or warn of switches that SGLang takes from its environment. Both need a GPU, and have not been tried."""
+    """Refuse our switches that are gone, and refuse or warn of SGLang's. All need a GPU, and have not been tried."""
     from sglang.srt.environ import envs
 
+    for name in _GONE:
+        if name in os.environ:
+            raise ConfigError(f"{name} is gone: {GPU_ENV}=0 leaves all of the GPU's part to the CPU; unset {name}")
     if envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.get():
         # CUDA's global mode of capture, in which a thread that asks about an event breaks the capture of another.
         why = "SGLANG_VIT_ENABLE_CUDA_GRAPH: SGLang captures graphs while it serves, and our threads would break that"
@@ -119,8 +126,8 @@ def _check_environment(*, is_device_mode: bool) -> None:
                 f"--hicache-storage-backend {BACKEND} without --enable-hierarchical-cache (device mode) does not work "
                 f"with {why}; unset it, or add --enable-hierarchical-cache"
             )
-        if os.environ.get("KVFETCH_NVDEC") != "0":  # the only use of the GPU in host mode
-            logger.warning("kvfetch: %s; set KVFETCH_NVDEC=0, or unset it", why)
+        if not why_no_gpu():
+            logger.warning("kvfetch: %s; set %s=0, or unset it", why, GPU_ENV)
     if is_device_mode and envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
         logger.warning(
             "kvfetch: SGLANG_ENABLE_POST_CAPTURE_KV_SIZING gives the KV pool memory that device mode needs for tables "

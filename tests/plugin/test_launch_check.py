@@ -165,11 +165,19 @@ def test_graphs_of_vision_encoders_are_refused_in_device_mode(
     check_launch(_args())
     (message,) = caplog.messages
     assert "SGLANG_VIT_ENABLE_CUDA_GRAPH" in message
-    assert "KVFETCH_NVDEC=0" in message
+    assert "KVFETCH_GPU=0" in message
     caplog.clear()
-    monkeypatch.setenv("KVFETCH_NVDEC", "0")
+    monkeypatch.setenv("KVFETCH_GPU", "0")
     check_launch(_args())
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("name", ["KVFETCH_NVDEC", "KVFETCH_GPU_ANS"])
+def test_switches_that_are_gone_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the GPU would be used by a server whose operator had switched it off."""
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(ConfigError, match=f"{name} is gone: KVFETCH_GPU=0 leaves all .* unset {name}"):
+        check_launch(_args())
 
 
 def test_a_pool_that_takes_all_memory_is_warned_of_in_device_mode(

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import torch
 import xxhash
 
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec
-from sgl_kvfetch.codec.cuda_streams import Device
+from sgl_kvfetch.codec.cuda_streams import Device, why_no_gpu
 from sgl_kvfetch.log import brief
 from sgl_kvfetch.triton_kernels.ans import ALIGNMENT, AnsChunk, ans_decode
 from sgl_kvfetch.triton_kernels.xxh3 import SUMS, digest_of, xxh3_sums
-
-ENV = "KVFETCH_GPU_ANS"  # 0 disables it
 
 
 def try_gpu_ans(device: Device) -> tuple[bool, str]:
     """Return whether the kernels pass a bit-exact trial, which also compiles them, and a sentence about the result.
     Raises nothing."""
-    if os.environ.get(ENV) == "0":
-        return False, f"ans is decoded on the CPU: {ENV}=0 is set"
     try:
-        fault = _trial(device)
+        fault = why_no_gpu() or _trial(device)
     except Exception as e:  # a compiler and a driver fail in many ways
         fault = f"a trial failed: {brief(e)}"
     if fault:

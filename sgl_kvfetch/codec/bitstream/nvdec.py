@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import logging
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,14 +33,12 @@ from sgl_kvfetch.codec.bitstream.nvidia import (
     pass_trials,
     supports_size,
 )
-from sgl_kvfetch.codec.cuda_streams import Device, Stream
+from sgl_kvfetch.codec.cuda_streams import Device, Stream, why_no_gpu
 from sgl_kvfetch.codec.layout.frames import MIN_PICTURE
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.log import LimitedLogger, brief
 
 _limited = LimitedLogger(logging.getLogger(__name__))
-
-ENV = "KVFETCH_NVDEC"  # 0 disables NVDEC
 
 # Surfaces of one decoder: PyNvVideoCodec asks for as many as NVIDIA's parser does and four more, and two for output.
 # The parser's number is an estimate; `scripts/gpu_check` compares the sum with the memory that is really used.
@@ -260,8 +257,8 @@ class NvdecDecoder(FrameDecoder):
 def open_nvdec(device: Device) -> tuple[Nvdec | None, str]:
     """Open the video engines, for the codecs that pass a bit-exact trial. Return them, or None if there are no such
     codecs, and a sentence about the result. The device's context must be current. Raises nothing."""
-    if os.environ.get(ENV) == "0":
-        return None, f"HEVC is decoded on the CPU: {ENV}=0 is set"
+    if why := why_no_gpu():
+        return None, f"HEVC is decoded on the CPU: {why}"
     try:
         nvc = importlib.import_module("PyNvVideoCodec")
         caps = decode_caps()
@@ -287,7 +284,7 @@ def open_current_nvdec() -> tuple[Nvdec | None, str]:
 def open_nvdec_alone(index: int) -> tuple[Nvdec | None, str]:
     """Do `open_nvdec` for GPU ``index`` in a process that does not use it yet. A process takes some hundred MB of the
     GPU's memory, so it begins to use it only if there is a decoder to try."""
-    if os.environ.get(ENV) != "0":
+    if not why_no_gpu():
         if importlib.util.find_spec("PyNvVideoCodec") is None:
             return None, "HEVC is decoded on the CPU: PyNvVideoCodec is not installed"
         try:

@@ -5,14 +5,13 @@ docs/device-mode-gpu.md has the design.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec import CellPlace, CellValues, Device, Quantised, Quantiser, Stream
+from sgl_kvfetch.codec import CellPlace, CellValues, Device, Quantised, Quantiser, Stream, why_no_gpu
 from sgl_kvfetch.codec.quant import KltForward, exact_bytes, join_parts
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.log import brief
@@ -20,7 +19,6 @@ from sgl_kvfetch.plugin.device.pinned_buffer import PinnedBuffer
 from sgl_kvfetch.triton_kernels.quantise_klt import NOT_FINITE, quantise_klt
 from sgl_kvfetch.triton_kernels.restore_klt import EXACT
 
-ENV = "KVFETCH_GPU_QUANTISE"  # 0 disables it
 _TOKENS = 2048  # of a block: temporary tensors on the device take some 28 MB
 _TRIAL_TOKENS = 512  # as many rows as a product of a block has in each dimension
 _TRIAL_FACTOR = 0.83  # puts coefficients between integers, where errors of a product show
@@ -211,8 +209,8 @@ def open_klt_reads(
     device: Device, buffer: PinnedBuffer, stream: Stream, quantiser: Quantiser, cells: Iterable[PoolCell]
 ) -> tuple[KltReads | None, str]:
     """Open the reads, if they pass a trial. Return them, or None, and a sentence about the result. Raises nothing."""
-    if os.environ.get(ENV) == "0":
-        return None, f"klt is quantised on the CPU: {ENV}=0 is set"
+    if why := why_no_gpu():
+        return None, f"klt is quantised on the CPU: {why}"
     try:
         reads = KltReads(device, buffer, stream, quantiser, cells)
         fault = reads.trial()

@@ -24,5 +24,5 @@ def test_a_trial_decides_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(gpu_ans, name, wrong)
             assert try_gpu_ans(FakeDevice()) == (False, f"ans is decoded on the CPU: {message}")
-    monkeypatch.setenv("KVFETCH_GPU_ANS", "0")
-    assert try_gpu_ans(FakeDevice()) == (False, "ans is decoded on the CPU: KVFETCH_GPU_ANS=0 is set")
+    monkeypatch.setenv("KVFETCH_GPU", "0")
+    assert try_gpu_ans(FakeDevice()) == (False, "ans is decoded on the CPU: KVFETCH_GPU=0 is set")

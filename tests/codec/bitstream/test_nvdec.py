@@ -266,10 +266,10 @@ def test_all_is_there(monkeypatch: pytest.MonkeyPatch, bitstreams: dict[str, byt
 
 
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFETCH_NVDEC", "0")
+    monkeypatch.setenv("KVFETCH_GPU", "0")
     found, about, nvc = found_at_start(monkeypatch, {"hevc": make_caps()})
     assert found is None
-    assert about == "HEVC is decoded on the CPU: KVFETCH_NVDEC=0 is set"
+    assert about == "HEVC is decoded on the CPU: KVFETCH_GPU=0 is set"
     assert not nvc.calls
 
 
@@ -321,8 +321,8 @@ def test_a_process_of_its_own_uses_the_gpu_only_if_there_is_a_decoder_to_try(mon
     assert open_nvdec_alone(1) == (None, "HEVC is decoded on the CPU: PyNvVideoCodec is not installed")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with monkeypatch.context() as switched_off:
-        switched_off.setenv("KVFETCH_NVDEC", "0")
-        assert open_nvdec_alone(1) == (None, "HEVC is decoded on the CPU: KVFETCH_NVDEC=0 is set")
+        switched_off.setenv("KVFETCH_GPU", "0")
+        assert open_nvdec_alone(1) == (None, "HEVC is decoded on the CPU: KVFETCH_GPU=0 is set")
     assert not used
     found, about = open_nvdec_alone(1)
     assert found is None

@@ -51,7 +51,7 @@ def test_a_gpu_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert takes_code
     assert "has not been run by its authors" in caplog.text
     assert "kvfetch: ans is decoded on the GPU" in caplog.text
-    monkeypatch.setenv("KVFETCH_GPU_ANS", "0")
+    monkeypatch.setenv("KVFETCH_GPU", "0")
     assert not linker._open_pages(pool, 4, device.forward)[1]
     pool.device = "xpu"
     with pytest.raises(UnsupportedError, match="device mode does not support xpu: add --enable-hierarchical-cache"):
@@ -94,8 +94,9 @@ def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.M
     compiled: list[int] = []
     monkeypatch.setattr(plane, "DataPlane", lambda *_: compiled.append(len(pages._compiled)))
     config = parse_config({"store": f"file://{tmp_path}"})
-    plane.open_plane(config, quantiser, make_heads(WIDE, quantiser), 0, pages, None)
-    assert compiled == [2]  # for segments of at least eight tokens, and for shorter ones
+    for takes_code in (False, True):
+        plane.open_plane(config, quantiser, make_heads(WIDE, quantiser), 0, pages, None, takes_code=takes_code)
+    assert compiled == [0, 2]  # for segments of at least eight tokens, and for shorter ones
     places = plane._cell_places(SegmentSpec(make_heads(WIDE, quantiser), quantiser, "zstd", "240p", 64))
     assert {*pages._inverses} == {(quantiser, x.layers, x.heads) for x in places}
     assert all(bool(buffer.isnan().all()) for buffer in (*memory(pages)["k"], *memory(pages)["v"]))
@@ -110,7 +111,7 @@ def test_a_failure_to_compile_is_only_logged(
     started: list[object] = []
     monkeypatch.setattr(plane, "DataPlane", lambda *arguments: started.append(arguments))
     config = parse_config({"store": f"file://{tmp_path}", "mode": "read_only"})
-    plane.open_plane(config, quantiser, make_heads(WIDE, quantiser), 0, pages, None)
+    plane.open_plane(config, quantiser, make_heads(WIDE, quantiser), 0, pages, None, takes_code=True)
     assert "the restore kernels were not compiled at the start" in caplog.text
     assert started
 

@@ -136,7 +136,7 @@ def test_without_a_trial_that_passes_the_cpu_quantises(
         return (exponents, integers + 1) if fault == "other integers" else (exponents + 1, integers)
 
     if fault == "disabled":
-        monkeypatch.setenv("KVFETCH_GPU_QUANTISE", "0")
+        monkeypatch.setenv("KVFETCH_GPU", "0")
     else:
         monkeypatch.setattr(klt_reads, "quantise_klt", wrong)
     pages = make_pages(FakeDevice())
@@ -145,7 +145,7 @@ def test_without_a_trial_that_passes_the_cpu_quantises(
     said = {
         "other integers": "a trial gave 100% other integers",
         "other exponents": "a trial gave 100% other exponents",
-        "disabled": "KVFETCH_GPU_QUANTISE=0 is set",
+        "disabled": "KVFETCH_GPU=0 is set",
     }
     assert f"klt is quantised on the CPU: {said.get(fault, 'RuntimeError: no compiler')}" in caplog.text
     assert pages.open_reads(slots_of(PLACES)).quantise(0, range(8)) is None
@@ -206,7 +206,7 @@ def test_an_error_leaves_pages_to_the_cpu(
     quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     opened = pages_of(quantiser).open_reads(slots_of(PLACES))
-    monkeypatch.setattr(cuda_pages, "_limited", LimitedLogger(cuda_pages.logger))  # others may have warned just now
+    monkeypatch.setattr(cuda_reads, "_limited", LimitedLogger(cuda_reads.logger))  # others may have warned just now
 
     def fail(*args: Any) -> None:
         raise RuntimeError("the device is lost")
