@@ -154,7 +154,6 @@ def main() -> None:
         last_batch=None,
         chunked_req=None,
         _engine_paused=False,
-        schedule_low_priority_values_first=False,
     )
     results = []
     for num_parked in sorted(options.parked):

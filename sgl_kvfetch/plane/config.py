@@ -127,10 +127,6 @@ class DeviceModeConfig(_Keys):
         le=1,
         description="share of the token-to-KV pool's size that may be staged for waiting requests",
     )
-    fetch_order: Literal["shortest", "fifo", "priority"] = Field(
-        default="shortest",
-        description="order of fetches; shortest first (without starvation), fifo, or by the request's priority",
-    )
 
 
 class KVFetchConfig(_Keys):
@@ -233,7 +229,7 @@ class KVFetchConfig(_Keys):
         None,
         description="file from `kvfetch decoders` on this machine, for choosing among a segment's variants",
     )
-    device: DeviceModeConfig = Field(DeviceModeConfig(), description="of device mode alone: pool_share and fetch_order")
+    device: DeviceModeConfig = Field(DeviceModeConfig(), description="of device mode alone: pool_share")
     codec_threads: int = Field(
         default_factory=lambda: max(1, min(8, (os.cpu_count() or 1) // 2)),
         ge=1,
@@ -324,6 +320,7 @@ _MOVED = {
     "device.recompute": "is now recompute, for both modes",
     "device.round_tokens": "is gone: a prompt is staged as a whole, so leave it out",
     "device.early_start": "is gone: prompts are loaded while their batch computes, so leave it out",
+    "device.fetch_order": "is gone: the shortest prompt is fetched first, with ageing, so leave it out",
 }
 
 

@@ -131,14 +131,13 @@ class Stage(_Message, frozen=True):
     """Restore the longest stored run of these pages into shared memory, where the engine takes them: `Staged` answers.
 
     ``saved_s``: how much longer the engine would take without so many pages, for a few numbers of pages, ascending;
-    empty if it has not been measured. ``urgency``: higher goes first, if the order is by priority. ``request_id``,
-    ``traceparent``: for the timeline. ``is_idle``: whether the engine has nothing to compute now.
+    empty if it has not been measured. ``request_id``, ``traceparent``: for the timeline. ``is_idle``: whether the
+    engine has nothing to compute now.
     """
 
     work: int
     hashes: bytes
     saved_s: tuple[tuple[int, float], ...] = ()
-    urgency: int = 0
     request_id: str = ""
     traceparent: str = ""
     is_idle: bool = False

@@ -110,7 +110,6 @@ class DataPlane(Supervisor):
         on_staged: Callable[[StagedValues], None],
         *,
         saved_s: Sequence[tuple[int, float]] = (),
-        urgency: int = 0,
         request: timeline.Request = timeline.NOBODY,
         is_idle: bool = False,
     ) -> int:
@@ -118,7 +117,7 @@ class DataPlane(Supervisor):
         that steps unless the data plane ends. Return the number, for `unstage`. ``request``: for the timeline. Other
         arguments as in `messages.Stage`."""
         work, run = next(self._numbers), self._run
-        command = m.Stage(work, b"".join(hashes), tuple(saved_s), urgency, request.id, request.traceparent, is_idle)
+        command = m.Stage(work, b"".join(hashes), tuple(saved_s), request.id, request.traceparent, is_idle)
         staged = run.ask(command, m.Staged(work, 0, 0, 0, "failed"))
         staged.add_done_callback(lambda staged: on_staged(run.staged_values(staged.result())))
         return work

@@ -100,9 +100,7 @@ class _Turns:
     def __init__(self, config: KVFetchConfig, geometry: KVGeometry, room: Room, room_bytes: int) -> None:
         """``room_bytes``: the size of the pool that the engine loads into. A staging may take all of it if there is no
         other one, and else the config's share."""
-        self._queue: LinkQueue[_Staging] = LinkQueue(
-            config.device.fetch_order, max(1, _SHARED_TOKENS // geometry.page_size)
-        )
+        self._queue: LinkQueue[_Staging] = LinkQueue(max(1, _SHARED_TOKENS // geometry.page_size))
         self._room = room
         self._most_bytes = config.device.pool_share * room_bytes
         self._used_bytes = 0
@@ -114,12 +112,12 @@ class _Turns:
         """How many pages are still to be fetched for those that wait or have begun."""
         return self._queue.expected_pages
 
-    async def wait(self, staging: _Staging, urgency: int, deadline_s: float) -> None:
+    async def wait(self, staging: _Staging, deadline_s: float) -> None:
         """Wait for a turn, which gives the staging its region. Raises TimeoutError."""
         if staging.needs_link:
             self._num_arrived += 1
             self._queue.expect(staging, staging.num_pages)
-            self._queue.wait(staging, Claim(staging.num_pages, self._num_arrived, urgency))
+            self._queue.wait(staging, Claim(staging.num_pages, self._num_arrived))
         else:
             self._without_link[staging] = None
         self._serve()
@@ -296,7 +294,7 @@ class Stager:
             self._tasks.begin(self._client.fetcher.probe(sources))
             return 0, "recomputed"
         try:
-            await self._turns.wait(staging, command.urgency, found_s + self._config.fetch_timeout_s)
+            await self._turns.wait(staging, found_s + self._config.fetch_timeout_s)
         except TimeoutError:
             metrics.MISSES.labels("fetch", "late").inc()
             return 0, "failed"

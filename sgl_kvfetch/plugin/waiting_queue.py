@@ -124,12 +124,6 @@ def reserved_tokens(scheduler: Any) -> int:
     return int(total)
 
 
-def urgency_of(scheduler: Any, request: Any) -> int:
-    """Return a request's urgency. SGLang's priority may rise or fall with urgency, and may be None."""
-    sign = -1 if scheduler.schedule_low_priority_values_first else 1
-    return sign * (request.priority or 0)
-
-
 def span_of(request: Any) -> Any:
     """Return the ``SpanContext`` of SGLang's span of the request. None if SGLang does not trace it."""
     from opentelemetry.trace import get_current_span

@@ -80,6 +80,10 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
             {"device": {"round_tokens": 1}},
             "device.round_tokens is gone: a prompt is staged as a whole, so leave it out",
         ),
+        (
+            {"device": {"fetch_order": "fifo"}},
+            "device.fetch_order is gone: the shortest prompt is fetched first, with ageing, so leave it out",
+        ),
         (S3 | {"indx": "redis://x"}, "unknown key 'indx'; did you mean 'index'"),
         ({"local_cache": "/nvme"}, "local_cache = '/nvme': .*LocalCache"),
         ({"local_cache": {"path": "/nvme"}}, "'local_cache.capacity' is required: its size, such as 200GiB"),

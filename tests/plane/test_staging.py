@@ -66,7 +66,7 @@ async def test_the_shortest_prompt_goes_first_while_another_one_fills_the_link()
     async def take_turn(num_pages: int, **fields: Any) -> _Staging:
         turn = asyncio.get_running_loop().create_future()
         staging = _Staging(turn, num_pages=num_pages, num_bytes=num_pages, **fields)
-        await turns.wait(staging, 0, time.monotonic() + WAIT_S)
+        await turns.wait(staging, time.monotonic() + WAIT_S)
         order.append(num_pages)
         return staging
 

@@ -17,7 +17,6 @@ from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, reserved_tokens
 @dataclass(eq=False)
 class Request:
     cache_request_handle: int
-    priority: int | None = None
 
     @property
     def rid(self) -> str:
@@ -32,7 +31,7 @@ class Linker:
     def __init__(self) -> None:
         self.parked: set[int] = set()
         self.changed: list[int] = []
-        self.urgencies: dict[int, int] = {}
+        self.arrived: list[int] = []
         self.gone: list[int] = []
         self.retained: set[str] = set()
         self.returning: list[Request] = []
@@ -50,8 +49,8 @@ class Linker:
     def is_parked(self, handle: int) -> bool:
         return handle in self.parked
 
-    def arrive(self, request: Request, tree: Any, urgency: int, span: None, *, is_idle: bool) -> None:
-        self.urgencies[request.cache_request_handle] = urgency
+    def arrive(self, request: Request, tree: Any, span: None, *, is_idle: bool) -> None:
+        self.arrived.append(request.cache_request_handle)
 
     def leave(self, request: Request) -> None:
         self.gone.append(request.cache_request_handle)
@@ -75,7 +74,6 @@ class Scheduler:
     running_batch: Any = None
     last_batch: Any = None
     chunked_req: Any = None
-    schedule_low_priority_values_first: bool = False
     seen: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -189,10 +187,10 @@ def test_the_linker_is_told_who_arrives_again_and_who_leaves(scheduler: Schedule
     assert scheduler.linker.retained == {"1", "2", "3", "4"}
     scheduler.waiting_queue.pop(0)
     assert scheduler.linker.gone == [1, 2]
-    scheduler.linker.urgencies.clear()
+    scheduler.linker.arrived.clear()
     scheduler.linker.returning = [scheduler.waiting_queue[0]]
     scheduler.step()
-    assert scheduler.linker.urgencies == {3: 0}
+    assert scheduler.linker.arrived == [3]
 
 
 def test_other_caches_are_left_alone() -> None:
@@ -224,15 +222,6 @@ def test_random_histories_against_one_plain_list() -> None:
         assert scheduler.step(*admitted) == ready
         plain = [h for h in plain if h not in admitted]
         assert scheduler.waiting == plain
-
-
-@pytest.mark.parametrize(("low_first", "expected"), [(False, 7), (True, -7)])
-def test_the_linker_is_told_how_urgent_requests_are(low_first: bool, expected: int) -> None:
-    scheduler = Scheduler(schedule_low_priority_values_first=low_first)
-    scheduler.waiting_queue.append(Request(1, priority=7))
-    scheduler.step()
-    scheduler.waiting_queue.append(Request(2))
-    assert scheduler.linker.urgencies == {1: expected, 2: 0}
 
 
 def test_slots_reserved_for_running_requests() -> None:

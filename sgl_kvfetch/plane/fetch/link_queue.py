@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 F = TypeVar("F", bound=Hashable)
-
-OrderName = Literal["shortest", "fifo", "priority"]
 
 # Shortest first, with ageing: a later fetch overtakes only if it is shorter by more than so many pages per arrival
 # since the earlier fetch. So none starves: after num_pages / AGEING_PAGES further arrivals, none can overtake it.
@@ -22,15 +20,11 @@ class Claim:
 
     num_pages: int
     arrival: int  # serial number, in order of arrival
-    urgency: int = 0  # higher goes first, if the order is by priority
 
-
-# The rank of a claim, the first one's the least.
-ORDERS: dict[OrderName, Callable[[Claim], tuple[int, int]]] = {
-    "shortest": lambda claim: (claim.num_pages + AGEING_PAGES * claim.arrival, claim.arrival),
-    "fifo": lambda claim: (0, claim.arrival),
-    "priority": lambda claim: (-claim.urgency, claim.arrival),
-}
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The first one's is the least."""
+        return self.num_pages + AGEING_PAGES * self.arrival, self.arrival
 
 
 class LinkQueue(Generic[F]):
@@ -40,9 +34,8 @@ class LinkQueue(Generic[F]):
     ones share the link, because it would be idle between them.
     """
 
-    def __init__(self, order: OrderName, shared_pages: int) -> None:
+    def __init__(self, shared_pages: int) -> None:
         """``shared_pages``: how many pages the fetches that share the link may have in total."""
-        self._order = ORDERS[order]
         self._claims: dict[F, Claim] = {}  # of the fetches that wait
         self._waiting: list[F] = []  # by rank
         self._on_link: dict[F, int] = {}  # requested pages of each fetch that occupies the link
@@ -64,7 +57,7 @@ class LinkQueue(Generic[F]):
         del self._waiting[index], self._claims[fetch]
 
     def _rank(self, fetch: F) -> tuple[int, int]:
-        return self._order(self._claims[fetch])
+        return self._claims[fetch].rank
 
     def first(self) -> F | None:
         """Return the fetch whose turn it is."""

@@ -175,7 +175,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # Parking
 
-    def arrive(self, req: Any, tree: Any, urgency: int = 0, span: Any = None, *, is_idle: bool = False) -> None:
+    def arrive(self, req: Any, tree: Any, span: Any = None, *, is_idle: bool = False) -> None:
         """Begin to stage the prefix of a request that waits. SGLang matches ``tree``, its radix cache, and asks
         `lookup` for the rest. Other arguments as for `Prefixes.arrive`."""
         if self._parts is None or not self._parts.access.reads:
@@ -183,7 +183,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._parts.prefixes.has(req.rid):  # SGLang has made a new list of those that wait
             return
         prefixes = self._parts.prefixes
-        self._arrive = lambda hashes: prefixes.arrive(req, hashes, urgency, span, is_idle=is_idle)
+        self._arrive = lambda hashes: prefixes.arrive(req, hashes, span, is_idle=is_idle)
         try:
             req.init_next_round_input(tree, cow_mamba=False)
         finally:

@@ -98,9 +98,9 @@ class Prefixes:
 
     # Calls from the scheduler
 
-    def arrive(self, req: Any, hashes: Sequence[str], urgency: int, span: Any, *, is_idle: bool) -> None:
-        """Begin to stage the pages of a request that waits. ``urgency``, ``is_idle``: as in `messages.Stage`. ``span``:
-        the OpenTelemetry ``SpanContext`` of SGLang's span of the request, or None."""
+    def arrive(self, req: Any, hashes: Sequence[str], span: Any, *, is_idle: bool) -> None:
+        """Begin to stage the pages of a request that waits. ``is_idle``: as in `messages.Stage`. ``span``: the
+        OpenTelemetry ``SpanContext`` of SGLang's span of the request, or None."""
         if len(hashes) < self._threshold_pages:
             return
         num_shared = next((i for i, each in enumerate(hashes) if each not in self._bringing), len(hashes))
@@ -116,9 +116,9 @@ class Prefixes:
             prefix.leader = self._bringing[prefix.awaited]
             prefix.leader.followers.append(prefix)
         if prefix.hashes:
-            self._stage(prefix, urgency, is_idle=is_idle)
+            self._stage(prefix, is_idle=is_idle)
 
-    def _stage(self, prefix: Prefix, urgency: int, *, is_idle: bool) -> None:
+    def _stage(self, prefix: Prefix, *, is_idle: bool) -> None:
         prefix.is_staging = True
         self._bringing.update(dict.fromkeys(prefix.hashes, prefix))
         ticket = self._board.open_ticket(partial(self._staged, prefix))
@@ -126,7 +126,6 @@ class Prefixes:
             hash_bytes(prefix.hashes),
             partial(self._report, prefix, ticket),
             saved_s=self._saved_s(len(prefix.hashes)),
-            urgency=urgency,
             request=prefix.request,
             is_idle=is_idle,
         )

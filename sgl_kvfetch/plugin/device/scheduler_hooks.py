@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_kvfetch import timeline
 from sgl_kvfetch.plugin.hooks import BACKEND, linker_of
-from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, reserved_tokens, span_of, urgency_of
+from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, reserved_tokens, span_of
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.device.linker import KVFetchLinker
@@ -52,7 +52,7 @@ def _arrive(scheduler: Any, linker: KVFetchLinker, request: Any) -> None:
     span = span_of(request) if timeline.is_traced() else None
     queue = scheduler.waiting_queue
     is_idle = isinstance(queue, WaitingQueue) and not queue.ready and not _runs(scheduler)
-    linker.arrive(request, scheduler.tree_cache, urgency_of(scheduler, request), span, is_idle=is_idle)
+    linker.arrive(request, scheduler.tree_cache, span, is_idle=is_idle)
 
 
 def clear_store(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

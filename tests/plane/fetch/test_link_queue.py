@@ -2,14 +2,12 @@
 # Waiter stands in for a fetch.
 from __future__ import annotations
 
-import pytest
-
-from sgl_kvfetch.plane.fetch.link_queue import AGEING_PAGES, Claim, LinkQueue, OrderName
+from sgl_kvfetch.plane.fetch.link_queue import AGEING_PAGES, Claim, LinkQueue
 
 
 def make(*sizes: int) -> tuple[LinkQueue[int], list[int]]:
-    """Return a first-come-first-served queue, where 16 pages share the link, and fetches of the given page counts."""
-    queue: LinkQueue[int] = LinkQueue("fifo", shared_pages=16)
+    """Return a queue where 16 pages share the link, and fetches of the given page counts."""
+    queue: LinkQueue[int] = LinkQueue(shared_pages=16)
     for number, size in enumerate(sizes):
         queue.wait(number, Claim(size, number))
     return queue, [*range(len(sizes))]
@@ -58,7 +56,7 @@ def test_expected_pages_are_summed() -> None:
 
 
 def test_the_shortest_item_is_first_but_none_starves() -> None:
-    queue: LinkQueue[int] = LinkQueue("shortest", shared_pages=16)
+    queue: LinkQueue[int] = LinkQueue(shared_pages=16)
     queue.wait(1, Claim(100, arrival=1))
     served = []
     for arrival in range(2, 40):
@@ -68,16 +66,3 @@ def test_the_shortest_item_is_first_but_none_starves() -> None:
         queue.leave(first)
         served.append(first)
     assert served.index(1) == 98 // AGEING_PAGES
-
-
-@pytest.mark.parametrize(("order", "expected"), [("fifo", [1, 2, 3]), ("priority", [2, 3, 1]), ("shortest", [3, 1, 2])])
-def test_orders(order: OrderName, expected: list[int]) -> None:
-    queue: LinkQueue[int] = LinkQueue(order, shared_pages=16)
-    for claim in (Claim(30, 1, urgency=0), Claim(40, 2, urgency=7), Claim(1, 3, urgency=7)):
-        queue.wait(claim.arrival, claim)
-    served = []
-    while (first := queue.first()) is not None:
-        served.append(first)
-        queue.leave(first)
-    assert served == expected
-    assert len(queue) == 0

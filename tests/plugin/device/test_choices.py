@@ -72,12 +72,10 @@ def test_an_engine_is_idle_while_all_requests_are_parked(queued: str, is_running
     queue = WaitingQueue(lambda handle: handle.rid == "parked", [Request(queued, [])] if queued else [])
     running = SimpleNamespace(reqs=["a request"] if is_running else [])
     batches = {"running_batch": SimpleNamespace(reqs=[]), "last_batch": running, "chunked_req": None}
-    scheduler = SimpleNamespace(
-        tree_cache=None, waiting_queue=queue, schedule_low_priority_values_first=False, **batches
-    )
+    scheduler = SimpleNamespace(tree_cache=None, waiting_queue=queue, **batches)
     seen: list[bool] = []
     linker = SimpleNamespace(arrive=lambda *args, is_idle: seen.append(is_idle))
-    scheduler_hooks._arrive(scheduler, cast("Any", linker), SimpleNamespace(priority=None))
+    scheduler_hooks._arrive(scheduler, cast("Any", linker), SimpleNamespace())
     assert seen == [is_idle]
 
 

@@ -99,7 +99,7 @@ def test_a_fetch_belongs_to_sglangs_span_of_its_request(make: MakeRig, kept: Kep
     rig = make()
     span = NonRecordingSpan(SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(1)))
     traced = SimpleNamespace(tracing_enable=True, root_span_context=set_span_in_context(span))
-    scheduler: Any = SimpleNamespace(tree_cache=rig.cache, waiting_queue=[], schedule_low_priority_values_first=False)
+    scheduler: Any = SimpleNamespace(tree_cache=rig.cache, waiting_queue=[])
     requests = [Request(f"r{seed}", [*prompt(seed), 1]) for seed in range(2)]
     for request, context in zip(requests, (traced, TraceNullContext()), strict=True):
         request.time_stats = SimpleNamespace(trace_ctx=context)
