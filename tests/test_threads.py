@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -18,6 +19,13 @@ _STARTS = {"ThreadPoolExecutor": (1, "thread_name_prefix"), "Thread": (2, "name"
 def named() -> set[str]:
     """Return the names in the first columns of the tables."""
     return {name for row in _ROWS if row.startswith("| `") for name in re.findall(r"`([^`]*)`", row.split("|")[1])}
+
+
+def assert_threads(before: Collection[threading.Thread], names: set[str]) -> None:
+    """Check that threads of these names, and otherwise only some of the tables', run beside those of ``before``."""
+    ours = {re.sub(r"_\d+$", "", thread.name) for thread in {*threading.enumerate()} - {*before}}
+    assert ours <= {*named(), "asyncio"}
+    assert ours >= names
 
 
 def started() -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -26,6 +27,7 @@ from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.fake_streams import ClockedDevice, ClockedStream, FakeDevice
 from tests.plugin.device.gpu_models import DIM, HEADS, LAYERS, loaded, make_quantiser, use_small_model
 from tests.plugin.device.rig import Rig, prompt
+from tests.test_threads import assert_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -55,7 +57,7 @@ def test_coded_cells_are_restored_on_the_gpu(
     cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
     cpu.stored(tokens)
     expected = loaded(cpu, tokens)
-    gpu = FakeDevice()
+    gpu, before = FakeDevice(), threading.enumerate()
     rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
     loader = rig.linker._loader
     assert isinstance(loader, GpuLoader)
@@ -72,6 +74,7 @@ def test_coded_cells_are_restored_on_the_gpu(
     assert sum(decoded) == 4  # two layer groups, two heads
     assert len(decoded) == 2 if scratch_bytes == LARGE else len(decoded) > 2
     assert len(gpu.pinned_memory) == 1
+    assert_threads(before, {"kvfetch-load", "kvfetch-rotate"})
     rig.assert_nothing_held()
 
 

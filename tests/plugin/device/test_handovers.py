@@ -17,6 +17,7 @@ from harness.store_process import StoreProcess
 from sgl_kvfetch.plane import client
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import prompt
+from tests.test_threads import assert_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -28,11 +29,13 @@ SIX = [
     "SGLang -> kvfetch-load: ValueLoader._run",
     "kvfetch-load -> event loop: Unstage",
 ]
+THREADS = "copy", "data", "decode", "encode", "intake", "load", "segment"
 MOST_MODULES = 56
 
 
 def test_hand_overs_of_a_prompt_of_one_cell(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "SPAN_TOKENS", 32)
+    before = threading.enumerate()
     with StoreProcess(tmp_path / "store") as store, hand_overs() as seen:
         rig = make(store=store.url, num_layers=1, max_tp_size=1)
         tokens = prompt(0)
@@ -43,6 +46,8 @@ def test_hand_overs_of_a_prompt_of_one_cell(make: MakeRig, tmp_path: Path, monke
         rig.await_unparked(request)
         assert rig.admit(request) == [32]
         require_equal(seen, SIX)
+        # The data plane has its threads here: all of a write's and a fetch's have run.
+        assert_threads(before, {"kvfetch", *(f"kvfetch-{name}" for name in THREADS)})
         rig.cache.release_host_resources()
 
 
