@@ -219,7 +219,7 @@ def test_a_matrix_product_beside_decoding(record: Record) -> None:
 def test_loads_are_checked_and_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_pool.install_if_missing()
     from sgl_kvfetch.plugin.device import coded_loads
-    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+    from sgl_kvfetch.plugin.device.cuda_reads import CudaRun
     from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
 
     monkeypatch.setattr(runtime, "INTERPRETED", False)
@@ -260,7 +260,7 @@ def test_loads_are_checked_and_measured(record: Record, monkeypatch: pytest.Monk
     monkeypatch.setattr(passes, "PASS_SECONDS", ())
     monkeypatch.setattr(coded_loads, "launch_klt", lambda *args: None)
     monkeypatch.setattr(GpuLoader, "_copy_values", lambda *args: iter(()))
-    monkeypatch.setattr(CudaPages, "read", lambda *_: torch.ones(2, loads.PAGE_TOKENS, 3, 8, 16))
+    monkeypatch.setattr(CudaRun, "read", lambda *_: torch.ones(2, loads.PAGE_TOKENS, 3, 8, 16))
     loads.measure(record, model, num_tokens, device, device.forward, make_pass)
     reason = found_by(record)["reason"]
     for what in ("coded cells, 1 MiB of scratch memory", "coded cells beside forward passes", "values"):

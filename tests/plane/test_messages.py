@@ -21,7 +21,7 @@ COMMANDS: list[m.Command] = [
     m.Cancel(2),
     m.ReadAhead(1),
     m.Forget(1),
-    m.Stage(6, b"h" * 32, ((1, -0.5), (4, 2.0)), -1, "r", "00-1-2-01"),
+    m.Stage(6, b"h" * 32, ((1, -0.5), (4, 2.0)), "r", "00-1-2-01"),
     m.Unstage(6),
     m.Flush(),
     m.Write(3, 0, None, b"h" * 32, 64, (("swa", 0),)),

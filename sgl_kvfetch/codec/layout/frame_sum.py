@@ -1,4 +1,4 @@
-"""A checksum of frames that a GPU computes cheaply: 64 bits, a sum over their 8-byte words.
+"""A checksum of frames that CPUs and GPUs compute cheaply: 64 bits, a sum over their 8-byte words.
 
 Each word j is combined with its index and goes through a mixer; the results are added modulo 2^64. The sum does not
 depend on the order of addition, so every division of the frames into blocks gives the same bits.

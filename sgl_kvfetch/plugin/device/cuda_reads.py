@@ -44,9 +44,11 @@ class SlotReader:
         at_once = self._pinned.num_bytes // (len(buffers) * buffers[0][0].nbytes)
         assert at_once, "the read buffer has no room for a token"
         end = 0
-        for part in (part for each in slots for part in each.split(at_once)):
-            self._read(buffers, part, rows[end : end + len(part)])
-            end += len(part)
+        for each in slots:
+            for first in range(0, len(each), at_once):
+                part = each[first : first + at_once]
+                self._read(buffers, part, rows[end : end + len(part)])
+                end += len(part)
         return rows.view(self._dtype)
 
     def read_all(self, slots: torch.Tensor) -> CellValues:
