@@ -68,16 +68,16 @@ class SlotPages(ABC):
 
     def wait_until_unused(self, timeout_s: float) -> bool:
         """Wait until no work that was launched uses the pool, for ``timeout_s`` at most. Return whether that is so.
-        Call this after all sinks and sources were closed."""
+        Call this after all sources were closed."""
         return True
 
     def close(self) -> None:  # noqa: B027, on a CPU there is nothing to release
-        """Release threads. Call this after all sinks and sources were closed; `wait_until_unused` still works."""
+        """Release threads. Call this after all sources were closed; `wait_until_unused` still works."""
 
 
 class DevicePages(SlotPages):
     """The pages of a pool on the CPU. The model computes on the thread that hands pages over, so earlier computation
-    is complete. On a GPU, both must be ordered with the forward pass's stream; see `CudaPages`."""
+    is complete. On a GPU, reads and writes must be ordered with it; see `CudaPages`."""
 
     def write_layer(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copy ``k`` and ``v``, ``(tokens, heads, dim)``, into slots of one layer. ``slots``: one per token."""
