@@ -44,10 +44,10 @@ from harness.store_process import StoreProcess
 from harness.waiting import wait_until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.plugin.data_plane import open_plane
 from sgl_kvfetch.plugin.device import linker as linker_module
 from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 from sgl_kvfetch.plugin.page_hashes import hash_bytes, hash_tail
+from sgl_kvfetch.plugin.starting import open_plane
 
 PAGE, HEADS, DIM = 64, 3, 64
 _STEP_S = 0.02  # between two steps, so that the steps in which nothing happens cost little
