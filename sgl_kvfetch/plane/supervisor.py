@@ -1,7 +1,7 @@
 """Keeps a data plane serving: starts it, watches it, restarts it when it ends, and switches to another one.
 
 Data planes follow one another. One of them gets all new work, and two threads may replace it: the one that watches it,
-and the engine's, which switches. So what must hold is at the fields.
+and the engine's, which switches. What must hold is said at the fields.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ async def test_urls_pick_the_store() -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("gs://bucket", "use http://, https://, s3://bucket or file:///path"),
-        ("/var/cache", "use http://"),
-        ("", "use http://"),
+        ("gs://bucket", "expected one of http://HOST:PORT, https://HOST:PORT, s3://BUCKET/PREFIX, file:///DIRECTORY"),
+        ("/var/cache", "expected one of http://"),
+        ("", "expected one of http://"),
         ("file://host/path", "absolute path"),
         ("file:relative", "absolute path"),
         ("file:///path?x=1", "query"),
