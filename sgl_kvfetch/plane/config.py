@@ -137,7 +137,7 @@ class DeviceModeConfig(_Keys):
 class KVFetchConfig(_Keys):
     """Every config key with its default. A test compares docs/configuration.md with this class."""
 
-    store: str = Field(description=f"URL of the store: one of {', '.join(STORE_URLS.values())}")
+    store: str = Field(description=f"URL of the store: {' or '.join(STORE_URLS.values())}")
     token: str | None = Field(None, repr=False, description=f"bearer token; by default the environment's {TOKEN_ENV}")
     tls: TlsConfig = Field(TlsConfig(), description="files for https:// stores: ca_file, cert_file, key_file")
     manifest_key_file: Text | None = Field(
@@ -251,7 +251,7 @@ class KVFetchConfig(_Keys):
     def _one_url(cls, value: object) -> object:
         scheme, _, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
         if scheme not in STORE_URLS or not rest:
-            raise ValueError(f"expected one URL, as one of {', '.join(STORE_URLS.values())}")
+            raise ValueError(f"expected one URL: {' or '.join(STORE_URLS.values())}")
         return value
 
     @model_validator(mode="after")

@@ -105,7 +105,9 @@ class AutoProfile:
             return
         if self._follow is None:
             end()
-            logger.info("kvfetch: %s; this mode stores with it once the backend is attached again", taken.about)
+            logger.info(
+                "kvfetch: %s; device mode on a GPU stores with it once the backend is attached again", taken.about
+            )
         elif not self._is_preparing:
             self._is_preparing = True
             self._plane.prepare(partial(self._follow, taken.path))

@@ -43,7 +43,7 @@ def split_store_url(url: str) -> SplitResult:
     except ValueError as e:
         raise ConfigError(f"store URL {url!r} is malformed: {e}") from e
     if parts.scheme not in STORE_URLS:
-        raise ConfigError(f"store URL {url!r} is not supported; expected one of {', '.join(STORE_URLS.values())}")
+        raise ConfigError(f"store URL {url!r} is not supported; expected {' or '.join(STORE_URLS.values())}")
     return parts
 
 
