@@ -61,10 +61,7 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"target_kl": 1e-3}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
         ({"profile": "p", "target_kl": 0}, "target_kl = 0: .*greater than 0"),
         ({"store": "ftp://x"}, "store = 'ftp://x': expected one URL: http://"),
-        (
-            {"store": ["http://x", "http://y"]},
-            r"store = \['http://x', 'http://y'\]: expected one URL: http://",
-        ),
+        ({"store": ["http://x", "http://y"]}, r"store = \['http://x', 'http://y'\]: expected one URL: http://"),
         ({"store": 5}, "store = 5: expected one URL"),
         ({"token": 5}, r"token = \(hidden\)"),
         ({"store": "s3://"}, "store = 's3://': expected .*s3://BUCKET"),
