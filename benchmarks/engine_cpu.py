@@ -36,6 +36,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 import sgl_kvfetch
 from benchmarks.machine import machine, versions
@@ -44,10 +45,10 @@ from harness.store_process import StoreProcess
 from harness.waiting import wait_until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.plugin.data_plane import open_plane
 from sgl_kvfetch.plugin.device import linker as linker_module
 from sgl_kvfetch.plugin.device.linker import KVFetchLinker
-from sgl_kvfetch.plugin.page_hashes import hash_bytes, hash_tail
+from sgl_kvfetch.plugin.page_hashes import hash_bytes
+from sgl_kvfetch.plugin.starting import open_plane
 
 PAGE, HEADS, DIM = 64, 3, 64
 _STEP_S = 0.02  # between two steps, so that the steps in which nothing happens cost little
@@ -112,7 +113,7 @@ class Engine:
             time.sleep(0.01)
         assert self.linker._parts is not None
         found: list[Any] = []
-        hashes = hash_bytes(hash_tail(self.key, 0, None, PAGE))
+        hashes = hash_bytes(get_storage_hash_str(self.key, None, page_size=PAGE))
         self.linker._parts.plane.look_up(hashes, found.append)
 
         def is_found() -> bool:

@@ -37,11 +37,11 @@ from benchmarks.machine import machine, versions
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.plane.config import KVFetchConfig
-from sgl_kvfetch.plugin.data_plane import open_plane
 from sgl_kvfetch.plugin.device import linker as linker_module
 from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 from sgl_kvfetch.plugin.device.pages import SlotPages
 from sgl_kvfetch.plugin.device.scheduler_hooks import form_batch
+from sgl_kvfetch.plugin.starting import open_plane
 from sgl_kvfetch.plugin.waiting_queue import WaitingQueue
 
 PAGE, SLOTS, PROMPT_TOKENS = 16, 4096, 1024

@@ -4,6 +4,7 @@ from .bitstream.registry import (
     CODECS as CODECS,
     READABLE as READABLE,
     CodecName as CodecName,
+    decode_cost as decode_cost,
     get_codec as get_codec,
     resolution_for as resolution_for,
 )

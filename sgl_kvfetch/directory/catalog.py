@@ -192,7 +192,10 @@ class Catalog:
         return db
 
     def write_problem(self) -> str | None:
-        """Return why no transaction can be opened, or None. Does not wait: while others write, the last one counts."""
+        """Return why no transaction can be opened, or None.
+
+        Never waits. While others write, the answer is the one from before.
+        """
         if self._writer_lock.acquire(blocking=False):
             before = self._write_error
             try:

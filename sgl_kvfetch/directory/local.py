@@ -143,7 +143,7 @@ class LocalStore(AdminStore):
 
     @on("reads")
     def peek(self, name: str) -> bytes | None:
-        """Read a manifest, or the beginning of one that is too large. This is no use of its segment."""
+        """Read a manifest, or the beginning of one that is too large. This does not count as a use of its segment."""
         require_name(name)
         with files.os_errors(f"reading {name}"):
             return files.read_object(self.root, name, MAX_MANIFEST_BYTES + 1)

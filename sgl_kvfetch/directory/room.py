@@ -315,7 +315,7 @@ class DiskRoom:
     def _taken_bytes(self) -> int:
         """Return how many bytes others took since yesterday, beyond the reserve. Nothing is evicted for those.
 
-        What is free or ours changes only with what others have, but for files that are being written.
+        The disk's free bytes and ours together change only by what others have, except while a file is being written.
         """
         with self._catalog.reading() as db:
             if db is None:
@@ -387,10 +387,10 @@ class DiskRoom:
         return freed
 
     def drop_level(self, name: str) -> Mapping[str, int]:
-        """Replace a manifest by one without the last level, which is no use of the segment. Return the sizes, by name,
-        of what it does not need any more; nothing if it keeps its levels. Raises FormatError and OSError.
+        """Replace a manifest by one without the last level. Return the sizes, by name, of what it does not need any
+        more; nothing if it keeps its levels. Raises FormatError and OSError.
 
-        The manifest's own bytes may exceed the capacity for a moment.
+        This does not count as a use of the segment. The manifest's own bytes may exceed the capacity for a moment.
         """
         content = files.read_object(self._catalog.root, name, MAX_MANIFEST_BYTES)
         if content is None:
@@ -402,7 +402,7 @@ class DiskRoom:
         return found[1]
 
     def _replace_manifest(self, name: str, digest: str, content: bytes) -> bool:
-        """Replace a manifest of this digest, which is no use of the segment. Return whether it was there."""
+        """Replace a manifest of this digest, without counting that as a use. Return whether it was there."""
         manifest = decode_manifest(content)
         with self._catalog.writing() as db:
             found = db.execute("SELECT digest, last_used FROM segments WHERE name = ?", (name,)).fetchone()

@@ -39,7 +39,7 @@ class Workers:
         self.is_closed = False
 
     async def run(self, kind: Kind, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call on threads of this kind. Raises StoreError if the store is closed."""
+        """Call a function on a thread of this kind. Raises StoreError if the store is closed."""
         self.require_open()
         return await asyncio.get_running_loop().run_in_executor(self._threads[kind], lambda: call(*args, **kwargs))
 

@@ -105,8 +105,8 @@ class FetchOrRecompute:
         self._recomputed: set[int] = set()  # lengths, as powers of two
 
     def decide(self, num_tokens: int, cost: Cost, recompute_s: float | None) -> Decision:
-        """Decide about a prefix. ``recompute_s``: how much longer the engine would take without it, if it had
-        nothing else to do."""
+        """Decide about a prefix. ``recompute_s``: how much later the request's first token would come
+        without it."""
         fetch_s = cost.seconds
         if fetch_s is None or recompute_s is None:
             return Decision(True, "unmeasured")

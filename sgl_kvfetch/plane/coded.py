@@ -73,8 +73,8 @@ def stays_coded(reader: SegmentReader, cell: Cell) -> bool:
 
 
 class _Kept(NamedTuple):
-    """A cell in a region: its row without what depends on the pages that are wanted, and what it has beside its
-    integers."""
+    """A cell in a region: what its row in the tables is made of, but for the pages that are wanted, which are known
+    later."""
 
     place: CellPlace
     layers: range

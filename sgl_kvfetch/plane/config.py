@@ -16,6 +16,7 @@ from sgl_kvfetch.codec.bitstream import MOST_LEVELS
 from sgl_kvfetch.codec.quant import MAX_BINS, MIN_BINS
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.sizes import parse_duration, parse_size
+from sgl_kvfetch.stores import STORE_URLS
 from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret
 
 _SECRET_KEYS = frozenset({"token", "s3", "index"})  # their values are never shown
@@ -132,9 +133,7 @@ class DeviceModeConfig(_Keys):
 class KVFetchConfig(_Keys):
     """Every config key with its default. A test compares docs/configuration.md with this class."""
 
-    store: str = Field(
-        description="URL of the store: http://HOST:PORT, https://..., s3://BUCKET/PREFIX, or file:///DIRECTORY"
-    )
+    store: str = Field(description=f"URL of the store: {' or '.join(STORE_URLS.values())}")
     token: str | None = Field(None, repr=False, description=f"bearer token; by default the environment's {TOKEN_ENV}")
     tls: TlsConfig = Field(TlsConfig(), description="files for https:// stores: ca_file, cert_file, key_file")
     manifest_key_file: Text | None = Field(
@@ -247,10 +246,8 @@ class KVFetchConfig(_Keys):
     @classmethod
     def _one_url(cls, value: object) -> object:
         scheme, _, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
-        if scheme not in ("http", "https", "s3", "file") or not rest:
-            raise ValueError(
-                "expected one URL: http://HOST:PORT, https://HOST:PORT, s3://BUCKET/PREFIX or file:///DIRECTORY"
-            )
+        if scheme not in STORE_URLS or not rest:
+            raise ValueError(f"expected one URL: {' or '.join(STORE_URLS.values())}")
         return value
 
     @model_validator(mode="after")
@@ -279,7 +276,7 @@ class KVFetchConfig(_Keys):
 
     @property
     def quantiser_name(self) -> QuantiserName:
-        """The quantiser; of ``auto`` the one that it will have."""
+        """The quantiser; with ``auto``, the one that the server is to have in the end."""
         return "klt" if self.quantiser == "auto" else self.quantiser or ("exact" if self.profile is None else "klt")
 
     @property

@@ -336,7 +336,7 @@ class Filler:
             self._options.on_fill(result)
 
     async def _copy(self, data: NamedData, fill: _Fill) -> None:
-        """Raises TimeoutError and StoreError."""
+        """Write the object's bytes as they come. Raises TimeoutError and StoreError."""
         async with contextlib.AsyncExitStack() as stack:
             async with self._disk_calls:
                 upload = await stack.enter_async_context(self._disk.upload(data.name, data.size_bytes))

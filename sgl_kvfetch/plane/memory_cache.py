@@ -50,11 +50,11 @@ class MemoryCache:
         self._num_entries: Counter[SegmentReader] = Counter()
 
     def keeps(self, reader: SegmentReader) -> bool:
-        """Return whether a reader stays alive because of what is here."""
+        """Return whether the cache has bytes that this reader reads, and so keeps the reader alive."""
         return reader in self._num_entries
 
     def find(self, hashes: Sequence[bytes]) -> list[PageSource]:
-        """Return where the longest run of these pages is of which all bytes are here."""
+        """Return the sources of the longest run of these pages whose bytes are all here."""
         now_s = time.time()
         found: list[PageSource] = []
         for page_hash in hashes:

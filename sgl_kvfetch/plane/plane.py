@@ -1,4 +1,4 @@
-"""The engine's side of the data plane: what it asks of it.
+"""The engine's side of the data plane: all that the engine asks of it.
 
 When a data plane dies, its work under way counts as misses (`run`), and the next one is started (`supervisor`). Only
 methods whose docstrings say so wait.
@@ -225,7 +225,7 @@ class DataPlane(Supervisor):
         self._send(m.TakeProfile(digest))
 
     def step(self) -> None:
-        """Complete what the events for the scheduler's steps say: those that have come, a bounded number. Only if
+        """Process the events for the scheduler's steps that have come, a bounded number of them. Only if
         `messages.Start` has said ``has_steps``. Never waits."""
         self._run.step()
 

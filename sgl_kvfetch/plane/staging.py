@@ -387,8 +387,8 @@ class Stager:
 
 
 def interpolate(points: _Points, x: int) -> float:
-    """Return the value at ``x`` of the line through ``points``, which are in ascending order; before the first, of the
-    line from the origin to it, and after the last, that of the last."""
+    """Return the value at ``x`` of a line from the origin through ``points``, which are in ascending order. Behind the
+    last point, the line is level."""
     x0, y0 = 0, 0.0
     for x1, y1 in points:
         if x <= x1:

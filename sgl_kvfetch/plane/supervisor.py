@@ -1,14 +1,7 @@
-"""Keeps a data plane serving: starts it, watches it, restarts it, and switches to another one.
+"""Keeps a data plane serving: starts it, watches it, restarts it when it ends, and switches to another one.
 
-Data planes follow one another, and one of them, `_run`, gets all new work. Two threads may replace it: the one that
-watches, when it has ended, and the engine's, which switches. Both hold `_choosing`. The one that watches replaces only
-the data plane that it watched; if a switch was faster, it ends what it has started. A switch never waits: the next data
-plane serves already, and the former one is watched by its own thread until it has written what it had queued.
-
-A data plane that does not answer may hang, or be slow. While that is not sure, a spare one is launched: its imports,
-which take most of a start, are done when it is needed. If the first one answers after all, the spare one is kept.
-
-Restarts back off, as a data plane that cannot start (no memory, a store's file that is gone) fails again at once.
+Data planes follow one another. One of them gets all new work, and two threads may replace it: the one that watches it,
+and the engine's, which switches. What must hold is said at the fields.
 """
 
 from __future__ import annotations
@@ -29,11 +22,14 @@ from sgl_kvfetch.types import KVGeometry
 
 logger = logging.getLogger(__name__)
 
+# A data plane that cannot start fails again at once: there is no memory, or a file that it needs is gone.
 _LEAST_BACKOFF_S, _MOST_BACKOFF_S = 0.1, 30.0
 _STEADY_S = 5.0  # after a data plane has served this long, the backoff starts anew
 
 
 class _Prepared(NamedTuple):
+    """A data plane that serves already, but gets no work yet, and what it was started with."""
+
     run: Run
     start: m.Start
     launch: Launch
@@ -45,21 +41,25 @@ class Supervisor:
     def __init__(self, start: m.Start, geometry: KVGeometry, launch: Launch, page_bytes: int, value_bytes: int) -> None:
         """Start the data plane and wait until it serves. ``page_bytes``, ``value_bytes``: as for `Run`. Raises
         KVFetchError if the data plane refuses the config or fails."""
+        # What the next data plane is started with: that of the first one, until a switch.
         self._start = start
-        self._geometry = geometry
         self._launch = launch
+        self._shown: m.ShowPrompts | None = None
+        self._geometry = geometry
         self._shared_bytes = page_bytes, value_bytes
         self._closing = threading.Event()
-        self._spare: Run | None = None  # launched, but not started
+        # A data plane whose imports are done, which take most of a start, but that was sent no `Start`.
+        self._spare: Run | None = None
         self.num_losses = 0  # data planes that ended before all pages that they had taken were written
-        self._shown: m.ShowPrompts | None = None
-        self._prepared: _Prepared | None = None
-        self._choosing = threading.Lock()  # held to replace `_run`
+        self._prepared: _Prepared | None = None  # for the next switch
         self.has_switched = False
         self.on_switch: Callable[[], None] = lambda: None  # what is known of the store's pages holds no longer
-        self._run = self._begin_run()  # has ended while the next one is being started
-        self._former: threading.Thread | None = None  # serves the data plane before the last switch until its end
-        self._thread = self._begin_watch()
+        # The data plane that gets all new work. It may have ended, while the next one is being started. Two threads
+        # replace it, both with `_choosing` held: the watching one only the data plane that it watched itself.
+        self._choosing = threading.Lock()
+        self._run = self._begin_run()
+        self._thread = self._begin_watch()  # watches `_run`
+        self._former: threading.Thread | None = None  # watches the data plane before the last switch, until its end
 
     def show_prompts(self, windows: Sequence[Sequence[bytes]]) -> None:
         """Let the data plane, and those that follow it, calibrate on these prompts: see `messages.ShowPrompts`."""
@@ -77,7 +77,8 @@ class Supervisor:
 
     def switch(self) -> None:
         """Serve by the data plane that was prepared. The former one writes what is queued, and ends; its other work
-        under way counts as misses. Never waits. Call on the thread that steps."""
+        under way counts as misses. Call on the thread that steps: this never waits, since the new one serves already,
+        and the former one keeps the thread that watches it."""
         assert self._prepared is not None
         prepared, self._prepared = self._prepared, None
         with self._choosing:
@@ -148,7 +149,7 @@ class Supervisor:
         return thread
 
     def _watch(self, run: Run) -> None:
-        """Serve a run until its end, then start the next one, unless that is served already. Runs on the thread that
+        """Serve a run until its end, then start the next one, unless a switch has replaced it. Runs on the thread that
         receives."""
         use_one_thread()
         backoff_s = _LEAST_BACKOFF_S
@@ -178,16 +179,18 @@ class Supervisor:
                         is_wanted = run is self._run
                         if is_wanted:
                             self._run = run = following
-                    if not is_wanted:
+                    if not is_wanted:  # a switch was faster, and has a thread of its own
                         following.end()
                         return
                     break
         finally:
-            if self._spare is not None:
-                self._spare.end()
+            spare, self._spare = self._spare, None
+            if spare is not None:
+                spare.end()
 
     def _launch_spare(self) -> None:
-        """Launch a spare data plane, whose imports are done if this one turns out to hang. If not, it is kept."""
+        """Launch a spare data plane, because the present one does not answer. It may hang, or only be slow: if it
+        answers after all, the spare one is kept for another time."""
         if self._spare is None and not self._closing.is_set():
             try:
                 self._spare = self._new_run()

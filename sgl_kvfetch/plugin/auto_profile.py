@@ -2,8 +2,8 @@
 
 Rank 0 shows its data plane a sample of its prompts. The data plane calibrates on them, or finds that a neighbour has
 done so, and says which profile there is. Then every rank takes a copy of that profile, and prepares a second data plane
-that serves by it. When all ranks have one, all switch to it in the same step. What the ranks know of each other they
-learn by one collective every few steps, which all of them make, whatever they know.
+that serves by it. When all ranks have one, all switch to it in the same step. Ranks learn of each other by one
+collective every few steps. All of them take part in it, whatever they know.
 
 SGLang has one backend in a process at a time, so this is the state of the process. All of it runs on the scheduler's
 thread, and does no I/O but messages to the data plane.
@@ -105,7 +105,9 @@ class AutoProfile:
             return
         if self._follow is None:
             end()
-            logger.info("kvfetch: %s; this mode stores with it once the backend is attached again", taken.about)
+            logger.info(
+                "kvfetch: %s; device mode on a GPU stores with it once the backend is attached again", taken.about
+            )
         elif not self._is_preparing:
             self._is_preparing = True
             self._plane.prepare(partial(self._follow, taken.path))

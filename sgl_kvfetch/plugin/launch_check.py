@@ -14,7 +14,7 @@ from sgl_kvfetch.plane import check_files, parse_config
 from sgl_kvfetch.plugin.hooks import BACKEND, LINKER_MODULE
 from sgl_kvfetch.plugin.register import needed_scopes
 from sgl_kvfetch.plugin.seams import check_seams
-from sgl_kvfetch.plugin.versions import NEWEST, SGLANG_VERSIONS, installed_version
+from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS, WITH_LINKER, installed_version
 from sgl_kvfetch.timeline import check_tracing
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def _check_device_mode(server_args: Any) -> None:
     if not hasattr(server_args, "unified_cache_external_linker_config"):
         raise UnsupportedError(
             f"--hicache-storage-backend {BACKEND} without --enable-hierarchical-cache (device mode) needs sglang "
-            f"{NEWEST}, found {installed_version()}: add --enable-hierarchical-cache"
+            f"{' or '.join(WITH_LINKER)}, found {installed_version()}: add --enable-hierarchical-cache"
         )
     refused = {
         "--disable-radix-cache": server_args.disable_radix_cache,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
@@ -30,12 +29,3 @@ def hash_bytes(hashes: Sequence[str]) -> list[bytes]:
     if any(len(page_hash) != PAGE_HASH_BYTES for page_hash in found):
         raise UnsupportedError(f"expected page hashes of {PAGE_HASH_BYTES} bytes, found {hashes[0]!r}")
     return found
-
-
-def hash_tail(key: Any, start: int, last_hash: str | None, page_size: int) -> list[str]:
-    """Return the page hashes of a ``RadixKey`` from token ``start`` on, equal to those of host mode. ``last_hash``: the
-    hash of the page before, or None if it is not known."""
-    if start and last_hash is None:
-        return hash_tail(key, 0, None, page_size)[start // page_size :]
-    hashes: list[str] = get_storage_hash_str(key[start:], last_hash, page_size=page_size)
-    return hashes

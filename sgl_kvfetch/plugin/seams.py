@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sgl_kvfetch.plugin.versions import NEWEST, SGLANG_VERSIONS, check_version, table_version
+from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS, WITH_LINKER, before, check_version, since, table_version
 
 
 class Scope(enum.Enum):
@@ -175,10 +175,10 @@ SEAMS: tuple[Seam, ...] = (
         Scope.HOST,
         _HOOKS,
         (f"{_FACTORY}._do_create_backend", "around", "create_backend"),
-        versions=(NEWEST,),
+        versions=since("0.5.23"),
         patch=REGISTERED_NAMES,
     ),
-    *_seams(Scope.HOST, _HOOKS, (f"{_FACTORY}.create_backend", "around", "create_backend"), versions=("0.5.22",)),
+    *_seams(Scope.HOST, _HOOKS, (f"{_FACTORY}.create_backend", "around", "create_backend"), versions=before("0.5.23")),
     *_seams(
         Scope.HOST,
         _VERSION_HOOKS,
@@ -190,7 +190,7 @@ SEAMS: tuple[Seam, ...] = (
             "before",
             "wait_for_layers",
         ),
-        versions=("0.5.22",),
+        versions=before("0.5.23"),
     ),
     *_seams(
         Scope.DEVICE,
@@ -201,7 +201,7 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_SCHEDULER}.clear_hicache_storage_wrapped", "around", "clear_store"),
         (f"{_SCHEDULER}.attach_hicache_storage_wrapped", "around", "attach_store"),
         (f"{_SCHEDULER}.detach_hicache_storage_wrapped", "around", "detach_store"),
-        versions=(NEWEST,),
+        versions=WITH_LINKER,
     ),
     *_seams(
         Scope.CPU_ENGINE,

@@ -17,6 +17,23 @@ NEWEST = SGLANG_VERSIONS[-1]
 OVERRIDE = "KVFETCH_SGLANG"  # in the environment: another version that may run at the operator's own risk
 
 
+def since(release: str) -> tuple[str, ...]:
+    """Return the supported releases from this one on: rows of tables and conditions need no change with the next."""
+    return tuple(version for version in SGLANG_VERSIONS if _numbers(version) >= _numbers(release))
+
+
+def before(release: str) -> tuple[str, ...]:
+    """Return the supported releases before this one. Once there are none, a test finds the rows that can go."""
+    return tuple(version for version in SGLANG_VERSIONS if _numbers(version) < _numbers(release))
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")]
+
+
+WITH_LINKER = since("0.5.23")  # have an external linker that others can fill: device mode needs it
+
+
 def check_version() -> str | None:
     """Return what is wrong with the installed SGLang's version, or None."""
     found = installed_version()

@@ -226,9 +226,9 @@ async def _known_host(request: web.Request, handler: Handler) -> web.StreamRespo
 
 @web.middleware
 async def _own_page(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse what pages of other sites send: a browser on this machine would do it for them, and they need no token.
+    """Refuse requests of other sites' pages, which a browser on this machine sends for them: no token would stop them.
 
-    Browsers say so themselves. They may open the page from anywhere.
+    Browsers say themselves which site a request comes from. The page itself may be opened from anywhere.
     """
     site = request.headers.get("Sec-Fetch-Site", "none")
     if site not in ("none", "same-origin") and request.path not in PUBLIC_PATHS:

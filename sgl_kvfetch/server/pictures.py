@@ -1,5 +1,5 @@
-"""Pictures of segments, drawn in processes of their own: decoding needs torch and video codecs, and bytes that others
-have written."""
+"""Draws pictures of segments in processes of their own: decoding needs torch and video codecs, and reads bytes that
+others have written."""
 
 from __future__ import annotations
 

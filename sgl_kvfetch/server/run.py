@@ -52,8 +52,8 @@ _REFUSAL = (
 
 
 class _ClientFaults(logging.Filter):
-    """Keeps what clients do out of aiohttp's log: that they leave, and, but for a line now and then, that they send
-    malformed requests. Their bytes may be secret, or anybody's."""
+    """Keeps clients' faults out of aiohttp's log: disconnections, and malformed requests, which get only a line now and
+    then. What clients send may be secret."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None

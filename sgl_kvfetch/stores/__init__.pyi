@@ -14,6 +14,7 @@ from .coverage import furthest as furthest
 from .http_answers import client_errors as client_errors
 from .keyed import with_keys as with_keys
 from .open import (
+    STORE_URLS as STORE_URLS,
     S3Options as S3Options,
     open_hedged as open_hedged,
     open_remote as open_remote,

@@ -238,13 +238,13 @@ class AdminStore(Store):
         return found
 
     async def peek(self, name: str) -> bytes | None:
-        """Read a manifest, which is no use of its segment."""
+        """Read a manifest, without counting that as a use of its segment."""
         return await self.get(name)
 
     async def drop_level(self, name: str) -> Mapping[str, int]:
-        """Replace a manifest by one without the last level, which is no use of its segment. Return the sizes, by name,
-        of what it does not need any more; nothing if it keeps its levels, or others have changed it. Raises
-        FormatError and StoreError."""
+        """Replace a manifest by one without the last level. Return the sizes, by name, of what it does not need any
+        more; nothing if it keeps its levels, or others have changed it. This does not count as a use of the segment.
+        Raises FormatError and StoreError."""
         content = await self.peek(name)
         if content is None:
             return {}

@@ -30,7 +30,7 @@ class IndexedS3Store(S3Store):
     """Enters the pages of each manifest that is put. Reads check what the index says.
 
     If the index fails or knows nothing of the first page, lookups go by names, and enter what they find. The index also
-    has when segments were last found, within 10 s.
+    records when segments were last found, to within 10 s.
     """
 
     def __init__(self, url: str, index: IndexOptions, **options: Any) -> None:

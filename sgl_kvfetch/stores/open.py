@@ -13,6 +13,13 @@ from sgl_kvfetch.stores.hedged import MAX_HEDGES, HedgedStore, OnHedge
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions
 
+# The form of a store's URL, by its scheme. `directory.open_store` opens the last one.
+STORE_URLS = {
+    "http": "http://HOST:PORT",
+    "https": "https://HOST:PORT",
+    "s3": "s3://BUCKET/PREFIX",
+    "file": "file:///DIRECTORY",
+}
 # Connections in addition to those for reads, so that lookups, writes and second requests never wait for a read.
 _SPARE_CONNECTIONS = 8
 
@@ -35,6 +42,8 @@ def split_store_url(url: str) -> SplitResult:
         _ = parts.port
     except ValueError as e:
         raise ConfigError(f"store URL {url!r} is malformed: {e}") from e
+    if parts.scheme not in STORE_URLS:
+        raise ConfigError(f"store URL {url!r} is not supported; expected {' or '.join(STORE_URLS.values())}")
     return parts
 
 
@@ -60,7 +69,7 @@ def open_remote(
         case "s3":
             return _open_s3(url, options, s3)
         case _:
-            raise ConfigError(f"store URL {url!r} is not supported; use http://, https://, s3://bucket or file:///path")
+            raise ConfigError(f"{url!r} is a directory of this machine; expected a store that others share")
 
 
 def open_hedged(

@@ -1,8 +1,8 @@
 """The index of pages in Redis or Valkey, for stores that find objects only by name. It needs the package ``redis``.
 
 For each page, it has the longest stored segment that holds the page. Segments are buddies: of those that hold a page,
-a longer one starts earlier or at the same page, so this is the one that `index` looks for. The index is a hint, never
-trusted: readers compare the manifests that it leads to with the hashes of their pages.
+a longer one starts earlier or at the same page, so this is the one that `coverage` looks for. The index is a hint, and
+never trusted: readers compare the manifests that it leads to with the hashes of their pages.
 
 A key is ``kvf1:{TAG}DIGEST``: the digest of the store's URL, the folder and the page's hash. Its tag is the first of
 its bytes, in hexadecimal: clusters keep the keys of a tag together, so that a lookup has at most 256 parts. A value is

@@ -312,12 +312,11 @@ def _set_up(codecs: Sequence[str], device: str, concurrency: int | None) -> tupl
 def _samples(integers: torch.Tensor, targets: Sequence[Target]) -> Iterator[Sample[Decoders]]:
     """Yield a sample for each video codec at each resolution, and one for each fast codec, which has no pictures."""
     from sgl_kvfetch.codec import get_codec
-    from sgl_kvfetch.codec.bitstream import HevcCodec
 
     seen = set()
     for target in targets:
         codec = get_codec(target.codec)
-        name = f"{target.codec} {target.resolution}" if isinstance(codec, HevcCodec) else target.codec
+        name = f"{target.codec} {target.resolution}" if codec.is_video else target.codec
         if name in seen:
             continue
         seen.add(name)

@@ -34,9 +34,9 @@ async def test_urls_pick_the_store() -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("gs://bucket", "use http://, https://, s3://bucket or file:///path"),
-        ("/var/cache", "use http://"),
-        ("", "use http://"),
+        ("gs://bucket", "expected http://HOST:PORT or https://HOST:PORT or s3:"),
+        ("/var/cache", "expected http://"),
+        ("", "expected http://"),
         ("file://host/path", "absolute path"),
         ("file:relative", "absolute path"),
         ("file:///path?x=1", "query"),

@@ -100,5 +100,5 @@ def test_without_it_each_target_has_a_namespace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target_kl", [1e-4, 2e-5])
 async def test_a_target_that_needs_all_levels_is_refused(open_server: Open, target_kl: float) -> None:
-    with pytest.raises(ConfigError, match=r"target_kl = \S+ is below 0.00015, which one level less would cost"):
+    with pytest.raises(ConfigError, match=r"target_kl = \S+ is below 0.00015, the cost of leaving out one level"):
         open_server(**COARSE | {"target_kl": target_kl})

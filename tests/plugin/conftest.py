@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sgl_kvfetch.plane import client, run_data_plane
-from sgl_kvfetch.plugin import data_plane as plane_module
+from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 from sgl_kvfetch.types import KVGeometry
 from tests.plugin.backends import Make, make_pool, storage_config
@@ -31,9 +31,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served) -> Ite
     def namespace(config: Any, quantiser: Any, rank: Any, geometry: KVGeometry, first_layer: int, sides: str) -> Any:
         return make_heads(geometry, quantiser, model=f"a model {sides}")
 
-    monkeypatch.setattr(plane_module, "engine_heads", namespace)
-    monkeypatch.setattr(plane_module, "_launch", served.launch)
-    monkeypatch.setattr(plane_module, "run_data_plane", partial(run_data_plane, on_service=served.add))
+    monkeypatch.setattr(starting, "engine_heads", namespace)
+    monkeypatch.setattr(starting, "_launch", served.launch)
+    monkeypatch.setattr(starting, "run_data_plane", partial(run_data_plane, on_service=served.add))
     made: list[KVFetchStorage] = []
 
     def build(

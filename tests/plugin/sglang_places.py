@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sgl_kvfetch.plugin.namespace import DRAFT, FILES, JSON_TEXTS, RELEVANT
 from sgl_kvfetch.plugin.seams import REGISTERED_NAMES, WEIGHTS_CHANGE
-from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS
+from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS, before, since
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Place:
     patch: str | None = None
 
 
-BEFORE_23, SINCE_23 = ("0.5.22",), ("0.5.23",)
+BEFORE_23, SINCE_23 = before("0.5.23"), since("0.5.23")
 
 PLACES: tuple[Place, ...] = (
     Place(

@@ -151,7 +151,7 @@ def test_where_it_cannot_switch_it_says_so(caplog: pytest.LogCaptureFixture) -> 
     plane.take(DIGEST)
     one.step(None)
     assert auto_profile.current() is None
-    assert "about; this mode stores with it once the backend is attached again" in caplog.text
+    assert "about; device mode on a GPU stores with it once the backend is attached again" in caplog.text
 
 
 def test_a_backend_that_is_detached_takes_no_part() -> None:

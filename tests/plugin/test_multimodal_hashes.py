@@ -8,8 +8,7 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 from sglang.srt.mem_cache.radix_cache import RadixKey
-
-from sgl_kvfetch.plugin.page_hashes import hash_tail
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 pytestmark = pytest.mark.skipif(
     not hasattr(MultimodalDataItem, "padding_sequence"), reason="models that take images are refused before 0.5.23"
@@ -28,7 +27,8 @@ def image(seed: int) -> MultimodalDataItem:
 
 def hashes(item: MultimodalDataItem, image_tokens: int) -> list[str]:
     prompt = [*TEXT, *item.padding_sequence(image_tokens), *TEXT]
-    return hash_tail(RadixKey(array("q", prompt)), 0, None, PAGE_SIZE)
+    found: list[str] = get_storage_hash_str(RadixKey(array("q", prompt)), None, page_size=PAGE_SIZE)
+    return found
 
 
 @pytest.mark.parametrize("image_tokens", [1, 4, 6, 16])

@@ -11,10 +11,10 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
-from sgl_kvfetch.plugin import data_plane
-from sgl_kvfetch.plugin.data_plane import open_engine_plane
+from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.namespace import engine_quantiser, require_own_profile
+from sgl_kvfetch.plugin.starting import open_engine_plane
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile
 from tests.plugin.backends import Make
@@ -72,7 +72,7 @@ def test_auto_stores_exact_if_the_profile_does_not_fit(
     config: KVFetchConfig, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one that was made for fewer ranks."""
-    monkeypatch.setattr(data_plane, "engine_config", lambda asked, why: asked.with_profile(config.profile))
+    monkeypatch.setattr(starting, "engine_config", lambda asked, why: asked.with_profile(config.profile))
     plane = make(quantiser="auto")._plane
     assert plane._start.namespace.quantiser == make_quantiser("exact").identity
     assert "the store's profile does not fit, and this server stores with 'exact': profile" in caplog.text

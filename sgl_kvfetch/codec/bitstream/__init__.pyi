@@ -6,7 +6,6 @@ from .ans import (
 )
 from .base import Codec as Codec
 from .gpu_ans import try_gpu_ans as try_gpu_ans
-from .hevc import HevcCodec as HevcCodec
 from .levels import MOST_LEVELS as MOST_LEVELS
 from .nvdec import (
     open_current_nvdec as open_current_nvdec,

@@ -4,7 +4,7 @@
 remainder says which of the symbol's slots becomes the lower ten bits of the new state. So the state grows by
 log2(1024 / f) bits, which is the symbol's information. Before it would exceed 32 bits, its lower 16 go out as a word.
 The decoder undoes this, last symbol first: the lower ten bits name the slot, and so the symbol. So encoding goes
-backwards, and decoding forwards. In the end the decoder is where the encoder began, at 2^16: a check for nothing.
+backwards, and decoding forwards. In the end the decoder must be where the encoder began, at 2^16: a check for free.
 
 **Which distribution.** Coefficients are around 0, with spreads that differ by row (a coefficient) and by token. Each
 row has a class, which says how large its integers are, and is coded. Each token has an energy: how large its integers
@@ -109,6 +109,7 @@ class AnsCodec(Codec):
     """Codes flat frames: each plane of each frame is a row, each of its values a token."""
 
     name = "ans"
+    decode_cost = 1
     is_flat = True
 
     def __init__(self, *, is_portable: bool = False) -> None:
@@ -133,6 +134,7 @@ class AnsTablesCodec(Codec):
     """
 
     name = "ans-tables"
+    decode_cost = 1
     is_flat = True
 
     def __init__(self, *, is_portable: bool = False) -> None:

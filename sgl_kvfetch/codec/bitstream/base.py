@@ -18,6 +18,8 @@ class Codec(ABC):
     """
 
     name: str
+    # Rank of the time that decoding takes on a CPU; low is fast. Background encoding reads a segment's fastest variant.
+    decode_cost: int
     is_video: bool = False  # whether a GPU's video engines may decode it
     is_flat: bool = False  # whether it codes rows of integers, in flat layouts alone, and not pictures
 

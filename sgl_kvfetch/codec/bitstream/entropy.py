@@ -34,6 +34,7 @@ class _BytesCodec(Codec):
 
 class ZstdCodec(_BytesCodec):
     name = "zstd"
+    decode_cost = 2
     level = 3
 
     def compress(self, data: bytes) -> bytes:
@@ -54,6 +55,7 @@ class RawCodec(_BytesCodec):
     """Stores bytes uncompressed, for networks that are faster than decompression on the CPU."""
 
     name = "raw"
+    decode_cost = 0
 
     def compress(self, data: bytes) -> bytes:
         return data
@@ -66,6 +68,7 @@ class RawCodec(_BytesCodec):
 
 class DeflateCodec(_BytesCodec):
     name = "deflate"
+    decode_cost = 3
     level = 1
 
     def compress(self, data: bytes) -> bytes:

@@ -57,6 +57,7 @@ class HevcCodec(Codec):
     """4:4:4 HEVC: each of a picture's three planes holds one layer."""
 
     name = "hevc"
+    decode_cost = 4
     is_video = True
     pixel_format = "yuv444p"
     planes_a_picture = 3
@@ -156,6 +157,7 @@ class Hevc420Codec(HevcCodec):
     that frames next to each other in time stay neighbours."""
 
     name = "hevc420"
+    decode_cost = 5
     pixel_format = "yuv420p"
     planes_a_picture = 1
 

@@ -104,7 +104,7 @@ def _far_rows(wide: np.ndarray, num_levels: int) -> np.ndarray:
 
 
 def _joined(integers: np.ndarray, wide: np.ndarray) -> np.ndarray:
-    """Return coefficients, int16 ``(kept, tokens)``, of their integers."""
+    """Join integers into coefficients, int16 ``(kept, tokens)``."""
     kept = len(integers) - len(wide)
     values = integers[:kept].astype(np.int16)
     values -= ZERO
@@ -113,7 +113,7 @@ def _joined(integers: np.ndarray, wide: np.ndarray) -> np.ndarray:
 
 
 def _split(values: np.ndarray, wide: np.ndarray, rows: np.ndarray) -> None:
-    """Write the integers of coefficients into ``rows``. Coefficients that none stand for become the nearest."""
+    """Write coefficients into ``rows`` as integers. What no integers stand for becomes the nearest that some do."""
     kept, bits = len(values), wide["bits"][:, None].astype(np.int32)
     whole, half = values[wide["row"]].astype(np.int32), 1 << (bits - 1)
     high = ((whole + half) >> bits).clip(-LARGEST, LARGEST)

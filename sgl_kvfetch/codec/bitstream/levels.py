@@ -1,4 +1,5 @@
-"""What manifests and quantisers say of levels, apart from their coder: a store has neither numpy nor torch."""
+"""Names and types of levels, for manifests and quantisers. The coder is in `ladder`: it needs numpy and torch, which a
+store does not have."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ MOST_LEVELS = 4
 
 
 class Wide(NamedTuple):
-    """A coefficient of two integers: ``low + high * 2**bits``. Those of all rows have their second integers behind
-    all first ones, in order."""
+    """A coefficient of two integers: ``low + high * 2**bits``. The second integers of all rows come after
+    all first ones, in the order of the rows."""
 
     row: int
     bits: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec
@@ -25,6 +26,11 @@ def get_codec(name: str) -> Codec:
     if codec is None:
         raise FormatError(f"codec {name!r} is unknown; known are {', '.join(CODECS)}")
     return codec
+
+
+def decode_cost(codecs: Iterable[str]) -> int:
+    """Return the largest `Codec.decode_cost` of these codecs, which must be ``READABLE``. Levels are coded as `ans`."""
+    return max(CODECS[AnsCodec.name if name == LADDER else name].decode_cost for name in codecs)
 
 
 def resolution_for(codec: str, resolution: str) -> str:

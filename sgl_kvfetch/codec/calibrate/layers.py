@@ -312,7 +312,7 @@ def cached_latent(k: torch.Tensor, v: torch.Tensor, config: Any) -> tuple[torch.
 
 
 class _Stop(Exception):
-    """What was asked for is known, and the rest need not be computed."""
+    """Ends a forward pass once the wanted values are known."""
 
 
 @contextmanager
@@ -401,6 +401,6 @@ def _unpack(layer: Any) -> None:
 
 
 def _multiply_in_parts(head: Any, x: torch.Tensor) -> torch.Tensor:
-    """Do what a linear layer does, in the type of ``x``, with a part of the weights after another in that type."""
+    """Multiply as a linear layer does. Convert only a part of the weights to the type of ``x`` at a time."""
     parts = [torch.nn.functional.linear(x, w.to(x.dtype)) for w in head.weight.split(_VOCABULARY_AT_ONCE)]
     return torch.cat(parts, -1) if head.bias is None else torch.cat(parts, -1) + head.bias

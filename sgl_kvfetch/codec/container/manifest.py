@@ -105,7 +105,7 @@ class _PartBody(_Body, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class _Whole(msgspec.Struct):
-    """Of a body, the manifest that it is a part of. Whoever decodes it as a `_Body` ignores that."""
+    """The field of a body that holds the stored manifest of which this one is a part. A `_Body` ignores it."""
 
     whole: bytes = b""
 
@@ -116,7 +116,7 @@ class _Encrypted(msgspec.Struct):
 
 
 class _Encryptions(msgspec.Struct):
-    """Of a body, what says how it is encrypted."""
+    """The fields of a body that say how its objects are encrypted."""
 
     variants: tuple[_Encrypted, ...]
     sides: tuple[_Encrypted, ...] = ()
@@ -312,7 +312,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return self.kv_bytes + sum(page.num_bytes for side in self.sides for page in side.pages)
 
     def encode(self, whole: bytes = b"") -> bytes:
-        """Return the manifest's bytes. Raises FormatError if readers would refuse them, signed, for their number.
+        """Return the manifest's bytes. Raises FormatError if, once signed, they are more than readers accept.
 
         ``whole``: a stored manifest that this one is a part of. It goes along, and `whole_of` returns it (`partial`).
         """

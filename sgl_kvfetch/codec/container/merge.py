@@ -139,7 +139,7 @@ def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, 
 
 
 def _joined_digests(x: DataObject, y: DataObject) -> bytes:
-    """Return the digests of both; not computed from the data, which nobody has verified."""
+    """Join the digests of both halves. They are not computed from the data, which nobody has verified."""
     return x.chunk_digests + y.chunk_digests if x.chunk_digests and y.chunk_digests else b""
 
 

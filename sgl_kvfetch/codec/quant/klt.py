@@ -265,7 +265,7 @@ class KltQuantiser(KltIntegers):
         # Each level triples the step.
         costs = [self.profile.kl_of(self.step * 3**count) for count in range(1, MOST_LEVELS)]
         if max_kl < costs[0]:
-            raise ConfigError(f"{key} = {max_kl:g} is below {costs[0]:.2g}, which one level less would cost")
+            raise ConfigError(f"{key} = {max_kl:g} is below {costs[0]:.2g}, the cost of leaving out one level")
         return sum(cost <= max_kl for cost in costs)
 
     @property

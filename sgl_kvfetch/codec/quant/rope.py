@@ -2,7 +2,7 @@
 
 A rotated channel of K has no mean and a large spread; without the rotation, its spread is small. The order of
 operations is that of SGLang's PyTorch code (``srt/layers/rotary_embedding``). Calibration finds a model's rotation
-(`calibrate.model.find_rope`).
+(`calibrate.rope.find_rope`).
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ def _give_way() -> None:
 def _watch_memory(most_bytes: int) -> None:
     """End this process when it has taken more than it may. Runs on a thread.
 
-    Kubernetes lets Linux end all of a container together with the one process that it chooses, which would be SGLang's
-    end. No limit of Linux for one process counts the right thing: they count the checkpoint, which is only mapped."""
+    Where memory is short, Kubernetes lets Linux end all processes of a container, SGLang among them. Linux's own limits
+    for a process do not help: they also count the checkpoint, which is only mapped."""
     while own_bytes() <= most_bytes:
         time.sleep(_LOOK_EVERY_S)
     _say_failed(f"it takes more than {most_bytes / 1e9:.1f} GB, four fifths of the memory that was available")

@@ -1,6 +1,6 @@
 """Looks for a profile until there is one: in the store, now and then, and by calibrating where nobody has done so.
 
-A neighbour may be sooner at any time: another server, or somebody with ``kvfetch calibrate``. So the store is asked
+Others may publish one first, at any time: another server, or somebody with ``kvfetch calibrate``. So the store is asked
 before calibrating begins, while it runs, and before its profile is published.
 """
 

@@ -18,7 +18,7 @@ Windows = Sequence[Sequence[bytes]]  # as in `messages.ShowPrompts`
 
 
 class Job(msgspec.Struct, frozen=True):
-    """Paths are of files; ``parent`` is the data plane's process."""
+    """What the process that calibrates needs to know. Paths are of files; ``parent`` is the data plane's process."""
 
     parent: int
     model_folder: str
@@ -53,7 +53,7 @@ def write_prompts(path: Path, windows: Windows) -> None:
 
 
 def read_prompts(path: Path) -> Windows:
-    """Raises ConfigError."""
+    """Read the prompts that `write_prompts` wrote. Raises ConfigError."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=list[list[bytes]])
     except (OSError, msgspec.MsgspecError) as e:

@@ -2,7 +2,7 @@
 
 What it needs and has done stands in a folder of the user's cache, one for each model's weights. So a server that was
 started again goes on where the last one was. Of all servers of these weights on this machine, the one that holds the
-lock calibrates. The folder goes when there is a profile.
+lock calibrates. The folder is deleted once there is a profile.
 """
 
 from __future__ import annotations

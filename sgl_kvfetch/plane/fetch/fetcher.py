@@ -144,7 +144,7 @@ class Fetcher:
         """Estimate how long it takes to fetch these pages, if nothing else is fetched."""
         parts = span_parts(sources)
         missing = [part for part in parts if self._memory is None or not self._memory.has(part.reader, part.span)]
-        goodput_bps = self.link.goodput_bps()  # an old one, too: a fetch or a probe corrects it
+        goodput_bps = self.link.goodput_bps  # an old one, too: a fetch or a probe corrects it
         transmit_s = None if goodput_bps is None else self._seconds(missing, goodput_bps / 8)
         rate = self.pool.bytes_per_s
         return Cost(transmit_s if missing else 0.0, None if rate is None else self._seconds(parts, rate))
@@ -288,7 +288,7 @@ class Fetcher:
 
     def _comes_after(self, part: SpanPart, deadline_s: float) -> bool:
         now_s = time.monotonic()
-        goodput_bps = self.link.goodput_bps(now_s)
+        goodput_bps = self.link.recent_bps(now_s)
         if goodput_bps is None:
             return False
         least_bytes = replace(part, reader=self.levels.coarsest(part.reader)).size_bytes

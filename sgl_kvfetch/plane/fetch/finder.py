@@ -155,8 +155,8 @@ class PageFinder:
         return pages
 
     def _in_place(self, pages: list[PageSource], position: int | None) -> list[PageSource]:
-        """Return the pages up to the first whose segments were written for another place in the sequence than its own:
-        rotations depend on it. ``position``: of the first page; None to take it as the first segment has it."""
+        """Return the pages up to the first whose segments were written for another place in the sequence: rotations
+        depend on the place. ``position``: of the first page; None to take it as the first segment has it."""
         for i, page in enumerate(pages):
             expected = i + (pages[0].position if position is None else position)
             for each in (page, *page.others):

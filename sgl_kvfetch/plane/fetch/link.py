@@ -1,22 +1,30 @@
 """Measures the link, and decides when to request more bytes: by its pace, and by the memory that they may take.
 
-We know a link by what has arrived over it, and when. Several reads share it, so each is slower than the link.
-So goodput is not that of single reads. The link is taken as if one connection carried everything: a `Transfer` is what
-has come, of all reads, between two ends of reads. Two reads may end almost together, and the time between says nothing:
-then the next transfer is joined with the last one, until it lasts as long as a read.
+We know a link by what has arrived over it, and when. Several reads share it, so each is slower than the link, and the
+goodput of a single read says little. So all reads count as one connection. A `Transfer` is what all reads have brought
+between the ends of two reads. If two reads end almost together, the time between the ends says nothing. Then the
+transfer is joined with the one before, until it lasts as long as a read.
 
-* **The mean of the last 16 transfers** (`goodput_bps`) is over time, so that slow ones count in full. It is forgotten
-  when it is 30 s old: links change. When the last two transfers are far faster than all before, those before go: a
-  mean over time would hide a faster link for long.
-* **A link that has stopped** gives no new transfer, so the mean would stay high for ever. `present_bps` is at most what
-  has come since the last end of a read. A read that was given up leaves such a bound, too.
-* **A link that nobody uses**, because computing is sooner, would never be seen to have become faster. So now and then a
-  probe reads a little of what was found.
-* **The pace**: enough reads are requested that the link is never idle between two of them, and no more. What is
-  requested too early arrives late, all at once, and cannot be taken back.
+There is one measurement, and three questions:
 
-`adapt.estimate` expects the future from the same transfers, for whom a mean does not do. There are no clocks in either
-but the one that is passed in, and no I/O.
+* **How fast is the link?** `goodput_bps` is the mean of the last 16 transfers. It is taken over time, so that slow
+  transfers count in full. Such a mean would hide for long that the link has become faster. So when the last two
+  transfers are far faster than all before, those before are forgotten. This answer is for plans: the cost of a fetch,
+  and how many levels to read.
+* **Was that measured lately?** Links change. `recent_bps` is the same number, but None once it is 30 s old. It decides
+  how much to request, and whether a deadline can be met: there, no number is better than an old one.
+* **Does the link bring anything now?** A link that has stopped ends no transfer, so its mean would stay high for ever.
+  `present_bps` is at most what has come since the last end of a read. It ends a fetch that computing would overtake. A
+  read that is given up leaves such a bound for the other two answers.
+
+Where computing is sooner, nobody uses the link, and nobody would see that it has become faster. So now and then a probe
+reads a little of what was found.
+
+The pace: enough reads are under way that the link is never idle, and no more. A read that is requested too early
+arrives late, together with others, and cannot be taken back.
+
+A choice between variants needs more than one number: `adapt.estimate` makes a distribution of the same transfers.
+Neither module does I/O, and neither has a clock but the one that is passed in.
 """
 
 from __future__ import annotations
@@ -40,8 +48,7 @@ _NUM_KEPT = 16
 _STALE_S = 30.0  # links change, so older measurements decide neither pace nor deadline
 _FASTER = 1.5  # two transfers that are so many times as fast as all before mean that the link has become faster
 _SILENT_S = 0.25  # a store may take so long to answer before its first bytes come
-# Nobody fetches while computing is faster, so nobody would notice that the link has become faster. So then a little of
-# what was found is read: two transfers, which tell a faster link from a fast transfer.
+# A probe is two transfers: one that is fast says little, two say that the link has become faster.
 _PROBE_EVERY_S = 5.0
 _PROBE_S = 0.1  # how long each transfer may take
 
@@ -55,10 +62,11 @@ class Link:
         self._round_trips_s: deque[float] = deque(maxlen=_NUM_KEPT)
         self.outstanding_bytes = 0  # of unfinished transfers
         self._num_outstanding = 0
-        # Since when a transfer last ended, or the link was last idle, and what has come since. Whether pieces are
-        # reported as they come; otherwise all that is outstanding may have come.
+        # When a transfer last ended, or the link was last idle, and how many bytes have come since. `_hears`: whether
+        # pieces are reported as they come. If not, all outstanding bytes may have come.
         self._changed_s, self._received_bytes, self._hears = 0.0, 0, False
-        self._bound_bps, self._bounded_s = math.inf, -math.inf  # by transfers that were given up, and when
+        self._bound_bps: float | None = None  # the most that the link had when a transfer was given up, and when
+        self._bounded_s = -math.inf
         self._probed_s = -math.inf
         self._waiting: list[asyncio.Future[None]] = []
 
@@ -71,25 +79,33 @@ class Link:
     def is_full(self) -> bool:
         """Return whether enough bytes are outstanding. While the goodput is unknown, any transfer fills the link."""
         full_s = _FULL_S + 2 * min(self._round_trips_s, default=0.0)
-        return self.outstanding_bytes > (self.goodput_bps(self._clock()) or 0.0) / 8 * full_s
+        return self.outstanding_bytes > (self.recent_bps(self._clock()) or 0.0) / 8 * full_s
 
-    def goodput_bps(self, now_s: float = -math.inf) -> float | None:
-        """Return the mean goodput of the kept transfers. If none ended lately, or ever without ``now_s``, return what
-        it is at most, by those that were given up; None without any."""
-        if not self._transfers or self._transfers[-1].end_s < now_s - _STALE_S:
-            is_bounded = self._bounded_s > -math.inf and self._bounded_s >= now_s - _STALE_S
-            return self._bound_bps if is_bounded else None
+    @property
+    def goodput_bps(self) -> float | None:
+        """Return the mean goodput of the kept transfers, however old. Before the first one, return the bound that a
+        transfer left which was given up; None if there is no such bound."""
+        if not self._transfers:
+            return self._bound_bps
         return sum(t.size_bytes for t in self._transfers) * 8 / sum(t.end_s - t.start_s for t in self._transfers)
 
+    def recent_bps(self, now_s: float) -> float | None:
+        """Return `goodput_bps` if a transfer ended in the last 30 s. Otherwise return the bound that a transfer left
+        which was given up in that time; None if there is no such bound."""
+        if self._transfers and self._transfers[-1].end_s >= now_s - _STALE_S:
+            return self.goodput_bps
+        return self._bound_bps if self._bounded_s >= now_s - _STALE_S else None
+
     def present_bps(self, now_s: float) -> float | None:
-        """Return the goodput of this moment at most: the mean, or less if that has come since the last transfer ended.
-        None if neither is known."""
-        mean_bps = self.goodput_bps(now_s)
-        least_bps = min(math.inf if mean_bps is None else mean_bps, self._bps_since_change(now_s))
+        """Return `recent_bps`, or the goodput since a transfer last ended if that is less. None if neither is
+        known."""
+        recent_bps = self.recent_bps(now_s)
+        least_bps = min(math.inf if recent_bps is None else recent_bps, self._bps_since_change(now_s))
         return least_bps if least_bps < math.inf else None
 
     def _bps_since_change(self, now_s: float) -> float:
-        """Return the goodput at most since a transfer last ended; infinite if that is too short ago to tell."""
+        """Return an upper bound of the goodput since a transfer last ended. It is infinite while nothing is
+        outstanding, and for as long as a store may take to answer."""
         silent_s = now_s - self._changed_s - _SILENT_S
         if not self._num_outstanding or silent_s <= 0:
             return math.inf
@@ -108,7 +124,7 @@ class Link:
         if self._num_outstanding or now_s < measured_s + _PROBE_EVERY_S:
             return 0
         self._probed_s = now_s
-        return max(1, int((self.goodput_bps() or 0.0) / 8 * _PROBE_S))
+        return max(1, int((self.goodput_bps or 0.0) / 8 * _PROBE_S))
 
     def answered(self, seconds: float) -> None:
         """Record how long a small request took."""

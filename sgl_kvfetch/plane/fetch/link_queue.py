@@ -1,4 +1,4 @@
-"""Decides which fetch has the link and which is next. Pure and without a clock, so that all ranks decide alike."""
+"""Decides which fetch has the link and which is next. Pure, without a clock, so that all ranks take the same order."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ time is taken, and the coarsest if none does. So a segment with video beside its
 levels while there is time, and in fewer levels otherwise.
 
 A choice is made when a run is requested, as late as possible, from what the link and the decoders have shown so far.
-How fast they are is said in two places alone: `link.Link`, from its transfers, and `adapt.pool.PoolTracker`, from the
-jobs of the decode pool.
+The link is measured in one place, `link.Link`, and so are the decoders, `adapt.pool.PoolTracker`. Whether a fetch ends
+in time is a question to their means. A policy, which looks ahead, takes the link's transfers and expects a distribution
+from them (`adapt.estimate`).
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Chooser:
         return best_offer([first, *coarser], self.supply(num_cells_left), within_s, pick).reader
 
     def supply(self, num_cells_left: int) -> Supply:
-        goodput_bps = self._link.goodput_bps()  # an old one, too: the first cells correct it
+        goodput_bps = self._link.goodput_bps  # an old one, too: the first cells correct it
         read_bytes_per_s = None if goodput_bps is None else goodput_bps / 8
         return Supply(num_cells_left, self._link.outstanding_bytes, read_bytes_per_s, self._pool.bytes_per_s)
 

@@ -87,8 +87,8 @@ class Writer:
         refines: bool = False,
     ) -> None:
         """Call on the event loop that the writer should use. ``retire_s``: see ``Merger``. ``ttl_s``: how long segments
-        live from their commit on; by default for ever. ``refines``: write segments that have lost levels again; not for
-        a server that reads coarse values, which it would take for its own."""
+        live from their commit on; by default for ever. ``refines``: write segments again that have lost levels. Not
+        for a server that reads coarse values: it would write those as if it had computed them."""
         self._store = store
         self._spec = spec
         self._encode_pool = encode_pool

@@ -30,8 +30,8 @@ _POINTER_BYTES = 16  # of what kernels get pointers to: for others, Triton would
 
 class _Part(NamedTuple):
     """Cells that go through scratch memory together, all of them coded or none. ``cells``: a slice of the prompt's.
-    ``status``: where theirs stand. ``code``: bytes of the shared memory. ``frames_at``: where the frames that are
-    decoded begin in scratch memory, behind the code."""
+    ``status``: the range of their statuses. ``code``: bytes of the shared memory. ``frames_at``: where the decoded
+    frames begin in scratch memory, behind the code."""
 
     is_coded: bool
     cells: slice

@@ -20,7 +20,6 @@ from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.plane import DataPlane, parse_config
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.attaching import try_to_connect
-from sgl_kvfetch.plugin.data_plane import open_engine_plane
 from sgl_kvfetch.plugin.device.board import Board
 from sgl_kvfetch.plugin.device.loads import Load, Loader, ValueLoader
 from sgl_kvfetch.plugin.device.offloads import Offloads
@@ -30,6 +29,7 @@ from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.host.pages import is_mla
 from sgl_kvfetch.plugin.launch_check import read_extra_config
 from sgl_kvfetch.plugin.prefill import PrefillMeter
+from sgl_kvfetch.plugin.starting import open_engine_plane
 from sgl_kvfetch.plugin.versions import require_distinct_images
 from sgl_kvfetch.plugin.weight_updates import Access
 

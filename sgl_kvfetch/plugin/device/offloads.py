@@ -32,8 +32,8 @@ _limited = LimitedLogger(logger)
 
 @dataclass(slots=True, eq=False)
 class _Offload:
-    """``result``: whether all pages were queued for writing; None before that is known. ``dropped``: the hashes of the
-    others."""
+    """``result``: whether all pages were queued for writing; None before that is known. ``dropped``: the hashes of
+    the pages that were not."""
 
     is_begun: bool = False
     result: bool | None = None

@@ -1,4 +1,4 @@
-"""What is read back from a device passes through this: pinned memory on the host, and as much on the device."""
+"""Buffers for reads from a device: pinned memory on the host, and as much on the device."""
 
 from __future__ import annotations
 

@@ -37,13 +37,13 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane import Cost, DataPlane, Destination, Found, GuardedSink, SideOver, counted, parse_config
-from sgl_kvfetch.plugin.data_plane import engine_nvdec, open_engine_plane
 from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
 from sgl_kvfetch.plugin.host.rewriting import Rewriting
 from sgl_kvfetch.plugin.host.side_pools import SidePools, trailing_pages
 from sgl_kvfetch.plugin.host.turns import NO_TURN, Turns
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.prefill import PrefillMeter
+from sgl_kvfetch.plugin.starting import engine_nvdec, open_engine_plane
 from sgl_kvfetch.plugin.versions import budget_pages, dcp_size, is_deadline_expired
 from sgl_kvfetch.plugin.weight_updates import Access, register_access, require_no_former_pages
 

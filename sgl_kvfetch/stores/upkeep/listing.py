@@ -104,7 +104,7 @@ def folders_named(name: str, names: Mapping[str, FolderNames]) -> set[str]:
 async def names_of_folders(objects: Objects, segments: Iterable[StoredSegment]) -> dict[str, FolderNames]:
     """Return what each folder is called; a folder has no name if none of its manifests can be read. Raises StoreError.
 
-    Reads one manifest a folder, the first. In a directory, that is a use: begin with the last used segments.
+    Reads one manifest a folder, the first. In a directory, reading counts as a use: begin with the last used segments.
     """
     folders: dict[str, list[StoredSegment]] = {}
     for segment in segments:

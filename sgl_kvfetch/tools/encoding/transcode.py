@@ -18,15 +18,13 @@ from sgl_kvfetch.codec import (
     Quantiser,
     SegmentReader,
     Variant,
+    decode_cost,
     quantiser_from_identity,
     resolution_for,
 )
 from sgl_kvfetch.codec.container import CodedChunk, encode_cell, layouts_of, make_variant
 from sgl_kvfetch.codec.layout import RESOLUTIONS, Layout
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
-
-# Rank of the decoding cost; low is fast.
-_COST = {"raw": 0, "ans": 1, "ans-tables": 1, "ladder": 1, "zstd": 2, "deflate": 3, "hevc": 4, "hevc420": 5}
 
 
 class Target(NamedTuple):
@@ -88,7 +86,7 @@ def cheapest_variant(manifest: Manifest) -> int:
     return min(
         readable,
         key=lambda i: (
-            max(_COST[codec] for codec in manifest.variants[i].codecs),
+            decode_cost(manifest.variants[i].codecs),
             sum(each.size_bytes for each in manifest.variants[i].objects),
         ),
     )

@@ -141,7 +141,7 @@ async def test_what_was_read_ahead_is_fetched_in_the_same_levels(
 ) -> None:
     fetcher = fetcher_of(store, pool, ANY)
     fetcher.read_ahead(sources(laddered), expire_s=60)
-    await until(lambda: fetcher.link.goodput_bps() is not None)
+    await until(lambda: fetcher.link.goodput_bps is not None)
     fetcher.levels = AT_ONCE
     result, values = await fetched(fetcher, sources(laddered))
     assert result.num_pages == NUM_PAGES

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache import unified_radix_cache
 from sgl_kvfetch.plane import client, service, store as plane_store
 from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plane.store import _open_store as open_configured
-from sgl_kvfetch.plugin import data_plane as plane
+from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker
 from sgl_kvfetch.triton_kernels import runtime
 from tests.plugin.device.gated_store import GatedStore
@@ -26,8 +26,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     monkeypatch.setattr(plane_store, "_open_store", lambda *args: GatedStore(open_configured(*args)))
     monkeypatch.setattr(client, "_LINGER_S", 0.01)
     monkeypatch.setattr(client, "SPAN_TOKENS", 8)
-    monkeypatch.setattr(plane, "_launch", plane._launch)  # rigs set these
-    monkeypatch.setattr(linker, "open_engine_plane", plane.open_engine_plane)
+    monkeypatch.setattr(starting, "_launch", starting._launch)  # rigs set these
+    monkeypatch.setattr(linker, "open_engine_plane", starting.open_engine_plane)
     monkeypatch.setattr(linker, "_open_pages", linker._open_pages)
     monkeypatch.setattr(service, "config_quantiser", config_quantiser)
     monkeypatch.setattr(unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null"))

@@ -34,7 +34,7 @@ from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane import service
 from sgl_kvfetch.plane.service import Service
-from sgl_kvfetch.plugin import data_plane as plane_module
+from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker as linker_module
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.device.linker import KVFetchLinker
@@ -323,14 +323,14 @@ def make_rig(
         tree_core_backend=core,
     )
     served = Served()
-    plane_module._launch = served.launch
+    starting._launch = served.launch
 
     own_rank = rank
     of_store = quantiser or make_quantiser("exact")
 
     def open_engine_plane(config: Any, rank: Any, pages: Any, nvdec: Any, **staging: Any) -> Any:
         heads = make_heads(pages.geometry, of_store, model=f"rank {own_rank}")
-        return plane_module.open_plane(config, of_store, heads, own_rank, pages, None, **staging)
+        return starting.open_plane(config, of_store, heads, own_rank, pages, None, **staging)
 
     def open_pages(pool: Any, page_size: int, forward_stream: Any) -> tuple[SlotPages, bool]:
         return (DevicePages(pool, page_size), False) if gpu is None else (make_pages(pool, page_size, gpu), True)

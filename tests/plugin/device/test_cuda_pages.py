@@ -13,7 +13,7 @@ from sgl_kvfetch.codec.container.segment import SegmentSpec
 from sgl_kvfetch.codec.cuda_streams import Device, Stream
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.config import parse_config
-from sgl_kvfetch.plugin import data_plane as plane
+from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker, pages as pages_module
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.device.pages import DevicePages
@@ -92,12 +92,12 @@ def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.M
     quantiser = make_klt()
     pages = make_pages(FakeDevice(), WIDE)
     compiled: list[int] = []
-    monkeypatch.setattr(plane, "DataPlane", lambda *_: compiled.append(len(pages._compiled)))
+    monkeypatch.setattr(starting, "DataPlane", lambda *_: compiled.append(len(pages._compiled)))
     config = parse_config({"store": f"file://{tmp_path}"})
     for takes_code in (False, True):
-        plane.open_plane(config, quantiser, make_heads(WIDE, quantiser), 0, pages, None, takes_code=takes_code)
+        starting.open_plane(config, quantiser, make_heads(WIDE, quantiser), 0, pages, None, takes_code=takes_code)
     assert compiled == [0, 2]  # for segments of at least eight tokens, and for shorter ones
-    places = plane._cell_places(SegmentSpec(make_heads(WIDE, quantiser), quantiser, "zstd", "240p", 64))
+    places = starting._cell_places(SegmentSpec(make_heads(WIDE, quantiser), quantiser, "zstd", "240p", 64))
     assert {*pages._inverses} == {(quantiser, x.layers, x.heads) for x in places}
     assert all(bool(buffer.isnan().all()) for buffer in (*memory(pages)["k"], *memory(pages)["v"]))
 
@@ -109,9 +109,9 @@ def test_a_failure_to_compile_is_only_logged(
     pages = make_pages(FakeDevice(), WIDE)
     monkeypatch.setattr(CudaPages, "klt_model", lambda *_: 1 / 0)
     started: list[object] = []
-    monkeypatch.setattr(plane, "DataPlane", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(starting, "DataPlane", lambda *arguments: started.append(arguments))
     config = parse_config({"store": f"file://{tmp_path}", "mode": "read_only"})
-    plane.open_plane(config, quantiser, make_heads(WIDE, quantiser), 0, pages, None, takes_code=True)
+    starting.open_plane(config, quantiser, make_heads(WIDE, quantiser), 0, pages, None, takes_code=True)
     assert "the restore kernels were not compiled at the start" in caplog.text
     assert started
 

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
 from harness.waiting import wait_until
 from sgl_kvfetch.plane import run_data_plane
-from sgl_kvfetch.plugin import data_plane as plane_module
+from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.host.side_pools import SidePools
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 from tests.plugin.host.test_storage import POOL_PAGES, after, keys, make_mla_pool, make_pool, storage_config, tokens
@@ -69,12 +69,10 @@ def fill(*buffers: torch.Tensor) -> None:
 @pytest.fixture
 def open_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Opens backends, with data planes of their own, on one store."""
-    monkeypatch.setattr(
-        plane_module, "engine_heads", lambda c, quantiser, s, geometry, *_: make_heads(geometry, quantiser)
-    )
+    monkeypatch.setattr(starting, "engine_heads", lambda c, quantiser, s, geometry, *_: make_heads(geometry, quantiser))
     served = Served()
-    monkeypatch.setattr(plane_module, "_launch", served.launch)
-    monkeypatch.setattr(plane_module, "run_data_plane", partial(run_data_plane, on_service=served.add))
+    monkeypatch.setattr(starting, "_launch", served.launch)
+    monkeypatch.setattr(starting, "run_data_plane", partial(run_data_plane, on_service=served.add))
     made: list[KVFetchStorage] = []
 
     def build(kv_pool: HostKVCache, is_mla: bool = False, **side_pools: HostKVCache) -> KVFetchStorage:

@@ -14,7 +14,7 @@ from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.plane import client
 from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile, VariantProfile
 from sgl_kvfetch.plane.adapt.pool import DecodePool
-from sgl_kvfetch.plugin import data_plane as plane
+from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.host import storage as storage_module
 from sgl_kvfetch.plugin.host.pages import HostPages
 from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
@@ -156,10 +156,10 @@ def test_the_engines_gpu_is_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytes
         asked.append(device.torch_device)
         return None, "HEVC is decoded on the CPU: no library"
 
-    monkeypatch.setattr(plane, "open_nvdec", open_nvdec)
+    monkeypatch.setattr(starting, "open_nvdec", open_nvdec)
     caplog.set_level("INFO")
-    assert plane.engine_nvdec(torch.device("cpu")) is None
+    assert starting.engine_nvdec(torch.device("cpu")) is None
     assert not asked
-    assert plane.engine_nvdec(torch.device("cuda", 3)) is None
+    assert starting.engine_nvdec(torch.device("cuda", 3)) is None
     assert asked == [torch.device("cuda", 3)]
     assert "kvfetch: HEVC is decoded on the CPU: no library" in caplog.text

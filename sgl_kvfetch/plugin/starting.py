@@ -138,7 +138,7 @@ def _why_no_klt(pages: HostPages | SlotPages, sides: SidePools | None, *, has_dr
 
 
 def _by_profile(config: KVFetchConfig, rank: Any, opening: Opening, path: str) -> tuple[Start, Launch]:
-    """Return what a data plane is started with that serves by a profile: ``path``. ``config``: as it was asked for,
+    """Return what starts a data plane that serves by the profile in the file ``path``. ``config``: as the user has it,
     with ``auto``. ``opening``: how the present one was opened. Raises ConfigError for a profile that does not fit."""
     config, heads, pages = config.with_profile(path), opening.heads, opening.pages
     quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
@@ -154,7 +154,7 @@ def _by_profile(config: KVFetchConfig, rank: Any, opening: Opening, path: str) -
 
 @dataclass(frozen=True)
 class Opening:
-    """What opens the data plane of one rank, whose pages go into ``pages``. ``rank``: in its group. ``staging_bytes``:
+    """Opens the data plane of one rank, whose pages go into ``pages``. ``rank``: in its group. ``staging_bytes``:
     of the shared memory in which prompts are staged; 0 if none are. ``takes_code``: as in `messages.Start`."""
 
     heads: HeadSlice
@@ -175,11 +175,8 @@ class Opening:
         return DataPlane(start, self.heads.geometry, launch, self.staging_bytes)
 
     def parts(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> tuple[Start, Launch]:
-        """Return what the data plane is started with.
-
-        The data plane is a process. If it decodes with this process's NVDEC, in host mode, it still runs on threads of
-        this process.
-        """
+        """Return what starts the data plane: a process, or, if it decodes with this process's NVDEC in host mode,
+        threads of this process."""
         pages, nvdec, heads = self.pages, self.nvdec, self.heads
         gpu = pages.device if isinstance(pages, SlotPages) else None
         start = Start(
