@@ -44,7 +44,7 @@ from harness.store_process import StoreProcess
 from harness.waiting import wait_until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.plugin.data_plane import open_plane
+from sgl_kvfetch.plugin.data_plane import Opening
 from sgl_kvfetch.plugin.device import linker as linker_module
 from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 from sgl_kvfetch.plugin.page_hashes import hash_bytes, hash_tail
@@ -79,7 +79,7 @@ class Engine:
         heads = HeadSlice(namespace, range(HEADS))
 
         def open_engine_plane(config: Any, rank: Any, pages: Any, nvdec: Any, **staging: Any) -> Any:
-            return open_plane(config, quantiser, heads, 0, pages, nvdec, **staging)
+            return Opening(heads, 0, pages, nvdec, **staging).open(config, quantiser)
 
         vars(linker_module)["open_engine_plane"] = open_engine_plane
         self.cache = unified_radix_cache.UnifiedRadixCache(params)

@@ -80,4 +80,3 @@ def test_orders(order: OrderName, expected: list[int]) -> None:
         served.append(first)
         queue.leave(first)
     assert served == expected
-    assert len(queue) == 0

@@ -94,7 +94,7 @@ def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.M
     compiled: list[int] = []
     monkeypatch.setattr(plane, "DataPlane", lambda *_: compiled.append(len(pages._compiled)))
     config = parse_config({"store": f"file://{tmp_path}"})
-    plane.open_plane(config, quantiser, make_heads(WIDE, quantiser), 0, pages, None)
+    plane.Opening(make_heads(WIDE, quantiser), 0, pages, None).open(config, quantiser)
     assert compiled == [2]  # for segments of at least eight tokens, and for shorter ones
     places = plane._cell_places(SegmentSpec(make_heads(WIDE, quantiser), quantiser, "zstd", "240p", 64))
     assert {*pages._inverses} == {(quantiser, x.layers, x.heads) for x in places}
@@ -110,7 +110,7 @@ def test_a_failure_to_compile_is_only_logged(
     started: list[object] = []
     monkeypatch.setattr(plane, "DataPlane", lambda *arguments: started.append(arguments))
     config = parse_config({"store": f"file://{tmp_path}", "mode": "read_only"})
-    plane.open_plane(config, quantiser, make_heads(WIDE, quantiser), 0, pages, None)
+    plane.Opening(make_heads(WIDE, quantiser), 0, pages, None).open(config, quantiser)
     assert "the restore kernels were not compiled at the start" in caplog.text
     assert started
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SIX = [
     "SGLang -> event loop: Stage",
     "event loop -> kvfetch-decode: DecodePool._run",
-    "kvfetch-decode -> event loop: Fetcher._restore.end",
+    "kvfetch-decode -> event loop: Restorer._run.end",
     "event loop -> SGLang: Staged",
     "SGLang -> kvfetch-load: ValueLoader._run",
     "kvfetch-load -> event loop: Unstage",
