@@ -20,7 +20,7 @@ import logging
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -32,7 +32,7 @@ from sgl_kvfetch.codec.container import Pages, QuantisedPages, RawPages
 from sgl_kvfetch.errors import FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice, split_hashes
 from sgl_kvfetch.plane import messages as m
-from sgl_kvfetch.plane.arena import Arena, Emit, Room, arena_destination, send_side_page
+from sgl_kvfetch.plane.arena import Emit, Room, arena_destination, send_side_page
 from sgl_kvfetch.plane.calibration.finder import ProfileFinder
 from sgl_kvfetch.plane.channel import Outbox
 from sgl_kvfetch.plane.client import StoreClient, count_fetch, count_miss, counted, open_client
@@ -65,35 +65,30 @@ class Service:
 
     def __init__(
         self,
+        start: m.Start,
         config: KVFetchConfig,
         heads: HeadSlice,
         client: StoreClient,
+        line: Line,
+        room: Room,
         emit: Emit,
-        destination: GetDestination,
-        on_free: Callable[[int], None],
-        written: Arena,
-        send_side: Callable[[int, int, bytearray], None],
-        sides: Mapping[str, int],
-        stager: Stager,
-        finder: ProfileFinder | None,
+        destination: GetDestination | None,
     ) -> None:
-        """``emit`` may be called on any thread. ``destination`` returns where the pages of a fetch go, from the
-        fetch's number and its number of pages; None if the engine has given it up. ``on_free`` is called for each piece
-        that the engine has taken. ``written``: where the engine puts pages that are to be written. ``send_side`` sends
-        a side page, from the fetch's number and the page's; ``sides``: as in `messages.Start`. ``stager`` stages pages.
-        ``finder`` finds a profile, if one is to be found."""
+        """``room`` allocates the bytes of ``line.values``. ``emit`` may be called on any thread. ``destination``
+        returns where the pages of a fetch go, from its number and how many they are; None if the engine has given it
+        up. Without ``destination``, pages go into ``line.values``."""
         self.client = client
         self._config = config
         self._heads = heads
         self._geometry: KVGeometry = heads.geometry
         self._emit = emit
-        self._destination = destination
-        self._on_free = on_free
-        self._written = written
-        self._send_side = send_side
-        self._sides = sides
-        self._stager = stager
-        self._finder = finder
+        self._destination: GetDestination = destination or partial(arena_destination, line.values, room, emit)
+        self._room = room
+        self._written = line.pages  # where the engine puts pages that are to be written
+        self._send_side = partial(send_side_page, line.values, room, emit)
+        self._sides = start.sides
+        self._stager = Stager(config, heads, client, emit, line.values, room, takes_code=start.takes_code)
+        self._finder = None if start.watch is None else ProfileFinder(config, start.watch, emit)
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._found: OrderedDict[int, list[PageSource]] = OrderedDict()
         self._tasks = Tasks()
@@ -129,7 +124,7 @@ class Service:
             case m.Write():
                 self._tasks.begin(self._write(command))
             case m.FreePiece():
-                self._on_free(command.offset)
+                self._room.free(command.offset)
             case m.Clear():
                 self._tasks.begin(self._clear(command))
             case m.ShowPrompts() | m.PauseCalibration() | m.TakeProfile():
@@ -293,24 +288,12 @@ async def run_data_plane(
     commands: m.MessageReader[m.Command] = m.MessageReader(m.Command)
     service: Service | None = None
     room = Room(line.values.num_bytes)
-    in_arena = partial(arena_destination, line.values, room, emit)
     try:
         while data := await loop.sock_recv(line.commands, 1 << 18):
             for command in commands.feed(data):
                 match command:
                     case m.Start():
-                        client = _open(command, open_)
-                        service = Service(
-                            *client,
-                            emit,
-                            destination or in_arena,
-                            room.free,
-                            line.pages,
-                            partial(send_side_page, line.values, room, emit),
-                            command.sides,
-                            Stager(*client, emit, line.values, room, takes_code=command.takes_code),
-                            None if command.watch is None else ProfileFinder(client[0], command.watch, emit),
-                        )
+                        service = Service(command, *_open(command, open_), line, room, emit, destination)
                         on_service(service)
                         emit(m.Ready())
                     case m.Close():

@@ -197,21 +197,15 @@ class BytesBudget:
     def used_bytes(self) -> int:
         return self._capacity - self._free
 
-    def try_acquire(self, num_bytes: int) -> bool:
-        """Take the bytes if they are free now. Return whether they were taken."""
-        num_bytes = self._clip(num_bytes)
-        if self._waiting or num_bytes > self._free:
-            return False
-        self._take(num_bytes)
-        return True
-
     async def acquire(self, num_bytes: int) -> None:
         """Wait for the bytes. A request for more than the capacity takes the whole capacity, so that it does not wait
         forever."""
-        if self.try_acquire(num_bytes):
+        num_bytes = self._clip(num_bytes)
+        if not self._waiting and num_bytes <= self._free:
+            self._take(num_bytes)
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((self._clip(num_bytes), granted))
+        self._waiting.append((num_bytes, granted))
         try:
             await granted
         except asyncio.CancelledError:

@@ -28,7 +28,7 @@ SIX = [
     "SGLang -> kvfetch-load: ValueLoader._run",
     "kvfetch-load -> event loop: Unstage",
 ]
-MOST_MODULES = 56
+MOST_MODULES = 54
 
 
 def test_hand_overs_of_a_prompt_of_one_cell(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
