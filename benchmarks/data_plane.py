@@ -223,16 +223,15 @@ def _find(plane: DataPlane, hashes: Sequence[bytes]) -> Found:
 
 def _fetch(plane: DataPlane, prefixes: Sequence[Sequence[bytes]], pool: MemoryPool) -> None:
     plane.flush()
-    calls, first = [], 0
+    fetches, first = [], 0
     for hashes in prefixes:
-        call = plane.fetch(
-            hashes, [len(hashes)], time.monotonic() + _TIMEOUT_S, found=_find(plane, hashes).work, first_page=0
-        )
-        plane.give(call, 0, Destination(range(first, first + len(hashes)), GuardedSink(pool)))
+        _find(plane, hashes)
+        destination = Destination(range(first, first + len(hashes)), GuardedSink(pool))
+        _, over = plane.fetch(hashes, time.monotonic() + _TIMEOUT_S, destination)
         first += len(hashes)
-        calls.append((call, len(hashes)))
-    for call, num_pages in calls:
-        if (got := call.over[0].result(_TIMEOUT_S)) < num_pages:
+        fetches.append((over, len(hashes)))
+    for over, num_pages in fetches:
+        if (got := over.result(_TIMEOUT_S).num_pages) < num_pages:
             raise SystemExit(f"only {got} of {num_pages} pages were fetched")
 
 

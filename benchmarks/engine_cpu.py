@@ -48,7 +48,7 @@ from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.plugin.device import linker as linker_module
 from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
-from sgl_kvfetch.plugin.starting import open_plane
+from sgl_kvfetch.plugin.starting import Opening
 
 PAGE, HEADS, DIM = 64, 3, 64
 _STEP_S = 0.02  # between two steps, so that the steps in which nothing happens cost little
@@ -80,7 +80,7 @@ class Engine:
         heads = HeadSlice(namespace, range(HEADS))
 
         def open_engine_plane(config: Any, rank: Any, pages: Any, nvdec: Any, **staging: Any) -> Any:
-            return open_plane(config, quantiser, heads, 0, pages, nvdec, **staging)
+            return Opening(heads, 0, pages, nvdec, **staging).open(config, quantiser)
 
         vars(linker_module)["open_engine_plane"] = open_engine_plane
         self.cache = unified_radix_cache.UnifiedRadixCache(params)

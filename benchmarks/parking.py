@@ -41,7 +41,7 @@ from sgl_kvfetch.plugin.device import linker as linker_module
 from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 from sgl_kvfetch.plugin.device.pages import SlotPages
 from sgl_kvfetch.plugin.device.scheduler_hooks import form_batch
-from sgl_kvfetch.plugin.starting import open_plane
+from sgl_kvfetch.plugin.starting import Opening
 from sgl_kvfetch.plugin.waiting_queue import WaitingQueue
 
 PAGE, SLOTS, PROMPT_TOKENS = 16, 4096, 1024
@@ -85,7 +85,7 @@ def _open_plane(config: KVFetchConfig, rank: Any, pages: SlotPages, nvdec: None,
     quantiser, shape = make_quantiser("exact"), pages.geometry
     namespace = Namespace("benchmark", "float32", "mha", shape.dtype, PAGE, 4, 0, 2, 64, 64, quantiser.identity)
     heads = HeadSlice(namespace, range(2))
-    return open_plane(config, quantiser, heads, 0, pages, nvdec, **staging)
+    return Opening(heads, 0, pages, nvdec, **staging).open(config, quantiser)
 
 
 def park(queue: list[Any], number: int) -> None:

@@ -1,4 +1,4 @@
-"""Fetches in one round, whose destination is known from the start."""
+"""Fetches into a pool, and a link that was measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.plan import PageSource
-from sgl_kvfetch.plane.fetch.rounds import Round
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 
 
@@ -23,9 +22,7 @@ async def fetch_pages(
 ) -> FetchResult:
     """Restore pages into ``pool_pages`` through ``sink``."""
     assert len(sources) == len(pool_pages)
-    only = Round(0, len(sources))
-    only.give(Destination(pool_pages, sink))
-    return await fetcher.fetch_rounds(sources, [only], timeout_s, compute_s=compute_s)
+    return await fetcher.fetch(sources, Destination(pool_pages, sink), timeout_s, compute_s=compute_s)
 
 
 def measured_link(size_bytes: int, bytes_per_s: float, num_transfers: int = 1) -> Link:

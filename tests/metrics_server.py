@@ -57,11 +57,9 @@ def write_and_fetch(plane: DataPlane, hashes: list[bytes]) -> None:
     values = {tensor: x.view(len(hashes), SMALL.page_size, *x.shape[1:]) for tensor, x in tensors}
     plane.write(0, None, hashes, range(len(hashes)), lambda tensor, pages: values[tensor][list(pages)])
     wait_until(lambda: look_up(plane, hashes).num_pages == len(hashes), poll_s=0.1)
-    found = look_up(plane, hashes)
-    call = plane.fetch(hashes, [len(hashes)], time.monotonic() + WAIT_S, found=found.work)
-    assert call.here[0].result(WAIT_S) is not None
-    plane.give(call, 0, Destination(range(len(hashes)), GuardedSink(MemoryPool(SMALL, len(hashes), float("nan")))))
-    call.end.result(WAIT_S)
+    destination = Destination(range(len(hashes)), GuardedSink(MemoryPool(SMALL, len(hashes), float("nan"))))
+    _, over = plane.fetch(hashes, time.monotonic() + WAIT_S, destination)
+    assert over.result(WAIT_S).num_pages == len(hashes)
 
 
 def count_a_request(collector: TokenizerMetricsCollector) -> None:

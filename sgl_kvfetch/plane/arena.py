@@ -111,20 +111,17 @@ class Room:
             self._changed.notify_all()
 
 
-def arena_destination(
-    arena: Arena, room: Room, emit: Emit, work: int, round_index: int, num_pages: int
-) -> Destination | None:
+def arena_destination(arena: Arena, room: Room, emit: Emit, work: int, num_pages: int) -> Destination:
     """Return a destination from which pages are sent to the engine through shared memory."""
     # Not guarded: closing would wait for a write that waits for room. The engine guards its pages.
-    return Destination(range(num_pages), Sink(_ArenaPool(arena, room, emit, work, round_index)))
+    return Destination(range(num_pages), Sink(_ArenaPool(arena, room, emit, work)))
 
 
 class _ArenaPool(PagePool):
-    """The pages of one round, which are sent to the engine in pieces."""
+    """The pages of one fetch, which are sent to the engine in pieces."""
 
-    def __init__(self, arena: Arena, room: Room, emit: Emit, work: int, round_index: int) -> None:
-        self._arena, self._room, self._emit = arena, room, emit
-        self._work, self._round = work, round_index
+    def __init__(self, arena: Arena, room: Room, emit: Emit, work: int) -> None:
+        self._arena, self._room, self._emit, self._work = arena, room, emit, work
 
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         """Send values to the engine. Waits for room, which the engine frees."""
@@ -133,9 +130,7 @@ class _ArenaPool(PagePool):
             return  # the engine is gone
         for into, x in zip(self._arena.views(offset, values.k.dtype, (x.shape for x in values)), values, strict=True):
             into.copy_(x)
-        self._emit(
-            m.Piece(self._work, self._round, layers.start, layers.stop, heads.start, heads.stop, tuple(pages), offset)
-        )
+        self._emit(m.Piece(self._work, layers.start, layers.stop, heads.start, heads.stop, tuple(pages), offset))
 
 
 def send_side_page(arena: Arena, room: Room, emit: Emit, work: int, page: int, content: bytearray) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -192,15 +192,18 @@ def _cell_heads(heads: HeadSlice, max_tp_size: int) -> int:
     return gcd(len(heads.heads), total // ranks)
 
 
-def count_fetch(result: FetchResult, timeout_s: float) -> None:
-    """Count the misses of a fetch, by reason."""
+def count_fetch(result: FetchResult, num_asked: int, timeout_s: float, page_bytes: int) -> None:
+    """Count the pages of a fetch, and its misses by reason. ``num_asked``: the pages that the engine wanted, of
+    ``page_bytes`` raw bytes each."""
     for failure in result.failures:
         count_miss("fetch", failure)
     if result.timed_out:
         count_miss("fetch", TimeoutError(f"not all pages arrived within {timeout_s:g} s"))
-    for reason, happened in (("no_slots", result.starved), ("late", result.late)):
-        if happened:
-            metrics.MISSES.labels("fetch", reason).inc()
+    if result.late:
+        metrics.MISSES.labels("fetch", "late").inc()
+    metrics.FETCHED_PAGES.labels("hit").inc(result.num_pages)
+    metrics.FETCHED_PAGES.labels("miss").inc(num_asked - result.num_pages)
+    metrics.RAW_BYTES.labels("read").inc(result.num_pages * page_bytes)
 
 
 def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoders]:
@@ -224,13 +227,12 @@ def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
 
 
 @contextmanager
-def counted(stage: str, cancel_reason: Callable[[], str] = lambda: "cancelled") -> Iterator[None]:
-    """Count and suppress every exception of a lookup or a fetch. ``cancel_reason``: "" if cancelling is no miss."""
+def counted(stage: str) -> Iterator[None]:
+    """Suppress every exception of a lookup or a fetch, and count it. The engine counts what it cancels."""
     try:
         yield
     except asyncio.CancelledError:
-        if reason := cancel_reason():
-            metrics.MISSES.labels(stage, reason).inc()
+        pass
     except (KVFetchError, TimeoutError) as e:
         count_miss(stage, e)
     except Exception:

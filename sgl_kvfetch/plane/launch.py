@@ -21,14 +21,14 @@ from sgl_kvfetch.plane.fetch.sink import Destination
 @dataclass(frozen=True)
 class Line:
     """A data plane's connection to the engine: its ends of the two sockets of `Channel`, shared memory for the values
-    that it sends, and shared memory for the pages that it receives. ``destination`` returns the destination of a
-    fetch's round, for a data plane in the engine's process, which writes there itself."""
+    that it sends, and shared memory for the pages that it receives. ``destination`` returns where a fetch's pages go,
+    for a data plane in the engine's process, which writes there itself; None if the fetch has ended."""
 
     commands: socket.socket
     events: socket.socket
     values: Arena
     pages: Arena
-    destination: Callable[[int, int], Destination | None] = lambda work, index: None
+    destination: Callable[[int], Destination | None] = lambda work: None
 
 
 class Running(Protocol):

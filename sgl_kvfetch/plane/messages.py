@@ -18,7 +18,7 @@ from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels
 
-VERSION = 6
+VERSION = 7
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 64 << 20  # limit for a message; a lookup has 32 bytes per page
 
@@ -44,10 +44,9 @@ class Watch(msgspec.Struct, frozen=True, array_like=True):
 
 class Start(_Message, frozen=True):
     """The first command. ``config``: the parsed `KVFetchConfig`. ``first_head``, ``end_head``: the rank's heads.
-    ``sides``: the bytes of a page in each side pool. ``has_steps``: the scheduler's steps read the events for them.
-    ``watch``: what to find a profile for, if one is to be found. ``takes_code``: whether the engine restores staged
-    cells itself, where `coded.gpu_restores`. ``gpu``: the number of the engine's GPU, whose video engines decode for a
-    data plane in a process of its own, if they can."""
+    ``sides``: the bytes of a page in each side pool. ``watch``: what to find a profile for, if one is to be found.
+    ``takes_code``: whether the engine restores staged cells itself, where `coded.gpu_restores`. ``gpu``: the number of
+    the engine's GPU, whose video engines decode for a data plane in a process of its own, if they can."""
 
     config: dict[str, Any]
     namespace: Namespace
@@ -57,7 +56,6 @@ class Start(_Message, frozen=True):
     most_span_pages: int | None
     sides: dict[str, int] = {}
     labels: Labels = Labels()
-    has_steps: bool = False
     watch: Watch | None = None
     takes_code: bool = False
     gpu: int | None = None
@@ -67,58 +65,40 @@ class Start(_Message, frozen=True):
 class LookUp(_Message, frozen=True):
     """Find the longest stored run of these pages. ``hashes``: 32 bytes per page.
     ``trailing``: side pools that the run needs, each with the number of its last pages that must be there; 0 for all.
-    ``position``: of the first page in the sequence, if that is known.
     """
 
     work: int
     hashes: bytes
     trailing: dict[str, int] = {}
-    position: int | None = None
 
 
 class FetchPages(_Message, frozen=True):
-    """Fetch the pages that lookup number ``found`` has found, from ``first_page`` on; if it is None, these pages.
+    """Fetch these pages, as far as they are stored: `Piece` brings their values, and `FetchOver` comes last.
 
-    ``round_ends``: where rounds end, in pages after the first fetched one. ``deadline_s``: in time.monotonic().
-    ``request_id``, ``traceparent``: for the timeline. ``is_given``:
-    whether the first round has a destination already. ``compute_s``: how long the engine would take to compute these
-    pages; a fetch ends when it would compute the rest sooner.
+    ``deadline_s``: in time.monotonic(). ``compute_s``: how long the engine would take to compute these pages; a fetch
+    ends when it would compute the rest sooner.
     """
 
     work: int
     hashes: bytes
-    round_ends: tuple[int, ...]
     deadline_s: float
-    found: int | None = None
-    first_page: int = 0
-    request_id: str = ""
-    traceparent: str = ""
-    is_given: bool = False
     compute_s: float = math.inf
 
 
-class Give(_Message, frozen=True):
-    """Restore a round, whose pages now have a destination."""
-
-    work: int
-    round: int
-
-
 class Cancel(_Message, frozen=True):
-    """End a lookup or a fetch soon. ``reason``: of the miss that a fetch counts as; empty if it is none."""
+    """End a fetch soon."""
 
     work: int
-    reason: str = "cancelled"
 
 
 class ReadAhead(_Message, frozen=True):
-    """Begin to read the pages that a lookup found: they will be fetched, by their hashes."""
+    """Begin to read the pages that a lookup found: they will be fetched."""
 
     work: int
 
 
 class Forget(_Message, frozen=True):
-    """Forget the pages that a lookup found: they will not be fetched. A fetch of them forgets them, too."""
+    """Forget the pages that a lookup found: they will not be fetched."""
 
     work: int
 
@@ -254,10 +234,13 @@ class Found(_Message, frozen=True):
 
 
 class Staged(_Message, frozen=True):
-    """The result of a `Stage`: ``num_found`` pages are stored, of which the first ``num_pages`` are restored and
-    verified. If there are any, there is a region for all of these pages at ``offset``: see `staging.region_views`.
-    ``end``: the outcome, for the metrics. If they are still coded, there is a table of ``num_cells`` `coded.CELL` at
-    ``tables``, ``tables_bytes`` with what follows it."""
+    """The result of a `Stage`, which the scheduler reads in its steps.
+
+    ``num_found`` pages are stored, of which the first ``num_pages`` are restored and verified. If there are any, there
+    is a region for all of these pages at ``offset``: see `staging.region_views`. ``end``: the outcome, for the metrics.
+    If they are still coded, there is a table of ``num_cells`` `coded.CELL` at ``tables``, ``tables_bytes`` with what
+    follows it.
+    """
 
     work: int
     num_pages: int
@@ -269,20 +252,11 @@ class Staged(_Message, frozen=True):
     tables_bytes: int = 0
 
 
-class RoundHere(_Message, frozen=True):
-    """The first bytes of a round that has no destination are here. ``cost``: of this round and all later ones."""
-
-    work: int
-    round: int
-    cost: Cost
-
-
 class Piece(_Message, frozen=True):
     """Restored values of some pages, layers and heads: K at ``offset``, then V, ``(tokens, layers, heads, dim)`` each.
-    ``pages``: counted from the round's first page."""
+    ``pages``: counted from the first that was asked for."""
 
     work: int
-    round: int
     first_layer: int
     end_layer: int
     first_head: int
@@ -307,20 +281,12 @@ class SideOver(_Message, frozen=True):
     pages: tuple[int, ...]
 
 
-class RoundOver(_Message, frozen=True):
-    """No more pieces of this round come. Its first ``num_pages`` pages are complete and verified. Rounds end in order,
-    and the last one's end is the last event of a fetch."""
+class FetchOver(_Message, frozen=True):
+    """The last event of a ``FetchPages``: no more pieces come. The first ``num_pages`` pages are complete and
+    verified."""
 
     work: int
-    round: int
     num_pages: int
-
-
-class LinkHasRoom(_Message, frozen=True):
-    """The link could serve another fetch beside this one, or this one is over. Comes once for each fetch of what a
-    lookup has found."""
-
-    work: int
 
 
 class Taken(_Message, frozen=True):
@@ -361,7 +327,6 @@ Command = (
     | LookUp
     | FetchPages
     | FetchSide
-    | Give
     | Cancel
     | ReadAhead
     | Forget
@@ -377,13 +342,13 @@ Command = (
     | Ping
     | Close
 )
-ForStep = Found | Staged | RoundHere | LinkHasRoom  # what the scheduler decides on in its steps
 Event = (
-    ForStep
-    | Ready
+    Ready
     | Refused
+    | Found
+    | Staged
     | Piece
-    | RoundOver
+    | FetchOver
     | SidePiece
     | SideOver
     | Taken

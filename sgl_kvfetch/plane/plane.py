@@ -19,7 +19,7 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Launch
-from sgl_kvfetch.plane.run import ANSWER_S, FetchCall, ReadPages, ReadSide, TakeSide
+from sgl_kvfetch.plane.run import ANSWER_S, ReadPages, ReadSide, TakeSide
 from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.plane.supervisor import Supervisor
 from sgl_kvfetch.types import KVGeometry
@@ -51,18 +51,17 @@ class DataPlane(Supervisor):
         on_found: Callable[[m.Found], None],
         *,
         trailing: Mapping[str, int] | None = None,
-        position: int | None = None,
     ) -> int:
         """Find the longest stored run of these pages. ``on_found`` is called once, on any thread. Return the number.
-        ``trailing``, ``position``: as in `messages.LookUp`."""
+        ``trailing``: as in `messages.LookUp`."""
         work = next(self._numbers)
-        command = m.LookUp(work, b"".join(hashes), dict(trailing or {}), position)
+        command = m.LookUp(work, b"".join(hashes), dict(trailing or {}))
         found = self._run.ask(command, m.Found(work, 0, m.Cost(None, None)))
         found.add_done_callback(lambda found: on_found(found.result()))
         return work
 
     def read_ahead(self, lookup: int) -> None:
-        """Begin to read the pages that a lookup found. They will be fetched by their hashes."""
+        """Begin to read the pages that a lookup found: they will be fetched."""
         self._send(m.ReadAhead(lookup))
 
     def forget_lookup(self, lookup: int) -> None:
@@ -72,37 +71,19 @@ class DataPlane(Supervisor):
     def fetch(
         self,
         hashes: Sequence[bytes],
-        round_ends: Sequence[int],
         deadline_s: float,
-        *,
-        found: int | None = None,
-        first_page: int = 0,
-        request: timeline.Request = timeline.NOBODY,
-        destination: Destination | None = None,
+        destination: Destination,
         compute_s: float = math.inf,
-    ) -> FetchCall:
-        """Begin to transmit pages for ``request``. ``destination``: the first round's, if it has one already; see
-        `give`. Other arguments as in `messages.FetchPages`."""
+    ) -> tuple[int, Future[m.FetchOver]]:
+        """Begin to fetch pages into ``destination``. Return the number, for `cancel`, and what tells how many were
+        restored; the data plane writes nothing after that. Other arguments as in `messages.FetchPages`."""
         work = next(self._numbers)
-        call = FetchCall(work, [Future() for _ in round_ends], [Future() for _ in round_ends])
-        if destination is not None:
-            call.destinations[0] = destination
-        if found is None:
-            call.complete(call.link, None)
-        command = m.FetchPages(
-            work,
-            b"".join(hashes),
-            tuple(round_ends),
-            deadline_s,
-            found,
-            first_page,
-            request.id,
-            request.traceparent,
-            destination is not None,
-            compute_s,
-        )
-        self._run.fetch(command, call)
-        return call
+        command = m.FetchPages(work, b"".join(hashes), deadline_s, compute_s)
+        return work, self._run.ask(command, m.FetchOver(work, 0), destination=destination)
+
+    def cancel(self, fetch: int) -> None:
+        """End a fetch soon."""
+        self._send(m.Cancel(fetch))
 
     def stage(
         self,
@@ -134,18 +115,9 @@ class DataPlane(Supervisor):
         command = m.FetchSide(work, pool, b"".join(hashes), deadline_s)
         return self._run.ask(command, m.SideOver(work, ()), take)
 
-    def give(self, call: FetchCall, index: int, destination: Destination) -> None:
-        """Restore a round into ``destination``. Nothing is written to it after the round is over."""
-        call.destinations[index] = destination
-        self._send(m.Give(call.work, index))
-
     def flush(self) -> None:
         """Drop all bytes that were read, because the engine's caches are emptied."""
         self._send(m.Flush())
-
-    def cancel(self, work: int, reason: str = "cancelled") -> None:
-        """End a lookup or a fetch soon. ``reason``: as in `messages.Cancel`."""
-        self._send(m.Cancel(work, reason))
 
     # Writing
 
@@ -225,8 +197,7 @@ class DataPlane(Supervisor):
         self._send(m.TakeProfile(digest))
 
     def step(self) -> None:
-        """Process the events for the scheduler's steps that have come, a bounded number of them. Only if
-        `messages.Start` has said ``has_steps``. Never waits."""
+        """Complete the stagings whose results have come, a bounded number. Never waits."""
         self._run.step()
 
     def _send(self, command: m.Command) -> None:

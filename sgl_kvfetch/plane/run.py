@@ -42,8 +42,8 @@ from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R")
-A = TypeVar("A", bound=m.Found | m.SideOver | m.Staged | m.Taken | m.ClearOver)
+_Answer = m.Found | m.Staged | m.FetchOver | m.SideOver | m.Taken | m.ClearOver
+A = TypeVar("A", bound=_Answer)
 
 _START_S = 60.0  # importing torch takes this long on a busy machine
 _TICK_S = 0.25
@@ -61,71 +61,17 @@ TakeSide = Callable[[int, torch.Tensor], None]
 
 
 @dataclass(slots=True, eq=False)
-class FetchCall:
-    """A fetch under way. Other threads complete the futures; every future is completed, whatever happens.
-
-    ``here``: for each round, the cost of its pages and all later ones, when its first bytes are here; None if it ended
-    before. ``over``: for each round, how many of its pages, from the first on, are restored; nothing is written after
-    that. ``link``: done when the link could serve another fetch as well. ``end``: done when the fetch is over.
-    """
-
-    work: int
-    here: list[Future[m.Cost | None]]
-    over: list[Future[int]]
-    link: Future[None] = field(default_factory=Future)
-    end: Future[None] = field(default_factory=Future)
-    destinations: dict[int, Destination] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # guards what follows
-    _completed: set[Future[Any]] = field(default_factory=set)
-
-    def complete(self, future: Future[R], result: R) -> None:
-        """Complete a future unless that was done. Messages complete futures on one thread, and the data plane's end on
-        another: whichever comes first."""
-        with self._lock:
-            is_first = future not in self._completed
-            self._completed.add(future)
-        if is_first:
-            future.set_result(result)  # not with the lock held: it calls back
-
-    def take_in(self, event: m.RoundHere | m.RoundOver | m.LinkHasRoom) -> None:
-        match event:
-            case m.RoundHere():
-                self.complete(self.here[event.round], event.cost)
-            case m.RoundOver():
-                self.end_round(event.round, event.num_pages)
-                if event.round == len(self.over) - 1:
-                    self.complete(self.end, None)
-            case m.LinkHasRoom():
-                self.complete(self.link, None)
-
-    def lose(self) -> None:
-        metrics.MISSES.labels("fetch", "data_plane").inc()
-        self.end_all()
-
-    def end_round(self, index: int, num_pages: int) -> None:
-        self.complete(self.here[index], None)
-        self.complete(self.over[index], num_pages)
-
-    def end_all(self) -> None:
-        for index in range(len(self.over)):
-            self.end_round(index, 0)
-        self.complete(self.link, None)
-        self.complete(self.end, None)
-
-
-_Work = m.LookUp | m.FetchPages | m.FetchSide | m.Stage | m.Write | m.Clear
-
-
-@dataclass(slots=True, eq=False)
 class _Asked:
-    """A command that one event answers. ``lost``: that event, if the data plane ends first."""
+    """A command that one event answers. ``lost``: that event, if the data plane ends first. ``take``, ``destination``:
+    where pages go that come before it."""
 
-    lost: m.Found | m.SideOver | m.Staged | m.Taken | m.ClearOver
+    lost: _Answer
     take: TakeSide | None
+    destination: Destination | None
     answer: Future[Any] = field(default_factory=Future)
 
     def lose(self) -> None:
-        if isinstance(self.lost, m.Found | m.SideOver | m.Staged):
+        if not isinstance(self.lost, m.Taken | m.ClearOver):
             stage = "lookup" if isinstance(self.lost, m.Found) else "fetch"
             metrics.MISSES.labels(stage, "data_plane").inc()
         self.answer.set_result(self.lost)
@@ -149,7 +95,6 @@ class Run:
         self._lock = threading.Lock()
         self._ended = False  # guarded by the lock, like the work under way
         self._asked: dict[int, _Asked] = {}
-        self._fetches: dict[int, FetchCall] = {}
         self.profile: m.ProfileTaken | None = None
         self._num_queued = 0  # pages that the data plane has taken and not yet written or dropped
         self.running = launch(Line(commands[1], events[1], self._values, self._pages, self.destination))
@@ -157,27 +102,24 @@ class Run:
     # Commands, which fail at once after the end
 
     def ask(
-        self, command: m.LookUp | m.FetchSide | m.Stage | m.Write | m.Clear, lost: A, take: TakeSide | None = None
+        self,
+        command: m.LookUp | m.FetchPages | m.FetchSide | m.Stage | m.Write | m.Clear,
+        lost: A,
+        take: TakeSide | None = None,
+        destination: Destination | None = None,
     ) -> Future[A]:
         """Send a command. Return the event that answers it, ``lost`` if the data plane ends first. ``take``: as in
-        `DataPlane.fetch_side`."""
-        asked = _Asked(lost, take)
-        if not self._begin(command, self._asked, asked):
+        `DataPlane.fetch_side`. ``destination``: as in `DataPlane.fetch`."""
+        asked = _Asked(lost, take, destination)
+        with self._lock:
+            is_under_way = not self._ended
+            if is_under_way:
+                self._asked[command.work] = asked
+        if is_under_way:
+            self.channel.send(command)
+        else:
             asked.lose()
         return asked.answer
-
-    def fetch(self, command: m.FetchPages, call: FetchCall) -> None:
-        if not self._begin(command, self._fetches, call):
-            call.lose()
-
-    def _begin(self, command: _Work, under_way: dict[int, Any], work: Any) -> bool:
-        """Record work as under way and send its command. Return False if the data plane has ended."""
-        with self._lock:
-            if self._ended:
-                return False
-            under_way[command.work] = work
-        self.channel.send(command)
-        return True
 
     def write(
         self,
@@ -270,7 +212,7 @@ class Run:
             self._take_in_all(events)
 
     def step(self) -> None:
-        if self._asked or self._fetches:
+        if self._asked:
             try:
                 self._take_in_all(self.channel.receive_now())
             except FormatError:
@@ -300,38 +242,35 @@ class Run:
                     self.channel.send(m.FreePiece(event.offset))
             case m.SidePiece():
                 try:
-                    with self._lock:
-                        asked = self._asked.get(event.work)
-                    if asked is not None and asked.take is not None:
+                    if (asked := self._work(event.work)) is not None and asked.take is not None:
                         asked.take(event.page, self._values.view(event.offset, torch.uint8, (event.num_bytes,)))
                 finally:
                     self.channel.send(m.FreePiece(event.offset))
-            case m.Found() | m.SideOver() | m.Staged() | m.Taken() | m.ClearOver():
-                with self._lock:
-                    asked = self._asked.pop(event.work, None)
+            case m.Found() | m.Staged() | m.FetchOver() | m.SideOver() | m.Taken() | m.ClearOver():
                 if isinstance(event, m.Taken):
                     self._num_queued += event.num_queued
-                if asked is not None:  # else the data plane has ended, as another thread has noticed
-                    asked.answer.set_result(event)
+                self._answer(event)
             case m.ProfileTaken():
                 self.profile = event
             case m.Settled():
                 self._num_queued -= event.num_pages
-            case m.RoundHere() | m.RoundOver() | m.LinkHasRoom():
-                if (call := self._call(event.work)) is not None:
-                    call.take_in(event)
-                    if call.link.done() and call.end.done():  # each on a thread of its own, perhaps
-                        with self._lock:
-                            self._fetches.pop(call.work, None)
 
-    def _call(self, work: int) -> FetchCall | None:
+    def _work(self, work: int) -> _Asked | None:
         with self._lock:
-            return self._fetches.get(work)
+            return self._asked.get(work)
 
-    def destination(self, work: int, index: int) -> Destination | None:
-        """Return the destination of a round. None if it has none, or if the fetch has ended."""
-        call = self._call(work)
-        return None if call is None else call.destinations.get(index)
+    def _answer(self, event: _Answer) -> None:
+        """Complete the work that an event answers, unless that is done: the data plane may have ended, as another
+        thread has noticed."""
+        with self._lock:
+            asked = self._asked.pop(event.work, None)
+        if asked is not None:
+            asked.answer.set_result(event)  # not with the lock held: it calls back
+
+    def destination(self, work: int) -> Destination | None:
+        """Return where a fetch's pages go. None if the fetch has ended."""
+        asked = self._work(work)
+        return None if asked is None else asked.destination
 
     def staged_values(self, staged: m.Staged) -> StagedValues:
         """Return what was staged. It stays readable when the data plane has ended."""
@@ -346,9 +285,8 @@ class Run:
 
     def _land(self, piece: m.Piece) -> None:
         """Copy values to their destination. Drop them if it no longer exists. If that fails, end the fetch."""
-        call = self._call(piece.work)
-        destination = None if call is None else call.destinations.get(piece.round)
-        if call is None or destination is None:
+        destination = self.destination(piece.work)
+        if destination is None:
             return
         geometry = self._geometry
         layers, heads = range(piece.first_layer, piece.end_layer), range(piece.first_head, piece.end_head)
@@ -359,7 +297,7 @@ class Run:
             pages = [destination.pool_pages[i] for i in piece.pages]
             destination.sink.write(layers, heads, pages, CellValues(*values))
         except BaseException:
-            call.end_all()
+            self._answer(m.FetchOver(piece.work, 0))
             raise
 
     def end(self) -> bool:
@@ -371,9 +309,8 @@ class Run:
         self._room.close()
         with self._lock:
             self._ended = True
-            lost: list[_Asked | FetchCall] = [*self._asked.values(), *self._fetches.values()]
-            self._asked, self._fetches = {}, {}
-        for each in lost:
+            lost, self._asked = self._asked, {}
+        for each in lost.values():
             each.lose()
         self._values.close()
         self._pages.close()

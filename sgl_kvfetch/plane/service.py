@@ -3,14 +3,14 @@
 Commands come in order, and each begins a task: `Service.serve` never waits, so a slow store delays no other command.
 The engine may cancel anything at any moment, or be gone, which closes the socket. So
 
-* **each piece of work is answered once**, in a ``finally``: `Found`, `RoundOver` for every round, `SideOver`, `Taken`,
-  `ClearOver`. The engine waits for these, and frees pages by them;
+* **each piece of work is answered once**, in a ``finally``: `Found`, `FetchOver`, `SideOver`, `Taken`, `ClearOver`. The
+  engine waits for these, and frees pages by them;
 * **no error crosses to the engine.** It is counted as a miss, by its reason, where it happens (`client.counted`). The
   engine computes what it does not get, and needs no reason;
 * **a cancelled task ends like any other.** It is cancelled from the loop, and not at once: a task that is cancelled
   before its first step would not run its ``finally``.
 
-What a lookup found is kept for the fetch that names it, as the engine knows pages by their hashes alone.
+What a lookup found is kept until the engine says whether it will be fetched.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ import logging
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import torch
 
@@ -34,7 +32,7 @@ from sgl_kvfetch.codec.container import Pages, QuantisedPages, RawPages
 from sgl_kvfetch.errors import FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice, split_hashes
 from sgl_kvfetch.plane import messages as m
-from sgl_kvfetch.plane.arena import Arena, Emit, Room, arena_destination, send_side_page
+from sgl_kvfetch.plane.arena import Emit, Room, arena_destination, send_side_page
 from sgl_kvfetch.plane.calibration.finder import ProfileFinder
 from sgl_kvfetch.plane.channel import Outbox
 from sgl_kvfetch.plane.client import StoreClient, count_fetch, count_miss, counted, open_client
@@ -42,7 +40,6 @@ from sgl_kvfetch.plane.coded import CODEC
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.plan import PageSource
-from sgl_kvfetch.plane.fetch.rounds import Round
 from sgl_kvfetch.plane.fetch.sides import KV_POOL, Usable, usable_runs
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Line
@@ -54,21 +51,13 @@ from sgl_kvfetch.types import KVGeometry
 
 logger = logging.getLogger(__name__)
 
-_MOST_FOUND = 1024  # lookups whose results are kept for their fetches
+_MOST_FOUND = 1024  # lookups whose results are kept
 _QUEUE_S = 1.0  # how long pages wait for room in the write queue
 _CLOSE_S = 3.0  # how long each step of closing may take
 _CLEAR_S = 5.0
 
-GetDestination = Callable[[int, int, int], Destination | None]
+GetDestination = Callable[[int, int], Destination | None]
 OpenClient = Callable[[KVFetchConfig, HeadSlice, m.Start], StoreClient]
-
-
-@dataclass(slots=True, eq=False)
-class _Fetch:
-    rounds: list[Round]
-    task: asyncio.Task[None] | None = None
-    cancel_reason: str = "cancelled"  # as in `messages.Cancel`
-    shares_link: bool = False  # whether the engine knows that the link could serve another fetch
 
 
 class Service:
@@ -76,37 +65,31 @@ class Service:
 
     def __init__(
         self,
+        start: m.Start,
         config: KVFetchConfig,
         heads: HeadSlice,
         client: StoreClient,
+        line: Line,
+        room: Room,
         emit: Emit,
-        destination: GetDestination,
-        on_free: Callable[[int], None],
-        written: Arena,
-        send_side: Callable[[int, int, bytearray], None],
-        sides: Mapping[str, int],
-        stager: Stager,
-        finder: ProfileFinder | None,
+        destination: GetDestination | None,
     ) -> None:
-        """``emit`` may be called on any thread. ``destination`` returns where the pages of a fetch's round go, from the
-        fetch's number, the round's, and its number of pages. ``on_free`` is called for each piece that the engine has
-        taken. ``written``: where the engine puts pages that are to be written. ``send_side`` sends a side page, from
-        the fetch's number and the page's; ``sides``: as in `messages.Start`. ``stager`` stages pages.
-        ``finder`` finds a profile, if one is to be found."""
+        """``room`` allocates the bytes of ``line.values``. ``emit`` may be called on any thread. ``destination``
+        returns where the pages of a fetch go, from its number and how many they are; None if the engine has given it
+        up. Without ``destination``, pages go into ``line.values``."""
         self.client = client
         self._config = config
         self._heads = heads
         self._geometry: KVGeometry = heads.geometry
         self._emit = emit
-        self._destination = destination
-        self._on_free = on_free
-        self._written = written
-        self._send_side = send_side
-        self._sides = sides
-        self._stager = stager
-        self._finder = finder
-        self._lookups: dict[int, asyncio.Task[None]] = {}
-        self._fetches: dict[int, _Fetch] = {}
+        self._destination: GetDestination = destination or partial(arena_destination, line.values, room, emit)
+        self._room = room
+        self._written = line.pages  # where the engine puts pages that are to be written
+        self._send_side = partial(send_side_page, line.values, room, emit)
+        self._sides = start.sides
+        self._stager = Stager(config, heads, client, emit, line.values, room, takes_code=start.takes_code)
+        self._finder = None if start.watch is None else ProfileFinder(config, start.watch, emit)
+        self._fetches: dict[int, asyncio.Task[None]] = {}
         self._found: OrderedDict[int, list[PageSource]] = OrderedDict()
         self._tasks = Tasks()
         client.writer.on_settled = lambda num_pages: emit(m.Settled(num_pages))
@@ -117,22 +100,15 @@ class Service:
         """Begin to carry out a command. Never waits."""
         match command:
             case m.LookUp():
-                self._lookups[command.work] = self._tasks.begin(self._look_up(command))
+                self._tasks.begin(self._look_up(command))
             case m.FetchPages():
-                ends = (0, *command.round_ends)
-                fetch = _Fetch([Round(first, end) for first, end in pairwise(ends)])
-                self._fetches[command.work] = fetch
-                for index, each in enumerate(fetch.rounds):
-                    each.done.add_done_callback(partial(self._round_over, command.work, index))
-                if command.is_given:
-                    self._give(command.work, 0)
-                fetch.task = self._tasks.begin(self._fetch(command, fetch))
+                self._fetches[command.work] = self._tasks.begin(self._fetch(command))
             case m.FetchSide():
                 self._tasks.begin(self._fetch_side(command))
-            case m.Give():
-                self._give(command.work, command.round)
             case m.Cancel():
-                self._cancel(command)
+                if (task := self._fetches.get(command.work)) is not None:
+                    # Not at once: a task that is cancelled before its first step never runs, not even its ``finally``.
+                    asyncio.get_running_loop().call_soon(task.cancel)
             case m.ReadAhead():
                 ahead = self._found.pop(command.work, [])
                 self.client.fetcher.read_ahead(ahead, expire_s=self._config.fetch_timeout_s)
@@ -148,7 +124,7 @@ class Service:
             case m.Write():
                 self._tasks.begin(self._write(command))
             case m.FreePiece():
-                self._on_free(command.offset)
+                self._room.free(command.offset)
             case m.Clear():
                 self._tasks.begin(self._clear(command))
             case m.ShowPrompts() | m.PauseCalibration() | m.TakeProfile():
@@ -158,14 +134,6 @@ class Service:
                 self._emit(m.Pong())
             case m.Start() | m.Close():
                 raise AssertionError(f"a running service does not accept {command}")
-
-    def _cancel(self, command: m.Cancel) -> None:
-        task, fetch = self._lookups.get(command.work), self._fetches.get(command.work)
-        if fetch is not None:
-            task, fetch.cancel_reason = fetch.task, command.reason
-        if task is not None:
-            # Not at once: a task that is cancelled before its first step never runs, not even its ``finally``.
-            asyncio.get_running_loop().call_soon(task.cancel)
 
     async def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and sockets."""
@@ -184,13 +152,12 @@ class Service:
         usable = Usable((), {})
         try:
             with counted("lookup"):
-                sources = await self.client.finder.find_pages(hashes, self._config.lookup_timeout_s, command.position)
+                sources = await self.client.finder.find_pages(hashes, self._config.lookup_timeout_s)
                 if command.trailing:
                     usable = await asyncio.to_thread(usable_runs, sources, command.trailing)
                     usable.stored[KV_POOL] = len(sources)
                     sources = sources[: max(usable.lengths, default=0)]
         finally:
-            del self._lookups[command.work]
             metrics.LOOKUP_PAGES.labels("hit").inc(len(sources))
             metrics.LOOKUP_PAGES.labels("miss").inc(len(hashes) - len(sources))
             if sources:
@@ -202,57 +169,25 @@ class Service:
 
     # Fetches
 
-    async def _fetch(self, command: m.FetchPages, fetch: _Fetch) -> None:
-        finder, fetcher = self.client.finder, self.client.fetcher
-        hashes = split_hashes(command.hashes)
-        request = timeline.Request(command.request_id, command.traceparent)
-        sources: list[PageSource] = []
-        result = FetchResult(0, (), False)
-        timeout_s = max(0.0, command.deadline_s - time.monotonic())
+    async def _fetch(self, command: m.FetchPages) -> None:
+        finder, hashes = self.client.finder, split_hashes(command.hashes)
+        result, timeout_s = FetchResult(), max(0.0, command.deadline_s - time.monotonic())
         try:
-            with counted("fetch", lambda: fetch.cancel_reason):
+            with counted("fetch"):
                 if finder.is_paused:  # the store keeps failing: do not try, although pages were found
                     metrics.MISSES.labels("fetch", "skipped").inc()
                     return
-                if command.found is None:
-                    sources = await finder.recall(hashes, self._config.lookup_timeout_s)
-                    (only,) = fetch.rounds  # a fetch in host mode: it ends where the stored pages end
-                    only.end_page = min(only.end_page, len(sources))
-                else:
-                    sources = self._found.pop(command.found, [])[command.first_page :]
-                if len(sources) < fetch.rounds[-1].end_page:
-                    metrics.MISSES.labels("fetch", "forgotten").inc()  # an earlier data plane may have found them
-                    return
-                sources = sources[: fetch.rounds[-1].end_page]
-                for index, each in enumerate(fetch.rounds):
-                    if not each.destination.done():
-                        rest = sources[each.first_page :]
-                        each.wanted.add_done_callback(partial(self._round_here, command.work, index, rest))
-                result = await fetcher.fetch_rounds(
-                    sources,
-                    fetch.rounds,
-                    max(0.0, command.deadline_s - time.monotonic()),
-                    request=request,
-                    on_requested=partial(self._share_link, command, fetch),
-                    compute_s=command.compute_s,
-                )
+                sources = await finder.recall(hashes, self._config.lookup_timeout_s)
+                destination = self._destination(command.work, len(sources))
+                if destination is None:
+                    return  # the engine has given it up
+                left_s = max(0.0, command.deadline_s - time.monotonic())
+                result = await self.client.fetcher.fetch(sources, destination, left_s, compute_s=command.compute_s)
                 finder.fetched(hashes, sources, result)
         finally:
-            for each in fetch.rounds:
-                each.end(0)
-            got = sum(each.done.result() for each in fetch.rounds)
-            count_fetch(result, timeout_s)
-            metrics.FETCHED_PAGES.labels("hit").inc(got)
-            metrics.FETCHED_PAGES.labels("miss").inc(len(hashes) - got)
-            metrics.RAW_BYTES.labels("read").inc(got * self._geometry.page_bytes)
-            timeline.fetched(request)
+            count_fetch(result, len(hashes), timeout_s, self._geometry.page_bytes)
             del self._fetches[command.work]
-            self._share_link(command, fetch)
-
-    def _share_link(self, command: m.FetchPages, fetch: _Fetch) -> None:
-        if command.found is not None and not fetch.shares_link:
-            fetch.shares_link = True
-            self._emit(m.LinkHasRoom(command.work))
+            self._emit(m.FetchOver(command.work, result.num_pages))
 
     async def _fetch_side(self, command: m.FetchSide) -> None:
         finder, hashes = self.client.finder, split_hashes(command.hashes)
@@ -281,19 +216,6 @@ class Service:
             metrics.SIDE_PAGES.labels(command.pool, "hit").inc(len(come))
             metrics.SIDE_PAGES.labels(command.pool, "miss").inc(len(hashes) - len(come))
             self._emit(m.SideOver(command.work, tuple(come)))
-
-    def _round_here(self, work: int, index: int, rest: Sequence[PageSource], wanted: asyncio.Future[bool]) -> None:
-        if wanted.result():
-            self._emit(m.RoundHere(work, index, self.client.fetcher.cost(rest)))
-
-    def _round_over(self, work: int, index: int, done: asyncio.Future[int]) -> None:
-        self._emit(m.RoundOver(work, index, done.result()))
-
-    def _give(self, work: int, index: int) -> None:
-        fetch = self._fetches.get(work)
-        if fetch is not None:
-            each = fetch.rounds[index]
-            each.give(self._destination(work, index, each.end_page - each.first_page))
 
     # Writes
 
@@ -359,33 +281,19 @@ async def run_data_plane(
     """
     loop = asyncio.get_running_loop()
     outboxes = for_steps, others = _outbox(loop, line.commands), _outbox(loop, line.events)
-    has_steps = False
 
     def emit(event: m.Event) -> None:
-        (for_steps if has_steps and isinstance(event, m.ForStep) else others).send(event)
+        (for_steps if isinstance(event, m.Staged) else others).send(event)
 
     commands: m.MessageReader[m.Command] = m.MessageReader(m.Command)
     service: Service | None = None
     room = Room(line.values.num_bytes)
-    in_arena = partial(arena_destination, line.values, room, emit)
     try:
         while data := await loop.sock_recv(line.commands, 1 << 18):
             for command in commands.feed(data):
                 match command:
                     case m.Start():
-                        has_steps = command.has_steps
-                        client = _open(command, open_)
-                        service = Service(
-                            *client,
-                            emit,
-                            destination or in_arena,
-                            room.free,
-                            line.pages,
-                            partial(send_side_page, line.values, room, emit),
-                            command.sides,
-                            Stager(*client, emit, line.values, room, takes_code=command.takes_code),
-                            None if command.watch is None else ProfileFinder(client[0], command.watch, emit),
-                        )
+                        service = Service(command, *_open(command, open_), line, room, emit, destination)
                         on_service(service)
                         emit(m.Ready())
                     case m.Close():

@@ -1,7 +1,7 @@
 """Staging: the data plane restores a prompt's stored pages into shared memory before the engine admits the prompt.
 
 The engine asks once for a prompt (`messages.Stage`), and is told once how many pages are there. It then copies them
-into its pool whenever it likes. So it takes part in nothing that happens in between: no reads, cells or rounds.
+into its pool whenever it likes. So it takes part in nothing that happens in between.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from sgl_kvfetch.plane.choice import Decision, EngineQueue, FetchLag, FetchOrRec
 from sgl_kvfetch.plane.client import StoreClient, count_fetch, counted
 from sgl_kvfetch.plane.coded import CodedRegion, StagedCode, code_bytes, gpu_restores
 from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.link_queue import Claim, LinkQueue
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
-from sgl_kvfetch.plane.fetch.rounds import Round
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink, PagePool, consecutive_runs
 from sgl_kvfetch.plane.memory_cache import Held
 from sgl_kvfetch.side_by_side import Tasks
@@ -265,7 +265,7 @@ class Stager:
     async def _look_up(self, hashes: list[bytes], request: timeline.Request) -> list[PageSource]:
         started_s = time.monotonic()
         sources: list[PageSource] = []
-        with counted("lookup", lambda: ""):
+        with counted("lookup"):
             sources = await self._client.finder.find_pages(hashes, self._config.lookup_timeout_s)
         metrics.LOOKUP_PAGES.labels("hit").inc(len(sources))
         metrics.LOOKUP_PAGES.labels("miss").inc(len(hashes) - len(sources))
@@ -351,29 +351,19 @@ class Stager:
         compute_s: float,
     ) -> int:
         """Restore pages into ``pool``, the staging's region. Return how many, from the first on, are there."""
-        num_pages = len(sources)
-        whole = Round(0, num_pages)
-        whole.give(Destination(range(num_pages), GuardedSink(pool)))
-        timeout_s = self._config.fetch_timeout_s
-        try:
-            with counted("fetch", lambda: ""):
-                result = await self._client.fetcher.fetch_rounds(
-                    sources,
-                    [whole],
-                    max(0.0, found_s + timeout_s - time.monotonic()),
-                    request=request,
-                    on_requested=partial(self._turns.link_has_room, staging),
-                    compute_s=compute_s,
-                )
-                count_fetch(result, timeout_s)
-                self._client.finder.fetched(hashes, sources, result)
-        finally:
-            whole.end(0)  # nothing is written to the region afterwards
-            restored = whole.done.result()
-            metrics.FETCHED_PAGES.labels("hit").inc(restored)
-            metrics.FETCHED_PAGES.labels("miss").inc(num_pages - restored)
-            metrics.RAW_BYTES.labels("read").inc(restored * self._geometry.page_bytes)
-        return restored
+        result, timeout_s = FetchResult(), self._config.fetch_timeout_s
+        with counted("fetch"):
+            result = await self._client.fetcher.fetch(
+                sources,
+                Destination(range(len(sources)), GuardedSink(pool)),
+                max(0.0, found_s + timeout_s - time.monotonic()),
+                request=request,
+                on_requested=partial(self._turns.link_has_room, staging),
+                compute_s=compute_s,
+            )
+            self._client.finder.fetched(hashes, sources, result)
+        count_fetch(result, len(sources), timeout_s, self._geometry.page_bytes)
+        return result.num_pages
 
     def _put_tables(self, staging: _Staging, region: CodedRegion, num_pages: int) -> bool:
         """Put the tables of coded cells into shared memory. Return whether there is room for them."""

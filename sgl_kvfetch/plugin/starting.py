@@ -81,7 +81,7 @@ def open_engine_plane(
 ) -> DataPlane:
     """Start the data plane of one rank for the model that SGLang has loaded, and wait until it serves. ``rank``: has
     ``tp_rank`` and ``tp_size``, and with ``sides`` also ``pp_rank`` and ``pp_size``. ``has_draft``: whether pages hold
-    a draft model's KV cache, too. Other arguments as for `open_plane`. Raises KVFetchError."""
+    a draft model's KV cache, too. Other arguments as for `Opening`. Raises KVFetchError."""
     compile_hash_function()
     asked, why_no_klt = config, _why_no_klt(pages, sides, has_draft=has_draft)
     config = engine_config(asked, why_no_klt)
@@ -188,7 +188,6 @@ class Opening:
             self.most_span_pages,
             dict(self.side_bytes),
             labels=heads.labels,
-            has_steps=isinstance(pages, SlotPages),
             watch=watch,
             takes_code=self.takes_code,
             gpu=gpu.torch_device.index if gpu is not None and self.staging_bytes else None,
@@ -207,28 +206,9 @@ class Opening:
             return open_client(config, heads, quantiser, nvdec=nvdec, max_span_pages=start.most_span_pages)
 
         def launch_thread(line: Line) -> Running:
-            return DataPlaneThread(
-                run_data_plane(line, open_here, lambda work, index, num_pages: line.destination(work, index))
-            )
+            return DataPlaneThread(run_data_plane(line, open_here, lambda work, num_pages: line.destination(work)))
 
         return start, _launch if nvdec is None else launch_thread
-
-
-def open_plane(
-    config: KVFetchConfig,
-    quantiser: Quantiser,
-    heads: HeadSlice,
-    rank: int,
-    pages: HostPages | SlotPages,
-    nvdec: Nvdec | None,
-    most_span_pages: int | None = None,
-    staging_bytes: int = 0,
-    *,
-    takes_code: bool = False,
-) -> DataPlane:
-    """Start the data plane of one rank by a quantiser, and wait until it serves: see `Opening`. Raises KVFetchError."""
-    opening = Opening(heads, rank, pages, nvdec, most_span_pages, staging_bytes=staging_bytes, takes_code=takes_code)
-    return opening.open(config, quantiser)
 
 
 def _is_on_gpu(pages: HostPages | SlotPages) -> TypeGuard[SlotPages]:

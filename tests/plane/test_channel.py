@@ -5,7 +5,7 @@ import threading
 
 from harness.waiting import WAIT_S
 from sgl_kvfetch.plane.channel import Channel, Outbox
-from sgl_kvfetch.plane.messages import LinkHasRoom, LookUp, Pong, encode
+from sgl_kvfetch.plane.messages import LookUp, Pong, Settled, encode
 
 
 def test_a_peer_that_takes_its_time_is_not_silent() -> None:
@@ -38,11 +38,11 @@ def test_events_for_steps_are_read_without_waiting() -> None:
     (ours, theirs), (our_events, their_events) = socket.socketpair(), socket.socketpair()
     channel = Channel(ours, our_events)
     assert channel.receive_now() == []
-    theirs.sendall(encode(LinkHasRoom(1)) + encode(LinkHasRoom(2))[:3])
+    theirs.sendall(encode(Settled(1)) + encode(Settled(2))[:3])
     assert channel.receive(0.01) == []  # they are not for the thread that waits
-    assert channel.receive_now() == [LinkHasRoom(1)]
-    theirs.sendall(encode(LinkHasRoom(2))[3:])
-    assert channel.receive_now() == [LinkHasRoom(2)]
+    assert channel.receive_now() == [Settled(1)]
+    theirs.sendall(encode(Settled(2))[3:])
+    assert channel.receive_now() == [Settled(2)]
     theirs.close()
     assert channel.receive_now() == []
     their_events.close()

@@ -97,23 +97,23 @@ def page_values(num_pages: int) -> dict[TensorName, torch.Tensor]:
     return {t: x.view(num_pages, SMALL.page_size, *x.shape[1:]) for t, x in make_values(SMALL, num_pages).items()}
 
 
-def fetch(plane: DataPlane, hashes: Sequence[bytes], num_rounds: int = 1) -> tuple[int, MemoryPool]:
+def fetch(plane: DataPlane, hashes: Sequence[bytes]) -> tuple[int, MemoryPool]:
     """Look up and fetch pages. Return how many were restored, and the pool that holds them."""
     pool, found = MemoryPool(SMALL, NUM_PAGES, float("nan")), look_up(plane, hashes)
-    ends = [found.num_pages * (i + 1) // num_rounds for i in range(num_rounds)]
-    call = plane.fetch(hashes[: found.num_pages], ends, time.monotonic() + WAIT_S, found=found.work)
-    for index, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        if call.here[index].result(WAIT_S) is not None:
-            plane.give(call, index, Destination(range(first, end), GuardedSink(pool)))
-    call.end.result(WAIT_S)
-    return sum(over.result(0) for over in call.over), pool
+    return fetch_into(plane, hashes[: found.num_pages], pool), pool
 
 
-@pytest.mark.parametrize("num_rounds", [1, 3])
-def test_written_pages_are_fetched_unchanged(plane: DataPlane, num_rounds: int) -> None:
+def fetch_into(plane: DataPlane, hashes: Sequence[bytes], pool: MemoryPool) -> int:
+    """Fetch pages into the first pages of a pool. Return how many were restored."""
+    destination = Destination(range(len(hashes)), GuardedSink(pool))
+    _, over = plane.fetch(hashes, time.monotonic() + WAIT_S, destination)
+    return over.result(WAIT_S).num_pages
+
+
+def test_written_pages_are_fetched_unchanged(plane: DataPlane) -> None:
     hashes = page_hashes(NUM_PAGES)
     values = store(plane, hashes)
-    num_pages, pool = fetch(plane, hashes, num_rounds)
+    num_pages, pool = fetch(plane, hashes)
     assert num_pages == NUM_PAGES
     assert all(torch.equal(pool.values[t], values[t]) for t in TENSORS)
     assert look_up(plane, page_hashes(3, "other")).num_pages == 0
@@ -141,9 +141,7 @@ def test_pages_are_copied_on_one_thread(two_threads: None, plane: DataPlane) -> 
 
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes)
-    destination = Destination(range(NUM_PAGES), GuardedSink(WatchedPool(SMALL, NUM_PAGES, 0.0)))
-    call = plane.fetch(hashes, [NUM_PAGES], time.monotonic() + WAIT_S, destination=destination)
-    assert call.over[0].result(WAIT_S) == NUM_PAGES
+    assert fetch_into(plane, hashes, WatchedPool(SMALL, NUM_PAGES, 0.0)) == NUM_PAGES
     assert set(threads) == {1}
     assert torch.get_num_threads() == 2
 
@@ -155,10 +153,7 @@ def test_pages_that_cannot_be_copied_do_not_count(plane: DataPlane) -> None:
 
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes)
-    sink = GuardedSink(BrokenPool(SMALL, NUM_PAGES, 0.0))
-    destination = Destination(range(NUM_PAGES), sink)
-    call = plane.fetch(hashes, [NUM_PAGES], time.monotonic() + WAIT_S, destination=destination)
-    assert call.over[0].result(WAIT_S) == 0
+    assert fetch_into(plane, hashes, BrokenPool(SMALL, NUM_PAGES, 0.0)) == 0
     assert fetch(plane, hashes)[0] == NUM_PAGES
 
 
@@ -259,20 +254,16 @@ def test_a_data_plane_that_dies_or_hangs_is_replaced_and_costs_misses(
 ) -> None:
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes)
-    found = look_up(plane, hashes)
-    call = plane.fetch(hashes, [8, 16], time.monotonic() + WAIT_S, found=found.work)
-    assert call.here[0].result(WAIT_S) is not None  # its bytes are here, but it has no destination
     before = own_metric("sgl_kvfetch_data_plane_restarts_total")
+    launcher.signal(signal.SIGSTOP)  # so that the fetch is under way when the data plane ends
+    destination = Destination(range(NUM_PAGES), GuardedSink(MemoryPool(SMALL, NUM_PAGES, 0.0)))
+    _, over = plane.fetch(hashes, time.monotonic() + WAIT_S, destination)
     launcher.signal(number)
-    call.end.result(WAIT_S)
-    assert [over.result(0) for over in call.over] == [0, 0]
+    assert over.result(WAIT_S).num_pages == 0
     wait_until(lambda: len(launcher.started) == 2 and look_up(plane, hashes).num_pages == NUM_PAGES)
     assert own_metric("sgl_kvfetch_data_plane_restarts_total") == before + 1
     assert launcher.started[0].join(WAIT_S)
     assert fetch(plane, hashes)[0] == NUM_PAGES
-    # Pages that an earlier data plane found cannot be fetched.
-    late = plane.fetch(hashes, [16], time.monotonic() + WAIT_S, found=found.work)
-    assert late.over[0].result(WAIT_S) == 0
 
 
 def test_after_random_kills_every_call_ends_and_values_are_right(plane: DataPlane, launcher: Launcher) -> None:
@@ -293,7 +284,7 @@ def test_after_random_kills_every_call_ends_and_values_are_right(plane: DataPlan
     killer.start()
     try:
         while not killed.is_set():
-            num_pages, pool = fetch(plane, hashes, rng.randrange(1, 4))
+            num_pages, pool = fetch(plane, hashes)
             for tensor in TENSORS:
                 assert torch.equal(pool.values[tensor][:num_pages], values[tensor][:num_pages])
     finally:
@@ -389,15 +380,13 @@ def test_another_data_plane_takes_over(tmp_path: Path, launcher: Launcher, plane
     """With another quantiser. What the former one has taken is written; what it has found is not fetched."""
     hashes, others = page_hashes(NUM_PAGES), page_hashes(NUM_PAGES, "other")
     store(plane, hashes)
-    found = look_up(plane, hashes)
     plane.prepare(lambda: (start_by_uint8(tmp_path), launcher))
     wait_until(lambda: plane.is_prepared)
     assert write(plane, others) == NUM_PAGES
     losses = plane.num_losses
     plane.switch()
     assert (plane.has_switched, plane.num_losses) == (True, losses + 1)
-    call = plane.fetch(hashes, [NUM_PAGES], time.monotonic() + WAIT_S, found=found.work)
-    assert call.over[0].result(WAIT_S) == 0
+    assert fetch_into(plane, hashes, MemoryPool(SMALL, NUM_PAGES, 0.0)) == 0
     assert look_up(plane, hashes).num_pages == 0
     store(plane, hashes)
     assert launcher.started[0].join(WAIT_S)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.waiting import WAIT_S
+from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.plane.arena import Room
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plane.plane import DataPlane
@@ -26,7 +26,13 @@ __all__ = ["launcher", "plane"]
 def stage(plane: DataPlane, hashes: Sequence[bytes]) -> tuple[int, StagedValues]:
     staged: Future[StagedValues] = Future()
     work = plane.stage(hashes, staged.set_result)
-    return work, staged.result(WAIT_S)
+
+    def is_staged() -> bool:
+        plane.step()
+        return staged.done()
+
+    wait_until(is_staged)
+    return work, staged.result()
 
 
 def assert_staged(staged: StagedValues, num_pages: int) -> None:

@@ -36,9 +36,9 @@ def test_hand_overs_of_a_lookup_and_a_fetch_of_one_cell(make: Make, served: Serv
                 "event loop -> kvfetch-decode: DecodePool._run",
                 "kvfetch-decode -> kvfetch-data: Piece",
                 "kvfetch-data -> event loop: FreePiece",
-                "kvfetch-decode -> event loop: Fetcher._restore.end",
-                "event loop -> kvfetch-data: RoundOver",
-                "kvfetch-data -> SGLang: int, by a future",
+                "kvfetch-decode -> event loop: Restorer._run.end",
+                "event loop -> kvfetch-data: FetchOver",
+                "kvfetch-data -> SGLang: FetchOver, by a future",
             ],
         )
         # The data plane has its threads here: all of a write's, a lookup's and a fetch's have run.

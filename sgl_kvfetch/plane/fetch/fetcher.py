@@ -1,8 +1,8 @@
 """Transmit, decode and restore: three stages that overlap, each bounded. Decisions without I/O are in ``plan``.
 
-A fetch is a run of pages, cut into rounds that get destination pages one after another. Each round is read in units,
-runs of cells of one span: a unit is requested, arrives, waits for its round's destination, and its cells are decoded
-and restored one by one, in any order. The event loop transmits; decoding and restoring run on a decode pool.
+A fetch restores a run of pages to one destination. They are read in units, runs of cells of one span: a unit is
+requested and arrives, and its cells are decoded and restored one by one, in any order. The event loop transmits;
+decoding and restoring run on a decode pool.
 
 What may happen to a unit, and what then: it is late, missing, damaged, or of a key that we lack. Then it fails, and the
 fetch ends in front of its pages: a page counts only if all pages before it are whole. A damaged level is left out
@@ -10,12 +10,12 @@ instead, if it may be. Nothing is tried twice here; the store's client hedges re
 
 What must hold:
 
-* **Bytes are bounded twice.** Those that have no destination yet (ahead) and those that have one take from different
-  budgets. With one, bytes that wait for pages could fill it, and those pages might be freed only by a fetch that waits
-  for bytes: a circle.
+* **Bytes are bounded twice.** Those that are read ahead and those of fetches take from different budgets. With one,
+  bytes that wait for their fetch could fill it, and that fetch may come only after another one, which waits for bytes:
+  a circle.
 * **A budget's bytes are given back once, whatever happens**: when their job is over, not when a coroutine ends. A
   cancelled fetch still has jobs on the pool.
-* **Nothing is written after a round is over**: the sink is closed first (`sink`). SGLang gives the pages to others.
+* **Nothing is written after a fetch is over**: the sink is closed first (`sink`). SGLang gives the pages to others.
 * **Damage is reported, not judged.** Only the store can tell damage on its disk from damage on the way here.
 """
 
@@ -29,13 +29,12 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
 from sgl_kvfetch import metrics, timeline
-from sgl_kvfetch.codec import Cell, Decoders, SegmentReader
+from sgl_kvfetch.codec import Decoders, SegmentReader
 from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError, KVFetchError, StoreError
 from sgl_kvfetch.plane.adapt.policy import Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
@@ -52,8 +51,8 @@ from sgl_kvfetch.plane.fetch.plan import (
     read_units,
     span_parts,
 )
-from sgl_kvfetch.plane.fetch.restore import restore_cell, working_bytes
-from sgl_kvfetch.plane.fetch.rounds import FetchProgress, Round
+from sgl_kvfetch.plane.fetch.restore import Restorer
+from sgl_kvfetch.plane.fetch.running import RunningFetch
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
 from sgl_kvfetch.plane.messages import Cost
@@ -62,8 +61,6 @@ from sgl_kvfetch.stores import Store
 
 logger = logging.getLogger(__name__)
 
-Restore = Callable[[Decoders], None]  # restores a cell with a session's decoders
-
 _COMPARE_S = 0.05  # how often a fetch is compared with computing
 _SLOWER = 1.1  # it ends if it would take so many times as long: estimates have noise, and what has come is lost in part
 _MAX_REPORTS = 4  # at once; a segment for which there is no room is reported when it is read again
@@ -71,10 +68,9 @@ _MAX_REPORTS = 4  # at once; a segment for which there is no room is reported wh
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    num_pages: int  # length of the restored run, from the first requested page
-    failures: tuple[KVFetchError, ...]
-    timed_out: bool  # bytes did not arrive in time
-    starved: bool = False  # bytes arrived, but got no destination in time
+    num_pages: int = 0  # length of the restored run, from the first requested page
+    failures: tuple[KVFetchError, ...] = ()
+    timed_out: bool = False  # bytes did not arrive in time
     late: bool = False  # the rest was not requested in time, or would have arrived too late
 
 
@@ -109,16 +105,16 @@ class Fetcher:
         self._memory = memory
         self.pool = pool
         self._read_bytes = read_bytes
-        # Two halves, so that bytes without destination pages cannot block bytes that have them.
+        # Two halves, so that bytes that wait for their fetch cannot block another one.
         self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2), self._report_queue)
         self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2), self._report_queue)
-        self._decode_budget = BytesBudget(decode_bytes)
         self.link = link or Link()
         self._chooser = Chooser(policy, pool, self.link)
+        self._restorer = Restorer(pool, self._chooser, decode_bytes)
         self.levels = levels or LevelPolicy()
         self._may_delete = may_delete
         self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
-        self._running: set[FetchProgress] = set()
+        self._running: set[RunningFetch] = set()
         self._ahead = AheadReader(self.link, self._ahead_budget, partial(self._transmit, request=timeline.NOBODY))
         # Bytes of spans that a fetch used only in part. SGLang fetches in batches of 128 pages, and the next batch or
         # the next turn of a conversation begins with the rest of the span.
@@ -180,111 +176,96 @@ class Fetcher:
                     yield unit
             unasked -= part.reader.cells_per_span
 
-    async def fetch_rounds(
+    async def fetch(
         self,
         sources: Sequence[PageSource],
-        rounds: Sequence[Round],
+        destination: Destination,
         timeout_s: float,
         *,
         request: timeline.Request = timeline.NOBODY,
         on_requested: Callable[[], None] | None = None,
         compute_s: float = math.inf,
     ) -> FetchResult:
-        """Restore pages to the destinations of ``rounds``. The rounds must be contiguous and cover all pages.
+        """Restore pages to ``destination``. When this returns or raises, its sink is closed.
 
-        Bytes may arrive before their destination is known, as far as the budget allows. Rounds end in order, each as
-        soon as all its pages are restored; when this returns or raises, all have ended. Returns within about
-        ``timeout_s``, and does not request bytes that the link, at its measured speed, would bring only after that.
-        ``num_pages`` excludes pages that failed or came too late; pages beyond it may have been written in part.
-        ``on_requested`` is called when the link could serve another fetch as well, unless this one ends first.
-        Never raises a domain error. ``request`` is for the timeline. ``compute_s``: how long the engine would take to
-        compute all pages; ends, as if the rest came too late, when the engine would compute the rest sooner.
+        Returns within about ``timeout_s``, and does not request bytes that the link, at its measured speed, would bring
+        only after that. ``num_pages`` excludes pages that failed or came too late; pages beyond it may have been
+        written in part. ``on_requested`` is called when the link could serve another fetch as well, unless this one
+        ends first. Never raises a domain error. ``request`` is for the timeline. ``compute_s``: how long the engine
+        would take to compute all pages; ends, as if the rest came too late, when the engine would compute the rest
+        sooner.
         """
-        progress = FetchProgress(sources, rounds)
-        progress.held = self.hold(sources)
-        self._running.add(progress)
-        requested = asyncio.Event()
-        announcing = asyncio.create_task(self._announce(requested, on_requested))
-        timed_out = starved = False
+        fetch = RunningFetch(sources, destination, self.hold(sources), request)
+        self._running.add(fetch)
+        timed_out = False
         try:
             async with asyncio.timeout(timeout_s):
-                deadline_s = time.monotonic() + timeout_s
-                await self._run(progress, requested, deadline_s, request, compute_s)
+                await self._run(fetch, time.monotonic() + timeout_s, on_requested, compute_s)
         except TimeoutError:
-            timed_out = progress.num_transmitting > 0
-            starved = not timed_out and progress.num_waiting > 0
-            progress.is_late |= not timed_out and not starved
+            timed_out = fetch.num_transmitting > 0
+            fetch.is_late |= not timed_out
         finally:
-            announcing.cancel()
-            self._running.remove(progress)
-            progress.end()
-            progress.held.let_go()
-            if progress.is_late or timed_out:  # the rest is computed: leave the link to others
-                for name in {part.reader.data_name for _, part in progress.parts}:
+            destination.sink.close()
+            self._running.remove(fetch)
+            fetch.held.let_go()
+            if fetch.is_late or timed_out:  # the rest is computed: leave the link to others
+                for name in {part.reader.data_name for part in fetch.parts}:
                     self._ahead.drop_units(name)
-        return FetchResult(progress.num_pages, tuple(progress.failures), timed_out, starved, progress.is_late)
+        return FetchResult(fetch.num_pages, tuple(fetch.failures), timed_out, fetch.is_late)
 
     async def _run(
-        self,
-        progress: FetchProgress,
-        requested: asyncio.Event,
-        deadline_s: float,
-        request: timeline.Request,
-        compute_s: float,
+        self, fetch: RunningFetch, deadline_s: float, on_requested: Callable[[], None] | None, compute_s: float
     ) -> None:
-        """Run all units. Sets ``requested`` when no more can be requested, for now or at all."""
+        """Run all units."""
         due_s = time.monotonic() + self.levels.within_s
         try:
             async with asyncio.TaskGroup() as group:
                 if math.isfinite(compute_s):
-                    group.create_task(self._end_when_slow(progress, compute_s))
-                for index, (each, part) in enumerate(progress.parts):
-                    if not progress.held.has(part.reader, part.span) and self._comes_after(part, deadline_s):
-                        progress.is_late = True
-                        progress.fail(index, None)
+                    group.create_task(self._end_when_slow(fetch, compute_s))
+                for index, part in enumerate(fetch.parts):
+                    if not fetch.held.has(part.reader, part.span) and self._comes_after(part, deadline_s):
+                        fetch.is_late = True
+                        fetch.fail(index, None)
                     for unit in self._units(part, due_s, self._num_unasked):
-                        if not progress.is_wanted(index):
+                        if not fetch.is_wanted(index):
                             break
                         self._ahead.leave_out(unit)
-                        is_here = progress.held.has_unit(unit)
-                        budget = None if is_here else await self._acquire(unit, each, requested)
-                        progress.num_unasked -= len(unit.cells)
-                        progress.num_transmitting += 1
-                        task = group.create_task(self._run_unit(unit, index, progress, request))
+                        is_here = fetch.held.has_unit(unit)
+                        if not is_here:
+                            await self._fetch_budget.acquire(unit.size_bytes)
+                        fetch.num_unasked -= len(unit.cells)
+                        fetch.num_transmitting += 1
+                        task = group.create_task(self._run_unit(unit, index, fetch))
                         # Not released in the task itself, since a task cancelled before its first step never runs.
-                        if budget is not None:
-                            task.add_done_callback(partial(_release, budget, unit.size_bytes))
+                        if not is_here:
+                            task.add_done_callback(partial(_release, self._fetch_budget, unit.size_bytes))
                         await asyncio.sleep(0)  # let the task send its request
                         if not is_here:
                             await self.link.may_read()  # so the next variant is chosen as late as possible
-                    if not progress.is_wanted(index):
+                    if not fetch.is_wanted(index):
                         break
-                progress.num_unasked = 0
-                requested.set()
-                if progress.advance():
+                fetch.num_unasked = 0
+                if fetch.advance():
                     raise _SettledError
+                if on_requested is not None:
+                    await self.link.has_room()
+                    on_requested()
         except* _SettledError:
             pass
 
-    async def _end_when_slow(self, progress: FetchProgress, compute_s: float) -> None:
+    async def _end_when_slow(self, fetch: RunningFetch, compute_s: float) -> None:
         """End the fetch when the engine, which takes ``compute_s`` for all pages, would compute the rest sooner."""
-        is_held = progress.held.has
-        sizes = [0 if is_held(part.reader, part.span) else part.size_bytes for _, part in progress.parts]
+        is_held = fetch.held.has
+        sizes = [0 if is_held(part.reader, part.span) else part.size_bytes for part in fetch.parts]
         while True:
             await asyncio.sleep(_COMPARE_S)
             link_bps = self.link.present_bps(time.monotonic())
             if link_bps is None:
                 continue  # the deadline counts
             bytes_per_s = min(link_bps / 8, self.pool.bytes_per_s or math.inf)
-            if progress.left_bytes(sizes) / bytes_per_s > _SLOWER * compute_s * progress.share_left:
-                progress.is_late = True
+            if fetch.left_bytes(sizes) / bytes_per_s > _SLOWER * compute_s * fetch.share_left:
+                fetch.is_late = True
                 raise _SettledError
-
-    async def _announce(self, requested: asyncio.Event, on_requested: Callable[[], None] | None) -> None:
-        if on_requested is not None:
-            await requested.wait()
-            await self.link.has_room()
-            on_requested()
 
     def _comes_after(self, part: SpanPart, deadline_s: float) -> bool:
         now_s = time.monotonic()
@@ -294,23 +275,12 @@ class Fetcher:
         least_bytes = replace(part, reader=self.levels.coarsest(part.reader)).size_bytes
         return now_s + (self.link.outstanding_bytes + least_bytes) * 8 / goodput_bps > deadline_s
 
-    async def _acquire(self, unit: ReadUnit, each: Round, requested: asyncio.Event) -> BytesBudget:
-        """Wait for the unit's bytes in a budget. Return that budget."""
-        if not each.destination.done():
-            if self._ahead_budget.try_acquire(unit.size_bytes):
-                return self._ahead_budget
-            requested.set()
-            if await self._ahead_budget.acquire(unit.size_bytes, unless=each.destination):
-                return self._ahead_budget
-        await self._fetch_budget.acquire(unit.size_bytes)
-        return self._fetch_budget
-
-    async def _run_unit(self, unit: ReadUnit, index: int, progress: FetchProgress, request: timeline.Request) -> None:
+    async def _run_unit(self, unit: ReadUnit, index: int, fetch: RunningFetch) -> None:
         """Take one unit through all three stages; if a level is damaged or gone, once more without it, if it may be
         left out."""
         while True:
             try:
-                await self._take_through(unit, index, progress, request)
+                await self._take_through(unit, index, fetch)
                 break
             except KVFetchError as e:
                 is_damage = isinstance(e, FormatError) or failure_reason(e) == "missing"
@@ -321,83 +291,30 @@ class Fetcher:
                 if is_damage:
                     self.report_damage(unit.reader)
                 if not is_damage or self.levels.coarsest(unit.reader) is unit.reader:
-                    progress.fail(index, e)
+                    fetch.fail(index, e)
                     break
                 unit = replace(unit, reader=unit.reader.without_levels(1))
-                progress.num_transmitting += 1
-        if progress.advance():
+                fetch.num_transmitting += 1
+        if fetch.advance():
             raise _SettledError
 
-    async def _take_through(
-        self, unit: ReadUnit, index: int, progress: FetchProgress, request: timeline.Request
-    ) -> None:
-        each, part = progress.parts[index]
+    async def _take_through(self, unit: ReadUnit, index: int, fetch: RunningFetch) -> None:
+        part = fetch.parts[index]
         try:
-            data = await self._bytes_of(unit, progress.held, request)
+            data = await self._bytes_of(unit, fetch)
         except KVFetchError:
-            progress.num_transmitting -= 1
+            fetch.num_transmitting -= 1
             raise
-        progress.num_transmitting -= 1
-        each.want()
-        progress.num_waiting += 1
-        destination = await asyncio.shield(each.destination)
-        progress.num_waiting -= 1
-        if destination is None:
-            progress.fail(index, None)
-            return
-        restore = partial(_restore_part, destination, part, request)
-        pool = destination.sink.pool
-        cells = [
-            self._restore(unit, cell, data, restore, working_bytes(unit.reader, cell, pool)) for cell in unit.cells
-        ]
-        # Wait for all cells even if one fails: they hold memory until they are done.
-        for error in await asyncio.gather(*cells, return_exceptions=True):
-            if error is not None:
-                raise error
+        fetch.num_transmitting -= 1
+        await self._restorer.restore(unit, data, part, fetch.destination, fetch.request)
         metrics.READ_CELLS.labels(str(unit.reader.levels_left_out)).inc(len(unit.cells))
-        progress.restored(index, len(unit.cells))
-        if isinstance(data, bytes) and part.is_begun and part.request_pages[-1] == each.end_page - each.first_page - 1:
+        fetch.restored(index, len(unit.cells))
+        if isinstance(data, bytes) and part.is_begun and part.request_pages[-1] == fetch.num_asked - 1:
             self._keep_begun(unit, data)
-
-    async def _restore(
-        self,
-        unit: ReadUnit,
-        cell: Cell,
-        data: bytes | memoryview,
-        restore: Callable[..., None],
-        size_bytes: int,
-    ) -> None:
-        """Restore one cell on the decode pool, within ``size_bytes`` of memory."""
-        piece = unit.piece(cell, data)
-        await self._decode_budget.acquire(size_bytes)
-        try:
-            future = self._submit(unit.reader, cell, partial(restore, unit.reader, cell, piece))
-        except BaseException:
-            self._decode_budget.release(size_bytes)
-            raise
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-
-        def end() -> None:
-            self._decode_budget.release(size_bytes)
-            ended.set()
-
-        # The memory is used until the job is over, even if this coroutine has been cancelled.
-        future.add_done_callback(lambda _: _call_soon(loop, end))
-        try:
-            await ended.wait()
-        except asyncio.CancelledError:
-            future.cancel()
-            raise
-        future.result()
-
-    def _submit(self, reader: SegmentReader, cell: Cell, job: Restore) -> Future[None]:
-        variant, work = self._chooser.profile_variant(reader), self._chooser.work(reader, cell)
-        return self.pool.submit(job, variant, work=work, size_bytes=reader.coded_bytes(cell))
 
     def _num_unasked(self) -> int:
         """Count the cells that running fetches have not requested yet; all fetches share link and decoders."""
-        return sum(progress.num_unasked for progress in self._running)
+        return sum(fetch.num_unasked for fetch in self._running)
 
     def _units(
         self,
@@ -424,14 +341,14 @@ class Fetcher:
     def _is_in_memory(self, reader: SegmentReader, span: int) -> bool:
         return self._memory is not None and self._memory.has(reader, span)
 
-    async def _bytes_of(self, unit: ReadUnit, held: Held, request: timeline.Request) -> bytes | memoryview:
-        if (data := held.data(unit)) is not None:
+    async def _bytes_of(self, unit: ReadUnit, fetch: RunningFetch) -> bytes | memoryview:
+        if (data := fetch.held.data(unit)) is not None:
             return data
         if unit.key in self._begun:
             return self._begun[unit.key]
         task = self._ahead.take_read(unit)
         if task is None:
-            return await self._transmit(unit, request)
+            return await self._transmit(unit, fetch.request)
         try:
             return await task
         finally:
@@ -516,28 +433,5 @@ def failure_reason(error: KVFetchError) -> str:
     return type(error).__name__.removesuffix("Error").lower()
 
 
-def _restore_part(
-    destination: Destination,
-    part: SpanPart,
-    request: timeline.Request,
-    reader: SegmentReader,
-    cell: Cell,
-    data: memoryview,
-    decoders: Decoders,
-) -> None:
-    """Restore a cell of a part on the decode pool."""
-    pool_pages = [destination.pool_pages[i] for i in part.request_pages]
-    restore_cell(
-        reader, cell, data, decoders, span_pages=part.span_pages, pool_pages=pool_pages, sink=destination.sink,
-        request=request,
-    )  # fmt: skip
-
-
 def _release(budget: BytesBudget, num_bytes: int, _: object) -> None:
     budget.release(num_bytes)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """Call ``function`` on the loop, from any thread. Do nothing if the loop is closed."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(function)

@@ -32,10 +32,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from asyncio import FIRST_COMPLETED
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from sgl_kvfetch.plane.adapt.estimate import Transfer
 
@@ -215,34 +213,23 @@ class BytesBudget:
     def used_bytes(self) -> int:
         return self._capacity - self._free
 
-    def try_acquire(self, num_bytes: int) -> bool:
-        """Take the bytes if they are free now. Return whether they were taken."""
+    async def acquire(self, num_bytes: int) -> None:
+        """Wait for the bytes. A request for more than the capacity takes the whole capacity, so that it does not wait
+        forever."""
         num_bytes = self._clip(num_bytes)
-        if self._waiting or num_bytes > self._free:
-            return False
-        self._take(num_bytes)
-        return True
-
-    async def acquire(self, num_bytes: int, unless: asyncio.Future[Any] | None = None) -> bool:
-        """Wait for the bytes, or until ``unless`` is done. Return whether they were taken.
-
-        A request for more than the capacity takes the whole capacity, so that it does not wait forever.
-        """
-        if self.try_acquire(num_bytes):
-            return True
+        if not self._waiting and num_bytes <= self._free:
+            self._take(num_bytes)
+            return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((self._clip(num_bytes), granted))
-        is_taken = False
+        self._waiting.append((num_bytes, granted))
         try:
-            await asyncio.wait([granted] if unless is None else [granted, unless], return_when=FIRST_COMPLETED)
-            is_taken = granted.done()
-        finally:
-            if not is_taken:  # ``unless`` was done, or we were cancelled, perhaps after the bytes were granted
-                if granted.done():
-                    self.release(num_bytes)
-                granted.cancel()
+            await granted
+        except asyncio.CancelledError:
+            if granted.cancelled():
                 self._grant()
-        return is_taken
+            else:  # the bytes were granted just before
+                self.release(num_bytes)
+            raise
 
     def release(self, num_bytes: int) -> None:
         self._take(-self._clip(num_bytes))

@@ -43,9 +43,6 @@ class LinkQueue(Generic[F]):
         self._expected: dict[F, int] = {}  # pages still to be fetched for each fetch, waiting or not
         self.expected_pages = 0  # their sum
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def wait(self, fetch: F, claim: Claim) -> None:
         self._claims[fetch] = claim
         bisect.insort(self._waiting, fetch, key=self._rank)

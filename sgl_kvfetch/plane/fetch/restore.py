@@ -1,18 +1,96 @@
-"""Restores cells: decodes them, dequantises their values and writes those to a pool. Runs on the decode pool."""
+"""Restores cells on the decode pool: decodes them, dequantises their values, and writes those to a destination."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import Cell, CellValues, Decoders, Quantised, SegmentReader
-from sgl_kvfetch.plane.fetch.sink import CodedPool, PagePool, Sink
+from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.link import BytesBudget
+from sgl_kvfetch.plane.fetch.offers import Chooser
+from sgl_kvfetch.plane.fetch.plan import ReadUnit, SpanPart
+from sgl_kvfetch.plane.fetch.sink import CodedPool, Destination, PagePool, Sink
 
 # Values dequantised at a time: dequantising needs several times their memory.
 _VALUES_AT_ONCE = 1 << 19
 _BYTES_A_VALUE = 24  # during dequantisation: a few copies in float32
+
+
+class Restorer:
+    """Restores cells within a budget of memory. Belongs to one event loop."""
+
+    def __init__(self, pool: DecodePool[Decoders], chooser: Chooser, decode_bytes: int) -> None:
+        """``chooser`` knows what a cell costs the pool. ``decode_bytes``: the budget."""
+        self._pool = pool
+        self._chooser = chooser
+        self._budget = BytesBudget(decode_bytes)
+
+    async def restore(
+        self,
+        unit: ReadUnit,
+        data: bytes | memoryview,
+        part: SpanPart,
+        destination: Destination,
+        request: timeline.Request,
+    ) -> None:
+        """Restore the cells of a unit, whose bytes are ``data``. ``part``: the pages that are wanted of its span.
+        Raises what `restore_cell` raises, when no cell is under way any more."""
+        job = partial(
+            restore_cell,
+            span_pages=part.span_pages,
+            pool_pages=[destination.pool_pages[i] for i in part.request_pages],
+            sink=destination.sink,
+            request=request,
+        )
+        cells = [
+            self._run(
+                unit.reader,
+                cell,
+                partial(job, unit.reader, cell, unit.piece(cell, data)),
+                working_bytes(unit.reader, cell, destination.sink.pool),
+            )
+            for cell in unit.cells
+        ]
+        # Wait for all cells even if one fails: they hold memory until they are done.
+        for error in await asyncio.gather(*cells, return_exceptions=True):
+            if error is not None:
+                raise error
+
+    async def _run(self, reader: SegmentReader, cell: Cell, job: Callable[[Decoders], None], num_bytes: int) -> None:
+        """Run a cell's job on the pool, within ``num_bytes`` of memory."""
+        await self._budget.acquire(num_bytes)
+        try:
+            variant, work = self._chooser.profile_variant(reader), self._chooser.work(reader, cell)
+            future = self._pool.submit(job, variant, work=work, size_bytes=reader.coded_bytes(cell))
+        except BaseException:
+            self._budget.release(num_bytes)
+            raise
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def end() -> None:
+            self._budget.release(num_bytes)
+            ended.set()
+
+        # The memory is used until the job is over, even if this coroutine has been cancelled.
+        future.add_done_callback(lambda _: _call_soon(loop, end))
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        future.result()
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """Call ``function`` on the loop, from any thread. Do nothing if the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
 
 
 def restore_cell(

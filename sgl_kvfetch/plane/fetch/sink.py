@@ -93,7 +93,7 @@ class GuardedSink(Sink):
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The pool pages that a round is restored to. The sink is closed when the round ends."""
+    """The pool pages that a fetch restores to. The sink is closed when the fetch ends."""
 
     pool_pages: Sequence[int]
     sink: Sink

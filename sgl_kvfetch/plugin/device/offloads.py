@@ -10,8 +10,8 @@ So an offload also writes pages before its own that the store is not known to ha
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +21,40 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import DataPlane
-from sgl_kvfetch.plugin.device.known import KnownPages
 from sgl_kvfetch.plugin.device.pages import GuardedSource, SlotPages
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.weight_updates import Access
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
+
+_MOST_KNOWN = 1 << 18  # pages
+
+
+class _StoredPages:
+    """The hashes of pages that are known to be in the store: the latest 262,144."""
+
+    def __init__(self) -> None:
+        self._hashes: OrderedDict[str, None] = OrderedDict()
+
+    def add(self, hashes: Iterable[str]) -> None:
+        for page_hash in hashes:
+            self._hashes[page_hash] = None
+            self._hashes.move_to_end(page_hash)
+        while len(self._hashes) > _MOST_KNOWN:
+            self._hashes.popitem(last=False)
+
+    def remove(self, hashes: Iterable[str]) -> None:
+        for page_hash in hashes:
+            self._hashes.pop(page_hash, None)
+
+    def clear(self) -> None:
+        self._hashes.clear()
+
+    def range_of_others(self, hashes: Sequence[str]) -> range:
+        """Return the range from the first to the last page that is not known to be stored."""
+        others = [i for i, page_hash in enumerate(hashes) if page_hash not in self._hashes]
+        return range(others[0], others[-1] + 1) if others else range(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +78,7 @@ class Offloads:
         self._plane: DataPlane | None = None
         self._access: Access | None = None
         self._queue: deque[_Offload] = deque()
-        self._known = KnownPages()  # of this rank alone: it decides only what is copied
+        self._stored = _StoredPages()  # known to this rank alone: it decides only what is copied
         self._num_losses = 0
         self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy", use_one_thread)
 
@@ -65,7 +92,7 @@ class Offloads:
         self.stop_reading()
         for offload in self._queue:
             offload.is_begun, offload.result = True, bool(offload.result)
-        self._known.clear()
+        self._stored.clear()
         self._plane = self._access = None
 
     def stop_reading(self) -> None:
@@ -80,12 +107,12 @@ class Offloads:
 
     def looked_up(self, hashes: Sequence[str], num_found: int) -> None:
         """Note that the store has so many of these pages, from the first on."""
-        self._known.add_hashes(hashes[:num_found])
-        self._known.remove_hashes(hashes[num_found:])
+        self._stored.add(hashes[:num_found])
+        self._stored.remove(hashes[num_found:])
 
     def forget_stored(self) -> None:
         """Note that the store may have no pages."""
-        self._known.clear()
+        self._stored.clear()
 
     def step(self, tree: Any) -> None:
         """Begin what was queued. ``tree``: SGLang's radix cache."""
@@ -102,12 +129,12 @@ class Offloads:
             offload.result = self._access.writes
             return
         path = [*tree.tree_core.get_prefix_hash_values(node), *tree.tree_core.get_hash_values(node)]
-        new = self._known.unknown_range(path, 0)
+        new = self._stored.range_of_others(path)
         if not new:
             offload.result = True
             return
         hashes = path[new.start : new.stop]
-        self._known.add_hashes(hashes)
+        self._stored.add(hashes)
         size = self._pages.geometry.page_size
         slots = tree.path_device_indices(node)[new.start * size : new.stop * size]
         offload.source = GuardedSource(self._pages.open_reads(slots))
@@ -134,15 +161,15 @@ class Offloads:
         if self._plane is not None and self._plane.num_losses != self._num_losses:
             # It is not known which pages are lost. Those that are not are recognised before they are encoded again.
             self._num_losses = self._plane.num_losses
-            self._known.clear()
-        self._known.remove_hashes(offload.dropped)
+            self._stored.clear()
+        self._stored.remove(offload.dropped)
         return offload.result
 
     def drop_all(self) -> None:
         """Forget all offloads, and end their copies: SGLang forgets them, too."""
         self.stop_reading()
         self._queue.clear()
-        self._known.clear()
+        self._stored.clear()
 
     def close(self) -> None:
         self.drop_all()

@@ -4,11 +4,6 @@ SGLang calls from three threads of its own: lookups (``batch_exists``) from one,
 another, writes (``batch_set_v1``) from a third. The scheduler's thread calls ``get_stats``, and on an operator's
 request ``clear`` and ``close``. Lookups and fetches may wait, within their deadlines. Their failures are misses,
 counted by reason, and raise nothing into those threads.
-
-A request waits for its prefix as long as SGLang's prefetch policy says, at most ``fetch_timeout_s``. SGLang's default
-policy, ``timeout``, gives a prefetch 1 s and 0.25 s per 1,024 tokens. Then it keeps the complete batches of 128 pages
-and drops the rest, often all of a prefix. So that budget is replaced unless the user has set one. A fetch ends a little
-before SGLang's budget does, so that the pages that have arrived count.
 """
 
 from __future__ import annotations
@@ -19,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -38,13 +32,14 @@ from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane import Cost, DataPlane, Destination, Found, GuardedSink, SideOver, counted, parse_config
 from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
+from sgl_kvfetch.plugin.host.patience import GIVEN_UP, Patience, choose_budget, explain
 from sgl_kvfetch.plugin.host.rewriting import Rewriting
 from sgl_kvfetch.plugin.host.side_pools import SidePools, trailing_pages
 from sgl_kvfetch.plugin.host.turns import NO_TURN, Turns
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.prefill import PrefillMeter
 from sgl_kvfetch.plugin.starting import engine_nvdec, open_engine_plane
-from sgl_kvfetch.plugin.versions import budget_pages, dcp_size, is_deadline_expired
+from sgl_kvfetch.plugin.versions import dcp_size
 from sgl_kvfetch.plugin.weight_updates import Access, register_access, require_no_former_pages
 
 logger = logging.getLogger(__name__)
@@ -59,17 +54,6 @@ _GRACE_S = 1.0  # how long a thread waits for the data plane beyond a deadline
 _POLL_S = 0.05
 _BATCH_PAGES = 128  # how many pages SGLang fetches at a time
 _MAX_STATS = 1024
-
-SGLANG_BUDGET = (1.0, 0.25)  # SGLang's defaults of prefetch_timeout_base and prefetch_timeout_per_ki_token
-_BACKSTOP_S = 1.0  # how long SGLang waits for a fetch that should have ended
-_MARGIN_S = 0.1  # what SGLang needs to notice that a fetch has ended
-
-# Why a fetch was given up, by the reason that metrics count.
-GIVEN_UP = {
-    "policy": "SGLang's prefetch policy no longer waits for it: see --hicache-storage-prefetch-policy, "
-    "prefetch_timeout_base and prefetch_timeout_per_ki_token",
-    "cancelled": "the request was aborted, or SGLang flushes its cache, detaches its storage or stops",
-}
 
 
 class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
@@ -227,23 +211,19 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         num_pages = 0
         try:
             with counted("fetch"):
-                hashes, pool_pages = hash_bytes(keys), self._pages.page_indices(host_indices)
-                deadline_s = self._deadline_s()
-                call = self._plane.fetch(
-                    hashes,
-                    [len(keys)],
-                    deadline_s,
-                    destination=Destination(pool_pages, sink),
-                    compute_s=len(keys) * self._compute_page_s,
-                )
-                reason = ""
+                destination = Destination(self._pages.page_indices(host_indices), sink)
+                deadline_s, compute_s = self._deadline_s(), len(keys) * self._compute_page_s
+                work, over = self._plane.fetch(hash_bytes(keys), deadline_s, destination, compute_s)
                 try:
-                    ended = _await(call.over[0], deadline_s + _GRACE_S, self._why_given_up)
-                    num_pages, reason = ended[0] or 0, ended[1]
+                    awaited = _await(over, deadline_s + _GRACE_S, self._why_given_up)
                 finally:
-                    if not call.over[0].done():
-                        self._plane.cancel(call.work, reason or "cancelled")
-                if reason:
+                    if not over.done():
+                        self._plane.cancel(work)
+                ended, reason = awaited
+                if ended is not None:
+                    num_pages = ended.num_pages
+                else:
+                    metrics.MISSES.labels("fetch", reason).inc()
                     after_s = time.monotonic() - started_s
                     message = f"kvfetch fetch of {len(keys)} pages given up ({reason}) after {after_s:.1f} s"
                     _limited.warning(reason, f"{message}: {GIVEN_UP[reason]}")
@@ -386,51 +366,6 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         reads, writes = ([stats.popleft() for _ in range(len(stats))] for stats in (self._reads, self._writes))
         pages, gb_s = ([[entry[i] for entry in stats] for stats in (reads, writes)] for i in (0, 1))
         return StorageMetrics(*pages, *gb_s)
-
-
-def choose_budget(base_s: float, per_ki_token_s: float, fetch_timeout_s: float) -> tuple[float, float]:
-    """Return SGLang's budget for a prefetch: ``fetch_timeout_s`` in place of SGLang's defaults, else the user's."""
-    if (base_s, per_ki_token_s) == SGLANG_BUDGET:
-        return fetch_timeout_s + _BACKSTOP_S, 0.0
-    return base_s, per_ki_token_s
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """Knows how long SGLang waits for a prefetch. ``cache``: SGLang's radix cache, whose policy may change at run
-    time."""
-
-    cache: Any
-    fetch_timeout_s: float
-
-    def deadline_s(self, operation: Any) -> float:
-        """Return when the fetch of a ``PrefetchOperation`` must end, in ``time.monotonic()``."""
-        wait_s = self.fetch_timeout_s
-        if self.cache.prefetch_stop_policy == "timeout":
-            budget_s = self._budget_s(operation)
-            wait_s = min(wait_s, max(budget_s - _MARGIN_S, budget_s / 2))
-        return float(operation.start_time + wait_s)
-
-    def reason(self, operation: Any) -> str:
-        """Return why SGLang has terminated an operation: a key of `GIVEN_UP`."""
-        if self.cache.prefetch_stop_policy != "timeout":
-            return "policy" if self.cache.prefetch_stop_policy == "best_effort" else "cancelled"
-        elapsed_s = time.monotonic() - operation.start_time
-        return "policy" if is_deadline_expired(operation, elapsed_s, self._budget_s(operation)) else "cancelled"
-
-    def _budget_s(self, operation: Any) -> float:
-        pages = budget_pages(operation, self.cache.page_size)
-        return float(self.cache.prefetch_timeout_base + pages * self.cache.prefetch_timeout_per_page)
-
-
-def explain(policy: str, budget: tuple[float, float], fetch_timeout_s: float) -> str:
-    """Return what SGLang's policy means for a request. ``budget``: as `choose_budget` returns it."""
-    at_most = f"at most {fetch_timeout_s:g} s (fetch_timeout_s)"
-    if policy == "best_effort":
-        return "no request waits for its stored prefix: what is not there when its turn comes is computed"
-    if policy == "timeout" and budget != choose_budget(*SGLANG_BUDGET, fetch_timeout_s):
-        at_most += f" and {budget[0]:g} s + {budget[1]:g} s per 1,024 tokens (prefetch_timeout_*)"
-    return f"a request waits for its stored prefix {at_most}; what is not there then is computed"
 
 
 def _await(future: Future[R], deadline_s: float, given_up: Callable[[], str]) -> tuple[R | None, str]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import closing
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from harness.fetching import fetch_pages
+from harness.fetching import fetch_pages, measured_link
 from harness.waiting import WAIT_S, LoopClock, until, until_idle
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.bitstream.base import Decoders
@@ -19,8 +22,10 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError, StoreError
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
+from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.plan import PageSource, read_units, span_parts
-from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.fetch.restore import working_bytes
+from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from tests.plane.fetch.conftest import (
@@ -318,3 +323,66 @@ async def test_a_fetch_goes_on_while_computing_would_take_longer(fetcher: Fetche
     wanted, pool = sources(segment, range(8)), PoisonedPool(8)
     result = await fetch_pages(fetcher, wanted, range(8), GuardedSink(pool), WAIT_S, compute_s=WAIT_S)
     assert result == FetchResult(8, (), False)
+
+
+async def test_the_link_is_left_to_others_once_all_is_requested(
+    store: SpoiltStore, segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Link, "is_full", False)
+    store.gate.clear()
+    with closing(DecodePool[Decoders]([{}] * 2)) as pool:
+        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False)
+        destination, is_requested = Destination(range(8), GuardedSink(PoisonedPool(8))), asyncio.Event()
+        task = asyncio.create_task(
+            fetcher.fetch(sources(segment, range(8)), destination, WAIT_S, on_requested=is_requested.set)
+        )
+        await asyncio.wait_for(is_requested.wait(), WAIT_S)
+        assert not task.done()
+        assert store.num_gets == sum(
+            len(list(read_units(sources(segment, [0])[0].reader, span, 600))) for span in range(4)
+        )
+        store.gate.set()
+        assert (await task).num_pages == 8
+
+
+async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) -> None:
+    wanted = sources(segment, range(8))
+    reader = wanted[0].reader
+    largest = max(working_bytes(reader, cell, Mock()) for span in range(4) for cell in reader.manifest.span_cells(span))
+    under_way = most = 0
+
+    class Watched(DecodePool[Decoders]):
+        def submit(self, *args: Any, **options: Any) -> Future[Any]:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            future = super().submit(*args, **options)
+            future.add_done_callback(ended)
+            return future
+
+    def ended(_: object) -> None:
+        nonlocal under_way
+        under_way -= 1
+
+    with closing(Watched([{}] * 4)) as pool:
+        bounded = Fetcher(
+            store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False, decode_bytes=2 * largest
+        )
+        memory = PoisonedPool(8)
+        result = await fetch_pages(bounded, wanted, range(8), GuardedSink(memory), WAIT_S)
+        assert result.num_pages == 8
+        assert holds(memory, segment, range(8), range(8))
+    assert 1 <= most <= 2
+    assert bounded.pool.bytes_per_s is not None
+
+
+@pytest.mark.parametrize(("bytes_per_s", "is_late"), [(1.0, True), (1e9, False)])
+async def test_what_would_come_too_late_is_not_asked_for(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore, bytes_per_s: float, is_late: bool
+) -> None:
+    link = measured_link(1000, bytes_per_s)
+    fetcher = Fetcher(store, fetcher.pool, read_bytes=600, inflight_bytes=4000, may_delete=True, link=link)
+    result = await fetch(fetcher, sources(segment, range(8)), PoisonedPool(8), range(8))
+    assert (result.late, result.timed_out) == (is_late, False)
+    assert (result.num_pages, store.num_gets > 0) == ((0, False) if is_late else (8, True))
+    await assert_nothing_held(fetcher)

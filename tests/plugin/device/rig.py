@@ -330,7 +330,7 @@ def make_rig(
 
     def open_engine_plane(config: Any, rank: Any, pages: Any, nvdec: Any, **staging: Any) -> Any:
         heads = make_heads(pages.geometry, of_store, model=f"rank {own_rank}")
-        return starting.open_plane(config, of_store, heads, own_rank, pages, None, **staging)
+        return starting.Opening(heads, own_rank, pages, None, **staging).open(config, of_store)
 
     def open_pages(pool: Any, page_size: int, forward_stream: Any) -> tuple[SlotPages, bool]:
         return (DevicePages(pool, page_size), False) if gpu is None else (make_pages(pool, page_size, gpu), True)

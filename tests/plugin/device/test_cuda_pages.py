@@ -95,7 +95,8 @@ def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.M
     monkeypatch.setattr(starting, "DataPlane", lambda *_: compiled.append(len(pages._compiled)))
     config = parse_config({"store": f"file://{tmp_path}"})
     for takes_code in (False, True):
-        starting.open_plane(config, quantiser, make_heads(WIDE, quantiser), 0, pages, None, takes_code=takes_code)
+        opening = starting.Opening(make_heads(WIDE, quantiser), 0, pages, None, takes_code=takes_code)
+        opening.open(config, quantiser)
     assert compiled == [0, 2]  # for segments of at least eight tokens, and for shorter ones
     places = starting._cell_places(SegmentSpec(make_heads(WIDE, quantiser), quantiser, "zstd", "240p", 64))
     assert {*pages._inverses} == {(quantiser, x.layers, x.heads) for x in places}
@@ -111,7 +112,7 @@ def test_a_failure_to_compile_is_only_logged(
     started: list[object] = []
     monkeypatch.setattr(starting, "DataPlane", lambda *arguments: started.append(arguments))
     config = parse_config({"store": f"file://{tmp_path}", "mode": "read_only"})
-    starting.open_plane(config, quantiser, make_heads(WIDE, quantiser), 0, pages, None, takes_code=True)
+    starting.Opening(make_heads(WIDE, quantiser), 0, pages, None, takes_code=True).open(config, quantiser)
     assert "the restore kernels were not compiled at the start" in caplog.text
     assert started
 

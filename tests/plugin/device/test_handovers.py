@@ -24,13 +24,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SIX = [
     "SGLang -> event loop: Stage",
     "event loop -> kvfetch-decode: DecodePool._run",
-    "kvfetch-decode -> event loop: Fetcher._restore.end",
+    "kvfetch-decode -> event loop: Restorer._run.end",
     "event loop -> SGLang: Staged",
     "SGLang -> kvfetch-load: ValueLoader._run",
     "kvfetch-load -> event loop: Unstage",
 ]
 THREADS = "copy", "data", "decode", "encode", "intake", "load", "segment"
-MOST_MODULES = 56
+MOST_MODULES = 54
 
 
 def test_hand_overs_of_a_prompt_of_one_cell(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 
 from harness.waiting import WAIT_S
 from sgl_kvfetch.plugin import hooks
-from sgl_kvfetch.plugin.host.storage import SGLANG_BUDGET, Patience, choose_budget, explain
+from sgl_kvfetch.plugin.host.patience import SGLANG_BUDGET, Patience, choose_budget, explain
 from tests.plugin.backends import PAGE_SIZE, Make, keys, store_pages, tokens
 from tests.plugin.planes import Served
 
