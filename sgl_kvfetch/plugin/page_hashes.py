@@ -27,7 +27,7 @@ def hash_bytes(hashes: Sequence[str]) -> list[bytes]:
         joined = bytes.fromhex("".join(hashes))  # at once: a prompt may have tens of thousands
     except ValueError as e:
         raise UnsupportedError(f"expected hexadecimal page hashes, found {hashes[0]!r}") from e
-    if len(joined) != len(hashes) * PAGE_HASH_BYTES or any(len(each) != 2 * PAGE_HASH_BYTES for each in hashes):
+    if len(joined) != len(hashes) * PAGE_HASH_BYTES or not {2 * PAGE_HASH_BYTES}.issuperset(map(len, hashes)):
         raise UnsupportedError(f"expected page hashes of {PAGE_HASH_BYTES} bytes, found {hashes[0]!r}")
     return [joined[first : first + PAGE_HASH_BYTES] for first in range(0, len(joined), PAGE_HASH_BYTES)]
 
