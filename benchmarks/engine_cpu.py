@@ -1,9 +1,9 @@
 """Measures what a fetch costs in SGLang's process: ``python -m benchmarks.engine_cpu``.
 
-A prefix is stored once. Then it is fetched again and again, over loopback, by a data plane in a process of its own,
-into SGLang's own pool and tree, as the scheduler does it. `whole` is the CPU time of this process, all threads:
-Python, and copying the values. `scheduler` is that of the thread that the scheduler would run
-on. `calls` counts the calls of this package's functions in this process. There is no model.
+For each page size, a prefix is stored once. Then it is fetched again and again, over loopback, by a data plane in a
+process of its own, into SGLang's own pool and tree, as the scheduler does it. `whole` is the CPU time of this process,
+all threads: Python, and copying the values. `scheduler` is that of the thread that the scheduler would run on. `fetch`
+is how long it takes. `calls` counts the calls of this package's functions in this process. There is no model.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ os.environ.setdefault("KVFETCH_CPU_ENGINE", "1")  # SGLang selects its platform 
 import torch
 from sglang.srt.mem_cache import unified_radix_cache
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     InitLoadBackParams,
@@ -40,7 +42,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 import sgl_kvfetch
 from benchmarks.machine import machine, versions
-from benchmarks.report import make_parser, write_json
+from benchmarks.report import make_parser, whole_numbers, write_json
 from harness.store_process import StoreProcess
 from harness.waiting import wait_until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -50,22 +52,26 @@ from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.starting import Opening
 
-PAGE, HEADS, DIM = 64, 3, 64
+HEADS, DIM = 3, 64
 _STEP_S = 0.02  # between two steps, so that the steps in which nothing happens cost little
 
 
 class Engine:
     """A pool, a tree and a data plane."""
 
-    def __init__(self, store_url: str, tokens: array[int], layers: int) -> None:
+    def __init__(self, store_url: str, tokens: array[int], layers: int, page_size: int) -> None:
         self.tokens = tokens
+        self.page_size = page_size
         self.layers = layers
-        num_slots = len(tokens) + PAGE
-        self.pool = MHATokenToKVPool(num_slots, PAGE, torch.bfloat16, HEADS, DIM, layers, "cpu", False)
-        allocator = PagedTokenToKVPoolAllocator(num_slots, PAGE, torch.bfloat16, "cpu", self.pool, False)
-        params = CacheInitParams(
-            False, ReqToTokenPool(8, num_slots, "cpu", False), allocator, PAGE, tree_components=(ComponentType.FULL,)
-        )
+        num_slots = len(tokens) + page_size
+        self.pool = MHATokenToKVPool(num_slots, page_size, torch.bfloat16, HEADS, DIM, layers, "cpu", False)
+        allocator: Any  # SGLang has one of its own for pages of one token
+        if page_size == 1:
+            allocator = TokenToKVPoolAllocator(num_slots, torch.bfloat16, "cpu", self.pool, False)
+        else:
+            allocator = PagedTokenToKVPoolAllocator(num_slots, page_size, torch.bfloat16, "cpu", self.pool, False)
+        slots = ReqToTokenPool(8, num_slots, "cpu", False)
+        params = CacheInitParams(False, slots, allocator, page_size, tree_components=(ComponentType.FULL,))
         extra = {
             "store": store_url,
             "recompute": "never",
@@ -75,7 +81,7 @@ class Engine:
         }
         quantiser = make_quantiser("exact")
         namespace = Namespace(
-            "benchmark", "bfloat16", "mha", "bfloat16", PAGE, layers, 0, HEADS, DIM, DIM, quantiser.identity
+            "benchmark", "bfloat16", "mha", "bfloat16", page_size, layers, 0, HEADS, DIM, DIM, quantiser.identity
         )
         heads = HeadSlice(namespace, range(HEADS))
 
@@ -88,7 +94,7 @@ class Engine:
             None,
             params,
             components={ComponentType.FULL},
-            extra_config={"config": json.dumps(extra | {"prefetch_threshold": PAGE})},
+            extra_config={"config": json.dumps(extra | {"prefetch_threshold": page_size})},
         )
         self.cache.init_cache_linker(self.linker)
 
@@ -98,7 +104,7 @@ class Engine:
 
     @property
     def key(self) -> RadixKey:
-        return RadixKey(self.tokens).page_aligned(PAGE)
+        return RadixKey(self.tokens).page_aligned(self.page_size)
 
     def write(self) -> None:
         slots = self.cache.token_to_kv_pool_allocator.alloc(len(self.tokens))
@@ -113,7 +119,7 @@ class Engine:
             time.sleep(0.01)
         assert self.linker._parts is not None
         found: list[Any] = []
-        hashes = hash_bytes(get_storage_hash_str(self.key, None, page_size=PAGE))
+        hashes = hash_bytes(get_storage_hash_str(self.key, None, page_size=self.page_size))
         self.linker._parts.plane.look_up(hashes, found.append)
 
         def is_found() -> bool:
@@ -121,7 +127,7 @@ class Engine:
             return bool(found)
 
         wait_until(is_found)
-        return bool(found[0].num_pages == len(self.tokens) // PAGE)
+        return bool(found[0].num_pages == len(self.tokens) // self.page_size)
 
     def flush(self) -> None:
         self.cache.reset()
@@ -163,6 +169,7 @@ class _Request(SimpleNamespace):
             session=None,
             extra_key=None,
             swa_branching_seqlen=None,
+            prefix_len=0,
             cache_request_handle=CacheRequestHandle(rid, 0),
         )
 
@@ -173,18 +180,19 @@ class _Request(SimpleNamespace):
 
 
 def measure(engine: Engine, rounds: int) -> dict[str, float]:
-    """Return medians of milliseconds of CPU time, and the number of calls in a further fetch."""
-    whole, scheduler = [], []
+    """Return medians in milliseconds: the time that a fetch takes, and CPU time."""
+    whole, scheduler, fetch = [], [], []
     for number in range(rounds + 1):
         engine.flush()
-        began = time.process_time(), time.thread_time()
+        began = time.process_time(), time.thread_time(), time.monotonic()
         num_tokens = engine.fetch(f"request {number}")
-        ended = time.process_time(), time.thread_time()
+        ended = time.process_time(), time.thread_time(), time.monotonic()
         assert num_tokens == len(engine.tokens), num_tokens
         if number:  # the first one warms up
-            whole.append(1e3 * (ended[0] - began[0]))
-            scheduler.append(1e3 * (ended[1] - began[1]))
-    return {"whole_ms": statistics.median(whole), "scheduler_ms": statistics.median(scheduler)}
+            for kept, since, now in zip((whole, scheduler, fetch), began, ended, strict=True):
+                kept.append(1e3 * (now - since))
+    names = {"whole_ms": whole, "scheduler_ms": scheduler, "fetch_ms": fetch}
+    return {name: statistics.median(values) for name, values in names.items()}
 
 
 def count_calls(make: Callable[[], Engine]) -> int:
@@ -214,18 +222,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--page-sizes", type=whole_numbers, default="64", help="in tokens (default: %(default)s)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     vars(unified_radix_cache)["get_disagg"] = lambda: SimpleNamespace(disaggregation_mode="null")
     tokens = array("q", (i * 7919 % 30011 for i in range(args.tokens)))
-    with tempfile.TemporaryDirectory(prefix="kvfetch-engine-cpu-") as folder, StoreProcess(Path(folder)) as store:
-        engine = Engine(store.url, tokens, args.layers)
-        engine.write()
-        results = measure(engine, args.rounds)
-        engine.close()
-        results["calls"] = count_calls(lambda: Engine(store.url, tokens, args.layers))
-        print({name: round(value, 1) for name, value in results.items()})
+    results = {}
+    for page_size in args.page_sizes:
+        with tempfile.TemporaryDirectory(prefix="kvfetch-engine-cpu-") as folder, StoreProcess(Path(folder)) as store:
+            make = partial(Engine, store.url, tokens, args.layers, page_size)
+            engine = make()
+            engine.write()
+            found = measure(engine, args.rounds)
+            engine.close()
+            results[page_size] = found | {"calls": count_calls(make)}
+        print(f"page size {page_size}:", {name: round(value, 1) for name, value in results[page_size].items()})
     if args.json:
         write_json(args.json, {"results": results, "machine": machine(), "versions": versions()})
 

@@ -66,6 +66,13 @@ def gate_launch(server_args: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | No
     return None
 
 
+def choose_page_size(chosen: dict[str, Any], server_args: Any) -> dict[str, Any]:
+    """After ``_page_size_default``: choose larger pages than SGLang's of one token."""
+    from sgl_kvfetch.plugin.launch_check import larger_pages
+
+    return larger_pages(chosen, server_args) if is_chosen(server_args) else chosen
+
+
 def create_backend(
     original: Callable[..., Any],
     factory: Any,

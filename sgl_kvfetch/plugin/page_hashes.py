@@ -23,9 +23,9 @@ def compile_hash_function() -> None:
 def hash_bytes(hashes: Sequence[str]) -> list[bytes]:
     """Convert hashes to bytes, the form in which they are stored. Raises UnsupportedError for another kind of hash."""
     try:
-        found = [bytes.fromhex(page_hash) for page_hash in hashes]
+        joined = bytes.fromhex("".join(hashes))  # at once: a prompt may have tens of thousands
     except ValueError as e:
         raise UnsupportedError(f"expected hexadecimal page hashes, found {hashes[0]!r}") from e
-    if any(len(page_hash) != PAGE_HASH_BYTES for page_hash in found):
+    if len(joined) != len(hashes) * PAGE_HASH_BYTES or not {2 * PAGE_HASH_BYTES}.issuperset(map(len, hashes)):
         raise UnsupportedError(f"expected page hashes of {PAGE_HASH_BYTES} bytes, found {hashes[0]!r}")
-    return found
+    return [joined[first : first + PAGE_HASH_BYTES] for first in range(0, len(joined), PAGE_HASH_BYTES)]

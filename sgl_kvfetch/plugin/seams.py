@@ -92,6 +92,8 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_SRT}.server_args.prepare_server_args", "after", "gate_command_line"),
         # Entry point of every launch (sgl.Engine too), before a model is looked at.
         (f"{_SRT}.server_args.ServerArgs.resolve_once", "before", "gate_launch"),
+        # Makes pages of one token where nobody wants another size: the user, the model, or the attention backend.
+        (f"{_SRT}.arg_groups.pipeline._page_size_default", "after", "choose_page_size"),
     ),
     # --hicache-storage-backend has fixed choices.
     *_seams(

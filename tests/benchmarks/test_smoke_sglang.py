@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,15 @@ def test_interference(run: Run, tmp_path: Path) -> None:
     assert device["long_storage_tokens"] == [pytest.approx(512, abs=64)]
     assert device["fetch_s"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_engine_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    sizes = ["--tokens", "256", "--layers", "2", "--rounds", "1", "--page-sizes", "64,1", "--json", str(out)]
+    subprocess.run([sys.executable, "-m", "benchmarks.engine_cpu", *sizes], check=True)  # it replaces parts of SGLang
+    results = json.loads(out.read_text())["results"]
+    assert list(results) == ["64", "1"]
+    assert all(0 < found["scheduler_ms"] <= found["whole_ms"] for found in results.values())
 
 
 def test_ttft(run: Run, tiny_llama: Path, text: Path) -> None:

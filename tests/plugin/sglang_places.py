@@ -60,6 +60,11 @@ PLACES: tuple[Place, ...] = (
         params=("self",),
     ),
     Place(
+        "sglang.srt.arg_groups.pipeline._page_size_default",
+        "the last to choose a page size: one token where the user, the model and the attention backend want no other",
+        params=("view",),
+    ),
+    Place(
         "sglang.srt.environ.envs",
         "the switches that the gate looks at",
         has=("SGLANG_VIT_ENABLE_CUDA_GRAPH", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.models import make_tiny_llama
+
 pytestmark = pytest.mark.sglang
 
 INSTALLED = importlib.metadata.version("sglang")
@@ -123,6 +125,44 @@ def test_another_sglang_is_left_alone_otherwise(flags: list[str], tmp_path: Path
     done = _run([sys.executable, "-c", OTHER_VERSION, *NO_MODEL, *flags], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["backend", flags[-1] if flags else "None"]
+
+
+# Resolves several command lines in one process.
+PAGE_SIZES = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.server_args import prepare_server_args
+common, *lines = json.loads(sys.argv[1])
+for line in lines:
+    args = prepare_server_args(common + line)
+    args.resolve_once()
+    print(resolved_view(args).page_size)
+"""
+
+
+def test_pages_have_64_tokens_where_nobody_chooses(tmp_path: Path) -> None:
+    ours = [*KVFETCH, "--hicache-storage-backend-extra-config", json.dumps({"store": tmp_path.as_uri()})]
+    host = [*ours, "--enable-hierarchical-cache"]
+    sizes = {
+        "64": [ours, host],
+        "16": [[*ours, "--page-size", "16"]],
+        "1": [
+            [],
+            [*ours, "--page-size", "1"],
+            [*ours, "--chunked-prefill-size", "100"],
+            [*host, "--disaggregation-mode", "prefill"],
+        ],
+    }
+    common = ["--model-path", str(make_tiny_llama(tmp_path / "model")), "--device", "cpu"]
+    common += ["--attention-backend", "torch_native"]
+    lines = json.dumps([common, *(line for several in sizes.values() for line in several)])
+    done = _run([sys.executable, "-c", PAGE_SIZES, lines], tmp_path, KVFETCH_CPU_ENGINE="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [size for size, several in sizes.items() for _ in several]
+    assert "kvfetch: pages have 64 tokens, since no --page-size is given" in done.stdout + done.stderr
+    assert "kvfetch: pages have one token, because of --chunked-prefill-size" in done.stdout + done.stderr
 
 
 def test_the_cpu_engine_is_off_unless_asked_for(tmp_path: Path) -> None:

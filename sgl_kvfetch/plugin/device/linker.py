@@ -237,7 +237,9 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._arrive is not None:
             self._arrive(hashes)
             return []
-        return list(range(1, self._parts.prefixes.num_staged(rid, hashes) + 1))
+        # Ranks have agreed on the number. SGLang asks for every length that could be loaded; it would take the longest.
+        num_pages = self._parts.prefixes.num_staged(rid, hashes)
+        return [num_pages] if num_pages else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         parts = self._parts

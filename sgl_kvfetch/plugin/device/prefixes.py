@@ -11,6 +11,7 @@ would let all others wait behind it. It could wait for ever, so only a few may g
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -180,8 +181,8 @@ class Prefixes:
         if prefix is None or first is None:
             return 0
         # Compared one by one: users choose request ids, so this may be another request than the one that arrived.
-        pairs = enumerate(zip(hashes, prefix.hashes[first : prefix.num_pages], strict=False))
-        return next((i for i, (asked, there) in pairs if asked != there), min(len(hashes), prefix.num_pages - first))
+        are_equal = [*map(operator.eq, hashes, prefix.hashes[first : prefix.num_pages]), False]
+        return are_equal.index(False)
 
     def take(self, rid: str) -> Prefix:
         """Hand over what was staged for a request that is admitted. Call `loaded` when it has computed."""
