@@ -47,12 +47,13 @@ def children_cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime + _noted_s
 
 
-def note_cpu_time(pid: int) -> None:
-    """Call before a child is ended together with its own children: nobody waits for them then, and the kernel adds
-    their CPU time to that of no other process."""
+def note_cpu_time(pid: int, *, is_child: bool = True) -> None:
+    """Call before a process is ended together with its own children: nobody waits for them then, and the kernel adds
+    their CPU time to that of no other process. Of a child of this process it adds the process's own."""
     global _noted_s
     with contextlib.suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(pid).children(recursive=True):
+        found = psutil.Process(pid)
+        for process in [*found.children(recursive=True), *([] if is_child else [found])]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 _noted_s += times.user + times.system + times.children_user + times.children_system

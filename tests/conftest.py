@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import inspect
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
 
@@ -19,6 +20,8 @@ import pytest
 import torch
 
 import benchmarks.real_model
+from harness.engine import servers_find_sglang_imported
+from harness.imported_sglang import ImportedSGLang
 from harness.models import make_tiny_llama
 from tests.cpu_time import CpuTime
 
@@ -92,6 +95,13 @@ def starts_a_process(item: pytest.Item) -> bool:
 def names_in(code: CodeType) -> set[str]:
     nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return {*code.co_names}.union(*map(names_in, nested))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported_sglang() -> Iterator[ImportedSGLang | None]:
+    """With an accelerator, None: its context does not survive a fork."""
+    with contextlib.nullcontext() if torch.accelerator.is_available() else servers_find_sglang_imported() as imported:
+        yield imported
 
 
 @pytest.fixture
