@@ -41,22 +41,27 @@ def end_children_on_signals() -> None:
 
 
 def children_cpu_s() -> float:
-    """Return the CPU seconds that children of this process have used, and theirs: those that were waited for, and those
-    that ``note_cpu_time`` has seen."""
+    """Return the CPU seconds that children of this process have used, and theirs: those that were waited for, and what
+    was noted."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime + _noted_s
 
 
-def note_cpu_time(pid: int, *, is_child: bool = True) -> None:
-    """Call before a process is ended together with its own children: nobody waits for them then, and the kernel adds
-    their CPU time to that of no other process. Of a child of this process it adds the process's own."""
+def note_cpu_time(pid: int) -> None:
+    """Call before a child is ended together with its own children: nobody waits for them then, and the kernel adds
+    their CPU time to that of no other process."""
     global _noted_s
     with contextlib.suppress(psutil.NoSuchProcess):
-        found = psutil.Process(pid)
-        for process in [*found.children(recursive=True), *([] if is_child else [found])]:
+        for process in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 _noted_s += times.user + times.system + times.children_user + times.children_system
+
+
+def note_s(cpu_s: float) -> None:
+    """Count what a process has used that is none of this one's children."""
+    global _noted_s
+    _noted_s += cpu_s
 
 
 def _end(number: int, frame: FrameType | None) -> None:

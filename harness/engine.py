@@ -148,8 +148,9 @@ def _other_models(model_path: str) -> str:
 @contextlib.contextmanager
 def servers_find_sglang_imported() -> Iterator[ImportedSGLang]:
     """Within it, servers are forked from a process that has imported SGLang, unless they must import it themselves."""
-    with ImportedSGLang() as SGLangServer.imported:
-        yield SGLangServer.imported
+    with ImportedSGLang() as imported:
+        SGLangServer.imported = imported
+        yield imported
     SGLangServer.imported = None
 
 
@@ -333,7 +334,7 @@ class SGLangServer:
         """Let the server end its requests, and end it. Do nothing if it is not running."""
         try:
             if self._process is not None:
-                note_cpu_time(self._process.pid, is_child=isinstance(self._process, subprocess.Popen))
+                note_cpu_time(self._process.pid)
                 # Signal only the server: it would take a signalled scheduler for a crash, and diagnose it for seconds.
                 self._process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -346,7 +347,7 @@ class SGLangServer:
         if self._process is None:
             return
         process, self._process = self._process, None
-        note_cpu_time(process.pid, is_child=isinstance(process, subprocess.Popen))
+        note_cpu_time(process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

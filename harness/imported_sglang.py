@@ -20,7 +20,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO, Self
 
-from harness.children import start_child
+from harness.children import note_s, start_child
 from harness.waiting import WAIT_S
 
 _SCRIPT = Path(__file__).with_name("sglang_importer.py")
@@ -41,7 +41,7 @@ class ForkedProcess:
     """A process with the methods of ``subprocess.Popen`` that the harness uses."""
 
     def __init__(self, status: int, command: Sequence[str]) -> None:
-        self.pid = forkserver.read_signed(status)  # type: ignore[attr-defined]
+        self.pid: int = forkserver.read_signed(status)
         self._status, self._command = status, command
         self._code: int | None = None
 
@@ -54,7 +54,8 @@ class ForkedProcess:
         if self._code is None:
             if not self._has_ended(timeout):
                 raise subprocess.TimeoutExpired(self._command, timeout or 0.0)
-            self._code = int(forkserver.read_signed(self._status))  # type: ignore[attr-defined]
+            self._code = int(forkserver.read_signed(self._status))
+            note_s(forkserver.read_signed(self._status) / 1e6)
             os.close(self._status)
         return self._code
 

@@ -19,7 +19,7 @@ def main(number: int) -> list[str]:
     """Fork a process for each message from a socket. Returns in the forks: a command line for Python."""
     given = set(os.environ)
     # What a server imports before it reads its arguments, and after.
-    import setproctitle
+    import setproctitle  # type: ignore[import-untyped]
     import sglang.launch_server
     import sglang.srt.entrypoints.http_server  # noqa: F401
 
@@ -27,7 +27,7 @@ def main(number: int) -> list[str]:
     assert threading.active_count() == 1, f"a fork would lose threads: {threading.enumerate()}"
     assert "prometheus_client" not in sys.modules, "at import it reads in which folder SGLang's processes share metrics"
     added = {name: value for name, value in os.environ.items() if name not in given}  # such as folders of caches
-    # Nobody waits for keepers, and the kernel must not add their CPU time to this process's: the harness notes it.
+    # Nobody waits for those that wait, and the kernel must not add their CPU time to this process's: they write it.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=number) as requests:
         while True:
@@ -45,14 +45,15 @@ def main(number: int) -> list[str]:
 def become(
     stdout: int, stderr: int, status: int, command: list[str], folder: str, environment: dict[str, str]
 ) -> list[str]:
-    """Fork once more. Write the new process's number, and how it ended. Return the command in the new process."""
+    """Fork once more. Write the new process's number, its exit code and its CPU time. Return the command, in it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if pid := os.fork():
         os.close(stdout)
         os.close(stderr)
         forkserver.write_signed(status, pid)
-        _, ended = os.waitpid(pid, 0)
+        _, ended, used = os.wait4(pid, 0)
         forkserver.write_signed(status, os.waitstatus_to_exitcode(ended))
+        forkserver.write_signed(status, round(1e6 * (used.ru_utime + used.ru_stime)))
         os._exit(0)
     os.close(status)
     os.setsid()

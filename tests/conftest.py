@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
 import inspect
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import CodeType
 
@@ -100,7 +100,10 @@ def names_in(code: CodeType) -> set[str]:
 @pytest.fixture(scope="session", autouse=True)
 def imported_sglang() -> Iterator[ImportedSGLang | None]:
     """With an accelerator, None: its context does not survive a fork."""
-    with contextlib.nullcontext() if torch.accelerator.is_available() else servers_find_sglang_imported() as imported:
+    has_accelerator = torch.accelerator.is_available()
+    context: AbstractContextManager[ImportedSGLang | None]
+    context = nullcontext() if has_accelerator else servers_find_sglang_imported()
+    with context as imported:
         yield imported
 
 
