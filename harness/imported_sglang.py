@@ -99,7 +99,7 @@ class ImportedSGLang:
         early = {name: value for name, value in common.items() if name not in _READ_LATE}
         if any(name not in _READ_LATE and early.get(name) != value for name, value in own.items()):
             return None
-        if self._importer is None or early != self._environment:
+        if self._importer is None or self._importer.poll() is not None or early != self._environment:
             self._end()
             self._begin(early)
         assert self._requests is not None
