@@ -19,7 +19,7 @@ def main(number: int) -> list[str]:
     """Fork a process for each message from a socket. Returns in the forks: a command line for Python."""
     given = set(os.environ)
     # What a server imports before it reads its arguments, and after.
-    import setproctitle  # type: ignore[import-untyped]
+    import setproctitle
     import sglang.launch_server
     import sglang.srt.entrypoints.http_server  # noqa: F401
 
@@ -37,13 +37,13 @@ def main(number: int) -> list[str]:
             if os.fork() == 0:
                 requests.close()
                 request = json.loads(message)
-                return become(*fds, request["command"], request["folder"], added | request["environment"])
+                return become(request["command"], request["folder"], added | request["environment"], *fds)
             for fd in fds:
                 os.close(fd)
 
 
 def become(
-    stdout: int, stderr: int, status: int, command: list[str], folder: str, environment: dict[str, str]
+    command: list[str], folder: str, environment: dict[str, str], stdout: int, stderr: int, status: int
 ) -> list[str]:
     """Fork once more. Write the new process's number, its exit code and its CPU time. Return the command, in it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
