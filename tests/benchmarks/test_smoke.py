@@ -222,7 +222,7 @@ def test_watched(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_soak(run: Run) -> None:
-    sizes = ["--minutes", 0.25, "--clients", 8, "--slow-readers", 8, "--capacity", 32, "--orphan-age", 5]
+    sizes = ["--minutes", 0.4, "--clients", 8, "--slow-readers", 8, "--capacity", 32, "--orphan-age", 5]
     found = run(soak, *sizes, "--longest-lookup", 20)
     assert found["problems"] == []
     assert found["disturbances"]["killed"] > 0

@@ -15,7 +15,7 @@ from tests.e2e.conftest import PAGE_SIZE, from_storage
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 SHAPE = TinyLlama(vocab_size=512, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=2)
-PROMPT = list(range(3, 67))
+PROMPT = list(range(3, 131))
 DRAFT_TOKENS = 4
 
 

@@ -27,7 +27,7 @@ def test_a_conversation_goes_on_from_stored_states_after_a_restart(
     make_model: Callable[[Path], Path], page_size: int, env: dict[str, str], tmp_path: Path, store: StoreProcess
 ) -> None:
     model = make_model(tmp_path / "model")
-    start = make_prompt(0, 128)  # two of the chunks at whose ends states are kept
+    start = make_prompt(0, 256)
     longer = start + make_prompt(1, 64)
     # Else SGLang fills a third of the memory with slots for states, and has no room for the host's.
     flags = ["--page-size", str(page_size), "--max-mamba-cache-size", "64", *hicache_args(store.url)]
