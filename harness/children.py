@@ -41,8 +41,8 @@ def end_children_on_signals() -> None:
 
 
 def children_cpu_s() -> float:
-    """Return the CPU seconds that children of this process have used, and theirs: those that were waited for, and those
-    that ``note_cpu_time`` has seen."""
+    """Return the CPU seconds that children of this process have used, and theirs: those that were waited for, and what
+    was noted."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime + _noted_s
 
@@ -56,6 +56,12 @@ def note_cpu_time(pid: int) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 _noted_s += times.user + times.system + times.children_user + times.children_system
+
+
+def note_s(cpu_s: float) -> None:
+    """Count what a process has used that is none of this one's children."""
+    global _noted_s
+    _noted_s += cpu_s
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -22,11 +22,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
 from harness.children import note_cpu_time, start_child
+from harness.imported_sglang import ForkedProcess, ImportedSGLang, common_environment
 from harness.waiting import WAIT_S, polls
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,15 @@ def _other_models(model_path: str) -> str:
     return ",".join(others) if len(others) < len(modules) else ""
 
 
+@contextlib.contextmanager
+def servers_find_sglang_imported() -> Iterator[ImportedSGLang]:
+    """Within it, servers are forked from a process that has imported SGLang, unless they must import it themselves."""
+    with ImportedSGLang() as imported:
+        SGLangServer.imported = imported
+        yield imported
+    SGLangServer.imported = None
+
+
 class SGLangServer:
     """A context manager that runs ``python -m sglang.launch_server`` on a free loopback port, ready when entered.
 
@@ -151,10 +161,12 @@ class SGLangServer:
     without an accelerator, the CPU engine is switched on and ``CPU_ARGS`` are passed. The log goes to ``log_path``, or
     else to the server's temporary directory. The server runs in that directory, because it must not be able to import
     the folder `triton_kernels` of a checkout. SGLang requires an ``admin_api_key`` to attach a storage backend at run
-    time; every request carries it.
+    time; every request carries it. With ``imports_itself`` it is started as users start one, and never forked.
 
     Entering raises ``ServerError``, with the log's tail, if the server exits or is not healthy in time.
     """
+
+    imported: ClassVar[ImportedSGLang | None] = None
 
     def __init__(
         self,
@@ -166,6 +178,7 @@ class SGLangServer:
         admin_api_key: str | None = None,
         start_timeout_s: float = 240.0,
         request_timeout_s: float = 240.0,
+        imports_itself: bool = False,
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="sglang-", ignore_cleanup_errors=True)
         self.log_path = Path(log_path) if log_path is not None else Path(self._directory.name, "server.log")
@@ -174,8 +187,8 @@ class SGLangServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self._start_timeout_s = start_timeout_s
         self._request_timeout_s = request_timeout_s
-        self._env = {"SGLANG_DISABLED_MODEL_ARCHS": _other_models(os.fspath(model_path)), **os.environ}
-        self._env |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+        self._env = {"SGLANG_DISABLED_MODEL_ARCHS": _other_models(os.fspath(model_path)), **common_environment()}
+        self._imports_itself = imports_itself
         args = [*COMMON_ARGS, *extra_args]
         self._headers = {"Content-Type": "application/json"}
         if admin_api_key is not None:
@@ -184,14 +197,14 @@ class SGLangServer:
         if not torch.accelerator.is_available():
             args = [*CPU_ARGS, *args]
             self._env["KVFETCH_CPU_ENGINE"] = "1"
-        self._env.update(env or {})
+        self._own_env = dict(env or {})
         model = os.path.abspath(model_path) if os.path.exists(model_path) else os.fspath(model_path)
         self.command = [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", model),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *args,
         ]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -206,10 +219,13 @@ class SGLangServer:
         """Start the server and wait until it answers ``/health``. If this raises, nothing is left running."""
         assert self._process is None, "already started"
         with open(self.log_path, "wb") as log:
-            self._process = start_child(
+            if self.imported is not None and not self._imports_itself:
+                environment = self._env, self._own_env
+                self._process = self.imported.start(self.command[1:], self._directory.name, *environment, log, log)
+            self._process = self._process or start_child(
                 self.command,
                 cwd=self._directory.name,
-                env=self._env,
+                env=self._env | self._own_env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

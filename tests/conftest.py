@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import CodeType
 
@@ -19,6 +20,8 @@ import pytest
 import torch
 
 import benchmarks.real_model
+from harness.engine import servers_find_sglang_imported
+from harness.imported_sglang import ImportedSGLang
 from harness.models import make_tiny_llama
 from tests.cpu_time import CpuTime
 
@@ -92,6 +95,16 @@ def starts_a_process(item: pytest.Item) -> bool:
 def names_in(code: CodeType) -> set[str]:
     nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return {*code.co_names}.union(*map(names_in, nested))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported_sglang() -> Iterator[ImportedSGLang | None]:
+    """With an accelerator, None: its context does not survive a fork."""
+    has_accelerator = torch.accelerator.is_available()
+    context: AbstractContextManager[ImportedSGLang | None]
+    context = nullcontext() if has_accelerator else servers_find_sglang_imported()
+    with context as imported:
+        yield imported
 
 
 @pytest.fixture

@@ -424,6 +424,7 @@ class TestCapacity:
         assert (await store.lookup(SPACE, old)).num_pages == 4
         await store.close()
 
+    @pytest.mark.slow
     async def test_eviction_never_tears(self, tmp_path: Path) -> None:
         """Readers see a whole segment or none, and data that is already open stays readable."""
         store = LocalStore(tmp_path, capacity_bytes=int(6.5 * self.SIZE))

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from harness.engine import SGLangServer
@@ -101,14 +102,12 @@ def _harm(rng: random.Random) -> None:
 
 
 def _data_planes() -> list[int]:
-    """Of the servers that this process has started, those that run. Each server leads a session of its own."""
+    """Of the servers that this process has started, those that run."""
     found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if b"sgl_kvfetch.plane" in (process / "cmdline").read_bytes():
-                leader = Path(f"/proc/{os.getsid(int(process.name))}/stat").read_text()
-                if int(leader.rpartition(")")[2].split()[1]) == os.getpid():
-                    found.append(int(process.name))
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "sgl_kvfetch.plane" in process.cmdline():
+                found.append(process.pid)
     return found
 
 

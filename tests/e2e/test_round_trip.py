@@ -20,8 +20,9 @@ PAGES = 640 // PAGE_SIZE
 
 
 def test_exact(model: Path, store: StoreProcess, expected: Expected) -> None:
+    """The first server is started as users start one. Those of other tests find SGLang imported."""
     flags = hicache_args(store.url, quantiser="exact", codec="hevc")
-    with SGLangServer(model, extra_args=flags) as writer:
+    with SGLangServer(model, extra_args=flags, imports_itself=True) as writer:
         for seed in range(2):
             answer = ask(writer, make_prompt(seed))
             assert from_storage(answer) == 0

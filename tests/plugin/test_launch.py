@@ -1,4 +1,7 @@
-"""Tests with real processes: which launches stop at start, and which are left alone."""
+"""Tests with real processes: which launches stop at start, and which are left alone.
+
+The first and the last import SGLang as its commands do, while plugins are loaded. For the others it is imported before.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from harness.imported_sglang import ImportedSGLang
 from harness.models import make_tiny_llama
 
 pytestmark = pytest.mark.sglang
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 INSTALLED = importlib.metadata.version("sglang")
 
@@ -44,6 +51,14 @@ REFUSED = (
 )
 
 
+@pytest.fixture
+def run(imported_sglang: ImportedSGLang | None, tmp_path: Path) -> Run:
+    """Runs Python with a command line, and what is to be in its environment."""
+    if imported_sglang is not None:
+        return partial(imported_sglang.run, folder=tmp_path)
+    return lambda command, **env: _run([sys.executable, *command], tmp_path, **env)
+
+
 def _run(command: Sequence[str], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
@@ -69,15 +84,15 @@ def test_a_wrong_config_key_stops_the_command_with_one_message(command: list[str
     assert "/no/such/model" not in done.stderr
 
 
-def test_device_mode_names_the_flag_that_it_does_not_support(tmp_path: Path) -> None:
-    done = _run([*LAUNCH, *NO_MODEL, *KVFETCH, "--disable-radix-cache"], tmp_path)
+def test_device_mode_names_the_flag_that_it_does_not_support(run: Run) -> None:
+    done = run(["-m", "sglang.launch_server", *NO_MODEL, *KVFETCH, "--disable-radix-cache"])
     assert done.returncode == 1
     message = done.stderr.strip().splitlines()[-1]
     assert message.startswith("sgl_kvfetch: ")
     assert "(device mode) does not work with --disable-radix-cache" in message
 
 
-def test_an_engine_raises_our_error_to_its_caller(tmp_path: Path) -> None:
+def test_an_engine_raises_our_error_to_its_caller(run: Run) -> None:
     script = """
 import sglang
 from sgl_kvfetch.errors import ConfigError
@@ -89,40 +104,40 @@ try:
 except ConfigError as error:
     print("raised", error)
 """
-    done = _run([sys.executable, "-c", script], tmp_path)
+    done = run(["-c", script])
     assert done.returncode == 0, done.stderr
     assert "raised" in done.stdout
     assert "nowhere" in done.stdout
 
 
-def test_another_sglang_stops_a_launch_that_selects_us(tmp_path: Path) -> None:
-    done = _run([sys.executable, "-c", OTHER_VERSION, *NO_MODEL, *KVFETCH], tmp_path)
+def test_another_sglang_stops_a_launch_that_selects_us(run: Run) -> None:
+    done = run(["-c", OTHER_VERSION, *NO_MODEL, *KVFETCH])
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == REFUSED
 
 
-def test_another_sglang_stops_a_launch_whose_config_file_selects_us(tmp_path: Path) -> None:
+def test_another_sglang_stops_a_launch_whose_config_file_selects_us(run: Run, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("hicache-storage-backend: kvfetch\n")
-    done = _run([sys.executable, "-c", OTHER_VERSION, *NO_MODEL, "--config", str(config)], tmp_path)
+    done = run(["-c", OTHER_VERSION, *NO_MODEL, "--config", str(config)])
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == REFUSED
 
 
-def test_another_sglang_runs_if_the_environment_names_it(tmp_path: Path) -> None:
+def test_another_sglang_runs_if_the_environment_names_it(run: Run) -> None:
     host_mode = [*KVFETCH, "--enable-hierarchical-cache", "--hicache-storage-backend-extra-config", "{}"]
-    command = [sys.executable, "-c", OTHER_VERSION, *NO_MODEL, *host_mode]
-    refused = _run(command, tmp_path, KVFETCH_SGLANG="0.5.1")
+    command = ["-c", OTHER_VERSION, *NO_MODEL, *host_mode]
+    refused = run(command, KVFETCH_SGLANG="0.5.1")
     assert refused.stderr.strip().splitlines()[-1] == REFUSED
-    let_through = _run(command, tmp_path, KVFETCH_SGLANG=INSTALLED)
+    let_through = run(command, KVFETCH_SGLANG=INSTALLED)
     assert "found sglang" not in let_through.stderr
     assert "'store'" in let_through.stderr.strip().splitlines()[-1]  # which the config lacks
     assert f"kvfetch was not tested with sglang {INSTALLED}" in let_through.stderr
 
 
 @pytest.mark.parametrize("flags", [[], ["--hicache-storage-backend", "file"]], ids=["none", "file"])
-def test_another_sglang_is_left_alone_otherwise(flags: list[str], tmp_path: Path) -> None:
-    done = _run([sys.executable, "-c", OTHER_VERSION, *NO_MODEL, *flags], tmp_path)
+def test_another_sglang_is_left_alone_otherwise(flags: list[str], run: Run) -> None:
+    done = run(["-c", OTHER_VERSION, *NO_MODEL, *flags])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["backend", flags[-1] if flags else "None"]
 

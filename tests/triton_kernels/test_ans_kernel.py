@@ -77,6 +77,7 @@ def native_verdict(bitstream: bytes, chunk: AnsChunk) -> torch.Tensor | None:
         return None
 
 
+@pytest.mark.slow
 def test_broken_bitstreams_are_broken_for_both_and_touch_nothing_else() -> None:
     """Cut, lengthened, and with changed bytes; sound ones lie between them."""
     random = np.random.default_rng(3)

@@ -61,6 +61,7 @@ def test_transcoding_keeps_all_parts(name: str, codec: str) -> None:
     assert decode_manifest(made.manifest.encode()) == made.manifest
 
 
+@pytest.mark.slow
 def test_each_variant_has_its_own_frame_sums() -> None:
     """Other layouts of the same integers have other sums, whether the source has sums or not."""
     source, _ = make_segment(WIDE, 16, quantiser=make_quantiser("uint8"), codec="hevc", span_pages=16)

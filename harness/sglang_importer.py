@@ -1,0 +1,76 @@
+"""Imports SGLang, and forks processes that need it. A script, which `harness/imported_sglang.py` starts and talks to.
+
+It runs with what SGLang's own processes find on their path, so it imports nothing of this project.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+from multiprocessing import forkserver
+
+
+def main(number: int) -> list[str]:
+    """Fork a process for each message from a socket. Returns in the forks: a command line for Python."""
+    given = set(os.environ)
+    # What a server imports before it reads its arguments, and after.
+    import setproctitle
+    import sglang.launch_server
+    import sglang.srt.entrypoints.http_server  # noqa: F401
+
+    setproctitle.getproctitle()  # it looks for the place of the title, which it finds in this process alone
+    assert threading.active_count() == 1, f"a fork would lose threads: {threading.enumerate()}"
+    assert "prometheus_client" not in sys.modules, "at import it reads in which folder SGLang's processes share metrics"
+    added = {name: value for name, value in os.environ.items() if name not in given}  # such as folders of caches
+    # Nobody waits for those that wait, and the kernel must not add their CPU time to this process's: they write it.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(fileno=number) as requests:
+        while True:
+            message, fds, _, _ = socket.recv_fds(requests, 1 << 20, 3)
+            if not message:  # the harness has ended
+                os._exit(0)
+            if os.fork() == 0:
+                requests.close()
+                request = json.loads(message)
+                return become(request["command"], request["folder"], added | request["environment"], *fds)
+            for fd in fds:
+                os.close(fd)
+
+
+def become(
+    command: list[str], folder: str, environment: dict[str, str], stdout: int, stderr: int, status: int
+) -> list[str]:
+    """Fork once more. Write the new process's number, its exit code and its CPU time. Return the command, in it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if pid := os.fork():
+        os.close(stdout)
+        os.close(stderr)
+        forkserver.write_signed(status, pid)
+        _, ended, used = os.wait4(pid, 0)
+        forkserver.write_signed(status, os.waitstatus_to_exitcode(ended))
+        forkserver.write_signed(status, round(1e6 * (used.ru_utime + used.ru_stime)))
+        os._exit(0)
+    os.close(status)
+    os.setsid()
+    os.chdir(folder)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.close(stdout)
+    os.close(stderr)
+    os.environ.clear()
+    os.environ.update(environment)
+    return command
+
+
+if __name__ == "__main__":
+    option, code, *arguments = main(int(sys.argv[1]))
+    sys.argv = [option, *arguments]
+    if option == "-m":
+        runpy.run_module(code, run_name="__main__", alter_sys=True)
+    else:
+        exec(code, {"__name__": "__main__"})
