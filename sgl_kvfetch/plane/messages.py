@@ -244,7 +244,7 @@ class Found(_Message, frozen=True):
     """The result of a lookup: how many pages can be fetched, from the first on, and the cost of that.
 
     If side pools are needed: ``lengths`` has all the runs that could be used, in pages, and ``stored`` how long the
-    longest run would be if each pool were the only one. The pool of KV is ``kv``.
+    longest run would be if each pool were the only one. The pool of KV is ``kv``. ``reason``: as in `Staged`.
     """
 
     work: int
@@ -252,13 +252,15 @@ class Found(_Message, frozen=True):
     cost: Cost
     lengths: tuple[int, ...] = ()
     stored: dict[str, int] = {}
+    reason: str = ""
 
 
 class Staged(_Message, frozen=True):
     """The result of a `Stage`: ``num_found`` pages are stored, of which the first ``num_pages`` are restored and
     verified. If there are any, there is a region for all of these pages at ``offset``: see `staging.region_views`.
-    ``end``: the outcome, for the metrics. If they are still coded, there is a table of ``num_cells`` `coded.CELL` at
-    ``tables``, ``tables_bytes`` with what follows it."""
+    ``end``: the outcome, for the metrics. ``reason``: the first `reasons.Reason` why pages are missing; "" if they are
+    merely not stored. If they are still coded, there is a table of ``num_cells`` `coded.CELL` at ``tables``,
+    ``tables_bytes`` with what follows it."""
 
     work: int
     num_pages: int
@@ -268,6 +270,7 @@ class Staged(_Message, frozen=True):
     num_cells: int = 0
     tables: int = 0
     tables_bytes: int = 0
+    reason: str = ""
 
 
 class RoundHere(_Message, frozen=True):

@@ -119,7 +119,7 @@ class DataPlane(Supervisor):
         arguments as in `messages.Stage`."""
         work, run = next(self._numbers), self._run
         command = m.Stage(work, b"".join(hashes), tuple(saved_s), urgency, request.id, request.traceparent, is_idle)
-        staged = run.ask(command, m.Staged(work, 0, 0, 0, "failed"))
+        staged = run.ask(command, m.Staged(work, 0, 0, 0, "failed", reason="data_plane"))
         staged.add_done_callback(lambda staged: on_staged(run.staged_values(staged.result())))
         return work
 

@@ -46,6 +46,7 @@ from sgl_kvfetch.plane.fetch.rounds import Round
 from sgl_kvfetch.plane.fetch.sides import KV_POOL, Usable, usable_runs
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Line
+from sgl_kvfetch.plane.misses import noted_here
 from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plane.staging import Stager
 from sgl_kvfetch.plane.write.gather import PageBatch
@@ -182,6 +183,7 @@ class Service:
         hashes = split_hashes(command.hashes)
         sources: list[PageSource] = []
         usable = Usable((), {})
+        reasons = noted_here()
         try:
             with counted("lookup"):
                 sources = await self.client.finder.find_pages(hashes, self._config.lookup_timeout_s, command.position)
@@ -198,7 +200,8 @@ class Service:
                 if len(self._found) > _MOST_FOUND:
                     self._found.popitem(last=False)
             cost = self.client.fetcher.cost(sources)
-            self._emit(m.Found(command.work, len(sources), cost, usable.lengths, usable.stored))
+            reason = reasons[0] if reasons and len(sources) < len(hashes) else ""
+            self._emit(m.Found(command.work, len(sources), cost, usable.lengths, usable.stored, reason))
 
     # Fetches
 

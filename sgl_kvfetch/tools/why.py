@@ -242,9 +242,8 @@ def _request(asked: Asked, request_id: str) -> Explained:
             f"looked up: those below prefetch_threshold, or in its memory, are not among them{where}"
         )
     last = decided[-1]
-    finding = _of_request(last)
-    findings = [] if finding is None else [finding]
-    if finding is None and last.num_found < last.num_pages:
+    findings = [] if (why_less := _of_request(last)) is None else [why_less]
+    if not findings and last.num_found < last.num_pages:
         detail = "the store did not have them: give the prompt with --file, to learn why"
         findings = [Finding(Reason.NEVER_WRITTEN, last.num_found, last.num_pages, detail)]
     num_tokens, digest = last.num_pages * asked.page_size, status.namespace.digest()

@@ -627,6 +627,16 @@ PLACES: tuple[Place, ...] = (
         mentions=("tree_cache", "check_hicache_events"),
     ),
     Place(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        "kvfetch why asks a server for its namespace and its last requests",
+        params=("self", "recv_req"),
+    ),
+    Place(
+        "sglang.srt.managers.io_struct.GetInternalStateReqOutput",
+        "has what a rank tells of itself",
+        has=("internal_state",),
+    ),
+    Place(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
         "a batch is done: how fast the engine computes prompts",
         params=("self", "batch", "result"),

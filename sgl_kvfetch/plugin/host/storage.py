@@ -37,6 +37,7 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane import Cost, DataPlane, Destination, Found, GuardedSink, SideOver, counted, parse_config
+from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.data_plane import engine_nvdec, open_engine_plane
 from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
 from sgl_kvfetch.plugin.host.rewriting import Rewriting
@@ -189,6 +190,9 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 work = self._plane.look_up(hash_bytes(keys), found.set_result, trailing=trailing)
                 result = found.result(self._config.lookup_timeout_s + _GRACE_S)
                 is_fetched = self.turns.looked_up(keys, result, time.monotonic())
+                num_fetched = result.num_pages if is_fetched else 0
+                reason = result.reason or ("sooner" if result.num_pages and not is_fetched else "")
+                status.note("", keys, result.num_pages, num_fetched, reason)
                 if not result.num_pages:
                     return result
                 if is_fetched:
@@ -244,6 +248,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                     if not call.over[0].done():
                         self._plane.cancel(call.work, reason or "cancelled")
                 if reason:
+                    status.note("", keys, len(keys), num_pages, reason)
                     after_s = time.monotonic() - started_s
                     message = f"kvfetch fetch of {len(keys)} pages given up ({reason}) after {after_s:.1f} s"
                     _limited.warning(reason, f"{message}: {GIVEN_UP[reason]}")
