@@ -313,11 +313,12 @@ class SideOver(_Message, frozen=True):
 
 class RoundOver(_Message, frozen=True):
     """No more pieces of this round come. Its first ``num_pages`` pages are complete and verified. Rounds end in order,
-    and the last one's end is the last event of a fetch."""
+    and the last one's end is the last event of a fetch. ``reason``: as in `Staged`."""
 
     work: int
     round: int
     num_pages: int
+    reason: str = ""
 
 
 class LinkHasRoom(_Message, frozen=True):

@@ -67,6 +67,7 @@ class FetchCall:
     ``here``: for each round, the cost of its pages and all later ones, when its first bytes are here; None if it ended
     before. ``over``: for each round, how many of its pages, from the first on, are restored; nothing is written after
     that. ``link``: done when the link could serve another fetch as well. ``end``: done when the fetch is over.
+    ``reason``: why it fell short, as in `messages.RoundOver`; complete before ``over`` is.
     """
 
     work: int
@@ -75,6 +76,7 @@ class FetchCall:
     link: Future[None] = field(default_factory=Future)
     end: Future[None] = field(default_factory=Future)
     destinations: dict[int, Destination] = field(default_factory=dict)
+    reason: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)  # guards what follows
     _completed: set[Future[Any]] = field(default_factory=set)
 
@@ -92,6 +94,7 @@ class FetchCall:
             case m.RoundHere():
                 self.complete(self.here[event.round], event.cost)
             case m.RoundOver():
+                self.reason = event.reason
                 self.end_round(event.round, event.num_pages)
                 if event.round == len(self.over) - 1:
                     self.complete(self.end, None)
@@ -100,6 +103,7 @@ class FetchCall:
 
     def lose(self) -> None:
         metrics.MISSES.labels("fetch", "data_plane").inc()
+        self.reason = "data_plane"
         self.end_all()
 
     def end_round(self, index: int, num_pages: int) -> None:

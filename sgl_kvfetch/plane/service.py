@@ -46,7 +46,7 @@ from sgl_kvfetch.plane.fetch.rounds import Round
 from sgl_kvfetch.plane.fetch.sides import KV_POOL, Usable, usable_runs
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Line
-from sgl_kvfetch.plane.misses import noted_here
+from sgl_kvfetch.plane.misses import miss, noted_here
 from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plane.staging import Stager
 from sgl_kvfetch.plane.write.gather import PageBatch
@@ -69,6 +69,7 @@ class _Fetch:
     rounds: list[Round]
     task: asyncio.Task[None] | None = None
     cancel_reason: str = "cancelled"  # as in `messages.Cancel`
+    reason: str = ""  # why it falls short, once it is over
     shares_link: bool = False  # whether the engine knows that the link could serve another fetch
 
 
@@ -124,7 +125,7 @@ class Service:
                 fetch = _Fetch([Round(first, end) for first, end in pairwise(ends)])
                 self._fetches[command.work] = fetch
                 for index, each in enumerate(fetch.rounds):
-                    each.done.add_done_callback(partial(self._round_over, command.work, index))
+                    each.done.add_done_callback(partial(self._round_over, command.work, index, fetch))
                 if command.is_given:
                     self._give(command.work, 0)
                 fetch.task = self._tasks.begin(self._fetch(command, fetch))
@@ -212,10 +213,11 @@ class Service:
         sources: list[PageSource] = []
         result = FetchResult(0, (), False)
         timeout_s = max(0.0, command.deadline_s - time.monotonic())
+        reasons = noted_here()
         try:
             with counted("fetch", lambda: fetch.cancel_reason):
                 if finder.is_paused:  # the store keeps failing: do not try, although pages were found
-                    metrics.MISSES.labels("fetch", "skipped").inc()
+                    miss("fetch", "skipped")
                     return
                 if command.found is None:
                     sources = await finder.recall(hashes, self._config.lookup_timeout_s)
@@ -224,7 +226,7 @@ class Service:
                 else:
                     sources = self._found.pop(command.found, [])[command.first_page :]
                 if len(sources) < fetch.rounds[-1].end_page:
-                    metrics.MISSES.labels("fetch", "forgotten").inc()  # an earlier data plane may have found them
+                    miss("fetch", "forgotten")  # an earlier data plane may have found them
                     return
                 sources = sources[: fetch.rounds[-1].end_page]
                 for index, each in enumerate(fetch.rounds):
@@ -245,6 +247,7 @@ class Service:
                 each.end(0)
             got = sum(each.done.result() for each in fetch.rounds)
             count_fetch(result, timeout_s)
+            fetch.reason = next(iter(reasons), "")
             metrics.FETCHED_PAGES.labels("hit").inc(got)
             metrics.FETCHED_PAGES.labels("miss").inc(len(hashes) - got)
             metrics.RAW_BYTES.labels("read").inc(got * self._geometry.page_bytes)
@@ -289,8 +292,8 @@ class Service:
         if wanted.result():
             self._emit(m.RoundHere(work, index, self.client.fetcher.cost(rest)))
 
-    def _round_over(self, work: int, index: int, done: asyncio.Future[int]) -> None:
-        self._emit(m.RoundOver(work, index, done.result()))
+    def _round_over(self, work: int, index: int, fetch: _Fetch, done: asyncio.Future[int]) -> None:
+        self._emit(m.RoundOver(work, index, done.result(), fetch.reason))
 
     def _give(self, work: int, index: int) -> None:
         fetch = self._fetches.get(work)

@@ -184,7 +184,8 @@ async def _explain(diagnosis: Diagnosis, num_tokens: int, asked: Asked | None) -
         num_stored, finding = await diagnosis.explain(wanted)
         if finding is not None:
             findings.append(_with_memory(finding, decided, hashes))
-    if decided and (last := _of_request(decided[-1])) is not None and last.reason not in [f.reason for f in findings]:
+    last = _of_request(decided[-1], hashes) if decided else None
+    if last is not None and last.reason not in [f.reason for f in findings]:
         findings.append(last)
     return Explained(num_tokens, len(hashes), page_size, digest, num_stored, findings, elsewhere, decided)
 
@@ -217,15 +218,17 @@ def _with_memory(finding: Finding, decided: Sequence[Decided], hashes: Sequence[
     return finding
 
 
-def _of_request(decided: Decided) -> Finding | None:
-    """Return why a request was not served what was stored; None if it was, or if nothing was."""
+def _of_request(decided: Decided, hashes: Sequence[bytes] = ()) -> Finding | None:
+    """Return why a request was not served what was stored; None if it was, or if nothing was. ``hashes``: of the
+    prompt's pages, by which the result counts pages; by default, it counts those that were looked up."""
     if not decided.reason:
         return None
     detail = (
         f"at {when(decided.at_s)}, {decided.num_pages} pages were looked up, {decided.num_found} found, and "
         f"{decided.num_served} served"
     )
-    return Finding(Reason(decided.reason), decided.num_served, decided.num_pages, detail)
+    first = hashes.index(bytes.fromhex(decided.first_hash)) if hashes else 0
+    return Finding(Reason(decided.reason), first + decided.num_served, first + decided.num_pages, detail)
 
 
 def _request(asked: Asked, request_id: str) -> Explained:
@@ -289,11 +292,14 @@ async def _ask_server(session: ClientSession, server: str) -> Asked:
         page_size, states = int(info["page_size"]), info["internal_states"]
     except (StoreError, KeyError, TypeError, ValueError) as e:
         raise ConfigError(f"--server {server} is no SGLang server ({e}); SGLang's port is 30000 by default") from e
-    found = states[0].get(STATUS_KEY) if states else None
     try:
-        status = None if found is None else msgspec.convert(found, ServerStatus)
+        statuses = [msgspec.convert(state[STATUS_KEY], ServerStatus) for state in states if STATUS_KEY in state]
     except msgspec.ValidationError as e:
         raise ConfigError(f"--server {server} has another version of kvfetch: {e}") from e
+    status = None
+    if statuses:  # one for each replica of data parallelism, which serve alike
+        recent = sorted((each for status in statuses for each in status.recent), key=lambda each: each.at_s)
+        status = msgspec.structs.replace(statuses[0], recent=recent)
     async with session.get(f"{server}/metrics") as response:
         is_paused = response.status == 200 and _PAUSED.search(await response.text()) is not None
     return Asked(page_size, status, is_paused)

@@ -74,6 +74,9 @@ def test_what_became_of_requests(device: Shared, store: StoreProcess, link: Prox
         link.set(Fault("hang", only=is_data))
         send(server, 0, "hangs")
         assert reasons(why_request(store, server, "hangs")) == ["timeout"]
+        link.set(Fault("flip", after_bytes=500, only=is_data))
+        send(server, 0, "flips")
+        assert reasons(why_request(store, server, "flips")) == ["corrupt"]
         link.set(Fault("refuse"))
         rids: list[str] = []
 
@@ -129,6 +132,9 @@ def test_host_mode(host: Shared, store: StoreProcess, link: Proxy, tmp_path: Pat
         found = why(store, server, 4, exit_code=0)
         decided = found["decided"][-1]
         assert (decided["request_id"], decided["num_found"], decided["num_served"]) == ("", USABLE, USABLE)
+        link.set(Fault("flip", after_bytes=500, only=is_data))
+        send(server, 4, "flips")
+        assert reasons(why(store, server, 4)) == ["corrupt"]
         link.set(Fault("refuse"))
 
         def is_paused() -> bool:

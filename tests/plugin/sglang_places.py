@@ -789,6 +789,7 @@ PLACES: tuple[Place, ...] = (
         "what instances of it have",
         params=("self", "params"),
         mentions=(
+            "prefetch_threshold",
             "tree_core",
             "tree_components",
             "token_to_kv_pool_allocator",

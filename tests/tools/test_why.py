@@ -278,11 +278,11 @@ def decided(request_id: str, reason: str, num_found: int, num_served: int, first
 
 def test_what_a_server_did_with_a_prompt(tmp_path: Path) -> None:
     store(tmp_path, coded())
-    served, sooner = decided("first", "", 6, 6, first_page=2), decided("last", "sooner", 8, 0)
+    served, sooner = decided("first", "", 6, 6, first_page=2), decided("last", "sooner", 6, 0, first_page=2)
     stranger = msgspec.structs.replace(sooner, first_hash="00" * 32)
     found = told(tmp_path, recent=[served, sooner, stranger])
     assert [each["request_id"] for each in found["decided"]] == ["first", "last"]
-    assert only_reason(found) == ("sooner", 0, 8)
+    assert only_reason(found) == ("sooner", 2, 8)
     assert found["stored_pages"] == 8
     delete(tmp_path, coded())
     found = told(tmp_path, recent=[served])

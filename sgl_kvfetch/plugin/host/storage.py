@@ -228,7 +228,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             return [False] * len(keys)
         started_s = time.monotonic()
         sink = GuardedSink(self._pages)
-        num_pages = 0
+        num_pages, given_up, reason = 0, "", ""
         try:
             with counted("fetch"):
                 hashes, pool_pages = hash_bytes(keys), self._pages.page_indices(host_indices)
@@ -240,22 +240,23 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                     destination=Destination(pool_pages, sink),
                     compute_s=len(keys) * self._compute_page_s,
                 )
-                reason = ""
                 try:
                     ended = _await(call.over[0], deadline_s + _GRACE_S, self._why_given_up)
-                    num_pages, reason = ended[0] or 0, ended[1]
+                    num_pages, given_up = ended[0] or 0, ended[1]
+                    reason = given_up or call.reason
                 finally:
                     if not call.over[0].done():
-                        self._plane.cancel(call.work, reason or "cancelled")
-                if reason:
-                    status.note("", keys, len(keys), num_pages, reason)
+                        self._plane.cancel(call.work, given_up or "cancelled")
+                if given_up:
                     after_s = time.monotonic() - started_s
-                    message = f"kvfetch fetch of {len(keys)} pages given up ({reason}) after {after_s:.1f} s"
-                    _limited.warning(reason, f"{message}: {GIVEN_UP[reason]}")
+                    message = f"kvfetch fetch of {len(keys)} pages given up ({given_up}) after {after_s:.1f} s"
+                    _limited.warning(given_up, f"{message}: {GIVEN_UP[given_up]}")
         finally:
             sink.close()
             if num_pages < len(keys) or keys[-1] == self._last_key:
                 self.turns.end(self._turn, time.monotonic(), is_whole=num_pages == len(keys))
+        if num_pages < len(keys):
+            status.note("", keys, len(keys), num_pages, reason or "timeout")
         if num_pages:
             self._count(self._reads, num_pages, started_s)
         return [page < num_pages for page in range(len(keys))]
