@@ -35,6 +35,8 @@ def serves(heads: HeadSlice, most_left_out: int) -> None:
     namespace, labels = heads.namespace, heads.labels
     names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
     metrics.NAMESPACE.labels(heads.folder, *names).set(1)
+    if heads != _state.heads:
+        _state.recent.clear()  # what was found under another namespace says nothing of this one
     _state.heads, _state.most_left_out = heads, most_left_out
 
 

@@ -15,6 +15,8 @@ from msgspec import Struct
 
 from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
 from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes
 from sgl_kvfetch.reasons import ADVICE, Reason
@@ -51,25 +53,24 @@ from sgl_kvfetch.user_files import environment_secret
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
+_MOST_SHOWN = 3  # requests with a prompt
 _PAUSED = re.compile(r"^sgl_kvfetch_store_down(?:\{.*\})? 1(?:\.0)?$", re.MULTILINE)
 
 
 class Explained(Struct, frozen=True):
     """What became of one prompt, or of one request. ``namespace``: the digest of the one that was looked into; "" if
-    there is none. ``elsewhere``: other namespaces that have the prompt's first page."""
+    there is none. ``called``: its model and quantiser, for people. ``elsewhere``: other namespaces that have the
+    prompt's first page."""
 
     num_tokens: int
     num_pages: int
     page_size: int
     namespace: str
+    called: str
     stored_pages: int
     findings: list[Finding]
     elsewhere: list[Stored]
     decided: list[Decided]
-
-    @property
-    def reasons(self) -> list[Reason]:
-        return list(dict.fromkeys(finding.reason for finding in self.findings))
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ def why(
     as_json: Annotated[
         bool,
         json_flag(
-            "a list with an object a prompt, with num_tokens, num_pages, page_size, namespace, stored_pages, findings "
+            "a list with an object a prompt, with num_tokens, num_pages, page_size, namespace, called (its model and "
+            "quantiser), stored_pages, findings "
             "(each with reason, first_page, end_page and detail), elsewhere (other namespaces that have the prompt's "
             "first page) and decided (what the server did with requests that begin like it, the newest last)"
         ),
@@ -160,7 +162,8 @@ def why(
         return explained
 
     found = run_on_store(store, token, token_file, index, explain)
-    show(found, as_json, [line for number, each in enumerate(found) for line in _lines(number, each)])
+    lines = _lines if request is None else _request_lines
+    show(found, as_json, [line for number, each in enumerate(found) for line in lines(number, each)])
     if any(each.findings for each in found):
         raise typer.Exit(1)
 
@@ -187,7 +190,8 @@ async def _explain(diagnosis: Diagnosis, num_tokens: int, asked: Asked | None) -
     last = _of_request(decided[-1], hashes) if decided else None
     if last is not None and last.reason not in [f.reason for f in findings]:
         findings.append(last)
-    return Explained(num_tokens, len(hashes), page_size, digest, num_stored, findings, elsewhere, decided)
+    called = _called(wanted, status.labels if status else _labels_of(diagnosis, digest)) if wanted else ""
+    return Explained(num_tokens, len(hashes), page_size, digest, called, num_stored, findings, elsewhere, decided)
 
 
 def _in_the_way(asked: Asked, num_tokens: int, page_size: int) -> Iterator[Finding]:
@@ -236,7 +240,7 @@ def _request(asked: Asked, request_id: str) -> Explained:
     status = asked.status
     if status is None:
         finding = Finding(Reason.NOT_ATTACHED, 0, 0, "the server has no kvfetch backend")
-        return Explained(0, 0, asked.page_size, "", 0, [finding], [], [])
+        return Explained(0, 0, asked.page_size, "", "", 0, [finding], [], [])
     decided = [each for each in status.recent if each.request_id == request_id]
     if not decided:
         where = "; in host mode, SGLang does not tell request ids: give --prompt or --file" * (status.mode == "host")
@@ -250,25 +254,46 @@ def _request(asked: Asked, request_id: str) -> Explained:
         detail = "the store did not have them: give the prompt with --file, to learn why"
         findings = [Finding(Reason.NEVER_WRITTEN, last.num_found, last.num_pages, detail)]
     num_tokens, digest = last.num_pages * asked.page_size, status.namespace.digest()
-    return Explained(num_tokens, last.num_pages, asked.page_size, digest, last.num_found, findings, [], decided)
+    called = _called(status.namespace, status.labels)
+    return Explained(num_tokens, last.num_pages, asked.page_size, digest, called, last.num_found, findings, [], decided)
+
+
+def _called(namespace: Namespace, labels: Labels) -> str:
+    return f"{labels.model_name(namespace.model)}, {labels.quantiser_name(namespace.quantiser)}"
+
+
+def _labels_of(diagnosis: Diagnosis, digest: str) -> Labels:
+    """Return the names that the store has for a namespace."""
+    summary = next(each for each in diagnosis.summaries if each.digest.startswith(digest))
+    return Labels(summary.model or "", summary.quantiser or "")
 
 
 def _lines(number: int, e: Explained) -> Iterator[str]:
     yield f"prompt {number}: {e.num_tokens} tokens, {e.num_pages} pages of {e.page_size or '?'}"
     if e.namespace:
-        yield f"  {e.stored_pages} pages are stored and sound in namespace {e.namespace}"
-    for finding in e.findings:
-        pages = f"pages {finding.first_page} to {finding.end_page - 1}: " if finding.end_page else ""
-        yield f"  {finding.reason}: {pages}{printable(finding.detail)}"
-        if finding.reason in ADVICE:
-            yield f"    what to do: {ADVICE[finding.reason]}"
+        yield f"  {e.stored_pages} pages are stored and sound in namespace {e.namespace} ({printable(e.called)})"
+    yield from _finding_lines(e)
     for other in e.elsewhere:
         yield f"  elsewhere: {other.num_pages} pages of {other.page_size} in namespace {other.namespace}"
-    for each in e.decided[-3:]:
+    for each in e.decided[-_MOST_SHOWN:]:
         outcome = f"{each.num_pages} looked up, {each.num_found} found, {each.num_served} served"
         yield f"  request {printable(each.request_id) or '(no id)'} at {when(each.at_s)}: {outcome}"
     if not e.findings:
-        yield "  nothing is in the way: the next request that has the prompt not in memory is served from the store"
+        yield "  nothing is in the way: a server of this namespace fetches the prompt if it is not in its memory"
+
+
+def _request_lines(number: int, e: Explained) -> Iterator[str]:
+    for each in e.decided:
+        outcome = f"{each.num_pages} pages looked up, {each.num_found} found, {each.num_served} served"
+        yield f"at {when(each.at_s)}: {outcome}, in namespace {e.namespace} ({printable(e.called)})"
+    yield from _finding_lines(e)
+
+
+def _finding_lines(e: Explained) -> Iterator[str]:
+    for finding in e.findings:
+        pages = f"pages {finding.first_page} to {finding.end_page - 1}: " if finding.end_page else ""
+        yield f"  {finding.reason}: {pages}{printable(finding.detail)}"
+        yield f"    what to do: {ADVICE[finding.reason]}"
 
 
 # The server
