@@ -181,7 +181,9 @@ class _Request(SimpleNamespace):
 
 def measure(engine: Engine, rounds: int) -> dict[str, float]:
     """Return medians in milliseconds: the time that a fetch takes, and CPU time."""
-    whole, scheduler, fetch = [], [], []
+    whole: list[float] = []
+    scheduler: list[float] = []
+    fetch: list[float] = []
     for number in range(rounds + 1):
         engine.flush()
         began = time.process_time(), time.thread_time(), time.monotonic()

@@ -16,7 +16,7 @@ from sgl_kvfetch.tools.app import COMMANDS, app
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 _GROUPS = {
-    "Before you install anything, or when something is wrong": ("estimate", "doctor"),
+    "Before you install anything, or when something is wrong": ("estimate", "doctor", "why"),
     "A store": ("serve", "inspect", "verify", "gc", "clear", "move", "index"),
     "Prompts in a store": ("warm", "lookup", "pin", "unpin"),
     "A model's profile": ("calibrate", "profile"),
@@ -26,6 +26,7 @@ _GROUPS = {
 _PAGES = {
     "estimate": "sizing.md",
     "doctor": "operations.md",
+    "why": "operations.md#why-a-prompt-was-not-served",
     "serve": "serving.md",
     "verify": "operations.md#damaged-segments",
     "move": "operations.md#stopping-and-moving",

@@ -9,6 +9,7 @@ from .choice import (
 from .client import (
     StoreClient as StoreClient,
     counted as counted,
+    level_policy as level_policy,
     open_client as open_client,
     writer_spec as writer_spec,
 )

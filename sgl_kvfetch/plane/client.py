@@ -30,6 +30,7 @@ from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.plan import LevelPolicy
 from sgl_kvfetch.plane.fetch.sides import SideFetcher
 from sgl_kvfetch.plane.memory_cache import MemoryCache
+from sgl_kvfetch.plane.misses import miss
 from sgl_kvfetch.plane.store import open_configured_store
 from sgl_kvfetch.plane.write.writer import Writer
 from sgl_kvfetch.stores import Store
@@ -98,7 +99,7 @@ def open_client(
     """Open the store; call this on the event loop. ``nvdec`` decodes what it can, the CPU the rest.
     ``max_span_pages``: upper limit for the pages of a span. ``engine_codecs``: those that the engine decodes; variants
     that leave no video to the CPU are preferred. Raises ConfigError."""
-    levels = _level_policy(config, quantiser)
+    levels = level_policy(config, quantiser)
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     link = Link()
     store = open_configured_store(config, heads, link.received)
@@ -167,12 +168,12 @@ def writer_spec(
         _cell_heads(heads, config.max_tp_size),
         encrypts=config.encryption_key_file is not None,
         num_levels=num_levels,
-        num_dropped=min(num_levels - 1, _level_policy(config, quantiser).least_left_out),
+        num_dropped=min(num_levels - 1, level_policy(config, quantiser).least_left_out),
     )
 
 
-def _level_policy(config: KVFetchConfig, quantiser: Quantiser) -> LevelPolicy:
-    """Raises ConfigError."""
+def level_policy(config: KVFetchConfig, quantiser: Quantiser) -> LevelPolicy:
+    """Return how many levels a config's server may leave out. Raises ConfigError."""
     levels, needless, most = config.levels, 0, 0
     if levels is None:
         return LevelPolicy()
@@ -200,7 +201,7 @@ def count_fetch(result: FetchResult, num_asked: int, timeout_s: float, page_byte
     if result.timed_out:
         count_miss("fetch", TimeoutError(f"not all pages arrived within {timeout_s:g} s"))
     if result.late:
-        metrics.MISSES.labels("fetch", "late").inc()
+        miss("fetch", "late")
     metrics.FETCHED_PAGES.labels("hit").inc(result.num_pages)
     metrics.FETCHED_PAGES.labels("miss").inc(num_asked - result.num_pages)
     metrics.RAW_BYTES.labels("read").inc(result.num_pages * page_bytes)
@@ -222,7 +223,7 @@ def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoder
 def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
     """Count a miss of a lookup or a fetch, and log it at a limited rate."""
     reason = "timeout" if isinstance(error, TimeoutError) else failure_reason(error)
-    metrics.MISSES.labels(stage, reason).inc()
+    miss(stage, reason)
     _limited.warning(f"{stage} {reason}", f"kvfetch {stage} is a miss ({reason}): {error}")
 
 
@@ -237,7 +238,7 @@ def counted(stage: str) -> Iterator[None]:
         count_miss(stage, e)
     except Exception:
         logger.exception("kvfetch %s failed", stage)
-        metrics.MISSES.labels(stage, "internal").inc()
+        miss(stage, "internal")
 
 
 def _power_of_two_pages(tokens: int, page_size: int) -> int:

@@ -223,7 +223,7 @@ class Found(_Message, frozen=True):
     """The result of a lookup: how many pages can be fetched, from the first on, and the cost of that.
 
     If side pools are needed: ``lengths`` has all the runs that could be used, in pages, and ``stored`` how long the
-    longest run would be if each pool were the only one. The pool of KV is ``kv``.
+    longest run would be if each pool were the only one. The pool of KV is ``kv``. ``reason``: as in `Staged`.
     """
 
     work: int
@@ -231,6 +231,7 @@ class Found(_Message, frozen=True):
     cost: Cost
     lengths: tuple[int, ...] = ()
     stored: dict[str, int] = {}
+    reason: str = ""
 
 
 class Staged(_Message, frozen=True):
@@ -238,6 +239,7 @@ class Staged(_Message, frozen=True):
 
     ``num_found`` pages are stored, of which the first ``num_pages`` are restored and verified. If there are any, there
     is a region for all of these pages at ``offset``: see `staging.region_views`. ``end``: the outcome, for the metrics.
+    ``reason``: the first `reasons.Reason` why pages are missing; "" if they are merely not stored.
     If they are still coded, there is a table of ``num_cells`` `coded.CELL` at ``tables``, ``tables_bytes`` with what
     follows it.
     """
@@ -250,6 +252,7 @@ class Staged(_Message, frozen=True):
     num_cells: int = 0
     tables: int = 0
     tables_bytes: int = 0
+    reason: str = ""
 
 
 class Piece(_Message, frozen=True):
@@ -283,10 +286,11 @@ class SideOver(_Message, frozen=True):
 
 class FetchOver(_Message, frozen=True):
     """The last event of a ``FetchPages``: no more pieces come. The first ``num_pages`` pages are complete and
-    verified."""
+    verified. ``reason``: as in `Staged`."""
 
     work: int
     num_pages: int
+    reason: str = ""
 
 
 class Taken(_Message, frozen=True):

@@ -278,10 +278,14 @@ class Run:
             tables = self._values.view(staged.tables, torch.uint8, (staged.tables_bytes,))
             cells = np.frombuffer(tables.numpy().data, dtype=CELL, count=staged.num_cells)
             code = StagedCode(cells, tables[cells.nbytes :])
-            return StagedValues(staged.num_pages, staged.num_found, staged.end, self._values.whole, code=code)
+            return StagedValues(
+                staged.num_pages, staged.num_found, staged.end, self._values.whole, code=code, reason=staged.reason
+            )
         room_pages = staged.num_found if staged.num_pages else 0
         values = region_views(self._values, staged.offset, self._geometry, room_pages)
-        return StagedValues(staged.num_pages, staged.num_found, staged.end, self._values.whole, values)
+        return StagedValues(
+            staged.num_pages, staged.num_found, staged.end, self._values.whole, values, reason=staged.reason
+        )
 
     def _land(self, piece: m.Piece) -> None:
         """Copy values to their destination. Drop them if it no longer exists. If that fails, end the fetch."""

@@ -43,6 +43,7 @@ from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.plane.fetch.sides import KV_POOL, Usable, usable_runs
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Line
+from sgl_kvfetch.plane.misses import miss, noted_here
 from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plane.staging import Stager
 from sgl_kvfetch.plane.write.gather import PageBatch
@@ -150,6 +151,7 @@ class Service:
         hashes = split_hashes(command.hashes)
         sources: list[PageSource] = []
         usable = Usable((), {})
+        reasons = noted_here()
         try:
             with counted("lookup"):
                 sources = await self.client.finder.find_pages(hashes, self._config.lookup_timeout_s)
@@ -165,17 +167,19 @@ class Service:
                 if len(self._found) > _MOST_FOUND:
                     self._found.popitem(last=False)
             cost = self.client.fetcher.cost(sources)
-            self._emit(m.Found(command.work, len(sources), cost, usable.lengths, usable.stored))
+            reason = reasons[0] if reasons and len(sources) < len(hashes) else ""
+            self._emit(m.Found(command.work, len(sources), cost, usable.lengths, usable.stored, reason))
 
     # Fetches
 
     async def _fetch(self, command: m.FetchPages) -> None:
         finder, hashes = self.client.finder, split_hashes(command.hashes)
         result, timeout_s = FetchResult(), max(0.0, command.deadline_s - time.monotonic())
+        reasons = noted_here()
         try:
             with counted("fetch"):
                 if finder.is_paused:  # the store keeps failing: do not try, although pages were found
-                    metrics.MISSES.labels("fetch", "skipped").inc()
+                    miss("fetch", "skipped")
                     return
                 sources = await finder.recall(hashes, self._config.lookup_timeout_s)
                 destination = self._destination(command.work, len(sources))
@@ -187,7 +191,7 @@ class Service:
         finally:
             count_fetch(result, len(hashes), timeout_s, self._geometry.page_bytes)
             del self._fetches[command.work]
-            self._emit(m.FetchOver(command.work, result.num_pages))
+            self._emit(m.FetchOver(command.work, result.num_pages, next(iter(reasons), "")))
 
     async def _fetch_side(self, command: m.FetchSide) -> None:
         finder, hashes = self.client.finder, split_hashes(command.hashes)

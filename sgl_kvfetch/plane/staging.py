@@ -29,6 +29,8 @@ from sgl_kvfetch.plane.fetch.link_queue import Claim, LinkQueue
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink, PagePool, consecutive_runs
 from sgl_kvfetch.plane.memory_cache import Held
+from sgl_kvfetch.plane.misses import miss, note, noted_here
+from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
@@ -40,8 +42,9 @@ _SHARED_TOKENS = 8192  # fetches that share the link have so many tokens in tota
 @dataclass(frozen=True, slots=True)
 class StagedValues:
     """The engine's view of a staged prompt. ``values``: as `region_views` returns them, of which the first
-    ``num_pages`` pages are restored and verified. ``num_found``: how many are stored. ``end``: the outcome. ``memory``:
-    all shared memory, uint8. ``code``: the cells of these pages, if they are still coded; then there are no values."""
+    ``num_pages`` pages are restored and verified. ``num_found``: how many are stored. ``end``, ``reason``: as in
+    `messages.Staged`. ``memory``: all shared memory, uint8. ``code``: the cells of these pages, if they are still
+    coded; then there are no values."""
 
     num_pages: int
     num_found: int
@@ -49,6 +52,7 @@ class StagedValues:
     memory: torch.Tensor
     values: CellValues = NO_VALUES
     code: StagedCode | None = None
+    reason: str = ""
 
 
 def region_views(arena: Arena, offset: int, geometry: KVGeometry, num_pages: int) -> CellValues:
@@ -237,6 +241,7 @@ class Stager:
         hashes = split_hashes(command.hashes)
         request = timeline.Request(command.request_id, command.traceparent)
         num_pages, end, held = 0, "missed", Held()
+        reasons = noted_here()
         try:
             sources = (await self._look_up(hashes, request))[: self._most_pages]
             held = self._client.fetcher.hold(sources)
@@ -260,7 +265,10 @@ class Stager:
             if not num_pages:
                 tables = (0, 0, 0)
             place, num_cells, tables_bytes = tables
-            self._emit(m.Staged(command.work, num_pages, num_found, offset, end, num_cells, place, tables_bytes))
+            reason = reasons[0] if reasons and num_pages < len(hashes) else ""
+            self._emit(
+                m.Staged(command.work, num_pages, num_found, offset, end, num_cells, place, tables_bytes, reason)
+            )
 
     async def _look_up(self, hashes: list[bytes], request: timeline.Request) -> list[PageSource]:
         started_s = time.monotonic()
@@ -292,11 +300,12 @@ class Stager:
         if not self._is_fetched(cost, num_ahead, command.saved_s, len(sources), found_s):
             self._computes(command.saved_s, len(sources))
             self._tasks.begin(self._client.fetcher.probe(sources))
+            note(Reason.SOONER)
             return 0, "recomputed"
         try:
             await self._turns.wait(staging, found_s + self._config.fetch_timeout_s)
         except TimeoutError:
-            metrics.MISSES.labels("fetch", "late").inc()
+            miss("fetch", "late")
             return 0, "failed"
         assert staging.offset is not None
         pool: CodedRegion | _Region
@@ -310,7 +319,7 @@ class Stager:
             staging, pool, hashes, sources, request, found_s, math.inf if compute_s is None else compute_s
         )
         if isinstance(pool, CodedRegion) and num_pages and not self._put_tables(staging, pool, num_pages):
-            metrics.MISSES.labels("fetch", "no_slots").inc()
+            miss("fetch", "no_slots")
             return 0, "failed"
         if num_pages == len(sources) and not num_ahead and cost.seconds is not None:
             self._lag.ended(time.monotonic(), found_s + cost.seconds)

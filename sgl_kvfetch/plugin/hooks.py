@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from sgl_kvfetch.plugin import versions
+from sgl_kvfetch.status import STATUS_KEY
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.device.linker import KVFetchLinker
@@ -176,6 +179,14 @@ def sample_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any) 
 
     if (profile := auto_profile.current()) is not None:
         profile.batch_ended(batch)
+
+
+def tell_status(result: Any, scheduler: Any, recv_req: Any) -> None:
+    """After ``Scheduler.get_internal_state``: tell what `kvfetch why` asks, in ``/server_info``."""
+    from sgl_kvfetch.plugin import status
+
+    if (found := status.status_of(scheduler)) is not None:
+        result.internal_state[STATUS_KEY] = msgspec.to_builtins(found)
 
 
 def step_profile(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -149,6 +149,8 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_SCHEDULER}.process_batch_result", "after", "measure_prompts"),
         # Handles a finished batch, whose prompts a calibration may use.
         (f"{_SCHEDULER}.process_batch_result", "after", "sample_prompts"),
+        # Tells operators what the scheduler runs with.
+        (f"{_SCHEDULER}.get_internal_state", "after", "tell_status"),
         # Stores a node once, when it has reached the host pool.
         (f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache.write_backup_storage", "around", "store_node"),
         # Runs every step, on all ranks alike.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import msgspec
 import torch
 
-from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import CellPlace, Device, Nvdec, Quantiser, SegmentSpec
 from sgl_kvfetch.codec.bitstream import open_nvdec
 from sgl_kvfetch.codec.container import cell_place
@@ -28,11 +27,12 @@ from sgl_kvfetch.plane import (
     Start,
     StoreClient,
     Watch,
+    level_policy,
     open_client,
     run_data_plane,
     writer_spec,
 )
-from sgl_kvfetch.plugin import auto_profile
+from sgl_kvfetch.plugin import auto_profile, status
 from sgl_kvfetch.plugin.auto_profile import AutoProfile
 from sgl_kvfetch.plugin.cpu.platform import is_active
 from sgl_kvfetch.plugin.device.pages import SlotPages
@@ -108,9 +108,7 @@ def open_engine_plane(
     heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer, pools)
     require_own_profile(config, quantiser, heads.namespace)
     logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
-    namespace, labels = heads.namespace, heads.labels
-    names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
-    metrics.NAMESPACE.labels(heads.folder, *names).set(1)
+    status.serves(heads, level_policy(config, quantiser).most_left_out)
     page_bytes = sides.page_bytes if sides else {}
     opening = Opening(
         heads, rank.tp_rank, pages, nvdec, most_span_pages, page_bytes, staging_bytes, takes_code=takes_code
@@ -147,8 +145,7 @@ def _by_profile(config: KVFetchConfig, rank: Any, opening: Opening, path: str) -
     labels = msgspec.structs.replace(heads.labels, quantiser=quantiser_label(config, quantiser))
     heads = HeadSlice(namespace, heads.heads, labels)
     logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, namespace)
-    names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
-    metrics.NAMESPACE.labels(heads.folder, *names).set(1)
+    status.serves(heads, level_policy(config, quantiser).most_left_out)
     return replace(opening, heads=heads).parts(config, quantiser)
 
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "estimate": "Estimate whether fetching beats computing, and how large and costly a store would be.",
     "inspect": "Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.",
     "lookup": "Say how many of a prompt's pages a lookup finds, by namespace.",
+    "why": "Say why a prompt, or a request, was not served from a store, and what to do about it.",
     "verify": "Read and decode everything that is stored, and compare it with its checksums.",
     "encode": "Encode segments that servers wrote with a fast codec as video, at one or more resolutions.",
     "index": "Rebuild the page index of an S3 store.",

@@ -93,7 +93,7 @@ def lookup(
 
         kvfetch lookup http://127.0.0.1:8700 --prompt '[1, 2, 3, 4]' --page-size 2
     """
-    prompts = _tokens_of(_prompts_of(prompt, file, required=True), model)
+    prompts = tokens_of(prompts_of(prompt, file, required=True), model)
 
     async def look_up(store: AdminStore) -> list[StoredPrompt]:
         found = [await _stored_prompt(store, tokens, page_size, cache_salt) for tokens in prompts]
@@ -134,7 +134,7 @@ def pin(
 
         kvfetch pin http://127.0.0.1:8700
     """
-    new = _pins_of(_prompts_of(prompt, file), model, page_size, cache_salt, label)
+    new = _pins_of(prompts_of(prompt, file), model, page_size, cache_salt, label)
 
     async def put(store: AdminStore) -> list[PinSummary]:
         for one in new:
@@ -182,7 +182,7 @@ def unpin(
 
         kvfetch unpin http://127.0.0.1:8700 --file system-prompt.txt --model /models/llama --page-size 64
     """
-    given = _pins_of(_prompts_of(prompt, file), model, page_size, cache_salt)
+    given = _pins_of(prompts_of(prompt, file), model, page_size, cache_salt)
     wanted = [*(names or ()), *(pin.name for pin in given)]
     if not wanted:
         raise ConfigError("expected the name of a pin, --prompt or --file")
@@ -220,12 +220,12 @@ def warm(
     """
     import aiohttp
 
-    prompts, server = _prompts_of(prompt, file, required=True), require_scheme(server).rstrip("/")
+    prompts, server = prompts_of(prompt, file, required=True), require_scheme(server).rstrip("/")
 
     async def send_all(store: Store) -> list[StoredPrompt]:
         key = environment_secret(API_KEY_ENV)
         headers = {"Authorization": f"Bearer {key}"} if key else None
-        with _server_errors(server):
+        with server_errors(server):
             async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session:
                 page_size = await _page_size_of(session, server)
                 sent = [await _send(session, server, prompt, cache_salt) for prompt in prompts]
@@ -238,7 +238,7 @@ def warm(
         raise typer.Exit(1)
 
 
-def _prompts_of(prompt: str | None, file: Path | None, *, required: bool = False) -> list[Prompt]:
+def prompts_of(prompt: str | None, file: Path | None, *, required: bool = False) -> list[Prompt]:
     """Return the prompts that the options name. Raises ConfigError, also for none if they are ``required``."""
     if prompt is not None and file is not None:
         raise ConfigError("give either --prompt or --file, not both")
@@ -254,7 +254,7 @@ def _prompts_of(prompt: str | None, file: Path | None, *, required: bool = False
     return [prompt]
 
 
-def _tokens_of(prompts: Sequence[Prompt], model: str | None) -> list[Tokens]:
+def tokens_of(prompts: Sequence[Prompt], model: str | None) -> list[Tokens]:
     """Tokenise prompts that are texts. Raises ConfigError."""
     if model is None and any(isinstance(prompt, str) for prompt in prompts):
         raise ConfigError("texts need --model, whose tokenizer turns them into tokens")
@@ -272,7 +272,7 @@ def _pins_of(
     if prompts and page_size is None:
         raise ConfigError("a prompt needs --page-size, SGLang's")
     pins = []
-    for given, tokens in zip(prompts, _tokens_of(prompts, model), strict=True):
+    for given, tokens in zip(prompts, tokens_of(prompts, model), strict=True):
         assert page_size is not None
         hashes = page_hashes(tokens, page_size, cache_salt)
         if not 1 <= len(hashes) <= MAX_PIN_PAGES:
@@ -312,7 +312,7 @@ def _stored_text(stored_pages: Mapping[str, int]) -> str:
 
 
 @contextlib.contextmanager
-def _server_errors(server: str) -> Iterator[None]:
+def server_errors(server: str) -> Iterator[None]:
     """Translate what goes wrong with an SGLang server to StoreError, and say what to type."""
     from sgl_kvfetch.stores import client_errors  # aiohttp's, which other stores' commands do not need
 
@@ -326,9 +326,9 @@ def _server_errors(server: str) -> Iterator[None]:
 
 
 async def _page_size_of(session: ClientSession, server: str) -> int:
-    """Return an SGLang server's page size. Raises ConfigError if another server answers, and as `_ask` does."""
+    """Return an SGLang server's page size. Raises ConfigError if another server answers, and as `ask` does."""
     try:
-        info = await _ask(session, "GET", f"{server}/server_info")
+        info = await ask(session, "GET", f"{server}/server_info")
     except StoreError as e:
         raise ConfigError(f"--server {server} is no SGLang server: {e}; SGLang's port is 30000 by default") from e
     if not isinstance(info, dict) or not isinstance(size := info.get("page_size"), int) or size < 1:
@@ -339,13 +339,13 @@ async def _page_size_of(session: ClientSession, server: str) -> int:
 async def _send(session: ClientSession, server: str, prompt: Prompt, cache_salt: str | None) -> Tokens:
     """Send a prompt through the server, and return its tokens."""
     if isinstance(prompt, str):
-        prompt = list((await _ask(session, "POST", f"{server}/tokenize", {"prompt": prompt}))["tokens"])
+        prompt = list((await ask(session, "POST", f"{server}/tokenize", {"prompt": prompt}))["tokens"])
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-    await _ask(session, "POST", f"{server}/generate", body | ({"cache_salt": cache_salt} if cache_salt else {}))
+    await ask(session, "POST", f"{server}/generate", body | ({"cache_salt": cache_salt} if cache_salt else {}))
     return prompt
 
 
-async def _ask(session: ClientSession, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
+async def ask(session: ClientSession, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
     async with session.request(method, url, json=body) as response:
         if response.status == 401:
             raise ConfigError(f"{url} wants an API key: give it as {API_KEY_ENV} in the environment")

@@ -52,7 +52,7 @@ def test_stored_pages_are_staged_layer_by_layer(plane: DataPlane) -> None:
 
 def test_nothing_is_staged_of_pages_that_are_not_stored(plane: DataPlane) -> None:
     _, staged = stage(plane, page_hashes(3, "other"))
-    assert (staged.num_pages, staged.end) == (0, "missed")
+    assert (staged.num_pages, staged.end, staged.reason) == (0, "missed", "")
 
 
 @pytest.mark.usefixtures("launcher")

@@ -632,6 +632,16 @@ PLACES: tuple[Place, ...] = (
         mentions=("tree_cache", "check_hicache_events"),
     ),
     Place(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        "kvfetch why asks a server for its namespace and its last requests",
+        params=("self", "recv_req"),
+    ),
+    Place(
+        "sglang.srt.managers.io_struct.GetInternalStateReqOutput",
+        "has what a rank tells of itself",
+        has=("internal_state",),
+    ),
+    Place(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
         "a batch is done: how fast the engine computes prompts",
         params=("self", "batch", "result"),
@@ -784,6 +794,7 @@ PLACES: tuple[Place, ...] = (
         "what instances of it have",
         params=("self", "params"),
         mentions=(
+            "prefetch_threshold",
             "tree_core",
             "tree_components",
             "token_to_kv_pool_allocator",

@@ -35,7 +35,15 @@ from itertools import islice
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import Decoders, SegmentReader
-from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError, KVFetchError, StoreError
+from sgl_kvfetch.errors import (
+    CorruptError,
+    EncryptedError,
+    FormatError,
+    KVFetchError,
+    NamespaceMismatchError,
+    StoreError,
+    UnsupportedError,
+)
 from sgl_kvfetch.plane.adapt.policy import Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.ahead import AheadReader
@@ -420,7 +428,7 @@ class Fetcher:
 
 
 def failure_reason(error: KVFetchError) -> str:
-    """Return a fixed word for the error, to use as a metric's label."""
+    """Return the `Reason` that the error stands for, to use as a metric's label."""
     match error:
         case StoreError():
             return error.reason
@@ -430,7 +438,11 @@ def failure_reason(error: KVFetchError) -> str:
             return "corrupt"
         case FormatError():
             return "format"
-    return type(error).__name__.removesuffix("Error").lower()
+        case NamespaceMismatchError():
+            return "namespace"
+        case UnsupportedError():
+            return "unsupported"
+    return "internal"
 
 
 def _release(budget: BytesBudget, num_bytes: int, _: object) -> None:

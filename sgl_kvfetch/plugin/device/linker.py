@@ -189,6 +189,16 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         finally:
             self._arrive = None
 
+    @property
+    def access(self) -> Access | None:
+        """What the attached backend may do; None while none is attached."""
+        return None if self._parts is None else self._parts.access
+
+    @property
+    def threshold_tokens(self) -> int:
+        """How many tokens are worth a lookup; 0 while no store is attached."""
+        return 0 if self._parts is None else self._parts.prefixes.threshold_pages * self._pages.geometry.page_size
+
     def is_parked(self, handle: Any) -> bool:
         return self._parts is not None and self._parts.prefixes.is_parked(handle)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.plane import DataPlane, StagedValues
+from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.device.board import Board, Ticket
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.prefill import PrefillSpeed
@@ -88,7 +89,7 @@ class Prefixes:
         self._board = board
         self._speed = speed
         self._page_size = page_size
-        self._threshold_pages = threshold_pages
+        self.threshold_pages = threshold_pages
         self._prefixes: dict[str, Prefix] = {}  # by request id
         self._bringing: dict[str, Prefix] = {}  # by page hash
         self._staged_ones: dict[str, Prefix] = {}  # that wait for their admission, by request id
@@ -102,7 +103,7 @@ class Prefixes:
     def arrive(self, req: Any, hashes: Sequence[str], span: Any, *, is_idle: bool) -> None:
         """Begin to stage the pages of a request that waits. ``is_idle``: as in `messages.Stage`. ``span``: the
         OpenTelemetry ``SpanContext`` of SGLang's span of the request, or None."""
-        if len(hashes) < self._threshold_pages:
+        if len(hashes) < self.threshold_pages:
             return
         num_shared = next((i for i, each in enumerate(hashes) if each not in self._bringing), len(hashes))
         prefix = Prefix(req, hashes[num_shared:], timeline.arrived(req.rid), time.monotonic())
@@ -300,11 +301,18 @@ class Prefixes:
     def _count(self, prefix: Prefix, end: str) -> None:
         """Count a request that is no longer parked, and record how long it was."""
         metrics.DEVICE_REQUESTS.labels(end).inc()
+        reason = "cancelled" if end in ("aborted", "flushed") else ""
+        num_found = prefix.num_pages
+        if prefix.staged is not None:
+            reason, num_found = prefix.staged.reason, prefix.staged.num_found
+        if prefix.hashes:
+            status.note(prefix.req.rid, prefix.hashes, num_found, prefix.num_pages, reason)
         timeline.add(
             prefix.request,
             "parked",
             prefix.arrived_s,
             time.monotonic(),
             end=end,
+            reason=reason,
             tokens=prefix.num_pages * self._page_size,
         )

@@ -31,6 +31,7 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane import Cost, DataPlane, Destination, Found, GuardedSink, SideOver, counted, parse_config
+from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
 from sgl_kvfetch.plugin.host.patience import GIVEN_UP, Patience, choose_budget, explain
 from sgl_kvfetch.plugin.host.rewriting import Rewriting
@@ -173,6 +174,9 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 work = self._plane.look_up(hash_bytes(keys), found.set_result, trailing=trailing)
                 result = found.result(self._config.lookup_timeout_s + _GRACE_S)
                 is_fetched = self.turns.looked_up(keys, result, time.monotonic())
+                num_fetched = result.num_pages if is_fetched else 0
+                reason = result.reason or ("sooner" if result.num_pages and not is_fetched else "")
+                status.note("", keys, result.num_pages, num_fetched, reason)
                 if not result.num_pages:
                     return result
                 if is_fetched:
@@ -208,7 +212,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             return [False] * len(keys)
         started_s = time.monotonic()
         sink = GuardedSink(self._pages)
-        num_pages = 0
+        num_pages, given_up, reason = 0, "", ""
         try:
             with counted("fetch"):
                 destination = Destination(self._pages.page_indices(host_indices), sink)
@@ -219,18 +223,21 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 finally:
                     if not over.done():
                         self._plane.cancel(work)
-                ended, reason = awaited
+                ended, given_up = awaited
                 if ended is not None:
-                    num_pages = ended.num_pages
+                    num_pages, reason = ended.num_pages, ended.reason
                 else:
+                    reason = given_up
                     metrics.MISSES.labels("fetch", reason).inc()
                     after_s = time.monotonic() - started_s
-                    message = f"kvfetch fetch of {len(keys)} pages given up ({reason}) after {after_s:.1f} s"
-                    _limited.warning(reason, f"{message}: {GIVEN_UP[reason]}")
+                    message = f"kvfetch fetch of {len(keys)} pages given up ({given_up}) after {after_s:.1f} s"
+                    _limited.warning(given_up, f"{message}: {GIVEN_UP[given_up]}")
         finally:
             sink.close()
             if num_pages < len(keys) or keys[-1] == self._last_key:
                 self.turns.end(self._turn, time.monotonic(), is_whole=num_pages == len(keys))
+        if num_pages < len(keys):
+            status.note("", keys, len(keys), num_pages, reason or "timeout")
         if num_pages:
             self._count(self._reads, num_pages, started_s)
         return [page < num_pages for page in range(len(keys))]

@@ -64,7 +64,7 @@ def assert_stages_of_a_fetch(spans: dict[str | None, Recorded]) -> None:
     assert spans.keys() == {"lookup", "transmit", "decode", "restore", None, "parked"}
     assert len({span.request.traceparent for span in spans.values()}) == 1
     assert spans["lookup"].attributes == {"pages": 8, "found": 8}
-    assert spans["parked"].attributes == {"end": "landed", "tokens": 32}
+    assert spans["parked"].attributes == {"end": "landed", "reason": "", "tokens": 32}
     assert spans["decode"].attributes["codec"] == "zstd"
     assert int(spans["transmit"].attributes["bytes"]) > 0
     assert spans["parked"].start_s <= spans["lookup"].start_s <= spans["lookup"].end_s <= spans["transmit"].start_s
@@ -81,8 +81,8 @@ def test_the_stages_of_a_fetch(make: MakeRig, kept: Kept) -> None:
     assert_stages_of_a_fetch(kept.of(request.rid))
 
 
-@pytest.mark.parametrize("end", ["missed", "aborted"])
-def test_a_request_without_stored_pages(make: MakeRig, kept: Kept, end: str) -> None:
+@pytest.mark.parametrize(("end", "reason"), [("missed", ""), ("aborted", "cancelled")])
+def test_a_request_without_stored_pages(make: MakeRig, kept: Kept, end: str, reason: str) -> None:
     rig = make()
     rig.store.lookups.is_open = end == "missed"
     request = rig.arrive(prompt(0))
@@ -91,7 +91,7 @@ def test_a_request_without_stored_pages(make: MakeRig, kept: Kept, end: str) -> 
     rig.linker.leave(request)
     rig.store.lookups.is_open = True
     kept.await_end(request.rid)
-    assert kept.of(request.rid)["parked"].attributes == {"end": end, "tokens": 0}
+    assert kept.of(request.rid)["parked"].attributes == {"end": end, "reason": reason, "tokens": 0}
     rig.assert_nothing_held()
 
 

@@ -1,0 +1,30 @@
+"""Counts the reasons why lookups and fetches fall short, and notes them for the request that is being served."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from sgl_kvfetch import metrics
+
+# Tasks that a request's task begins have a copy of its context, with the same list in it.
+_noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
+
+
+def miss(stage: str, reason: str) -> None:
+    """Count a miss of a lookup or a fetch. ``reason``: one of `reasons.Reason`."""
+    metrics.MISSES.labels(stage, reason).inc()
+    note(reason)
+
+
+def note(reason: str) -> None:
+    """Note why the request that this task serves gets less than is stored. Without one, do nothing."""
+    if (noted := _noted.get()) is not None:
+        noted.append(reason)
+
+
+def noted_here() -> list[str]:
+    """Return the list of what is noted from now on, in this task and in those that it begins. The task must be the
+    request's own."""
+    reasons: list[str] = []
+    _noted.set(reasons)
+    return reasons

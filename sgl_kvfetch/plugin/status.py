@@ -1,0 +1,80 @@
+"""What this rank tells of itself in SGLang's ``/server_info``: see `sgl_kvfetch.status`.
+
+Of the last requests, it remembers how they fared. Any thread notes; the scheduler's thread tells.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.plugin.hooks import BACKEND, linker_of
+from sgl_kvfetch.status import MAX_RECENT, Decided, ServerStatus
+
+if TYPE_CHECKING:  # hooks import this module in every SGLang, also without our backend
+    from sgl_kvfetch.keys import HeadSlice
+
+
+class _State:
+    """The state of this process. It is a class so that tests can have their own."""
+
+    def __init__(self) -> None:
+        self.heads: HeadSlice | None = None
+        self.most_left_out = 0
+        self.recent: deque[Decided] = deque(maxlen=MAX_RECENT)
+
+
+_state = _State()
+
+
+def serves(heads: HeadSlice, most_left_out: int) -> None:
+    """Note that a data plane serves by this namespace from now on. ``most_left_out``: as in `ServerStatus`."""
+    namespace, labels = heads.namespace, heads.labels
+    names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
+    metrics.NAMESPACE.labels(heads.folder, *names).set(1)
+    if heads != _state.heads:
+        _state.recent.clear()  # what was found under another namespace says nothing of this one
+    _state.heads, _state.most_left_out = heads, most_left_out
+
+
+def note(request_id: str, hashes: Sequence[str], num_found: int, num_served: int, reason: str) -> None:
+    """Note how a request fared whose pages ``hashes`` were looked up. Other arguments as in `Decided`."""
+    decided = Decided(
+        request_id=request_id,
+        at_s=time.time(),
+        first_hash=hashes[0],
+        num_pages=len(hashes),
+        num_found=num_found,
+        num_served=num_served,
+        reason=reason if num_served < len(hashes) else "",
+    )
+    _state.recent.append(decided)
+
+
+def status_of(scheduler: Any) -> ServerStatus | None:
+    """Return what a scheduler's rank tells; None while no store is attached."""
+    tree, heads = scheduler.tree_cache, _state.heads
+    if (linker := linker_of(tree)) is not None:
+        mode, access, threshold_tokens = "device", linker.access, linker.threshold_tokens
+    else:
+        controller: Any = getattr(tree, "cache_controller", None)
+        is_ours = controller is not None and controller.storage_backend_type == BACKEND
+        mode, access = "host", controller.storage_backend.access if is_ours else None
+        threshold_tokens = tree.prefetch_threshold if is_ours else 0
+    if access is None or heads is None:
+        return None
+    return ServerStatus(
+        mode=mode,
+        reads=access.reads,
+        writes=access.writes,
+        threshold_tokens=threshold_tokens,
+        namespace=heads.namespace,
+        first_head=heads.heads.start,
+        end_head=heads.heads.stop,
+        labels=heads.labels,
+        most_left_out=_state.most_left_out,
+        recent=list(_state.recent),
+    )

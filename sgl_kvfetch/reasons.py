@@ -1,0 +1,111 @@
+"""Names every reason why pages of a prompt were computed and not served from the store.
+
+There is one word for a reason, wherever it is shown: in ``sgl_kvfetch_misses_total``, in traces, in what a server
+tells of its requests (`status.py`), and in `kvfetch why`. docs/operations.md has a row for each, with what to do.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why pages were not served. The value is the word that users see."""
+
+    # The server does not ask for these pages.
+    NOT_ATTACHED = "not_attached"  # it has no kvfetch backend
+    NOT_READING = "not_reading"  # its mode is write_only, or its weights were updated
+    SHORT = "short"  # the prompt is shorter than prefetch_threshold, or than a page
+
+    # The store has them for other servers only.
+    OTHER_WEIGHTS = "other_weights"
+    OTHER_FLAGS = "other_flags"
+    OTHER_QUANTISER = "other_quantiser"
+    OTHER_PAGE_SIZE = "other_page_size"
+    OTHER_CACHE = "other_cache"  # another dtype or shape of the KV cache, or other side pools
+    OTHER_SALT = "other_salt"  # stored without the request's cache_salt
+    OTHER_HEADS = "other_heads"  # some ranks' heads are missing
+
+    # The store does not have them.
+    NEVER_WRITTEN = "never_written"
+    EVICTED = "evicted"
+    EXPIRED = "expired"
+
+    # The store has them, and they cannot be used.
+    COARSE = "coarse"
+    CORRUPT = "corrupt"
+    FORMAT = "format"
+    MISSING = "missing"  # a manifest names data that is gone
+    ENCRYPTED = "encrypted"
+    UNSIGNED = "unsigned"  # without a signature that the key confirms
+    NAMESPACE = "namespace"  # a manifest belongs to another namespace than its folder
+    UNSUPPORTED = "unsupported"  # cells of more heads than the rank has
+
+    # The server could have had them.
+    SOONER = "sooner"  # computing them is sooner
+    SKIPPED = "skipped"  # a pause after failures
+    LATE = "late"
+    TIMEOUT = "timeout"
+    NO_SLOTS = "no_slots"
+    POLICY = "policy"
+    CANCELLED = "cancelled"
+    DATA_PLANE = "data_plane"  # it ended
+    FAILED = "failed"  # loading into the GPU's pool
+    INTERNAL = "internal"
+
+    # The store failed: the reasons of `StoreError`.
+    REFUSED = "refused"
+    TLS = "tls"
+    UNAUTHORISED = "unauthorised"
+    SERVER = "server"
+    IO = "io"
+    TRUNCATED = "truncated"
+    PROTOCOL = "protocol"
+    FULL = "full"
+    TOO_LARGE = "too_large"
+    INVALID = "invalid"
+
+
+ADVICE: dict[Reason, str] = {
+    Reason.NOT_ATTACHED: "start SGLang with --hicache-storage-backend kvfetch, or attach the store to it",
+    Reason.NOT_READING: "set mode to read_write; after a weight update, detach and attach with a new model_id",
+    Reason.SHORT: "lower prefetch_threshold in the config; whole pages alone are stored",
+    Reason.OTHER_WEIGHTS: "serve the same files, or give both servers the same model_id if they are equal",
+    Reason.OTHER_FLAGS: "start all servers of a model with the same flags",
+    Reason.OTHER_QUANTISER: "give all servers of a model the same quantiser, profile and target_kl",
+    Reason.OTHER_PAGE_SIZE: "start all servers of a model with the same --page-size",
+    Reason.OTHER_CACHE: "start all servers of a model with the same KV cache dtype, side pools and pipeline stages",
+    Reason.OTHER_SALT: "send the cache_salt that the first request had: it keeps tenants apart",
+    Reason.OTHER_HEADS: "see in the other ranks' log why they did not write",
+    Reason.NEVER_WRITTEN: "see sgl_kvfetch_written_pages_total by result, and mode and --hicache-write-policy",
+    Reason.EVICTED: "a larger --capacity; kvfetch pin keeps a prompt",
+    Reason.EXPIRED: "a longer ttl_s on the servers that write",
+    Reason.COARSE: "a larger --capacity, a smaller --drop-levels, or a larger levels.max_kl",
+    Reason.CORRUPT: "kvfetch verify names the damage; delete the segment, and servers write it again",
+    Reason.FORMAT: "kvfetch verify names the damage; if all segments have it, update this server",
+    Reason.MISSING: "nothing if it is rare; else the store is too small: a larger --capacity",
+    Reason.ENCRYPTED: "put the named key into encryption_key_file on all servers",
+    Reason.UNSIGNED: "give all servers that write the same manifest_key_file",
+    Reason.SOONER: "nothing: the link or the decoder is slower than the engine; recompute = never fetches anyway",
+    Reason.SKIPPED: "look at the failures before it: sgl_kvfetch_misses_total by reason",
+    Reason.NAMESPACE: "kvfetch verify names the segment; delete it",
+    Reason.UNSUPPORTED: "raise max_tp_size on the servers that write",
+    Reason.LATE: "fewer bytes (klt), or a faster link; in device mode also a larger device.pool_share",
+    Reason.TIMEOUT: "a longer lookup_timeout_s or fetch_timeout_s, fewer bytes (klt), or a faster store",
+    Reason.NO_SLOTS: "nothing if it is rare; else a smaller device.pool_share",
+    Reason.POLICY: "leave out --hicache-storage-prefetch-policy and prefetch_timeout_*",
+    Reason.CANCELLED: "nothing: the request was aborted, or the cache flushed",
+    Reason.DATA_PLANE: "look for the out-of-memory killer, and leave the data plane some cores",
+    Reason.FAILED: "the error is in SGLang's log; for want of memory, a smaller --mem-fraction-static",
+    Reason.INTERNAL: "a bug: report the traceback in SGLang's log",
+    Reason.REFUSED: "is the store running? address, firewall, proxy: kvfetch doctor STORE",
+    Reason.TLS: "tls.ca_file, or http:// for https://: kvfetch doctor STORE",
+    Reason.UNAUTHORISED: "a token with the role that is needed",
+    Reason.SERVER: "the store's log, and its /healthz",
+    Reason.IO: "the store's log, and its disk",
+    Reason.TRUNCATED: "a proxy between server and store that cuts answers",
+    Reason.PROTOCOL: "a proxy between server and store that changes answers",
+    Reason.FULL: "a larger --capacity",
+    Reason.TOO_LARGE: "a larger --max-object",
+    Reason.INVALID: "equal versions of store and servers",
+}

@@ -1,0 +1,337 @@
+"""``kvfetch why``: say why a prompt, or a request, was not served from a store."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from msgspec import Struct
+
+from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.keys import Namespace
+from sgl_kvfetch.labels import Labels
+from sgl_kvfetch.log import printable
+from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes
+from sgl_kvfetch.reasons import ADVICE, Reason
+from sgl_kvfetch.status import STATUS_KEY, Decided, ServerStatus
+from sgl_kvfetch.stores import AdminStore
+from sgl_kvfetch.stores.upkeep import list_segments
+from sgl_kvfetch.tools.diagnosis import Diagnosis, Finding, Stored, when
+from sgl_kvfetch.tools.prompts import (
+    API_KEY_ENV,
+    FileOption,
+    PromptOption,
+    SaltOption,
+    TokenizerOption,
+    ask,
+    prompts_of,
+    server_errors,
+    tokens_of,
+)
+from sgl_kvfetch.tools.summary import summarise_namespaces
+from sgl_kvfetch.tools.target import require_scheme, run_on_store
+from sgl_kvfetch.tools.terminal import (
+    EncryptionKeyFileOption,
+    IndexOption,
+    KeyFileOption,
+    StoreArgument,
+    TokenFileOption,
+    TokenOption,
+    json_flag,
+    option,
+    show,
+)
+from sgl_kvfetch.user_files import environment_secret
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+_MOST_SHOWN = 3  # requests with a prompt
+_PAUSED = re.compile(r"^sgl_kvfetch_store_down(?:\{.*\})? 1(?:\.0)?$", re.MULTILINE)
+
+
+class Explained(Struct, frozen=True):
+    """What became of one prompt, or of one request. ``namespace``: the digest of the one that was looked into; "" if
+    there is none. ``called``: its model and quantiser, for people. ``elsewhere``: other namespaces that have the
+    prompt's first page."""
+
+    num_tokens: int
+    num_pages: int
+    page_size: int
+    namespace: str
+    called: str
+    stored_pages: int
+    findings: list[Finding]
+    elsewhere: list[Stored]
+    decided: list[Decided]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an SGLang server told. ``status``: None if it has no kvfetch. ``is_paused``: whether its lookups pause."""
+
+    page_size: int
+    status: ServerStatus | None
+    is_paused: bool
+
+
+def why(
+    store: StoreArgument,
+    prompt: PromptOption = None,
+    file: FileOption = None,
+    server: Annotated[
+        str | None, option("URL", "The SGLang server that should have used the store. Its tokenizer applies.")
+    ] = None,
+    request: Annotated[
+        str | None, option("ID", "One of the server's last 256 requests, by its rid, instead of a prompt. Device mode.")
+    ] = None,
+    model: TokenizerOption = None,
+    cache_salt: SaltOption = None,
+    manifest_key_file: KeyFileOption = None,
+    encryption_key_file: EncryptionKeyFileOption = None,
+    index: IndexOption = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
+    as_json: Annotated[
+        bool,
+        json_flag(
+            "a list with an object a prompt, with num_tokens, num_pages, page_size, namespace, called (its model and "
+            "quantiser), stored_pages, findings "
+            "(each with reason, first_page, end_page and detail), elsewhere (other namespaces that have the prompt's "
+            "first page) and decided (what the server did with requests that begin like it, the newest last)"
+        ),
+    ] = False,
+) -> None:
+    """Say why a prompt, or a request, was not served from a store, and what to do about it.
+
+    With --server, the command asks SGLang's /server_info for the namespace and the last requests, and names what is
+    in the way of this server. Without it, the namespace that has most of the prompt stands for the server's. The
+    command lists the store, and reads and decodes the prompt's segments, which counts as a use of them. A server
+    with an API key needs it as SGLANG_API_KEY in the environment.
+
+    The exit code is 0 if nothing is in the way, and 1 if there is a reason.
+
+    Examples:
+
+        kvfetch why http://127.0.0.1:8700 --server http://127.0.0.1:30000 --file prompt.txt
+
+        kvfetch why http://127.0.0.1:8700 --server http://127.0.0.1:30000 --request 5f3c0a
+
+        kvfetch why /var/cache/kv --file prompt.txt --model /models/llama
+    """
+    prompts = prompts_of(prompt, file, required=request is None)
+    if request is not None and (prompts or server is None):
+        raise ConfigError("--request needs --server, and neither --prompt nor --file")
+    keys, encryption_keys = read_manifest_keys(manifest_key_file), read_encryption_keys(encryption_key_file)
+
+    async def explain(opened: AdminStore) -> list[Explained]:
+        asked: Asked | None = None
+        if server is None:
+            tokenised = tokens_of(prompts, model)
+        else:
+            url = require_scheme(server).rstrip("/")
+            async with _session(url) as session:
+                asked = await _ask_server(session, url)
+                tokenised = [await _tokens(session, url, each, model) for each in prompts]
+        if request is not None:
+            assert asked is not None
+            return [_request(asked, request)]
+        segments = await list_segments(opened, "")
+        summaries = await summarise_namespaces(opened, [each for each in segments if each.manifest is not None])
+        status = asked.status if asked else None
+        explained = []
+        for tokens in tokenised:
+            diagnosis = Diagnosis(
+                opened,
+                segments,
+                summaries,
+                partial(page_hashes, tokens, cache_salt=cache_salt),
+                partial(page_hashes, tokens) if cache_salt else None,
+                keys,
+                encryption_keys,
+                status.most_left_out if status else 0,
+            )
+            explained.append(await _explain(diagnosis, len(tokens), asked))
+        return explained
+
+    found = run_on_store(store, token, token_file, index, explain)
+    lines = _lines if request is None else _request_lines
+    show(found, as_json, [line for number, each in enumerate(found) for line in lines(number, each)])
+    if any(each.findings for each in found):
+        raise typer.Exit(1)
+
+
+async def _explain(diagnosis: Diagnosis, num_tokens: int, asked: Asked | None) -> Explained:
+    """Explain one prompt. Raises StoreError."""
+    status = asked.status if asked else None
+    stored = await diagnosis.stored()
+    wanted = status.namespace if status else stored[0][1] if stored else None
+    page_size = wanted.page_size if wanted else asked.page_size if asked else 0
+    digest = wanted.digest() if wanted else ""
+    elsewhere = [each for each, _ in stored if each.namespace != digest]
+    hashes = diagnosis.hashes_at(page_size) if page_size else []
+    decided = [each for each in status.recent if bytes.fromhex(each.first_hash) in hashes] if status else []
+    findings = list(_in_the_way(asked, num_tokens, page_size)) if asked else []
+    num_stored = 0
+    if wanted is None:
+        detail = "no namespace has the prompt's first page"
+        findings += [] if findings else [Finding(Reason.NEVER_WRITTEN, 0, len(hashes), detail)]
+    elif hashes:
+        num_stored, finding = await diagnosis.explain(wanted)
+        if finding is not None:
+            findings.append(_with_memory(finding, decided, hashes))
+    last = _of_request(decided[-1], hashes) if decided else None
+    if last is not None and last.reason not in [f.reason for f in findings]:
+        findings.append(last)
+    called = _called(wanted, status.labels if status else _labels_of(diagnosis, digest)) if wanted else ""
+    return Explained(num_tokens, len(hashes), page_size, digest, called, num_stored, findings, elsewhere, decided)
+
+
+def _in_the_way(asked: Asked, num_tokens: int, page_size: int) -> Iterator[Finding]:
+    """Yield why a server does not look for a prompt at all."""
+    status, num_pages = asked.status, num_tokens // page_size
+    if status is None:
+        yield Finding(Reason.NOT_ATTACHED, 0, num_pages, "the server has no kvfetch backend")
+        return
+    if not status.reads:
+        yield Finding(Reason.NOT_READING, 0, num_pages, "its mode is write_only, or its weights were updated")
+    # SGLang always computes the last token, and so the page with it.
+    num_usable = (num_tokens - 1) // page_size * page_size
+    if num_usable < max(status.threshold_tokens, page_size):
+        what = f"{num_usable} tokens could be served, and lookups begin at {max(status.threshold_tokens, page_size)}"
+        yield Finding(Reason.SHORT, 0, num_pages, what)
+    if asked.is_paused:
+        yield Finding(Reason.SKIPPED, 0, num_pages, "the server's lookups pause, since the store failed several times")
+
+
+def _with_memory(finding: Finding, decided: Sequence[Decided], hashes: Sequence[bytes]) -> Finding:
+    """Return the finding; if the server found these pages before, that they were evicted."""
+    if finding.reason != Reason.NEVER_WRITTEN:
+        return finding
+    for each in reversed(decided):
+        if hashes.index(bytes.fromhex(each.first_hash)) + each.num_found > finding.first_page:
+            detail = f"the server found them at {when(each.at_s)}: they were evicted or deleted since"
+            return Finding(Reason.EVICTED, finding.first_page, finding.end_page, detail)
+    return finding
+
+
+def _of_request(decided: Decided, hashes: Sequence[bytes] = ()) -> Finding | None:
+    """Return why a request was not served what was stored; None if it was, or if nothing was. ``hashes``: of the
+    prompt's pages, by which the result counts pages; by default, it counts those that were looked up."""
+    if not decided.reason:
+        return None
+    detail = (
+        f"at {when(decided.at_s)}, {decided.num_pages} pages were looked up, {decided.num_found} found, and "
+        f"{decided.num_served} served"
+    )
+    first = hashes.index(bytes.fromhex(decided.first_hash)) if hashes else 0
+    return Finding(Reason(decided.reason), first + decided.num_served, first + decided.num_pages, detail)
+
+
+def _request(asked: Asked, request_id: str) -> Explained:
+    """Explain a request from what the server remembers. Raises ConfigError if it does not remember it."""
+    status = asked.status
+    if status is None:
+        finding = Finding(Reason.NOT_ATTACHED, 0, 0, "the server has no kvfetch backend")
+        return Explained(0, 0, asked.page_size, "", "", 0, [finding], [], [])
+    decided = [each for each in status.recent if each.request_id == request_id]
+    if not decided:
+        where = "; in host mode, SGLang does not tell request ids: give --prompt or --file" * (status.mode == "host")
+        raise ConfigError(
+            f"the server remembers no request {request_id!r}. It remembers the last {len(status.recent)} that it "
+            f"looked up: those below prefetch_threshold, or in its memory, are not among them{where}"
+        )
+    last = decided[-1]
+    findings = [] if (why_less := _of_request(last)) is None else [why_less]
+    if not findings and last.num_found < last.num_pages:
+        detail = "the store did not have them: give the prompt with --file, to learn why"
+        findings = [Finding(Reason.NEVER_WRITTEN, last.num_found, last.num_pages, detail)]
+    num_tokens, digest = last.num_pages * asked.page_size, status.namespace.digest()
+    called = _called(status.namespace, status.labels)
+    return Explained(num_tokens, last.num_pages, asked.page_size, digest, called, last.num_found, findings, [], decided)
+
+
+def _called(namespace: Namespace, labels: Labels) -> str:
+    return f"{labels.model_name(namespace.model)}, {labels.quantiser_name(namespace.quantiser)}"
+
+
+def _labels_of(diagnosis: Diagnosis, digest: str) -> Labels:
+    """Return the names that the store has for a namespace."""
+    summary = next(each for each in diagnosis.summaries if each.digest.startswith(digest))
+    return Labels(summary.model or "", summary.quantiser or "")
+
+
+def _lines(number: int, e: Explained) -> Iterator[str]:
+    yield f"prompt {number}: {e.num_tokens} tokens, {e.num_pages} pages of {e.page_size or '?'}"
+    if e.namespace:
+        yield f"  {e.stored_pages} pages are stored and sound in namespace {e.namespace} ({printable(e.called)})"
+    yield from _finding_lines(e)
+    for other in e.elsewhere:
+        yield f"  elsewhere: {other.num_pages} pages of {other.page_size} in namespace {other.namespace}"
+    for each in e.decided[-_MOST_SHOWN:]:
+        outcome = f"{each.num_pages} looked up, {each.num_found} found, {each.num_served} served"
+        yield f"  request {printable(each.request_id) or '(no id)'} at {when(each.at_s)}: {outcome}"
+    if not e.findings:
+        yield "  nothing is in the way: a server of this namespace fetches the prompt if it is not in its memory"
+
+
+def _request_lines(number: int, e: Explained) -> Iterator[str]:
+    for each in e.decided:
+        outcome = f"{each.num_pages} pages looked up, {each.num_found} found, {each.num_served} served"
+        yield f"at {when(each.at_s)}: {outcome}, in namespace {e.namespace} ({printable(e.called)})"
+    yield from _finding_lines(e)
+
+
+def _finding_lines(e: Explained) -> Iterator[str]:
+    for finding in e.findings:
+        pages = f"pages {finding.first_page} to {finding.end_page - 1}: " if finding.end_page else ""
+        yield f"  {finding.reason}: {pages}{printable(finding.detail)}"
+        yield f"    what to do: {ADVICE[finding.reason]}"
+
+
+# The server
+
+
+@asynccontextmanager
+async def _session(server: str) -> AsyncIterator[ClientSession]:
+    import aiohttp
+
+    key = environment_secret(API_KEY_ENV)
+    headers = {"Authorization": f"Bearer {key}"} if key else None
+    with server_errors(server):
+        async with aiohttp.ClientSession(headers=headers) as session:
+            yield session
+
+
+async def _ask_server(session: ClientSession, server: str) -> Asked:
+    """Ask a server what it tells of itself. Raises ConfigError if it is none of SGLang, and StoreError."""
+    try:
+        info = await ask(session, "GET", f"{server}/server_info")
+        page_size, states = int(info["page_size"]), info["internal_states"]
+    except (StoreError, KeyError, TypeError, ValueError) as e:
+        raise ConfigError(f"--server {server} is no SGLang server ({e}); SGLang's port is 30000 by default") from e
+    try:
+        statuses = [msgspec.convert(state[STATUS_KEY], ServerStatus) for state in states if STATUS_KEY in state]
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"--server {server} has another version of kvfetch: {e}") from e
+    status = None
+    if statuses:  # one for each replica of data parallelism, which serve alike
+        recent = sorted((each for status in statuses for each in status.recent), key=lambda each: each.at_s)
+        status = msgspec.structs.replace(statuses[0], recent=recent)
+    async with session.get(f"{server}/metrics") as response:
+        is_paused = response.status == 200 and _PAUSED.search(await response.text()) is not None
+    return Asked(page_size, status, is_paused)
+
+
+async def _tokens(session: ClientSession, server: str, prompt: Prompt, model: str | None) -> Tokens:
+    if isinstance(prompt, list) or model is not None:
+        (tokens,) = tokens_of([prompt], model)
+        return tokens
+    return list((await ask(session, "POST", f"{server}/tokenize", {"prompt": prompt}))["tokens"])

@@ -1,0 +1,322 @@
+"""``kvfetch why`` on real stores: each reason, made on purpose, has its name. What needs SGLang is in tests/e2e."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from harness.small_segments import NAMESPACE, put_segment
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.partial import without_last_level
+from sgl_kvfetch.codec.container.protect import secure_segment
+from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.keys import HeadSlice, Namespace
+from sgl_kvfetch.prompts import page_hashes
+from sgl_kvfetch.reasons import Reason
+from sgl_kvfetch.status import Decided, ServerStatus
+from tests.codec.container.test_levels import KLT, SPEC as KLT_SPEC
+from tests.codec.quant.profiles import values_of
+from tests.tools.conftest import kvfetch, kvfetch_json
+
+TOKENS = list(range(3, 19))
+
+
+def coded(
+    namespace: Namespace = NAMESPACE, pages: range = range(8), *, heads: range = range(1), salt: str | None = None
+) -> CodedSegment:
+    """A segment with some of the prompt's pages."""
+    quantiser = make_quantiser("exact" if namespace.quantiser == "exact" else "uint8")
+    spec = SegmentSpec(HeadSlice(namespace, heads), quantiser, "zstd", "240p", 8)
+    shape = len(pages) * namespace.page_size, 1, len(heads), 48
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    hashes = page_hashes(TOKENS, namespace.page_size, salt)
+    previous = hashes[pages.start - 1] if pages.start else None
+    return encode_segment(spec, {"k": values, "v": values}, pages.start, previous, hashes[pages.start : pages.stop])
+
+
+@contextmanager
+def told_by_a_server(status: ServerStatus | None, metrics: str = "") -> Iterator[str]:
+    """The URL of a server that tells this of itself. What SGLang's servers tell is in tests/e2e/test_why.py."""
+    state = {} if status is None else {"kvfetch": status}
+    answers = {
+        "/server_info": msgspec.json.encode({"page_size": 1, "internal_states": [state]}),
+        "/metrics": metrics.encode(),
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = answers[self.path]
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=partial(server.serve_forever, poll_interval=0.01))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def status_of(namespace: Namespace = NAMESPACE, **changes: Any) -> ServerStatus:
+    about: dict[str, Any] = {"mode": "device", "reads": True, "writes": True, "threshold_tokens": 1, "first_head": 0}
+    return ServerStatus(namespace=namespace, **(about | {"end_head": namespace.num_heads} | changes))
+
+
+def told(root: Path, namespace: Namespace = NAMESPACE, **changes: Any) -> dict[str, Any]:
+    """What `kvfetch why` says for a server."""
+    with told_by_a_server(status_of(namespace, **changes)) as url:
+        return why(root, "--server", url)
+
+
+def store(root: Path, *segments: CodedSegment) -> None:
+    async def put() -> None:
+        opened = LocalStore(root)
+        for each in segments:
+            await put_segment(opened, each)
+        await opened.close()
+
+    asyncio.run(put())
+
+
+def delete(root: Path, segment: CodedSegment) -> None:
+    assert kvfetch("clear", f"{root}#{segment.manifest.key.stem}", "--yes").exit_code == 0
+
+
+def why(root: Path, *args: str, prompt: Sequence[int] = TOKENS[:8], exit_code: int = 1) -> dict[str, Any]:
+    (found,) = kvfetch_json("why", str(root), "--prompt", str(list(prompt)), *args, exit_code=exit_code)
+    assert {each["reason"] for each in found["findings"]} <= set(Reason)
+    return dict(found)
+
+
+def only_reason(found: dict[str, Any]) -> tuple[str, int, int]:
+    (finding,) = found["findings"]
+    return finding["reason"], finding["first_page"], finding["end_page"]
+
+
+def test_a_prompt_that_is_stored(tmp_path: Path) -> None:
+    store(tmp_path, coded())
+    found = why(tmp_path, exit_code=0)
+    assert (found["stored_pages"], found["findings"], found["namespace"]) == (8, [], NAMESPACE.digest())
+    text = kvfetch("why", str(tmp_path), "--prompt", str(TOKENS[:8])).output
+    assert "nothing is in the way" in text
+
+
+def test_pages_that_were_never_written(tmp_path: Path) -> None:
+    store(tmp_path, coded(pages=range(4)))
+    found = why(tmp_path)
+    assert only_reason(found) == ("never_written", 4, 8)
+    assert found["stored_pages"] == 4
+    assert only_reason(why(tmp_path, prompt=[7, 7, 7]))[0] == "never_written"
+    text = kvfetch("why", str(tmp_path), "--prompt", str(TOKENS[:8])).output
+    assert "never_written: pages 4 to 7: the store has no trace of them" in text
+    assert "what to do: see sgl_kvfetch_written_pages_total" in text
+
+
+def test_data_whose_manifest_was_not_written(tmp_path: Path) -> None:
+    segment = coded()
+    store(tmp_path, segment, coded(replace(NAMESPACE, model="another"), range(1)))
+    (tmp_path / segment.manifest.key.manifest_name).unlink()
+    found = told(tmp_path, NAMESPACE)
+    assert only_reason(found) == ("never_written", 0, 8)
+    assert "1 data objects have no manifest" in found["findings"][0]["detail"]
+
+
+def test_pages_that_were_evicted(tmp_path: Path) -> None:
+    """They were there, since later ones are."""
+    store(tmp_path, coded(pages=range(4)), coded(pages=range(4, 6)), coded(pages=range(6, 8)))
+    delete(tmp_path, coded(pages=range(4, 6)))
+    found = why(tmp_path)
+    assert only_reason(found) == ("evicted", 4, 8)
+    assert found["stored_pages"] == 4
+
+
+def test_pages_that_have_expired(tmp_path: Path) -> None:
+    rest = coded(pages=range(4, 8))
+    expired = replace(rest, manifest=msgspec.structs.replace(rest.manifest, expires=int(time.time()) - 100))
+    store(tmp_path, coded(pages=range(4)), expired)
+    found = why(tmp_path)
+    assert only_reason(found) == ("expired", 4, 8)
+    assert "UTC" in found["findings"][0]["detail"]
+
+
+def test_damaged_data(tmp_path: Path) -> None:
+    store(tmp_path, coded(pages=range(4)), coded(pages=range(4, 8)))
+    path = tmp_path / coded(pages=range(4, 8)).data_name
+    path.write_bytes(path.read_bytes()[:-1] + b"\x00")
+    assert only_reason(why(tmp_path)) == ("corrupt", 4, 8)
+
+
+def test_missing_data(tmp_path: Path) -> None:
+    store(tmp_path, coded())
+    (tmp_path / coded().data_name).unlink()
+    assert only_reason(why(tmp_path)) == ("missing", 0, 8)
+
+
+def test_a_damaged_manifest(tmp_path: Path) -> None:
+    rest = coded(pages=range(4, 8))
+    store(tmp_path, coded(pages=range(4)), rest)
+    path = tmp_path / rest.manifest.key.manifest_name
+    path.write_bytes(path.read_bytes()[:-1] + b"\x00")
+    assert only_reason(why(tmp_path)) == ("corrupt", 4, 8)
+
+
+def test_keys(tmp_path: Path, key_file: Path) -> None:
+    plain, locked = tmp_path / "plain", tmp_path / "locked"
+    store(plain, coded())
+    assert only_reason(why(plain, "--manifest-key-file", str(key_file))) == ("unsigned", 0, 8)
+    secured = secure_segment(coded(), EncryptionKeys({"a": b"a" * 32}), True)
+    store(locked, secured)
+    assert why(locked, exit_code=0)["findings"] == []
+    other_key = tmp_path / "keys"
+    other_key.write_text(f"b {'62' * 32}\n")
+    found = why(locked, "--encryption-key-file", str(other_key))
+    assert only_reason(found) == ("encrypted", 0, 8)
+    assert "is encrypted with a" in found["findings"][0]["detail"]
+
+
+def test_levels_that_were_dropped(tmp_path: Path) -> None:
+    hashes = page_hashes(TOKENS, KLT_SPEC.heads.namespace.page_size)
+    k, v = (x[: len(TOKENS)].bfloat16() for x in values_of(KLT.profile, 64))
+    segment = encode_segment(KLT_SPEC, {"k": k, "v": v}, 0, None, hashes)
+    store(tmp_path, segment)
+    assert why(tmp_path, prompt=TOKENS, exit_code=0)["stored_pages"] == 2
+    path = tmp_path / segment.manifest.key.manifest_name
+    dropped = without_last_level(segment.manifest, path.read_bytes())
+    assert dropped is not None
+    path.write_bytes(dropped[0])
+    found = why(tmp_path, prompt=TOKENS)
+    assert only_reason(found) == ("coarse", 0, 2)
+    assert "has lost 1 levels; 0 may be left out" in found["findings"][0]["detail"]
+    with told_by_a_server(status_of(KLT_SPEC.heads.namespace, most_left_out=1)) as url:
+        assert why(tmp_path, "--server", url, prompt=TOKENS, exit_code=0)["stored_pages"] == 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("other_weights", {"model": "another"}),
+        ("other_page_size", {"page_size": 2}),
+        ("other_quantiser", {"quantiser": make_quantiser("uint8").identity}),
+        ("other_flags", {"model_dtype": "dtype=half"}),
+        ("other_cache", {"attention": "mha with sink"}),
+    ],
+)
+def test_another_namespace_has_it(tmp_path: Path, reason: str, changes: dict[str, Any]) -> None:
+    ours, other = replace(NAMESPACE, model="server's"), replace(NAMESPACE, **({"model": "server's"} | changes))
+    num_pages = 8 // other.page_size
+    store(tmp_path, coded(other, range(num_pages)), coded(replace(ours, model="far", kv_dtype="float16"), range(8)))
+    found = told(tmp_path, ours)
+    assert only_reason(found) == (reason, 0, 8)
+    detail = found["findings"][0]["detail"]
+    assert other.digest() in detail
+    for name, value in changes.items():
+        assert f"whose {name} is {value!r}, the server's {getattr(ours, name)!r}" in detail
+    assert {each["num_pages"] for each in found["elsewhere"]} == {num_pages, 8}
+
+
+def test_pages_of_which_some_heads_are_missing(tmp_path: Path) -> None:
+    both = replace(NAMESPACE, num_heads=2)
+    store(tmp_path, coded(both, heads=range(1)), coded(both, range(4), heads=range(1, 2)))
+    found = why(tmp_path)
+    assert only_reason(found) == ("other_heads", 4, 8)
+    assert found["findings"][0]["detail"] == "heads 0 of 2 are stored, others are missing"
+
+
+def test_a_prompt_that_is_stored_without_its_salt(tmp_path: Path) -> None:
+    store(tmp_path, coded(pages=range(4), salt="tenant"), coded())
+    assert only_reason(why(tmp_path, "--cache-salt", "tenant")) == ("other_salt", 4, 8)
+
+
+def test_what_is_in_the_way_of_a_server(tmp_path: Path) -> None:
+    store(tmp_path, coded())
+    with told_by_a_server(None) as url:
+        assert only_reason(why(tmp_path, "--server", url)) == ("not_attached", 0, 8)
+    assert only_reason(told(tmp_path, reads=False)) == ("not_reading", 0, 8)
+    found = told(tmp_path, threshold_tokens=8)
+    assert only_reason(found) == ("short", 0, 8)
+    assert found["findings"][0]["detail"] == "7 tokens could be served, and lookups begin at 8"
+    down = 'sgl_kvfetch_store_down{pid="7"} 1.0\n'
+    with told_by_a_server(status_of(threshold_tokens=7), f"# HELP x\n{down}other 1.0\n") as url:
+        assert only_reason(why(tmp_path, "--server", url)) == ("skipped", 0, 8)
+    with told_by_a_server(status_of(threshold_tokens=7), down.replace("1.0", "0.0")) as url:
+        assert why(tmp_path, "--server", url, exit_code=0)["stored_pages"] == 8
+
+
+def decided(request_id: str, reason: str, num_found: int, num_served: int, first_page: int = 0) -> Decided:
+    return Decided(
+        request_id=request_id,
+        at_s=1e9,
+        first_hash=page_hashes(TOKENS, 1)[first_page].hex(),
+        num_pages=8 - first_page,
+        num_found=num_found,
+        num_served=num_served,
+        reason=reason,
+    )
+
+
+def test_what_a_server_did_with_a_prompt(tmp_path: Path) -> None:
+    store(tmp_path, coded())
+    served, sooner = decided("first", "", 6, 6, first_page=2), decided("last", "sooner", 6, 0, first_page=2)
+    stranger = msgspec.structs.replace(sooner, first_hash="00" * 32)
+    found = told(tmp_path, recent=[served, sooner, stranger])
+    assert [each["request_id"] for each in found["decided"]] == ["first", "last"]
+    assert only_reason(found) == ("sooner", 2, 8)
+    assert found["stored_pages"] == 8
+    delete(tmp_path, coded())
+    found = told(tmp_path, recent=[served])
+    assert only_reason(found) == ("evicted", 0, 8)
+    assert "2001-09-09" in found["findings"][0]["detail"]
+
+
+def test_a_request(tmp_path: Path) -> None:
+    store(tmp_path, coded())
+    recent = [decided("a", "timeout", 8, 3), decided("b", "", 8, 8), decided("c", "", 5, 5)]
+    with told_by_a_server(status_of(recent=recent)) as url:
+
+        def explained(request_id: str, exit_code: int) -> Any:
+            return kvfetch_json("why", str(tmp_path), "--server", url, "--request", request_id, exit_code=exit_code)[0]
+
+        assert only_reason(explained("a", 1)) == ("timeout", 3, 8)
+        assert explained("b", 0)["findings"] == []
+        assert only_reason(explained("c", 1)) == ("never_written", 5, 8)
+        result = kvfetch("why", str(tmp_path), "--server", url, "--request", "d")
+        assert result.exit_code == 2
+        assert "the server remembers no request 'd'. It remembers the last 3" in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "expected --prompt or --file"),
+        (("--request", "x"), "--request needs --server"),
+        (("--request", "x", "--prompt", "[1]", "--server", "http://127.0.0.1:1"), "--request needs --server"),
+        (("--prompt", "a text"), "texts need --model"),
+        (("--prompt", "[1]", "--server", "http://127.0.0.1:1"), "no SGLang server answers there"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path: Path, args: tuple[str, ...], message: str) -> None:
+    result = kvfetch("why", str(tmp_path), *args)
+    assert result.exit_code == 2
+    assert message in result.output
