@@ -38,9 +38,10 @@ const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hou
 
 // The children of a <dl>.
 function pairs(rows) {
-  return rows.map(([term, value]) => {
+  return rows.map(([term, value, note]) => {
     const pair = element("div");
     pair.append(element("dt", term), element("dd", value));
+    if (note !== undefined) pair.append(element("dd", note, { class: "note" }));
     return pair;
   });
 }

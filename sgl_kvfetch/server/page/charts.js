@@ -14,12 +14,13 @@ function rates(history, names) {
   return points;
 }
 
-// The smallest number from 1, 2 or 5 times a power of ten that is not below `value`; in units of 1024 if they are bytes.
+// The smallest 1, 2 or 5 times a power of ten that is not below `value`; in units of 1024 if they are bytes.
 function scaleTop(value, areBytes) {
+  const shown = Math.max(value, areBytes ? 1024 : 0.1);
   let unit = 1;
-  if (areBytes) while (value > 1000 * unit) unit *= 1024;
-  const power = 10 ** Math.floor(Math.log10(Math.max(value / unit, 0.1)) + 1e-9);
-  return unit * power * [1, 2, 5, 10].find((times) => value <= unit * power * times * (1 + 1e-9));
+  if (areBytes) while (shown > 1000 * unit) unit *= 1024;
+  const power = 10 ** Math.floor(Math.log10(shown / unit) + 1e-9);
+  return unit * power * [1, 2, 5, 10].find((times) => shown <= unit * power * times * (1 + 1e-9));
 }
 
 function drawCharts() {
@@ -31,7 +32,7 @@ function drawCharts() {
     chart("Lookups a second", shown, ["lookups_total:hit", "lookups_total:partial", "lookups_total:miss"],
       ["found", "in part", "missed"], rate),
     chart("Bytes a second", shown, ["sent_bytes_total", "received_bytes_total"], ["sent", "received"], size, true),
-    chart("Evicted segments a second", shown, ["evicted_segments_total"], ["evicted"], rate),
+    chart("Evictions a second", shown, ["evicted_segments_total"], ["evicted"], rate),
   );
 }
 

@@ -12,7 +12,7 @@ function bar(term, value, most, text) {
   const track = drawing("svg", { class: "bar", viewBox: "0 0 100 1", preserveAspectRatio: "none", "aria-hidden": "true" });
   track.append(drawing("rect", { width: 100 * full, height: 1, class: full > 0.9 ? "full" : "" }));
   const share = most ? `${percent(full)}: ` : "";
-  pair.append(element("dt", term), element("dd", `${share}${size(value)} ${text}`), track);
+  pair.append(element("dt", term), element("dd", `${share}${size(value)}${text}`), track);
   return pair;
 }
 
@@ -100,8 +100,8 @@ function draw(summary) {
   const capacity = summary.capacity_bytes;
   const disk = summary.disk_bytes;
   $("#bars").replaceChildren(
-    bar("Stored", now["stored_bytes"] ?? 0, capacity, capacity === null ? "no limit" : `of ${size(capacity)}`),
-    bar("Disk used", disk - summary.disk_free_bytes, disk, `of ${size(disk)}, ${size(summary.disk_free_bytes)} free`),
+    bar("Stored", now["stored_bytes"] ?? 0, capacity, capacity === null ? ", no limit" : ` of ${size(capacity)}`),
+    bar("Disk used", disk - summary.disk_free_bytes, disk, ` of ${size(disk)}, ${size(summary.disk_free_bytes)} free`),
   );
   $("#tiles").replaceChildren(...pairs(tiles(summary)));
   if (!$("#charts").matches(":hover")) drawCharts();
@@ -123,21 +123,21 @@ function draw(summary) {
 // Values of now, and of the last minute and hour: each says of which.
 function tiles({ folders: rows, history }) {
   const now = history.at(-1);
-  const since = (before) => span(now.at_s - before.at_s);
   const [minute, hour] = [history.at(-7) ?? history[0], history[0]];
   const [sent, received] = rates([minute, now], ["sent_bytes_total", "received_bytes_total"])[0]?.values ?? [0, 0];
   const during = (name) => (now.values[name] ?? 0) - (hour.values[name] ?? 0);
   const [hit, missed] = [during("lookup_pages_total:hit"), during("lookup_pages_total:miss")];
   const dropped = during("dropped_levels_total");
+  const [mean, last] = [`mean of ${span(now.at_s - minute.at_s)}`, `last ${span(now.at_s - hour.at_s)}`];
   return [
-    ["Raw size", size(rows.reduce((sum, row) => sum + row.raw_bytes, 0))],
-    ["Segments", count(now.values["segments"] ?? 0)],
-    [`Pages found, last ${since(hour)}`, percent(hit / (hit + missed))],
-    [`Sent, mean of ${since(minute)}`, `${size(sent)}/s`],
-    [`Received, mean of ${since(minute)}`, `${size(received)}/s`],
-    [`Evicted segments, last ${since(hour)}`, count(during("evicted_segments_total"))],
-    ...(dropped ? [[`Dropped levels, last ${since(hour)}`, count(dropped)]] : []),
-    ["Requests in flight", count(now.values["requests_in_flight"] ?? 0)],
+    ["Raw size", size(rows.reduce((sum, row) => sum + row.raw_bytes, 0)), "now"],
+    ["Segments", count(now.values["segments"] ?? 0), "now"],
+    ["Pages found", percent(hit / (hit + missed)), last],
+    ["Sent", `${size(sent)}/s`, mean],
+    ["Received", `${size(received)}/s`, mean],
+    ["Evictions", count(during("evicted_segments_total")), last],
+    ...(dropped ? [["Dropped levels", count(dropped), last]] : []),
+    ["Requests in flight", count(now.values["requests_in_flight"] ?? 0), "now"],
   ];
 }
 
@@ -223,15 +223,16 @@ function drawProfiles(summary) {
 function drawVerified({ verified, now_s, host }) {
   const url = originUrl();
   $("#verified-says").textContent = verified === null
-    ? `Not run yet. It reads all that is stored, and compares it with its checksums: kvfetch verify ${url}`
+    ? "Not run yet. It reads all that is stored, and compares it with its checksums:"
     : `${ago(now_s - verified.at_s)}: ${count(verified.num_segments)} segments, ${size(verified.read_bytes)} read; ${
       verified.num_damaged ? `${count(verified.num_damaged)} objects are corrupt or missing` : "nothing is corrupt now"}`;
-  $("#damage").hidden = !verified?.num_damaged;
+  $("#verified-how").textContent = verified === null ? `kvfetch verify ${url}` : "";
+  $("#damage").hidden = $("#next").hidden = !verified?.num_damaged;
   if ($("#damage").hidden) return;
   const manifestOf = (name) => name.replace(/(\.[0-9a-f]{32})?\.kv[md]$/, ".kvm");
   replaceRows($("#damage tbody"), verified.damaged, (each) => each.name, (each) => [
     each.name.startsWith("profile ")
-      ? short(each.name)
+      ? element("td", `profile ${each.name.split("/").at(-1).slice(0, 12)}`, { title: each.name })
       : link(short(each.name.split("/").at(-1)), { segment: manifestOf(each.name) }, each.name),
     element("td", each.what, { class: "long" }),
   ]);
