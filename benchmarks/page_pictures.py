@@ -1,21 +1,25 @@
-"""Draws the pictures of a store's page for docs/serving.md, in Debian's Chromium: light, dark, and 390 pixels wide.
+"""Draws the pictures of a store's page for docs/serving.md, in Debian's Chromium: light, dark, and 390 pixels wide,
+full and empty.
 
-    python -m benchmarks.page_pictures [--seconds 120] [--out docs/images]
+    python -m benchmarks.page_pictures [--seconds 120] [--out docs/images] [--whole]
 
 A real store holds segments of SmolLM2 with its profile, under two names of models: the same 512 tokens again and again,
-as if they were others. Before the pictures are taken, prompts are written, looked up and read for a while.
+as if they were others. Before the pictures are taken, prompts are written, looked up and read for a while. ``--whole``
+draws all of the page, in place of the first screen, and also one of a store with a damaged segment and with failures.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,12 +39,14 @@ from sgl_kvfetch.stores.http import HttpStore
 _BLOCKS = 10  # of a prompt
 _MODELS = ("SmolLM2-135M-Instruct", "SmolLM2-135M-tuned")
 _PICTURES = {"light": (1100, 837, "light"), "dark": (1100, 837, "dark"), "phone": (390, 844, "light")}
+_EMPTY = {f"empty-{name}": how for name, how in _PICTURES.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("benchmarks.page_pictures", __doc__)
     parser.add_argument("--seconds", type=whole_number, default=120, help="how long the store is used first")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="where to write the pictures")
+    parser.add_argument("--whole", action="store_true", help="draw the whole page, of a damaged store as well")
     args = parser.parse_args(argv)
     with no_traceback():
         block = make_block(real_model(), real_profile(), shrink=1)
@@ -53,11 +59,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         user.start()
         try:
             time.sleep(args.seconds)
-            _draw(store.url, args.out)
+            _draw(store.url, args.out, _PICTURES, args.whole)
         finally:
             stop.set()
             user.join()
+        if args.whole:
+            _damage(Path(root), store.url)
+            _draw(store.url, args.out, {f"damaged-{name}": how for name, how in _PICTURES.items()}, args.whole)
+    with tempfile.TemporaryDirectory(prefix="kvfetch-page-") as root, StoreProcess(Path(root) / "store") as store:
+        _draw(store.url, args.out, _EMPTY, args.whole)
     return 0
+
+
+def _damage(root: Path, url: str) -> None:
+    """Damage one object, have `kvfetch verify` find it, and have some requests fail."""
+    data = next(root.rglob("*.kvd"))
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    subprocess.run([sys.executable, "-m", "sgl_kvfetch.tools", "verify", url], check=False)
+    for path in ("healthz?write", "v1/pictures/none"):
+        subprocess.run(["curl", "-s", "-o", "/dev/null", f"{url}/{path}"], check=True)
 
 
 async def _use(url: str, block: Block, stop: threading.Event) -> None:
@@ -91,8 +113,8 @@ def _prompt(block: Block, number: int) -> list[Block]:
     return [replace(block, manifest=manifest).at(page, hashes) for page in range(_BLOCKS)]
 
 
-def _draw(url: str, out: Path) -> None:
-    for name, (width, height, scheme) in _PICTURES.items():
+def _draw(url: str, out: Path, pictures: Mapping[str, tuple[int, int, str]], whole: bool) -> None:
+    for name, (width, height, scheme) in pictures.items():
         options = Options()
         for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
             options.add_argument(flag)
@@ -106,7 +128,8 @@ def _draw(url: str, out: Path) -> None:
             driver.get(url)
             time.sleep(5)  # it draws when its requests are answered
             path = out / f"page-{name}.png"
-            path.write_bytes(driver.get_screenshot_as_png())
+            shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": whole})
+            path.write_bytes(base64.b64decode(shot["data"]))
             print(f"wrote {path}")
         finally:
             driver.quit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,9 +16,16 @@ from sgl_kvfetch import __version__
 from tests.tools.conftest import kvfetch
 
 CHART = Path(__file__).parent.parent / "deploy" / "helm" / "kvfetch"
+ALERTS = CHART.parents[1] / "alerts.yml"
 KUBERNETES = ("1.25", "1.33")
 LEAST = {"image": "registry/kvfetch:1", "tokenSecret": "tokens"}
-ALL = {"tlsSecret": "tls", "storageClassName": "fast", "serviceMonitor.enabled": "true", "options": "{--max-uploads=8}"}
+ALL = {
+    "tlsSecret": "tls",
+    "storageClassName": "fast",
+    "options": "{--max-uploads=8}",
+    **{f"{part}.enabled": "true" for part in ("serviceMonitor", "prometheusRule", "dashboard", "networkPolicy")},
+}
+OF_THE_OPERATOR = {"ServiceMonitor", "PrometheusRule"}
 
 helm = shutil.which("helm")
 pytestmark = pytest.mark.skipif(helm is None, reason="needs helm, as in the extra `dev`")
@@ -45,9 +53,10 @@ def test_helm_finds_nothing_wrong(values: dict[str, str]) -> None:
 @pytest.mark.parametrize("values", [LEAST, LEAST | ALL])
 def test_kubernetes_accepts_the_resources(values: dict[str, str], version: str) -> None:
     resources = rendered(**values)
-    assert set(resources) == {"StatefulSet", "Service"} | ({"ServiceMonitor"} if "tlsSecret" in values else set())
+    more = {*OF_THE_OPERATOR, "ConfigMap", "NetworkPolicy"} if "tlsSecret" in values else set()
+    assert set(resources) == {"StatefulSet", "Service"} | more
     for kind, resource in resources.items():
-        if kind != "ServiceMonitor":  # of the Prometheus operator
+        if kind not in OF_THE_OPERATOR:
             kubernetes_validate.validate(resource, version, strict=True)
 
 
@@ -56,6 +65,48 @@ def test_the_store_understands_its_options(values: dict[str, str]) -> None:
     (container,) = rendered(**values)["StatefulSet"]["spec"]["template"]["spec"]["containers"]
     assert kvfetch(*container["args"], "--help").exit_code == 0
     assert kvfetch(*container["args"], "--unknown", "--help").exit_code == 2
+
+
+def test_an_existing_claim_takes_the_place_of_a_new_one() -> None:
+    new, existing = (rendered(**LEAST, **more)["StatefulSet"] for more in ({}, {"existingClaim": "mine"}))
+    data = {"name": "data", "persistentVolumeClaim": {"claimName": "mine"}}
+    assert data in existing["spec"]["template"]["spec"]["volumes"]
+    assert "volumeClaimTemplates" not in existing["spec"]
+    (claim,) = new["spec"]["volumeClaimTemplates"]
+    assert claim["metadata"]["name"] not in {volume["name"] for volume in new["spec"]["template"]["spec"]["volumes"]}
+    for version in KUBERNETES:
+        kubernetes_validate.validate(existing, version, strict=True)
+
+
+def test_the_alert_rules_and_the_dashboard_are_those_of_compose() -> None:
+    resources = rendered(**LEAST, **ALL, **{"prometheusRule.runbooks": "https://docs.example/kv/"})
+    rules = yaml.safe_load(ALERTS.read_text().replace("RUNBOOKS", "https://docs.example/kv"))
+    assert resources["PrometheusRule"]["spec"] == rules
+    assert resources["ServiceMonitor"]["spec"]["jobLabel"] in resources["Service"]["metadata"]["labels"]
+    assert resources["Service"]["metadata"]["labels"]["app.kubernetes.io/name"] == "kvfetch"  # the job in the rules
+    (dashboard,) = resources["ConfigMap"]["data"].values()
+    assert json.loads(dashboard) == json.loads((CHART.parents[1] / "grafana.json").read_text())
+
+
+def test_without_an_address_of_the_documentation_alerts_have_no_dead_links() -> None:
+    text = yaml.safe_dump(rendered(**LEAST, **ALL)["PrometheusRule"])
+    assert "RUNBOOKS" not in text
+    assert "runbook_url" not in text
+    assert text.count("alert:") == ALERTS.read_text().count("alert:")
+
+
+def test_only_peers_that_are_named_reach_the_store_and_it_reaches_nobody() -> None:
+    resources = rendered(**LEAST, **ALL, **{"networkPolicy.from[0].podSelector.matchLabels.app": "sglang"})
+    policy = resources["NetworkPolicy"]["spec"]
+    assert policy["podSelector"] == resources["StatefulSet"]["spec"]["selector"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert "egress" not in policy
+    (rule,) = policy["ingress"]
+    assert rule["from"] == [{"podSelector": {"matchLabels": {"app": "sglang"}}}]
+    (container,) = resources["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+    assert rule["ports"][0]["port"] in {port["name"] for port in container["ports"]}
+    nobody = run("template", "kv", str(CHART), **LEAST, **ALL, **{"networkPolicy.from": "null"})
+    assert "name who may connect" in nobody.stderr
 
 
 @pytest.mark.parametrize("missing", ["image", "tokenSecret"])

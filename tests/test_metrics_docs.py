@@ -13,6 +13,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.server.metrics import ServerMetrics
+from tests.test_docs import anchors
 
 ROOT = Path(__file__).parent.parent
 ALERTS = ROOT / "deploy" / "alerts.yml"
@@ -53,6 +54,12 @@ def test_alerts_and_questions_use_documented_metrics() -> None:
     used = {name for text in texts for name in re.findall(r"\b(?:sgl_)?kvfetch_[a-z_]+\b(?=[{\[)])", text)}
     assert len(used) >= 8
     assert used <= set(known)
+
+
+def test_each_alert_links_to_what_to_do() -> None:
+    links = re.findall(r'runbook_url: "RUNBOOKS/(\w+)/#([\w-]+)"', ALERTS.read_text())
+    assert len(links) == ALERTS.read_text().count("alert:")
+    assert [(page, anchor) for page, anchor in links if anchor not in anchors(ROOT / "docs" / f"{page}.md")] == []
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's prometheus")

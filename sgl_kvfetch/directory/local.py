@@ -19,6 +19,7 @@ from sgl_kvfetch.directory import files, page_index as index
 from sgl_kvfetch.directory.catalog import Catalog, SegmentState
 from sgl_kvfetch.directory.files import OpenObject
 from sgl_kvfetch.directory.local_profiles import stored_bytes as profile_bytes
+from sgl_kvfetch.directory.local_verified import read_verified, write_verified
 from sgl_kvfetch.directory.repair import DamageChecks, Repair
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.directory.stored_pins import Pins
@@ -33,6 +34,7 @@ from sgl_kvfetch.stores import (
     ObjectInfo,
     Pin,
     SegmentHit,
+    Verified,
     object_digest,
     require_name,
     require_namespace,
@@ -348,6 +350,17 @@ class LocalStore(AdminStore):
         """Write a profile in pieces. Leaving the context without ``commit`` discards it. Raises StoreError: also
         ``full`` if profiles would take too much of the capacity, and ``invalid`` if it is not one of this name."""
         return self._profiles.upload(name, size_bytes)
+
+    @on("reads")
+    def get_verified(self) -> Verified | None:
+        """Return what the last `kvfetch verify` found; None if there was none. Raises FormatError, too."""
+        with files.os_errors("reading what was verified"):
+            return read_verified(self.root)
+
+    @on("writes")
+    def put_verified(self, found: Verified) -> None:
+        with files.os_errors("writing what was verified"):
+            write_verified(self.root, found)
 
     async def warm_up(self) -> int:
         """Open the catalog. Return the number of segments that lookups can find now."""

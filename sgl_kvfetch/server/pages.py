@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import socket
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -31,7 +32,17 @@ from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import Failure, ServerMetrics
 from sgl_kvfetch.server.pictures import Pictures
 from sgl_kvfetch.server.tokens import ROLE, Role, require_role
-from sgl_kvfetch.stores import MAX_LABEL, Pin, ProfileKeys, ProfileRow, is_namespace, list_profiles, profile_rows
+from sgl_kvfetch.server.verified import LastVerified
+from sgl_kvfetch.stores import (
+    MAX_LABEL,
+    Pin,
+    ProfileKeys,
+    ProfileRow,
+    Verified,
+    is_namespace,
+    list_profiles,
+    profile_rows,
+)
 from sgl_kvfetch.stores.upkeep import whole_pages
 from sgl_kvfetch.stores.wire import MAX_LOOKUP_PAGES, MAX_LOOKUP_REQUEST_BYTES, PAGE_PATHS, Route
 
@@ -88,6 +99,8 @@ class Summary(msgspec.Struct, frozen=True):
     """What the page shows. All who ask share it; the header ``KVFetch-Role`` says what their own token permits."""
 
     now_s: float
+    host: str  # as the machine calls itself
+    directory: str
     version: str
     started_s: float
     capacity_bytes: int | None
@@ -98,6 +111,7 @@ class Summary(msgspec.Struct, frozen=True):
     takes_text: bool  # whether prompts may be texts
     folders: list[FolderRow]
     profiles: list[ProfileRow]  # the newest first
+    verified: Verified | None  # what `kvfetch verify` last found
     history: list[LoadSample]
 
 
@@ -131,6 +145,7 @@ class PageHandlers:
         self._folders: list[FolderRow] = []
         self._folders_until_s = 0.0
         self._profiles: list[ProfileRow] = []
+        self._last_verified = LastVerified(store, bodies)
         self._summary = b""
         self._summary_until_s = 0.0
         self._asking = asyncio.Lock()
@@ -140,7 +155,7 @@ class PageHandlers:
         self._prompting = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
-        names = dict(zip(PAGE_PATHS, ("page.html", "page.css", "page.js"), strict=True))
+        names = {path: path[1:] or "page.html" for path in PAGE_PATHS}
         one_segment = "/{name:.+}"
         return [
             *(web.get(path, self._file(name)) for path, name in names.items()),
@@ -149,6 +164,7 @@ class PageHandlers:
             web.get(Route.SEGMENTS + one_segment, self.segment, allow_head=False),
             web.get(Route.PICTURES + one_segment, self.picture, allow_head=False),
             web.post(Route.PROMPTS, self.prompt),
+            web.put(Route.VERIFIED, self._last_verified.put),
         ]
 
     def _file(self, name: str) -> Any:
@@ -188,6 +204,8 @@ class PageHandlers:
                 self._metrics.note_usage(usage)
                 summary = Summary(
                     time.time(),
+                    socket.gethostname(),
+                    str(self._config.root.absolute()),
                     __version__,
                     self._metrics.started_s,
                     self._config.capacity_bytes,
@@ -198,6 +216,7 @@ class PageHandlers:
                     self._config.tokenizer is not None,
                     self._folders,
                     self._profiles,
+                    await self._last_verified.get(f"{row.weights}/{row.digest}" for row in self._profiles),
                     [*self._history, LoadSample(time.time(), self._metrics.activity())],
                 )
                 self._summary = msgspec.json.encode(summary)

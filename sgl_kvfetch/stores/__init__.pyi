@@ -50,3 +50,10 @@ from .profiles import (
 )
 from .redis_index import IndexOptions as IndexOptions, PageIndex as PageIndex
 from .remote import Breaker as Breaker, HttpOptions as HttpOptions, TlsFiles as TlsFiles
+from .verified import (
+    MAX_DAMAGED as MAX_DAMAGED,
+    MAX_VERIFIED_BYTES as MAX_VERIFIED_BYTES,
+    Damaged as Damaged,
+    Verified as Verified,
+    decode_verified as decode_verified,
+)

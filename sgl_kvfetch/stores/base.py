@@ -36,6 +36,7 @@ from sgl_kvfetch.side_by_side import side_by_side
 
 if TYPE_CHECKING:
     from sgl_kvfetch.stores.pins import Pin
+    from sgl_kvfetch.stores.verified import Verified
 
 _READS_AT_ONCE = 16
 _NAMESPACE = re.compile(NAMESPACE_PATTERN)
@@ -263,6 +264,13 @@ class AdminStore(Store):
         if content is not None and name in decode_manifest(content).data_names:
             return False
         return await self.delete(name)
+
+    async def tell_verified(self, found: Verified) -> None:
+        """Tell a server what `kvfetch verify` found, for its page. This default does nothing: there is no server.
+
+        Raises StoreError.
+        """
+        return
 
     def sweeping(self) -> AbstractAsyncContextManager[None]:
         """Exclude other sweepers of this store. This default excludes nobody.

@@ -36,6 +36,7 @@ from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_
 from sgl_kvfetch.stores.profiles import require_profile_length, require_profile_list, require_profile_name
 from sgl_kvfetch.stores.proxies import environment_proxy
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, listing_of
+from sgl_kvfetch.stores.verified import Verified
 
 T = TypeVar("T")
 
@@ -287,6 +288,10 @@ class HttpStore(RemoteStore):
 
     def _profile_url(self, name: str) -> str:
         return f"{self.url}{wire.Route.PROFILES}/{require_profile_name(name)}"
+
+    async def tell_verified(self, found: Verified) -> None:
+        what, url = "telling the store what was verified", self.url + wire.Route.VERIFIED
+        await self._ask(what, "PUT", url, 201, 404, body=found.encode())  # 404: an older server
 
     async def close(self) -> None:
         self._closed = True

@@ -28,9 +28,10 @@ class Route(StrEnum):
     SEGMENTS = "/v1/segments"
     PICTURES = "/v1/pictures"
     PROMPTS = "/v1/prompts"
+    VERIFIED = "/v1/verified"
 
 
-PAGE_PATHS = ("/", "/page.css", "/page.js")
+PAGE_PATHS = ("/", "/page.css", "/basics.js", "/charts.js", "/segments.js", "/page.js")
 
 MSGPACK_TYPE = "application/msgpack"
 NDJSON_TYPE = "application/x-ndjson"

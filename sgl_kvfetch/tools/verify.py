@@ -28,7 +28,7 @@ from sgl_kvfetch.codec import (
 from sgl_kvfetch.errors import ConfigError, EncryptedError, FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck, parse_object_name
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.stores import ObjectInfo, ProfileKeys
+from sgl_kvfetch.stores import MAX_DAMAGED, AdminStore, Damaged, ObjectInfo, ProfileKeys, Verified
 from sgl_kvfetch.stores.upkeep import Objects, StoredSegment, decode_named_manifest, read_manifest
 from sgl_kvfetch.tools.packages import how_to_install, missing_package
 from sgl_kvfetch.tools.summary import signature_of
@@ -85,8 +85,11 @@ def verify(
     The output ends with commands that delete corrupt segments: servers compute and store those again.
 
     The exit code is 0 if everything is valid, 1 if something is corrupt or missing, 2 if the store cannot be read.
-    Only --rebuild changes anything: the catalog. Data without a manifest, left by a crashed writer, are counted but are
-    no error.
+    Only --rebuild changes anything that is stored: the catalog. Data without a manifest, left by a crashed writer, are
+    counted but are no error.
+
+    The page of `kvfetch serve` shows what the last run over all of it found, if the store was given by its URL. With a
+    token, that takes the role write.
 
     Examples:
 
@@ -98,9 +101,10 @@ def verify(
     """
     keys, encryption_keys = read_manifest_keys(manifest_key_file), read_encryption_keys(encryption_key_file)
     store: str | None = None
+    untold: str | None = None
 
     async def check(opened: OpenTarget) -> Report:
-        nonlocal store
+        nonlocal store, untold
         store = opened.store
         if rebuild:
             from sgl_kvfetch.directory import LocalStore
@@ -111,15 +115,33 @@ def verify(
         report = await _verify(opened, await opened.list_segments(), keys, encryption_keys, jobs)
         if not opened.prefix:
             report.profiles = await opened.unusable_profiles(ProfileKeys(keys, encryption_keys))
+            if isinstance(opened.objects, AdminStore):
+                try:
+                    await opened.objects.tell_verified(_for_the_page(report))
+                except StoreError as e:  # with a token that may only read, most likely
+                    untold = str(e)
         return report
 
     try:
         report = run_on_target(target, token, token_file, check)
     except FormatError as e:  # TARGET is the path of an invalid manifest
         report = Report(problems=[Problem(str(Path(target)), str(e))])
-    show(report, as_json, [*_lines(report), *_next_steps(report, store)])
+    lines = [*_lines(report), *_next_steps(report, store)]
+    if untold is not None:
+        lines.append(f"the store's page does not show this result: {untold}")
+    show(report, as_json, lines)
     if report.problems or report.profiles:
         raise typer.Exit(1)
+
+
+def _for_the_page(report: Report) -> Verified:
+    """Return the first problem of each damaged object, the first objects by name."""
+    first: dict[str, str] = {}
+    for problem in report.problems:
+        first.setdefault(problem.name, problem.what)
+    first |= {f"profile {name}": what for name, what in report.profiles.items()}
+    damaged = tuple(Damaged(name[:200], printable(what)[:500]) for name, what in sorted(first.items())[:MAX_DAMAGED])
+    return Verified(report.num_segments, report.read_bytes, len(first), damaged)
 
 
 async def _verify(
@@ -193,6 +215,7 @@ def _next_steps(report: Report, store: str | None) -> Iterator[str]:
         yield f"  kvfetch clear {shlex.quote(f'{store}#{stem}')}"
     if len(stems) > MAX_COMMANDS:
         yield f"  ... and {len(stems) - MAX_COMMANDS} more segments, which --json names"
+    yield "if the disk of the store did it (its kernel's log says so), move the store to a sound one first"
 
 
 @dataclass(frozen=True, slots=True)

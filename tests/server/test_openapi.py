@@ -18,6 +18,7 @@ from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import ObjectInfo
 from sgl_kvfetch.stores.pins import Pin
 from sgl_kvfetch.stores.profiles import ProfileRow
+from sgl_kvfetch.stores.verified import Damaged
 
 DOCUMENT = yaml.safe_load((Path(__file__).parents[2] / "docs" / "openapi.yaml").read_text())
 OPERATIONS: dict[tuple[str, str], Any] = {
@@ -37,7 +38,7 @@ def test_the_document_has_the_routes_of_the_server(tmp_path: Path) -> None:
     "struct",
     [
         *(ObjectInfo, wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, wire.Profiles, Pin),
-        *(pages.Summary, metrics.Failure, pages.FolderRow, ProfileRow, pages.LoadSample),
+        *(pages.Summary, metrics.Failure, pages.FolderRow, ProfileRow, pages.LoadSample, Damaged),
     ],
 )
 def test_bodies_have_the_fields_that_the_document_names(struct: type[msgspec.Struct]) -> None:

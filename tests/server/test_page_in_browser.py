@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,11 +114,69 @@ def test_what_is_stored(page: Browser) -> None:
     assert "of 1.0 GiB" in page.text("#bars")
     rows = {row.text.split()[0]: row.text for row in page.all("#folders tbody tr")}
     assert "conformance," in rows
-    page.all("#folders tbody button")[0].click()
-    page.find("#segments tbody button").click()
+    page.all("#folders tbody a")[0].click()
+    page.find("#segments tbody a").click()
     assert "pages of 1" in page.text("#segment dl")
     page.until(lambda: page.driver.execute_script("return document.querySelector('#segment img').naturalWidth > 0"))
     assert page.find("#segment img").get_attribute("alt")
+
+
+def test_title_and_heading_name_the_store(page: Browser) -> None:
+    name = f"{socket.gethostname()}:"
+    assert page.text("h1").startswith(f"kvfetch store {name}/")
+    assert page.driver.title.startswith(f"{name}/")
+
+
+def test_a_segment_has_an_address(page: Browser) -> None:
+    """A link that somebody was sent opens the same segment, and the browser's Back goes where they were."""
+    page.all("#folders tbody a")[0].click()
+    name = page.find("#segments tbody a").get_attribute("title")
+    page.find("#segments tbody a").click()
+    page.until(lambda: name in page.text("#segment dl"))
+    address = page.driver.current_url
+    page.driver.back()
+    page.until(lambda: not page.driver.find_element(By.ID, "segment").is_displayed())
+    assert page.find("#segments").is_displayed()
+    page.driver.get("about:blank")
+    page.driver.get(address)
+    page.until(lambda: name in page.text("#segment dl"))
+    page.find("#siblings").click()
+    page.find("#segments tbody a")
+
+
+def test_failures_are_grouped_by_cause(page: Browser) -> None:
+    page.driver.execute_script("""
+        const failure = (at_s, client, cause) => ({ at_s, client, cause, what: `PUT ${at_s}`, message: "" });
+        latest.now_s = 100;
+        latest.failures = [failure(10, "a", "io:EIO"), failure(20, "b", "full"), failure(30, "c", "io:EIO")];
+        latest.history.at(-1).values["failures_total:io:EIO"] = 7;
+        drawFailures(latest);""")
+    assert [row.text for row in page.all("#causes tbody tr")] == [
+        "io:EIO 7 70 s ago a, c PUT 30:",
+        "full 1 80 s ago b PUT 20:",
+    ]
+    page.all("#causes tbody a")[0].click()
+    assert [row.text.split()[-2:] for row in page.all("#cause tbody tr")] == [["PUT", "30:"], ["PUT", "10:"]]
+
+
+def test_what_is_corrupt_comes_with_what_to_do(page: Browser, url: str) -> None:
+    profile = f"profile {'1' * 32}/{'2' * 32}"
+    stem = f"{'0' * 32}.0-1/8-{'a' * 64}"
+    page.driver.execute_script(
+        """latest.verified = { at_s: latest.now_s, num_segments: 3, read_bytes: 99, num_damaged: 3, damaged: [
+            { name: `${arguments[0]}.kvm`, what: "checksum" }, { name: arguments[1], what: "digest" },
+            { name: `${arguments[0]}.${"b".repeat(32)}.kvd`, what: "missing" }] };
+        drawVerified(latest);""",
+        stem,
+        profile,
+    )
+    page.find("#next").click()
+    assert page.driver.execute_script("return scrollY") > 0
+    assert page.text("#remedy").splitlines() == [
+        f"kvfetch clear '{url}#{stem}'",
+        f"kvfetch profile rm {url} {'2' * 32} # and publish it again",
+    ]
+    assert page.find("#damage tbody a").get_attribute("href").endswith(f"#segment={stem.replace('/', '%2F')}.kvm")
 
 
 def test_profiles_are_shown(page: Browser) -> None:
@@ -127,12 +188,12 @@ def test_profiles_are_shown(page: Browser) -> None:
 def test_dropped_levels_are_shown_if_there_are_any(page: Browser) -> None:
     assert "Dropped levels" not in page.text("#tiles")
     page.driver.execute_script("latest.history.at(-1).values['dropped_levels_total'] = 42; draw(latest)")
-    assert "Dropped levels\n42" in page.text("#tiles")
+    assert re.search(r"Dropped levels\n42\nlast \d+ (s|min)", page.text("#tiles"))
 
 
 def test_segments_are_found_by_the_beginning_of_their_names(page: Browser) -> None:
-    page.all("#folders tbody button")[0].click()
-    name = page.find("#segments tbody button").text.rstrip("…")
+    page.all("#folders tbody a")[0].click()
+    name = page.find("#segments tbody a").text.rstrip("…")
     page.find("#prefix").send_keys("9-", Keys.ENTER)
     page.until(lambda: not page.all("#segments tbody tr"))
     page.find("#prefix").clear()
@@ -169,6 +230,10 @@ def test_a_chart_says_what_was_when(page: Browser) -> None:
         ("s.failures = [{at_s: 600, cause: 'io:EIO'}]", "Healthy"),
         ("last.stored_bytes = 99", "Healthy, and full: the least recently used is evicted"),
         (
+            "s.verified = {at_s: 941, num_damaged: 2, damaged: []}",
+            "CORRUPT: 2 objects, as kvfetch verify found 60 s ago",
+        ),
+        (
             "last.stored_bytes = 99, last.evicted_segments_total = 60",
             "Full and thrashing: 60 segments evicted within the hour, 50 are left",
         ),
@@ -178,11 +243,27 @@ def test_a_chart_says_what_was_when(page: Browser) -> None:
 def test_the_verdict_comes_first(page: Browser, change: str, verdict: str) -> None:
     script = f"""
         const last = {{ stored_bytes: 10, segments: 50, evicted_segments_total: 0 }};
-        const s = {{ now_s: 1001, capacity_bytes: 100, write_problem: null, failures: [],
+        const s = {{ now_s: 1001, capacity_bytes: 100, write_problem: null, failures: [], verified: null,
                      history: [{{ at_s: 900, values: {{}} }}, {{ at_s: 1000, values: last }}] }};
         {change};
         return verdict(s)[0];"""
     assert page.driver.execute_script(script) == verdict
+
+
+@pytest.mark.parametrize(
+    ("value", "are_bytes", "top"),
+    [
+        (0, "false", 0.1),
+        (0, "true", 1024),
+        (0.3, "false", 0.5),
+        (7, "false", 10),
+        (20, "false", 20),
+        (1200, "true", 2048),
+        (1 << 20, "true", 1 << 20),
+    ],
+)
+def test_a_scale_ends_with_a_round_number(page: Browser, value: float, are_bytes: str, top: float) -> None:
+    assert page.driver.execute_script(f"return scaleTop({value}, {are_bytes})") == pytest.approx(top)
 
 
 def test_names_are_text(page: Browser) -> None:
@@ -202,10 +283,10 @@ def test_a_prompt_by_keyboard_alone(page: Browser) -> None:
 
 def test_a_table_s_place_survives_an_update(page: Browser) -> None:
     """Somebody at the keyboard stays in the row where they are."""
-    button = page.all("#folders tbody button")[1]
+    button = page.all("#folders tbody a")[1]
     page.driver.execute_script("window.before = arguments[0]; window.before.focus()", button)
     page.until(lambda: page.driver.execute_script("return !window.before.isConnected"))
-    assert page.driver.switch_to.active_element == page.all("#folders tbody button")[1]
+    assert page.driver.switch_to.active_element == page.all("#folders tbody a")[1]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -215,10 +296,10 @@ def test_texts_stand_out_from_the_background(page: Browser, scheme: str) -> None
     page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     colours: dict[str, str] = page.driver.execute_script(
         "const style = getComputedStyle(document.documentElement);"
-        "return Object.fromEntries(['back', 'panel', 'front', 'faint', 'first', 'bad']"
+        "return Object.fromEntries(['back', 'panel', 'front', 'faint', 'first', 'bad', 'good']"
         ".map(name => [name, style.getPropertyValue('--' + name).trim()]))"
     )
-    for name in ("front", "faint", "first", "bad"):
+    for name in ("front", "faint", "first", "bad", "good"):
         for back in ("back", "panel"):
             assert contrast(colours[name], colours[back]) >= 4.5, (name, back)
 
@@ -241,3 +322,23 @@ def test_nothing_was_refused_or_failed_in_the_page(page: Browser) -> None:
     page.find("#charts svg")
     messages = [entry["message"] for entry in page.driver.get_log("browser")]
     assert [text for text in messages if "Content Security Policy" in text or "Uncaught" in text] == []
+
+
+def test_an_empty_store_says_how_to_use_it(browser: Browser, tmp_path: Path) -> None:
+    with StoreProcess(tmp_path / "store") as store:
+        browser.driver.get(store.url)
+        assert f'{{"store": "{store.url}"}}' in browser.text("#how")
+        assert "--host 0.0.0.0" in browser.text("#how-far")
+        assert not browser.driver.find_element(By.ID, "models").is_displayed()
+
+
+def test_a_phone_shows_two_tiles_side_by_side_and_nothing_sticks_out(page: Browser) -> None:
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        page.until(lambda: page.driver.execute_script("return innerWidth") == 390)
+        lefts = {tile.rect["x"] for tile in page.all("#tiles > div")}
+        assert len(lefts) == 2
+        assert page.driver.execute_script("return document.documentElement.scrollWidth") == 390
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

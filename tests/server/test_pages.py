@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from sgl_kvfetch.server import ServerConfig, pages
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.profiles import seal_profile
+from sgl_kvfetch.stores.verified import Damaged, Verified
 from tests.segments import with_labels
 from tests.stores.test_profiles import BOTH, save
 
@@ -51,9 +53,10 @@ async def get(session: aiohttp.ClientSession, path: str, status: int = 200, **qu
 
 async def test_only_the_page_itself_needs_no_token(tmp_path: Path) -> None:
     async with serving(tmp_path, token="secret") as session:
-        for path, kind in zip(wire.PAGE_PATHS, ("text/html", "text/css", "text/javascript"), strict=True):
+        kinds = {"": "text/html", ".css": "text/css", ".js": "text/javascript"}
+        for path in wire.PAGE_PATHS:
             async with session.get(path) as response:
-                assert (response.status, response.content_type) == (200, kind)
+                assert (response.status, response.content_type) == (200, kinds[Path(path).suffix])
                 policy = response.headers["Content-Security-Policy"]
             assert policy.startswith("default-src 'none'")
             assert "unsafe" not in policy
@@ -107,6 +110,34 @@ async def test_profiles_are_shown(tmp_path: Path) -> None:
     assert (newest["model"], newest["put_s"], newest["problem"]) == ("numbers", 1e9 + 2, "")
 
 
+async def test_what_verify_found_is_shown_until_it_is_deleted_or_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_SUMMARY_AGE_S", -1.0)
+    segments = [make_segment(page_hashes(4, seed), 0, 4) for seed in ("sound", "deleted", "rewritten", "damaged")]
+    manifests = [segment.manifest.key.manifest_name for segment in segments]
+    found = Verified(4, 1000, 103, tuple(Damaged(name, "checksum does not match") for name in [*manifests[1:], "odd"]))
+    async with serving(tmp_path, *segments) as session:
+        assert (await get(session, wire.Route.SUMMARY))["verified"] is None
+        async with session.put(wire.Route.VERIFIED, data=b"{}") as response:
+            assert response.status == 400
+            assert "num_segments" in (await response.json())["message"]
+        async with session.put(wire.Route.VERIFIED, data=found.encode()) as response:
+            assert response.status == 201
+        (tmp_path / manifests[1]).unlink()
+        os.utime(tmp_path / manifests[2], (1e10, 1e10))
+        shown = await get(session, wire.Route.SUMMARY)
+    assert 0 <= shown["now_s"] - shown["verified"]["at_s"] < 600
+    assert [each["name"] for each in shown["verified"]["damaged"]] == [manifests[3]]
+    assert shown["verified"]["num_damaged"] == 100
+
+
+async def test_a_result_of_verify_that_cannot_be_read_does_not_hide_the_page(tmp_path: Path) -> None:
+    (tmp_path / ".verified.json").write_text("{")
+    async with serving(tmp_path) as session:
+        assert (await get(session, wire.Route.SUMMARY))["verified"] is None
+
+
 async def test_models_and_quantisers_have_names_for_people(tmp_path: Path) -> None:
     segment = with_labels(make_segment(page_hashes(8), 0, 8), Labels("org/llama", "klt 6.5e-4"))
     async with serving(tmp_path, segment) as session:
@@ -139,6 +170,7 @@ async def test_a_summary_has_the_last_failures_and_the_token_s_role(
         assert 0 <= summary["now_s"] - at_s < 600
         assert failure == {"client": "127.0.0.1", "what": "GET /v1/pins", "cause": "io", "message": "a bad disk"}
         assert summary["version"] == __version__
+        assert (summary["host"], summary["directory"]) == (socket.gethostname(), str(tmp_path / "store"))
         assert 0 < summary["disk_free_bytes"] < summary["disk_bytes"]
 
 

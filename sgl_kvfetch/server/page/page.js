@@ -1,44 +1,10 @@
 "use strict";
-const $ = (selector) => document.querySelector(selector);
+// The page: what the summary says, how much of a prompt is stored, and tokens.
 const EVERY_MS = 5000;
 const ROLES = ["read", "write", "admin"];
 let folders = new Map();
 let latest = null;
 let role = "read";
-
-function withAttributes(made, attributes) {
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  return made;
-}
-
-// Everything that a store says is put into text, never into markup: names of models are whatever a writer chose.
-function element(tag, text = "", attributes = {}) {
-  const made = withAttributes(document.createElement(tag), attributes);
-  made.textContent = text;
-  return made;
-}
-
-const drawing = (tag, attributes) => withAttributes(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes);
-
-function size(bytes) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-  let step = 0;
-  for (; bytes >= 1024 && step < units.length - 1; step++) bytes /= 1024;
-  return `${step && bytes < 100 ? bytes.toFixed(1) : Math.round(bytes)} ${units[step]}`;
-}
-
-const count = (number) => number.toLocaleString("en");
-const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(share > 0.1 ? 0 : 1)}%` : "–");
-
-function span(seconds) {
-  if (seconds < 90) return `${Math.round(seconds)} s`;
-  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
-  if (seconds < 129600) return `${Math.round(seconds / 3600)} h`;
-  return `${Math.round(seconds / 86400)} days`;
-}
-
-const ago = (seconds) => `${span(seconds)} ago`;
-const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 
 function bar(term, value, most, text) {
   const pair = element("div");
@@ -46,7 +12,7 @@ function bar(term, value, most, text) {
   const track = drawing("svg", { class: "bar", viewBox: "0 0 100 1", preserveAspectRatio: "none", "aria-hidden": "true" });
   track.append(drawing("rect", { width: 100 * full, height: 1, class: full > 0.9 ? "full" : "" }));
   const share = most ? `${percent(full)}: ` : "";
-  pair.append(element("dt", term), element("dd", `${share}${size(value)} ${text}`), track);
+  pair.append(element("dt", term), element("dd", `${share}${size(value)}${text}`), track);
   return pair;
 }
 
@@ -64,18 +30,10 @@ const may = (needed) => ROLES.indexOf(role) >= ROLES.indexOf(needed);
 
 const askJson = async (path, options) => (await ask(path, options)).json();
 
-// The children of a <dl>.
-function pairs(rows) {
-  return rows.map(([term, value]) => {
-    const pair = element("div");
-    pair.append(element("dt", term), element("dd", value));
-    return pair;
-  });
-}
-
-function say(text, isBad = false) {
+// kind: "good", "bad", or "" for what is neither.
+function say(text, kind = "") {
   $("#status").textContent = text;
-  $("#status").classList.toggle("bad", isBad);
+  $("#status").className = kind;
 }
 
 // Runs what somebody asked for, and says what went wrong.
@@ -83,7 +41,7 @@ async function attempt(work, place = $("#status")) {
   try {
     await work();
   } catch (error) {
-    if (place === $("#status")) say(error.message, true);
+    if (place === $("#status")) say(error.message, "bad");
     else place.textContent = error.message;
   }
 }
@@ -92,95 +50,148 @@ async function show() {
   try {
     const answer = await ask("v1/summary");
     role = answer.headers.get("KVFetch-Role") ?? "read";
+    const isFirst = latest === null;
     latest = await answer.json();
     $("#login").hidden = true;
     $("#store").hidden = false;
     draw(latest);
     say(...verdict(latest));
+    if (isFirst) follow();
   } catch (error) {
     if (error.status === 401) {
       sessionStorage.removeItem("token");
       $("#store").hidden = true;
       $("#login").hidden = false;
-      say("This token is not valid.", true);
+      say("This token is not valid.", "bad");
       return;
     }
-    say(error.status ? error.message : "The store does not answer.", true);
+    say(error.status ? error.message : "The store does not answer.", "bad");
   }
   setTimeout(show, EVERY_MS);
 }
 
-// What somebody who was called at night has to know first, and whether it is bad.
-function verdict({ history, failures, write_problem, capacity_bytes, now_s }) {
-  if (write_problem) return [`Read only: ${write_problem}`, true];
+// What somebody who was called at night has to know first, and whether it is good or bad.
+function verdict({ history, failures, write_problem, capacity_bytes, now_s, verified }) {
+  if (write_problem) return [`Read only: ${write_problem}`, "bad"];
   const recent = failures.filter((each) => each.at_s > now_s - 300);
-  if (recent.length) return [`Errors: ${recent.length} in 5 minutes, the last one ${recent.at(-1).cause}`, true];
+  if (recent.length) return [`Errors: ${recent.length} in 5 minutes, the last one ${recent.at(-1).cause}`, "bad"];
+  if (verified?.num_damaged) {
+    return [`CORRUPT: ${count(verified.num_damaged)} objects, as kvfetch verify found ${ago(now_s - verified.at_s)}`, "bad"];
+  }
   const now = history.at(-1).values;
   const first = history.find((sample) => sample.at_s > now_s - 3600).values;
   const evicted = (now["evicted_segments_total"] ?? 0) - (first["evicted_segments_total"] ?? 0);
   const isFull = capacity_bytes !== null && now["stored_bytes"] > 0.9 * capacity_bytes;
   if (isFull && evicted > now["segments"]) {
-    return [`Full and thrashing: ${count(evicted)} segments evicted within the hour, ${count(now["segments"])} are left`, true];
+    return [`Full and thrashing: ${count(evicted)} segments evicted within the hour, ${count(now["segments"])} are left`, "bad"];
   }
-  return [isFull ? "Healthy, and full: the least recently used is evicted" : "Healthy", false];
+  return [isFull ? "Healthy, and full: the least recently used is evicted" : "Healthy", "good"];
 }
 
-// Rates between samples. A counter that falls was started again.
-function rates(history, names) {
-  const points = [];
-  for (let i = 1; i < history.length; i++) {
-    const [before, now] = [history[i - 1], history[i]];
-    const seconds = now.at_s - before.at_s;
-    if (seconds < 0.5) continue;
-    const changes = names.map((name) => Math.max(0, (now.values[name] ?? 0) - (before.values[name] ?? 0)) / seconds);
-    points.push({ at_s: now.at_s, values: changes });
-  }
-  return points;
-}
+const originUrl = () => (location.origin + location.pathname).replace(/\/+$/, "");
 
 function draw(summary) {
   const { history } = summary;
   const now = history.at(-1).values;
-  const total = (pick) => summary.folders.reduce((sum, row) => sum + pick(row), 0);
-  const stored = now["stored_bytes"] ?? 0;
+  const place = `${summary.host}:${summary.directory}`;
+  document.title = `${place} – kvfetch store`;
+  $("#place").textContent = place;
+  $("#about").textContent = `Version ${summary.version}, up for ${span(summary.now_s - summary.started_s)}`;
   const capacity = summary.capacity_bytes;
-  const [hit, missed] = [now["lookup_pages_total:hit"] ?? 0, now["lookup_pages_total:miss"] ?? 0];
-  const recent = rates(history.slice(-7), ["sent_bytes_total", "received_bytes_total"]);
-  const mean = (index) => (recent.length ? recent.reduce((sum, p) => sum + p.values[index], 0) / recent.length : 0);
   const disk = summary.disk_bytes;
   $("#bars").replaceChildren(
-    bar("Stored", stored, capacity, capacity === null ? "no limit" : `of ${size(capacity)}`),
-    bar("Disk used", disk - summary.disk_free_bytes, disk, `of ${size(disk)}, ${size(summary.disk_free_bytes)} free`),
+    bar("Stored", now["stored_bytes"] ?? 0, capacity, capacity === null ? ", no limit" : ` of ${size(capacity)}`),
+    bar("Disk used", disk - summary.disk_free_bytes, disk, ` of ${size(disk)}, ${size(summary.disk_free_bytes)} free`),
   );
-  $("#about").textContent = `Version ${summary.version}, up for ${span(summary.now_s - summary.started_s)}`;
-  const tiles = [
-    ["K and V before coding", size(total((row) => row.raw_bytes))],
-    ["Segments", count(now["segments"] ?? 0)],
-    ["Pages found", percent(hit / (hit + missed))],
-    ["Sent", `${size(mean(0))}/s`],
-    ["Received", `${size(mean(1))}/s`],
-    ["Evicted segments", count(now["evicted_segments_total"] ?? 0)],
-    ...(now["dropped_levels_total"] ? [["Dropped levels", count(now["dropped_levels_total"])]] : []),
-    ["Requests in flight", count(now["requests_in_flight"] ?? 0)],
-  ];
-  $("#tiles").replaceChildren(...pairs(tiles));
+  $("#tiles").replaceChildren(...pairs(tiles(summary)));
   if (!$("#charts").matches(":hover")) drawCharts();
   const statuses = Object.entries(now).filter(([name, value]) => name.startsWith("requests_total:") && value);
   const errors = statuses.map(([name, n]) => [name.split(":")[1], n]).filter(([status]) => status !== "404");
   $("#errors").textContent = errors.length
     ? `Refused or failed since the start: ${errors.map(([status, n]) => `${count(n)} × ${status}`).join(", ")}`
     : "";
-  $("#failures").hidden = !summary.failures.length;
-  replaceRows($("#failures tbody"), summary.failures.toReversed(), (failure) => failure.at_s, (failure) => [
-    element("td", new Date(1000 * failure.at_s).toLocaleTimeString(), { title: ago(summary.now_s - failure.at_s) }),
-    failure.client || "–",
-    failure.cause,
-    element("td", `${failure.what}: ${failure.message}`, { class: "long" }),
+  drawFailures(summary);
+  drawEmpty(summary);
+  drawFolders(summary);
+  drawProfiles(summary);
+  drawVerified(summary);
+  $("#text-help").textContent = summary.takes_text
+    ? "A text as SGLang gets it after its chat template, or token numbers such as [1, 2, 3]."
+    : "Token numbers such as [1, 2, 3]. For texts, the store needs kvfetch serve --tokenizer.";
+}
+
+// Values of now, and of the last minute and hour: each says of which.
+function tiles({ folders: rows, history }) {
+  const now = history.at(-1);
+  const [minute, hour] = [history.at(-7) ?? history[0], history[0]];
+  const [sent, received] = rates([minute, now], ["sent_bytes_total", "received_bytes_total"])[0]?.values ?? [0, 0];
+  const during = (name) => (now.values[name] ?? 0) - (hour.values[name] ?? 0);
+  const [hit, missed] = [during("lookup_pages_total:hit"), during("lookup_pages_total:miss")];
+  const dropped = during("dropped_levels_total");
+  const [mean, last] = [`mean of ${span(now.at_s - minute.at_s)}`, `last ${span(now.at_s - hour.at_s)}`];
+  return [
+    ["Raw size", size(rows.reduce((sum, row) => sum + row.raw_bytes, 0)), "now"],
+    ["Segments", count(now.values["segments"] ?? 0), "now"],
+    ["Pages found", percent(hit / (hit + missed)), last],
+    ["Sent", `${size(sent)}/s`, mean],
+    ["Received", `${size(received)}/s`, mean],
+    ["Evictions", count(during("evicted_segments_total")), last],
+    ...(dropped ? [["Dropped levels", count(dropped), last]] : []),
+    ["Requests in flight", count(now.values["requests_in_flight"] ?? 0), "now"],
+  ];
+}
+
+// One row a cause; a click on it shows its failures one by one.
+function drawFailures({ failures, history, now_s }) {
+  const counts = history.at(-1).values;
+  const chosen = new URLSearchParams(location.hash.slice(1)).get("cause");
+  const groups = new Map();
+  for (const failure of failures) groups.set(failure.cause, [...(groups.get(failure.cause) ?? []), failure]);
+  const clients = (found) => {
+    const names = [...new Set(found.map((failure) => failure.client).filter(Boolean))];
+    return names.length > 2 ? `${names.slice(0, 2).join(", ")} and ${names.length - 2} more` : names.join(", ") || "–";
+  };
+  const happened = (failure) => element("td", `${failure.what}: ${failure.message}`, { class: "long" });
+  $("#failures").hidden = !failures.length;
+  const rows = [...groups].sort(([, a], [, b]) => b.at(-1).at_s - a.at(-1).at_s);
+  replaceRows($("#causes tbody"), rows, ([cause]) => cause, ([cause, found]) => [
+    link(cause, cause === chosen ? {} : { cause }, cause === chosen ? "Hide its failures" : "Show its failures"),
+    number(count(counts[`failures_total:${cause}`] ?? found.length)),
+    ago(now_s - found.at(-1).at_s),
+    clients(found),
+    happened(found.at(-1)),
   ]);
+  const single = groups.get(chosen) ?? [];
+  $("#cause").hidden = !single.length;
+  $("#cause-title").textContent = `The last ${single.length} of ${chosen}`;
+  replaceRows($("#cause tbody"), single.toReversed(), (failure) => failure.at_s, (failure) => [
+    element("td", new Date(1000 * failure.at_s).toLocaleTimeString(), { title: ago(now_s - failure.at_s) }),
+    failure.client || "–",
+    happened(failure),
+  ]);
+}
+
+function drawEmpty(summary) {
+  const isEmpty = !summary.folders.length;
+  $("#empty").hidden = !isEmpty;
+  $("#models").hidden = isEmpty;
+  if (!isEmpty) return;
+  const isLocal = ["localhost", "127.0.0.1", "[::1]"].includes(location.hostname);
+  const token = sessionStorage.getItem("token") ? "export KVFETCH_TOKEN=TOKEN    # with the role write\n" : "";
+  $("#how").textContent = `${token}sglang serve --model-path MODEL --page-size 64 --enable-hierarchical-cache \\
+    --hicache-storage-backend kvfetch \\
+    --hicache-storage-backend-extra-config '{"store": "${originUrl()}"}'`;
+  $("#how-far").textContent = isLocal
+    ? `Other machines do not reach ${location.hostname}: start the store with --host 0.0.0.0 and --token-file, and give them its address.`
+    : "";
+  $("#how-else").textContent = `kvfetch doctor ${originUrl()}`;
+}
+
+function drawFolders(summary) {
   folders = new Map(summary.folders.map((row) => [row.folder, row]));
   const rows = [...summary.folders].sort((a, b) => b.stored_bytes - a.stored_bytes);
   replaceRows($("#folders tbody"), rows, (row) => row.folder, (row) => [
-    button(`${short(row.model || row.folder)}, ${row.folder.split(".")[1]}`, () => showSegments(row.folder),
+    link(`${short(row.model || row.folder)}, ${row.folder.split(".")[1]}`, { folder: row.folder },
       row.model_identity || row.folder),
     element("td", short(row.quantiser), { title: row.quantiser_identity }),
     number(count(row.num_segments)),
@@ -191,6 +202,9 @@ function draw(summary) {
     ago(summary.now_s - row.last_used_s),
     ago(summary.now_s - row.first_used_s),
   ]);
+}
+
+function drawProfiles(summary) {
   const storedBy = (profile) => summary.folders
     .filter((row) => row.quantiser_identity.startsWith(`klt(profile=${profile.digest};`))
     .reduce((sum, row) => sum + row.stored_bytes, 0);
@@ -203,185 +217,31 @@ function draw(summary) {
     number(size(profile.num_bytes)),
     number(size(storedBy(profile))),
   ]);
-  $("#text-help").textContent = summary.takes_text
-    ? "A text as SGLang gets it after its chat template, or token numbers such as [1, 2, 3]."
-    : "Token numbers such as [1, 2, 3]. For texts, the store needs kvfetch serve --tokenizer.";
 }
 
-const number = (text) => element("td", text, { class: "number" });
-
-const short = (text) => (text.length > 26 ? `${text.slice(0, 25)}…` : text);
-
-function button(text, action, title = text) {
-  const made = element("button", text, { type: "button", class: "link", title });
-  made.addEventListener("click", action);
-  return made;
+// What was found to be corrupt, and what to do about it.
+function drawVerified({ verified, now_s, host }) {
+  const url = originUrl();
+  $("#verified-says").textContent = verified === null
+    ? "Not run yet. It reads all that is stored, and compares it with its checksums:"
+    : `${ago(now_s - verified.at_s)}: ${count(verified.num_segments)} segments, ${size(verified.read_bytes)} read; ${
+      verified.num_damaged ? `${count(verified.num_damaged)} objects are corrupt or missing` : "nothing is corrupt now"}`;
+  $("#verified-how").textContent = verified === null ? `kvfetch verify ${url}` : "";
+  $("#damage").hidden = $("#next").hidden = !verified?.num_damaged;
+  if ($("#damage").hidden) return;
+  const manifestOf = (name) => name.replace(/(\.[0-9a-f]{32})?\.kv[md]$/, ".kvm");
+  replaceRows($("#damage tbody"), verified.damaged, (each) => each.name, (each) => [
+    each.name.startsWith("profile ")
+      ? element("td", `profile ${each.name.split("/").at(-1).slice(0, 12)}`, { title: each.name })
+      : link(short(each.name.split("/").at(-1)), { segment: manifestOf(each.name) }, each.name),
+    element("td", each.what, { class: "long" }),
+  ]);
+  const commands = verified.damaged.map(({ name }) => (name.startsWith("profile ")
+    ? `kvfetch profile rm ${url} ${name.split("/").at(-1)}    # and publish it again`
+    : `kvfetch clear '${url}#${manifestOf(name).replace(/\.kvm$/, "")}'`));
+  $("#remedy").textContent = [...new Set(commands)].join("\n");
+  $("#cause-of-damage").textContent = `If the disk of ${host} did it (its kernel's log says so), move the store to a sound one first.`;
 }
-
-function inCell(content) {
-  if (content instanceof HTMLTableCellElement) return content;
-  const cell = element("td");
-  cell.append(content);
-  return cell;
-}
-
-// Keeps the keyboard's place: a row that has the focus is focused again after it was replaced.
-function replaceRows(body, rows, keyOf, cellsOf) {
-  const focused = document.activeElement?.closest("tr")?.dataset.key;
-  body.replaceChildren(
-    ...rows.map((row) => {
-      const line = element("tr");
-      line.dataset.key = keyOf(row);
-      line.append(...cellsOf(row).map(inCell));
-      return line;
-    }),
-  );
-  if (focused !== undefined) {
-    [...body.rows].find((line) => line.dataset.key === focused)?.querySelector("button")?.focus();
-  }
-}
-
-function drawCharts() {
-  const { history } = latest;
-  const from_s = history.at(-1).at_s - Number($("#range").value);
-  const shown = history.filter((sample) => sample.at_s >= from_s);
-  const rate = (value) => value.toFixed(value < 10 ? 1 : 0);
-  $("#charts").replaceChildren(
-    chart("Lookups a second", shown, ["lookups_total:hit", "lookups_total:partial", "lookups_total:miss"],
-      ["found", "in part", "missed"], rate),
-    chart("Bytes a second", shown, ["sent_bytes_total", "received_bytes_total"], ["sent", "received"], size),
-    chart("Evicted segments a second", shown, ["evicted_segments_total"], ["evicted"], rate),
-  );
-}
-
-function chart(title, history, names, words, format) {
-  const points = rates(history, names);
-  const figure = element("figure");
-  const caption = element("figcaption", title);
-  words.forEach((word, index) => caption.append(element("span", "", { class: `key key-${index}` }), word));
-  const most = Math.max(1e-9, ...points.flatMap((point) => point.values));
-  const tell = (point) => words.map((word, index) => `${word} ${format(point?.values[index] ?? 0)}`).join(", ");
-  const now = `now ${tell(points.at(-1))}`;
-  const label = `${title}: ${now}; at most ${format(points.length ? most : 0)}`;
-  const svg = drawing("svg", { viewBox: "0 0 400 140", preserveAspectRatio: "none", role: "img", "aria-label": label });
-  const [start, end] = [points[0]?.at_s ?? 0, points.at(-1)?.at_s ?? 0];
-  const place = (at_s) => (end > start ? (400 * (at_s - start)) / (end - start) : 400);
-  names.forEach((_, index) => {
-    const at = (point) => `${place(point.at_s).toFixed(1)},${(135 - (125 * point.values[index]) / most).toFixed(1)}`;
-    svg.append(drawing("path", { d: points.length ? `M${points.map(at).join("L")}` : "", class: `series-${index}` }));
-  });
-  const cursor = drawing("path", { class: "cursor" });
-  svg.append(cursor);
-  const axis = element("p", "", { class: "axis" });
-  axis.append(...(points.length ? [start, (start + end) / 2, end] : []).map((at_s) => element("span", clock(at_s))));
-  const said = points.length ? ` · ${now} · at most ${format(most)}` : " · no samples yet";
-  const saying = element("span", said);
-  caption.append(saying);
-  svg.addEventListener("pointermove", (event) => {
-    const box = svg.getBoundingClientRect();
-    const at_s = start + ((end - start) * (event.clientX - box.left)) / box.width;
-    const far = (point) => Math.abs(point.at_s - at_s);
-    const nearest = points.reduce((best, point) => (best && far(best) <= far(point) ? best : point), null);
-    if (!nearest) return;
-    cursor.setAttribute("d", `M${place(nearest.at_s)},0V140`);
-    saying.textContent = ` · ${new Date(1000 * nearest.at_s).toLocaleTimeString()} ${tell(nearest)}`;
-  });
-  svg.addEventListener("pointerleave", () => {
-    cursor.removeAttribute("d");
-    saying.textContent = said;
-  });
-  figure.append(svg, axis, caption);
-  return figure;
-}
-
-$("#range").addEventListener("change", drawCharts);
-
-function showSegments(folder, prefix = "") {
-  return attempt(async () => {
-    const found = await askJson(`v1/segments?folder=${encodeURIComponent(folder)}&prefix=${encodeURIComponent(prefix)}`);
-    const row = folders.get(folder);
-    $("#segments").dataset.folder = folder;
-    $("#prefix").value = prefix;
-    $("#clear").hidden = !may("write");
-    $("#segments-title").textContent = `Segments of ${row?.model || folder}, last used first`;
-    replaceRows($("#segments tbody"), found, (segment) => segment.name, (segment) => [
-      button(short(segment.name.split("/")[1]), () => showSegment(segment.name), segment.name),
-      number(count(segment.num_pages)),
-      number(size(segment.stored_bytes)),
-      ago(Date.now() / 1000 - segment.last_used_s),
-      segment.is_pinned ? "yes" : "no",
-    ]);
-    $("#segments").hidden = false;
-    $("#segments").scrollIntoView({ block: "nearest" });
-    ($("#segments tbody button") ?? $("#prefix")).focus();
-  });
-}
-
-$("#find").addEventListener("submit", (event) => {
-  event.preventDefault();
-  showSegments($("#segments").dataset.folder, $("#prefix").value);
-});
-
-$("#clear").addEventListener("click", () => {
-  const { folder } = $("#segments").dataset;
-  if (!confirm(`Delete all segments of ${folders.get(folder)?.model || folder} with these heads, pinned ones too?`)) return;
-  attempt(async () => {
-    while ((await askJson(`v1/objects?prefix=${encodeURIComponent(`${folder}/`)}`, { method: "DELETE" })).more);
-    $("#segments").hidden = true;
-    $("#segment").hidden = true;
-    say("Deleted. The list of models follows within 30 s.");
-  });
-});
-
-function showSegment(name) {
-  return attempt(async () => {
-    const found = await askJson(`v1/segments/${name}`);
-    const range = ([first, end]) => (end - first > 1 ? `${first} to ${end - 1}` : `${first}`);
-    const about = [
-      ["Name", found.name],
-      ["Model", found.model],
-      ["Model’s identity", found.model_identity],
-      ["Quantiser", found.quantiser],
-      ["Quantiser’s identity", found.quantiser_identity],
-      ["Tokens", `${found.first_token} to ${found.first_token + found.num_tokens - 1}, pages of ${found.page_size}`],
-      ["Layers", range(found.layers)],
-      ["Heads", range(found.heads)],
-      ["Values", found.kv_dtype],
-      ["Raw", size(found.raw_bytes)],
-      ...found.variants.map((variant) => [
-        `Variant ${variant.codecs.join(", ")} ${variant.resolution}`,
-        `${size(variant.stored_bytes)}, ${(found.raw_bytes / variant.stored_bytes).toFixed(1)} times smaller`,
-      ]),
-      ["Side pools", found.side_pools.join(", ") || "none"],
-      ["Expires", found.expires_s === null ? "never" : new Date(1000 * found.expires_s).toISOString()],
-    ];
-    $("#segment dl").replaceChildren(...pairs(about));
-    $("#segment").dataset.name = found.name;
-    $("#span").max = found.num_spans - 1;
-    $("#span").value = 0;
-    $("#segment figure").hidden = true;
-    $("#draw [role=status]").textContent = "";
-    $("#segment").hidden = false;
-    $("#segment-title").focus();
-    $("#draw").requestSubmit();
-  });
-}
-
-$("#draw").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const [name, span, status] = [$("#segment").dataset.name, $("#span").value, $("#draw [role=status]")];
-  status.textContent = "Decoding …";
-  attempt(async () => {
-    const picture = await (await ask(`v1/pictures/${name}?span=${span}`)).blob();
-    const image = $("#segment img");
-    URL.revokeObjectURL(image.src);
-    image.src = URL.createObjectURL(picture);
-    image.alt = `Frames of span ${span}: a row for each group of layers, a column for each part`;
-    $("#segment figcaption").textContent = `Span ${span}, the first frame of each part, contrast stretched`;
-    $("#segment figure").hidden = false;
-    status.textContent = "";
-  }, status);
-});
 
 function lookUp(pin) {
   const output = $("#prompt output");
