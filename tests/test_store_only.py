@@ -29,11 +29,12 @@ from tests.tools.test_pin import TOKENS, store_pages
 pytestmark = pytest.mark.slow
 INSTALL = re.compile(r"(/\S+/python) -m pip install sgl_kvfetch")
 
-# Each command's arguments and exit code, and what it says. STORE, NAME, FILE, OUT and PORT are replaced. S3, texts and
-# `warm` need packages or servers that a store's machine lacks.
+# Each command's arguments and exit code, and what it says. STORE, NAME, FILE, OUT and PORT are replaced. S3, texts,
+# `bench` and `warm` need packages or servers that a store's machine lacks.
 RUNS: dict[str, tuple[str, int, str]] = {
     "serve": ("FILE/store --port PORT", 2, "cannot make FILE/store"),  # the tests serve by it
     "estimate": ("--model CONFIG --link 10Gbps --prefill-tps 8000", 0, "exact"),
+    "bench": ("--server http://127.0.0.1:1 --flush", 2, "no SGLang server answers there"),
     "inspect": ("STORE", 0, "stored in all"),
     "lookup": (f"STORE --prompt {json.dumps(TOKENS).replace(' ', '')} --page-size 1", 0, "8 pages; stored: 8 in"),
     "verify": ("STORE", 0, "nothing was decoded, only compared with digests: torch is not installed here"),
