@@ -15,7 +15,10 @@ from tests.tools.conftest import kvfetch, kvfetch_json
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
-def test_computed_and_fetched(host: Shared, store: StoreProcess, tmp_path: Path) -> None:
+def test_computed_and_fetched(
+    host: Shared, store: StoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_API_KEY", "admin")
     file, plot = tmp_path / "prompts.jsonl", tmp_path / "bench.png"
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in (make_prompt(0), [3] * 5000)))
     with host.attached(store.url, codec="zstd") as server:
