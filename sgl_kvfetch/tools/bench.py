@@ -31,13 +31,14 @@ _UNSEEN_WAIT_S = 10.0  # for writing, if the server has no metrics to look at
 
 
 class Measured(Struct, frozen=True):
-    """A group's requests in one pass. ``wire_bytes`` and ``raw_bytes`` were read from the store: they are None if the
-    server has no metrics."""
+    """A group's requests in one pass. Tokens that were not computed, those of them that came from the store, and bytes
+    that were read from it are means of a prompt. The bytes are None if the server has no metrics."""
 
     p50_s: float
     p95_s: float  # by nearest rank
     all_s: list[float]
-    cached_tokens: int  # mean of a prompt
+    cached_tokens: int
+    stored_tokens: int
     wire_bytes: int | None
     raw_bytes: int | None
 
@@ -92,7 +93,7 @@ def bench(
         json_flag(
             "an object with server, reader, model, sglang_version, page_size, concurrency, skipped_prompts and groups, "
             "each with name, num_prompts, prompt_tokens, and, as computed and as fetched, p50_s, p95_s, all_s, "
-            "cached_tokens, wire_bytes and raw_bytes"
+            "cached_tokens, stored_tokens, wire_bytes and raw_bytes"
         ),
     ] = False,
 ) -> None:
@@ -132,7 +133,7 @@ def bench(
     if plot is not None:
         _plot(plot, result)
     show(result, as_json, _report(result))
-    if not any(group.fetched.cached_tokens for group in result.groups):
+    if not any(group.fetched.stored_tokens for group in result.groups):
         raise typer.Exit(1)
 
 
@@ -228,8 +229,9 @@ class _Run:
             p95_s=times[math.ceil(0.95 * len(times)) - 1],
             all_s=[answer.ttft_s for answer in answers],
             cached_tokens=round(statistics.mean(sum(answer.cached.values()) for answer in answers)),
-            wire_bytes=after.wire_bytes - before.wire_bytes if before and after else None,
-            raw_bytes=after.raw_bytes - before.raw_bytes if before and after else None,
+            stored_tokens=round(statistics.mean(answer.cached["storage"] for answer in answers)),
+            wire_bytes=(after.wire_bytes - before.wire_bytes) // len(times) if before and after else None,
+            raw_bytes=(after.raw_bytes - before.raw_bytes) // len(times) if before and after else None,
         )
 
     async def _send_some(
@@ -311,8 +313,8 @@ class _Metrics:
 
 
 def _report(result: BenchResult) -> Iterator[Table | str]:
-    columns = ("prompts", "tokens", "computed, p50 (p95)", "fetched, p50 (p95)", "sooner", "cached tokens")
-    table = make_table(("",), (*columns, "from the store", "smaller"))
+    columns = ("prompts", "tokens", "computed, p50 (p95)", "fetched, p50 (p95)", "sooner")
+    table = make_table(("",), (*columns, "cached tokens", "from the store", "bytes", "smaller"))
     table.title = f"Time to first token in s: {result.model}"
     for group in result.groups:
         computed, fetched = group.computed, group.fetched
@@ -326,18 +328,20 @@ def _report(result: BenchResult) -> Iterator[Table | str]:
             *times,
             format_ratio(computed.p50_s / fetched.p50_s),
             f"{fetched.cached_tokens:,}",
+            f"{fetched.stored_tokens:,}",
             size,
             format_ratio(smaller),
         )
     yield table
+    yield "Tokens and bytes are means of a fetched prompt: from any cache, from the store, and on the network."
     if result.skipped_prompts:
         yield f"{result.skipped_prompts} prompts were left out: they are longer than the server takes"
     if any(group.fetched.wire_bytes is None for group in result.groups):
         yield "the server has no metrics (--enable-metrics), which would say how many bytes were fetched"
-    if not any(group.fetched.cached_tokens for group in result.groups):
+    if not any(group.fetched.stored_tokens for group in result.groups):
         yield (
             "nothing was fetched: kvfetch doctor STORE looks for the reason, and sgl_kvfetch_decisions_total in the "
-            "server's metrics says whether computing was expected to be sooner"
+            "server's metrics says whether computing was expected to be sooner. --reader must be another server"
         )
 
 

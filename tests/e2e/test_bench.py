@@ -24,16 +24,21 @@ def test_computed_and_fetched(
     with host.attached(store.url, codec="zstd") as server:
         measure = ("bench", "--server", server.url, "--flush")
         found = kvfetch_json(*measure, "--lengths", "320,640", "--prompts", "3", "--plot", str(plot))
+        itself = server.url.replace("127.0.0.1", "localhost")
+        few = ("--lengths", "320", "--prompts", "1")
+        same = kvfetch_json("bench", "--server", server.url, "--reader", itself, *few, exit_code=1)
         table = kvfetch(*measure, "--file", str(file), "--concurrency", "2").output
     assert (found["page_size"], [group["prompt_tokens"] for group in found["groups"]]) == (PAGE_SIZE, [320, 640])
     for group in found["groups"]:
         computed, fetched = group["computed"], group["fetched"]
         assert computed["cached_tokens"] == computed["wire_bytes"] == 0
-        assert fetched["cached_tokens"] >= 0.9 * group["prompt_tokens"]
+        assert fetched["cached_tokens"] == fetched["stored_tokens"] >= 0.9 * group["prompt_tokens"]
         assert 0 < fetched["wire_bytes"] < fetched["raw_bytes"]
         for measured in computed, fetched:
             assert len(measured["all_s"]) == group["num_prompts"] == 3
             assert 0 < min(measured["all_s"]) <= measured["p50_s"] <= measured["p95_s"] == max(measured["all_s"])
+    # It fetches nothing from a server that has all in its memory, which --reader does not empty.
+    assert same["groups"][0]["fetched"]["cached_tokens"] > same["groups"][0]["fetched"]["stored_tokens"] == 0
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "fetched, p50 (p95)" in table
     assert "1 prompts were left out: they are longer than the server takes" in table
