@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import real_model
-from harness.engine import free_port
+from harness.engine import free_port, other_models
 from tests.shell_blocks import ROOT, blocks_of, installing, replaced, running
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
 
 @pytest.mark.timeout(900)
-def test_the_quick_start(tmp_path: Path, wheel: Path) -> None:
+def test_the_quick_start(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All commands as written, with these differences:
 
     * The wheel is installed beside the tests' own environment, which has the rest.
@@ -29,6 +29,7 @@ def test_the_quick_start(tmp_path: Path, wheel: Path) -> None:
     """
     if not real_model.is_available():
         pytest.skip("needs the model of scripts/requirements-model.txt")
+    monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", other_models(str(real_model.real_model())))  # saves imports
     page = (ROOT / "docs" / "index.md").read_text()
     ports = {"8700": str(free_port()), "30000": str(free_port())}
     client = f"{sys.executable} {ROOT / 'examples' / 'openai_client.py'} http://127.0.0.1:30000/v1 prompt.txt"
