@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 0.5
 _FLUSH_TIMEOUT_S = 30.0
-_UNSEEN_WAIT_S = 10.0  # for writing, if the server has no metrics to look at
+_UNSEEN_WAIT_S = 10.0  # after all was computed, if no metrics say when it is written
 
 
 class Measured(Struct, frozen=True):
@@ -108,10 +108,10 @@ def bench(
 
     Without --file, prompts are cut from Python's language reference. The first prompt of each group is sent once more
     before the others, and not counted. Each turn of a conversation is a prompt of its own, with all that was said
-    before it. Bytes need the server's --enable-metrics. If the server has memory_cache or local_cache, prompts come
-    from there. What was written stays in the store until it is evicted. A server with an API key needs it as
-    SGLANG_API_KEY in the environment; --flush needs the admin key, if there is one. The exit code is 1 if nothing was
-    fetched.
+    before it. Start the server with --enable-metrics: without them, bytes are missing, and prompts are written while
+    others are computed. If the server has memory_cache or local_cache, prompts come from there. What was written stays
+    in the store until it is evicted. A server with an API key needs it as SGLANG_API_KEY in the environment; --flush
+    needs the admin key, if there is one. The exit code is 1 if nothing was fetched.
 
     Examples:
 
@@ -128,6 +128,9 @@ def bench(
         )
     if plot is not None:
         import matplotlib  # noqa: F401 - missing, it should be missed before everything is measured
+
+        if plot.is_dir() or not plot.parent.is_dir():
+            raise ConfigError(f"--plot {plot}: expected a file in an existing folder")
     sizes = _parse_lengths(lengths)
     result = asyncio.run(_bench(server, reader, sizes, file, prompts, concurrency, wait_s))
     if plot is not None:
@@ -161,6 +164,8 @@ async def _bench(
                 task = progress.add_task("bench", total=2 * sum(len(group.prompts) + 1 for group in groups))
                 run = _Run(session, salt, info["page_size"], concurrency, progress, task)
                 computed = [await run.send(server, group, wait_s) for group in groups]
+                if any(measured.wire_bytes is None for measured in computed):
+                    await asyncio.sleep(_UNSEEN_WAIT_S)
                 if reader == server:
                     await ask_server(session, "POST", f"{server}/flush_cache?timeout={_FLUSH_TIMEOUT_S:g}")
                 fetched = [await run.send(reader, group) for group in groups]
@@ -291,9 +296,8 @@ class _Metrics:
 
     async def wait_until_written(self, before: _Sample | None, num_pages: int, wait_s: float) -> None:
         """Wait until that many pages have been written since ``before``, and nothing has changed for a moment: several
-        ranks write what one request computed. Without metrics, wait for 10 s. Raises ConfigError after ``wait_s``."""
+        ranks write what one request computed. Without metrics, do not wait. Raises ConfigError after ``wait_s``."""
         if before is None:
-            await asyncio.sleep(_UNSEEN_WAIT_S)
             return
         last, until = before, asyncio.get_running_loop().time() + wait_s
         while True:

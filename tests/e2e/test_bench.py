@@ -15,6 +15,10 @@ from tests.tools.conftest import kvfetch, kvfetch_json
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
+async def no_metrics(metrics: object) -> None:
+    return None
+
+
 def test_computed_and_fetched(
     host: Shared, store: StoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,6 +47,13 @@ def test_computed_and_fetched(
     assert "fetched, p50 (p95)" in table
     assert "1 prompts were left out: they are longer than the server takes" in table
     with host.attached(store.url, codec="zstd", mode="read_only") as server:
+        with monkeypatch.context() as patch:
+            patch.setattr("sgl_kvfetch.tools.bench._Metrics.read", no_metrics)
+            patch.setattr("sgl_kvfetch.tools.bench._UNSEEN_WAIT_S", 0.0)
+            result = kvfetch("bench", "--server", server.url, "--flush", *few)
+        assert result.exit_code == 1  # since it writes nothing
+        assert "nothing was fetched" in result.output
+        assert "the server has no metrics (--enable-metrics)" in result.output
         result = kvfetch("bench", "--server", server.url, "--flush", "--lengths", "320", "--timeout", "0")
     assert result.exit_code == 2
     assert "wrote 0 of 20 pages" in result.stderr

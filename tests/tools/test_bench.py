@@ -59,6 +59,7 @@ def test_prompts_of_a_length_follow_one_another_in_the_text() -> None:
         ((), "--flush empties its caches, also of its other users' prompts; --reader URL measures on a second server"),
         (("--reader", "http://127.0.0.1:1/"), "--flush"),  # it is the same server
         (("--flush", "--lengths", "1024,x"), "--lengths '1024,x': expected numbers of tokens"),
+        (("--flush", "--plot", "no/such/folder/x.png"), "--plot no/such/folder/x.png: expected a file"),
         (("--flush",), "no SGLang server answers there"),
     ],
 )
