@@ -133,7 +133,7 @@ def free_port() -> int:
 
 
 @functools.cache
-def _other_models(model_path: str) -> str:
+def other_models(model_path: str) -> str:
     """Return the names of SGLang's modules that do not have the model's architecture, with commas between them. Unless
     it is told to skip them, a server imports 250 modules for the sake of one, for seconds."""
     config, package = Path(model_path, "config.json"), importlib.util.find_spec("sglang")
@@ -187,7 +187,7 @@ class SGLangServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self._start_timeout_s = start_timeout_s
         self._request_timeout_s = request_timeout_s
-        self._env = {"SGLANG_DISABLED_MODEL_ARCHS": _other_models(os.fspath(model_path)), **common_environment()}
+        self._env = {"SGLANG_DISABLED_MODEL_ARCHS": other_models(os.fspath(model_path)), **common_environment()}
         self._imports_itself = imports_itself
         args = [*COMMON_ARGS, *extra_args]
         self._headers = {"Content-Type": "application/json"}

@@ -1,15 +1,17 @@
-"""The quick start of docs/index.md, command by command, as somebody would type it into one shell."""
+"""The quick start of docs/index.md, command by command, as somebody would type it into one shell; and an example that
+needs a server."""
 
 from __future__ import annotations
 
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import real_model
-from harness.engine import free_port
+from harness.engine import free_port, other_models
 from tests.shell_blocks import ROOT, blocks_of, installing, replaced, running
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -17,17 +19,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
 
 @pytest.mark.timeout(900)
-def test_the_quick_start(tmp_path: Path, wheel: Path) -> None:
+def test_the_quick_start(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All commands as written, with these differences:
 
     * The wheel is installed beside the tests' own environment, which has the rest.
     * The model is the same, from a package and not from Hugging Face.
     * The servers have free ports.
+    * Before the servers end, examples/openai_client.py asks SGLang, which gets the flag that the example names.
     """
     if not real_model.is_available():
         pytest.skip("needs the model of scripts/requirements-model.txt")
+    monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", other_models(str(real_model.real_model())))  # saves imports
     page = (ROOT / "docs" / "index.md").read_text()
     ports = {"8700": str(free_port()), "30000": str(free_port())}
+    client = f"{sys.executable} {ROOT / 'examples' / 'openai_client.py'} http://127.0.0.1:30000/v1 prompt.txt"
     script = replaced(
         "\n".join(blocks_of(page[page.index("## Quick start") : page.index("## Next")])),
         [
@@ -35,7 +40,8 @@ def test_the_quick_start(tmp_path: Path, wheel: Path) -> None:
             ("pip install ", installing("installed")),
             (MODEL, str(real_model.real_model())),
             ("kvfetch serve ", f"kvfetch serve --port {ports['8700']} "),
-            ("sglang serve ", f"sglang serve --port {ports['30000']} "),
+            ("sglang serve ", f"sglang serve --port {ports['30000']} --enable-cache-report "),
+            ("kill $! $store", f"{client}\nkill $! $store"),
         ],
     )
     # Both at once: the store's free port was 30000 once.
@@ -51,3 +57,10 @@ def test_the_quick_start(tmp_path: Path, wheel: Path) -> None:
     assert int(cached) >= 64 * (int(stored[0]) - 1) > 256
     hits = re.findall(r'^sgl_kvfetch_lookup_pages_total\{.*result="hit".*\} ([0-9.]+)', output, re.MULTILINE)
     assert [float(count) for count in hits] == [float(stored[0])], failure
+    (row,) = re.findall(r"^ *1,024 tokens +2 +1,024 +(\S+) \(\S+\) +(\S+) \(", output, re.MULTILINE)
+    assert all(float(seconds) > 0 for seconds in row), failure
+    questions = re.findall(r"prompt_tokens (\d+), cached_tokens (\d+), first token after (\S+) s", output)
+    assert len(questions) == 2, failure
+    assert 0.8 * int(questions[1][0]) < int(questions[1][1]) < int(questions[1][0])
+    left = {path.name for path in tmp_path.iterdir()} - {wheel.name, "installed"}
+    assert left == {"quick-start.out", "quick-start.err"}

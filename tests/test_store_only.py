@@ -1,7 +1,7 @@
-"""A machine that has only what a store needs: the wheel, and what deploy/requirements-store.txt lists.
+"""A machine that has only what a store needs: the wheel without extras, which brings deploy/requirements-store.txt.
 
-The environment is a real one. Making it takes 16 seconds on two cores. It shows what the list lacks; blocked imports
-would only show what this test expects to be missing.
+The environment is a real one. Making it takes 16 seconds on two cores. It shows what is missing; blocked imports would
+only show what this test expects to be missing.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import urllib.request
 import venv
 from pathlib import Path
@@ -27,13 +28,15 @@ from tests.tools.conftest import KEY, put
 from tests.tools.test_pin import TOKENS, store_pages
 
 pytestmark = pytest.mark.slow
-INSTALL = re.compile(r"(/\S+/python) -m pip install sgl_kvfetch")
+INSTALL = re.compile(r"(/\S+/python) -m pip install 'sgl_kvfetch\[codec\]'")
+REQUIREMENTS = ROOT / "deploy" / "requirements-store.txt"
 
-# Each command's arguments and exit code, and what it says. STORE, NAME, FILE, OUT and PORT are replaced. S3, texts and
-# `warm` need packages or servers that a store's machine lacks.
+# Each command's arguments and exit code, and what it says. STORE, NAME, FILE, OUT and PORT are replaced. S3, texts,
+# `bench` and `warm` need packages or servers that a store's machine lacks.
 RUNS: dict[str, tuple[str, int, str]] = {
     "serve": ("FILE/store --port PORT", 2, "cannot make FILE/store"),  # the tests serve by it
     "estimate": ("--model CONFIG --link 10Gbps --prefill-tps 8000", 0, "exact"),
+    "bench": ("--server http://127.0.0.1:1 --flush", 2, "no SGLang server answers there"),
     "inspect": ("STORE", 0, "stored in all"),
     "lookup": (f"STORE --prompt {json.dumps(TOKENS).replace(' ', '')} --page-size 1", 0, "8 pages; stored: 8 in"),
     "verify": ("STORE", 0, "nothing was decoded, only compared with digests: torch is not installed here"),
@@ -59,9 +62,8 @@ def kvfetch(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("store-only")
     venv.create(folder / "venv")
     scripts = folder / "venv" / "bin"
-    install = ("--python", str(scripts / "python"), "install", "--quiet")
-    pip(*install, "-r", str(ROOT / "deploy" / "requirements-store.txt"))
-    pip(*install, "--no-deps", str(wheel))
+    python = ("--python", str(scripts / "python"))
+    pip(*python, "install", "--quiet", "-c", str(REQUIREMENTS), str(wheel))
     return str(scripts / "kvfetch")
 
 
@@ -72,6 +74,15 @@ def _only_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(kvfetch: str, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([kvfetch, *args], capture_output=True, text=True, timeout=120)
+
+
+def test_the_wheel_brings_what_the_list_has_and_no_more(kvfetch: str) -> None:
+    python = Path(kvfetch).with_name("python")
+    listing = [sys.executable, "-m", "pip", "--python", str(python), "list", "--format", "json"]
+    found = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
+    installed = {f"{each['name'].lower().replace('_', '-')}=={each['version']}" for each in json.loads(found)}
+    listed = {line.lower().replace("_", "-") for line in REQUIREMENTS.read_text().splitlines() if "==" in line}
+    assert {each for each in installed if not each.startswith("sgl-kvfetch==")} == listed
 
 
 def test_a_store_runs(kvfetch: str, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from benchmarks.client import stream_generate
 from benchmarks.interference.spans import Request
 from sgl_kvfetch.timeline import Span
+from sgl_kvfetch.tools.sglang_server import stream_generate
 
 LONG_TIMEOUT_S = 120.0
 _VOCABULARY = range(3, 1000)

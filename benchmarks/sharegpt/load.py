@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import aiohttp
 from xxhash import xxh3_64
 
-from benchmarks.client import Answer, StreamError, stream_generate
 from benchmarks.sharegpt.conversations import Conversation
+from sgl_kvfetch.tools.sglang_server import Answer, StreamError, stream_generate
 
 # By conversation and turn: the answers in the histories. All runs repeat those of the first run, so that every run
 # sends the same prompts, even if a lossy cache changes the model's answers.

@@ -7,12 +7,15 @@ import logging
 import pkgutil
 import sys
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 
 from sgl_kvfetch.plugin.cpu.platform import is_active
 from sgl_kvfetch.plugin.hooks import BACKEND
 from sgl_kvfetch.plugin.seams import REGISTERED_NAMES, Scope, Seam, check_seam, check_seams, has, installed_seams
 
 logger = logging.getLogger(__name__)
+
+_EXTRA_PACKAGES = ("av", "cryptography", "zstandard")  # of the extra `codec`, which SGLang may come without
 
 
 def register() -> None:
@@ -22,6 +25,8 @@ def register() -> None:
     launch that selects our backend. SGLang merely logs what a plugin raises, so ``SystemExit`` stops such a command
     line here.
     """
+    if selects_backend(sys.argv[1:]) and (missing := [name for name in _EXTRA_PACKAGES if not find_spec(name)]):
+        raise SystemExit(f"sgl_kvfetch: {', '.join(missing)} not installed here: pip install 'sgl_kvfetch[codec]'")
     scopes = needed_scopes()
     if takes_names := has(REGISTERED_NAMES):
         _add_choice()

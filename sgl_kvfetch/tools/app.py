@@ -26,6 +26,8 @@ EXIT_INTERRUPTED = 130
 COMMANDS = {
     "serve": "Serve a directory as a store, until Ctrl-C or SIGTERM.",
     "estimate": "Estimate whether fetching beats computing, and how large and costly a store would be.",
+    "bench": "Measure the time to first token on a running server: of prompts that it computes, and of the same ones "
+    "fetched.",
     "inspect": "Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.",
     "lookup": "Say how many of a prompt's pages a lookup finds, by namespace.",
     "why": "Say why a prompt, or a request, was not served from a store, and what to do about it.",

@@ -1,7 +1,7 @@
 """Names the package that a command lacks, and says how to install it.
 
-A store's machine has only what ``kvfetch serve`` needs (deploy/requirements-store.txt). Commands import the rest where
-they work with it, and `ModuleNotFoundError` is translated once, for all commands, in ``app.py``.
+Without extras, only what ``kvfetch serve`` needs is installed. Commands import the rest where they work with it, and
+`ModuleNotFoundError` is translated once, for all commands, in ``app.py``.
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ def needs_package(what: str, error: ModuleNotFoundError) -> ConfigError:
 
 
 def how_to_install(package: str) -> str:
-    """Return the command that installs a package: one of ours comes with all that this project requires."""
+    """Return the command that installs a package: by this project's extra that has it, if one has."""
     distribution = _DISTRIBUTIONS.get(package, package)
-    return f"{sys.executable} -m pip install {_PROJECT if distribution in _required() else distribution}"
+    return f"{sys.executable} -m pip install {_wanted_by(distribution)}"
 
 
-def _required() -> set[str]:
-    """Return the names of the distributions that this project requires, without those of its extras."""
-    requirements = importlib.metadata.requires(_PROJECT) or []
-    return {re.split(r"[^\w.-]", each)[0] for each in requirements if "extra ==" not in each}
+def _wanted_by(distribution: str) -> str:
+    """Return what pip is to install for the sake of a distribution."""
+    for line in importlib.metadata.requires(_PROJECT) or []:
+        name, _, marker = line.partition(";")
+        if re.split(r"[^\w.-]", name)[0] == distribution:
+            extra = re.search(r"extra == [\"'](\w+)[\"']", marker)
+            return f"'{_PROJECT}[{extra[1]}]'" if extra else _PROJECT
+    return distribution

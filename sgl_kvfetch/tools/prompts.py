@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 from msgspec import Struct
 
-from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, tokenise
 from sgl_kvfetch.stores import MAX_LABEL, MAX_PIN_PAGES, AdminStore, Pin, Store
@@ -27,12 +27,10 @@ from sgl_kvfetch.tools.terminal import (
     option,
     show,
 )
-from sgl_kvfetch.user_files import environment_secret
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
-API_KEY_ENV = "SGLANG_API_KEY"
 _LABEL = 60  # characters of a prompt
 _LOOK_EVERY_S = 0.5
 
@@ -218,16 +216,14 @@ def warm(
 
         kvfetch warm http://127.0.0.1:8700 --server http://127.0.0.1:30000 --file prompts.jsonl
     """
-    import aiohttp
+    from sgl_kvfetch.tools.sglang_server import server_errors, server_info, server_session
 
     prompts, server = prompts_of(prompt, file, required=True), require_scheme(server).rstrip("/")
 
     async def send_all(store: Store) -> list[StoredPrompt]:
-        key = environment_secret(API_KEY_ENV)
-        headers = {"Authorization": f"Bearer {key}"} if key else None
         with server_errors(server):
-            async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session:
-                page_size = await _page_size_of(session, server)
+            async with server_session() as session:
+                page_size = (await server_info(session, server))["page_size"]
                 sent = [await _send(session, server, prompt, cache_salt) for prompt in prompts]
         until = asyncio.get_running_loop().time() + timeout_s
         return [await _wait_for(store, tokens, page_size, cache_salt, until) for tokens in sent]
@@ -311,47 +307,15 @@ def _stored_text(stored_pages: Mapping[str, int]) -> str:
     return f"stored: {found or 'none'}"
 
 
-@contextlib.contextmanager
-def server_errors(server: str) -> Iterator[None]:
-    """Translate what goes wrong with an SGLang server to StoreError, and say what to type."""
-    from sgl_kvfetch.stores import client_errors  # aiohttp's, which other stores' commands do not need
-
-    try:
-        with client_errors(f"--server {server}"):
-            yield
-    except StoreError as e:
-        if e.reason == "refused":
-            e.add_note("no SGLang server answers there: start it, or correct the host and port")
-        raise
-
-
-async def _page_size_of(session: ClientSession, server: str) -> int:
-    """Return an SGLang server's page size. Raises ConfigError if another server answers, and as `ask` does."""
-    try:
-        info = await ask(session, "GET", f"{server}/server_info")
-    except StoreError as e:
-        raise ConfigError(f"--server {server} is no SGLang server: {e}; SGLang's port is 30000 by default") from e
-    if not isinstance(info, dict) or not isinstance(size := info.get("page_size"), int) or size < 1:
-        raise ConfigError(f"--server {server} is no SGLang server: its /server_info has no page_size")
-    return size
-
-
 async def _send(session: ClientSession, server: str, prompt: Prompt, cache_salt: str | None) -> Tokens:
     """Send a prompt through the server, and return its tokens."""
+    from sgl_kvfetch.tools.sglang_server import ask_server, tokenise_on
+
     if isinstance(prompt, str):
-        prompt = list((await ask(session, "POST", f"{server}/tokenize", {"prompt": prompt}))["tokens"])
+        prompt = await tokenise_on(session, server, prompt)
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-    await ask(session, "POST", f"{server}/generate", body | ({"cache_salt": cache_salt} if cache_salt else {}))
+    await ask_server(session, "POST", f"{server}/generate", body | ({"cache_salt": cache_salt} if cache_salt else {}))
     return prompt
-
-
-async def ask(session: ClientSession, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
-    async with session.request(method, url, json=body) as response:
-        if response.status == 401:
-            raise ConfigError(f"{url} wants an API key: give it as {API_KEY_ENV} in the environment")
-        if response.status != 200:
-            raise StoreError("server", f"{url} answered {response.status}: {(await response.text())[:500]}")
-        return await response.json()
 
 
 async def _wait_for(store: Store, tokens: Tokens, page_size: int, cache_salt: str | None, until: float) -> StoredPrompt:

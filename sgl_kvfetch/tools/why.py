@@ -14,7 +14,7 @@ import typer
 from msgspec import Struct
 
 from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
-from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.log import printable
@@ -25,14 +25,11 @@ from sgl_kvfetch.stores import AdminStore
 from sgl_kvfetch.stores.upkeep import list_segments
 from sgl_kvfetch.tools.diagnosis import Diagnosis, Finding, Stored, when
 from sgl_kvfetch.tools.prompts import (
-    API_KEY_ENV,
     FileOption,
     PromptOption,
     SaltOption,
     TokenizerOption,
-    ask,
     prompts_of,
-    server_errors,
     tokens_of,
 )
 from sgl_kvfetch.tools.summary import summarise_namespaces
@@ -48,7 +45,6 @@ from sgl_kvfetch.tools.terminal import (
     option,
     show,
 )
-from sgl_kvfetch.user_files import environment_secret
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -301,22 +297,19 @@ def _finding_lines(e: Explained) -> Iterator[str]:
 
 @asynccontextmanager
 async def _session(server: str) -> AsyncIterator[ClientSession]:
-    import aiohttp
+    from sgl_kvfetch.tools.sglang_server import server_errors, server_session
 
-    key = environment_secret(API_KEY_ENV)
-    headers = {"Authorization": f"Bearer {key}"} if key else None
     with server_errors(server):
-        async with aiohttp.ClientSession(headers=headers) as session:
+        async with server_session() as session:
             yield session
 
 
 async def _ask_server(session: ClientSession, server: str) -> Asked:
     """Ask a server what it tells of itself. Raises ConfigError if it is none of SGLang, and StoreError."""
-    try:
-        info = await ask(session, "GET", f"{server}/server_info")
-        page_size, states = int(info["page_size"]), info["internal_states"]
-    except (StoreError, KeyError, TypeError, ValueError) as e:
-        raise ConfigError(f"--server {server} is no SGLang server ({e}); SGLang's port is 30000 by default") from e
+    from sgl_kvfetch.tools.sglang_server import server_info
+
+    info = await server_info(session, server)
+    states = info.get("internal_states", [])
     try:
         statuses = [msgspec.convert(state[STATUS_KEY], ServerStatus) for state in states if STATUS_KEY in state]
     except msgspec.ValidationError as e:
@@ -327,11 +320,13 @@ async def _ask_server(session: ClientSession, server: str) -> Asked:
         status = msgspec.structs.replace(statuses[0], recent=recent)
     async with session.get(f"{server}/metrics") as response:
         is_paused = response.status == 200 and _PAUSED.search(await response.text()) is not None
-    return Asked(page_size, status, is_paused)
+    return Asked(info["page_size"], status, is_paused)
 
 
 async def _tokens(session: ClientSession, server: str, prompt: Prompt, model: str | None) -> Tokens:
+    from sgl_kvfetch.tools.sglang_server import tokenise_on
+
     if isinstance(prompt, list) or model is not None:
         (tokens,) = tokens_of([prompt], model)
         return tokens
-    return list((await ask(session, "POST", f"{server}/tokenize", {"prompt": prompt}))["tokens"])
+    return await tokenise_on(session, server, prompt)

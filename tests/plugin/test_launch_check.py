@@ -13,7 +13,7 @@ from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plugin import launch_check
 from sgl_kvfetch.plugin.hooks import gate_command_line
 from sgl_kvfetch.plugin.launch_check import check_launch, use_linker
-from sgl_kvfetch.plugin.register import selects_backend
+from sgl_kvfetch.plugin.register import register, selects_backend
 from tests.codec.quant.profiles import make_profile
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -50,6 +50,13 @@ def _args(extra: Any = STORE, **flags: Any) -> SimpleNamespace:
 
 def test_a_good_launch_passes() -> None:
     check_launch(_args())
+
+
+def test_a_launch_without_the_codecs_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sgl_kvfetch.plugin.register.find_spec", lambda name: None if name == "av" else name)
+    monkeypatch.setattr(sys, "argv", ["sglang", "--hicache-storage-backend", "kvfetch"])
+    with pytest.raises(SystemExit, match=r"av not installed here: pip install 'sgl_kvfetch\[codec\]'"):
+        register()
 
 
 def test_the_config_of_a_bucket_is_checked() -> None:

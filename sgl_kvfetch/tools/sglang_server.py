@@ -1,15 +1,21 @@
-"""Sends a streamed request to SGLang's ``/generate``, and measures it."""
+"""Asks an SGLang server over HTTP: what it is, how it tokenises, what its metrics say. Measures streamed answers."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.stores import client_errors
+from sgl_kvfetch.user_files import environment_secret
+
+API_KEY_ENV = "SGLANG_API_KEY"
 TIERS = ("device", "host", "storage")
 _SAID_CHARS = 500
 _LINE_BYTES = 1 << 20  # an event repeats all of its answer's tokens
@@ -17,6 +23,52 @@ _LINE_BYTES = 1 << 20  # an event repeats all of its answer's tokens
 
 class StreamError(Exception):
     """The server refused or aborted a request. The message holds the server's answer."""
+
+
+def server_session() -> aiohttp.ClientSession:
+    """Return a session without a timeout, with the API key of the environment."""
+    key = environment_secret(API_KEY_ENV)
+    headers = {"Authorization": f"Bearer {key}"} if key else None
+    return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None))
+
+
+@contextlib.contextmanager
+def server_errors(server: str) -> Iterator[None]:
+    """Translate what goes wrong with an SGLang server to StoreError, and say what to type."""
+    try:
+        with client_errors(f"--server {server}"):
+            yield
+    except StoreError as e:
+        if e.reason == "refused":
+            e.add_note("no SGLang server answers there: start it, or correct the host and port")
+        raise
+
+
+async def ask_server(session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None = None) -> str:
+    """Return the text of an answer. Raises ConfigError if it needs an API key, and StoreError if it is an error."""
+    async with session.request(method, url, json=body) as response:
+        text = await response.text()
+        if response.status == 401:
+            raise ConfigError(f"{url} wants an API key: give it as {API_KEY_ENV} in the environment")
+        if response.status != 200:
+            raise StoreError("server", f"{url} answered {response.status}: {text[:_SAID_CHARS]}")
+        return text
+
+
+async def server_info(session: aiohttp.ClientSession, server: str) -> dict[str, Any]:
+    """Return an SGLang server's ``/server_info``. Raises ConfigError if another server answers, and as `ask_server`."""
+    try:
+        info = json.loads(await ask_server(session, "GET", f"{server}/server_info"))
+    except (StoreError, ValueError) as e:
+        raise ConfigError(f"--server {server} is no SGLang server: {e}; SGLang's port is 30000 by default") from e
+    if not isinstance(info, dict) or not isinstance(size := info.get("page_size"), int) or size < 1:
+        raise ConfigError(f"--server {server} is no SGLang server: its /server_info has no page_size")
+    return info
+
+
+async def tokenise_on(session: aiohttp.ClientSession, server: str, text: str) -> list[int]:
+    """Return the tokens that the server's tokenizer makes of a text."""
+    return list(json.loads(await ask_server(session, "POST", f"{server}/tokenize", {"prompt": text}))["tokens"])
 
 
 @dataclass
@@ -62,9 +114,15 @@ class Answer:
 
 
 async def stream_generate(
-    session: aiohttp.ClientSession, url: str, input_ids: Sequence[int], max_new_tokens: int, name: str | None = None
+    session: aiohttp.ClientSession,
+    url: str,
+    input_ids: Sequence[int],
+    max_new_tokens: int,
+    name: str | None = None,
+    cache_salt: str | None = None,
 ) -> Answer:
     """Generate exactly ``max_new_tokens`` tokens, greedily. ``name``, if given, becomes the server's request id.
+    Requests with another ``cache_salt`` share no pages.
 
     Raises StreamError, aiohttp.ClientError, and TimeoutError after the session's timeout.
     """
@@ -75,6 +133,8 @@ async def stream_generate(
     }
     if name is not None:
         body["rid"] = name
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
     answer = Answer()
     started_s = time.perf_counter()
     async with session.post(f"{url}/generate", json=body, read_bufsize=_LINE_BYTES) as response:

@@ -1,0 +1,371 @@
+"""``kvfetch bench``: time to first token on a running SGLang server, computed and fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from msgspec import Struct
+from rich.table import Table
+
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.tools.bench_prompts import Group, cut_prompts, library_text, read_conversations
+from sgl_kvfetch.tools.target import require_scheme
+from sgl_kvfetch.tools.terminal import format_ratio, format_size, json_flag, make_progress, make_table, option, show
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+    from rich.progress import Progress
+
+    from sgl_kvfetch.tools.sglang_server import Answer
+
+_LOOK_EVERY_S = 0.5
+_FLUSH_TIMEOUT_S = 30.0
+_UNSEEN_WAIT_S = 10.0  # after all was computed, if no metrics say when it is written
+
+
+class Measured(Struct, frozen=True):
+    """A group's requests in one pass. Tokens that were not computed, those of them that came from the store, and bytes
+    that were read from it are means of a prompt. The bytes are None if the server has no metrics."""
+
+    p50_s: float
+    p95_s: float  # by nearest rank
+    all_s: list[float]
+    cached_tokens: int
+    stored_tokens: int
+    wire_bytes: int | None
+    raw_bytes: int | None
+
+
+class GroupResult(Struct, frozen=True):
+    name: str
+    num_prompts: int
+    prompt_tokens: int  # median
+    computed: Measured
+    fetched: Measured
+
+
+class BenchResult(Struct, frozen=True):
+    server: str
+    reader: str
+    model: str
+    sglang_version: str
+    page_size: int
+    concurrency: int
+    skipped_prompts: int
+    groups: list[GroupResult]
+
+
+def bench(
+    server: Annotated[str, option("URL", "An SGLang server that writes to the store.", show_default=False)],
+    lengths: Annotated[str, option("TOKENS,...", "Lengths of prompts.")] = "1024,4096",
+    file: Annotated[
+        Path | None,
+        option(
+            "FILE",
+            "Prompts or conversations instead: .json (ShareGPT) or .jsonl with 'prompt', 'messages' or "
+            "'conversations', or a text, which is one prompt.",
+        ),
+    ] = None,
+    prompts: Annotated[int, option("COUNT", "Prompts of each length, or at most of the file.", min=1)] = 10,
+    concurrency: Annotated[int, option("COUNT", "Requests at a time.", min=1)] = 1,
+    flush: Annotated[
+        bool,
+        option(
+            None, "Allow that the server's caches are emptied: its users' prompts leave its memory, too.", "--flush"
+        ),
+    ] = False,
+    reader: Annotated[
+        str | None, option("URL", "Another server of the same model and store: it fetches, and nothing is emptied.")
+    ] = None,
+    wait_s: Annotated[
+        float, option("SECONDS", "How long to wait until the prompts are stored.", "--timeout", min=0)
+    ] = 60.0,
+    plot: Annotated[Path | None, option("FILE", "Draw the times as a PNG. Needs matplotlib.")] = None,
+    as_json: Annotated[
+        bool,
+        json_flag(
+            "an object with server, reader, model, sglang_version, page_size, concurrency, skipped_prompts and groups, "
+            "each with name, num_prompts, prompt_tokens, and, as computed and as fetched, p50_s, p95_s, all_s, "
+            "cached_tokens, stored_tokens, wire_bytes and raw_bytes"
+        ),
+    ] = False,
+) -> None:
+    """Measure the time to first token on a running server: of prompts that it computes, and of the same ones fetched.
+
+    Each prompt is sent with a cache_salt of its own, which nobody used before. So the server computes it, and writes it
+    to the store. Then the caches in the server's memory are emptied, and each prompt is sent again, with the same salt.
+
+    **In production, emptying the caches hurts**: the prompts of all users must be fetched or computed again. So the
+    command asks for --flush. With --reader, it sends the prompts to a second server instead, which has never seen them,
+    and empties nothing. Measure while nobody else sends requests: a busy server refuses to empty its caches.
+
+    Without --file, prompts are cut from Python's language reference. The first prompt of each group is sent once more
+    before the others, and not counted. Each turn of a conversation is a prompt of its own, with all that was said
+    before it. Start the server with --enable-metrics: without them, bytes are missing, and prompts are written while
+    others are computed. If the server has memory_cache or local_cache, prompts come from there. What was written stays
+    in the store until it is evicted. A server with an API key needs it as SGLANG_API_KEY in the environment; --flush
+    needs the admin key, if there is one. The exit code is 1 if nothing was fetched.
+
+    Examples:
+
+        kvfetch bench --server http://127.0.0.1:30000 --lengths 1024,8192 --flush
+
+        kvfetch bench --server http://A:30000 --reader http://B:30000 --file conversations.json --plot bench.png
+    """
+    server = require_scheme(server).rstrip("/")
+    reader = require_scheme(reader).rstrip("/") if reader is not None else server
+    if reader == server and not flush:
+        raise ConfigError(
+            "to fetch what it has just computed, the server must forget it: --flush empties its caches, also of its "
+            "other users' prompts; --reader URL measures on a second server instead, and empties nothing"
+        )
+    if plot is not None:
+        import matplotlib  # noqa: F401 - missing, it should be missed before everything is measured
+
+        if plot.is_dir() or not plot.parent.is_dir():
+            raise ConfigError(f"--plot {plot}: expected a file in an existing folder")
+    sizes = _parse_lengths(lengths)
+    result = asyncio.run(_bench(server, reader, sizes, file, prompts, concurrency, wait_s))
+    if plot is not None:
+        _plot(plot, result)
+    show(result, as_json, _report(result))
+    if not any(group.fetched.stored_tokens for group in result.groups):
+        raise typer.Exit(1)
+
+
+def _parse_lengths(text: str) -> list[int]:
+    if not all(part.isdecimal() and int(part) for part in text.split(",")):
+        raise ConfigError(f"--lengths {text!r}: expected numbers of tokens, such as 1024,4096")
+    return [int(part) for part in text.split(",")]
+
+
+async def _bench(
+    server: str, reader: str, lengths: Sequence[int], file: Path | None, count: int, concurrency: int, wait_s: float
+) -> BenchResult:
+    from sgl_kvfetch.tools.sglang_server import ask_server, server_errors, server_info, server_session
+
+    with server_errors(server):
+        async with server_session() as session:
+            info = await server_info(session, server)
+            if (size := (await server_info(session, reader))["page_size"]) != info["page_size"]:
+                raise ConfigError(
+                    f"--server has pages of {info['page_size']} tokens, and --reader of {size}: it would find nothing"
+                )
+            groups, num_skipped = await _groups(session, server, info, lengths, file, count)
+            salt = f"kvfetch-bench-{secrets.token_hex(8)}"
+            with make_progress("bench") as progress:
+                task = progress.add_task("bench", total=2 * sum(len(group.prompts) + 1 for group in groups))
+                run = _Run(session, salt, info["page_size"], concurrency, progress, task)
+                computed = [await run.send(server, group, wait_s) for group in groups]
+                if any(measured.wire_bytes is None for measured in computed):
+                    await asyncio.sleep(_UNSEEN_WAIT_S)
+                if reader == server:
+                    await ask_server(session, "POST", f"{server}/flush_cache?timeout={_FLUSH_TIMEOUT_S:g}")
+                fetched = [await run.send(reader, group) for group in groups]
+    results = [
+        GroupResult(
+            name=group.name,
+            num_prompts=len(group.prompts),
+            prompt_tokens=round(statistics.median(map(len, group.prompts))),
+            computed=first,
+            fetched=second,
+        )
+        for group, first, second in zip(groups, computed, fetched, strict=True)
+    ]
+    model, version = str(info.get("served_model_name") or info.get("model_path")), str(info.get("version"))
+    return BenchResult(server, reader, model, version, info["page_size"], concurrency, num_skipped, results)
+
+
+async def _groups(
+    session: ClientSession, server: str, info: dict[str, Any], lengths: Sequence[int], file: Path | None, count: int
+) -> tuple[list[Group], int]:
+    """Return the prompts as tokens, and how many of a file are longer than the server allows. Raises ConfigError."""
+    from sgl_kvfetch.tools.sglang_server import tokenise_on
+
+    limits = [info.get(key) for key in ("context_length", "max_req_input_len", "max_total_num_tokens")]
+    longest = min((limit for limit in limits if isinstance(limit, int)), default=1 << 62) - 2  # and a token to generate
+    if file is None:
+        if max(lengths) > longest:
+            raise ConfigError(f"--lengths: {max(lengths)} tokens are too long: the server takes up to {longest}")
+        return cut_prompts(await tokenise_on(session, server, library_text()), lengths, count), 0
+    groups, num_skipped = [], 0
+    for name, prompts in read_conversations(file, count):
+        tokens = [p if isinstance(p, list) else await tokenise_on(session, server, p) for p in prompts]
+        fitting = [prompt for prompt in tokens if 0 < len(prompt) <= longest]
+        num_skipped += len(tokens) - len(fitting)
+        if fitting:
+            groups.append(Group(name, fitting))
+    if not groups:
+        raise ConfigError(f"{file}: all prompts are longer than the {longest} tokens that the server takes")
+    return groups, num_skipped
+
+
+class _Run:
+    """Sends groups of prompts. A prompt has one salt in all passes, and no other prompt has it."""
+
+    def __init__(
+        self, session: ClientSession, salt: str, page_size: int, concurrency: int, progress: Progress, task: Any
+    ) -> None:
+        self._session, self._salt, self._page_size, self._concurrency = session, salt, page_size, concurrency
+        self._progress, self._task = progress, task
+
+    async def send(self, server: str, group: Group, wait_s: float | None = None) -> Measured:
+        """Send a group to a server; with ``wait_s``, wait after each few until they are stored, which would take time
+        from those that follow."""
+        metrics = _Metrics(self._session, server)
+        await self._send_some(metrics, group.name, [("first", group.prompts[0])], wait_s)
+        before = await metrics.read()
+        answers: list[Answer] = []
+        numbered = [(str(number), prompt) for number, prompt in enumerate(group.prompts)]
+        for start in range(0, len(numbered), self._concurrency):
+            some = numbered[start : start + self._concurrency]
+            answers += await self._send_some(metrics, group.name, some, wait_s)
+        after = await metrics.read()
+        times = sorted(answer.ttft_s for answer in answers)
+        return Measured(
+            p50_s=statistics.median(times),
+            p95_s=times[math.ceil(0.95 * len(times)) - 1],
+            all_s=[answer.ttft_s for answer in answers],
+            cached_tokens=round(statistics.mean(sum(answer.cached.values()) for answer in answers)),
+            stored_tokens=round(statistics.mean(answer.cached["storage"] for answer in answers)),
+            wire_bytes=(after.wire_bytes - before.wire_bytes) // len(times) if before and after else None,
+            raw_bytes=(after.raw_bytes - before.raw_bytes) // len(times) if before and after else None,
+        )
+
+    async def _send_some(
+        self, metrics: _Metrics, name: str, prompts: Sequence[tuple[str, list[int]]], wait_s: float | None
+    ) -> list[Answer]:
+        from sgl_kvfetch.tools.sglang_server import StreamError, stream_generate
+
+        before = await metrics.read()
+        requests = [
+            stream_generate(self._session, metrics.server, prompt, 1, cache_salt=f"{self._salt} {name} {number}")
+            for number, prompt in prompts
+        ]
+        try:
+            answers = await asyncio.gather(*requests)
+        except StreamError as e:
+            raise StoreError("server", f"{metrics.server}: {e}") from e
+        self._progress.advance(self._task, len(prompts))
+        if wait_s is not None:
+            num_pages = sum(len(prompt) // self._page_size for _, prompt in prompts)
+            await metrics.wait_until_written(before, num_pages, wait_s)
+        return answers
+
+
+class _Sample(Struct, frozen=True):
+    """Sums over all ranks of a server."""
+
+    written_pages: int  # or dropped
+    queued_bytes: int
+    wire_bytes: int  # read
+    raw_bytes: int
+
+
+class _Metrics:
+    def __init__(self, session: ClientSession, server: str) -> None:
+        self.server = server
+        self._session = session
+
+    async def read(self) -> _Sample | None:
+        """Return None if the server has no metrics of ours."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        async with self._session.get(f"{self.server}/metrics") as response:
+            text = await response.text() if response.status == 200 else ""
+        if "sgl_kvfetch_" not in text:
+            return None
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+        def total(name: str, **labels: str) -> int:
+            return round(sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items()))
+
+        return _Sample(
+            total("sgl_kvfetch_written_pages_total"),
+            total("sgl_kvfetch_queued_bytes", queue="write"),
+            total("sgl_kvfetch_wire_bytes_total", direction="read"),
+            total("sgl_kvfetch_raw_bytes_total", direction="read"),
+        )
+
+    async def wait_until_written(self, before: _Sample | None, num_pages: int, wait_s: float) -> None:
+        """Wait until that many pages have been written since ``before``, and nothing has changed for a moment: several
+        ranks write what one request computed. Without metrics, do not wait. Raises ConfigError after ``wait_s``."""
+        if before is None:
+            return
+        last, until = before, asyncio.get_running_loop().time() + wait_s
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            now = await self.read()
+            if now is None:
+                raise StoreError("server", f"{self.server} has no metrics of sgl_kvfetch any more")
+            num_written = now.written_pages - before.written_pages
+            if now == last and num_written >= num_pages and not now.queued_bytes:
+                return
+            if asyncio.get_running_loop().time() > until:
+                raise ConfigError(
+                    f"{self.server} wrote {num_written} of {num_pages} pages within {wait_s:g} s: a server writes with "
+                    "--hicache-write-policy write_through and without the config key mode read_only; or raise --timeout"
+                )
+            last = now
+
+
+def _report(result: BenchResult) -> Iterator[Table | str]:
+    columns = ("prompts", "tokens", "computed, p50 (p95)", "fetched, p50 (p95)", "sooner")
+    table = make_table(("",), (*columns, "cached tokens", "from the store", "bytes", "smaller"))
+    table.title = f"Time to first token in s: {result.model}"
+    for group in result.groups:
+        computed, fetched = group.computed, group.fetched
+        times = (f"{measured.p50_s:.3g} ({measured.p95_s:.3g})" for measured in (computed, fetched))
+        size = "-" if fetched.wire_bytes is None else format_size(fetched.wire_bytes)
+        smaller = fetched.raw_bytes / fetched.wire_bytes if fetched.raw_bytes and fetched.wire_bytes else None
+        table.add_row(
+            group.name,
+            f"{group.num_prompts:,}",
+            f"{group.prompt_tokens:,}",
+            *times,
+            format_ratio(computed.p50_s / fetched.p50_s),
+            f"{fetched.cached_tokens:,}",
+            f"{fetched.stored_tokens:,}",
+            size,
+            format_ratio(smaller),
+        )
+    yield table
+    yield "Tokens and bytes are means of a fetched prompt: from any cache, from the store, and on the network."
+    if result.skipped_prompts:
+        yield f"{result.skipped_prompts} prompts were left out: they are longer than the server takes"
+    if any(group.fetched.wire_bytes is None for group in result.groups):
+        yield "the server has no metrics (--enable-metrics), which would say how many bytes were fetched"
+    if not any(group.fetched.stored_tokens for group in result.groups):
+        yield (
+            "nothing was fetched: kvfetch doctor STORE looks for the reason, and sgl_kvfetch_decisions_total in the "
+            "server's metrics says whether computing was expected to be sooner. --reader must be another server"
+        )
+
+
+def _plot(path: Path, result: BenchResult) -> None:
+    """Draw a pair of bars for each group: p50, with whiskers to p95."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [group.name for group in result.groups]
+    figure, axes = pyplot.subplots(figsize=(max(4.0, 1.4 * len(names) + 1.5), 4.0), layout="constrained", dpi=150)
+    for shift, name, colour in ((-0.2, "computed", "#E69F00"), (0.2, "fetched", "#0072B2")):
+        several = [getattr(group, name) for group in result.groups]
+        middles = [measured.p50_s for measured in several]
+        whiskers = [[0.0] * len(names), [measured.p95_s - measured.p50_s for measured in several]]
+        places = [index + shift for index in range(len(names))]
+        axes.bar(places, middles, 0.4, yerr=whiskers, capsize=3, color=colour, label=name)
+    axes.set_xticks(range(len(names)), names)
+    axes.set(ylabel="time to first token (s): p50, whisker to p95", title=result.model)
+    axes.legend()
+    figure.savefig(path, format="png")
+    pyplot.close(figure)

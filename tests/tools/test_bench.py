@@ -1,0 +1,69 @@
+"""`kvfetch bench` without a server: prompts, and what it refuses. tests/e2e/test_bench.py measures SGLang."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.tools.bench_prompts import cut_prompts, read_conversations
+from tests.tools.conftest import kvfetch
+
+SAID = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2")]
+TURNS = [("turn 1", "Be brief.\nOne?"), ("turn 2", "Be brief.\nOne?\n1\nTwo?")]
+
+
+def test_each_turn_of_a_conversation_is_a_prompt(tmp_path: Path) -> None:
+    openai = {"messages": [{"role": role, "content": text} for role, text in SAID]}
+    sharegpt = {"id": "x", "conversations": [{"from": role, "value": text} for role, text in SAID[:-1]]}
+    lines, listed = tmp_path / "log.jsonl", tmp_path / "sharegpt.json"
+    lines.write_text(
+        f"{json.dumps(openai)}\n\n{json.dumps({'prompt': [1, 2]})}\n{json.dumps({'prompt': 'left out'})}\n"
+    )
+    assert read_conversations(lines, 2) == [*((name, [text]) for name, text in TURNS), ("prompts", [[1, 2]])]
+    listed.write_text(json.dumps([sharegpt, sharegpt]))
+    assert read_conversations(listed, 9) == [(name, [text, text]) for name, text in TURNS]
+    text = tmp_path / "prompt.txt"
+    text.write_text("all of it\n")
+    assert read_conversations(text, 9) == [("prompts", ["all of it\n"])]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.jsonl", '{"prompt": "a"}\n{"prompt": 1}\n', "x.jsonl:2: expected an object with 'prompt'"),
+        ("x.json", '{"conversations": []}', "x.json: expected a list"),
+        ("x.json", '[{"conversations": []}]', "has no prompts"),
+        ("x.txt", " \n", "has no prompts"),
+    ],
+)
+def test_a_file_without_prompts(name: str, content: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        read_conversations(tmp_path / name, 9)
+
+
+def test_prompts_of_a_length_follow_one_another_in_the_text() -> None:
+    groups = cut_prompts([5, 6, 7], [2, 4], 2)
+    assert [(group.name, group.prompts) for group in groups] == [
+        ("2 tokens", [[5, 6], [7, 5]]),
+        ("4 tokens", [[6, 7, 5, 6], [7, 5, 6, 7]]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "--flush empties its caches, also of its other users' prompts; --reader URL measures on a second server"),
+        (("--reader", "http://127.0.0.1:1/"), "--flush"),  # it is the same server
+        (("--flush", "--lengths", "1024,x"), "--lengths '1024,x': expected numbers of tokens"),
+        (("--flush", "--plot", "no/such/folder/x.png"), "--plot no/such/folder/x.png: expected a file"),
+        (("--flush",), "no SGLang server answers there"),
+    ],
+)
+def test_what_it_refuses(options: tuple[str, ...], said: str) -> None:
+    result = kvfetch("bench", "--server", "http://127.0.0.1:1", *options)
+    assert result.exit_code == 2
+    assert said in result.stderr
