@@ -53,15 +53,15 @@ def _benchmark(args: argparse.Namespace, console: Console) -> None:
         _require_profile_of(profile, model)
     length = args.context + args.continuation
     windows = windows_of(model, texts, args.part, args.windows, length + 1)  # the last is only predicted
-    has_kvtc = fit(methods, model, args.calibrate_text, args.calibrate_part, args.calibrate_windows, length)
+    was_fitted = fit(methods, model, args.calibrate_text, args.calibrate_part, args.calibrate_windows, length)
     measured = _measure(model, windows, methods, args.context)
     print_report(measured, console)
     if profile is not None and _was_calibrated_on(profile, args.text, args.part):
         note = f"{args.profile} was calibrated on text that is measured here, so klt looks too good; see --part"
         console.print(note, style="yellow", markup=False)
-    same_text = has_kvtc and text_digest(args.calibrate_text) == text_digest(args.text)
+    same_text = was_fitted and text_digest(args.calibrate_text) == text_digest(args.text)
     if same_text and _overlap(args.part, args.calibrate_part):
-        note = "KVTC was calibrated on text that is measured here, so it looks too good; see --calibrate-part"
+        note = "methods were calibrated on text that is measured here, so they look too good; see --calibrate-part"
         console.print(note, style="yellow", markup=False)
     if args.json:
         write_json(args.json, make_report(measured, settings(args), model.device, time.monotonic() - started_s))
@@ -142,8 +142,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     how.add_argument("--methods", metavar="LIST", help="names or patterns such as 'cachegen*,exact/*'; else all")
     how.add_argument("--profile", type=Path, metavar="FILE", help="the model's, by kvfetch calibrate; klt needs it")
     how.add_argument("--list", action="store_true", help="list the methods and their sources, and exit")
-    calibration = parser.add_argument_group("the text for KVTC's calibration, in windows of context and continuation")
-    calibration.add_argument("--calibrate-text", type=Path, metavar="FILE", help="as --text; KVTC needs it")
+    calibration = parser.add_argument_group(
+        "the text for the calibration of KVTC, Block-GTQ and OSCAR, in windows of context and continuation"
+    )
+    calibration.add_argument("--calibrate-text", type=Path, metavar="FILE", help="as --text; these methods need it")
     calibration.add_argument("--calibrate-part", default="0.5:1", metavar="FROM:TO", help="as --part")
     calibration.add_argument("--calibrate-windows", type=whole_number, default=25, metavar="N", help="how many")
     out = parser.add_argument_group("output")

@@ -63,8 +63,8 @@ class TurboQuant(TensorMethod):
             yield to_bytes(meta)
         else:
             norms, directions = norms_of(x)
-            turned = _turned(directions, coded.start)
-            yield to_bytes(pack(nearest(turned, centroids(bits) / math.sqrt(x.shape[-1])), bits))
+            scaled = turned(directions, coded.start) * math.sqrt(x.shape[-1])
+            yield to_bytes(pack(nearest(scaled, centroids(bits)), bits))
             yield to_bytes(norms)
 
     def decode_tensor(self, tensor: TensorName, parts: Iterator[bytes], shape: Shape) -> torch.Tensor:
@@ -87,7 +87,7 @@ class TurboQuant(TensorMethod):
             return from_levels(integers, from_bytes(next(parts), META_DTYPE, (*shape[:-1], 2)))
         directions = with_norm_1(centroids(bits)[integers.long()])
         norms = from_bytes(next(parts), META_DTYPE, (*shape[:-1], 1)).float()
-        return _turned_back(directions, first_layer) * norms
+        return turned_back(directions, first_layer) * norms
 
     def _coded(self, num_layers: int) -> slice:
         """Return the layers that are not kept exact."""
@@ -170,10 +170,10 @@ def _rotation(dim: int, layer: int) -> torch.Tensor:
     return signs[:, None] * hadamard(dim)
 
 
-def _turned(values: torch.Tensor, first_layer: int) -> torch.Tensor:
+def turned(values: torch.Tensor, first_layer: int) -> torch.Tensor:
     """Turn ``(tokens, layers, heads, dim)``, each layer by its own rotation."""
     return torch.stack([x @ _rotation(x.shape[-1], first_layer + i) for i, x in enumerate(values.unbind(1))], 1)
 
 
-def _turned_back(values: torch.Tensor, first_layer: int) -> torch.Tensor:
+def turned_back(values: torch.Tensor, first_layer: int) -> torch.Tensor:
     return torch.stack([x @ _rotation(x.shape[-1], first_layer + i).T for i, x in enumerate(values.unbind(1))], 1)
