@@ -65,6 +65,8 @@ def _benchmark(args: argparse.Namespace, console: Console) -> None:
     was_fitted = fit(methods, model, args.calibrate_text, args.calibrate_part, args.calibrate_windows, length)
     end_s = started_s + 60 * args.minutes
     measured = _measure(model, windows, methods, args.context, lambda: time.monotonic() < end_s)
+    if not measured.rows:
+        raise ConfigError(f"nothing was measured: {'; '.join(map(': '.join, measured.left_out.items()))}")
     print_report(measured, console)
     if profile is not None and _was_calibrated_on(profile, args.text, args.part):
         note = f"{args.profile} was calibrated on text that is measured here, so klt looks too good; see --part"
