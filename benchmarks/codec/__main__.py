@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +22,16 @@ from benchmarks.codec.methods import all_methods, fit, select
 from benchmarks.codec.report import make_report, plot_rates, print_report
 from benchmarks.codec.segments import PAGE_TOKENS
 from benchmarks.codec.windows import windows_of
-from benchmarks.report import make_parser, make_table, no_traceback, output_file, settings, whole_number, write_json
+from benchmarks.report import (
+    make_parser,
+    make_table,
+    no_traceback,
+    output_file,
+    positive,
+    settings,
+    whole_number,
+    write_json,
+)
 from sgl_kvfetch.codec.calibrate.text import fractions_of
 from sgl_kvfetch.codec.quant.profile import Profile, load_profile
 from sgl_kvfetch.errors import ConfigError
@@ -53,15 +62,18 @@ def _benchmark(args: argparse.Namespace, console: Console) -> None:
         _require_profile_of(profile, model)
     length = args.context + args.continuation
     windows = windows_of(model, texts, args.part, args.windows, length + 1)  # the last is only predicted
-    has_kvtc = fit(methods, model, args.calibrate_text, args.calibrate_part, args.calibrate_windows, length)
-    measured = _measure(model, windows, methods, args.context)
+    was_fitted = fit(methods, model, args.calibrate_text, args.calibrate_part, args.calibrate_windows, length)
+    end_s = started_s + 60 * args.minutes
+    measured = _measure(model, windows, methods, args.context, lambda: time.monotonic() < end_s)
+    if not measured.rows:
+        raise ConfigError(f"nothing was measured: {'; '.join(map(': '.join, measured.left_out.items()))}")
     print_report(measured, console)
     if profile is not None and _was_calibrated_on(profile, args.text, args.part):
         note = f"{args.profile} was calibrated on text that is measured here, so klt looks too good; see --part"
         console.print(note, style="yellow", markup=False)
-    same_text = has_kvtc and text_digest(args.calibrate_text) == text_digest(args.text)
+    same_text = was_fitted and text_digest(args.calibrate_text) == text_digest(args.text)
     if same_text and _overlap(args.part, args.calibrate_part):
-        note = "KVTC was calibrated on text that is measured here, so it looks too good; see --calibrate-part"
+        note = "methods were calibrated on text that is measured here, so they look too good; see --calibrate-part"
         console.print(note, style="yellow", markup=False)
     if args.json:
         write_json(args.json, make_report(measured, settings(args), model.device, time.monotonic() - started_s))
@@ -75,14 +87,20 @@ def _benchmark(args: argparse.Namespace, console: Console) -> None:
         console.print(f"wrote {args.plot}")
 
 
-def _measure(model: KVModel, windows: Sequence[torch.Tensor], methods: Sequence[Method], context: int) -> Measured:
+def _measure(
+    model: KVModel,
+    windows: Sequence[torch.Tensor],
+    methods: Sequence[Method],
+    context: int,
+    has_time: Callable[[], bool],
+) -> Measured:
     with tqdm(total=len(windows) * len(methods), unit="run", disable=not sys.stderr.isatty()) as bar:
 
         def on_step(name: str) -> None:
             bar.set_postfix_str(name)
             bar.update()
 
-        return measure(model, windows, context, methods, on_step)
+        return measure(model, windows, context, methods, on_step, has_time)
 
 
 def _require_profile_of(profile: Profile, model: KVModel) -> None:
@@ -137,13 +155,21 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="TOKENS",
         help="following tokens, for which distributions are compared",
     )
+    data.add_argument(
+        "--minutes",
+        type=positive,
+        default=600.0,
+        help="begin nothing after this time; benchmarks.codec.equal joins runs",
+    )
     data.add_argument("--device", default="auto", help="for the model: cpu, cuda, ...")
     how = parser.add_argument_group("how to encode it")
     how.add_argument("--methods", metavar="LIST", help="names or patterns such as 'cachegen*,exact/*'; else all")
     how.add_argument("--profile", type=Path, metavar="FILE", help="the model's, by kvfetch calibrate; klt needs it")
     how.add_argument("--list", action="store_true", help="list the methods and their sources, and exit")
-    calibration = parser.add_argument_group("the text for KVTC's calibration, in windows of context and continuation")
-    calibration.add_argument("--calibrate-text", type=Path, metavar="FILE", help="as --text; KVTC needs it")
+    calibration = parser.add_argument_group(
+        "the text for the calibration of KVTC, Block-GTQ and OSCAR, in windows of context and continuation"
+    )
+    calibration.add_argument("--calibrate-text", type=Path, metavar="FILE", help="as --text; these methods need it")
     calibration.add_argument("--calibrate-part", default="0.5:1", metavar="FROM:TO", help="as --part")
     calibration.add_argument("--calibrate-windows", type=whole_number, default=25, metavar="N", help="how many")
     out = parser.add_argument_group("output")

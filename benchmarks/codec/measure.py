@@ -17,9 +17,23 @@ _ROWS_AT_ONCE = 64  # bounds the memory for distributions in float64
 
 
 @dataclass(frozen=True)
+class Sample:
+    """One method on one window. ``kl``, ``dnll``, ``top1``: as in ``Row``, means over the continuation's tokens."""
+
+    coded_bytes: int
+    bits_per_value: float
+    sizes: Mapping[str, int]
+    encode_s: float
+    decode_s: float
+    kl: float
+    dnll: float
+    top1: float
+
+
+@dataclass(frozen=True)
 class Row:
     """One method over all windows. Speeds are in megabytes (10^6) of raw bfloat16 per second. ``shares``: each kind of
-    content's share of the bytes; empty if the method does not tell."""
+    content's share of the bytes; empty if the method does not tell. ``samples``: one a window."""
 
     name: str
     source: str
@@ -32,6 +46,7 @@ class Row:
     encode_mb_s: float
     decode_mb_s: float
     shares: Mapping[str, float]
+    samples: Sequence[Sample]
 
 
 @dataclass(frozen=True)
@@ -42,37 +57,28 @@ class Measured:
     left_out: dict[str, str]  # methods that cannot encode this model's KV, and why
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """One method on one window. ``kl``, ``dnll``, ``top1``: as in ``Row``, means over the continuation's tokens."""
-
-    coded_bytes: int
-    sizes: Mapping[str, int]
-    encode_s: float
-    decode_s: float
-    kl: float
-    dnll: float
-    top1: float
-
-
 def measure(
     model: KVModel,
     windows: Sequence[torch.Tensor],
     context_tokens: int,
     methods: Sequence[Method],
     on_step: Callable[[str], None] = lambda name: None,
+    has_time: Callable[[], bool] = lambda: True,
 ) -> Measured:
     """Encode and restore the KV of each window's context with each method, and let the model continue from it.
 
     ``windows``: ``(context_tokens + continuation + 1,)`` ids. The reference is the model's KV of the context, rounded
     to bfloat16, so a lossless method has a KL of 0. ``on_step`` gets the name of each method before it runs on a
-    window. A method that cannot encode this KV is left out.
+    window. A method that cannot encode this KV is left out. Nothing begins once ``has_time`` is false; what was not
+    measured on any window is then left out, too.
     """
-    samples: dict[str, list[_Sample]] = {method.name: [] for method in methods}
+    samples: dict[str, list[Sample]] = {method.name: [] for method in methods}
     shape: KVShape | None = None
     nlls = []
     left_out: dict[str, str] = {}
     for ids in windows:
+        if shape and not has_time():
+            break
         context, continuation, following = ids[:context_tokens], ids[context_tokens:-1], ids[context_tokens + 1 :]
         k, v = (x.to(KV_DTYPE).cpu() for x in model.kv(context))
         shape = KVShape.of(k, v)
@@ -81,7 +87,7 @@ def measure(
         nlls.append(exact_nll)
         for method in methods:
             on_step(method.name)
-            if method.name in left_out:
+            if method.name in left_out or not has_time():
                 continue
             try:
                 coded = method.code(k, v)
@@ -92,8 +98,9 @@ def measure(
             sizes = method.sizes(coded.parts)
             assert sum(sizes.values()) == coded.num_bytes or not sizes, (method.name, sizes, coded.num_bytes)
             samples[method.name].append(
-                _Sample(
+                Sample(
                     coded.num_bytes,
+                    coded.num_bytes * 8 / shape.num_values,
                     sizes,
                     coded.encode_s,
                     coded.decode_s,
@@ -103,6 +110,7 @@ def measure(
                 )
             )
     assert shape is not None
+    left_out |= {name: "there was no time" for name, found in samples.items() if not found and name not in left_out}
     rows = tuple(_row(m, samples[m.name], shape) for m in methods if m.name not in left_out)
     return Measured(shape, estimate(nlls), rows, left_out)
 
@@ -125,8 +133,8 @@ def _kl(exact: torch.Tensor, restored: torch.Tensor) -> float:
     return kl / len(exact)
 
 
-def _row(method: Method, samples: Sequence[_Sample], shape: KVShape) -> Row:
-    bits = estimate([s.coded_bytes * 8 / shape.num_values for s in samples])
+def _row(method: Method, samples: Sequence[Sample], shape: KVShape) -> Row:
+    bits = estimate([s.bits_per_value for s in samples])
     sizes = sum((Counter(s.sizes) for s in samples), Counter[str]())
     raw_mb = shape.raw_bytes * len(samples) / 1e6
     return Row(
@@ -141,4 +149,5 @@ def _row(method: Method, samples: Sequence[_Sample], shape: KVShape) -> Row:
         encode_mb_s=raw_mb / sum(s.encode_s for s in samples),
         decode_mb_s=raw_mb / sum(s.decode_s for s in samples),
         shares={name: size / sizes.total() for name, size in sizes.items()},
+        samples=samples,
     )

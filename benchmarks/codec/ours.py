@@ -62,6 +62,7 @@ def our_methods(profile: Profile | None) -> list[Method]:
     ``cachegen`` has the same values as CacheGen and KVFetcher's recipe, with a coder that takes 1% of the time.
     """
     methods: list[Method] = [
+        SegmentMethod("exact/ans", _SOURCE, "exact + rANS", make_quantiser("exact"), "ans"),
         SegmentMethod("exact/hevc", _SOURCE, "exact + HEVC", make_quantiser("exact"), "hevc"),
         SegmentMethod("exact/zstd", _SOURCE, "exact + zstd", make_quantiser("exact"), "zstd"),
         SegmentMethod("uint8/zstd", _SOURCE, "uint8 + zstd", make_quantiser("uint8"), "zstd"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.codec.baselines.cachegen import CacheGen
+from benchmarks.codec.baselines.fp8 import AsymK16V8, Fp8
 from benchmarks.codec.baselines.kivi import Kivi
 from benchmarks.codec.baselines.kvfetcher import kvfetcher_methods
 from benchmarks.codec.baselines.llm265 import Llm265
@@ -10,6 +11,7 @@ from benchmarks.codec.baselines.mean import Mean
 from benchmarks.codec.baselines.saw_int4 import SawInt4
 from benchmarks.codec.baselines.shadowserve import ShadowServe
 from benchmarks.codec.baselines.sink import WithExactSink
+from benchmarks.codec.baselines.turboquant import turboquant_methods
 from benchmarks.codec.method import Method
 
 UNIFORM_BINS = (32, 16, 8)
@@ -26,5 +28,8 @@ def baselines() -> list[Method]:
         *(Llm265(qp) for qp in (8, 14, 20, 26, 32)),
         *(Kivi(bits) for bits in (4, 2)),
         *(SawInt4(rotate_v) for rotate_v in (False, True)),
+        *turboquant_methods(),
+        Fp8(),
+        AsymK16V8(),
         Mean(),
     ]

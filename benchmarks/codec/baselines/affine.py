@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from sgl_kvfetch.errors import UnsupportedError
@@ -31,16 +32,14 @@ def from_levels(levels: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
 
 
 def pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack integers below ``2^bits`` in C order, ``8 / bits`` per byte, the first in the lowest bits. ``bits`` must
-    divide 8. The last byte is padded with zeros."""
-    per_byte = 8 // bits
-    flat = levels.flatten()
-    flat = torch.nn.functional.pad(flat, (0, -len(flat) % per_byte))
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    return (flat.view(-1, per_byte) << shifts).sum(1).to(torch.uint8)
+    """Pack integers below ``2^bits`` in C order, without gaps, the first in the lowest bits. ``bits``: at most 8. The
+    last byte is padded with zeros."""
+    flat = levels.to(torch.uint8).flatten().numpy()
+    digits = np.unpackbits(flat[:, None], axis=1, count=bits, bitorder="little")
+    return torch.from_numpy(np.packbits(digits, bitorder="little"))
 
 
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Unpack the first ``count`` integers of a result of ``pack``, in one dimension."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-    return ((packed.unsqueeze(1) >> shifts) & ((1 << bits) - 1)).flatten()[:count]
+    digits = np.unpackbits(packed.numpy(), count=count * bits, bitorder="little").reshape(count, bits)
+    return torch.from_numpy(np.packbits(digits, axis=1, bitorder="little")[:, 0])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.codec import ans_tables, answers, lengths, spans, speed
+from benchmarks.codec import ans_tables, answers, equal, lengths, spans, speed
 from benchmarks.codec.__main__ import main
 from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.measure import estimate, measure
@@ -30,20 +30,25 @@ from tests.codec.quant.profiles import make_profile
 CONTEXT, CONTINUATION = 64, 20
 
 
-def test_codec(run: Run, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
+def test_codec(run: Run, tiny_llama: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = tmp_path / "tiny.profile"
     make_profile(num_layers=4, num_heads=2, head_dim=64, cell_heads=2, num_sinks=1).save(profile)
     args = ["--model", tiny_llama, "--text", text, "--windows", 2, "--context", 128, "--continuation", 16]
-    methods = ["--methods", "exact/zstd,cachegen-16/256,kivi-*,klt-0.001/zstd,klt/levels-*", "--profile", profile]
+    fitted = ["block-gtq-k2v2", "oscar-2/first-4"]
+    names = ["exact/zstd,cachegen-16/256,kivi-*,klt-0.001/zstd,klt/levels-*", *fitted]
+    methods = ["--methods", ",".join(names), "--profile", profile, "--calibrate-text", text, "--calibrate-windows", 1]
     rows = {row["name"]: row for row in run(main, *args, *methods)["rows"]}
     levels = [f"klt/levels-{count}" for count in (1, 2, 3)]
-    assert set(rows) == {"exact/zstd", "cachegen-16/256", "kivi-4", "kivi-2", "klt-0.001/zstd", *levels}
+    assert set(rows) == {"exact/zstd", "cachegen-16/256", "kivi-4", "kivi-2", "klt-0.001/zstd", *levels, *fitted}
     for row in rows.values():
         assert row["ratio"] == pytest.approx(16 / row["bits_per_value"])
         for figure in ("bits", "kl", "dnll", "top1"):
             low, high = row[f"{figure}_ci"]
             assert low <= row["bits_per_value" if figure == "bits" else figure] <= high
         assert min(row["encode_mb_s"], row["decode_mb_s"]) > 0
+        assert [
+            sum(point[f] for point in row["samples"]) / 2 for f in ("bits_per_value", "kl", "top1")
+        ] == pytest.approx([row["bits_per_value"], row["kl"], row["top1"]])
     assert rows["exact/zstd"]["kl"] == pytest.approx(0, abs=1e-9)
     assert rows["kivi-2"]["kl"] > rows["kivi-4"]["kl"] > 0
     assert sum(rows["klt-0.001/zstd"]["shares"].values()) == pytest.approx(1)
@@ -51,6 +56,8 @@ def test_codec(run: Run, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     assert sorted(bits) == bits
     assert kls[0] > kls[2]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert equal.main([str(tmp_path / "out.json"), "--ours", "klt/levels-*"]) == 0
+    assert "kivi-4" in capsys.readouterr().out
 
 
 def test_measuring_the_calibrations_text_is_noticed(
@@ -164,6 +171,18 @@ def test_figures_are_those_of_the_whole_model(tiny_llama: Path) -> None:
     assert measured.nll.mean == pytest.approx(sum(nlls) / 2, rel=0.01)
     assert row.kl.mean == pytest.approx(sum(kls) / 2, rel=0.1)
     assert row.dnll.mean == pytest.approx(sum(changes) / 2, abs=0.05)
+
+
+def test_nothing_begins_without_time(tiny_llama: Path) -> None:
+    """What is left of the time: enough for the first method on both windows, and for the second on the first one."""
+    windows = [torch.full((CONTEXT + CONTINUATION + 1,), 5)] * 2
+    methods = [_Noisy(), _Noisy(), _Noisy()]
+    for number, method in enumerate(methods):
+        method.name = f"noisy {number}"
+    left = iter([True, True, False, True, True, False, False])
+    measured = measure(KVModel(str(tiny_llama)), windows, CONTEXT, methods, has_time=lambda: next(left))
+    assert [len(row.samples) for row in measured.rows] == [2, 1]
+    assert measured.left_out == {"noisy 2": "there was no time"}
 
 
 def test_intervals() -> None:

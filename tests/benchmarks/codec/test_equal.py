@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.codec import equal
+from sgl_kvfetch.errors import ConfigError
+
+
+def _row(name: str, *points: tuple[float, float]) -> dict[str, Any]:
+    samples = [{"bits_per_value": bits, "kl": kl, "dnll": 0.0, "top1": 1.0} for bits, kl in points]
+    return {"name": name, "family": name.split("-")[0], "samples": samples}
+
+
+def _report(*rows: dict[str, Any], **other: Any) -> dict[str, Any]:
+    return {
+        "benchmark": "codec",
+        "model": "m/tiny",
+        "text": "t",
+        "part": "0:1",
+        "windows": 2,
+        "context_tokens": 128,
+        "continuation_tokens": 16,
+        "rows": list(rows),
+        **other,
+    }
+
+
+OURS = _row("klt-1/ans", (1.0, 1e-2), (1.0, 1e-2)), _row("klt-2/ans", (4.0, 1e-4), (2.0, 1e-4))
+
+
+def test_bits_at_equal_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Halfway between 1e-2 and 1e-4 are 1e-3, and the root of the product of the bits. A method of one window is
+    compared on that window."""
+    files = tmp_path / "a.json", tmp_path / "b.json"
+    files[0].write_text(json.dumps(_report(*OURS, _row("other-1", (8.0, 1e-3)))))
+    files[1].write_text(json.dumps(_report(_row("other-2", (4.0, 5e-4), (4.0, 1.5e-3)))))
+    assert equal.main([*map(str, files), "--plot", str(tmp_path / "p.png")]) == 0
+    lines = {
+        line.split()[1]: line for line in capsys.readouterr().out.splitlines() if "klt-" in line or "other-" in line
+    }
+    assert "2.00" in lines["other-1"]
+    assert "0.25x" in lines["other-1"]
+    assert "1.73" in lines["other-2"]
+    assert "0.43x" in lines["other-2"]
+    assert "x" not in lines["klt-1/ans"].split("%")[1]
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_bits_beyond_what_was_measured() -> None:
+    curves = equal.join([Path("a")], [_report(*OURS)])
+    windows = [("0:1", 2, 0), ("0:1", 2, 1)]
+    ours = list(curves.values())
+    assert equal.bits_at(1e-5, ours, windows) is None
+    assert equal.bits_at(1e-2, ours, windows) == pytest.approx(1.0)
+    assert equal.bits_at(0.0, ours, windows) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"context_tokens": 256}, "context_tokens is 256, and 128 in"),
+        ({}, "klt-1/ans on this window is in another report"),
+    ],
+)
+def test_reports_that_do_not_fit_together(other: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        equal.join([Path("a"), Path("b")], [_report(*OURS), _report(*OURS, **other)])
+
+
+def test_not_a_report(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text("[]")
+    with pytest.raises(SystemExit, match=r"expected a report that benchmarks\.codec wrote"):
+        equal.main([str(path)])
