@@ -110,10 +110,15 @@ def join(paths: Sequence[Path], reports: Sequence[Mapping[str, Any]]) -> dict[st
     return curves
 
 
+def points_of(ours: Sequence[Curve], windows: Sequence[Window]) -> list[tuple[float, float]]:
+    """Return divergence and bits of ``ours`` over these windows, in ascending order of divergence."""
+    rows = [curve for curve in ours if all(window in curve.points for window in windows)]
+    return sorted((c.of("kl", windows).mean, c.of("bits_per_value", windows).mean) for c in rows)
+
+
 def bits_at(kl: float, ours: Sequence[Curve], windows: Sequence[Window]) -> float | None:
     """Return the bits of ``ours`` at a divergence, over these windows; None beyond what was measured."""
-    rows = [curve for curve in ours if all(window in curve.points for window in windows)]
-    points = sorted((c.of("kl", windows).mean, c.of("bits_per_value", windows).mean) for c in rows)
+    points = points_of(ours, windows)
     if kl <= 0 or not points or not points[0][0] <= kl <= points[-1][0]:
         return None
     kls, bits = (np.log([point[i] for point in points]) for i in range(2))
@@ -127,7 +132,11 @@ def _cells(curve: Curve, ours: Sequence[Curve]) -> list[str]:
     cells = [curve.name, str(len(windows)), bits.show(".3f"), kl.show(".1e", ".0e"), f"{top1.mean:.1%}{margin}"]
     at_equal = None if curve in ours else bits_at(kl.mean, ours, windows)
     if at_equal is None:
-        return [*cells, "", "", ""]
+        points = [] if curve in ours else points_of(ours, windows)
+        if not points or kl.mean <= points[-1][0]:
+            return [*cells, "", "", ""]
+        least = points[-1][1]  # the coarsest that was measured is nearer to the exact KV cache still
+        return [*cells, f"< {least:.2f}", f"< {least / bits.mean:.2f}x", ""]
     shares = defaultdict(list)
     for window in windows:
         point = curve.points[window]

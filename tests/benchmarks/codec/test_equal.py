@@ -34,9 +34,9 @@ OURS = _row("klt-1/ans", (1.0, 1e-2), (1.0, 1e-2)), _row("klt-2/ans", (4.0, 1e-4
 
 def test_bits_at_equal_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Halfway between 1e-2 and 1e-4 are 1e-3, and the root of the product of the bits. A method of one window is
-    compared on that window."""
+    compared on that window, and one beyond our coarsest row with that row."""
     files = tmp_path / "a.json", tmp_path / "b.json"
-    files[0].write_text(json.dumps(_report(*OURS, _row("other-1", (8.0, 1e-3)))))
+    files[0].write_text(json.dumps(_report(*OURS, _row("other-1", (8.0, 1e-3)), _row("other-3", (4.0, 0.5)))))
     files[1].write_text(json.dumps(_report(_row("other-2", (4.0, 5e-4), (4.0, 1.5e-3)))))
     assert equal.main([*map(str, files), "--plot", str(tmp_path / "p.png")]) == 0
     lines = {
@@ -46,6 +46,8 @@ def test_bits_at_equal_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "0.25x" in lines["other-1"]
     assert "1.73" in lines["other-2"]
     assert "0.43x" in lines["other-2"]
+    assert "< 1.00" in lines["other-3"]
+    assert "< 0.25x" in lines["other-3"]
     assert "x" not in lines["klt-1/ans"].split("%")[1]
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
