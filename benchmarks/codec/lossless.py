@@ -96,7 +96,8 @@ def before(x: Array, axis: int) -> Array:
 
 def differences(exponent: Array) -> Array:
     """Return how far exponents are from their channel's median."""
-    return exponent - np.median(exponent, axis=0).astype(np.int64)
+    found: Array = exponent - np.median(exponent, axis=0).astype(np.int64)
+    return found
 
 
 def codes() -> dict[str, Callable[[Fields], float]]:
@@ -137,7 +138,7 @@ def _exponents(context: Callable[[Array], Array], *, beside_median: bool = False
     return length
 
 
-def _log_gamma(x: Array) -> Array:
+def _log_gamma(x: Array | float) -> Array:
     found: Array = torch.lgamma(torch.as_tensor(x, dtype=torch.float64)).numpy()
     return found
 
@@ -179,7 +180,8 @@ def _windowed(bits: int) -> Callable[[Fields], float]:
 
 
 def _limited(difference: Array) -> Array:
-    return np.clip(difference, -3, 3) + 3
+    limited: Array = np.clip(difference, -3, 3) + 3
+    return limited
 
 
 def _spread(difference: Array) -> Array:
@@ -202,7 +204,7 @@ def _all_fields(f: Fields) -> float:
     context = (_spread(difference) * 7 + _token_size(difference)) * 7 + _limited(before(difference, 1))
     channel = channels(f.exponent)
     top = f.mantissa >> 5
-    return (
+    return float(
         adaptive_bits(np.clip(difference + 128, 0, 255), context)
         + adaptive_bits(f.sign, channel * 2 + before(f.sign, 0))
         + adaptive_bits(top, (channel * 7 + _limited(difference)) * 2 + f.sign)

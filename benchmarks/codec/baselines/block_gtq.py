@@ -106,7 +106,7 @@ def rope_pairs(rope: Rope, dim: int) -> torch.Tensor:
 
 def _groups(bits: torch.Tensor, pairs: torch.Tensor) -> list[_Group]:
     found = []
-    for width in bits.unique().tolist():
+    for width in sorted(set(bits.tolist())):
         channels = pairs[bits == width].flatten()
         random = torch.randn(len(channels), len(channels), generator=torch.Generator().manual_seed(_SEED + width))
         found.append(_Group(width, channels, torch.linalg.qr(random)[0]))

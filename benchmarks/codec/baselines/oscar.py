@@ -72,7 +72,8 @@ def _rotations(moments: torch.Tensor) -> torch.Tensor:
     dim = moments.shape[-1]
     if dim & (dim - 1):
         raise UnsupportedError(f"oscar: head dimension is {dim}; expected a power of two")
-    return torch.linalg.eigh(moments.mean(1))[1].float() @ hadamard(dim)
+    rotations: torch.Tensor = torch.linalg.eigh(moments.mean(1))[1].float() @ hadamard(dim)
+    return rotations
 
 
 def _clipped(values: torch.Tensor, ratio: float) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -137,7 +137,8 @@ def norms_of(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def with_norm_1(directions: torch.Tensor) -> torch.Tensor:
-    return directions / directions.norm(dim=-1, keepdim=True).clamp_min(1e-10)
+    scaled: torch.Tensor = directions / directions.norm(dim=-1, keepdim=True).clamp_min(1e-10)
+    return scaled
 
 
 def nearest(values: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
@@ -150,9 +151,9 @@ def nearest(values: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
 def centroids(bits: int) -> torch.Tensor:
     """Return the ``2^bits`` values that represent a standard normal variable with the least squared error: each is the
     mean between the middles to its neighbours (Lloyd and Max)."""
-    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)
+    normal: Any = torch.distributions.Normal(torch.zeros((), dtype=torch.float64), 1.0)  # torch has no types for it
     count = 1 << bits
-    levels = normal.icdf((torch.arange(count, dtype=torch.float64) + 0.5) / count)
+    levels: torch.Tensor = normal.icdf((torch.arange(count, dtype=torch.float64) + 0.5) / count)
     for _ in range(_ITERATIONS):
         middles = (levels[1:] + levels[:-1]) / 2
         density = torch.cat((torch.zeros(1), normal.log_prob(middles).exp(), torch.zeros(1)))
