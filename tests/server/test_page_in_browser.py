@@ -174,7 +174,7 @@ def test_what_is_corrupt_comes_with_what_to_do(page: Browser, url: str) -> None:
     assert page.driver.execute_script("return scrollY") > 0
     assert page.text("#remedy").splitlines() == [
         f"kvfetch clear '{url}#{stem}'",
-        f"kvfetch profile rm {url} {'2' * 32} # and publish it again",
+        f"kvfetch profile rm {url} {'2' * 32}    # and publish it again",
     ]
     assert page.find("#damage tbody a").get_attribute("href").endswith(f"#segment={stem.replace('/', '%2F')}.kvm")
 
