@@ -44,7 +44,7 @@ class Events:
     """Subscribes to a server's KV events."""
 
     def __init__(self, endpoint: str) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._socket.subscribe(b"")
         self._socket.connect(endpoint)
         self._seen: list[dict[str, Any]] = []
