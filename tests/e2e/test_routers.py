@@ -26,6 +26,15 @@ from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prom
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 PAGES = 640 // PAGE_SIZE
+# As `python -m sglang_router.launch_router`, which imports all of SGLang for a router of another kind.
+ROUTER = """
+import argparse
+from sglang_router.router import Router
+from sglang_router.router_args import RouterArgs
+parser = argparse.ArgumentParser()
+RouterArgs.add_cli_args(parser)
+Router.from_args(RouterArgs.from_cli_args(parser.parse_args())).start()
+"""
 needs_router = pytest.mark.skipif(
     importlib.util.find_spec("sglang_router") is None, reason="needs SGLang's router: pip install sglang-router"
 )
@@ -154,7 +163,7 @@ class Router:
 def routing(pair: Pair, folder: Path, policy: str) -> Iterator[Router]:
     port, metrics_port = free_port(), free_port()
     command = [
-        *(sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)),
+        *(sys.executable, "-c", ROUTER, "--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-port", str(metrics_port), "--worker-startup-check-interval", "1"),
         *("--policy", policy, "--worker-urls", pair.host.url, pair.device.url),
     ]

@@ -130,8 +130,7 @@ def test_title_and_heading_name_the_store(page: Browser) -> None:
 def test_a_segment_has_an_address(page: Browser) -> None:
     """A link that somebody was sent opens the same segment, and the browser's Back goes where they were."""
     page.all("#folders tbody a")[0].click()
-    name = page.find("#segments tbody a").get_attribute("title") or ""
-    assert name
+    name = str(page.find("#segments tbody a").get_attribute("title"))
     page.find("#segments tbody a").click()
     page.until(lambda: name in page.text("#segment dl"))
     address = page.driver.current_url
@@ -175,11 +174,10 @@ def test_what_is_corrupt_comes_with_what_to_do(page: Browser, url: str) -> None:
     assert page.driver.execute_script("return scrollY") > 0
     assert page.text("#remedy").splitlines() == [
         f"kvfetch clear '{url}#{stem}'",
-        f"kvfetch profile rm {url} {'2' * 32} # and publish it again",
+        f"kvfetch profile rm {url} {'2' * 32}    # and publish it again",
     ]
-    assert (page.find("#damage tbody a").get_attribute("href") or "").endswith(
-        f"#segment={stem.replace('/', '%2F')}.kvm"
-    )
+    link = str(page.find("#damage tbody a").get_attribute("href"))
+    assert link.endswith(f"#segment={stem.replace('/', '%2F')}.kvm")
 
 
 def test_profiles_are_shown(page: Browser) -> None:
