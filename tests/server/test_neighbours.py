@@ -58,7 +58,7 @@ def unreadable_pin(root: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [catalog_in_the_way, pins_in_the_way, unreadable_pin])
-async def test_no_answer_has_the_store_s_path(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+async def test_no_answer_but_the_page_s_has_the_store_s_path(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
     root = tmp_path / "hidden"
     spoil(root)
     failed = 0
@@ -66,7 +66,8 @@ async def test_no_answer_has_the_store_s_path(tmp_path: Path, spoil: Callable[[P
         for method, path in ROUTES:
             async with session.request(method, f"{server.url}{path}") as answer:
                 failed += answer.status >= 500
-                assert "hidden" not in await answer.text(), (method, path)
+                if path != wire.Route.SUMMARY:  # the page's title names the directory
+                    assert "hidden" not in await answer.text(), (method, path)
     assert failed
 
 
