@@ -35,8 +35,7 @@ def serves(heads: HeadSlice, most_left_out: int) -> None:
     namespace, labels = heads.namespace, heads.labels
     names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
     metrics.NAMESPACE.labels(heads.folder, *names).set(1)
-    if heads != _state.heads:
-        _state.recent.clear()  # what was found under another namespace says nothing of this one
+    _state.recent.clear()  # what was found in another store, or under another namespace, says nothing of this one
     _state.heads, _state.most_left_out = heads, most_left_out
 
 
