@@ -3,8 +3,8 @@
 
     python -m benchmarks.auto_profile [--json OUT]
 
-The text is Python's language reference. Of its second half, prompts of several lengths go through the sample that a
-server takes, and to the process that calibrates beside it. The other profile is from windows of the same half. Both are
+The text is Python's language reference. Of its second half, prompts of several lengths, in random order or with
+``--in-order`` as the text has them, go through the sample that a server takes, and to the process that calibrates beside it. The other profile is from windows of the same half. Both are
 measured on windows of the first half: bits at equal divergence, by interpolation between steps.
 
 Meanwhile SGLang computes prompts of 1,024 tokens, one after the other, in blocks: with the process stopped, with the
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--held-out", type=whole_number, default=3, help="windows that both are measured on")
     parser.add_argument("--requests", type=whole_number, default=6, help="in a block")
     parser.add_argument("--rounds", type=whole_number, default=4, help="of a block in each state")
+    parser.add_argument("--in-order", action="store_true", help="the first prompts are the beginning of the text")
     parser.add_argument("--json", type=output_file)
     args = parser.parse_args(argv)
     with no_traceback(), tempfile.TemporaryDirectory(prefix="auto-") as folder:
@@ -72,7 +73,10 @@ async def measure(args: argparse.Namespace, model: Path, folder: Path) -> dict[s
     loaded = LayeredModel(str(model))
     text = tokenise(loaded.tokenizer, prose())
     sample = PromptSample(args.windows)
-    for number, prompt in enumerate(prompts_of(part_of(text, CALIBRATION_PART).tolist())):
+    prompts = list(prompts_of(part_of(text, CALIBRATION_PART).tolist()))
+    if not args.in_order:
+        random.Random(1).shuffle(prompts)
+    for number, prompt in enumerate(prompts):
         sample.add(str(number), prompt, 0, len(prompt))
     if not sample.is_full:
         raise SystemExit(f"the text has too few prompts for {args.windows} windows")
