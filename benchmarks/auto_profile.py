@@ -4,8 +4,9 @@
     python -m benchmarks.auto_profile [--json OUT]
 
 The text is Python's language reference. Of its second half, prompts of several lengths, in random order or with
-``--in-order`` as the text has them, go through the sample that a server takes, and to the process that calibrates beside it. The other profile is from windows of the same half. Both are
-measured on windows of the first half: bits at equal divergence, by interpolation between steps.
+``--in-order`` as the text has them, go through the sample that a server takes, and to the process that calibrates
+beside it. The other profile is from windows of the same half. Both are measured on windows of the first half: bits at
+equal divergence, by interpolation between steps.
 
 Meanwhile SGLang computes prompts of 1,024 tokens, one after the other, in blocks: with the process stopped, with the
 process running at its priority, and with the process stopped during each request, as an engine on the CPU has it.

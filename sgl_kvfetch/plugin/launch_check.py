@@ -63,8 +63,8 @@ def use_linker(server_args: Any) -> None:
 def larger_pages(chosen: dict[str, Any], server_args: Any) -> dict[str, Any]:
     """Return SGLang's choice of a page size, or larger pages where it is one token, its default.
 
-    Pages of one token are fetched as fast as larger ones, but SGLang and we do something for each page on the
-    scheduler's thread, 40 times as much as with pages of 64 tokens: `python -m benchmarks.engine_cpu`.
+    SGLang and we do something for each page on the scheduler's thread. With pages of one token, that doubles what a
+    fetch costs there: `python -m benchmarks.engine_cpu --page-sizes 64,1`.
     """
     if chosen != {"page_size": 1}:
         return chosen
