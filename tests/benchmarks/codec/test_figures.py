@@ -174,7 +174,7 @@ def test_figures_are_those_of_the_whole_model(tiny_llama: Path) -> None:
 
 
 def test_nothing_begins_without_time(tiny_llama: Path) -> None:
-    """What is left of the time: enough for the first method on both windows, and for the second on the first one."""
+    """The time is enough for the first method on both windows, and for the second one on the first window."""
     windows = [torch.full((CONTEXT + CONTINUATION + 1,), 5)] * 2
     methods = [_Noisy(), _Noisy(), _Noisy()]
     for number, method in enumerate(methods):
