@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from prometheus_client import generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from harness.engine import SGLangServer
 from harness.waiting import WAIT_S, wait_until
+from sgl_kvfetch.tools.sglang_server import samples_of, total
 
 
 def read_metric(text: str, name: str, **labels: str) -> float:
@@ -14,12 +14,7 @@ def read_metric(text: str, name: str, **labels: str) -> float:
 
     ``name`` is the sample's name, which ends in ``_total`` for a counter.
     """
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name and all(sample.labels.get(key) == value for key, value in labels.items())
-    )
+    return total(samples_of(text), name, **labels)
 
 
 def own_metric(name: str, **labels: str) -> float:

@@ -276,22 +276,16 @@ class _Metrics:
 
     async def read(self) -> _Sample | None:
         """Return None if the server has no metrics of ours."""
-        from prometheus_client.parser import text_string_to_metric_families
+        from sgl_kvfetch.tools.sglang_server import server_samples, total
 
-        async with self._session.get(f"{self.server}/metrics") as response:
-            text = await response.text() if response.status == 200 else ""
-        if "sgl_kvfetch_" not in text:
+        samples = await server_samples(self._session, self.server)
+        if not any(sample.name.startswith("sgl_kvfetch_") for sample in samples):
             return None
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-
-        def total(name: str, **labels: str) -> int:
-            return round(sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items()))
-
         return _Sample(
-            total("sgl_kvfetch_written_pages_total"),
-            total("sgl_kvfetch_queued_bytes", queue="write"),
-            total("sgl_kvfetch_wire_bytes_total", direction="read"),
-            total("sgl_kvfetch_raw_bytes_total", direction="read"),
+            round(total(samples, "sgl_kvfetch_written_pages_total")),
+            round(total(samples, "sgl_kvfetch_queued_bytes", queue="write")),
+            round(total(samples, "sgl_kvfetch_wire_bytes_total", direction="read")),
+            round(total(samples, "sgl_kvfetch_raw_bytes_total", direction="read")),
         )
 
     async def wait_until_written(self, before: _Sample | None, num_pages: int, wait_s: float) -> None:

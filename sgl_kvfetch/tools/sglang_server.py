@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores import client_errors
@@ -69,6 +71,23 @@ async def server_info(session: aiohttp.ClientSession, server: str) -> dict[str, 
 async def tokenise_on(session: aiohttp.ClientSession, server: str, text: str) -> list[int]:
     """Return the tokens that the server's tokenizer makes of a text."""
     return list(json.loads(await ask_server(session, "POST", f"{server}/tokenize", {"prompt": text}))["tokens"])
+
+
+async def server_samples(session: aiohttp.ClientSession, server: str) -> list[Sample]:
+    """Return what a server's ``/metrics`` has; nothing if the server has no metrics."""
+    async with session.get(f"{server}/metrics") as response:
+        return samples_of(await response.text()) if response.status == 200 else []
+
+
+def samples_of(metrics: str) -> list[Sample]:
+    """Return the samples in a text of ``/metrics``."""
+    return [sample for family in text_string_to_metric_families(metrics) for sample in family.samples]
+
+
+def total(samples: Iterable[Sample], name: str, **labels: str) -> float:
+    """Return the sum of all samples with this name and these labels, over all ranks; 0 if there are none. ``name``: the
+    sample's, which ends in ``_total`` for a counter."""
+    return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from aiohttp import ClientSession
 
 _MOST_SHOWN = 3  # requests with a prompt
-_PAUSED = re.compile(r"^sgl_kvfetch_store_down(?:\{.*\})? 1(?:\.0)?$", re.MULTILINE)
 
 
 class Explained(Struct, frozen=True):
@@ -194,17 +192,22 @@ def _in_the_way(asked: Asked, num_tokens: int, page_size: int) -> Iterator[Findi
     """Yield why a server does not look for a prompt at all."""
     status, num_pages = asked.status, num_tokens // page_size
     if status is None:
-        yield Finding(Reason.NOT_ATTACHED, 0, num_pages, "the server has no kvfetch backend")
+        yield _not_attached(num_pages)
         return
     if not status.reads:
         yield Finding(Reason.NOT_READING, 0, num_pages, "its mode is write_only, or its weights were updated")
     # SGLang always computes the last token, and so the page with it.
     num_usable = (num_tokens - 1) // page_size * page_size
-    if num_usable < max(status.threshold_tokens, page_size):
-        what = f"{num_usable} tokens could be served, and lookups begin at {max(status.threshold_tokens, page_size)}"
+    least = max(status.threshold_tokens, page_size)
+    if num_usable < least:
+        what = f"{num_usable} tokens could be served, and lookups begin at {least}"
         yield Finding(Reason.SHORT, 0, num_pages, what)
     if asked.is_paused:
         yield Finding(Reason.SKIPPED, 0, num_pages, "the server's lookups pause, since the store failed several times")
+
+
+def _not_attached(num_pages: int) -> Finding:
+    return Finding(Reason.NOT_ATTACHED, 0, num_pages, "the server has no kvfetch backend")
 
 
 def _with_memory(finding: Finding, decided: Sequence[Decided], hashes: Sequence[bytes]) -> Finding:
@@ -235,8 +238,7 @@ def _request(asked: Asked, request_id: str) -> Explained:
     """Explain a request from what the server remembers. Raises ConfigError if it does not remember it."""
     status = asked.status
     if status is None:
-        finding = Finding(Reason.NOT_ATTACHED, 0, 0, "the server has no kvfetch backend")
-        return Explained(0, 0, asked.page_size, "", "", 0, [finding], [], [])
+        return Explained(0, 0, asked.page_size, "", "", 0, [_not_attached(0)], [], [])
     decided = [each for each in status.recent if each.request_id == request_id]
     if not decided:
         where = "; in host mode, SGLang does not tell request ids: give --prompt or --file" * (status.mode == "host")
@@ -306,7 +308,7 @@ async def _session(server: str) -> AsyncIterator[ClientSession]:
 
 async def _ask_server(session: ClientSession, server: str) -> Asked:
     """Ask a server what it tells of itself. Raises ConfigError if it is none of SGLang, and StoreError."""
-    from sgl_kvfetch.tools.sglang_server import server_info
+    from sgl_kvfetch.tools.sglang_server import server_info, server_samples, total
 
     info = await server_info(session, server)
     states = info.get("internal_states", [])
@@ -318,8 +320,7 @@ async def _ask_server(session: ClientSession, server: str) -> Asked:
     if statuses:  # one for each replica of data parallelism, which serve alike
         recent = sorted((each for status in statuses for each in status.recent), key=lambda each: each.at_s)
         status = msgspec.structs.replace(statuses[0], recent=recent)
-    async with session.get(f"{server}/metrics") as response:
-        is_paused = response.status == 200 and _PAUSED.search(await response.text()) is not None
+    is_paused = total(await server_samples(session, server), "sgl_kvfetch_store_down") > 0
     return Asked(info["page_size"], status, is_paused)
 
 
