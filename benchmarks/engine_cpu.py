@@ -3,7 +3,8 @@
 For each page size, a prefix is stored once. Then it is fetched again and again, over loopback, by a data plane in a
 process of its own, into SGLang's own pool and tree, as the scheduler does it. `whole` is the CPU time of this process,
 all threads: Python, and copying the values. `scheduler` is that of the thread that the scheduler would run on. `fetch`
-is how long it takes. `calls` counts the calls of this package's functions in this process. There is no model.
+is how long it takes. `lookup` is how long the store takes to answer one. `sent` and `received` are the store's bytes of
+bodies for a fetch. `calls` counts the calls of this package's functions in this process. There is no model.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -43,6 +46,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 import sgl_kvfetch
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, whole_numbers, write_json
+from harness.metrics import read_metric
 from harness.store_process import StoreProcess
 from harness.waiting import wait_until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -51,6 +55,7 @@ from sgl_kvfetch.plugin.device import linker as linker_module
 from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.starting import Opening
+from sgl_kvfetch.stores.wire import Route
 
 HEADS, DIM = 3, 64
 _STEP_S = 0.02  # between two steps, so that the steps in which nothing happens cost little
@@ -77,6 +82,7 @@ class Engine:
             "recompute": "never",
             "lookup_timeout_s": 600,
             "fetch_timeout_s": 600,
+            "write_queue_bytes": 1 << 40,  # a prompt is written at once here, and none of it may be dropped
             "device": {"pool_share": 1.0},
         }
         quantiser = make_quantiser("exact")
@@ -179,12 +185,14 @@ class _Request(SimpleNamespace):
         self.host_hit_length, self.prefix_len = matched.host_hit_length, matched.host_hit_length
 
 
-def measure(engine: Engine, rounds: int) -> dict[str, float]:
-    """Return medians in milliseconds: the time that a fetch takes, and CPU time."""
+def measure(engine: Engine, rounds: int, store_url: str) -> dict[str, float]:
+    """Return medians in milliseconds, of the time that a fetch takes and of CPU time, and what the store says of it."""
     whole: list[float] = []
     scheduler: list[float] = []
     fetch: list[float] = []
     for number in range(rounds + 1):
+        if number == 1:
+            before = StoreFigures.of(store_url)
         engine.flush()
         began = time.process_time(), time.thread_time(), time.monotonic()
         num_tokens = engine.fetch(f"request {number}")
@@ -194,7 +202,45 @@ def measure(engine: Engine, rounds: int) -> dict[str, float]:
             for kept, since, now in zip((whole, scheduler, fetch), began, ended, strict=True):
                 kept.append(1e3 * (now - since))
     names = {"whole_ms": whole, "scheduler_ms": scheduler, "fetch_ms": fetch}
-    return {name: statistics.median(values) for name, values in names.items()}
+    medians = {name: statistics.median(values) for name, values in names.items()}
+    return medians | before.until(StoreFigures.of(store_url))
+
+
+@dataclass(frozen=True)
+class StoreFigures:
+    """What a store has counted since it started."""
+
+    stored_bytes: float
+    lookups: float
+    lookup_s: float
+    sent_bytes: float
+    received_bytes: float
+
+    @staticmethod
+    def of(url: str) -> StoreFigures:
+        with urllib.request.urlopen(f"{url}/metrics") as answer:
+            text = answer.read().decode()
+
+        def read(name: str, **labels: str) -> float:
+            return read_metric(text, f"kvfetch_server_{name}", **labels)
+
+        return StoreFigures(
+            read("stored_bytes"),
+            read("lookups_total"),
+            read("request_seconds_sum", route=Route.LOOKUP),
+            read("sent_bytes_total"),
+            read("received_bytes_total"),
+        )
+
+    def until(self, later: StoreFigures) -> dict[str, float]:
+        """Return what is stored, how long a lookup took, and the bytes of one, as there is one for each fetch."""
+        num_lookups = later.lookups - self.lookups
+        return {
+            "stored_mb": later.stored_bytes / 1e6,
+            "lookup_ms": 1e3 * (later.lookup_s - self.lookup_s) / num_lookups,
+            "sent_mb": (later.sent_bytes - self.sent_bytes) / num_lookups / 1e6,
+            "received_mb": (later.received_bytes - self.received_bytes) / num_lookups / 1e6,
+        }
 
 
 def count_calls(make: Callable[[], Engine]) -> int:
@@ -236,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             make = partial(Engine, store.url, tokens, args.layers, page_size)
             engine = make()
             engine.write()
-            found = measure(engine, args.rounds)
+            found = measure(engine, args.rounds, store.url)
             engine.close()
             results[page_size] = found | {"calls": count_calls(make)}
         print(f"page size {page_size}:", {name: round(value, 1) for name, value in results[page_size].items()})

@@ -39,7 +39,16 @@ from benchmarks.machine import fast_dtype, machine, versions
 from benchmarks.prose import prose
 from benchmarks.real_model import real_model
 from benchmarks.real_profile import PROMPTS_PART, real_profile
-from benchmarks.report import COLOURS, figure, make_parser, make_table, no_traceback, whole_numbers, write_json
+from benchmarks.report import (
+    COLOURS,
+    figure,
+    make_parser,
+    make_table,
+    no_traceback,
+    whole_number,
+    whole_numbers,
+    write_json,
+)
 from benchmarks.traffic import kvfetch_traffic
 from harness.engine import SGLangServer, device_args, free_port, hicache_args
 from harness.metrics import wait_until_written
@@ -119,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.methods and name not in args.methods:
             continue
         console.print(f"{name}: starting SGLang, which computes and stores every prompt")
-        for row in _measure(name, config, MODES[args.mode], model, prompts, args.gbps):
+        for row in _measure(name, config, MODES[args.mode], model, prompts, args.gbps, args.page_size):
             what = f"{row.method}, {row.prompt_tokens:,} tokens, {row.gbps:g} Gbps"
             console.print(f"{what}: {row.p50_s:.2f} s, the first {row.first_s:.2f} s")
             rows.append(row)
@@ -130,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             {
                 "benchmark": "ttft",
                 "mode": args.mode,
+                "page_size": args.page_size,
                 "model": str(model),
                 "profile": profile.name,
                 "dtype": fast_dtype(),
@@ -152,6 +162,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=whole_numbers, default="1024,2048,4096", help="prompt lengths")
     parser.add_argument("--gbps", type=numbers, default="0.02,0.05,0.1,0.2,0.5,1", help="links")
     parser.add_argument("--prompts", type=int, default=3, help="number per length")
+    parser.add_argument("--page-size", type=whole_number, default=PAGE_SIZE, help="in tokens (default: %(default)s)")
     parser.add_argument("--methods", help="names, separated by commas; else all")
     parser.add_argument("--json", type=Path, help="where to write the figures; the plot goes beside it")
     args = parser.parse_args(argv)
@@ -200,11 +211,13 @@ def _measure(
     model: Path,
     prompts: dict[int, list[list[int]]],
     links: Sequence[float],
+    page_size: int,
 ) -> Iterator[Row]:
     port, longest = free_port(), max(prompts)
 
     def launch(mode: str) -> SGLangServer:
         flags = ["--dtype", fast_dtype(), "--context-length", str(longest + 64), "--max-total-tokens", str(4 * longest)]
+        flags += ["--page-size", str(page_size)]
         if config is not None:
             limited = config | {"mode": mode, "fetch_timeout_s": TIMEOUT_S}
             flags += make_flags(f"http://127.0.0.1:{port}", **limited)
@@ -213,7 +226,7 @@ def _measure(
     with tempfile.TemporaryDirectory(prefix="kvfetch-ttft-") as folder:
         if config is not None:
             with StoreProcess(folder, port=port), launch("read_write") as server:
-                store_all(server, [prompt for several in prompts.values() for prompt in several])
+                store_all(server, [prompt for several in prompts.values() for prompt in several], page_size)
         with launch("read_only") as server:
             with StoreProcess(folder, port=port):
                 for prompt in (prompt for several in prompts.values() for prompt in several[:_NUM_BACKWARDS]):
@@ -229,11 +242,11 @@ def _measure(
                         yield _ask(server, name, length, several, gbps)
 
 
-def store_all(server: SGLangServer, prompts: Sequence[list[int]]) -> None:
+def store_all(server: SGLangServer, prompts: Sequence[list[int]], page_size: int = PAGE_SIZE) -> None:
     num_pages = 0
     for prompt in prompts:
         server.generate(input_ids=prompt, max_new_tokens=1)
-        num_pages += len(prompt) // PAGE_SIZE
+        num_pages += len(prompt) // page_size
         wait_until_written(server, num_pages, timeout_s=2 * TIMEOUT_S)
 
 

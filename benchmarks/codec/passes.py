@@ -7,7 +7,8 @@ made-up rules, and the function to complete. The answer runs in a sandbox, and p
 Passkeys are those of `benchmarks.codec.answers`. The first row is the exact KV cache. Intervals are Wilson's, of 95%.
 *Lost* and *won* compare task by task: passed with the exact KV cache and not with the method's, and the reverse.
 
-The model runs in bfloat16, as servers run it. With ``--minutes``, tasks and passkeys that have not begun by then are
+The model runs in bfloat16, as servers run it. Methods that need a calibration get it from the second half of the text,
+so passkeys are of the first. With ``--minutes``, tasks and passkeys that have not begun by then are
 left out, and the table counts what was done.
 """
 
@@ -30,7 +31,7 @@ from benchmarks.codec.answers import finds, greedy_answers, make_passkeys, share
 from benchmarks.codec.coding_tasks import LIBRARY, TASKS, Task
 from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.method import KV_DTYPE, Method
-from benchmarks.codec.methods import all_methods, select
+from benchmarks.codec.methods import all_methods, fit, select
 from benchmarks.codec.sandbox import passes
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, positive, run_and_report, settings, whole_numbers
@@ -42,6 +43,7 @@ from sgl_kvfetch.prompts import read_texts
 METHODS = "uint8/zstd,cachegen/zstd,klt/ans,klt-0.003/ans,klt-0.01/ans"
 EXACT = "exact"
 _PAGE = 64
+_CALIBRATION = ("0.5:1", 3, 1280)  # of methods that need one: the part of the text, and windows of so many tokens
 _TAIL = 16  # at least so many last tokens of a prompt are computed
 _WIDTH = 130
 _BLOCK = re.compile(r"```(?:python)?\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -99,7 +101,8 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     model = KVModel(args.model, dtype=torch.bfloat16)
     texts = read_texts(args.text)
     profile = load_profile(args.profile) if args.profile else None
-    methods = select(all_methods(profile), args.methods)
+    methods = select(all_methods(profile, can_calibrate=True), args.methods)
+    fit(methods, model, args.text, *_CALIBRATION)
     scores = {name: Scores() for name in (EXACT, *(method.name for method in methods))}
     for task in (TASKS[i * len(TASKS) // args.tasks] for i in range(args.tasks)):
         if time.monotonic() > end_s:

@@ -54,7 +54,11 @@ def test_engine_cpu(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "benchmarks.engine_cpu", *sizes], check=True)  # it replaces parts of SGLang
     results = json.loads(out.read_text())["results"]
     assert list(results) == ["64", "1"]
-    assert all(0 < found["scheduler_ms"] <= found["whole_ms"] for found in results.values())
+    for found in results.values():
+        assert 0 < found["scheduler_ms"] <= found["whole_ms"]
+        assert found["stored_mb"] > found["sent_mb"] > 0
+        assert found["lookup_ms"] > 0
+    assert results["1"]["received_mb"] - results["64"]["received_mb"] == pytest.approx(252 * 32e-6, rel=0.1)  # hashes
 
 
 def test_ttft(run: Run, tiny_llama: Path, text: Path) -> None:
