@@ -42,8 +42,8 @@ _FIRST = 16  # tokens of a continuation
 
 @dataclass(frozen=True)
 class Row:
-    """A method at one length. ``kl`` and ``first_kl``: nats a token, in all of a continuation and in its first tokens.
-    ``worst``: the largest mean of a window."""
+    """A method at one length. ``kl`` and ``first_kl``: nats a token, over a whole continuation and over its first
+    tokens. ``worst``: the largest mean KL of one window."""
 
     name: str
     context_tokens: int
