@@ -73,6 +73,7 @@ class Tables(NamedTuple):
 
 @cache
 def tables() -> Tables:
+    """Return the tables that `ans` codes with."""
     with files(__package__).joinpath("ans_tables.npz").open("rb") as file, np.load(file) as found:
         return Tables(found["slots"], found["choice"], found["gains"], found["digits"])
 
@@ -220,7 +221,8 @@ def _slots_of(counts: np.ndarray) -> np.ndarray:
 
 
 def fill(native: tuple[object, ...], bitstream: bytes | memoryview, rows: int, tokens: int, out: torch.Tensor) -> None:
-    """Decode into ``out``, contiguous. Raises CorruptError."""
+    """Decode ``rows`` rows of ``tokens`` integers into ``out``, contiguous uint8. ``native``: as `native_tables`
+    returns them. Raises CorruptError."""
     fault = _ans.decode(native, bitstream, rows, tokens, out.numpy().data)
     if fault is not None:
         raise CorruptError(f"ans bitstream {fault}")

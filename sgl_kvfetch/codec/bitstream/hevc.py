@@ -208,6 +208,7 @@ def _plane(picture: av.VideoFrame, index: int) -> np.ndarray:
 
 
 def join_access_units(access_units: list[bytes]) -> bytes:
+    """Return a bitstream: the table of access units, then the access units."""
     sizes = b"".join(_U32.pack(len(unit)) for unit in access_units)
     return _U32.pack(len(access_units)) + sizes + b"".join(access_units)
 
