@@ -109,7 +109,7 @@ class RedisProcess:
 
 
 def fail_over(primary: RedisProcess, replica: RedisProcess) -> None:
-    """Exchange their roles without losing a write. Both live on."""
+    """Exchange the roles of both servers without losing a write. Both keep running."""
     replica._wait_for(lambda: replica.offset == primary.offset)
     replica.promote()
     primary.replicate(replica)

@@ -16,9 +16,9 @@ from multiprocessing import forkserver
 
 
 def main(number: int) -> list[str]:
-    """Fork a process for each message from a socket. Returns in the forks: a command line for Python."""
+    """Fork a process for each message from a socket. Return only in the forks, with a command line for Python."""
     given = set(os.environ)
-    # What a server imports before it reads its arguments, and after.
+    # The modules that a server imports before and after it reads its arguments.
     import setproctitle
     import sglang.launch_server
     import sglang.srt.entrypoints.http_server  # noqa: F401

@@ -498,8 +498,11 @@ def _restore_tile(
     COEFFICIENTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Both channels of all pairs are columns of one product, so the integers are read and converted once. Turning a
-    pair is then arithmetic between two blocks of the same shape."""
+    """Restore TOKENS tokens of some pairs of channels of one head.
+
+    Both channels of all pairs are columns of one product, so the integers are read and converted once. Turning a pair
+    is then arithmetic between two blocks of the same shape.
+    """
     PAIRS: tl.constexpr = H.pairs
     RUN: tl.constexpr = H.run  # up to Triton 3.6, a named tuple's field is a plain number, which `multiple_of` refuses
     NUM_PAIRS: tl.constexpr = (H.dim + 1) // 2

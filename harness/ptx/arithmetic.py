@@ -264,7 +264,7 @@ def _shuffle(kernel: Kernel, mode: str, value: Compute, lane: Compute) -> Comput
 
 
 def _pairs(name: str, kind: str, x: Compute, y: Compute) -> Compute:
-    """Arithmetic of both halves."""
+    """Compute with both halves of registers, each by itself."""
     compute = _BINARY[name]
 
     def of_half(a: Values, b: Values) -> Values:
