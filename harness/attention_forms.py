@@ -22,12 +22,13 @@ def sglang_attention() -> Callable[..., torch.Tensor]:
     fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
     backend = fresh.TorchNativeAttnBackend
-    return partial(backend._run_sdpa_forward_extend, backend)  # it needs a static method of the class alone
+    return partial(backend._run_sdpa_forward_extend, backend)  # of `self`, it uses only a static method
 
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """Heads of Q and of K, their dimension and that of V, and each sequence's tokens: before the new ones, and new."""
+    """One way in which SGLang calls the function. ``dim``: of Q and K. ``sequences``: for each, how many tokens are in
+    the KV cache, and how many are new."""
 
     name: str
     heads: int
@@ -40,9 +41,9 @@ class AttentionForm:
     is_causal: bool = True
     is_cross_attention: bool = False
 
-    def arguments(self, dtype: torch.dtype, seed: int = 0) -> dict[str, Any]:
+    def arguments(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return the arguments of the function, with random values, scattered slots, and NaN in the unused ones."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         encoder = self.encoder_tokens or 0
         totals = [before + new for before, new in self.sequences]
         ends = [0, *itertools.accumulate(encoder + total for total in totals)]

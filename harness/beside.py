@@ -25,8 +25,9 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def make_once(package: str, name: str, make: Callable[[Path], None]) -> Path:
-    """Return the environment's folder for ``package`` and ``name``. Call ``make`` with a folder to be made if it is not
-    there yet: another process may do the same meanwhile, and never finds a part of it."""
+    """Return the environment's folder for ``package`` and ``name``. If it is missing, call ``make`` with the path of a
+    temporary folder to create, and move that into place. So other processes never find it half made, although they may
+    make it at the same time."""
     folder = Path(sys.prefix, package, name)
     if not folder.exists():
         folder.parent.mkdir(exist_ok=True)

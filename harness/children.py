@@ -1,5 +1,5 @@
-"""Ends what this process has started when it is asked to end: Python runs no ``finally`` for SIGTERM, and a server in a
-session of its own sees no Ctrl-C."""
+"""Ends this process's descendants when it gets SIGTERM or SIGINT: Python runs no ``finally`` for SIGTERM, and a server
+in a session of its own sees no Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_before: dict[int, Any] = {}  # the handlers that ours took the place of
-_noted_s = 0.0
+_before: dict[int, Any] = {}  # the handlers that ours replaced
+_noted_s = 0.0  # CPU time that the kernel does not count for this process
 
 
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -26,10 +26,10 @@ def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[byte
 
 
 def end_children_on_signals() -> None:
-    """On SIGTERM and SIGINT, kill all descendants of this process first. Then do what would have been done before; for
-    SIGTERM, where that was to end at once, raise KeyboardInterrupt, so that temporary folders are removed.
+    """On SIGTERM and SIGINT, kill all descendants of this process. Then call the handler that was set before, if there
+    was one; otherwise raise KeyboardInterrupt, so that temporary folders are removed.
 
-    Does nothing in other threads than the main one, which alone may set handlers, and for signals that are ignored.
+    Do nothing for signals that are ignored, and nothing outside the main thread, which alone may set handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -41,15 +41,15 @@ def end_children_on_signals() -> None:
 
 
 def children_cpu_s() -> float:
-    """Return the CPU seconds that children of this process have used, and theirs: those that were waited for, and what
-    was noted."""
+    """Return the CPU seconds of this process's descendants: of those that were waited for, and those that
+    `note_cpu_time` and `note_s` have counted."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime + _noted_s
 
 
 def note_cpu_time(pid: int) -> None:
-    """Call before a child is ended together with its own children: nobody waits for them then, and the kernel adds
-    their CPU time to that of no other process."""
+    """Count the CPU time of a child's descendants. Call this before the child is killed together with them: nobody
+    waits for them then, so the kernel adds their CPU time to no other process's."""
     global _noted_s
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(pid).children(recursive=True):
@@ -59,7 +59,7 @@ def note_cpu_time(pid: int) -> None:
 
 
 def note_s(cpu_s: float) -> None:
-    """Count what a process has used that is none of this one's children."""
+    """Count the CPU seconds of a process that is not a child of this one."""
     global _noted_s
     _noted_s += cpu_s
 
@@ -75,7 +75,8 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def _kill_descendants() -> None:
     found: set[psutil.Process] = set()
-    # Stop them before one is killed: what a stopped process has started stays its child, and it starts no more.
+    # Stop all of them before killing any. A stopped process starts no others, and those that it started stay its
+    # children, so that they are found.
     while new := set(psutil.Process().children(recursive=True)) - found:
         for process in new:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Prompts that are staged as they are coded, without a data plane: what the loader for GPUs takes."""
+"""Stages prompts without a data plane, still coded, as the loader for GPUs takes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sgl_kvfetch.plane.staging import StagedValues
 
 
 def stage_coded(segments: Sequence[CodedSegment], quantiser: Quantiser) -> StagedValues:
-    """Return all pages of segments that follow each other, in shared memory, as `Stager` leaves them there."""
+    """Return all pages of consecutive segments, in shared memory, as `Stager` leaves them there."""
     data = {segment.data_name: segment.data for segment in segments}
     readers = [SegmentReader(segment.manifest, quantiser) for segment in segments]
     sources = [PageSource(reader, page) for reader in readers for page in range(len(reader.manifest.page_hashes))]

@@ -123,8 +123,8 @@ def extra_config(store_url: str, *, prefetch_threshold: int = 16, **config: Any)
 
 
 def free_port() -> int:
-    """Return a loopback port that nobody uses now. It is below those that Linux gives to outgoing connections, one of
-    which might otherwise get it before the server that it is meant for."""
+    """Return a loopback port that nobody uses now. It is below the ports that Linux gives to outgoing connections, so
+    that none of them takes it before the server does."""
     while True:
         port = secrets.choice(range(12_000, 32_000))
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -134,8 +134,8 @@ def free_port() -> int:
 
 @functools.cache
 def other_models(model_path: str) -> str:
-    """Return the names of SGLang's modules that do not have the model's architecture, with commas between them. Unless
-    it is told to skip them, a server imports 250 modules for the sake of one, for seconds."""
+    """Return the names of SGLang's modules that do not have the model's architecture, with commas between them. A
+    server that does not skip them imports 250 modules to find one, which takes seconds."""
     config, package = Path(model_path, "config.json"), importlib.util.find_spec("sglang")
     if package is None or package.origin is None or not config.exists():
         return ""
@@ -147,7 +147,8 @@ def other_models(model_path: str) -> str:
 
 @contextlib.contextmanager
 def servers_find_sglang_imported() -> Iterator[ImportedSGLang]:
-    """Within it, servers are forked from a process that has imported SGLang, unless they must import it themselves."""
+    """Fork servers from a process that has imported SGLang, within this context, unless they must import it
+    themselves."""
     with ImportedSGLang() as imported:
         SGLangServer.imported = imported
         yield imported
@@ -247,7 +248,7 @@ class SGLangServer:
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def log_tail(self) -> str:
-        """Return the last lines of the log, without those about requests, which polling makes many of."""
+        """Return the last lines of the log, without those about requests: polling writes many of them."""
         lines = [line for line in self.log().splitlines() if ' HTTP/1.1" 200 ' not in line]
         return "\n".join(lines[-_LOG_TAIL_LINES:])
 
@@ -287,9 +288,10 @@ class SGLangServer:
         """Return the text of ``/metrics``."""
         return self.request("GET", "/metrics")
 
-    def flush(self, timeout_s: float = 30.0) -> None:
-        """Wait until the server is idle, then empty its device and host tiers. The remote store is not changed."""
-        self.request("POST", f"/flush_cache?timeout={timeout_s:g}")
+    def flush(self) -> None:
+        """Wait up to 30 s until the server is idle, then empty its device and host tiers. The remote store is not
+        changed."""
+        self.request("POST", "/flush_cache?timeout=30")
 
     def request(self, method: str, path: str, body: Any = None) -> str:
         """Make a request and return the answer's body. Raises ``ServerError`` with the answer unless it succeeds."""

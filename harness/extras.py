@@ -21,7 +21,7 @@ _TRY = {"": "sgl_kvfetch.server", "s3": "obstore, redis", "tracing": "openteleme
 
 
 def main(wheel: str, extras: Sequence[str]) -> int:
-    """Print a line for each extra. Return 1 if one brings torch that needs none, or the other way round."""
+    """Print a line for each extra. Return 1 if an extra installs torch and should not, or should and does not."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     known = [each for each in project["optional-dependencies"] if each not in _NOT_FOR_USERS]
     failed = False

@@ -1,4 +1,4 @@
-"""Fetches into a pool, and a link that was measured."""
+"""Fetches pages into a pool, and makes a link of a known speed."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class ForwardProxy(StreamServer):
             writer.write(b"HTTP/1.1 200 Connected\r\n\r\n")
             await relay(*self._address, reader, writer)
             return
-        # A server may look at the name that it is asked for.
+        # A server may check the name in the Host header.
         changed = {"host": "{}:{}".format(*self._address), "connection": "close"}
         kept = [(name, value) for name, value in headers if name not in ("proxy-authorization", *changed)]
         sent = [f"{method} /{target.split('/', 3)[3]} HTTP/1.1"]

@@ -128,7 +128,7 @@ def _name(callback: Any) -> str:
 
 
 def require_equal(seen: Sequence[HandOver], expected: Sequence[str]) -> None:
-    """Wait for the last ones, and raise AssertionError unless they are the expected ones, in any order."""
+    """Wait until there are as many hand-overs as expected. Raise AssertionError unless they are equal, in any order."""
 
     def listed() -> str:
         return "\n".join(map(str, seen))

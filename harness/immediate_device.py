@@ -1,4 +1,4 @@
-"""A device on the CPU that does at once what is launched, on whichever stream."""
+"""A device on the CPU that runs work at once when it is launched, whatever the stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sgl_kvfetch.codec import Device, Stream
 
 
 class ImmediateStream:
-    """A stream and its events: all work is done when they are asked."""
+    """A stream and its events. All work is done before anybody can ask."""
 
     cuda_stream = 1
 

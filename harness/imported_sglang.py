@@ -24,7 +24,7 @@ from harness.children import note_s, start_child
 from harness.waiting import WAIT_S
 
 _SCRIPT = Path(__file__).with_name("sglang_importer.py")
-# Of what processes are started with, variables that nothing reads before SGLang has read its arguments.
+# Environment variables that nothing reads before SGLang has read its arguments. So forks may have values of their own.
 _READ_LATE = {
     *("KVFETCH_SGLANG", "KVFETCH_TIMELINE", "MOONCAKE_PROTOCOL", "PYTEST_CURRENT_TEST", "XDG_CACHE_HOME"),
     *("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_DISABLED_MODEL_ARCHS", "SGLANG_MAMBA_CONV_DTYPE"),
@@ -33,7 +33,8 @@ _READ_LATE = {
 
 
 def common_environment() -> dict[str, str]:
-    """Return this process's, so that Python finds nothing in the folder that it runs in, and writes logs at once."""
+    """Return this process's environment, changed so that Python does not import from its working folder, and writes
+    logs at once."""
     return os.environ | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -94,8 +95,8 @@ class ImportedSGLang:
         stderr: IO[bytes],
     ) -> ForkedProcess | None:
         """Start ``python`` with a command line, ``-m`` or ``-c`` first, in a session of its own. Its environment is
-        ``common``, which is alike for all, and over it ``own``. Return None if it must import SGLang itself, because
-        something in its environment is read while that is imported."""
+        ``common``, updated with ``own``. If ``common`` changes, SGLang is imported again. Return None if the process
+        must import SGLang itself, because importing may read a variable in ``own``."""
         early = {name: value for name, value in common.items() if name not in _READ_LATE}
         if any(name not in _READ_LATE and early.get(name) != value for name, value in own.items()):
             return None
@@ -113,8 +114,8 @@ class ImportedSGLang:
             raise RuntimeError(f"SGLang cannot be imported:\n{self._log.read_text()}") from None
 
     def run(self, command: Sequence[str], folder: Path, **own: str) -> subprocess.CompletedProcess[str]:
-        """Run ``python`` with a command line to its end, with output to two files in a folder. Its environment is this
-        process's, and over it ``own``."""
+        """Run ``python`` with a command line to its end, with output to two files in a folder. Its environment is
+        `common_environment`, updated with ``own``."""
         paths = folder / "stdout", folder / "stderr"
         with paths[0].open("wb") as stdout, paths[1].open("wb") as stderr:
             process = self.start(command, folder, common_environment(), own, stdout, stderr)

@@ -49,11 +49,7 @@ def make_tiny_llama(directory: Path, shape: TinyLlama | None = None, **changes: 
         eos_token_id=2,
         initializer_range=0.2,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(shape.seed)
-        LlamaForCausalLM(config).float().save_pretrained(directory)
-    _save_tokenizer(directory, shape.vocab_size)
-    return directory
+    return _save_random(LlamaForCausalLM, config, directory, shape.seed)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -62,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
-"""Names that transformers has for families with full attention, and what a tiny model of one has besides."""
+"""Families with full attention, by their names in transformers, and what `make_tiny` adds to a model's config."""
 
 
 def make_tiny(directory: Path, family: str) -> Path:
@@ -83,11 +79,7 @@ def make_tiny(directory: Path, family: str) -> Path:
         initializer_range=0.2,
         **FAMILIES[family],
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
-    _save_tokenizer(directory, config.vocab_size)
-    return directory
+    return _save_random(AutoModelForCausalLM.from_config, config, directory)
 
 
 def make_tiny_deepseek(directory: Path) -> Path:
@@ -171,14 +163,6 @@ def make_tiny_qwen3_5(directory: Path) -> Path:
     return _save_random(Qwen3_5ForCausalLM, config, directory)
 
 
-def _save_random(model_class: Any, config: Any, directory: Path) -> Path:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model_class(config).float().save_pretrained(directory)
-    _save_tokenizer(directory, config.vocab_size)
-    return directory
-
-
 def make_tiny_mellum(directory: Path, window: int) -> Path:
     """Write a random model whose layers attend to ``window`` tokens and to all tokens in turn; return the directory."""
     from transformers import MellumConfig, MellumForCausalLM
@@ -202,19 +186,15 @@ def make_tiny_mellum(directory: Path, window: int) -> Path:
         eos_token_id=2,
         initializer_range=0.2,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        MellumForCausalLM(config).float().save_pretrained(directory)
-    _save_tokenizer(directory, config.vocab_size)
-    return directory
+    return _save_random(MellumForCausalLM, config, directory)
 
 
-def make_adapter(directory: Path, model: Path, seed: int, rank: int = 4) -> Path:
+def make_adapter(directory: Path, model: Path, seed: int) -> Path:
     """Write a random LoRA adapter of all attention projections of the model in ``model``, in PEFT's format; return its
     directory. Its weights are large enough that answers depend on it."""
     from safetensors.torch import load_file, save_file
 
-    projections = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    projections, rank = ["q_proj", "k_proj", "v_proj", "o_proj"], 4
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, weight in load_file(model / "model.safetensors").items():
@@ -228,6 +208,15 @@ def make_adapter(directory: Path, model: Path, seed: int, rank: int = 4) -> Path
     directory.mkdir(parents=True, exist_ok=True)
     save_file(weights, directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _save_random(make: Any, config: Any, directory: Path, seed: int = 0) -> Path:
+    """Write ``make(config)``, a model with random weights, and a tokenizer for it; return the directory."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        make(config).float().save_pretrained(directory)
+    _save_tokenizer(directory, config.vocab_size)
     return directory
 
 

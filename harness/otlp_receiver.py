@@ -26,7 +26,8 @@ class ReceivedSpan:
 
 
 class OtlpReceiver:
-    """A context manager that receives spans on a free loopback port. Before ``answers`` is set, exporters wait."""
+    """A context manager that receives spans on a free loopback port. ``asked`` is set when a request comes. Exporters
+    wait while ``answers`` is cleared."""
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []

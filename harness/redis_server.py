@@ -1,11 +1,13 @@
-"""Runs ``redis-server`` as a child process on a free loopback port, without files of its own, and failovers.
+"""Runs ``redis-server`` as a child process on a free loopback port, without files of its own.
 
-with RedisProcess() as first, RedisProcess() as second:
-    second.replicate(first)
-    async with RedisService(first) as service:
-        ...                    # clients connect to service.url
-        fail_over(first, second)
-        service.lead_to(second)  # new connections; those that are open stay with the first, now a replica
+Two of them can fail over:
+
+    with RedisProcess() as first, RedisProcess() as second:
+        second.replicate(first)
+        async with RedisService(first) as service:
+            ...                      # clients connect to service.url
+            fail_over(first, second)
+            service.lead_to(second)  # new connections; open ones stay with the first, which is a replica now
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ REDIS_MISSING = "needs redis-server (Debian's package redis-server, or valkey-se
 
 
 class RedisProcess:
-    """A context manager; the server answers when it is entered. ``client`` is for the test's own looks at it."""
+    """A context manager; the server answers when it is entered. With ``client`` a test looks into it."""
 
     def __init__(self, *, password: str | None = None, cluster: bool = False) -> None:
         self.port = free_port()
@@ -60,7 +62,7 @@ class RedisProcess:
         """Start an empty server, and wait until it answers. Raises RuntimeError if it does not."""
         assert REDIS is not None, REDIS_MISSING
         assert self._process is None, "already started"
-        Path(self._folder.name, "nodes.conf").unlink(missing_ok=True)  # a cluster's, of a server that was killed
+        Path(self._folder.name, "nodes.conf").unlink(missing_ok=True)  # which a killed server of a cluster leaves
         self._process = start_child(
             [REDIS, *self._args, "--dir", self._folder.name], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
@@ -107,7 +109,7 @@ class RedisProcess:
 
 
 def fail_over(primary: RedisProcess, replica: RedisProcess) -> None:
-    """Exchange their roles without losing a write. Both live on."""
+    """Exchange the roles of both servers without losing a write. Both keep running."""
     replica._wait_for(lambda: replica.offset == primary.offset)
     replica.promote()
     primary.replicate(replica)

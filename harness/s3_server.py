@@ -47,7 +47,7 @@ def s3_config(endpoint: str) -> dict[str, str]:
 
 
 def open_bucket(config: dict[str, str], name: str = BUCKET) -> obstore.store.S3Store:
-    """Return a client of a bucket, for a test's own looks at it."""
+    """Return a client of a bucket, with which a test looks into it."""
     return obstore.store.S3Store(name, config=cast(Any, config), client_options={"allow_http": True})
 
 
@@ -58,7 +58,8 @@ def make_bucket(config: dict[str, str], name: str = BUCKET) -> None:
 
 
 def wait_until_it_answers(endpoint: str, process: subprocess.Popen[bytes]) -> bool:
-    """Return False if the server's ``process`` ends, or nothing answers at ``endpoint`` in time."""
+    """Return True when the server answers at ``endpoint``, with any status. Return False if its ``process`` ends, or
+    does not answer in time."""
     for _ in polls():
         if process.poll() is not None:
             return False

@@ -16,18 +16,19 @@ from multiprocessing import forkserver
 
 
 def main(number: int) -> list[str]:
-    """Fork a process for each message from a socket. Returns in the forks: a command line for Python."""
+    """Fork a process for each message from a socket. Return only in the forks, with a command line for Python."""
     given = set(os.environ)
-    # What a server imports before it reads its arguments, and after.
+    # The modules that a server imports before and after it reads its arguments.
     import setproctitle
     import sglang.launch_server
     import sglang.srt.entrypoints.http_server  # noqa: F401
 
-    setproctitle.getproctitle()  # it looks for the place of the title, which it finds in this process alone
+    setproctitle.getproctitle()  # the first call finds the title in memory, which a fork cannot
     assert threading.active_count() == 1, f"a fork would lose threads: {threading.enumerate()}"
     assert "prometheus_client" not in sys.modules, "at import it reads in which folder SGLang's processes share metrics"
     added = {name: value for name, value in os.environ.items() if name not in given}  # such as folders of caches
-    # Nobody waits for those that wait, and the kernel must not add their CPU time to this process's: they write it.
+    # Each fork waits for one of its own, and reports its CPU time. With SIGCHLD ignored, nobody needs to wait for the
+    # forks, and the kernel does not count the time a second time, for this process.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=number) as requests:
         while True:
@@ -45,7 +46,8 @@ def main(number: int) -> list[str]:
 def become(
     command: list[str], folder: str, environment: dict[str, str], stdout: int, stderr: int, status: int
 ) -> list[str]:
-    """Fork once more. Write the new process's number, its exit code and its CPU time. Return the command, in it."""
+    """Fork once more, and return the command in the new process. This process writes the new one's ID, exit code and
+    CPU time in microseconds to ``status``, and ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if pid := os.fork():
         os.close(stdout)

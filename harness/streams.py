@@ -1,4 +1,4 @@
-"""Servers of plain connections, for tests: what stands between a client and a server."""
+"""Servers of plain connections that stand between a client and a server, for tests."""
 
 from __future__ import annotations
 

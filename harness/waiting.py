@@ -26,7 +26,7 @@ def wait_until(
     *,
     timeout_s: float = WAIT_S,
     poll_s: float = 0.01,
-    found: Callable[[], object] = lambda: "nothing happens",
+    found: Callable[[], object] = lambda: "the condition is still false",
 ) -> None:
     """Poll ``condition`` until it is true. Raises TimeoutError, with what ``found`` returns, after ``timeout_s``."""
     for _ in polls(timeout_s, poll_s):
@@ -43,7 +43,7 @@ async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
         if await result if inspect.isawaitable(result) else result:
             return
         if time.monotonic() > deadline_s:
-            raise TimeoutError("nothing happens")
+            raise TimeoutError("the condition is still false")
         await asyncio.sleep(0.001)
 
 

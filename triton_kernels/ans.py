@@ -19,12 +19,12 @@ from sgl_kvfetch.triton_kernels.runtime import COMPILE_OPTIONS, jit, on_device, 
 
 LANES = 32
 ALIGNMENT = 4  # of bitstreams in memory, in bytes
-MAX_BYTES = 1 << 28  # of a bitstream, and of its frames: a symbol takes up to two, and counts have 31 bits
+MAX_BYTES = 1 << 28  # of a bitstream, and of its frames: positions have 31 bits, and a symbol may take two bytes
 
 
 class AnsChunk(NamedTuple):
-    """One bitstream: bytes ``start`` to ``start + size`` of the data. Its frames, ``(num_frames, 3,
-    tokens)``, go to the output from ``out_start`` on."""
+    """One bitstream: bytes ``start`` to ``start + size`` of the data. Its frames, ``(num_frames, 3, tokens)``, go to
+    the output from ``out_start`` on."""
 
     start: int
     size: int
@@ -34,16 +34,16 @@ class AnsChunk(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of its frames."""
+        """The size of its frames."""
         return self.num_frames * PLANES * self.tokens
 
 
 def ans_decode(data: torch.Tensor, chunks: Sequence[AnsChunk], out: torch.Tensor) -> torch.Tensor:
     """Decode bitstreams. Return for each whether it is broken: int32 ``(chunks,)`` on the device, 0 for sound ones.
 
-    A sound bitstream gives the bits of ``AnsCodec.decode``; a broken one leaves anything in its own part of ``out``.
-    Each takes the same time, sound or broken. This does not wait for the device. CPU tensors use the reference, unless
-    Triton interprets. All others use the kernel, on the current stream.
+    A sound bitstream gives the bits of ``AnsCodec.decode``; a broken one leaves arbitrary bytes in its own part of
+    ``out``. Both take the same time. This does not wait for the device. CPU tensors use the reference, unless Triton's
+    interpreter is on. All others use the kernel, on the current stream.
 
     Args:
         data: uint8, contiguous, a multiple of ``ALIGNMENT`` bytes, at such an address.
@@ -97,7 +97,7 @@ def ans_decode_reference(data: torch.Tensor, chunks: Sequence[AnsChunk], out: to
 
 @cache
 def _tables_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the decoding table, which distribution to choose, and the gains, on the device. 199 KiB, kept for good."""
+    """Return `decoding_tables` on the device. They take 194 KiB, and stay there."""
     return tuple(x.to(device) for x in decoding_tables())  # type: ignore[return-value]
 
 
@@ -190,8 +190,8 @@ def next_energy(b_energy, b_integer, gain):
 
 @jit
 def _take(b_state, o_table, m_lane, i_next, i_last, p_bytes, p_words, p_decode, size, SLOTS: tl.constexpr):
-    """Take a symbol from each lane in the mask. Return the new states, the integers, and the next word and the end of
-    what is left of the bitstream. Where nothing is left, 0 is read, and nothing beside the bitstream."""
+    """Take a symbol from each lane in the mask. Return the new states, the integers, and the two ends of what is left
+    of the bitstream: the next word, and the byte behind the next escape. Outside the bitstream, 0 is read instead."""
     o_lane = tl.arange(0, b_state.shape[0])
     o_slot = (b_state & (SLOTS - 1)).to(tl.int32)
     b_entry = tl.load(p_decode + o_table * SLOTS + o_slot, mask=m_lane, other=0).to(tl.uint32, bitcast=True)
@@ -227,8 +227,9 @@ def ans_decode_kernel(
     LANES: tl.constexpr,
     PLANES: tl.constexpr,
 ):
-    """Each program decodes a chunk. Whatever the bitstream has, it takes ``rows`` times the steps of a row, and reads
-    and writes nothing beside its chunk. What is wrong is seen at the end: ends that have crossed never meet again."""
+    """Each program decodes one chunk. Whatever its bytes are, a program takes the steps of all rows, and reads and
+    writes nothing outside its chunk. Faults are detected at the end: once the two ends of the bitstream have crossed,
+    they never meet again."""
     p_chunk = p_chunks + tl.program_id(0) * FIELDS
     start = tl.load(p_chunk)
     size = tl.load(p_chunk + 1).to(tl.int32)

@@ -93,7 +93,8 @@ def quantise_klt(
     num_rows = -(-forward.num_rows // PLANES) * PLANES
     integers = torch.full((num_rows, num_tokens), ZERO, dtype=torch.uint8, device=device)
     num_blocks = triton.cdiv(num_tokens, _TOKENS)
-    # Of each layer's channels, and so of all: the same for all cells of a model, however many layers they have.
+    # A divisor of each layer's channels, and so of any cell's. It is the same for all cells of a model, so they share
+    # the compiled kernels.
     align = math.gcd(*(x[0].shape[1] * x[0].shape[2] for x in (k, v)), _ALIGNMENT)
     if num_tokens == 0:
         return exponents, integers
@@ -213,7 +214,7 @@ def centre_kernel(
 
 @jit
 def _steps(p_product, b_inverse_step, o_channel, num_kept, num_channels, TO_WHOLE: tl.constexpr):
-    """Return coefficients in steps, ``(tokens, channels)``; those that are kept, as whole ones."""
+    """Return coefficients in steps, ``(tokens, channels)``. Those that are kept are rounded to whole steps."""
     m_channel = (o_channel < num_channels)[None, :]
     b_x = tl.load(p_product + o_channel[None, :], mask=m_channel, other=0.0).to(tl.float32) * b_inverse_step[:, None]
     return tl.where((o_channel < num_kept)[None, :], b_x + TO_WHOLE - TO_WHOLE, b_x)
@@ -244,8 +245,8 @@ def round_kernel(
     EXACT: tl.constexpr,
     NOT_FINITE: tl.constexpr,
 ):
-    """Each program handles TOKENS tokens: it adds up their costs, then looks whether integers can hold them, then
-    writes integers. What is read past the last token is not stored."""
+    """Each program handles TOKENS tokens. It adds up their costs, then checks whether integers can hold them, then
+    writes the integers. What is read past the last token is not stored."""
     o_token, o_c = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, CHANNELS)
     m_token = o_token < num_tokens
     num_channels = num_channels // ALIGN * ALIGN

@@ -103,7 +103,8 @@ def _heads_of(buffer: torch.Tensor, rotary_dim: int, *, interleaved: bool) -> _H
 
 
 class _Fields(NamedTuple):
-    """Where a row of a table has what: a constant of the kernels. The first six are of the cell, four of its places."""
+    """The position of each field in a table's row, in words of 8 bytes: a constant of the kernels. The first six fields
+    describe the cell, the next four its `KltPlaces`, the others its `KltModel`."""
 
     data: int  # address of the bytes of `pack`
     tokens: int  # number
@@ -184,7 +185,7 @@ class KltModel:
 
     @cached_property
     def words(self) -> bytes:
-        """The end of a cell's row."""
+        """The part of a cell's row that describes its model."""
         room = (0,) * (self.shape.layers - len(self.k))
         addresses = [x.data_ptr() for x in (self.matrix, self.mean, self.scales)]
         outputs = (*(x.data_ptr() for x in self.k), *room, *(x.data_ptr() for x in self.v), *room)
@@ -214,7 +215,7 @@ class KltPlaces:
 
     @cached_property
     def words(self) -> bytes:
-        """A part of a cell's row."""
+        """The part of a cell's row that describes its places."""
         x = self.layout
         return array("q", (self.pixels.data_ptr(), x.token_cols, x.width, x.token_rows * x.token_cols)).tobytes()
 
@@ -238,7 +239,7 @@ class KltCell:
     offset: int
 
     def row(self, words: bytes = b"") -> bytes:
-        """Return the cell's row of a table. ``words``: those of the cell, if they have been made."""
+        """Return the cell's row of a table. ``words``: what `words` has returned before, if it was called."""
         return _ADDRESS.pack(self.data.data_ptr() + self.offset) + (words or self.words())
 
     def words(self) -> bytes:
@@ -264,8 +265,8 @@ def klt_rows(
 ) -> np.ndarray:
     """Return the rows of many cells, int64 ``(cells, row_bytes / 8)``, as ``KltCell.row`` makes them one by one.
 
-    ``cells``: int64 ``(cells,)`` each, ``data``, ``tokens``, ``pages``, ``exact``, ``frames`` and ``rotation``, as
-    addresses and numbers; and ``places`` and ``models``, indices into what is given.
+    ``cells``: by name, int64 ``(cells,)`` each. ``data``, ``tokens``, ``pages``, ``exact``, ``frames`` and ``rotation``
+    are as in `_Fields`; ``places`` and ``models`` are indices into the arguments of these names.
     """
     rows = np.empty((len(cells["data"]), shape.row_bytes // 8), dtype=np.int64)
     for field in _OWN_FIELDS:
@@ -288,7 +289,7 @@ def region_pixels(layout: RegionLayout, num_coefficients: int) -> torch.Tensor:
 def restore_klt(cells: Sequence[KltCell], table: torch.Tensor, slots: torch.Tensor, page_size: int) -> None:
     """Write K and V of cells' tokens, as ``KltQuantiser.dequantise`` does.
 
-    CPU tensors use the reference, unless Triton interprets. All others use the kernels, on the current stream.
+    CPU tensors use the reference, unless Triton's interpreter is on. All others use the kernels, on the current stream.
     Everything is computed in float32, in this order: ``integer - 128`` times the matrix, times the token's scale, plus
     the mean; then the rotation; then values are limited to the buffers' finite range and rounded to nearest, ties to
     even. Integers and matrix are exact in bfloat16, so their products are exact, and only the order of the sums is
@@ -404,7 +405,7 @@ if triton is not None:
 
 @jit
 def _slots_of(p_row, p_slots, o_token, m_token, page_size, F: tl.constexpr):
-    """Return the slots of a cell's tokens; -1 leaves one out."""
+    """Return the slots of a cell's tokens; -1 for those that are left out."""
     p_pages = tl.load(p_row + F.data).to(tl.pointer_type(tl.int32))
     b_page = tl.load(p_pages + o_token // page_size, mask=m_token, other=-1).to(tl.int64)
     return tl.load(p_slots + b_page * page_size + o_token % page_size, mask=b_page >= 0, other=-1)
@@ -497,8 +498,11 @@ def _restore_tile(
     COEFFICIENTS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Both channels of all pairs are columns of one product, so the integers are read and converted once. Turning a
-    pair is then arithmetic between two blocks of the same shape."""
+    """Restore TOKENS tokens of some pairs of channels of one head.
+
+    Both channels of all pairs are columns of one product, so the integers are read and converted once. Turning a pair
+    is then arithmetic between two blocks of the same shape.
+    """
     PAIRS: tl.constexpr = H.pairs
     RUN: tl.constexpr = H.run  # up to Triton 3.6, a named tuple's field is a plain number, which `multiple_of` refuses
     NUM_PAIRS: tl.constexpr = (H.dim + 1) // 2
@@ -532,7 +536,8 @@ def _restore_tile(
         o_c = i_coefficient + o_coefficient
         m_c = o_c < num_coefficients
         o_pixel = tl.multiple_of(tl.load(p_pixels + o_c, mask=m_c, other=0), VECTOR)
-        # A mask over coefficients would only cost: the matrix has zeros there. So would a value for masked tokens.
+        # A mask over coefficients would only cost time, since the matrix has zeros there. So would a default for masked
+        # tokens, since they are not stored.
         b_integer = tl.load(p_frames + (o_within[:, None] + o_pixel[None, :]), mask=m_within[:, None])
         b_n = (b_integer ^ 128).to(tl.int8, bitcast=True).to(tl.float32).to(FACTOR)
         p_rows = p_matrix + (o_c.to(tl.int64) * stride_row)[:, None] + o_channel[None, :]
@@ -591,7 +596,7 @@ def exact_tokens_kernel(
     DTYPE: tl.constexpr,
     ITEMSIZE: tl.constexpr,
 ):
-    """Each program copies one token to all layers, joining byte planes as ``exact`` does."""
+    """Each program restores one exact token in all layers. It joins byte planes as ``quant.exact`` does."""
     i_exact = tl.program_id(0) % most_exact
     p_row = p_table + tl.program_id(0) // most_exact * (F.outputs + 2 * LAYERS)
     if i_exact >= tl.load(p_row + F.exact):

@@ -3,10 +3,10 @@
 A kernel here is a module with a wrapper, which checks its arguments; the kernel; and a reference in torch, which CPU
 tensors use, and which the tests compare with. What must hold for each:
 
-* **The host never waits.** A wrapper launches on the current stream and returns. So it cannot raise what only the
-  device knows: broken bitstreams, and values that are not finite, are said in a tensor that is returned.
-* **Nothing is compiled while requests are served.** Triton compiles anew for each new kind of argument, and takes
-  integers that are 1, or multiples of 16, for kinds of their own. So what varies from launch to launch is not
+* **The host never waits.** A wrapper launches on the current stream and returns. So it cannot raise errors that only
+  the device detects. Broken bitstreams, and values that are not finite, are reported in a returned tensor.
+* **Nothing is compiled while requests are served.** Triton compiles again for each new kind of argument, and treats
+  integers that are 1, or multiples of 16, as kinds of their own. So what varies from launch to launch is not
   specialised (`_VARYING`), and what this server itself writes is compiled at the start.
   tests/triton_kernels/specialisations.py finds kinds that were missed.
 * **Bytes from a store decide no address.** They may be anything. Reads are masked by the sizes of what was passed, and
@@ -63,7 +63,7 @@ def jit(function: Any) -> Any:
 
 
 def use_kernels(device: torch.device) -> bool:
-    """Return whether tensors on this device use the kernels. CPU tensors do so only if Triton interprets.
+    """Return whether tensors on this device use the kernels. CPU tensors do so only with Triton's interpreter.
 
     Raises UnsupportedError if kernels are needed and Triton is missing.
     """
@@ -75,7 +75,7 @@ def use_kernels(device: torch.device) -> bool:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make this the current device. Triton launches there, whichever device its arguments are on."""
+    """Make this the current device: Triton launches there, whichever device the arguments are on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -86,7 +86,7 @@ def table_on(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tenso
 
 
 def require(condition: bool, message: Callable[[], str]) -> None:
-    """Raise ValueError unless ``condition``. ``message`` is a function, since making one takes longer than a launch."""
+    """Raise ValueError unless ``condition``. ``message`` is called only then: making it takes longer than a launch."""
     if not condition:
         raise ValueError(message())
 

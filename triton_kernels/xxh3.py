@@ -1,11 +1,12 @@
-"""xxh3: the XXH3 checksum (128 bits, seed 0) of decoded integers on their device. Only 64 bytes each go to the host.
+"""xxh3: the XXH3 checksum (128 bits, seed 0) of integers on the device that decoded them.
 
 A manifest has this checksum of each part's integers. Flat frames begin with them, byte for byte. So what a GPU decodes
-into flat frames can be verified there, by the checksum that the CPU uses, too.
+into flat frames can be verified there, by the same checksum as on the CPU. Only 64 bytes of each input go to the host.
 
-XXH3: Y. Collet, github.com/Cyan4973/xxHash, doc/xxhash_spec.md. The input is cut into blocks of 16 stripes, of 8 words
-of 64 bits each. A block's stripes are summed up in any order; blocks follow each other. What is left to do then, with
-the 8 sums, takes the host microseconds. Inputs of up to 240 bytes have another function, which is not here.
+XXH3: Y. Collet, github.com/Cyan4973/xxHash, doc/xxhash_spec.md. The input is cut into blocks of 16 stripes, and a
+stripe has 8 words of 64 bits. A block's stripes are summed up in any order, and blocks one after the other. The rest
+needs only the 8 sums, and takes the host microseconds. Inputs of up to 240 bytes have another function, which is not
+here.
 """
 
 from __future__ import annotations
@@ -37,22 +38,23 @@ _INITIAL = _PRIMES_32[2], *_PRIMES_64[:4], _PRIMES_32[1], _PRIMES_64[4], _PRIMES
 _AVALANCHE = 0x165667919E3779F9
 _MASK = (1 << 64) - 1
 
-# Words of what a kernel is given: the secret, its 8 words for the last stripe, and the initial sums.
+# The kernel's constants are the secret, its 8 words for the last stripe, and the initial sums. Here the last two begin.
 _LAST_SECRET, _INITIAL_SUMS = 24, 32
 
 
 def xxh3_sums(data: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return the sums of which ``digest_of`` makes a checksum, for each range: int64 ``(ranges, SUMS)``, on the device.
+    """Return for each range the sums from which ``digest_of`` makes its checksum: int64 ``(ranges, SUMS)``, on the
+    device.
 
-    This does not wait for the device. CPU tensors use the reference, unless Triton interprets. All others use the
-    kernel, on the current stream.
+    This does not wait for the device. CPU tensors use the reference, unless Triton's interpreter is on. All others use
+    the kernel, on the current stream.
 
     Args:
         data: uint8, contiguous, a multiple of ``ALIGNMENT`` bytes, at such an address.
         ranges: Start and size in bytes of each input. Starts are multiples of ``ALIGNMENT``.
 
     Raises:
-        ValueError: data of another dtype or with other strides, or ranges that it does not have or that are too short.
+        ValueError: data of another dtype or with other strides, or ranges that exceed it or are too short.
         UnsupportedError: a GPU without Triton.
     """
     require(
@@ -62,7 +64,10 @@ def xxh3_sums(data: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Te
     for start, size in ranges:
         require(
             start >= 0 and start % ALIGNMENT == 0 and size >= MIN_BYTES and start + size <= data.numel(),
-            lambda start=start, size=size: f"{size} bytes from {start} on, of {data.numel()}",  # type: ignore[misc]
+            lambda start=start, size=size: (  # type: ignore[misc]
+                f"range of {size} bytes from {start} on, of {data.numel()}; expected at least {MIN_BYTES} bytes from a "
+                f"multiple of {ALIGNMENT} on"
+            ),
         )
     return (_launch if use_kernels(data.device) else xxh3_sums_reference)(data.view(-1), ranges)
 
@@ -95,22 +100,22 @@ def _added(stripes: np.ndarray, secrets: np.ndarray) -> np.ndarray:
 def digest_of(sums: Sequence[int], size: int) -> bytes:
     """Return the checksum of ``size`` bytes, 16 bytes as ``xxh3_128_digest`` returns them. ``sums``: of ``xxh3_sums``,
     as signed or unsigned numbers."""
-    low = _merged(sums, 11, size * _PRIMES_64[0])
-    high = _merged(sums, len(_SECRET) - _STRIPE_BYTES - 11, ~(size * _PRIMES_64[1]))
-    return struct.pack(">QQ", high, low)
+    words = np.array([[x & _MASK for x in sums]], dtype="<u8")
+    return digests_of(words, np.array([size])).tobytes()
 
 
 def digests_of(sums: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the checksums of many inputs as ``digest_of`` does: uint8 ``(inputs, 16)``. ``sums``: int64 ``(inputs,
-    SUMS)``. ``sizes``: int64 ``(inputs,)``."""
+    """Return the checksums of many inputs, as ``digest_of`` does for one: uint8 ``(inputs, 16)``. ``sums``: int64 or
+    uint64 ``(inputs, SUMS)``. ``sizes``: int64 ``(inputs,)``."""
     with np.errstate(over="ignore"):
-        sums, sizes = sums.astype("<i8").view("<u8"), sizes.astype("<u8")
-        low = _merged_all(sums, 11, sizes * np.uint64(_PRIMES_64[0]))
-        high = _merged_all(sums, len(_SECRET) - _STRIPE_BYTES - 11, ~(sizes * np.uint64(_PRIMES_64[1])))
+        sums, sizes = sums.view("<u8"), sizes.astype("<u8")
+        low = _merged(sums, 11, sizes * np.uint64(_PRIMES_64[0]))
+        high = _merged(sums, len(_SECRET) - _STRIPE_BYTES - 11, ~(sizes * np.uint64(_PRIMES_64[1])))
     return np.stack([high, low], axis=1).astype(">u8").view(np.uint8)
 
 
-def _merged_all(sums: np.ndarray, secret_start: int, found: np.ndarray) -> np.ndarray:
+def _merged(sums: np.ndarray, secret_start: int, found: np.ndarray) -> np.ndarray:
+    """Return 64 bits of each checksum, uint64 ``(inputs,)``. ``found``: what they begin with."""
     mixed = sums ^ np.array(struct.unpack_from("<8Q", _SECRET, secret_start), dtype="<u8")
     x, y, half, low = mixed[:, ::2], mixed[:, 1::2], np.uint64(32), np.uint64(0xFFFFFFFF)
     # Both halves of products of 128 bits, from products of 32 bits each.
@@ -121,16 +126,6 @@ def _merged_all(sums: np.ndarray, secret_start: int, found: np.ndarray) -> np.nd
     found = found + (x * y ^ high).sum(axis=1, dtype="<u8")
     found = (found ^ (found >> np.uint64(37))) * np.uint64(_AVALANCHE)
     return found ^ (found >> half)
-
-
-def _merged(sums: Sequence[int], secret_start: int, found: int) -> int:
-    words = struct.unpack_from("<8Q", _SECRET, secret_start)
-    mixed = [x % (1 << 64) ^ word for x, word in zip(sums, words, strict=True)]
-    for x, y in zip(mixed[::2], mixed[1::2], strict=True):
-        found += (x * y & _MASK) ^ (x * y >> 64)
-    found &= _MASK
-    found = (found ^ (found >> 37)) * _AVALANCHE & _MASK
-    return found ^ (found >> 32)
 
 
 def _constants() -> torch.Tensor:
@@ -201,7 +196,8 @@ def xxh3_kernel(
     LAST_SECRET: tl.constexpr,
     INITIAL_SUMS: tl.constexpr,
 ):
-    """Each program sums up a range. A word is added to its neighbour's sum, and its product to its own."""
+    """Each program sums up one range. A word is added to its neighbour's sum. The product of the two halves of word XOR
+    secret is added to its own sum."""
     p_range = p_ranges + 2 * tl.program_id(0)
     start, size = tl.load(p_range), tl.load(p_range + 1).to(tl.int32)
     p_words += start // 8

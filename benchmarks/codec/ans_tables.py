@@ -1,9 +1,9 @@
 """Makes the tables of the codec `ans`, which are part of the stored format.
 
-python -m benchmarks.codec.ans_tables --model MODEL --profile FILE --text FILE --out FILE.npz
+    python -m benchmarks.codec.ans_tables --model MODEL --profile FILE --text FILE --out FILE.npz
 
-The distributions are generalised Gaussians (shape 1.65) of 48 widths, in 1,024 slots each. Which of them suits a row's
-class and a token's level of energy is counted, on klt's coefficients of windows of a text, at five steps.
+The distributions are generalised Gaussians (shape 1.65) of 48 widths, in 1,024 slots each. To choose one for each
+class of rows and level of energy, the script counts ``klt``'s coefficients in windows of a text, at five steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NARROWEST, OCTAVES = 0.2, 9.2  # widths, in steps
 UNIT = 1024  # the energy of a token that is like its row
 TARGET_KLS = (1e-4, None, 3e-3, 1e-2, 3e-2)
 _COARSE = 4  # magnitudes of a third of an integer that its digit's distribution depends on
-_PRIOR = 200.0  # integers' weight of what is expected where little was counted
+_PRIOR = 200.0  # the weight, in integers, of the expected distribution, for classes and levels that are rare
 
 Array = np.ndarray
 
@@ -83,8 +83,9 @@ def probabilities(width: float) -> Array:
 
 
 def slots_of(p: Array) -> Array:
-    """Return the slots of all 256 integers and the escape: as many as their probabilities, and one at least for each
-    of those in the middle that come to nearly one. The others are escaped."""
+    """Return the slots of all 256 integers and of the escape, uint16 ``(257,)``, in proportion to the probabilities
+    ``p``. Integers in the middle, up to the last that would have three quarters of a slot, get at least one. The others
+    are escaped."""
     most = max(n for n in range(LARGEST + 1) if p[LARGEST + n] * SLOTS >= 0.75 or n == 0)
     middle = slice(LARGEST - most, LARGEST + most + 1)
     found = np.zeros(ESCAPE + 1, np.uint16)
@@ -92,7 +93,7 @@ def slots_of(p: Array) -> Array:
     room = SLOTS - int(found[ESCAPE])
     wanted = p[middle] / p[middle].sum() * room
     slots = np.maximum(wanted.astype(int), 1)
-    while slots.sum() != room:  # give to whom it gains most bits, or take from whom it costs least
+    while slots.sum() != room:  # give a slot where it saves most bits, or take one where it costs least
         if slots.sum() < room:
             slots[np.argmax(wanted * np.log2((slots + 1) / slots))] += 1
         else:
@@ -103,8 +104,8 @@ def slots_of(p: Array) -> Array:
 
 
 def digits_of(p: Array) -> Array:
-    """Return the slots of digits towards zero, none and away from it, uint16 ``(4, 3)``, of integers with these
-    probabilities: by the magnitude of a third of the integer, rounded, which is 0, 1, 2, or more."""
+    """Return the slots of digits, uint16 ``(4, 3)``, for integers with these probabilities. Rows: the magnitude of a
+    third of the integer, rounded, which is 0, 1, 2 or more. Columns: the digit towards zero, 0, and away from zero."""
     sides = np.append(p[LARGEST:], 0)  # those of 0 to 128
     thirds = np.stack([sides[[abs(3 * n - 1), 3 * n, 3 * n + 1]] for n in range(LARGEST // 3)])
     slots = np.empty((_COARSE, 3), np.uint16)
@@ -133,6 +134,7 @@ def mean_of_class(row_class: Array) -> Any:
 
 
 def gains_of_classes() -> Array:
+    """Return what an integer of magnitude 1 adds to a token's energy, by the row's class, uint16 ``(64,)``."""
     means = np.maximum(mean_of_class(np.arange(CLASSES)), 1 / 16)
     return np.asarray(np.minimum(np.round(UNIT / means), 16 * UNIT), np.uint16)
 
@@ -147,7 +149,8 @@ def count(integers: Array, gains: Array, counts: Array) -> None:
 
 
 def choose(counts: Array, slots: Array) -> Array:
-    """Return the table that codes what was counted, and what is expected, in the fewest bits."""
+    """Return the distribution for each class and level, uint8 ``(64, 32)``: the one that codes what was counted, and
+    ``_PRIOR`` integers as expected, in the fewest bits."""
     p = slots.astype(float) / SLOTS
     bits = np.where(p[:, :ESCAPE] > 0, -np.log2(np.maximum(p[:, :ESCAPE], 1e-9)), 8 - np.log2(p[:, ESCAPE:]))
     sizes = p[:, :ESCAPE] @ np.abs(np.arange(ESCAPE) - ZERO)

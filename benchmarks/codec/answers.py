@@ -29,6 +29,7 @@ from tqdm import tqdm
 from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.method import KV_DTYPE, Method
 from benchmarks.codec.methods import all_methods, fit, select
+from benchmarks.codec.segments import PAGE_TOKENS
 from benchmarks.codec.windows import windows_of
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, run_and_report, settings, whole_numbers
@@ -38,7 +39,6 @@ from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts
 
-_PAGE = 64
 _TAIL = 16  # last tokens of a prompt, which are always computed
 _DIGITS = 5
 _WIDTH = 150
@@ -92,10 +92,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     args = parser.parse_args(argv)
     args.methods = tuple(args.methods.split(","))
-    for tokens in (args.prompt_tokens, *args.passkey_tokens):
-        if tokens < 2 * _PAGE or tokens % _PAGE:
-            parser.error(f"{tokens} tokens of context; expected a multiple of {_PAGE}, at least {2 * _PAGE}")
+    require_pages(parser, (args.prompt_tokens, *args.passkey_tokens))
     return args
+
+
+def require_pages(parser: argparse.ArgumentParser, contexts: Sequence[int]) -> None:
+    """End the program unless each length, in tokens, is a whole number of pages, two or more."""
+    for tokens in contexts:
+        if tokens < 2 * PAGE_TOKENS or tokens % PAGE_TOKENS:
+            parser.error(
+                f"{tokens} tokens of context; expected a multiple of {PAGE_TOKENS}, at least {2 * PAGE_TOKENS}"
+            )
 
 
 def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -161,7 +168,7 @@ def _score_prompt(
     restored = [(k, v)]
     for method in methods:
         coded = method.code(k, v)
-        scores[method.name].bits.append(coded.num_bytes * 8 / (k.numel() + v.numel()))
+        scores[method.name].bits.append(coded.bits_per_value)
         restored.append((coded.k, coded.v))
     nlls = [_nll(model, *kv, prompt.following) for kv in restored]
     expected, *answers = greedy_answers(model, restored, prompt.following[:_TAIL], new_tokens)

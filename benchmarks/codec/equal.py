@@ -2,9 +2,9 @@
 
     python -m benchmarks.codec.equal REPORT... [--ours 'klt*/ans'] [--plot PNG]
 
-Reports of one model, text, context and continuation may have other methods or other windows; what they have of a window
-is put together. So a long run can be split. Each method is compared with ours on the windows that both have: how many
-bits ours takes at the method's divergence, between the two of our rows that are nearest (linear in the logarithms).
+Reports of one model, text, context and continuation may have different methods or different windows. Their results for
+the same window are joined, so a long run can be split. Each method is compared with ours on the windows that both have:
+how many bits ours takes at the method's divergence, interpolated between our two nearest rows (linear in logarithms).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _cells(curve: Curve, ours: Sequence[Curve]) -> list[str]:
         points = [] if curve in ours else points_of(ours, windows)
         if not points or kl.mean <= points[-1][0]:
             return [*cells, "", "", ""]
-        least = points[-1][1]  # the coarsest that was measured is nearer to the exact KV cache still
+        least = points[-1][1]  # even our coarsest row is closer to the exact KV cache
         return [*cells, f"< {least:.2f}", f"< {least / bits.mean:.2f}x", ""]
     shares = defaultdict(list)
     for window in windows:

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.codec.kv_model import KVModel
-from benchmarks.codec.method import KV_DTYPE, KVShape, Method
+from benchmarks.codec.method import KV_DTYPE, Method
 from benchmarks.codec.methods import all_methods, select
 from benchmarks.codec.segments import PAGE_TOKENS
 from benchmarks.machine import fast_dtype
@@ -42,8 +42,8 @@ _FIRST = 16  # tokens of a continuation
 
 @dataclass(frozen=True)
 class Row:
-    """A method at one length. ``kl`` and ``first_kl``: nats a token, in all of a continuation and in its first tokens.
-    ``worst``: the largest mean of a window."""
+    """A method at one length. ``kl`` and ``first_kl``: nats a token, over a whole continuation and over its first
+    tokens. ``worst``: the largest mean KL of one window."""
 
     name: str
     context_tokens: int
@@ -117,7 +117,7 @@ def measure_lengths(
                 coded = method.code(k, v)
                 restored = model.log_probabilities(coded.k, coded.v, window[most:])
                 kl = (exact.exp() * (exact - restored)).sum(-1)
-                bits[length, method.name].append(coded.num_bytes * 8 / KVShape.of(k, v).num_values)
+                bits[length, method.name].append(coded.bits_per_value)
                 kls[length, method.name].append(kl)
                 print(
                     f"window {number}, {length} tokens, {method.name}: KL {kl.mean():.2e}", file=sys.stderr, flush=True

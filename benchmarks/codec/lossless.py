@@ -2,10 +2,10 @@
 
     python -m benchmarks.codec.lossless --model MODEL --text FILE [--windows N] [--json OUT]
 
-A bfloat16 has a sign, 8 bits of exponent and 7 of mantissa. An adaptive code of a symbol costs what was seen so far in
-its context says, beginning with what is usual of its layer. So learning a context's distribution is in each figure, and
-so are 16 bits for each exponent that a layer has, and 8 or 11 for each channel's median and class. What is not in them:
-an entropy coder's own loss, and headers.
+A bfloat16 has a sign, 8 bits of exponent and 7 of mantissa. An adaptive code learns the distribution of each context
+from the symbols before, and begins with the layer's distribution. So each figure includes the cost of learning. It also
+includes 16 bits for each exponent that a layer has, and 8 or 11 bits for each channel's median and class. It does not
+include an entropy coder's own loss, or headers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Array = np.ndarray
 _MANTISSA_BITS = 7
 _SPLITZIP_CODES = 16
 _SPLITZIP_ESCAPE_BITS = 16 + 8  # the position in a chunk, and the exponent
-_PRIOR = 8.0  # symbols' weight of what is usual of the layer
+_PRIOR = 8.0  # the weight, in symbols, of the layer's distribution in a context's
 _TABLE_BITS = 16  # for each symbol that a layer has
 _CHANNEL_BITS = 8 + 3  # for its median and its class
 _WIDTH = 130
@@ -144,8 +144,8 @@ def _log_gamma(x: Array | float) -> Array:
 
 
 def _bytes(f: Fields) -> float:
-    """Bytes as they lie in memory, with the exponent's last bit in the low ones; nvCOMP's ANS reads them in one stream,
-    which this flatters."""
+    """Code bytes as they lie in memory, where the exponent's last bit is in the low byte. nvCOMP's ANS codes low and
+    high bytes in one stream, so it reaches less than this."""
     same = np.zeros_like(f.sign)
     high = f.sign << 7 | f.exponent >> 1
     low = (f.exponent & 1) << 7 | f.mantissa
@@ -164,7 +164,7 @@ def _splitzip(*, by_layer: bool, codes: int = _SPLITZIP_CODES) -> Callable[[Fiel
 
 
 def _windowed(bits: int) -> Callable[[Fields], float]:
-    """Each channel has a range of ``2^bits`` exponents in a row, the one that holds most; others are escapes."""
+    """Code exponents by a range of ``2^bits`` exponents in a row: each channel's fullest one. Others are escapes."""
 
     def length(f: Fields) -> float:
         channels = f.exponent.reshape(len(f.exponent), -1)
@@ -185,14 +185,14 @@ def _limited(difference: Array) -> Array:
 
 
 def _spread(difference: Array) -> Array:
-    """Return a class of each channel, 0 to 7: by the mean magnitude of its differences, a class each quarter."""
+    """Return each channel's class, 0 to 7: four times the mean magnitude of its differences, cut to a whole number."""
     classes = np.minimum(7, np.abs(difference).mean(0) * 4).astype(np.int64)
     return np.broadcast_to(classes, difference.shape)
 
 
 def _token_size(difference: Array) -> Array:
-    """Return how large the channels before a value's in its token and layer are, beside what is usual of them: the mean
-    of their differences, in halves, from -3 to 3, as 0 to 6."""
+    """Return how large a token's values are in the channels before a value's, relative to these channels' medians: the
+    mean of their differences in steps of a half, limited to -3 to 3 steps, as 0 to 6."""
     limited = np.clip(difference, -4, 4)
     sums = np.cumsum(limited, axis=2) - limited
     means = sums / np.maximum(1, np.arange(difference.shape[2]))

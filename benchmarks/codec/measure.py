@@ -100,7 +100,7 @@ def measure(
             samples[method.name].append(
                 Sample(
                     coded.num_bytes,
-                    coded.num_bytes * 8 / shape.num_values,
+                    coded.bits_per_value,
                     sizes,
                     coded.encode_s,
                     coded.decode_s,

@@ -59,6 +59,10 @@ class Coded:
     def num_bytes(self) -> int:
         return sum(map(len, self.parts))
 
+    @property
+    def bits_per_value(self) -> float:
+        return self.num_bytes * 8 / (self.k.numel() + self.v.numel())
+
 
 class Method(ABC):
     """One way to store a KV cache, at one rate.

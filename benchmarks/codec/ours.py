@@ -24,8 +24,8 @@ _KLT_SOURCE = f"{_SOURCE}; the profile, one file a model, is not counted"
 
 
 class KltMethod(SegmentMethod):
-    """``klt``. ``sizes`` lists the second integers of wide coefficients separately: as the additional bytes that the
-    coefficients take with them."""
+    """``klt``. ``sizes`` lists the second integers of wide coefficients separately: the bytes that the coefficients
+    take more with them than without."""
 
     def __init__(self, target_kl: float | None, codec: str, label: str, profile: Profile) -> None:
         """``target_kl``: None is the profile's default. ``label``: the codec's name in plots."""
@@ -80,7 +80,8 @@ def our_methods(profile: Profile | None) -> list[Method]:
 
 
 def _levels(profile: Profile) -> Iterator[Method]:
-    """Yield the default in levels, of which the first ones are stored, and what has their steps at once."""
+    """Yield ``klt`` at its default step in levels, with only the first ones stored. For comparison, yield ``klt`` that
+    is quantised at the larger steps of these levels."""
     step = profile.step_for(None)
     for kept in range(1, _LEVELS + 1):
         klt = KltQuantiser(profile, step=step)

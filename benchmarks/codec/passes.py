@@ -27,12 +27,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.codec.answers import finds, greedy_answers, make_passkeys, share_interval
+from benchmarks.codec.answers import finds, greedy_answers, make_passkeys, require_pages, share_interval
 from benchmarks.codec.coding_tasks import LIBRARY, TASKS, Task
 from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.method import KV_DTYPE, Method
 from benchmarks.codec.methods import all_methods, fit, select
 from benchmarks.codec.sandbox import passes
+from benchmarks.codec.segments import PAGE_TOKENS
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, positive, run_and_report, settings, whole_numbers
 from benchmarks.stats import estimate
@@ -42,7 +43,6 @@ from sgl_kvfetch.prompts import read_texts
 
 METHODS = "uint8/zstd,cachegen/zstd,klt/ans,klt-0.003/ans,klt-0.01/ans"
 EXACT = "exact"
-_PAGE = 64
 _CALIBRATION = ("0.5:1", 3, 1280)  # of methods that need one: the part of the text, and windows of so many tokens
 _TAIL = 16  # at least so many last tokens of a prompt are computed
 _WIDTH = 130
@@ -89,9 +89,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.methods = tuple(args.methods.split(","))
     if not 0 <= args.tasks <= len(TASKS):
         parser.error(f"--tasks {args.tasks}; expected at most {len(TASKS)}")
-    for tokens in args.passkey_tokens:
-        if tokens < 2 * _PAGE or tokens % _PAGE:
-            parser.error(f"{tokens} tokens of context; expected a multiple of {_PAGE}, at least {2 * _PAGE}")
+    require_pages(parser, args.passkey_tokens)
     return args
 
 
@@ -145,7 +143,7 @@ def _restored(
     yield EXACT, k, v
     for method in methods:
         coded = method.code(k, v)
-        scores[method.name].bits.append(coded.num_bytes * 8 / (k.numel() + v.numel()))
+        scores[method.name].bits.append(coded.bits_per_value)
         yield method.name, coded.k, coded.v
 
 
@@ -153,7 +151,7 @@ def _score_task(
     model: KVModel, methods: Sequence[Method], task: Task, new_tokens: int, scores: dict[str, Scores]
 ) -> None:
     ids = prompt_of(model, task)
-    cut = (len(ids) - _TAIL) // _PAGE * _PAGE
+    cut = (len(ids) - _TAIL) // PAGE_TOKENS * PAGE_TOKENS
     caches = {name: (k, v) for name, k, v in _restored(model, methods, ids[:cut], scores)}
 
     def text_of(answer: list[int]) -> str:

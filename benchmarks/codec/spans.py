@@ -30,7 +30,7 @@ from benchmarks.codec.measure import measure
 from benchmarks.codec.segments import SegmentMethod
 from benchmarks.codec.windows import windows_of
 from benchmarks.machine import machine, versions
-from benchmarks.report import make_parser, make_table, no_traceback, settings, whole_number, write_json
+from benchmarks.report import make_parser, make_table, run_and_report, settings, whole_number
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model, cell_grid
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
 from sgl_kvfetch.codec.calibrate.rope import find_rope
@@ -160,19 +160,7 @@ def at_kl(points: Sequence[Point], kl: float) -> Point | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parse(argv)
-    console = Console(highlight=False)
-    console.width = max(console.width, _WIDTH)
-    with no_traceback():
-        report = _run(args)
-    console.print(_table(report))
-    for name, larger in report["larger_models"].items():
-        price = _show_price(larger["profile_bytes"], larger["multiply_adds_a_value"])
-        console.print(f"For {name}, kvfetch calibrate takes {larger['chosen']}: {price} if it keeps all coefficients.")
-    if args.json:
-        write_json(args.json, report)
-        console.print(f"wrote {args.json}")
-    return 0
+    return run_and_report(_run, _parse(argv), _WIDTH)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -190,7 +178,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _run(args: argparse.Namespace) -> dict[str, Any]:
+def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     model, layered = KVModel(args.model), LayeredModel(args.model)
     shape = Shape.of(model)
     length = args.context + args.continuation
@@ -208,7 +196,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
             profiles[key] = _calibrated(layered, fitted, options)
         profile = profiles[key] if variant.sinks else replace(profiles[key], num_sinks=0)
         rows.append(_row(variant, shape, _measured(model, coded, args.context, profile)))
-    return {
+    report: dict[str, Any] = {
         "benchmark": "codec.spans",
         "config": settings(args),
         "bits": "everything counted, HEVC",
@@ -217,6 +205,11 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         "rows": rows,
         "larger_models": {s.name: {"chosen": str(chosen_span(s)), **_price(s, chosen_span(s), 1.0)} for s in LARGER},
     }
+    console.print(_table(report))
+    for name, larger in report["larger_models"].items():
+        price = _show_price(larger["profile_bytes"], larger["multiply_adds_a_value"])
+        console.print(f"For {name}, kvfetch calibrate takes {larger['chosen']}: {price} if it keeps all coefficients.")
+    return report
 
 
 def _calibrated(model: LayeredModel, windows: Sequence[torch.Tensor], options: CalibrationOptions) -> Profile:

@@ -1,9 +1,9 @@
 """Measures what coding klt's coefficients costs one thread of a CPU, by codec, in one run.
 
-python -m benchmarks.codec.speed --model MODEL --profile FILE --text FILE
+    python -m benchmarks.codec.speed --model MODEL --profile FILE --text FILE
 
-All speeds are in MB/s of raw bfloat16 KV: coding alone, and with quantising before or restoring after. They are by CPU
-time, so a busy machine may be measured as well.
+All speeds are in MB/s of raw bfloat16 KV: coding alone, and with quantising before or restoring after. They are
+measured in CPU time, so that other work on the machine matters little.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Row:
     bits: float
     decode_mb_s: float
     encode_mb_s: float
-    restore_mb_s: float  # decoded, and values made of it
-    quantise_mb_s: float  # values made into integers, and encoded
+    restore_mb_s: float  # of decoding and dequantising
+    quantise_mb_s: float  # of quantising and encoding
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,8 @@ from sgl_kvfetch.errors import ConfigError
 
 
 def add_window_arguments(parser: argparse.ArgumentParser, part: str) -> None:
-    """Add what names a model, its profile, and the windows of a text whose KV is coded."""
+    """Add the arguments for a model, its profile, and the windows of a text whose KV cache is coded. ``part``: the
+    default of --part."""
     parser.add_argument("--model", required=True, help="any transformers path")
     parser.add_argument("--profile", type=Path, required=True, help="the model's, by kvfetch calibrate")
     parser.add_argument("--text", type=Path, required=True, help="plain text, or JSONL with `prompt`")

@@ -48,8 +48,8 @@ _COMPARISONS: dict[str, Callable[[Values, Values], Values]] = {
 
 
 def decode(kernel: Kernel, instruction: Instruction) -> Compute:
-    """Return what computes the first operand. Raises NotImplementedError for other instructions than Triton makes of
-    our kernels."""
+    """Return a function that computes the first operand. Raises NotImplementedError for instructions that Triton does
+    not use in our kernels."""
     op, kind = instruction.op, instruction.op[-1]
     operands = instruction.operands[1:]
     match op[0]:
@@ -264,7 +264,7 @@ def _shuffle(kernel: Kernel, mode: str, value: Compute, lane: Compute) -> Comput
 
 
 def _pairs(name: str, kind: str, x: Compute, y: Compute) -> Compute:
-    """Arithmetic of both halves."""
+    """Compute with both halves of registers, each by itself."""
     compute = _BINARY[name]
 
     def of_half(a: Values, b: Values) -> Values:

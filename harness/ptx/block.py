@@ -23,7 +23,7 @@ _UNDEFINED = 0xDEADBEEFDEADBEEF  # in registers that nothing wrote
 _ENDS = -1
 
 Read = Callable[["Block"], Values]
-Act = Callable[["Block", Values], None]  # the second: which threads execute the instruction
+Act = Callable[["Block", Values], None]  # the second argument says which threads execute the instruction
 
 
 class Block:
@@ -39,7 +39,7 @@ class Block:
 
 
 class Kernel:
-    """A compiled kernel. ``shared_bytes``: of shared memory that a block has."""
+    """A compiled kernel. ``shared_bytes``: the size of a block's shared memory."""
 
     def __init__(self, ptx: str, shared_bytes: int) -> None:
         self.program = parse(ptx)
@@ -58,7 +58,7 @@ class Kernel:
             self._run(Block(self, index, [*arguments, *[0] * missing], memory))
 
     def without(self, *names: str) -> Kernel:
-        """Return this kernel without some instructions, by the beginnings of their names, to see what is found then."""
+        """Return this kernel without the instructions whose names begin like this, to test which faults are found."""
         other = object.__new__(Kernel)
         other.__dict__ |= self.__dict__
         pairs = zip(self.program.code, self._steps, strict=True)

@@ -43,6 +43,6 @@ def halves_of(bits: Values) -> tuple[Values, Values]:
 
 
 def joined(low: Values, high: Values) -> Values:
-    """Return 32 bits of twice 16."""
+    """Join a lower and an upper half of 16 bits."""
     bits: Values = low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
     return bits

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import torch
 
-GPU_ENV = "KVFETCH_GPU"  # in the environment; 0 leaves to the CPU all that it can do
+GPU_ENV = "KVFETCH_GPU"  # an environment variable; 0 leaves to the CPU whatever the CPU can do
 
 
-def why_no_gpu(environ: Mapping[str, str] = os.environ) -> str:
+def why_no_gpu() -> str:
     """Return why no GPU may decode, restore or quantise; an empty string if it may. Copies to and from SGLang's pool
-    are always its work."""
-    return f"{GPU_ENV}=0 is set" if environ.get(GPU_ENV) == "0" else ""
+    always run on the GPU."""
+    return f"{GPU_ENV}=0 is set" if os.environ.get(GPU_ENV) == "0" else ""
 
 
 class Event(Protocol):
@@ -30,8 +30,8 @@ class Event(Protocol):
 
 
 class Fence(Protocol):
-    """A point in a stream that other streams can wait for. Threads ask an `Event` instead: those of torch do not select
-    their device first."""
+    """A point in a stream that other streams can wait for. Threads ask an `Event` instead, because torch's own events
+    do not select their device first."""
 
     def wait(self, stream: Any) -> None:
         """Do the same as ``stream.wait_event``."""

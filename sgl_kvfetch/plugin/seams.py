@@ -9,7 +9,7 @@ three things could go wrong, silently:
   So all hooks are rows of one table. `register.py` installs them, and the gate checks that each target exists, before
   a model is loaded.
 * **A target that means something else now.** No check sees that. So rows hold for the releases of `versions.py`, and
-  others stop the launch. tests/plugin/test_sglang.py compares signatures, and all else that we rely on.
+  any other release stops the launch. tests/plugin/test_sglang.py compares signatures, and all else that we rely on.
 * **A hook that acts where it should not.** Each does nothing unless the backend in question is ours; scopes say which
   are installed at all.
 
@@ -41,8 +41,8 @@ Kind = Literal["before", "after", "around", "replace"]  # the values of SGLang's
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A function of SGLang with a hook of ours, in the releases ``versions``. An SGLang that has the name ``patch`` has
-    one of `patches/`, and needs no such hook, or needs it only then (``is_patched``)."""
+    """A function of SGLang with a hook of ours, in the releases ``versions``. If SGLang has the name ``patch``, one of
+    `patches/` was applied to it. Then the hook is left out; with ``is_patched``, it is installed only then."""
 
     path: str
     kind: Kind
@@ -78,7 +78,7 @@ _FACTORY = f"{_SRT}.mem_cache.storage.backend_factory.StorageBackendFactory"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
-# What patches bring.
+# Names that SGLang has only with one of `patches/`.
 WEIGHTS_CHANGE = f"{_UPDATER}.weights_will_change"
 REGISTERED_NAMES = f"{_SRT}.arg_groups.choices.add_hicache_storage_backend_choices"
 EXTENDS_ALONE = f"{_TORCH_ATTENTION}._attend_in_blocks"
@@ -120,7 +120,7 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_UPDATER}.release_memory_occupation", "before", "suspend_for_release"),
         patch=WEIGHTS_CHANGE,
     ),
-    # Is called before all of these.
+    # With the patch, SGLang calls this before it does any of these.
     *_seams(
         Scope.HOST, _HOOKS, (WEIGHTS_CHANGE, "before", "suspend_for_update"), patch=WEIGHTS_CHANGE, is_patched=True
     ),
@@ -137,7 +137,7 @@ SEAMS: tuple[Seam, ...] = (
     *_seams(
         Scope.HOST,
         _HOOKS,
-        # Leaves no page of former weights.
+        # Empties the tree. No page of former weights is left in it.
         (f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache.reset", "after", "note_empty_tree"),
         # Reads the pages of a prefetch, KV first; the backend is not told when the request stops waiting.
         (
@@ -222,7 +222,7 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "send_page_numbers_as_they_are"),
         # Chooses the kernels of speculation by the kind of device.
         (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "speculate_in_triton"),
-        # Write layers with sliding windows to a pool of their own, and read them where the other layers' pool has them.
+        # Write layers with sliding windows to a pool of their own, but read them at the other layers' slots.
         (f"{_TORCH_ATTENTION}._run_sdpa_forward_extend", "before", "look_in_window_pool"),
         (f"{_TORCH_ATTENTION}._run_sdpa_forward_decode", "before", "look_in_window_pool"),
         # Make pinned tensors for adapters: once for each layer, and for each batch.
@@ -249,7 +249,7 @@ SEAMS: tuple[Seam, ...] = (
     *_seams(
         Scope.CPU_ENGINE,
         _CPU_KERNELS,
-        # Run on Triton.
+        # Run Triton kernels, for which a CPU has no compiler.
         (f"{_CONV1D}.causal_conv1d_fn", "replace", "convolve_prompts"),
         (f"{_CONV1D}.causal_conv1d_update", "replace", "convolve_tokens"),
         (f"{_FLA}.chunk.chunk_gated_delta_rule", "replace", "apply_delta_rule"),
@@ -272,7 +272,7 @@ def installed_seams(scopes: Collection[Scope] = tuple(Scope)) -> list[Seam]:
 
 
 def has(path: str) -> bool:
-    """Return whether SGLang has something of this name. Imports its module."""
+    """Return whether SGLang has this dotted name. Imports its module."""
     try:
         pkgutil.resolve_name(path)
     except (ImportError, AttributeError):

@@ -18,7 +18,7 @@ OVERRIDE = "KVFETCH_SGLANG"  # in the environment: another version that may run 
 
 
 def since(release: str) -> tuple[str, ...]:
-    """Return the supported releases from this one on: rows of tables and conditions need no change with the next."""
+    """Return the supported releases from this one on. Rows and conditions then need no change for the next release."""
     return tuple(version for version in SGLANG_VERSIONS if _numbers(version) >= _numbers(release))
 
 
@@ -59,7 +59,8 @@ def installed_version() -> str:
         return "none"
 
 
-# 0.5.22. Each function asks for what is missing, so that a later release needs no change here.
+# What 0.5.22 lacks. Each function looks for the feature, and not for the version, so that a later release needs no
+# change here.
 
 
 def announce_pools(backend: Any) -> None:
@@ -72,7 +73,8 @@ def announce_pools(backend: Any) -> None:
 
 
 def dcp_size(storage_config: Any) -> int:
-    """Return over how many ranks decoding shares the tokens of a sequence. 0.5.22 does not tell storage backends."""
+    """Return over how many ranks decode context parallelism spreads a sequence's tokens. 0.5.22 does not tell storage
+    backends."""
     if hasattr(storage_config, "dcp_size"):
         return int(storage_config.dcp_size)
     from sglang.srt.runtime_context import get_parallel
@@ -81,20 +83,24 @@ def dcp_size(storage_config: Any) -> int:
 
 
 def budget_pages(operation: Any, page_size: int) -> int:
-    """Return the pages that the policy `timeout` gives a prefetch time for: 0.5.22 counts those that were found."""
+    """Return the number of pages for which the policy `timeout` gives a prefetch time. 0.5.22 counts the pages that
+    were found; later releases count the requested ones."""
     if hasattr(operation, "deadline_expired"):
         return int(operation.stats_requested_tokens // page_size)
     return len(operation.hash_value)
 
 
 def is_deadline_expired(operation: Any, elapsed_s: float, budget_s: float) -> bool:
-    """Return whether the policy `timeout` ended a prefetch, which 0.5.22 does not note."""
+    """Return whether the policy `timeout` ended a prefetch. 0.5.22 does not record it, so compare the times."""
     return bool(getattr(operation, "deadline_expired", elapsed_s > budget_s))
 
 
 def require_distinct_images() -> None:
-    """Raise UnsupportedError if the model takes images and 0.5.22 runs it, whose page hashes have 30 bits of an image:
-    with many images in a store, one would be answered with the KV cache of another."""
+    """Raise UnsupportedError if 0.5.22 runs a model that takes images.
+
+    Its page hashes have only 30 bits of an image. With many images in a store, a prompt with one image would get the KV
+    cache of another.
+    """
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.schedule_batch import MultimodalDataItem
     from sglang.srt.runtime_context import get_server_args

@@ -67,7 +67,8 @@ def _of_window(model: KVModel, ids: torch.Tensor, rope: Rope) -> AttentionStatis
 
 
 def _moments(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """``q``: ``(query heads, tokens, dim)``; ``k``, ``v``: ``(heads, tokens, dim)``."""
+    """Return a layer's `AttentionStatistics`: queries, keys and values. ``q``: ``(query heads, tokens, dim)``; ``k``,
+    ``v``: ``(heads, tokens, dim)``."""
     q, k, v = (x[:, SINK_TOKENS:].double().cpu() for x in (q, k, v))
     q = q.reshape(len(k), -1, q.shape[-1])  # the query heads of a KV head follow each other
     queries = q.transpose(1, 2) @ q / q.shape[1]

@@ -35,10 +35,10 @@ class BlockGtq(AttentionMethod):
     bits, until a head has its budget (algorithm 1). A head's pairs with equal bits form a group, which TurboQuant's MSE
     quantiser stores, with a norm of its own in float16. V has TurboQuant's quantiser with equal bits everywhere.
 
-    As its authors' code (JIA-Lab-research/blockgtq) but for: bits are packed without gaps, where theirs give more than
-    4 bits a whole byte; V is turned by a Hadamard matrix with random signs. Keys are coded with their rotary embedding,
-    which changes no energy. Nothing is exact in the paper's main results; there are also rows with an exact first
-    token, the sink.
+    This follows the authors' code (JIA-Lab-research/blockgtq) with two differences. Bits are packed without gaps, while
+    theirs gives more than 4 bits a whole byte. V is turned by a Hadamard matrix with random signs. Keys are coded with
+    their rotary embedding, which changes no energy. In the paper's main results no token is exact; there are also rows
+    with an exact first token, the sink.
     """
 
     def __init__(self, k_bits: int, v_bits: int, first_exact: int) -> None:
@@ -89,7 +89,8 @@ def block_gtq_methods() -> list[BlockGtq]:
 
 
 def allocate(energies: torch.Tensor, budget: int) -> torch.Tensor:
-    """Return bits for each pair, ``(pairs,)``, that sum to the budget, with the least sum of energy times 4^-bits."""
+    """Return the number of bits of each pair, ``(pairs,)``. They sum to the budget and minimise the sum of energy times
+    4^-bits."""
     bits = torch.full((len(energies),), _FEWEST_BITS)
     for _ in range(min(budget, _MOST_BITS * len(bits)) - int(bits.sum())):
         gains = torch.where(bits < _MOST_BITS, energies.double() * 4.0 ** -bits.double(), -1.0)

@@ -27,10 +27,11 @@ class Oscar(AttentionMethod):
     quantile of its magnitudes (0.96 for K, 0.92 for V) and stored in uniform steps, with a step and a smallest value.
     The first 64 and last 256 tokens stay in bfloat16.
 
-    As the authors' code (FutureMLS-Lab/OSCAR, ``compute_kv_rotation.py`` with ``qqt``, ``sst`` and ``r_h_pbr``), but
-    for: step and smallest value are float16, as the paper counts them, where its servers use float32; a group is a
-    head, as theirs at 128 dimensions, so their last permutation, which spreads directions over groups, changes nothing
-    and is left out; statistics leave out the first 4 tokens. The later variant with Lloyd and Max's levels is left out.
+    This follows the authors' code (FutureMLS-Lab/OSCAR, ``compute_kv_rotation.py`` with ``qqt``, ``sst`` and
+    ``r_h_pbr``), with these differences. Step and smallest value are float16, as the paper counts them, while its
+    servers use float32. A group is a head, as theirs is at 128 dimensions. So their last permutation, which spreads
+    directions over groups, would change nothing, and is left out. Statistics leave out the first 4 tokens. The later
+    variant with Lloyd and Max's levels is left out.
 
     The paper counts 2.28 bits at 128K tokens, where exact tokens are few. At 1,024 they take 5 bits a value; so there
     are rows with only the first 4 tokens exact, and, to have a curve, with 3 and 4 bits, which are not the paper's.

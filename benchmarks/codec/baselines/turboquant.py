@@ -177,4 +177,5 @@ def turned(values: torch.Tensor, first_layer: int) -> torch.Tensor:
 
 
 def turned_back(values: torch.Tensor, first_layer: int) -> torch.Tensor:
+    """Invert ``turned``."""
     return torch.stack([x @ _rotation(x.shape[-1], first_layer + i).T for i, x in enumerate(values.unbind(1))], 1)

@@ -1,6 +1,6 @@
 """Lossless codecs between frames and bitstreams: one file a codec. The manifest records their names.
 
-A door of its own, for kernels, the command line and GPU decoders. What others need of it is behind the codec's door.
+Kernels, the command line and GPU decoders import from here. All others import from `sgl_kvfetch.codec`.
 """
 
 import lazy_loader

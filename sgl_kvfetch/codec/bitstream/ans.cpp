@@ -1,7 +1,7 @@
 // The coder of `ans`: interleaved rANS over rows of integers. docs/format.md says what it reads and writes, and
-// ans.py owns the tables. Each row has a class (its scale) and each column, a token, an energy (how large its integers
-// were in the rows before, beside their rows' scales). Both together choose one of a few distributions. Digits refine
-// integers n to 3 n + digit, where a digit is -1, 0 or 1, and n chooses its distribution, too (levels.py).
+// ans.py owns the tables. Each row has a class (its scale). Each column, a token, has an energy: how large its integers
+// were in the rows before, relative to their rows' scales. Both together choose one of a few distributions. Digits
+// refine integers n to 3 n + digit, where a digit is -1, 0 or 1. Its distribution depends on n, too (ladder.py).
 //
 // rANS: J. Duda, arXiv 1311.2540; interleaved lanes: F. Giesen, arXiv 1402.3392. The states' words are 16 bits.
 
@@ -36,7 +36,7 @@ constexpr uint32_t kUnit = 1024;       // the energy of a token that is like its
 constexpr uint32_t kMostEnergy = 16384;
 constexpr int kFirstLevel = 133 << 2;  // that of 2^6: float32's exponent, and two bits of its mantissa
 constexpr int kEscapeFlag = 28;        // in an entry of the decoding table
-constexpr int kCoarse = 4;             // magnitudes of a refined integer that digits know: 0, 1, 2, more
+constexpr int kCoarse = 4;             // magnitudes of n that a digit's distribution depends on: 0, 1, 2, more
 
 bool has_avx512() {
 #ifdef HAS_AVX512
@@ -54,7 +54,7 @@ struct Tables {
     const uint16_t* gains;     // (64,): what an integer of 1 in a row of this class adds to the energy
     int delta;                 // the table that codes a row's class, less the class of the row before
     bool has_vectors;          // whether to use the CPU's vectors of 512 bits
-    const uint32_t* digits = nullptr;  // (tables, 4): slots of a digit towards zero | slots of it and of none << 10
+    const uint32_t* digits = nullptr;  // (tables, 4): slots of the digit towards zero | of that and of digit 0 << 10
 };
 
 inline int level_of(uint32_t energy) {
@@ -76,7 +76,7 @@ inline size_t digit_context(int table, int n) { return table * kCoarse + std::mi
 
 struct Reader {
     const uint8_t* next;     // words, forwards
-    const uint8_t* escapes;  // integers without a symbol, backwards: the next one is escapes[-1]
+    const uint8_t* escapes;  // escaped integers, backwards: the next one is escapes[-1]
     bool broken = false;
 
     uint32_t word() {
@@ -121,8 +121,8 @@ void decode_tokens(uint32_t* states, const Tables& t, int row_class, uint16_t* e
     }
 }
 
-// Decodes whole steps of a row, as long as there is data for sure. Returns the number of tokens. Like `decode_tokens`,
-// but without a branch that depends on a state, and in loops of which a compiler makes vectors.
+// Decodes whole steps of a row, while enough data is left for any step. Returns the number of tokens. It does the same
+// as `decode_tokens`, but has no branch that depends on a state, and has loops that compilers vectorise.
 CLONES size_t decode_steps(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens,
                            uint8_t* row, Reader& in) {
     const uint8_t* choice = t.choice + row_class * kLevels;
@@ -170,7 +170,7 @@ AVX512 inline __m512i integers_of(const uint8_t* row) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row)));
 }
 
-// The tables of a row by level, shifted.
+// A row's tables by level, shifted to be offsets of their entries.
 struct Choice {
     __m512i low, high;
 
@@ -194,7 +194,7 @@ AVX512 inline void move_energies(__m512i n, __m512i energy, __m512i gain, uint16
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(energies), _mm512_cvtepi32_epi16(energy));
 }
 
-// Returns states with a word in those that are too small.
+// Refills each state that is too small with a word.
 AVX512 inline __m512i filled_16(__m512i state, const uint8_t*& next) {
     const __mmask16 low = _mm512_cmplt_epu32_mask(state, _mm512_set1_epi32(kLow));
     const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(next)));
@@ -203,7 +203,7 @@ AVX512 inline __m512i filled_16(__m512i state, const uint8_t*& next) {
     return _mm512_mask_mov_epi32(state, low, filled);
 }
 
-// Decodes 16 lanes a step further. Returns their entries.
+// Decodes a step of 16 lanes. Returns their entries.
 AVX512 inline __m512i decode_16(__m512i& state, const uint32_t* table, __m512i start, const uint8_t*& next) {
     const __m512i slot = _mm512_and_si512(state, _mm512_set1_epi32((1 << kBits) - 1));
     const __m512i entry = _mm512_i32gather_epi32(_mm512_add_epi32(start, slot), table, 4);
@@ -214,7 +214,7 @@ AVX512 inline __m512i decode_16(__m512i& state, const uint32_t* table, __m512i s
     return entry;
 }
 
-// Replaces the integers of lanes whose entry is an escape, in order. Returns the entries.
+// Returns the entries with the escaped integers, which are read in the order of the lanes.
 AVX512 inline __m512i with_escapes(__m512i entry, __mmask16 escaped, Reader& in) {
     alignas(64) uint32_t each[16];
     _mm512_store_si512(each, entry);
@@ -231,7 +231,7 @@ AVX512 inline void store_16(__m512i entry, __m512i energy, __m512i gain, uint16_
     move_energies(_mm512_sub_epi32(integer, _mm512_set1_epi32(kZero)), energy, gain, energies);
 }
 
-// Decodes whole steps of a row, as long as there is data for sure. Returns the number of tokens.
+// Decodes whole steps of a row, while enough data is left for any step. Returns the number of tokens.
 AVX512 size_t decode_steps_avx512(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens,
                                    uint8_t* row, Reader& in) {
     const Choice choice = choice_of(t, row_class, kBits);
@@ -320,7 +320,7 @@ AVX512 inline void refine_16(__m512i& state, const Tables& t, const Choice& choi
     move_energies(fine, energy, gain, energies);
 }
 
-// Refines whole steps of a row, as long as there is data for sure. Returns the number of tokens.
+// Refines whole steps of a row, while enough data is left for any step. Returns the number of tokens.
 AVX512 size_t refine_steps_avx512(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens,
                                    int16_t* row, Reader& in) {
     const Choice choice = choice_of(t, row_class, 2);
@@ -383,13 +383,13 @@ const char* refine(const Tables& t, const uint8_t* data, size_t size, size_t row
 
 // ---- encoding
 
-// Written from the end to the beginning, as rANS works.
+// A bitstream that is written from its end to its beginning, as rANS encodes.
 struct Writer {
     std::vector<uint8_t> held;     // words
     std::vector<uint8_t> escapes;  // the last one first
     uint8_t* next;
 
-    // A symbol takes a word at most.
+    // A symbol takes at most one word.
     explicit Writer(size_t symbols) : held(2 * symbols), next(held.data() + held.size()) {}
     size_t size() const { return held.data() + held.size() - next; }
 };
@@ -420,7 +420,7 @@ int class_of(const T* row, size_t tokens, int zero) {
     return std::clamp(static_cast<int>(std::lround(4 * std::log2(mean + 1.0 / 64))) + 24, 0, kClasses - 1);
 }
 
-// Writes the table of each token of a row, and moves the energies on.
+// Chooses the table of each token of a row, and updates the energies.
 void choose_tables(const Tables& t, int row_class, const uint8_t* row, size_t from, size_t tokens, uint16_t* energies,
                    uint8_t* chosen) {
     const uint8_t* choice = t.choice + row_class * kLevels;
@@ -446,7 +446,7 @@ AVX512 void choose_tables_avx512(const Tables& t, int row_class, const uint8_t* 
     choose_tables(t, row_class, row, i, tokens, energies, chosen);
 }
 
-// Encodes 16 lanes a step further.
+// Encodes a step of 16 lanes.
 AVX512 inline void encode_16(__m512i& state, const uint32_t* entries, const uint8_t* row, const uint8_t* chosen,
                              Writer& out) {
     const __m512i index = _mm512_add_epi32(_mm512_slli_epi32(integers_of(chosen), 8), integers_of(row));
@@ -462,7 +462,7 @@ AVX512 inline void encode_16(__m512i& state, const uint32_t* entries, const uint
     _mm256_mask_storeu_epi16(out.next, static_cast<__mmask16>((1u << words) - 1),
                              _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, state)));
     state = _mm512_mask_srli_epi32(state, full, state, 16);
-    // The quotient is below 2^22, and what float32 makes of it one too large or too small at most.
+    // The quotient is below 2^22, so the one computed in float32 is at most 1 too large or too small.
     __m512i quotient = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_cvtepu32_ps(state), _mm512_cvtepi32_ps(count)));
     __m512i rest = _mm512_sub_epi32(state, _mm512_mullo_epi32(quotient, count));
     const __mmask16 over = _mm512_cmplt_epi32_mask(rest, _mm512_setzero_si512());
@@ -489,7 +489,7 @@ AVX512 void encode_tokens_avx512(uint32_t* states, const uint32_t* entries, cons
 }
 #endif
 
-// Rows of symbols, with the table of each of them.
+// The table of each symbol, and the class of each row.
 struct Plan {
     size_t rows, tokens;
     std::vector<uint8_t> chosen;
@@ -540,7 +540,7 @@ std::vector<uint8_t> encode(const Tables& t, const uint8_t* values, size_t rows,
     return write(t, t.encode, plan, values);
 }
 
-// Returns the digits that lead from a third of each integer, rounded, to the integer.
+// Returns the bitstream of the digits that refine a third of each integer, rounded, to the integer.
 std::vector<uint8_t> encode_digits(const Tables& t, int num_tables, const int16_t* values, size_t rows, size_t tokens) {
     std::vector<uint32_t> entries(static_cast<size_t>(num_tables) * kCoarse << 8);
     for (int i = 0; i < num_tables * kCoarse; ++i) {
@@ -605,7 +605,7 @@ struct TablesArgument {
 
     bool has_digits() const {
         if (digits.view.len) return true;
-        PyErr_SetString(PyExc_ValueError, "the tables have none for digits");
+        PyErr_SetString(PyExc_ValueError, "the tables have no distributions of digits");
         return false;
     }
 };
@@ -613,7 +613,7 @@ struct TablesArgument {
 bool are_sizes(Py_ssize_t rows, Py_ssize_t tokens, Py_ssize_t size, Py_ssize_t bytes_each = 1) {
     if (rows > 0 && tokens > 0 && tokens <= 1 << 22 && rows <= (1 << 30) / tokens && rows * tokens * bytes_each == size)
         return true;
-    PyErr_Format(PyExc_ValueError, "%zd rows of %zd tokens in %zd bytes", rows, tokens, size);
+    PyErr_Format(PyExc_ValueError, "%zd rows of %zd tokens do not fit %zd bytes", rows, tokens, size);
     return false;
 }
 

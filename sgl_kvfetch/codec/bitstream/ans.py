@@ -4,21 +4,22 @@
 remainder says which of the symbol's slots becomes the lower ten bits of the new state. So the state grows by
 log2(1024 / f) bits, which is the symbol's information. Before it would exceed 32 bits, its lower 16 go out as a word.
 The decoder undoes this, last symbol first: the lower ten bits name the slot, and so the symbol. So encoding goes
-backwards, and decoding forwards. In the end the decoder must be where the encoder began, at 2^16: a check for free.
+backwards, and decoding forwards. At the end, the decoder's state must be the encoder's first one, 2^16. This is a free
+check.
 
 **Which distribution.** Coefficients are around 0, with spreads that differ by row (a coefficient) and by token. Each
-row has a class, which says how large its integers are, and is coded. Each token has an energy: how large its integers
-were in the rows before, beside those rows' classes. It is not coded, as the decoder has seen the same rows. Both
-together choose one of 48 distributions, which are part of the format and the same for every model (docs/format.md,
-`benchmarks.codec.ans_tables`). So a bitstream has no tables, and short ones are small, too.
+row has a class, which says how large its integers are. It is coded. Each token has an energy: how large its integers
+were in the rows before, relative to those rows' classes. It is not coded, because the decoder computes it from the same
+rows. Class and energy together choose one of 48 distributions, which are part of the format and the same for every
+model (docs/format.md, `benchmarks.codec.ans_tables`). So a bitstream has no tables, and short ones are small, too.
 
 **Lanes.** A state depends on the one before, so one state would use one unit of a CPU. Tokens take turns in 32 lanes,
 each with a state of its own, and share the words: vectors, or a warp's threads, decode one bitstream together. In each
 turn, the lanes that need a word take one in the order of their numbers.
 
-**What must never be**: a decoder that reads outside the bitstream, or writes more than the frames, whatever the bytes
-are. Words are read from the front and escaped integers from the end; if they do not meet, the bitstream is refused. Nor
-may two machines decode differently: all that decides is integers.
+**What must never happen.** Whatever the bytes are, the decoder must not read outside the bitstream, and must not write
+outside the frames. Words are read from the front and escaped integers from the end. If the two do not meet, the
+bitstream is refused. Two machines must not decode differently, so every decision depends on integers alone.
 
 rANS: Duda, "Asymmetric numeral systems" (arXiv 1311.2540); lanes: Giesen, "Interleaved entropy coders" (arXiv
 1402.3392). The coder itself is ``ans.cpp``; the kernel of the same decoder is `triton_kernels.ans`.
@@ -41,25 +42,28 @@ from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.layout.frames import PLANES
 from sgl_kvfetch.errors import CorruptError
 
-ESCAPE = 256  # the symbol of integers without one
-SLOTS = 1024  # of a distribution; a symbol has as many as its probability
-CLASS_TABLE = 17  # codes the classes of rows
-NUM_CLASSES = 64  # of rows
+ESCAPE = 256  # the symbol of all integers that have no slots in a distribution
+SLOTS = 1024  # of a distribution; a symbol's share of them is its probability
+CLASS_TABLE = 17  # the distribution that codes the classes of rows
 ZERO = 128  # the integer that stands for n = 0
-_NATIVE_ESCAPE = 1 << 28  # in an entry of the native coder's tables
-_HEADER = struct.Struct("<BI")  # of `ans-tables`: distributions, and bytes of them
+_NATIVE_ESCAPE = 1 << 28  # marks an escape in an entry of the native coder's tables
+_HEADER = struct.Struct("<BI")  # of `ans-tables`: the number of distributions, and their compressed size in bytes
 _MOST_TABLES = 16
-_MOST_TOKENS = 1 << 22
-_LEAST_INTEGERS = 1 << 13  # that a distribution is for
-_ROUNDS = 5
-_PRIOR = 0.02  # of a symbol, so that every distribution can code every row
+_MOST_TOKENS = 1 << 22  # as in ans.cpp
+_LEAST_INTEGERS = 1 << 13  # for each distribution: with fewer, it would take more bytes than it saves
+_ROUNDS = 5  # of Lloyd's algorithm
+_PRIOR = 0.02  # added to each symbol's count, so that every distribution can code every row
 
 
 class Tables(NamedTuple):
-    """``slots``: uint16 ``(48, 257)``, of each symbol in each distribution. ``choice``: uint8 ``(64, 32)``, the
+    """The tables of the format.
+
+    ``slots``: uint16 ``(48, 257)``, of each symbol in each distribution. ``choice``: uint8 ``(64, 32)``, the
     distribution for a row's class and a token's level of energy. ``gains``: uint16 ``(64,)``, what an integer of
-    magnitude 1 in a row of this class adds to a token's energy. ``digits``: uint16 ``(48, 4, 3)``, the slots of a digit
-    towards zero, none, and one away from it (`ladder`), by distribution and magnitude of the coarser integer."""
+    magnitude 1 in a row of this class adds to a token's energy. ``digits``: uint16 ``(48, 4, 3)``, by distribution and
+    magnitude of the coarser integer: the slots of the digit towards zero, of the digit 0, and of the digit away from
+    zero (`ladder`).
+    """
 
     slots: np.ndarray
     choice: np.ndarray
@@ -69,13 +73,14 @@ class Tables(NamedTuple):
 
 @cache
 def tables() -> Tables:
+    """Return the tables that `ans` codes with."""
     with files(__package__).joinpath("ans_tables.npz").open("rb") as file, np.load(file) as found:
         return Tables(found["slots"], found["choice"], found["gains"], found["digits"])
 
 
 def native_tables(found: Tables, delta: int, is_portable: bool = False) -> tuple[object, ...]:
     """Return tables as the native coder takes them. ``delta``: the distribution that codes the classes of rows.
-    ``is_portable``: without the CPU's widest vectors."""
+    ``is_portable``: whether the coder must do without the CPU's widest vectors."""
     slots = found.slots.astype(np.uint32)
     starts = np.cumsum(slots, axis=1, dtype=np.uint32) - slots
     symbol = np.stack([np.repeat(np.arange(ESCAPE + 1, dtype=np.uint32), row) for row in slots])
@@ -97,8 +102,8 @@ def static_tables(is_portable: bool = False) -> tuple[object, ...]:
 
 
 def decoding_tables() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what the kernel decodes with: a table ``(48, SLOTS)`` with entries as the native coder's, int32; the
-    choice of a distribution, uint8 ``(64, 32)``; and the gains, int32 ``(64,)``."""
+    """Return what the kernel decodes with: the native coder's decoding table, int32 ``(48, SLOTS)``; the choice of a
+    distribution, uint8 ``(64, 32)``; and the gains, int32 ``(64,)``."""
     decode, found = static_tables()[0], tables()
     assert isinstance(decode, bytes)
     entries = torch.frombuffer(bytearray(decode), dtype=torch.int32).view(-1, SLOTS)
@@ -129,8 +134,8 @@ class AnsCodec(Codec):
 class AnsTablesCodec(Codec):
     """Codes flat frames whose rows differ in distribution, not only in scale: quantised values, and bytes of values.
 
-    Each place of a frame, a channel, is a row, each frame a token. Rows of similar histograms share a distribution,
-    which the bitstream holds; it depends on nothing else.
+    Each place of a frame, a channel, is a row, each frame a token. Rows of similar histograms share a distribution. The
+    bitstream holds these distributions; only the rows' classes are coded with one of the format.
     """
 
     name = "ans-tables"
@@ -167,14 +172,18 @@ class AnsTablesCodec(Codec):
 
 
 def read_tables(bitstream: bytes | memoryview) -> tuple[np.ndarray, memoryview]:
-    """Return the distributions of an `ans-tables` bitstream, ``(n, 257)``, and what follows them."""
+    """Return the distributions of an `ans-tables` bitstream, uint16 ``(n, 257)``, and what follows them. Raises
+    CorruptError."""
     view = memoryview(bitstream)
     if len(view) < _HEADER.size:
         raise CorruptError("ans-tables bitstream is shorter than its header")
     count, size = _HEADER.unpack_from(view)
     data = ZstdCodec().decompress(view[_HEADER.size : _HEADER.size + size], count * (ESCAPE + 1) * 2)
     if not 1 <= count <= _MOST_TABLES or len(data) != count * (ESCAPE + 1) * 2:
-        raise CorruptError(f"ans-tables bitstream has {len(data)} bytes of {count} distributions")
+        raise CorruptError(
+            f"ans-tables bitstream has {len(data)} bytes of {count} distributions, expected 1 to {_MOST_TABLES} of "
+            f"{(ESCAPE + 1) * 2} bytes each"
+        )
     slots = np.frombuffer(data, "<u2").reshape(count, ESCAPE + 1)
     if (slots.sum(1) != SLOTS).any() or not slots[:, ESCAPE].all():
         raise CorruptError(f"ans-tables bitstream has distributions that do not add up to {SLOTS}, or without escapes")
@@ -182,8 +191,11 @@ def read_tables(bitstream: bytes | memoryview) -> tuple[np.ndarray, memoryview]:
 
 
 def fit_tables(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return distributions for uint8 rows, ``(n, 257)``, and which of them each row has: rows are clustered by what
-    they cost with each (Lloyd's algorithm). Few integers have few distributions, which have to pay for themselves."""
+    """Return distributions for uint8 ``rows``, uint16 ``(n, 257)``, and the index of each row's own.
+
+    Rows are clustered by their cost in bits (Lloyd's algorithm). Few integers get few distributions, because each must
+    save more bytes than it takes.
+    """
     counts = np.stack([np.bincount(row, minlength=ESCAPE) for row in rows]).astype(np.float32)
     number = min(_MOST_TABLES, rows.size // _LEAST_INTEGERS + 1, len(rows))
     order = np.argsort(-(counts * np.log2(np.maximum(counts, 1))).sum(1), kind="stable")
@@ -209,7 +221,8 @@ def _slots_of(counts: np.ndarray) -> np.ndarray:
 
 
 def fill(native: tuple[object, ...], bitstream: bytes | memoryview, rows: int, tokens: int, out: torch.Tensor) -> None:
-    """Decode into ``out``, contiguous. Raises CorruptError."""
+    """Decode ``rows`` rows of ``tokens`` integers into ``out``, contiguous uint8. ``native``: as `native_tables`
+    returns them. Raises CorruptError."""
     fault = _ans.decode(native, bitstream, rows, tokens, out.numpy().data)
     if fault is not None:
         raise CorruptError(f"ans bitstream {fault}")

@@ -42,7 +42,7 @@ class ZstdCodec(_BytesCodec):
 
     def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
         try:
-            # Exactly as many bytes as the frame claims are allocated, and it cannot decode to more.
+            # The decoder allocates as many bytes as the frame claims, and never writes more.
             claimed = zstandard.frame_content_size(data)
             if not 0 <= claimed <= max_bytes:
                 raise CorruptError(f"zstd frame claims {claimed} bytes (-1: unknown), expected at most {max_bytes}")
@@ -62,7 +62,7 @@ class RawCodec(_BytesCodec):
 
     def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
         if len(data) > max_bytes:
-            raise CorruptError(f"{len(data)} raw bytes, expected at most {max_bytes}")
+            raise CorruptError(f"raw bitstream has {len(data)} bytes, expected at most {max_bytes}")
         return bytes(data)
 
 

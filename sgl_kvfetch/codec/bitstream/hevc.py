@@ -28,12 +28,13 @@ _SEQUENCE_PARAMETER_SET = re.compile(rb"\x00\x00\x01([\x42\x43].*?)(?=\x00\x00\x
 # are within the size and rate of level 5.1. Lossless pictures may exceed the bit rate of any level.
 _NO_LEVEL, _LEVEL_5_1 = 255, 153
 _LEVEL_AT = {32: 17, 33: 14}  # offset of general_level_idc in the NAL units of types VPS and SPS, headers included
-# Of an access unit. Ours have one, and three parameter sets in the first; libavcodec takes 4.6 KB for each.
+# In an access unit. Ours have one slice, and the first has three parameter sets, too. libavcodec allocates 4.6 KB for
+# each NAL unit, however short it is.
 _MOST_NAL_UNITS = 256
 _LARGEST_UNIT = 64  # pixels; encoders may code pictures in whole coding units and crop them
 
-# Slower presets gain nothing on this kind of data and cost ten times as much (DESIGN.md, "Codec facts"). Each encoder
-# uses one thread, since chunks are encoded in parallel.
+# Slower presets gain 1% or less on this kind of data (docs/codec.md), and take ten times as long. Each encoder uses one
+# thread, since chunks are encoded in parallel.
 _X265 = {
     "lossless": 1,
     "bframes": 0,
@@ -103,7 +104,7 @@ class HevcCodec(Codec):
 
     def access_units(self, bitstream: bytes | memoryview, num_frames: int) -> list[memoryview]:
         """Return the access units, one a picture. Raises CorruptError if ``num_frames`` need another number of them, or
-        if one has too many NAL units: decoders allocate something for each, however short."""
+        if one has more than ``_MOST_NAL_UNITS``."""
         access_units = split_access_units(bitstream)
         expected = num_frames * 3 // self.planes_a_picture
         if len(access_units) != expected:
@@ -114,8 +115,10 @@ class HevcCodec(Codec):
         return access_units
 
     def _open(self, access_units: Sequence[memoryview], height: int, width: int) -> av.VideoCodecContext:
-        """Return a decoder for pictures of this size. Raises CorruptError unless the bitstream states it: libavcodec
-        allocates gigabytes if that asks for them, even if all pictures are cropped in the end."""
+        """Return a decoder for pictures of this size. Raises CorruptError unless the bitstream states this size.
+
+        libavcodec would allocate gigabytes for a larger stated size, even if the pictures are then cropped to ours.
+        """
         first = bytes(access_units[0])
         # Otherwise libavcodec would look for something else than start codes, and find parameter sets that we do not.
         if not first.startswith((b"\0\0\1", b"\0\0\0\1")):
@@ -205,6 +208,7 @@ def _plane(picture: av.VideoFrame, index: int) -> np.ndarray:
 
 
 def join_access_units(access_units: list[bytes]) -> bytes:
+    """Return a bitstream: the table of access units, then the access units."""
     sizes = b"".join(_U32.pack(len(unit)) for unit in access_units)
     return _U32.pack(len(access_units)) + sizes + b"".join(access_units)
 

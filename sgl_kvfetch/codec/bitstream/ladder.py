@@ -1,11 +1,11 @@
 """Code coefficients in levels, the coarsest first, each a bitstream of its own.
 
 Level 0 has the coefficients at a step 3, 9 or 27 times as large, coded by `ans`. Each further level divides the step
-by three: it has a digit, -1, 0 or 1, for each coefficient n, which becomes ``3 n + digit``. The last one gives the
-integers back bit for bit. Without the last levels, the integers are those at a larger step, rounded to the nearest.
+by three: it has a digit, -1, 0 or 1, for each coefficient n, which becomes ``3 n + digit``. The last level restores the
+integers bit for bit. Without the last levels, a reader gets the coefficients rounded to a larger step.
 
-A digit's distribution follows from the one that `ans` would code its coefficient with, and from n: so all levels
-together take about as many bits as the coefficients at once.
+A digit's distribution follows from n, and from the distribution that `ans` would code the coefficient with. So all
+levels together take about as many bits as the same coefficients in `ans`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def encode_ladder(
     frames: torch.Tensor, wide: Sequence[Wide], num_integers: int, num_levels: int, *, is_portable: bool = False
 ) -> list[bytes]:
     """Return the bitstreams of all levels. ``frames``: uint8 ``(frames, 3, 1, tokens)``, whose first ``num_integers``
-    rows are integers."""
+    rows are integers. ``wide``: the coefficients that have two integers, by row."""
     assert 2 <= num_levels <= MOST_LEVELS
     tokens = frames.shape[-1]
     integers = frames.reshape(-1, tokens)[:num_integers].numpy()
@@ -55,8 +55,11 @@ def encode_ladder(
 def decode_ladder(
     bitstreams: Sequence[bytes | memoryview], num_levels: int, shape: PictureShape, *, is_portable: bool = False
 ) -> torch.Tensor:
-    """Return the frames of ``shape`` that the first of ``num_levels`` levels decode to. Raises CorruptError, also if
-    they were encoded in another number of levels: the values would pass for finer or coarser than they are."""
+    """Return the frames of ``shape`` that ``bitstreams``, the first of ``num_levels`` levels, decode to.
+
+    Raises CorruptError, also if they were encoded in another number of levels: their step would be taken for a smaller
+    or larger one.
+    """
     num_frames, height, tokens = shape
     assert height == 1
     assert 1 <= len(bitstreams) <= num_levels
@@ -80,7 +83,8 @@ def decode_ladder(
 
 
 def _read_header(bitstream: bytes | memoryview, num_rows: int) -> tuple[int, int, np.ndarray, memoryview]:
-    """Return the levels, the coefficients, those of two integers, and what follows. Raises CorruptError."""
+    """Return the number of levels, the number of coefficients, the wide ones (``_WIDE``), and the bytes behind the
+    header. Raises CorruptError."""
     view = memoryview(bitstream)
     if len(view) < _HEADER.size:
         raise CorruptError("ladder is shorter than its header")
@@ -88,7 +92,8 @@ def _read_header(bitstream: bytes | memoryview, num_rows: int) -> tuple[int, int
     end = _HEADER.size + num_wide * _WIDE.itemsize
     if not 2 <= num_levels <= MOST_LEVELS or not 1 <= kept <= num_rows - num_wide or end > len(view):
         raise CorruptError(
-            f"ladder has {num_levels} levels of {kept} and {num_wide} integers, expected {num_rows} rows"
+            f"ladder has {num_levels} levels of {kept} coefficients and {num_wide} second integers, expected 2 to "
+            f"{MOST_LEVELS} levels, and 1 to {num_rows} integers in all"
         )
     wide = np.frombuffer(view[_HEADER.size : end], _WIDE)
     rows = wide["row"].astype(int)
@@ -113,7 +118,8 @@ def _joined(integers: np.ndarray, wide: np.ndarray) -> np.ndarray:
 
 
 def _split(values: np.ndarray, wide: np.ndarray, rows: np.ndarray) -> None:
-    """Write coefficients into ``rows`` as integers. What no integers stand for becomes the nearest that some do."""
+    """Write coefficients into ``rows`` as integers. A value that no integers can represent becomes the nearest that
+    they can."""
     kept, bits = len(values), wide["bits"][:, None].astype(np.int32)
     whole, half = values[wide["row"]].astype(np.int32), 1 << (bits - 1)
     high = ((whole + half) >> bits).clip(-LARGEST, LARGEST)

@@ -47,8 +47,8 @@ MAX_SURFACE_BYTES = 256 << 20  # of all decoders of a process together
 
 
 def surface_bytes(planes_a_picture: int, width: int, height: int) -> int:
-    """Estimate the memory of a decoder. ``planes_a_picture``: 3 for 4:4:4, 1 for 4:2:0, which has half as much chroma
-    as luma. ``width``, ``height``: of its pictures."""
+    """Estimate the device memory of a decoder, in bytes. ``planes_a_picture``: 3 for 4:4:4, 1 for 4:2:0, which has half
+    as much chroma as luma. ``width``, ``height``: of its pictures, in pixels."""
     rows = 3 * height if planes_a_picture == 3 else height * 3 // 2
     return NUM_SURFACES * rows * width
 

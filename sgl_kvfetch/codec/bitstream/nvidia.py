@@ -1,4 +1,4 @@
-"""The capabilities of the current GPU's video decoders, as the driver's library tells them, and trials of them."""
+"""Ask the driver's library what the current GPU's video decoders can do, and try them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHROMA = {"hevc": 3, "hevc420": 1}  # by codec: 4:4:4 and 4:2:0
 
 
 class DecodeCaps(ctypes.Structure):
-    """CUVIDDECODECAPS of cuviddec.h."""
+    """The struct CUVIDDECODECAPS of the Video Codec SDK's cuviddec.h."""
 
     _fields_ = (
         ("codec", ctypes.c_int),

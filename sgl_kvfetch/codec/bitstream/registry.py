@@ -17,7 +17,7 @@ CodecName = Literal["ans", "hevc", "hevc420", "zstd", "deflate", "raw"]
 
 _OTHERS = AnsCodec(), AnsTablesCodec(), ZstdCodec(), DeflateCodec(), RawCodec()
 CODECS: dict[str, Codec] = {**HEVC_CODECS, **{codec.name: codec for codec in _OTHERS}}
-READABLE = frozenset({*CODECS, LADDER})  # of a variant's chunks
+READABLE = frozenset({*CODECS, LADDER})  # the codecs of a variant's chunks that a reader can decode
 
 
 def get_codec(name: str) -> Codec:
@@ -34,5 +34,5 @@ def decode_cost(codecs: Iterable[str]) -> int:
 
 
 def resolution_for(codec: str, resolution: str) -> str:
-    """Return the resolution of what this codec codes: the given one for pictures, else ``FLAT``."""
+    """Return the resolution of layouts for this codec: the given one if it codes pictures, else ``FLAT``."""
     return FLAT if get_codec(codec).is_flat else resolution

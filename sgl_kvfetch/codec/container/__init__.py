@@ -1,7 +1,7 @@
 """The stored format of a segment, without I/O. ``docs/format.md`` describes it for other implementations.
 
-A door of its own, for whoever writes segments, takes them apart or signs them. What others need of it is behind the
-codec's door.
+Code that writes segments, takes them apart or signs them imports from here. All other code imports from
+`sgl_kvfetch.codec`.
 """
 
 import lazy_loader

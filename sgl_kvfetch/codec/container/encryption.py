@@ -18,9 +18,9 @@ from msgspec import Meta
 from sgl_kvfetch.errors import ConfigError, CorruptError
 from sgl_kvfetch.user_files import read_secret_lines
 
-ENCRYPTED = "aes-256-gcm"  # what stands for the codec of encrypted chunks
+ENCRYPTED = "aes-256-gcm"  # stands in place of an encrypted chunk's codec
 SALT_BYTES = 32
-TABLE_NONCE = (1 << 96) - 1  # of the encrypted table; chunks count from 0
+TABLE_NONCE = (1 << 96) - 1  # of the encrypted table; the chunks' nonces count from 0
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
 _CONTEXT = b"sgl_kvfetch data\0"
@@ -28,7 +28,8 @@ _LINE = re.compile(r"([A-Za-z0-9._-]{1,64})\s+([0-9a-fA-F]{64})")
 
 
 class Encryption(msgspec.Struct, frozen=True):
-    """How a data object is encrypted: its key's name, its salt, and what its chunks' rows do not say, encrypted."""
+    """How a data object is encrypted. ``key``: the name of the shared key. ``salt``: the random bytes from which the
+    object's own key is derived. ``table``: the encrypted `objects.Table`, with what the chunks' rows hide."""
 
     key: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
     salt: Annotated[bytes, Meta(min_length=SALT_BYTES, max_length=SALT_BYTES)]
@@ -48,6 +49,7 @@ class DataCipher:
         self._aes = AESGCM(HKDF(SHA256(), _KEY_BYTES, salt, _CONTEXT + place).derive(key))
 
     def encrypt(self, number: int, content: bytes | memoryview) -> bytes:
+        """Return chunk ``number``, encrypted. Never call this twice with one number: it is the nonce."""
         return self._aes.encrypt(number.to_bytes(_NONCE_BYTES), content, None)
 
     def decrypt(self, number: int, content: bytes | memoryview, what: str) -> bytes:
@@ -69,7 +71,7 @@ class EncryptionKeys:
     def __init__(self, keys: Mapping[str, bytes]) -> None:
         assert keys
         self._keys = keys
-        self.first = next(iter(keys))
+        self.first = next(iter(keys))  # the name of the key that encrypts
 
     def __contains__(self, name: str) -> bool:
         return name in self._keys

@@ -6,7 +6,7 @@ all before it. See docs/format.md.
 Manifests come from a store, and anybody who may write to it may have made them. What they say decides how much memory
 is allocated, which bytes are read, and where values go. So nothing is used before it is checked: the checksum first,
 then the major version, then every number against a bound, then numbers against each other. A `Manifest` that exists is
-sound in itself. Whether it is the one that was asked for, its reader compares: namespace, heads, page hashes.
+sound in itself. Its reader checks whether it is the one that was asked for, by namespace, heads and page hashes.
 
 A manifest is replaced only if the stored one has the digest of the bytes that were read. So what is decoded and encoded
 again must give the same bytes: the lowest minor version that has all its fields, and never fields of a newer version,
@@ -58,7 +58,7 @@ from sgl_kvfetch.types import MAX_HEADS, MAX_LAYERS, TENSORS, CellGrid, KVGeomet
 MAGIC = b"KVFM"
 _HEADER = struct.Struct("<4sHHI")
 # A manifest with its signature. 8,192 tokens of 80 layers and 8 heads take 111 KiB with `exact`; signed, with video
-# beside it and cells of one head, 910 KiB. Whoever reads a store holds six times as much for each manifest.
+# beside it and cells of one head, 910 KiB. A reader takes six times as much memory for each manifest.
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_VARIANTS = 16
 MAX_PARTS = 32
@@ -68,7 +68,8 @@ MAX_SIDES = 64
 COEFFICIENTS = "coefficients"  # the layout of what levels code
 MAX_EXPIRES_S = 1 << 36  # the year 4147
 
-_MAX_EMPTINESS = 16  # bytes of frames a value
+# Frames may take this many bytes for each value that they hold, and this many more: the rest of them is fill.
+_MAX_EMPTINESS = 16
 _SMALL_FRAMES_BYTES = 8 << 20
 
 Rows = TypeVar("Rows", bound=DataObject)
@@ -131,7 +132,7 @@ msgspec.msgpack.Decoder(Namespace)
 
 
 class Cell(NamedTuple):
-    """One span of a head block of a layer group, K and V. Its chunks, one a part, are contiguous."""
+    """K and V of one span, layer group and head block, by their indices. Its chunks, one a part, are contiguous."""
 
     span: int
     layer_group: int
@@ -145,7 +146,7 @@ class Manifest(msgspec.Struct, frozen=True):
     along its layers into groups of ``cell_layers`` (the last may be smaller), along its heads into blocks of
     ``cell_heads``. All cells have the same parts. A part of a cell is a chunk: the unit of decoding and verification.
 
-    ``coefficients``: of a token, for each layer group and head block; empty if there is one integer a value.
+    ``coefficients``: how many a token has, for each layer group and head block; empty if there is one integer a value.
     """
 
     namespace: Namespace
@@ -259,7 +260,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return (*self.variants, *self.levels, *self.sides)
 
     def with_data(self, data: Iterable[DataObject]) -> Manifest:
-        """Return the manifest with other rows for the objects of ``data``, in the same order."""
+        """Return the manifest with ``data`` in place of its data objects' rows, in the order of `Manifest.data`."""
         rest = list(data)
 
         def taken(kind: type[Rows], count: int) -> tuple[Rows, ...]:
@@ -314,7 +315,8 @@ class Manifest(msgspec.Struct, frozen=True):
     def encode(self, whole: bytes = b"") -> bytes:
         """Return the manifest's bytes. Raises FormatError if, once signed, they are more than readers accept.
 
-        ``whole``: a stored manifest that this one is a part of. It goes along, and `whole_of` returns it (`partial`).
+        ``whole``: a stored manifest that this one is a part of (`partial`). It is stored within this one, and
+        `whole_of` returns it.
         """
         assert not self.ciphers, "an opened manifest is not what is stored"
         labels = None if self.labels == Labels() else self.labels
@@ -374,8 +376,8 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def encryption_keys_of(data: bytes) -> set[str]:
-    """Return the names of the keys that a manifest's objects are encrypted with, without decoding the rest; none if one
-    of them is not encrypted. ``data`` has no signature. Raises FormatError."""
+    """Return the names of the keys that a manifest's objects are encrypted with, without decoding the rest. Return none
+    if an object is not encrypted. ``data``: a manifest without its signature. Raises FormatError."""
     try:
         body = _encryptions.decode(memoryview(data)[_HEADER.size : -CHECKSUM_BYTES])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
@@ -386,8 +388,8 @@ def encryption_keys_of(data: bytes) -> set[str]:
 
 
 def whole_of(data: bytes) -> bytes:
-    """Return the stored manifest that a manifest without a signature is a part of; b"" if it says none. Verifies
-    nothing."""
+    """Return the stored manifest that ``data``, a manifest without a signature, is a part of; b"" if it is no part.
+    Verifies nothing."""
     try:
         return _wholes.decode(memoryview(data)[_HEADER.size : -CHECKSUM_BYTES]).whole
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -407,7 +409,10 @@ def require_rewritable(data: bytes) -> None:
 def _validated(body: _Body) -> Manifest:
     num_pages, rest = divmod(len(body.page_hashes), PAGE_HASH_BYTES)
     if rest or not is_power_of_two(num_pages) or num_pages > MAX_SEGMENT_PAGES:
-        raise FormatError(f"manifest has {len(body.page_hashes)} bytes of page hashes, not a power of two of hashes")
+        raise FormatError(
+            f"manifest has {len(body.page_hashes)} bytes of page hashes, expected a power of two of hashes of "
+            f"{PAGE_HASH_BYTES} bytes, at most {MAX_SEGMENT_PAGES}"
+        )
     if body.first_page % num_pages:
         raise FormatError(f"segment of {num_pages} pages starts at page {body.first_page}, which is not aligned")
     expected = PAGE_HASH_BYTES if body.first_page else None
@@ -433,7 +438,7 @@ def _validated(body: _Body) -> Manifest:
         check_variant(manifest, variant)
     _check_sides(manifest)
     if len({rows.encryption is None for rows in manifest.data}) > 1:
-        raise FormatError("manifest has encrypted objects and others")
+        raise FormatError("manifest has encrypted objects and others, expected one kind")
     return manifest
 
 
@@ -470,7 +475,8 @@ def _check_parts(manifest: Manifest) -> None:
 
 
 def check_variant(manifest: Manifest, variant: Variant) -> None:
-    """Raise FormatError unless a variant fits its manifest. What encryption hides is checked once it is opened."""
+    """Raise FormatError unless a variant fits its manifest. What encryption hides is not checked: `open_manifest` calls
+    this again."""
     num_chunks = manifest.num_spans * manifest.cells_per_span * manifest.chunks_per_cell
     if len(variant.chunks) != num_chunks:
         raise FormatError(f"manifest lists {len(variant.chunks)} chunks, expected {num_chunks} for its geometry")
@@ -552,7 +558,8 @@ def require_layouts(manifest: Manifest, layouts: Mapping[str, Layout]) -> None:
 
 
 def _shapes(manifest: Manifest, layout: str) -> set[tuple[int, ...]]:
-    """Return the shapes that the cells of a full span have in this layout. Not cell by cell: there may be thousands."""
+    """Return the shapes that the cells of a full span have in this layout. This does not visit each cell, since there
+    may be thousands."""
     if layout not in TENSORS:
         return {(count, manifest.span_tokens(0)) for count in manifest.coefficients}
     last = manifest.grid.num_layer_groups - 1  # the only one that may have fewer layers

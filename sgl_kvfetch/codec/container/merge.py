@@ -44,7 +44,9 @@ def merge_segments(
     halves = [_reader_and_data(spec, segment) for segment in (left, right)]
     lost, also_lost = (reader.levels_left_out for reader, _ in halves)
     if lost != also_lost or lost >= spec.num_levels:
-        raise FormatError(f"of levels, {a.key.stem} has lost {lost}, {b.key.stem} {also_lost}: they are not merged")
+        raise FormatError(
+            f"of {spec.num_levels} levels, {a.key.stem} has lost {lost}, {b.key.stem} {also_lost}: they are not merged"
+        )
     spec = replace(spec, num_dropped=lost)
     manifest = msgspec.structs.replace(
         spec.manifest(a.first_page, a.previous_hash, a.page_hashes + b.page_hashes), expires=_earlier_expiry(a, b)

@@ -1,9 +1,9 @@
 """Data objects: what a manifest says of each of them, and how their rows change.
 
 A segment's bytes are in objects of three kinds. A `Variant` is the segment in one coding, a `Level` refines a variant's
-coefficients, and a `Side` has side pages. Each is a list of chunks behind one another, with a digest that names it; it
-may have chunk digests, which a signature covers, and it may be encrypted. What holds for any data object is in
-`DataObject`, and `protect` works on lists of those. So a further kind of object is signed and encrypted as they are.
+coefficients, and a `Side` has side pages. Each is a list of consecutive chunks, with a digest that names it. It may
+have chunk digests, which a signature covers, and it may be encrypted. What holds for any data object is in
+`DataObject`, and `protect` works on lists of those. So it can sign and encrypt a new kind of object without a change.
 
 The fields are declared by each kind, because their order is the order in which manifests store them.
 """
@@ -78,8 +78,8 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class DataObject(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a manifest says of one data object. ``data_digest`` names it. ``chunk_digests``: `signing.chunk_digest` of
-    each chunk, in signed manifests. ``encryption``: since version 2.3, of levels since 2.6."""
+    """What a manifest says of one data object: its *rows*. ``data_digest`` names it. ``chunk_digests``: in signed
+    manifests, `signing.chunk_digest` of each chunk. ``encryption``: since version 2.3, of levels since 2.6."""
 
     if TYPE_CHECKING:
 
@@ -168,7 +168,7 @@ class Variant(DataObject, frozen=True, omit_defaults=True):
 
     @property
     def objects(self) -> tuple[Variant | Level, ...]:
-        """What has a data object of its own: level 0 with all else, then each further level."""
+        """The variant's data objects: itself, which has level 0 and all else, then each further level."""
         return self, *self.levels
 
     @property

@@ -43,8 +43,8 @@ class RawPages(NamedTuple):
 class QuantisedPages:
     """The parts of pages, for quantisers whose parts know their tokens (``Quantiser.some_tokens``).
 
-    ``cells``: of these pages and more, in storage order. ``pages``: which ones these are, counted from the first of the
-    parts. ``page_bytes``: what each takes of the parts, on average.
+    ``cells``: the parts of each cell of one span, in storage order. They may cover more pages than these. ``pages``:
+    these pages, counted from the first one that ``cells`` cover. ``page_bytes``: a page's average share of the parts.
     """
 
     cells: Sequence[Quantised]
@@ -75,7 +75,8 @@ Pages = RawPages | QuantisedPages
 
 
 def quantised_cells(quantiser: Quantiser, manifest: Manifest, pieces: Sequence[Pages]) -> Callable[[Cell], Quantised]:
-    """Return what quantises the cells of a segment. ``pieces``: its pages. They are joined where they are values."""
+    """Return a function that quantises one cell of a segment. ``pieces``: the segment's pages, in order. Neighbouring
+    `RawPages` are copied into one."""
     joined: list[Pages] = []
     for kind, some in groupby(pieces, type):
         same = list(some)

@@ -1,9 +1,9 @@
 """Manifests that name a part of what a stored manifest names, for whoever keeps only that part of its data: a cache on
 a disk, and a store that drops levels to make room.
 
-Neither has the key that signs. So such a manifest has no signature of its own. It carries the signed one, as
-`Manifest.encode` says: that one's signature is verified, and everything in the part must be in it. A store can always
-take data away. Here readers see how many levels a part lacks, and refuse too many.
+Neither has the key that signs. So such a manifest has no signature of its own. It carries the signed one
+(`Manifest.encode`). A reader verifies the signature of that one, and checks that it has everything that the part has. A
+store can always take data away. Here readers see how many levels a part lacks, and refuse too many.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def part_with(manifest: Manifest, names: Container[str]) -> Manifest | None:
 def coarser_by(manifest: Manifest, num_levels: int) -> Manifest:
     """Return a segment's manifest without its last ``num_levels`` levels.
 
-    All variants hold the same values. So each loses as many, and those that have fewer go: they would be finer.
+    All variants hold the same values. So each loses as many levels. A variant that has fewer is left out: it would stay
+    finer than the others.
     """
     if not num_levels:
         return manifest
@@ -79,8 +80,11 @@ def is_vouched_for(content: bytes, keys: ManifestKeys, is_cached: bool = False) 
 
 
 def num_droppable(manifest: Manifest, content: bytes) -> int:
-    """Return how many levels a store may drop from a stored segment, one after the other. It keeps a signed manifest
-    inside of the coarser one: none if both together are too large, or larger than what the last level frees."""
+    """Return how many levels a store may drop from a stored segment, one after the other.
+
+    The coarser manifest carries a signed one. Return 0 if both together are too large, or if the signed one takes more
+    bytes than dropping the last level frees.
+    """
     num_levels = max((len(each.levels) for each in manifest.variants), default=0)
     if not num_levels or signed_by(content) != content:
         return num_levels
@@ -90,8 +94,8 @@ def num_droppable(manifest: Manifest, content: bytes) -> int:
 
 
 def without_last_level(manifest: Manifest, content: bytes) -> tuple[bytes, dict[str, int]] | None:
-    """Return a stored manifest's bytes without its last level, and the sizes, by name, of what it does not need any
-    more. None if it may not lose the level. Raises FormatVersionError."""
+    """Return a stored manifest's bytes without its last level, and the sizes, by name, of the data objects that it then
+    no longer needs. Return None if it may not lose the level. Raises FormatVersionError."""
     if not num_droppable(manifest, content):
         return None
     require_rewritable(content)

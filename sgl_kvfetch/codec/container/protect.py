@@ -1,9 +1,9 @@
 """Turn segments into what a store gets to see, and back: encrypted, and with the digests that signatures cover.
 
-Both are one transform of a list of data objects with their contents, in the order of `Manifest.data`. It knows no kind
-of object: what a kind has of its own is its rows (`objects.DataObject`) and its place (`_places`). Each object is
-encrypted under a key of its own, derived from its place, so it decrypts nowhere else. First encrypted, then digested:
-a store may verify the digests of what it keeps, and cannot read it.
+Both transform a list of data objects with their contents, in the order of `Manifest.data`. They do not depend on an
+object's kind, but only on its rows (`objects.DataObject`) and its place (`_places`). Each object is encrypted under a
+key of its own, derived from its place, so it decrypts nowhere else. Objects are encrypted before they are digested, so
+that a store can verify the digests of objects that it cannot read.
 
 An opened manifest (`open_manifest`) has what encryption hides. It is for readers, and is never stored.
 """
@@ -126,7 +126,7 @@ def _opened(rows: Rows, cipher: DataCipher, packed: bytes, what: str) -> Rows:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise FormatError(f"{what} is malformed: {e}") from e
     if len(table.chunks) != len(rows.chunks):
-        raise FormatError(f"the table is of {len(table.chunks)} chunks, the manifest of {len(rows.chunks)}")
+        raise FormatError(f"{what} has {len(table.chunks)} chunks, expected the manifest's {len(rows.chunks)}")
     chunks = [
         Chunk(codec, row.size_bytes, row.coded_checksum, checksum)
         for row, (codec, checksum) in zip(rows.chunks, table.chunks, strict=True)
@@ -159,8 +159,8 @@ def _with_rows_of(rows: Rows, secured: DataObject) -> Rows:
 
 
 def _places(manifest: Manifest) -> list[bytes]:
-    """Return what says where each data object belongs, and how it is laid out: its segment's pages and cells, and its
-    layouts or side pages; of a level also its number."""
+    """Return for each data object bytes that say where it belongs and how it is laid out: its segment's pages and
+    cells, its layouts or side pages, and a level's number."""
     m = manifest
     insides: list[list[object]] = [_layouts(variant) for variant in m.variants]
     insides += ([n, *_layouts(variant)] for variant in m.variants for n, _ in enumerate(variant.levels, 1))

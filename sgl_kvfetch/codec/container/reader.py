@@ -45,8 +45,8 @@ class CodedChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CodedCell:
-    """A cell whose bytes are verified, and whose integers are still coded. ``layout``: of its last part, which has all
-    its integers, ``(coefficients, tokens)``; the parts before it are decoded: ``parts``."""
+    """A cell whose bytes are verified, and whose integers are still coded. ``parts``: all but the last part, decoded.
+    ``coded``: the last part, which has all integers, ``(coefficients, tokens)``. ``layout``: that of the last part."""
 
     place: CellPlace
     layers: range  # counted from the rank's first layer
@@ -71,8 +71,8 @@ class SegmentReader:
         """``variant``: its index; None selects the first whose codecs are available. ``rank_heads``: the heads that the
         reading rank has, counted in the model; None for those of the segment. ``num_levels``: how many levels of
         coefficients to read; None for all. Raises FormatError if the manifest was not written with this quantiser, or
-        if a codec of the variant is unknown, EncryptedError if it must be opened first, UnsupportedError if the
-        segment's cells have both heads of the rank and others."""
+        if a codec of the variant is unknown, EncryptedError if it must be opened first, UnsupportedError if a cell has
+        both heads of the rank and others."""
         manifest.require_open()
         self.manifest = manifest
         self.rank_heads = manifest.heads.heads if rank_heads is None else rank_heads
@@ -143,7 +143,7 @@ class SegmentReader:
 
     @property
     def levels_left_out(self) -> int:
-        """How many levels are not read, or not stored any more: each is a step three times as large."""
+        """How many levels are not read, or not stored any more. Each of them triples the step."""
         return self.variant.num_dropped + len(self.variant.levels) - len(self.levels)
 
     def without_levels(self, count: int) -> SegmentReader:
@@ -268,11 +268,6 @@ class SegmentReader:
             coefficients=self.manifest.integers_shape(cell, self.manifest.parts[-1].layout)[0],
         )
 
-    def verify_cell(self, cell: Cell, data: bytes | memoryview) -> None:
-        """Verify a cell's bytes as they are stored. Raises CorruptError."""
-        for _ in self._stored_pieces(cell, data):
-            pass
-
     def _verified_pieces(self, cell: Cell, data: bytes | memoryview) -> list[CodedChunk]:
         """Return a cell's chunks, verified and decrypted."""
         found: list[list[CodedChunk]] = [[] for _ in self._objects]
@@ -323,8 +318,8 @@ class SegmentReader:
         return get_codec(coded.row.codec).decode(coded.bitstream, shape)
 
     def _verified_integers(self, cell: Cell, part: PartInfo, coded: CodedChunk, frames: torch.Tensor) -> torch.Tensor:
-        """Return the integers in ``frames`` after verifying them. Also verify the frame sum: another reader may verify
-        the frames by nothing else."""
+        """Return the integers in ``frames`` after verifying them. Verify the frame sum, too, since other readers may
+        rely on it alone."""
         shape = self.manifest.integers_shape(cell, part.layout)
         integers = self.variant.layouts[part.layout].from_frames(frames, shape)
         coded.finest.require_decoded(integers.numpy().data, f"{cell}, decoded {part.name}")
@@ -342,10 +337,12 @@ class SegmentReader:
 
 
 def part_infos(quantiser: Quantiser, geometry: KVGeometry) -> tuple[PartInfo, ...]:
+    """Return the parts of every cell, as a manifest lists them."""
     return tuple(PartInfo(part.name, part.layout or "") for part in quantiser.parts(geometry.torch_dtype))
 
 
 def coefficients_of(manifest: Manifest, quantiser: Quantiser) -> tuple[int, ...]:
+    """Return `Manifest.coefficients` for this quantiser."""
     places = (cell_place(manifest, cell) for cell in manifest.span_cells(0))
     return tuple(n for n in map(quantiser.num_coefficients, places) if n is not None)
 

@@ -37,9 +37,9 @@ from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
 from sgl_kvfetch.types import TENSORS, TensorName
 
-# Of a signed manifest: what is neither rows nor hashes; and a chunk's row: 72 bytes with a frame sum, 69 without.
+# Estimates for a signed manifest: all but rows and hashes; and a chunk's row, 72 bytes with a frame sum, 69 without.
 _HEAD_BYTES, _ROW_BYTES = 4096, 71
-_TABLE_BYTES = 38  # that encryption adds to a chunk
+_TABLE_BYTES = 38  # what encryption adds to a chunk's row
 FALLBACK_CODEC = "zstd"
 # A plane with more order-0 entropy is noise, such as the low mantissa bytes of exact values. `ans` would gain nothing;
 # video coding would be slow, and expand it by a third. Below this, the user's choice of video is kept even if another
@@ -49,9 +49,9 @@ NOISE_BITS = 7.9
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpec:
-    """How a writer encodes the segments of one rank. ``cell_heads``: heads of a cell, a divisor of the
-    rank's; None for all. A quantiser's own choice goes before it. ``encrypts``: whether the store encrypts.
-    ``num_levels``: of coefficients; 1 for all at once. ``num_dropped``: last levels that are not stored."""
+    """How a writer encodes the segments of one rank. ``cell_heads``: heads of a cell, a divisor of the rank's; None for
+    all. A quantiser's own choice overrides it. ``encrypts``: whether the store encrypts. ``num_levels``: of
+    coefficients; 1 for all at once. ``num_dropped``: how many of the last levels are not stored."""
 
     heads: HeadSlice
     quantiser: Quantiser
@@ -96,21 +96,21 @@ class SegmentSpec:
         return self.cell_heads or all_heads if self.quantiser.splits_heads else all_heads
 
     def require_readable(self) -> None:
-        """Raise FormatError if readers would refuse the namespace, chunks of a full span, or its manifest, as too
+        """Raise FormatError if readers would refuse the namespace, or would find a full span's chunks or manifest too
         large."""
         checked_namespace(asdict(self.heads.namespace))
         manifest = self.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * self.span_pages)
         require_layouts(manifest, self.layouts(manifest))
         if (num_bytes := self._manifest_bytes(self.span_pages, 1)) > MAX_MANIFEST_BYTES:
             raise FormatError(
-                f"manifests of one span would have {num_bytes} bytes, more than {MAX_MANIFEST_BYTES}: of "
-                f"{manifest.namespace.num_layers} layers and {manifest.num_heads} heads, cells have "
-                f"{manifest.cell_layers} and {manifest.cell_heads}; a smaller max_tp_size gives them more heads"
+                f"manifests of one span would have {num_bytes} bytes, more than {MAX_MANIFEST_BYTES}: cells have "
+                f"{manifest.cell_layers} of {manifest.namespace.num_layers} layers and {manifest.cell_heads} of "
+                f"{manifest.num_heads} heads; a smaller max_tp_size gives them more heads"
             )
 
     def longest_segment(self, most_pages: int) -> int:
-        """Return ``most_pages``, halved while they are several spans whose manifest has no room for two variants, one
-        of them video."""
+        """Return the length of the longest segments, in pages: ``most_pages``, halved while that is several spans and
+        the manifest has no room for two variants."""
         while most_pages > self.span_pages and self._manifest_bytes(most_pages, 2) > MAX_MANIFEST_BYTES:
             most_pages //= 2
         return most_pages
@@ -270,8 +270,7 @@ def encode_cell(
     num_levels: int = 1,
     wide: Sequence[Wide] = (),
 ) -> list[CodedChunk]:
-    """Return a cell's chunks, one a part. ``num_levels``: of coefficients, of which ``wide`` have two
-    integers."""
+    """Return a cell's chunks, one a part. ``num_levels``: of coefficients, of which ``wide`` have two integers."""
     chunks = []
     for part, x in zip(manifest.parts, quantised, strict=True):
         raw = x.contiguous().cpu().numpy().tobytes()
@@ -314,7 +313,7 @@ def _codecs_for(cell: Cell, part: PartInfo, codec: str, raw: bytes) -> tuple[str
         return (FALLBACK_CODEC,)
     if not is_values:
         return (codec,)
-    # Values of the first layer repeat with their tokens, which only zstd finds.
+    # In the first layer, V usually depends on the token alone, so it repeats. Only zstd finds repetitions.
     return (AnsTablesCodec.name, FALLBACK_CODEC) if cell.layer_group == 0 else (AnsTablesCodec.name,)
 
 

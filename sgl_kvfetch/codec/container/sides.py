@@ -35,7 +35,7 @@ class SidePlace:
     start: int
     page: SidePage
     chunk_digests: bytes
-    first_chunk: int  # of the object
+    first_chunk: int  # the page's first one, counted in the object
     cipher: DataCipher | None
 
     @property
@@ -50,8 +50,8 @@ class SidePlace:
         return content
 
     def decode_chunks(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """Verify a side page's bytes and yield its content: a few bytes may decode to 1 GiB. Raises CorruptError,
-        FormatError."""
+        """Verify a side page's bytes and yield its content, chunk by chunk: a few bytes may decode to 1 GiB. Raises
+        CorruptError, FormatError."""
         what = f"side page {self.page.page} of {self.page.pool}"
         if len(data) != self.size_bytes:
             raise CorruptError(f"{what} has {len(data)} bytes, expected {self.size_bytes}")

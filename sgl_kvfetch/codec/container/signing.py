@@ -1,7 +1,7 @@
 """Sign manifests, so that neither a store nor the holder of a token can make readers take other values.
 
-A signed manifest is a manifest with ``"KVFS"`` and a HMAC-SHA256 behind it. Its variants have chunk digests: the other
-checksums find damage, but an attacker can make other bytes that have them. See docs/format.md.
+A signed manifest is a manifest with ``"KVFS"`` and a HMAC-SHA256 behind it. Its data objects have chunk digests: the
+other checksums find damage, but an attacker can make other bytes with the same checksums. See docs/format.md.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class ManifestKeys:
         return manifest + _MAGIC + _signature(manifest, self._keys[0])
 
     def is_signed(self, manifest: bytes, signature: bytes) -> bool:
+        """Return whether one of the keys gives ``manifest`` this signature."""
         return any(hmac.compare_digest(_signature(manifest, key), signature) for key in self._keys)
 
 

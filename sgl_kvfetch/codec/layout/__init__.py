@@ -1,6 +1,6 @@
 """Layouts: bijections between integers and frames.
 
-A door of its own, for kernels and pictures. What others need of it is behind the codec's door.
+Kernels and the pictures of segments import from here. All others import from `sgl_kvfetch.codec`.
 """
 
 import lazy_loader

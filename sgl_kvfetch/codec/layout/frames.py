@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     import torch
 
 PLANES = 3
-FILL = 128  # constant areas cost almost nothing in every codec
+FILL = 128  # of pixels without an integer: constant areas cost almost nothing in every codec
 MIN_PICTURE = 144  # NVDEC decodes no HEVC picture smaller than 144x144
 PICTURE_MULTIPLE = 8  # HEVC's smallest coding unit
-MAX_PICTURE_VALUES = 1 << 22  # a plane's; decoders keep up to 17 pictures
+MAX_PICTURE_VALUES = 1 << 22  # of one plane; a decoder keeps up to 17 pictures in memory
 
 RESOLUTIONS: dict[str, tuple[int, int]] = {  # nominal width and height, as in KVFetcher's tables
     "240p": (432, 240),
@@ -75,6 +75,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return frames
 
     def frames_shape(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """Return the shape of the frames that integers of ``shape`` take."""
         return self.num_frames(shape), PLANES, self.height, self.width
 
 

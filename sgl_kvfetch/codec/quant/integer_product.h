@@ -4,13 +4,13 @@
 // -1. So rows of the matrix are of two kinds.
 //
 // * Frequent rows have larger integers. Their product is dense: two rows at once are multiplied in int16 and added in
-//   int32 (`vpdpwssd`, `vpmaddwd`), for a few tokens whose sums stay in registers. This waits for multipliers.
+//   int32 (`vpdpwssd`, `vpmaddwd`), for a few tokens whose sums stay in registers. Multipliers limit its speed.
 // * Rare rows have small ones. Each token has lists of the rows to add and to subtract; a 2 is in its list twice. There
-//   is no multiplication, and sums of a few entries stay int16, so a vector holds twice as many channels. This waits
-//   for loads of the matrix. What does not suit lists is multiplied apart: see Large.
+//   is no multiplication, and sums of a few entries stay int16, so a vector holds twice as many channels. Loads of the
+//   matrix limit its speed. Integers that do not suit lists are multiplied separately: see Large.
 //
-// With AVX-512 the two wait for different units of a CPU, so they take turns in one loop: after kTurn entries of both
-// lists comes a pair of frequent rows. On an EPYC that takes 3.1 ns a value, and 4.2 one after the other.
+// With AVX-512, different units of a CPU limit the two. So they take turns in one loop: after kTurn entries of both
+// lists comes a pair of frequent rows. On an EPYC that takes 3.1 ns a value; one kind after the other takes 4.2 ns.
 //
 // Sums of int16 cannot overflow: after each turn they are added to int32. Nor can sums of int32: see IntegerMatrix.
 
@@ -32,8 +32,8 @@ const size_t kTile = 32;         // channels, as in integer_matrix.py
 const size_t kBlock = 64;        // tokens, whose integers and product stay in L2 while the matrix passes
 const size_t kGroup = 8;         // tokens, whose sums of a tile fill 16 of AVX-512's 32 registers
 const size_t kTurn = 4;          // entries of both lists
-const size_t kListUnit = 4;      // int16: lists count in 8 bytes, by which CPUs multiply an address for nothing
-const size_t kListSize = 500;    // no power of two, so that lists do not meet in the same sets of L1
+const size_t kListUnit = 4;      // int16: lists count in units of 8 bytes, by which x86 scales an address for free
+const size_t kListSize = 500;    // no power of two, so that lists do not compete for the same sets of L1
 const size_t kMostOften = 8;     // how often a list may hold a row
 const int kMostRareEntry = 4095;  // as in integer_matrix.py
 const uint8_t kZeroInteger = 128;
@@ -69,7 +69,7 @@ struct Large {
 struct Block {
     std::vector<uint32_t> frequent;  // (groups, pairs, kGroup): two int16
     std::vector<uint16_t> lists;     // (kBlock, 2, kListSize): rows of rare_matrix to add, and to subtract
-    uint32_t counts[kBlock][2];      // their lengths: in the end the same, and whole turns
+    uint32_t counts[kBlock][2];      // their lengths: equal, and whole turns, after even_out
     std::vector<Large> large[kBlock / kGroup];
 
     explicit Block(const Product& p) : frequent(p.pairs * kBlock), lists(kBlock * 2 * kListSize) {}

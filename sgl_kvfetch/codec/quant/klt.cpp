@@ -1,9 +1,8 @@
-// What `klt` does before and after its products of matrices, in one pass over memory each. docs/format.md says what all
-// of it means.
+// What `klt` does before and after its matrix products, each in one pass over memory. docs/format.md defines it.
 //
-// restore: the product's scale and mean, rotation of K, rounding. restore_integers: the same, behind a product of
-// integers (integer_product.h); klt.py has the other products. centre: the values that quantise multiplies, with the
-// rotation undone. round_steps: integers from coefficients.
+// restore scales the product, adds the mean, rotates K, and rounds. restore_integers does the same after a product of
+// integers (integer_product.h); klt.py has the other products. centre makes the factor that quantise multiplies: it
+// undoes the rotation and subtracts the mean. round_steps makes integers from coefficients.
 
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
@@ -153,8 +152,8 @@ void restore_integers(const Cell& c, const integer_product::Product& p) {
 
 const float kLeastNorm = 1e-6f;  // as in sensitivity.py
 const float kMostDeviations = 8;
-const int kRandomSums = 8;       // of the coefficients that are not kept
-const float kDoubtful = 128;     // square of those sums, in steps; see klt.py
+const int kRandomSums = 8;       // of the coefficients that are not kept; as in klt.py
+const float kDoubtful = 128;     // the mean square of those sums, in steps, above which klt.py computes them
 const float kRoundsToWhole = 0x1.8p23f;  // added and subtracted: rounds magnitudes to 2^22, ties to even
 const int kMostExponent = 8, kUnit = 128, kZero = 128;
 
@@ -229,7 +228,7 @@ bool centre(const Cell& c, size_t layers, const Values& k, const Values& v, void
 struct Rows {
     size_t columns, kept, wide;  // columns: of the product; after the kept coefficients come the sums of the others
     const float *inverse_spread, *weights;  // (kept,); weights also have one a norm, and a constant
-    double most_cost;                       // of the others, either way
+    double most_cost;                       // the largest magnitude of the others' part of the cost
     const float* limits;                    // (kept,)
     const int64_t *which, *bits;            // (wide,)
 
@@ -280,8 +279,8 @@ bool is_doubtful(const float* sums, float inverse_step) {
     return !(squares(sums, kRandomSums) / kRandomSums * inverse_step * inverse_step <= kDoubtful);
 }
 
-// Writes the exponent of each token, 0 where its values are to be kept exact, the integers, (count, tokens), and whether
-// a token may have a coefficient out of bounds among those that are not kept.
+// Writes each token's exponent, 0 where its values are to be kept exact; the integers, (count, tokens); and whether one
+// of a token's coefficients that are not kept may be out of bounds.
 void round_steps(const Cell& c, const Rows& r, size_t sinks, float step, const float* log_norms, uint8_t* exponents,
                  uint8_t* integers, uint8_t* doubtful) {
     const size_t kTokens = 64, norms = 2 * c.heads;

@@ -112,9 +112,6 @@ class CudaPages(SlotPages):
             time.sleep(_POLL_S)
         return True
 
-    def close(self) -> None:
-        self._rotating.shutdown(wait=False)
-
     # Restoring
 
     def layer_buffers(self, layer: int) -> list[torch.Tensor]:

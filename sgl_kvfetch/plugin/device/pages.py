@@ -71,9 +71,6 @@ class SlotPages(ABC):
         Call this after all sources were closed."""
         return True
 
-    def close(self) -> None:  # noqa: B027, on a CPU there is nothing to release
-        """Release threads. Call this after all sources were closed; `wait_until_unused` still works."""
-
 
 class DevicePages(SlotPages):
     """The pages of a pool on the CPU. The model computes on the thread that hands pages over, so earlier computation
