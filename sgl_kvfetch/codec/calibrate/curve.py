@@ -104,7 +104,8 @@ def _group_restored(
     contexts: Sequence[CellValues], group: int, profile: Profile, bits: list[float]
 ) -> list[list[CellValues]]:
     """Return each context's K and V in a layer group, as `_context_restored` does."""
-    # A quantiser keeps the matrices of the cells that it has met: eight of them, of all groups, would be much memory.
+    # A quantiser keeps matrices for each cell it has met. Those of eight steps and all layer groups would need more
+    # memory than all else, so each group has quantisers of its own.
     quantisers = [KltQuantiser(profile, step=step) for step in _STEPS]
     return [_context_restored(context, group, quantisers, bits) for context in contexts]
 

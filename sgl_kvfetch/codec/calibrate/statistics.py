@@ -32,8 +32,8 @@ class HeadCosts(NamedTuple):
 class Moments:
     """Sums over tokens, float64, for the cells of one layer group, and a sample of the tokens.
 
-    All groups of a model together would take more memory than a layer's weights. So a group's moments are made when its
-    first layer is loaded, and can be forgotten once its cells are fitted.
+    The moments of all groups together would need gigabytes. So they exist for one group at a time, until its cells are
+    fitted.
 
     ``first`` ``(blocks, C)`` and ``second`` ``(blocks, C, C)`` are sums of values. ``weights`` are sums of gradients'
     products, of K and of V, ``(layers, blocks, n, n)`` each with n = heads of a cell * dim. ``start_costs``,

@@ -40,7 +40,7 @@ def peak_and_kept_bytes(folder: Path, num_layers: int) -> tuple[int, int]:
             yield step
             peak = max(peak, sum(size for address, size in live_storages().items() if address not in before))
 
-    options = CalibrationOptions(num_context=CONTEXT, max_channels=3 * 2 * 64)  # three layers a cell
+    options = CalibrationOptions(num_context=CONTEXT, max_channels=3 * 64, tp_size=2)  # three layers of one head a cell
     profile = calibrate_model(model, windows, rope, CALIBRATION, options, watched)
     assert profile.grid.num_layer_groups == num_layers // 3
     context_bytes = CONTEXT * num_layers * model.num_heads * 64 * 2
