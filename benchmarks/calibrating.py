@@ -46,6 +46,14 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "num_hidden_layers": 80,
     },
+    # The keys and values of the models above, behind small layers: shows soon what grows with the number of layers.
+    "thin": {
+        "hidden_size": 1024,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 80,
+    },
 }
 _VOCABULARY = 128256
 _STD = 0.02

@@ -143,7 +143,7 @@ def test_windows_of_a_model_with_a_chat_template_begin_as_messages_do_or_as_text
 
 def test_progress_is_said_where_there_is_no_terminal(model: Path, text: Path, tmp_path: Path) -> None:
     stderr = run(model, text, tmp_path / "p").stderr
-    for what in ("sensitivity: 1 of 1", "fit: 1 of 1", "accuracy: 1 of 1"):
+    for what in ("sensitivity: 1 of 1", "accuracy: 1 of 1"):
         assert f"{what}, 0 s left" in stderr
 
 

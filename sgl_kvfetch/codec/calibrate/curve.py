@@ -58,7 +58,6 @@ def measure_contexts(
     ``contexts``: K and V, bfloat16 ``(tokens, layers, heads, dim)``. ``continuations``: the tokens that follow each.
     Raises ConfigError for a KL divergence that does not grow.
     """
-    quantisers = [KltQuantiser(profile, step=step) for step in _STEPS]
     calls = model.calls(len(continuations[0]), len(contexts[0].k))
     # Of each continuation: after the exact context, after that of each step, after one that is forgotten.
     streams = [[model.embed(c)] * (len(_STEPS) + 2) for c in continuations]
@@ -69,7 +68,7 @@ def measure_contexts(
     for group, index in progress(groups, grid.num_layers, "accuracy"):
         layers = grid.layers(group)
         if index == layers[0]:
-            restored = [_group_restored(context, group, quantisers, bits) for context in contexts]
+            restored = _group_restored(contexts, group, profile, bits)
         with model.layer(index) as layer, torch.no_grad():
             for of_window, pasts in zip(streams, restored, strict=True):
                 for i, past in enumerate(pasts):
@@ -102,6 +101,16 @@ def _divergences(model: LayeredModel, exact: torch.Tensor, others: Sequence[torc
 
 
 def _group_restored(
+    contexts: Sequence[CellValues], group: int, profile: Profile, bits: list[float]
+) -> list[list[CellValues]]:
+    """Return each context's K and V in a layer group, as `_context_restored` does."""
+    # A quantiser keeps matrices for each cell it has met. Those of eight steps and all layer groups would need more
+    # memory than all else, so each group has quantisers of its own.
+    quantisers = [KltQuantiser(profile, step=step) for step in _STEPS]
+    return [_context_restored(context, group, quantisers, bits) for context in contexts]
+
+
+def _context_restored(
     context: CellValues, group: int, quantisers: Sequence[KltQuantiser], bits: list[float]
 ) -> list[CellValues]:
     """Return a layer group's K and V: as they are, restored from each step, and with all tokens but the sinks replaced

@@ -1,17 +1,26 @@
-"""Calibrate a model: gather its moments, fit each cell's transform, and measure the accuracy and size at each step."""
+"""Calibrate a model: gather its moments, fit each cell's transform, and measure the accuracy and size at each step.
+
+The windows pass the model's layers twice. In the first pass, the cells of a layer group are fitted as soon as its last
+layer has been passed, and its moments are forgotten: a cell's fit needs nothing of other groups. The second pass
+measures the profile. It cannot be part of the first: the layers of a cell are restored together, so all of them must
+have been passed before the first one can be measured, and the number of sinks follows from the mean over all layers.
+
+So memory holds, of all layers, only their part of the profile and the held-out contexts' K and V.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from sgl_kvfetch.codec.calibrate.curve import Progress, measure_contexts, placeholder, silent
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
-from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, Moments, channels_of
+from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, HeadCosts, Moments, channels_of, count_sinks
 from sgl_kvfetch.codec.calibrate.sweep import Sweep
 from sgl_kvfetch.codec.calibrate.transform import transform_of
 from sgl_kvfetch.codec.calibrate.unfinished import Unfinished
@@ -71,40 +80,78 @@ def calibrate_model(
     grid = options.grid or cell_grid(
         model.num_layers, model.num_heads, sum(dims), options.max_channels, options.tp_size
     )
-    moments = Moments(grid, *dims, len(fitted), options.num_context, options.seed)
     save = Unfinished(unfinished, [describe, options, windows]) if unfinished else None
-    sweep = Sweep(model, fitted, held_out, options.num_context, rope, moments, options.seed)
-    contexts = _swept(sweep, model.num_layers, progress, save)
+    sweep = Sweep(model, fitted, held_out, options.num_context, rope, grid, options.seed)
+    num_channels = model.num_layers * model.num_heads * sum(dims)
+    fit = _Fit(math.sqrt(_UNIT_KL * 24 / (num_channels * options.num_context)), options)
+    contexts = _swept(sweep, fit, model.num_layers, progress, save)
     del sweep
-    _require_usable(moments)
-    unit = math.sqrt(_UNIT_KL * 24 / (sum(x.numel() for x in moments.first.values()) * options.num_context))
-    keys = progress(grid.cells(), len(grid.cells()), "fit")
     profile = Profile(
         grid=grid,
         k_head_dim=model.k_head_dim,
         v_head_dim=model.v_head_dim,
-        cells={key: _cell(moments, key, unit, options) for key in keys},
+        cells=fit.cells,
         rope=rope,
-        num_sinks=moments.num_sinks,
+        num_sinks=fit.num_sinks(),
         curve=placeholder(),
         context_kl=1.0,
         calibration=describe,
     )
-    del moments
     profile = measure_contexts(model, profile, contexts, [w[options.num_context :] for w in held_out], progress)
     if save:
         save.remove()
     return profile
 
 
-def _swept(sweep: Sweep, num_layers: int, progress: Progress, save: Unfinished | None) -> list[CellValues]:
-    """Pass all layers, from where ``save`` left off; return the held-out contexts."""
-    state = save.read() if save else None
-    first = sweep.restore(state) if state else 0
+class _Fit:
+    """The cells that are fitted, and what else the profile needs of their layers."""
+
+    def __init__(self, unit: float, options: CalibrationOptions) -> None:
+        """``unit``: what a step of 1 stands for."""
+        self._unit, self._options = unit, options
+        self.cells: dict[tuple[int, int], CellProfile] = {}
+        self._costs: list[HeadCosts] = []  # of each layer group
+
+    def add(self, moments: Moments) -> None:
+        """Fit the cells of a layer group. Groups come in order. Raises ConfigError for values that are not finite."""
+        _require_finite(moments)
+        self._costs.append(moments.head_costs)
+        for block in range(moments.grid.num_head_blocks):
+            self.cells[moments.group, block] = _cell(moments, block, self._unit, self._options)
+
+    def num_sinks(self) -> int:
+        """Return the number of attention sinks, once all groups are fitted. Raises ConfigError if errors cost nothing
+        in any layer."""
+        first, usual = zip(*self._costs, strict=True)
+        costs = HeadCosts(torch.cat(first, dim=2), torch.cat(usual, dim=1))
+        for tensor, of_tensor in zip(TENSORS, costs.usual, strict=True):
+            if not bool(of_tensor.any()):
+                raise ConfigError(f"the model's output does not depend on {tensor.upper()}: is this a trained model?")
+        return count_sinks(costs)
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` needs."""
+        cells = {key: [getattr(cell, field.name) for field in fields(cell)] for key, cell in self.cells.items()}
+        return {"cells": cells, "costs": [[*costs] for costs in self._costs]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.cells = {key: CellProfile(*tensors) for key, tensors in state["cells"].items()}
+        self._costs = [HeadCosts(*costs) for costs in state["costs"]]
+
+
+def _swept(sweep: Sweep, fit: _Fit, num_layers: int, progress: Progress, save: Unfinished | None) -> list[CellValues]:
+    """Pass all layers, from where ``save`` left off, and fit their cells; return the held-out contexts."""
+    first, state = 0, save.read() if save else None
+    if state:
+        first = sweep.restore(state["sweep"])
+        fit.restore(state["fit"])
     for layer in progress(range(first, num_layers), num_layers - first, "sensitivity"):
-        sweep.pass_layer(layer)
+        moments = sweep.pass_layer(layer)
+        if moments:
+            fit.add(moments)
+        del moments
         if save and save.is_due():
-            save.write(sweep.state(layer + 1))
+            save.write({"sweep": sweep.state(layer + 1), "fit": fit.state()})
     return sweep.contexts
 
 
@@ -125,28 +172,25 @@ def cell_grid(num_layers: int, num_heads: int, head_channels: int, max_channels:
     return CellGrid(num_layers, num_heads, layers, heads)
 
 
-def _require_usable(moments: Moments) -> None:
+def _require_finite(moments: Moments) -> None:
     """Raise ConfigError if no transform can be derived from ``moments``."""
-    finite = all(bool(torch.isfinite(x).all()) for x in moments.second.values())
+    finite = bool(torch.isfinite(moments.second).all())
     for tensor, weights in zip(TENSORS, moments.weights, strict=True):
         if not finite or not bool(torch.isfinite(weights).all()):
             raise ConfigError(f"values or gradients of {tensor.upper()} are not finite; does the model overflow?")
-        if not bool(weights.any()):
-            raise ConfigError(f"the model's output does not depend on {tensor.upper()}: is this a trained model?")
 
 
-def _cell(moments: Moments, key: tuple[int, int], unit: float, options: CalibrationOptions) -> CellProfile:
+def _cell(moments: Moments, block: int, unit: float, options: CalibrationOptions) -> CellProfile:
     """Fit one cell's transform for a step of 1. A uniform error of one step has the variance 1 / 12; it costs half of
     that in every coefficient of every token of the context."""
-    grid = moments.grid
-    layers, heads = grid.layers(key[0]), grid.heads(key[1])
-    transform = transform_of(moments.covariance(key), moments.weights_of(key))
+    grid, heads = moments.grid, moments.grid.heads(block)
+    layers = range(len(grid.layers(moments.group)))
+    transform = transform_of(moments.covariance(block), moments.weights_of(block))
     inverse = (transform.inverse * unit).to(torch.bfloat16)
     weights = [(w / unit**2).float() for w in transform.weights]
-    mean, spread = moments.mean(key).float(), (transform.variances.sqrt() / unit).float()
+    mean, spread = moments.mean(block).float(), (transform.variances.sqrt() / unit).float()
 
-    every_head = range(grid.num_heads)
-    x = channels_of(moments.values.cell(layers, every_head), grid, *key).float()
+    x = channels_of(moments.values, grid, block).float()
     coefficients = (x - mean) @ forward_of(inverse, weights)
     told_from = features(coefficients, spread, head_norms(moments.values.cell(layers, heads)))
     sensitivity = torch.zeros(told_from.shape[1] + 1)

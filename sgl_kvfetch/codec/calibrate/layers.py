@@ -124,7 +124,11 @@ class LayeredModel:
     def layer(self, index: int) -> Iterator[Layer]:
         """Load the weights of a layer, and forget them at the end."""
         with self._loaded(index, lambda name: True) as module:
-            yield Layer(self, module, index)
+            layer = Layer(self, module, index)
+            try:
+                yield layer
+            finally:
+                layer.forget()
 
     @torch.no_grad()
     def _note_calls(self, ids: torch.Tensor, num_past: int) -> tuple[torch.Tensor, Calls]:
@@ -238,6 +242,10 @@ class Layer:
 
     def __init__(self, model: LayeredModel, module: Any, index: int) -> None:
         self._model, self._module, self.index = model, module, index
+
+    def forget(self) -> None:
+        """Release the weights, also where a caller still has this layer while the next one is loaded."""
+        del self._module
 
     def forward(self, hidden: torch.Tensor, calls: Calls) -> tuple[torch.Tensor, KV]:
         """Return the layer's output for the first tokens of a sequence, on the host, and their keys and values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -14,14 +14,28 @@ from sgl_kvfetch.types import CellGrid
 MOST_SINKS = 8
 _SINK_COST = 100.0  # errors of a sink cost at least this many times the mean of the tokens that follow
 
-_SAMPLE_BYTES = 1 << 28  # limit of the tokens that are kept for fitting their costs
+_SAMPLE_BYTES = 1 << 28  # limit of the tokens that are kept for fitting their costs, of all layers together
 _HALF_LIMIT = 60000.0
 
 
-class Moments:
-    """Sums over tokens, float64, for a model's cells, and a sample of the tokens.
+class HeadCosts(NamedTuple):
+    """The mean cost of a token's errors in K and V, by layer and head, float64.
 
-    For each cell, ``first`` ``(C,)`` and ``second`` ``(C, C)`` are sums of values. ``weights`` are sums of gradients'
+    ``first``: ``(MOST_SINKS, 2, layers, heads)``, of each of the first tokens. ``usual``: ``(2, layers, heads)``, of
+    the tokens behind them.
+    """
+
+    first: torch.Tensor
+    usual: torch.Tensor
+
+
+class Moments:
+    """Sums over tokens, float64, for the cells of one layer group, and a sample of the tokens.
+
+    The moments of all groups together would need gigabytes. So they exist for one group at a time, until its cells are
+    fitted.
+
+    ``first`` ``(blocks, C)`` and ``second`` ``(blocks, C, C)`` are sums of values. ``weights`` are sums of gradients'
     products, of K and of V, ``(layers, blocks, n, n)`` each with n = heads of a cell * dim. ``start_costs``,
     ``(MOST_SINKS, 2, layers, heads)``, holds squared gradient lengths of K and V in the first tokens, which all other
     sums leave out. ``values`` and ``costs`` are of the sampled tokens: K (without its rotation) and V, float16
@@ -29,23 +43,28 @@ class Moments:
     """
 
     def __init__(
-        self, grid: CellGrid, k_head_dim: int, v_head_dim: int, num_windows: int, num_context: int, seed: int = 0
+        self,
+        grid: CellGrid,
+        group: int,
+        k_head_dim: int,
+        v_head_dim: int,
+        num_windows: int,
+        num_context: int,
+        seed: int = 0,
     ) -> None:
-        self.grid = grid
+        self.grid, self.group = grid, group
         self.num_tokens = num_windows * (num_context - MOST_SINKS)
         self.num_windows = num_windows
-        self.first: dict[tuple[int, int], torch.Tensor] = {}
-        self.second: dict[tuple[int, int], torch.Tensor] = {}
-        for group, block in grid.cells():
-            channels = len(grid.layers(group)) * grid.cell_heads * (k_head_dim + v_head_dim)
-            self.first[group, block] = torch.zeros(channels, dtype=torch.float64)
-            self.second[group, block] = torch.zeros((channels, channels), dtype=torch.float64)
-        layers, heads, dims = grid.num_layers, grid.num_heads, (k_head_dim, v_head_dim)
+        layers, blocks = len(grid.layers(group)), grid.num_head_blocks
+        heads, dims = grid.num_heads, (k_head_dim, v_head_dim)
+        channels = layers * grid.cell_heads * sum(dims)
+        self.first = torch.zeros((blocks, channels), dtype=torch.float64)
+        self.second = torch.zeros((blocks, channels, channels), dtype=torch.float64)
         self.weights = CellValues(
-            *(torch.zeros(layers, grid.num_head_blocks, *2 * [grid.cell_heads * d], dtype=torch.float64) for d in dims)
+            *(torch.zeros(layers, blocks, *2 * [grid.cell_heads * d], dtype=torch.float64) for d in dims)
         )
         self.start_costs = torch.zeros((MOST_SINKS, 2, layers, heads), dtype=torch.float64)
-        token_bytes = layers * heads * (2 * sum(dims) + 8)
+        token_bytes = grid.num_layers * heads * (2 * sum(dims) + 8)
         num_kept = min(num_context - MOST_SINKS, max(1, _SAMPLE_BYTES // (token_bytes * num_windows)))
         generator = torch.Generator().manual_seed(seed)
         self._kept = [
@@ -56,19 +75,20 @@ class Moments:
         self.values = CellValues(*(torch.zeros(num_samples, layers, heads, d, dtype=torch.float16) for d in dims))
         self.costs = CellValues(*(torch.zeros(num_samples, layers, heads) for _ in dims))
 
-    def add_values(self, group: int, window: int, values: CellValues) -> None:
-        """Add a window's K and V of a layer group, ``(tokens, layers, heads, dim)``, K without its rotation."""
-        layers, kept = self.grid.layers(group), self._kept[window].to(values.k.device)
+    def add_values(self, window: int, values: CellValues) -> None:
+        """Add a window's K and V of the layer group, ``(tokens, layers, heads, dim)``, K without its rotation."""
+        kept = self._kept[window].to(values.k.device)
         for block in range(self.grid.num_head_blocks):
-            x = channels_of(values.tokens(slice(MOST_SINKS, None)), self.grid, group, block).double()
-            self.first[group, block] += x.sum(0).cpu()
-            self.second[group, block] += (x.T @ x).cpu()
+            x = channels_of(values.tokens(slice(MOST_SINKS, None)), self.grid, block).double()
+            self.first[block] += x.sum(0).cpu()
+            self.second[block] += (x.T @ x).cpu()
         for whole, x in zip(self.values, values, strict=True):
-            sample = x[kept].clamp(-_HALF_LIMIT, _HALF_LIMIT).half().cpu()
-            whole[self._samples_of(window), layers.start : layers.stop] = sample
+            whole[self._samples_of(window)] = x[kept].clamp(-_HALF_LIMIT, _HALF_LIMIT).half().cpu()
 
     def add_gradients(self, layer: int, window: int, draws: Sequence[CellValues]) -> None:
-        """Add gradients with respect to a layer's K and V, ``(tokens, heads, dim)`` each; see `sweep`."""
+        """Add gradients with respect to K and V of a layer of the group, ``(tokens, heads, dim)`` each; see `sweep`.
+        ``layer``: its number in the model."""
+        layer -= self.grid.layers(self.group).start
         kept = self._kept[window].to(draws[0].k.device)
         for i, sums in enumerate(self.weights):
             gradients = [draw[i] for draw in draws]
@@ -79,34 +99,27 @@ class Moments:
             self.start_costs[:, i, layer] += costs[:MOST_SINKS].cpu()
             self.costs[i][self._samples_of(window), layer] = costs[kept].cpu()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> list[torch.Tensor]:
         """Return the sums and the sample, for `restore`."""
-        return {
-            "first": self.first,
-            "second": self.second,
-            "tensors": [*self.weights, self.start_costs, *self.values, *self.costs],
-        }
+        return [self.first, self.second, *self.weights, self.start_costs, *self.values, *self.costs]
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Sequence[torch.Tensor]) -> None:
         """Take over the sums and the sample of equal moments."""
-        self.first, self.second = state["first"], state["second"]
-        k_weights, v_weights, self.start_costs, *samples = state["tensors"]
+        self.first, self.second, k_weights, v_weights, self.start_costs, *samples = state
         self.weights = CellValues(k_weights, v_weights)
         self.values, self.costs = CellValues(*samples[:2]), CellValues(*samples[2:])
 
-    def mean(self, key: tuple[int, int]) -> torch.Tensor:
-        return self.first[key] / self.num_tokens
+    def mean(self, block: int) -> torch.Tensor:
+        return self.first[block] / self.num_tokens
 
-    def covariance(self, key: tuple[int, int]) -> torch.Tensor:
-        mean = self.mean(key)
-        return self.second[key] / self.num_tokens - mean[:, None] * mean
+    def covariance(self, block: int) -> torch.Tensor:
+        mean = self.mean(block)
+        return self.second[block] / self.num_tokens - mean[:, None] * mean
 
-    def weights_of(self, key: tuple[int, int]) -> list[torch.Tensor]:
+    def weights_of(self, block: int) -> list[torch.Tensor]:
         """Return the weights of errors in each layer's K, then in each layer's V: twice the share of a token in the KL
         divergence of a next token is e^T W e."""
-        group, block = key
-        layers = list(self.grid.layers(group))
-        return [x / self.num_tokens for w in self.weights for x in w[layers, block]]
+        return [x / self.num_tokens for w in self.weights for x in w[:, block]]
 
     @property
     def usual_costs(self) -> CellValues:
@@ -116,20 +129,23 @@ class Moments:
         return CellValues(*(x[None] / self.num_tokens for x in sums))
 
     @property
-    def num_sinks(self) -> int:
-        """The number of attention sinks at the start of a sequence."""
-        usual = torch.cat(self.usual_costs).clamp_min(torch.finfo(torch.float64).tiny)
-        ratios = (self.start_costs / self.num_windows / usual).flatten(1).mean(1)
-        is_sink = (ratios > _SINK_COST).tolist()
-        return is_sink.index(False) if False in is_sink else MOST_SINKS
+    def head_costs(self) -> HeadCosts:
+        return HeadCosts(self.start_costs / self.num_windows, torch.cat(self.usual_costs))
 
     def _samples_of(self, window: int) -> slice:
         num_kept = len(self._kept[0])
         return slice(window * num_kept, (window + 1) * num_kept)
 
 
-def channels_of(values: CellValues, grid: CellGrid, group: int, block: int) -> torch.Tensor:
+def channels_of(values: CellValues, grid: CellGrid, block: int) -> torch.Tensor:
     """Return a cell's channels, ``(tokens, C)``: by tensor (K, then V), layer, head and dim. ``values``: of the layer
     group, ``(tokens, layers, heads, dim)`` each."""
-    cell = values.cell(range(len(grid.layers(group))), grid.heads(block))
+    cell = values.cell(range(values.k.shape[1]), grid.heads(block))
     return torch.cat([x.flatten(1) for x in cell], dim=1)
+
+
+def count_sinks(costs: HeadCosts) -> int:
+    """Return the number of attention sinks at the start of a sequence. ``costs``: of all layers."""
+    usual = costs.usual.clamp_min(torch.finfo(torch.float64).tiny)
+    is_sink = ((costs.first / usual).flatten(1).mean(1) > _SINK_COST).tolist()
+    return is_sink.index(False) if False in is_sink else MOST_SINKS

@@ -29,6 +29,7 @@ from sgl_kvfetch.codec.calibrate.layers import KV, Layer, LayeredModel
 from sgl_kvfetch.codec.calibrate.statistics import Moments
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
+from sgl_kvfetch.types import CellGrid
 
 _DRAWS = 4  # of directions of the stream; each is one backward pass through a layer's attention
 # The gain, fitted to SmolLM2-135M. The same factor for all layers changes no choice: only the unit of a step.
@@ -38,7 +39,7 @@ _GAIN = 3.4
 class Sweep:
     """Passes windows of text through a model once.
 
-    ``fitted``: ``(tokens,)`` each, of which the first ``num_context`` are the context. They make ``moments``.
+    ``fitted``: ``(tokens,)`` each, of which the first ``num_context`` are the context. They make the moments.
     ``held_out``: contexts. ``contexts`` gets their K and V, bfloat16 ``(tokens, layers, heads, dim)``.
     """
 
@@ -49,37 +50,44 @@ class Sweep:
         held_out: Sequence[torch.Tensor],
         num_context: int,
         rope: Rope | None,
-        moments: Moments,
+        grid: CellGrid,
         seed: int = 0,
     ) -> None:
-        self._model, self._rope, self.moments, self._num_context = model, rope, moments, num_context
+        self._model, self._rope, self._grid, self._num_context = model, rope, grid, num_context
+        self._seed = seed
         self._generator = torch.Generator().manual_seed(seed)
         self._calls = model.calls(len(fitted[0]))
         self._context_calls = model.calls(num_context)
         self._following_calls = model.calls(len(fitted[0]) - num_context, num_context)
         self._streams = [model.embed(window) for window in fitted]
         self._held_out = [model.embed(window[:num_context]) for window in held_out]
-        self._group: list[list[CellValues]] = [[] for _ in fitted]  # K and V of the layer group that is under way
+        # Of the layer group that is under way: K and V of each window, and the moments.
+        self._group: list[list[CellValues]] = [[] for _ in fitted]
+        self._moments: Moments | None = None
         shape = num_context, model.num_layers, model.num_heads
         dims = model.k_head_dim, model.v_head_dim
         self.contexts = [CellValues(*(torch.empty(*shape, d, dtype=torch.bfloat16) for d in dims)) for _ in held_out]
 
-    def pass_layer(self, index: int) -> None:
-        """Pass all windows through a layer. Layers come in order."""
+    def pass_layer(self, index: int) -> Moments | None:
+        """Pass all windows through a layer. Layers come in order. Return the moments of the layer group behind its last
+        layer."""
+        group = index // self._grid.cell_layers
+        moments = self._moments or self._new_moments(group)
         with self._model.layer(index) as layer:
             for i, hidden in enumerate(self._held_out):
                 self._held_out[i], kv = layer.forward(hidden, self._context_calls)
                 for whole, x in zip(self.contexts[i], kv, strict=True):
                     whole[:, index] = x
             for i in range(len(self._streams)):
-                self._pass_window(layer, i)
-        grid = self.moments.grid
-        group = index // grid.cell_layers
-        if index == grid.layers(group)[-1]:
-            for i, parts in enumerate(self._group):
-                values = CellValues(*(torch.cat(x, dim=1) for x in zip(*parts, strict=True)))
-                self.moments.add_values(group, i, values)
-                parts.clear()
+                self._pass_window(layer, i, moments)
+        if index != self._grid.layers(group)[-1]:
+            self._moments = moments
+            return None
+        for i, parts in enumerate(self._group):
+            moments.add_values(i, CellValues(*(torch.cat(x, dim=1) for x in zip(*parts, strict=True))))
+            parts.clear()
+        self._moments = None
+        return moments
 
     def state(self, num_layers: int) -> dict[str, Any]:
         """Return what `restore` needs after so many layers."""
@@ -90,7 +98,7 @@ class Sweep:
             "group": [[[*values] for values in parts] for parts in self._group],
             "contexts": [[*values] for values in self.contexts],
             "generator": self._generator.get_state(),
-            "moments": self.moments.state(),
+            "moments": self._moments.state() if self._moments else None,
         }
 
     def restore(self, state: dict[str, Any]) -> int:
@@ -99,17 +107,25 @@ class Sweep:
         self._group = [[CellValues(*values) for values in parts] for parts in state["group"]]
         self.contexts = [CellValues(*values) for values in state["contexts"]]
         self._generator.set_state(state["generator"])
-        self.moments.restore(state["moments"])
-        return int(state["num_layers"])
+        num_layers = int(state["num_layers"])
+        if state["moments"]:
+            self._moments = self._new_moments(num_layers // self._grid.cell_layers)
+            self._moments.restore(state["moments"])
+        return num_layers
 
-    def _pass_window(self, layer: Layer, i: int) -> None:
+    def _new_moments(self, group: int) -> Moments:
+        model = self._model
+        sizes = model.k_head_dim, model.v_head_dim, len(self._streams), self._num_context
+        return Moments(self._grid, group, *sizes, self._seed)
+
+    def _pass_window(self, layer: Layer, i: int, moments: Moments) -> None:
         hidden = self._streams[i]
         self._streams[i], kv = layer.forward(hidden, self._calls)
         following, stream = hidden[self._num_context :], self._streams[i][self._num_context :]
         k, v = (x[: self._num_context] for x in kv)
         plain = CellValues(_turned(k, self._rope, unrotate), v)
         self._group[i].append(CellValues(*(x[:, None].cpu() for x in plain)))
-        self.moments.add_gradients(layer.index, i, self._gradients(layer, following, plain, stream))
+        moments.add_gradients(layer.index, i, self._gradients(layer, following, plain, stream))
 
     def _gradients(
         self, layer: Layer, following: torch.Tensor, plain: CellValues, stream: torch.Tensor

@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 _EVERY_S = 60.0
+_STATE_VERSION = 2  # of what the state consists of; files of other versions are not used
 
 
 class Unfinished:
@@ -19,7 +20,7 @@ class Unfinished:
 
     def __init__(self, path: Path, inputs: Sequence[Any]) -> None:
         self._path = path
-        self._key = xxhash.xxh3_128_hexdigest(repr([_plain(x) for x in inputs]).encode())
+        self._key = xxhash.xxh3_128_hexdigest(repr([_STATE_VERSION, *map(_plain, inputs)]).encode())
         self._written_s = time.monotonic()
 
     def read(self) -> dict[str, Any] | None:

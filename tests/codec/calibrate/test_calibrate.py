@@ -14,6 +14,7 @@ from sgl_kvfetch.codec.calibrate import unfinished
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
 from sgl_kvfetch.codec.calibrate.rope import find_rope
+from sgl_kvfetch.codec.calibrate.statistics import Moments
 from sgl_kvfetch.codec.calibrate.sweep import Sweep
 from sgl_kvfetch.codec.calibrate.text import cut_windows, part_of, prompt_start, tokenise
 from sgl_kvfetch.codec.quant.profile import Profile
@@ -88,36 +89,48 @@ def bits_at(profile: Profile, kl: float) -> float:
     raise AssertionError(f"{kl} is above {profile.curve[-1].kl}")
 
 
-def test_a_calibration_that_was_interrupted_goes_on(
-    model: LayeredModel, windows: list[torch.Tensor], profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers that were passed. The first calibration is interrupted behind layer 0, which is noted as -1."""
     monkeypatch.setattr(unfinished, "_EVERY_S", 0.0)
     passed: list[int] = []
     whole = Sweep.pass_layer
 
-    def pass_layer(self: Sweep, index: int) -> None:
+    def pass_layer(self: Sweep, index: int) -> Moments | None:
         if passed == [0]:
             passed.append(-1)
             raise KeyboardInterrupt
         passed.append(index)
-        whole(self, index)
+        return whole(self, index)
 
     monkeypatch.setattr(Sweep, "pass_layer", pass_layer)
-    file = tmp_path / "unfinished"
+    return passed
 
-    def calibrate(part: list[torch.Tensor]) -> Profile:
-        return calibrate_model(model, part, profile.rope, CALIBRATION, OPTIONS, unfinished=file)
+
+@pytest.mark.parametrize("cell_layers", [1, 3])
+def test_a_calibration_that_was_interrupted_goes_on(
+    model: LayeredModel, windows: list[torch.Tensor], tmp_path: Path, passed: list[int], cell_layers: int
+) -> None:
+    """Behind a layer group whose cells are fitted, and within one."""
+    rope, file = find_rope(model), tmp_path / "unfinished"
+    options = CalibrationOptions(num_context=64, grid=CellGrid(2, 2, cell_layers, 2))
+
+    def calibrate(part: list[torch.Tensor], file: Path | None) -> Profile:
+        short = [window[:96] for window in part]
+        return calibrate_model(model, short, rope, CALIBRATION, options, unfinished=file)
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate(windows)
+        calibrate(windows, file)
     assert file.exists()
-    assert calibrate(windows).digest == profile.digest
+    resumed = calibrate(windows, file)
     assert passed == [0, -1, 1]
     assert not file.exists()
+    whole = calibrate(windows, None)
+    assert (resumed.digest, resumed.curve) == (whole.digest, whole.curve)
     passed.clear()
     with pytest.raises(KeyboardInterrupt):
-        calibrate(windows)
-    assert calibrate(windows[:5]).digest != profile.digest
+        calibrate(windows, file)
+    calibrate(windows[:5], file)
     assert passed == [0, -1, 0, 1]  # other windows: from the beginning
 
 

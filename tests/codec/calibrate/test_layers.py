@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +162,11 @@ def test_one_layer_at_a_time_is_in_memory(tokenizer_files: Path, tmp_path: Path)
         return [i for i, layer in enumerate(layers) if any(not p.is_meta for p in layer.parameters())]
 
     assert loaded() == []
-    with model.layer(1):
+    with model.layer(1) as layer:
         assert loaded() == [1]
+        weights = [weakref.ref(p) for p in model._model.model.layers[1].parameters()]
     assert loaded() == []
+    assert all(weight() is None for weight in weights), f"layer {layer.index} still has its weights"
 
 
 def test_weights_in_bfloat16_are_computed_with_in_float32(tokenizer_files: Path, tmp_path: Path) -> None:

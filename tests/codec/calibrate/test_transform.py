@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sgl_kvfetch.codec.calibrate.fit import cell_grid
-from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, Moments
+from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, Moments, count_sinks
 from sgl_kvfetch.codec.calibrate.transform import transform_of
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.sensitivity import fit_log_cost
@@ -96,33 +96,29 @@ def test_wide_cells_on_two_threads(channels: int) -> None:
 
 
 def test_moments_of_windows_are_those_of_all() -> None:
-    """Of a model with two layer groups and two head blocks; what the first tokens hold is in no moment but their
-    own."""
+    """Of the second of two layer groups, with two head blocks. The first tokens are in no moment but their own."""
     grid = CellGrid(num_layers=4, num_heads=4, cell_layers=3, cell_heads=2)
     generator = torch.Generator().manual_seed(1)
     windows = [CellValues(*(torch.randn((30, 4, 4, dim), generator=generator) + 1 for dim in (6, 4))) for _ in range(2)]
-    moments = Moments(grid, 6, 4, num_windows=2, num_context=30)
-    every_head = range(4)
+    moments = Moments(grid, 1, 6, 4, num_windows=2, num_context=30)
     for i, window in enumerate(windows):
-        for layer in range(4):
-            gradients = CellValues(*(3 * x[:, layer] for x in window))
-            moments.add_gradients(layer, i, [gradients, CellValues(*(2 * x for x in gradients))])
-        for group in range(2):
-            moments.add_values(group, i, window.cell(grid.layers(group), every_head))
+        gradients = CellValues(*(3 * x[:, 3] for x in window))
+        moments.add_gradients(3, i, [gradients, CellValues(*(2 * x for x in gradients))])
+        moments.add_values(i, window.cell(grid.layers(1), range(4)))
     k, v = (torch.cat([w[i][MOST_SINKS:] for w in windows]).double() for i in range(2))
 
     cell = torch.cat((k[:, 3:, 2:].flatten(1), v[:, 3:, 2:].flatten(1)), dim=1)
-    assert torch.allclose(moments.mean((1, 1)), cell.mean(0))
-    assert torch.allclose(moments.covariance((1, 1)), torch.cov(cell.T, correction=0))
+    assert torch.allclose(moments.mean(1), cell.mean(0))
+    assert torch.allclose(moments.covariance(1), torch.cov(cell.T, correction=0))
     mean_square = 9 * (1 + 4) / 2
-    for found, x in zip(moments.weights_of((1, 1)), (k, v), strict=True):
+    for found, x in zip(moments.weights_of(1), (k, v), strict=True):
         block = x[:, 3, 2:].flatten(1)
         assert torch.allclose(found, mean_square * block.T @ block / len(block))
     for found, x in zip(moments.usual_costs, (k, v), strict=True):
-        assert torch.allclose(found, mean_square * x.square().sum(-1).mean(0))
+        assert torch.allclose(found, mean_square * x[:, 3:].square().sum(-1).mean(0))
     tokens = torch.cat([moments._kept[0], 30 + moments._kept[1]])
     for sample, costs, i in zip(moments.values, moments.costs, range(2), strict=True):
-        x = torch.cat([w[i] for w in windows])[tokens]
+        x = torch.cat([w[i] for w in windows])[tokens][:, 3:]
         torch.testing.assert_close(sample.float(), x, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(costs, mean_square * x.square().sum(-1))
 
@@ -131,14 +127,14 @@ def test_moments_of_windows_are_those_of_all() -> None:
 def test_the_first_tokens_that_cost_far_more_than_others_are_sinks(num_sinks: int) -> None:
     grid = CellGrid(num_layers=3, num_heads=2, cell_layers=3, cell_heads=2)
     generator = torch.Generator().manual_seed(num_sinks)
-    moments = Moments(grid, 4, 4, num_windows=3, num_context=40)
+    moments = Moments(grid, 0, 4, 4, num_windows=3, num_context=40)
     for window in range(3):
         for layer in range(3):
             gradients = CellValues(*(torch.randn((40, 2, 4), generator=generator) for _ in range(2)))
             for x in gradients:
                 x[:num_sinks] *= 30  # 900 times the cost
             moments.add_gradients(layer, window, [gradients])
-    assert moments.num_sinks == num_sinks
+    assert count_sinks(moments.head_costs) == num_sinks
 
 
 def test_costs_are_told_from_features() -> None:
