@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine import free_port
+from harness.engine import free_port, other_models
 from harness.models import TinyLlama, make_tiny_llama
 from harness.store_process import StoreProcess
 from harness.waiting import polls
@@ -48,13 +48,14 @@ def wait_for(url: str, shell: Shell) -> None:
 @pytest.mark.slow
 @pytest.mark.sglang
 @pytest.mark.timeout(900)
-def test_install_serve_and_store(tmp_path: Path, tiny_llama: Path) -> None:
+def test_install_serve_and_store(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first block, on one machine without a GPU, with these differences:
 
     * The package is installed beside the tests' own environment, which has SGLang.
     * MODEL and STORE are a small model and this machine. The store's folder and the ports are the test's own.
     * SGLang gets the quick start's flags for a CPU.
     """
+    monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", other_models(str(tiny_llama)))  # saves imports
     copy_sources(tmp_path)
     install, store, sglang = MACHINE.split(FIRST_HIT)
     ports = free_port(), free_port()
