@@ -131,7 +131,7 @@ async def speed(
 
     with (
         yielding_to_other_sessions(),
-        SGLangServer(model, extra_args=hicache_args((folder / "store").as_uri())) as server,
+        SGLangServer(model, extra_args=hicache_args((folder / "store").as_uri(), host_pool_gb=1)) as server,
     ):
         for _ in range(4):
             await asyncio.to_thread(ask, server)

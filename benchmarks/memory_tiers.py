@@ -86,7 +86,7 @@ def _flags(prompts: Sequence[list[int]]) -> list[str]:
 def _host_tier(model: Path, prompts: Sequence[list[int]]) -> dict[str, float]:
     from transformers import AutoConfig
 
-    flags = [*_flags(prompts), *host_tier_args()]
+    flags = [*_flags(prompts), *host_tier_args(host_pool_gb=1)]
     with SGLangServer(model, extra_args=flags, request_timeout_s=TIMEOUT_S) as server:
         found = _ask_twice(server, prompts, lambda _: None)
     config = AutoConfig.from_pretrained(model)

@@ -64,7 +64,7 @@ _NUM_BACKWARDS = 2  # prompts per length whose tokens backwards are other prompt
 TIMEOUT_S = 300
 MODES: dict[str, Callable[..., list[str]]] = {
     "device": device_args,
-    "host": partial(hicache_args, prefetch_policy=None),  # SGLang's default
+    "host": partial(hicache_args, prefetch_policy=None, host_pool_gb=1),  # SGLang's default
 }
 _WIDTH = 120
 

@@ -97,7 +97,7 @@ def _codec(mode: str, options: argparse.Namespace) -> str:
 def _fill(model: str, directory: Path, plan: Plan, codec: str) -> None:
     with (
         StoreProcess(directory) as store,
-        SGLangServer(model, extra_args=hicache_args(store.url, codec=codec)) as server,
+        SGLangServer(model, extra_args=hicache_args(store.url, codec=codec, host_pool_gb=1)) as server,
     ):
         for number, prompt in enumerate(plan.long, 1):
             server.generate(input_ids=prompt.tokens, max_new_tokens=1)
@@ -134,7 +134,7 @@ def _flags(mode: str, url: str, threshold: int) -> list[str]:
         case "none":
             return []
         case "host":
-            return hicache_args(url, **config)
+            return hicache_args(url, host_pool_gb=1, **config)
     # With such a slow link, computing a small model's prompts would be faster than fetching them.
     return device_args(url, **config)
 

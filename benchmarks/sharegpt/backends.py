@@ -53,7 +53,7 @@ class FileStorage(Backend):
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        flags = hicache_args("http://unused")
+        flags = hicache_args("http://unused", host_pool_gb=1)
         self.flags = [
             *flags[: flags.index("--hicache-storage-backend")],
             *("--hicache-storage-backend", "file"),
@@ -89,7 +89,8 @@ class KVFetchStorage(Backend):
         shown = {"quantiser": "exact", "codec": "hevc"} | {k: v for k, v in config.items() if k != "token"}
         settings = ", ".join(f"{key} {value}" for key, value in shown.items())
         self.description = f"this project's backend: {settings}, over {store_url}"
-        self.flags = hicache_args(store_url, **{"prefetch_threshold": PREFETCH_THRESHOLD_TOKENS} | dict(config))
+        config = {"prefetch_threshold": PREFETCH_THRESHOLD_TOKENS, "host_pool_gb": 1, **config}
+        self.flags = hicache_args(store_url, **config)
 
     def progress(self, server: SGLangServer) -> Hashable | None:
         text = server.metrics()

@@ -37,7 +37,7 @@ def test_a_server_makes_its_own_profile(tmp_path: Path, store: StoreProcess) -> 
         "lookup_timeout_s": WAIT_S,
         "fetch_timeout_s": WAIT_S,
     }
-    flags = hicache_args(store.url, **config)
+    flags = hicache_args(store.url, host_pool_gb=1, **config)  # which holds all prompts of the sample
     prompt = make_prompt(0)
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with SGLangServer(model, extra_args=[*flags, "--tp-size", str(NUM_RANKS)], env=env) as server:
