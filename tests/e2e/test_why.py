@@ -82,8 +82,6 @@ def test_what_became_of_requests(device: Shared, store: StoreProcess, link: Prox
         link.set(Fault("flip", after_bytes=500, only=is_data))
         send(server, 0, "flips")
         assert_why(why_request(store, server, "flips"), Reason.CORRUPT)
-        link.set(Fault("slow", bytes_per_s=2e3, only=is_data))
-        assert_why(sent_until(Reason.LATE, store, server, 0), Reason.LATE)  # the first ones measure the link
         link.set(Fault("refuse"))
         assert_why(sent_until(Reason.SKIPPED, store, server, 0), Reason.SKIPPED)
         assert_why(why(store, server, 0), Reason.SKIPPED)
@@ -163,7 +161,7 @@ def test_a_directory_that_cannot_be_read(device: Shared, tmp_path: Path) -> None
 
 
 def test_why_pages_were_not_written(device: Shared, store: StoreProcess, link: Proxy) -> None:
-    with device.attached(link.url, write_queue_bytes=1, **PATIENT) as server:
+    with device.attached(link.url, write_queue_bytes=1 << 20, **PATIENT) as server:
         link.set(Fault("hang", only=lambda method, path: method == "PUT"))
         send(server, 0, "fills the queue")
         found: list[Any] = []
@@ -199,9 +197,11 @@ def detail_of(found: Any) -> str:
     return str(found["findings"][0]["detail"])
 
 
-def test_servers_that_share_nothing(device: Shared, store: StoreProcess) -> None:
-    with device.attached(store.url, quantiser="uint8", **CONFIG) as server:
+def test_servers_that_share_nothing(device: Shared, store: StoreProcess, link: Proxy) -> None:
+    with device.attached(link.url, quantiser="uint8", **CONFIG) as server:
         store_prompt(server, 2)
+        link.set(Fault("slow", bytes_per_s=2e3, only=is_data))
+        assert_why(sent_until(Reason.LATE, store, server, 2), Reason.LATE)  # the first fetch measures the link
     with device.attached(store.url, **CONFIG) as server:
         found = why(store, server, 2)
         assert_why(found, Reason.OTHER_QUANTISER)
