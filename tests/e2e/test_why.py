@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -179,8 +180,13 @@ def test_why_pages_were_not_written(device: Shared, store: StoreProcess, link: P
         wait_until_written(server, 1)
 
         store.stop()
-        for seed, reason, limit in ((2, Reason.TOO_LARGE, "--max-object"), (3, Reason.FULL, "--capacity")):
-            with StoreProcess(store.directory, port=store.port, extra_args=(limit, "4KiB")) as limited:
+        # A file that may not grow has the effect of a full disk.
+        full_disk = "prlimit", f"--fsize={256 << 10}", sys.executable, "-m", "sgl_kvfetch.tools"
+        for seed, reason, limits in (
+            (2, Reason.TOO_LARGE, {"extra_args": ("--max-object", "4KiB")}),
+            (3, Reason.FULL, {"command": full_disk}),
+        ):
+            with StoreProcess(store.directory, port=store.port, **limits) as limited:
                 with assert_counted("write", reason, server.metrics):
                     send(server, seed, reason)
                     wait_until(partial(has_failed_to_write, server, reason))
@@ -198,14 +204,16 @@ def detail_of(found: Any) -> str:
 
 
 def test_servers_that_share_nothing(device: Shared, store: StoreProcess, link: Proxy) -> None:
-    with device.attached(link.url, quantiser="uint8", **CONFIG) as server:
+    with device.attached(store.url, quantiser="uint8", **CONFIG) as server:
         store_prompt(server, 2)
-        link.set(Fault("slow", bytes_per_s=2e3, only=is_data))
-        assert_why(sent_until(Reason.LATE, store, server, 2), Reason.LATE)  # the first fetch measures the link
-    with device.attached(store.url, **CONFIG) as server:
+    with device.attached(link.url, **CONFIG) as server:
         found = why(store, server, 2)
         assert_why(found, Reason.OTHER_QUANTISER)
-        assert "uint8" in found["findings"][0]["detail"]
+        assert "uint8" in detail_of(found)
+        # The first fetch measures the link: some pieces come, and the rest takes longer than the deadline.
+        store_prompt(server, 6)
+        link.set(Fault("slow", bytes_per_s=4e4, only=is_data))
+        assert_why(sent_until(Reason.LATE, store, server, 6), Reason.LATE)
     with device.attached(store.url, model_id="named", quantiser="uint8", **CONFIG) as server:
         found = why(store, server, 2)
         assert_why(found, Reason.OTHER_WEIGHTS)
