@@ -8,7 +8,9 @@ from prometheus_client import Counter, Gauge, Histogram
 _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
 LOOKUP_PAGES = Counter("sgl_kvfetch_lookup_pages", "Pages looked up", ["result"])  # hit, miss
-MISSES = Counter("sgl_kvfetch_misses", "Lookups and fetches that fell short because of an error", ["stage", "reason"])
+MISSES = Counter(
+    "sgl_kvfetch_misses", "Lookups, fetches, loads and writes that fell short because of an error", ["stage", "reason"]
+)  # lookup, fetch, load, write; a `Reason`
 FETCHED_PAGES = Counter("sgl_kvfetch_fetched_pages", "Pages requested from fetches", ["result"])  # hit, miss
 SIDE_PAGES = Counter(
     "sgl_kvfetch_side_pages", "Pages of SGLang's side pools: stored, or requested from fetches", ["pool", "result"]

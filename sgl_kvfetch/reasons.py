@@ -8,6 +8,16 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from sgl_kvfetch.errors import (
+    CorruptError,
+    EncryptedError,
+    FormatError,
+    KVFetchError,
+    NamespaceMismatchError,
+    StoreError,
+    UnsupportedError,
+)
+
 
 class Reason(StrEnum):
     """Why pages were not served. The value is the word that users see."""
@@ -38,7 +48,6 @@ class Reason(StrEnum):
     MISSING = "missing"  # a manifest names data that is gone
     ENCRYPTED = "encrypted"
     UNSIGNED = "unsigned"  # without a signature that the key confirms
-    NAMESPACE = "namespace"  # a manifest belongs to another namespace than its folder
     UNSUPPORTED = "unsupported"  # cells of more heads than the rank has
 
     # The server could have had them.
@@ -53,14 +62,14 @@ class Reason(StrEnum):
     FAILED = "failed"  # loading into the GPU's pool
     INTERNAL = "internal"
 
-    # The store failed: the reasons of `StoreError`.
+    # The store failed, in a lookup, a fetch or a write: the reasons of `StoreError`.
     REFUSED = "refused"
     TLS = "tls"
     UNAUTHORISED = "unauthorised"
     SERVER = "server"
     IO = "io"
     TRUNCATED = "truncated"
-    PROTOCOL = "protocol"
+    PROTOCOL = "protocol"  # an invalid answer, or one with another namespace's pages
     FULL = "full"
     TOO_LARGE = "too_large"
     INVALID = "invalid"
@@ -88,7 +97,6 @@ ADVICE: dict[Reason, str] = {
     Reason.UNSIGNED: "give all servers that write the same manifest_key_file",
     Reason.SOONER: "nothing: the link or the decoder is slower than the engine; recompute = never fetches anyway",
     Reason.SKIPPED: "look at the failures before it: sgl_kvfetch_misses_total by reason",
-    Reason.NAMESPACE: "kvfetch verify names the segment; delete it",
     Reason.UNSUPPORTED: "raise max_tp_size on the servers that write",
     Reason.LATE: "fewer bytes (klt), or a faster link; in device mode also a larger device.pool_share",
     Reason.TIMEOUT: "a longer lookup_timeout_s or fetch_timeout_s, fewer bytes (klt), or a faster store",
@@ -106,6 +114,26 @@ ADVICE: dict[Reason, str] = {
     Reason.TRUNCATED: "a proxy between server and store that cuts answers",
     Reason.PROTOCOL: "a proxy between server and store that changes answers",
     Reason.FULL: "a larger --capacity",
-    Reason.TOO_LARGE: "a larger --max-object",
+    Reason.TOO_LARGE: "a larger --max-object, or a --capacity of more than one object",
     Reason.INVALID: "equal versions of store and servers",
 }
+
+
+def reason_of(error: KVFetchError | TimeoutError) -> Reason:
+    """Return the reason that an error stands for."""
+    match error:
+        case TimeoutError():
+            return Reason.TIMEOUT
+        case StoreError():
+            return Reason(error.reason)
+        case EncryptedError():
+            return Reason.ENCRYPTED
+        case CorruptError():
+            return Reason.CORRUPT
+        case FormatError():
+            return Reason.FORMAT
+        case NamespaceMismatchError():
+            return Reason.PROTOCOL
+        case UnsupportedError():
+            return Reason.UNSUPPORTED
+    return Reason.INTERNAL

@@ -31,7 +31,8 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's namespace and heads, and what applies to all ranks. ``most_left_out``: how many levels a segment may
-    lack. ``threshold_tokens``: SGLang's prefetch_threshold, below which nothing is looked up."""
+    lack. ``threshold_tokens``: SGLang's prefetch_threshold, below which nothing is looked up. ``writes_back``: whether
+    SGLang stores only what it evicts."""
 
     mode: str  # "host" or "device"
     reads: bool
@@ -42,4 +43,5 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     end_head: int
     labels: Labels = Labels()
     most_left_out: int = 0
+    writes_back: bool = False
     recent: Annotated[list[Decided], Meta(max_length=MAX_RECENT)] = []  # the newest last

@@ -24,7 +24,7 @@ from sgl_kvfetch.plane.adapt.policy import LookAhead
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.config import KVFetchConfig
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, failure_reason
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.plan import LevelPolicy
@@ -33,6 +33,7 @@ from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.misses import miss
 from sgl_kvfetch.plane.store import open_configured_store
 from sgl_kvfetch.plane.write.writer import Writer
+from sgl_kvfetch.reasons import reason_of
 from sgl_kvfetch.stores import Store
 
 if TYPE_CHECKING:  # importing it loads Triton, which a data plane without a GPU does not need
@@ -222,7 +223,7 @@ def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoder
 
 def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
     """Count a miss of a lookup or a fetch, and log it at a limited rate."""
-    reason = "timeout" if isinstance(error, TimeoutError) else failure_reason(error)
+    reason = reason_of(error)
     miss(stage, reason)
     _limited.warning(f"{stage} {reason}", f"kvfetch {stage} is a miss ({reason}): {error}")
 

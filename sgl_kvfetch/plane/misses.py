@@ -1,4 +1,4 @@
-"""Counts the reasons why lookups and fetches fall short, and notes them for the request that is being served."""
+"""Counts why lookups, fetches and writes fall short, and notes it for the request that is being served."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
 
 
 def miss(stage: str, reason: str) -> None:
-    """Count a miss of a lookup or a fetch. ``reason``: one of `reasons.Reason`."""
+    """Count that a lookup, a fetch or a write fell short. ``reason``: one of `reasons.Reason`."""
     metrics.MISSES.labels(stage, reason).inc()
     note(reason)
 

@@ -75,5 +75,6 @@ def status_of(scheduler: Any) -> ServerStatus | None:
         end_head=heads.heads.stop,
         labels=heads.labels,
         most_left_out=_state.most_left_out,
+        writes_back=mode == "host" and tree.is_write_back,
         recent=list(_state.recent),
     )

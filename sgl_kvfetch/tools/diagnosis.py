@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from msgspec import Struct
 
 from sgl_kvfetch.codec import EncryptionKeys, Manifest, ManifestKeys, decode_manifest
-from sgl_kvfetch.errors import EncryptedError, FormatError, NamespaceMismatchError, StoreError
+from sgl_kvfetch.errors import FormatError, NamespaceMismatchError, StoreError, UnsupportedError
 from sgl_kvfetch.keys import Namespace
-from sgl_kvfetch.reasons import Reason
+from sgl_kvfetch.reasons import Reason, reason_of
 from sgl_kvfetch.stores import AdminStore, Lookup
 from sgl_kvfetch.stores.upkeep import StoredSegment, decode_named_manifest, whole_pages
 from sgl_kvfetch.tools.summary import NamespaceSummary, signature_of
@@ -72,7 +72,7 @@ def when(at_s: float) -> str:
 class Diagnosis:
     """Looks for one prompt in a store. ``segments``: all of the store's. ``summaries``: its namespaces. ``hashes_at``:
     the prompt's. ``unsalted_at``: the same without cache_salt; None if there is none. ``most_left_out``: how many
-    levels a segment may lack."""
+    levels a segment may lack. ``rank_heads``: those of the server's rank; None if there is no server."""
 
     store: AdminStore
     segments: Sequence[StoredSegment]
@@ -82,6 +82,7 @@ class Diagnosis:
     keys: ManifestKeys | None = None
     encryption_keys: EncryptionKeys | None = None
     most_left_out: int = 0
+    rank_heads: range | None = None
 
     async def stored(self) -> list[tuple[Stored, Namespace]]:
         """Return the namespaces that have the prompt's first page, the one with most tokens first."""
@@ -97,13 +98,17 @@ class Diagnosis:
         """Return how many pages are stored for ``wanted`` and can be used, and why no more."""
         hashes = self.hashes_at(wanted.page_size)
         lookups = await self._look_up(wanted, hashes)
-        end = _pages_with_all_heads(lookups, wanted)
-        for found in lookups.values():
-            fault = await self._first_fault(found, wanted, len(hashes))
-            if fault is not None and fault.first_page < end:
-                return fault.first_page, fault
+        faults = {folder: await self._first_fault(found, wanted, len(hashes)) for folder, found in lookups.items()}
+        runs = {
+            folder: found.num_pages if (fault := faults[folder]) is None else fault.first_page
+            for folder, found in lookups.items()
+        }
+        end = _pages_with_all_heads(runs, wanted)
         if end == len(hashes):
             return end, None
+        for fault in faults.values():
+            if fault is not None and fault.first_page == end:
+                return end, fault
         for find in (self._missing_heads, self._traces, self._elsewhere, self._without_salt):
             if (found_reason := await find(wanted, hashes, lookups, end)) is not None:
                 reason, detail = found_reason
@@ -115,7 +120,8 @@ class Diagnosis:
         return {folder: await self.store.lookup(folder, hashes) for folder in folders} if hashes else {}
 
     async def _num_pages(self, namespace: Namespace, hashes: Sequence[bytes]) -> int:
-        return _pages_with_all_heads(await self._look_up(namespace, hashes), namespace)
+        found = await self._look_up(namespace, hashes)
+        return _pages_with_all_heads({folder: each.num_pages for folder, each in found.items()}, namespace)
 
     def _namespaces(self) -> list[Namespace]:
         return list(dict.fromkeys(each.namespace for each in self.summaries if each.namespace is not None))
@@ -138,10 +144,10 @@ class Diagnosis:
         try:
             manifest = decode_manifest(content)
             wanted.require_same(manifest.namespace)
-        except NamespaceMismatchError as e:
-            return Reason.NAMESPACE, str(e)
-        except FormatError as e:
-            return Reason.CORRUPT, str(e)
+            if self.rank_heads and (set(self.rank_heads) & set(manifest.heads.heads)):
+                manifest.head_blocks(self.rank_heads)
+        except (FormatError, NamespaceMismatchError, UnsupportedError) as e:
+            return reason_of(e), str(e)
         stem = manifest.key.stem
         if (signature := signature_of(content, self.keys)) in ("wrong", "missing"):
             return Reason.UNSIGNED, f"{stem}: the signature is {signature}"
@@ -193,10 +199,8 @@ class Diagnosis:
             try:
                 content = await self.store.peek(name)
                 manifest = None if content is None else decode_named_manifest(content, name)
-            except EncryptedError as e:
-                return Reason.ENCRYPTED, str(e)
             except FormatError as e:
-                return Reason.CORRUPT, f"{name}: {e}"
+                return reason_of(e), f"{name}: {e}"
             except StoreError as e:
                 if not e.concerns_object:
                     raise
@@ -249,7 +253,7 @@ class Diagnosis:
             yield f"whose {name} is {theirs!r}{named}, the server's {ours!r}"
 
 
-def _pages_with_all_heads(lookups: Mapping[str, Lookup], namespace: Namespace) -> int:
-    runs = {folder: found.num_pages for folder, found in lookups.items()}
+def _pages_with_all_heads(runs: Mapping[str, int], namespace: Namespace) -> int:
+    """Return how many pages have all heads. ``runs``: as in `whole_pages`."""
     digest = namespace.digest()
     return whole_pages(runs, {digest: namespace.num_heads})[digest]

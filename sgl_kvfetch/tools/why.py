@@ -47,8 +47,15 @@ from sgl_kvfetch.tools.terminal import (
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
+    from prometheus_client.samples import Sample
 
 _MOST_SHOWN = 3  # requests with a prompt
+# Why pages were dropped, by `sgl_kvfetch_written_pages_total`. For the others, writes are counted by reason.
+_DROPPED = {
+    "dropped_full": "the write queue was full",
+    "dropped_invalid": "they have values that cannot be quantised, or SGLang did not say what is before them",
+    "dropped_data_plane": "the data plane ended",
+}
 
 
 class Explained(Struct, frozen=True):
@@ -69,11 +76,13 @@ class Explained(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Asked:
-    """What an SGLang server told. ``status``: None if it has no kvfetch. ``is_paused``: whether its lookups pause."""
+    """What an SGLang server told. ``status``: None if it has no kvfetch. ``is_paused``: whether its lookups pause.
+    ``unwritten``: what keeps it from writing, or has done so since its start."""
 
     page_size: int
     status: ServerStatus | None
     is_paused: bool
+    unwritten: list[str]
 
 
 def why(
@@ -151,6 +160,7 @@ def why(
                 keys,
                 encryption_keys,
                 status.most_left_out if status else 0,
+                range(status.first_head, status.end_head) if status else None,
             )
             explained.append(await _explain(diagnosis, len(tokens), asked))
         return explained
@@ -181,6 +191,7 @@ async def _explain(diagnosis: Diagnosis, num_tokens: int, asked: Asked | None) -
         num_stored, finding = await diagnosis.explain(wanted)
         if finding is not None:
             findings.append(_with_memory(finding, decided, hashes))
+    findings = [_with_writes(each, asked) for each in findings]
     last = _of_request(decided[-1], hashes) if decided else None
     if last is not None and last.reason not in [f.reason for f in findings]:
         findings.append(last)
@@ -221,6 +232,14 @@ def _with_memory(finding: Finding, decided: Sequence[Decided], hashes: Sequence[
     return finding
 
 
+def _with_writes(finding: Finding, asked: Asked | None) -> Finding:
+    """Return the finding; if it is that pages were never written, with what the server says of its writes."""
+    if asked is None or not asked.unwritten or finding.reason != Reason.NEVER_WRITTEN:
+        return finding
+    detail = f"{finding.detail}. The server says of its writes: {'; '.join(asked.unwritten)}"
+    return msgspec.structs.replace(finding, detail=detail)
+
+
 def _of_request(decided: Decided, hashes: Sequence[bytes] = ()) -> Finding | None:
     """Return why a request was not served what was stored; None if it was, or if nothing was. ``hashes``: of the
     prompt's pages, by which the result counts pages; by default, it counts those that were looked up."""
@@ -250,7 +269,7 @@ def _request(asked: Asked, request_id: str) -> Explained:
     findings = [] if (why_less := _of_request(last)) is None else [why_less]
     if not findings and last.num_found < last.num_pages:
         detail = "the store did not have them: give the prompt with --file, to learn why"
-        findings = [Finding(Reason.NEVER_WRITTEN, last.num_found, last.num_pages, detail)]
+        findings = [_with_writes(Finding(Reason.NEVER_WRITTEN, last.num_found, last.num_pages, detail), asked)]
     num_tokens, digest = last.num_pages * asked.page_size, status.namespace.digest()
     called = _called(status.namespace, status.labels)
     return Explained(num_tokens, last.num_pages, asked.page_size, digest, called, last.num_found, findings, [], decided)
@@ -320,8 +339,27 @@ async def _ask_server(session: ClientSession, server: str) -> Asked:
     if statuses:  # one for each replica of data parallelism, which serve alike
         recent = sorted((each for status in statuses for each in status.recent), key=lambda each: each.at_s)
         status = msgspec.structs.replace(statuses[0], recent=recent)
-    is_paused = total(await server_samples(session, server), "sgl_kvfetch_store_down") > 0
-    return Asked(info["page_size"], status, is_paused)
+    samples = await server_samples(session, server)
+    is_paused = total(samples, "sgl_kvfetch_store_down") > 0
+    return Asked(info["page_size"], status, is_paused, list(_unwritten(status, samples)))
+
+
+def _unwritten(status: ServerStatus | None, samples: Sequence[Sample]) -> Iterator[str]:
+    """Yield what keeps a server from writing pages, or has done so since its start."""
+    from sgl_kvfetch.tools.sglang_server import total
+
+    if status is not None and not status.writes:
+        yield "it does not write: its mode is read_only, or its weights were updated"
+    if status is not None and status.writes_back:
+        yield "it stores pages only when SGLang evicts them (--hicache-write-policy write_back)"
+    if queued_bytes := total(samples, "sgl_kvfetch_queued_bytes", queue="write"):
+        yield f"{queued_bytes:.0f} bytes wait in its write queue"
+    for result, what in _DROPPED.items():
+        if num_pages := total(samples, "sgl_kvfetch_written_pages_total", result=result):
+            yield f"it has dropped {num_pages:.0f} pages since its start: {what}"
+    for reason in Reason:
+        if num_writes := total(samples, "sgl_kvfetch_misses_total", stage="write", reason=reason):
+            yield f"{num_writes:.0f} writes have failed: {reason} ({ADVICE[reason]})"
 
 
 async def _tokens(session: ClientSession, server: str, prompt: Prompt, model: str | None) -> Tokens:

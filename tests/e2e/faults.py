@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Set
 from typing import Protocol
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from harness.engine import Generation, SGLangServer
@@ -60,6 +62,16 @@ class Proxy:
 
 def is_data(method: str, path: str) -> bool:
     return method == "GET" and path.endswith(".kvd")
+
+
+def data_planes() -> list[int]:
+    """The processes of the data planes that run, of all servers that this process has started."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "sgl_kvfetch.plane" in process.cmdline():
+                found.append(process.pid)
+    return found
 
 
 FAULTS: list[tuple[str, Fault, str, set[str]]] = [

@@ -20,12 +20,16 @@ from harness.waiting import wait_until
 ATTACH = "/hicache/storage-backend"
 
 
-def attach(server: SGLangServer, store_url: str, *, policy: str | None = None, **config: Any) -> str:
-    """Attach a store, and return what SGLang says. Raises ServerError."""
+def attach(
+    server: SGLangServer, store_url: str, *, policy: str | None = None, write_policy: str | None = None, **config: Any
+) -> str:
+    """Attach a store, and return what SGLang says. Without policies, SGLang keeps those that it has. Raises
+    ServerError."""
     body = {
         "hicache_storage_backend": "kvfetch",
         "hicache_storage_backend_extra_config_json": json.dumps(extra_config(store_url, **config)),
         "hicache_storage_prefetch_policy": policy,
+        "hicache_write_policy": write_policy,
     }
     return server.request("PUT", ATTACH, body)
 

@@ -14,14 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 
 from harness.engine import SGLangServer
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
 from tests.e2e.conftest import NUM_STORED, Expected, ask, from_storage, make_prompt, same_answer
-from tests.e2e.faults import DEADLINE_S, SLACK_S
+from tests.e2e.faults import DEADLINE_S, SLACK_S, data_planes
 from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -85,8 +84,7 @@ def _flush_on(server: SGLangServer, over: threading.Event) -> None:
 
 
 def _harm(rng: random.Random) -> None:
-    found = _data_planes()
-    for pid in found:
+    for pid in data_planes():
         with contextlib.suppress(ProcessLookupError):
             match rng.choice(("kill", "stop", "slow")):
                 case "kill":
@@ -99,16 +97,6 @@ def _harm(rng: random.Random) -> None:
                         time.sleep(0.05)
                         os.kill(pid, signal.SIGCONT)
                         time.sleep(0.02)
-
-
-def _data_planes() -> list[int]:
-    """Of the servers that this process has started, those that run."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "sgl_kvfetch.plane" in process.cmdline():
-                found.append(process.pid)
-    return found
 
 
 def _await_service(server: SGLangServer) -> None:

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.engine import SGLangServer
+from harness.engine import ServerError, SGLangServer
 from harness.faults import Fault
-from harness.metrics import wait_until_written
+from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
+from sgl_kvfetch.reasons import Reason
 from tests.e2e.conftest import make_prompt
-from tests.e2e.faults import DEADLINE_S, PAGES, Proxy, is_data
-from tests.e2e.shared import Shared
+from tests.e2e.device import begin, load_of, wait_until_parked
+from tests.e2e.faults import DEADLINE_S, PAGES, Proxy, counted, data_planes, fetch_again, is_data
+from tests.e2e.shared import ATTACH, Shared, attach, once_idle
+from tests.reasons import assert_counted, assert_why, reasons_in
 from tests.tools.conftest import kvfetch, kvfetch_json
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 USABLE = PAGES - 1  # SGLang always computes the last token
-CONFIG: dict[str, Any] = {"fetch_timeout_s": DEADLINE_S, "lookup_timeout_s": 1.0, "prefetch_threshold": 64}
+PATIENT: dict[str, Any] = {"fetch_timeout_s": WAIT_S, "prefetch_threshold": 64}  # no deadline is passed
+CONFIG = PATIENT | {"fetch_timeout_s": DEADLINE_S, "lookup_timeout_s": 1.0}
 
 
 @pytest.fixture
@@ -52,13 +62,9 @@ def why_request(store: StoreProcess, server: SGLangServer, rid: str, exit_code: 
     return kvfetch_json("why", store.url, "--server", server.url, "--request", rid, exit_code=exit_code)[0]
 
 
-def reasons(found: Any) -> list[str]:
-    return [each["reason"] for each in found["findings"]]
-
-
 def test_what_became_of_requests(device: Shared, store: StoreProcess, link: Proxy) -> None:
     with device.attached(link.url, **CONFIG) as server:
-        assert reasons(why(store, server, 0)) == ["never_written"]
+        assert_why(why(store, server, 0), Reason.NEVER_WRITTEN)
         store_prompt(server, 0)
         found = why(store, server, 0, exit_code=0)
         assert (found["num_pages"], found["stored_pages"], found["page_size"]) == (PAGES, PAGES, 16)
@@ -68,64 +74,166 @@ def test_what_became_of_requests(device: Shared, store: StoreProcess, link: Prox
         assert (counts, decided["reason"]) == ([USABLE] * 3, "")
 
         send(server, 1, "new")
-        assert reasons(why_request(store, server, "new")) == ["never_written"]
-        assert reasons(why(store, server, 0, tokens=64)) == ["short"]
+        assert_why(why_request(store, server, "new"), Reason.NEVER_WRITTEN)
+        assert_why(why(store, server, 0, tokens=64), Reason.SHORT)
 
         link.set(Fault("hang", only=is_data))
         send(server, 0, "hangs")
-        assert reasons(why_request(store, server, "hangs")) == ["timeout"]
+        assert_why(why_request(store, server, "hangs"), Reason.TIMEOUT)
         link.set(Fault("flip", after_bytes=500, only=is_data))
         send(server, 0, "flips")
-        assert reasons(why_request(store, server, "flips")) == ["corrupt"]
+        assert_why(why_request(store, server, "flips"), Reason.CORRUPT)
         link.set(Fault("refuse"))
-        rids: list[str] = []
-
-        def is_paused() -> bool:
-            rids.append(f"refused {len(rids)}")
-            send(server, 0, rids[-1])
-            return reasons(why_request(store, server, rids[-1])) == ["skipped"]
-
-        wait_until(is_paused)
-        assert reasons(why(store, server, 0)) == ["skipped"]
+        assert_why(sent_until(Reason.SKIPPED, store, server, 0), Reason.SKIPPED)
+        assert_why(why(store, server, 0), Reason.SKIPPED)
         assert kvfetch("clear", store.url, "--yes").exit_code == 0
-        assert "evicted" in reasons(why(store, server, 0))
+        assert Reason.EVICTED in reasons_in(why(store, server, 0))
 
 
-def test_servers_that_share_nothing(device: Shared, store: StoreProcess) -> None:
+def sent_until(reason: Reason, store: StoreProcess, server: SGLangServer, seed: int) -> Any:
+    """What becomes of a prompt that is sent until it falls short for this reason."""
+    found: list[Any] = []
+
+    def is_reached() -> bool:
+        rid = f"{reason} {len(found)}"
+        send(server, seed, rid)
+        found.append(why_request(store, server, rid))
+        return reason in reasons_in(found[-1])
+
+    wait_until(is_reached, found=lambda: found[-1])
+    return found[-1]
+
+
+def test_what_fails_behind_a_request(device: Shared, store: StoreProcess, link: Proxy) -> None:
+    with device.attached(link.url, **PATIENT) as server, ThreadPoolExecutor(1) as pool:
+        store_prompt(server, 0)
+        for reason, fault in (
+            (Reason.REFUSED, Fault("refuse")),
+            (Reason.SERVER, Fault("error", status=500)),
+            (Reason.UNAUTHORISED, Fault("error", status=401)),
+            (Reason.INVALID, Fault("error", status=400)),
+            (Reason.PROTOCOL, Fault("error", status=418)),
+            (Reason.TRUNCATED, Fault("wrong_length", extra_bytes=-7, only=is_data)),
+        ):
+            link.set(fault)
+            send(server, 0, reason)
+            link.set(None)
+            assert_why(why_request(store, server, reason), reason)
+            fetch_again(server, 0)  # after three failures in a row, lookups would pause
+
+        link.set(Fault("hang", only=is_data))
+        server.flush()
+        parked = begin(server, pool, 0, "aborted")
+        wait_until_parked(server, 1)
+        server.request("POST", "/abort_request", {"rid": "aborted"})
+        with contextlib.suppress(ServerError):
+            parked.result(WAIT_S)
+        wait_until_parked(server, 0)
+        assert_why(why_request(store, server, "aborted"), Reason.CANCELLED)
+
+        link.set(Fault("hang", only=is_data))
+        parked = begin(server, pool, 0, "loses its data plane")
+        link.wait_for_data()
+        for pid in data_planes():
+            os.kill(pid, signal.SIGKILL)
+        parked.result(WAIT_S)
+        link.set(None)
+        assert_why(why_request(store, server, "loses its data plane"), Reason.DATA_PLANE)
+        fetch_again(server, 0)
+
+
+def test_a_store_that_does_not_speak_tls(device: Shared, store: StoreProcess) -> None:
+    with device.attached(store.url.replace("http:", "https:"), **PATIENT) as server:
+        send(server, 0, "sent")
+        assert_why(why_request(store, server, "sent"), Reason.TLS)
+
+
+def test_a_directory_that_cannot_be_read(device: Shared, tmp_path: Path) -> None:
+    root, aside = tmp_path / "root", tmp_path / "aside"
+    with device.attached(f"file://{root}", **PATIENT) as server:
+        store_prompt(server, 0)
+        root.rename(aside)
+        root.symlink_to(root)  # a loop
+        send(server, 0, "sent")
+        root.unlink()
+        aside.rename(root)
+        found = kvfetch_json("why", str(root), "--server", server.url, "--request", "sent", exit_code=1)[0]
+        assert_why(found, Reason.IO)
+
+
+def test_why_pages_were_not_written(device: Shared, store: StoreProcess, link: Proxy) -> None:
+    with device.attached(link.url, write_queue_bytes=1 << 20, **PATIENT) as server:
+        link.set(Fault("hang", only=lambda method, path: method == "PUT"))
+        send(server, 0, "fills the queue")
+        found: list[Any] = []
+
+        def is_told() -> bool:
+            send(server, 1, "finds no room")
+            found.append(why(store, server, 1))
+            said = detail_of(found[-1])
+            return "bytes wait in its write queue" in said and "since its start: the write queue was full" in said
+
+        wait_until(is_told, found=lambda: found[-1])
+        assert_why(found[-1], Reason.NEVER_WRITTEN)
+        assert read_metric(server.metrics(), "sgl_kvfetch_written_pages_total", result="dropped_full") > 0
+        link.reset()
+        wait_until_written(server, 1)
+
+        store.stop()
+        # A file that may not grow has the effect of a full disk.
+        full_disk = "prlimit", f"--fsize={256 << 10}", sys.executable, "-m", "sgl_kvfetch.tools"
+        for seed, reason, limits in (
+            (2, Reason.TOO_LARGE, {"extra_args": ("--max-object", "4KiB")}),
+            (3, Reason.FULL, {"command": full_disk}),
+        ):
+            with StoreProcess(store.directory, port=store.port, **limits) as limited:
+                with assert_counted("write", reason, server.metrics):
+                    send(server, seed, reason)
+                    wait_until(partial(has_failed_to_write, server, reason))
+                explained = why(limited, server, seed)
+            assert_why(explained, Reason.NEVER_WRITTEN)
+            assert f"writes have failed: {reason} (a larger --" in detail_of(explained)
+
+
+def has_failed_to_write(server: SGLangServer, reason: Reason) -> bool:
+    return counted(server, "write", {reason}) > 0
+
+
+def detail_of(found: Any) -> str:
+    return str(found["findings"][0]["detail"])
+
+
+def test_servers_that_share_nothing(device: Shared, store: StoreProcess, link: Proxy) -> None:
     with device.attached(store.url, quantiser="uint8", **CONFIG) as server:
         store_prompt(server, 2)
-    with device.attached(store.url, **CONFIG) as server:
+    with device.attached(link.url, **CONFIG) as server:
         found = why(store, server, 2)
-        assert reasons(found) == ["other_quantiser"]
-        assert "uint8" in found["findings"][0]["detail"]
+        assert_why(found, Reason.OTHER_QUANTISER)
+        assert "uint8" in detail_of(found)
+        # The first fetch measures the link: some pieces come, and the rest takes longer than the deadline.
+        store_prompt(server, 6)
+        link.set(Fault("slow", bytes_per_s=4e4, only=is_data))
+        assert_why(sent_until(Reason.LATE, store, server, 6), Reason.LATE)
     with device.attached(store.url, model_id="named", quantiser="uint8", **CONFIG) as server:
         found = why(store, server, 2)
-        assert reasons(found) == ["other_weights"]
+        assert_why(found, Reason.OTHER_WEIGHTS)
         assert "the server's 'id:named'" in found["findings"][0]["detail"]
     with device.attached(store.url, quantiser="uint8", mode="write_only", **CONFIG) as server:
-        assert reasons(why(store, server, 2)) == ["not_reading"]
+        assert_why(why(store, server, 2), Reason.NOT_READING)
     with device.detached() as server:
-        assert reasons(why(store, server, 2)) == ["not_attached"]
+        assert_why(why(store, server, 2), Reason.NOT_ATTACHED)
 
 
 def test_a_prompt_that_is_computed_sooner(device: Shared, store: StoreProcess, link: Proxy) -> None:
-    with device.attached(link.url, **CONFIG | {"recompute": "auto", "fetch_timeout_s": WAIT_S}) as server:
+    with device.attached(link.url, **PATIENT | {"recompute": "auto"}) as server:
         store_prompt(server, 3)
         link.set(Fault("slow", bytes_per_s=2e3, only=is_data))
-        rids: list[str] = []
-
-        def is_computed() -> bool:
-            """The first of them measure the link."""
-            rids.append(f"slow {len(rids)}")
-            send(server, 3, rids[-1])
-            return reasons(why_request(store, server, rids[-1])) == ["sooner"]
-
-        wait_until(is_computed, found=lambda: f"{why(store, server, 3)}")
-        assert reasons(why(store, server, 3)) == ["sooner"]
+        assert_why(sent_until(Reason.SOONER, store, server, 3), Reason.SOONER)  # the first ones measure the link
+        assert_why(why(store, server, 3), Reason.SOONER)
         link.set(None)
 
 
-def test_host_mode(host: Shared, store: StoreProcess, link: Proxy, tmp_path: Path) -> None:
+def test_host_mode(host: Shared, store: StoreProcess, link: Proxy) -> None:
     with host.attached(link.url, **CONFIG) as server:
         store_prompt(server, 4)
         send(server, 4, "served")
@@ -134,13 +242,59 @@ def test_host_mode(host: Shared, store: StoreProcess, link: Proxy, tmp_path: Pat
         assert (decided["request_id"], decided["num_found"], decided["num_served"]) == ("", USABLE, USABLE)
         link.set(Fault("flip", after_bytes=500, only=is_data))
         send(server, 4, "flips")
-        assert reasons(why(store, server, 4)) == ["corrupt"]
+        assert_why(why(store, server, 4), Reason.CORRUPT)
         link.set(Fault("refuse"))
 
         def is_paused() -> bool:
             send(server, 4, "refused")
-            return "skipped" in reasons(why(store, server, 4))
+            return Reason.SKIPPED in reasons_in(why(store, server, 4))
 
         wait_until(is_paused)
         refused = kvfetch("why", store.url, "--server", server.url, "--request", "served")
         assert "in host mode, SGLang does not tell request ids" in refused.output
+
+
+def test_policies_of_host_mode(host: Shared, filled: Path) -> None:
+    """SGLang keeps the write policy of an attachment for the next ones."""
+    with StoreProcess(filled) as store, host.detached() as server, ThreadPoolExecutor(MOST_RUNNING + 1) as pool:
+        link = Proxy(store)
+        config = dict(policy="best_effort", **PATIENT)
+        try:
+            once_idle(partial(attach, server, link.url, write_policy="write_back", **config))
+            found = why(store, server, 50)
+            assert_why(found, Reason.NEVER_WRITTEN)
+            assert "--hicache-write-policy write_back" in detail_of(found)
+            wait_until(partial(is_given_up, server, store, link, pool))
+            assert_why(why(store, server, 0), Reason.POLICY)
+            once_idle(partial(server.request, "DELETE", ATTACH))
+            once_idle(partial(attach, server, link.url, write_policy="write_through", **config))
+            once_idle(partial(server.request, "DELETE", ATTACH))
+        finally:
+            link.close()
+
+
+MOST_RUNNING = 4  # --max-running-requests
+
+
+def is_given_up(server: SGLangServer, store: StoreProcess, link: Proxy, pool: ThreadPoolExecutor) -> bool:
+    """Let a stored prompt wait behind others until its fetch is under way. With `best_effort`, SGLang gives the fetch
+    up when the prompt's turn comes."""
+    link.set(Fault("hang", only=is_data))
+    server.flush()
+    sampling = {"max_new_tokens": 600, "temperature": 0.0, "ignore_eos": True}
+    others = {}
+    for i in range(MOST_RUNNING):
+        body = {"input_ids": make_prompt(60 + i, 32), "rid": f"other {i}", "sampling_params": sampling}
+        others[body["rid"]] = pool.submit(server.request, "POST", "/generate", body)
+    wait_until(
+        lambda: load_of(server)["num_running_reqs"] == MOST_RUNNING or any(each.done() for each in others.values())
+    )
+    waiting = begin(server, pool, 0, "waits")
+    wait_until(lambda: bool(link.paths(".kvd")) or waiting.done())
+    for rid in others:
+        server.request("POST", "/abort_request", {"rid": rid})
+    for each in (*others.values(), waiting):
+        with contextlib.suppress(ServerError):
+            each.result(WAIT_S)
+    link.set(None)
+    return Reason.POLICY in reasons_in(why(store, server, 0))

@@ -211,6 +211,20 @@ class Manifest(msgspec.Struct, frozen=True):
         for group, block in self.grid.cells():
             yield Cell(span, group, block)
 
+    def head_blocks(self, rank_heads: range) -> range:
+        """Return the head blocks that have heads of a rank, which has some of the segment's. Raises UnsupportedError if
+        one has others, too."""
+        first = max(rank_heads.start, self.first_head) - self.first_head
+        end = min(rank_heads.stop, self.first_head + self.num_heads) - self.first_head
+        assert first < end, (rank_heads, self.heads.heads)
+        if first % self.cell_heads or end % self.cell_heads:
+            raise UnsupportedError(
+                f"segment has cells of {self.cell_heads} heads: heads "
+                f"{first_to_last(rank_heads.start, rank_heads.stop)} are not whole cells of heads "
+                f"{first_to_last(self.first_head, self.first_head + self.num_heads)}"
+            )
+        return range(first // self.cell_heads, end // self.cell_heads)
+
     @property
     def cells_per_span(self) -> int:
         grid = self.grid

@@ -21,8 +21,8 @@ from sgl_kvfetch.codec.container.sides import SideKey, SidePlace, side_places
 from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
-from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError, UnsupportedError
-from sgl_kvfetch.types import KVGeometry, first_to_last
+from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
+from sgl_kvfetch.types import KVGeometry
 
 BYTES_CODEC = ZstdCodec()  # for parts that are plain bytes
 # A part of plain bytes holds at most every value of its cell, and this many bytes a token.
@@ -85,21 +85,8 @@ class SegmentReader:
         self.levels = self.variant.levels[: None if num_levels is None else num_levels - 1]
         self._objects: tuple[DataObject, ...] = self.variant, *self.levels
         self._offsets = [rows.offsets for rows in self._objects]
-        self._head_blocks = self._blocks_of_rank()
+        self._head_blocks = manifest.head_blocks(self.rank_heads)
         self._coarser: dict[int, SegmentReader] = {}
-
-    def _blocks_of_rank(self) -> range:
-        """Return the head blocks that have heads of the rank. Raises UnsupportedError if one has others, too."""
-        m, mine = self.manifest, self.rank_heads
-        first = max(mine.start, m.first_head) - m.first_head
-        end = min(mine.stop, m.first_head + m.num_heads) - m.first_head
-        assert first < end, (mine, m.heads.heads)
-        if first % m.cell_heads or end % m.cell_heads:
-            raise UnsupportedError(
-                f"segment has cells of {m.cell_heads} heads: heads {first_to_last(mine.start, mine.stop)} are not "
-                f"whole cells of heads {first_to_last(m.first_head, m.first_head + m.num_heads)}"
-            )
-        return range(first // m.cell_heads, end // m.cell_heads)
 
     def _require_quantiser(self) -> None:
         """Raise FormatError unless the manifest describes cells as the quantiser makes them."""

@@ -35,15 +35,7 @@ from itertools import islice
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import Decoders, SegmentReader
-from sgl_kvfetch.errors import (
-    CorruptError,
-    EncryptedError,
-    FormatError,
-    KVFetchError,
-    NamespaceMismatchError,
-    StoreError,
-    UnsupportedError,
-)
+from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.plane.adapt.policy import Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.ahead import AheadReader
@@ -64,6 +56,7 @@ from sgl_kvfetch.plane.fetch.running import RunningFetch
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
 from sgl_kvfetch.plane.messages import Cost
+from sgl_kvfetch.reasons import Reason, reason_of
 from sgl_kvfetch.side_by_side import together
 from sgl_kvfetch.stores import Store
 
@@ -291,7 +284,7 @@ class Fetcher:
                 await self._take_through(unit, index, fetch)
                 break
             except KVFetchError as e:
-                is_damage = isinstance(e, FormatError) or failure_reason(e) == "missing"
+                is_damage = isinstance(e, FormatError) or reason_of(e) == Reason.MISSING
                 if isinstance(e, FormatError):
                     metrics.CORRUPT_CHUNKS.inc()
                     if self._memory is not None:
@@ -425,24 +418,6 @@ class Fetcher:
     def _report_queue(self) -> None:
         used = self._ahead_budget.used_bytes + self._fetch_budget.used_bytes
         metrics.QUEUED_BYTES.labels("read").set(used)
-
-
-def failure_reason(error: KVFetchError) -> str:
-    """Return the `Reason` that the error stands for, to use as a metric's label."""
-    match error:
-        case StoreError():
-            return error.reason
-        case EncryptedError():
-            return "encrypted"
-        case CorruptError():
-            return "corrupt"
-        case FormatError():
-            return "format"
-        case NamespaceMismatchError():
-            return "namespace"
-        case UnsupportedError():
-            return "unsupported"
-    return "internal"
 
 
 def _release(budget: BytesBudget, num_bytes: int, _: object) -> None:

@@ -53,7 +53,9 @@ from sgl_kvfetch.codec.container import (
 from sgl_kvfetch.errors import FormatError, KVFetchError, QuantiseError, StoreError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.plane.misses import miss
 from sgl_kvfetch.plane.write.gather import Gatherer, PageBatch
+from sgl_kvfetch.reasons import Reason, reason_of
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.stores import SegmentHit, Store, object_digest
 
@@ -168,9 +170,12 @@ class Writer:
             result = "dropped_invalid"
             _limited.warning("quantise", f"segment of {num_pages} pages not written: {e}")
         except KVFetchError as e:
-            _limited.warning(f"write {type(e).__name__}", f"segment of {num_pages} pages not written: {e}")
+            reason = reason_of(e)
+            miss("write", reason)
+            _limited.warning(f"write {reason}", f"segment of {num_pages} pages not written ({reason}): {e}")
         except Exception:
             logger.exception("segment of %d pages not written", num_pages)
+            miss("write", Reason.INTERNAL)
         finally:
             metrics.WRITTEN_PAGES.labels(result).inc(num_pages)
             self.release(segment.size_bytes)

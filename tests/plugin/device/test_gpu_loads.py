@@ -10,14 +10,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from harness.metrics import own_metric
 from harness.waiting import wait_until
 from sgl_kvfetch.codec import Stream
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import client, service
+from sgl_kvfetch.plane.arena import Room
+from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.device import coded_loads, gpu_loads, pinned_memory
 from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
+from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_nvdec
@@ -27,6 +29,7 @@ from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.fake_streams import ClockedDevice, ClockedStream, FakeDevice
 from tests.plugin.device.gpu_models import DIM, HEADS, LAYERS, loaded, make_quantiser, use_small_model
 from tests.plugin.device.rig import Rig, prompt
+from tests.reasons import assert_counted
 from tests.test_threads import assert_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -181,15 +184,26 @@ def test_cells_that_the_gpu_decodes_wrongly_abort_their_request_and_are_decoded_
         out[0] ^= 1
 
     monkeypatch.setattr(coded_loads, "ans_decode_table", decode)
-    before = own_metric("sgl_kvfetch_misses_total", stage="load", reason="corrupt")
     request = rig.arrive(tokens)
     rig.await_unparked(request)
-    rig.admit(request)
+    with assert_counted("load", Reason.CORRUPT):
+        rig.admit(request)
     assert request.discard_output_reason is not None
-    assert own_metric("sgl_kvfetch_misses_total", stage="load", reason="corrupt") == before + 1
     rig.hear_plane()
     for ours, theirs in zip(loaded(rig, tokens), expected, strict=True):
         assert torch.equal(ours, theirs)
+    rig.assert_nothing_held()
+
+
+def test_a_prompt_whose_tables_find_no_shared_memory_is_computed(make: MakeRig, quantiser: KltQuantiser) -> None:
+    tokens, full = prompt(0), Room(LARGE)
+    full.allocate(LARGE)
+    make(quantiser=quantiser, codec="ans", num_layers=LAYERS).stored(tokens)
+    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=FakeDevice(), mode="read_only")
+    rig.service._stager._room = full
+    with assert_counted("fetch", Reason.NO_SLOTS):
+        assert rig.fetch(tokens) == 0
+    assert status._state.recent[-1].reason == Reason.NO_SLOTS
     rig.assert_nothing_held()
 
 
@@ -233,12 +247,11 @@ def test_a_load_that_cannot_be_launched_aborts_its_request_and_the_cpu_decodes_f
     rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
     gpu.refuses_to_launch = fault == "a kernel that does not launch"
     gpu.lacks_memory = fault == "no memory left"
-    before = own_metric("sgl_kvfetch_misses_total", stage="load", reason="failed")
     request = rig.arrive(tokens)
     rig.await_unparked(request)
-    rig.admit(request)
+    with assert_counted("load", Reason.FAILED):
+        rig.admit(request)
     assert request.discard_output_reason is not None
-    assert own_metric("sgl_kvfetch_misses_total", stage="load", reason="failed") == before + 1
     gpu.lacks_memory = gpu.refuses_to_launch = False
     rig.hear_plane()
     request = rig.arrive(tokens)

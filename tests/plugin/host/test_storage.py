@@ -16,10 +16,12 @@ from sglang.srt.mem_cache.pool_host.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.host import storage as storage_module
 from sgl_kvfetch.plugin.host.pages import HostPages, pages_view
 from sgl_kvfetch.plugin.host.side_pools import SidePools
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
+from sgl_kvfetch.reasons import Reason
 from tests.plugin.backends import (
     DIM,
     LAYERS,
@@ -36,6 +38,7 @@ from tests.plugin.backends import (
     tokens,
 )
 from tests.plugin.planes import Served
+from tests.reasons import assert_counted
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
@@ -153,6 +156,19 @@ def test_a_fetch_ends_when_sglang_gives_it_up(
     assert f"fetch of 2 pages given up ({reason}) after" in caplog.text
     assert ("prefetch_timeout_base" in caplog.text) is is_policy
     wait_until(lambda: own_metric("sgl_kvfetch_misses_total", stage="fetch", reason=reason) == before + 1)
+
+
+def test_a_bug_is_a_miss(make: Make, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make()
+    store_pages(backend, keys(2), [0, 1])
+
+    async def fail(*args: object) -> list[object]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(served.service.client.finder, "find_pages", fail)
+    with assert_counted("lookup", Reason.INTERNAL):
+        assert backend.batch_exists(keys(2)) == 0
+    assert status._state.recent[-1].reason == Reason.INTERNAL
 
 
 def test_a_corrupt_segment_heals(make: Make, tmp_path: Path) -> None:

@@ -1,0 +1,40 @@
+"""The checks of `Reason`. tests/test_reasons.py collects which reasons they are used for: each has a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from prometheus_client import generate_latest
+
+from harness.metrics import read_metric
+from sgl_kvfetch.reasons import Reason
+
+
+def reasons_in(found: Any) -> list[str]:
+    """The reasons in one of the objects that `kvfetch why --json` prints."""
+    return [each["reason"] for each in found["findings"]]
+
+
+def assert_why(found: Any, *reasons: Reason, pages: range | None = None) -> None:
+    """`kvfetch why` names these reasons, and no others. ``pages``: of the first one, if they matter."""
+    assert reasons_in(found) == list(reasons), found
+    if pages is not None:
+        assert range(found["findings"][0]["first_page"], found["findings"][0]["end_page"]) == pages
+
+
+def _own_metrics() -> str:
+    return generate_latest().decode()
+
+
+@contextmanager
+def assert_counted(stage: str, reason: Reason, metrics: Callable[[], str] = _own_metrics) -> Iterator[None]:
+    """The block's misses are counted under this reason. ``metrics`` reads a server's, by default this process's."""
+
+    def count() -> float:
+        return read_metric(metrics(), "sgl_kvfetch_misses_total", stage=stage, reason=reason)
+
+    before = count()
+    yield
+    assert count() > before, f"nothing was counted as {stage} {reason}"
