@@ -84,7 +84,12 @@ FAULTS: list[tuple[str, Fault, str, set[str]]] = [
     ("answers data with 500", Fault("error", status=500, only=is_data), "fetch", {"server", "timeout"}),
     ("closes in mid-body", Fault("close", after_bytes=1000, only=is_data), "fetch", {"truncated", "timeout"}),
     ("is slow", Fault("slow", bytes_per_s=2e3, only=is_data), "fetch", {"timeout"}),
-    ("returns a wrong length", Fault("wrong_length", extra_bytes=-7, only=is_data), "fetch", {"truncated", "timeout"}),
+    (
+        "returns a wrong length",
+        Fault("wrong_length", extra_bytes=-7, only=is_data),
+        "fetch",
+        {"truncated", "protocol", "timeout"},  # by what is noticed first: bytes that lack, or those behind the answer
+    ),
     ("returns other bytes", Fault("flip", after_bytes=500, only=is_data), "fetch", {"corrupt"}),
 ]
 

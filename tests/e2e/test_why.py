@@ -113,7 +113,7 @@ def test_what_fails_behind_a_request(device: Shared, store: StoreProcess, link: 
             (Reason.UNAUTHORISED, Fault("error", status=401)),
             (Reason.INVALID, Fault("error", status=400)),
             (Reason.PROTOCOL, Fault("error", status=418)),
-            (Reason.TRUNCATED, Fault("wrong_length", extra_bytes=-7, only=is_data)),
+            (Reason.TRUNCATED, Fault("close", after_bytes=1000, only=is_data)),
         ):
             link.set(fault)
             send(server, 0, reason)

@@ -55,6 +55,10 @@ class Browser:
     def text(self, selector: str) -> str:
         return self.find(selector).text
 
+    def freeze(self) -> None:
+        """Let the page ask its store no more, not even for what it has just asked. So what a test draws stays."""
+        self.driver.execute_async_script("ask = () => new Promise(() => {}); window.stop(); setTimeout(arguments[0]);")
+
     def press(self, *keys: str) -> None:
         webdriver.ActionChains(self.driver).send_keys(*keys).perform()
 
@@ -145,6 +149,7 @@ def test_a_segment_has_an_address(page: Browser) -> None:
 
 
 def test_failures_are_grouped_by_cause(page: Browser) -> None:
+    page.freeze()
     page.driver.execute_script("""
         const failure = (at_s, client, cause) => ({ at_s, client, cause, what: `PUT ${at_s}`, message: "" });
         latest.now_s = 100;
@@ -162,6 +167,7 @@ def test_failures_are_grouped_by_cause(page: Browser) -> None:
 def test_what_is_corrupt_comes_with_what_to_do(page: Browser, url: str) -> None:
     profile = f"profile {'1' * 32}/{'2' * 32}"
     stem = f"{'0' * 32}.0-1/8-{'a' * 64}"
+    page.freeze()
     page.driver.execute_script(
         """latest.verified = { at_s: latest.now_s, num_segments: 3, read_bytes: 99, num_damaged: 3, damaged: [
             { name: `${arguments[0]}.kvm`, what: "checksum" }, { name: arguments[1], what: "digest" },
@@ -188,6 +194,7 @@ def test_profiles_are_shown(page: Browser) -> None:
 
 def test_dropped_levels_are_shown_if_there_are_any(page: Browser) -> None:
     assert "Dropped levels" not in page.text("#tiles")
+    page.freeze()
     page.driver.execute_script("latest.history.at(-1).values['dropped_levels_total'] = 42; draw(latest)")
     assert re.search(r"Dropped levels\n42\nlast \d+ (s|min)", page.text("#tiles"))
 
