@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -43,9 +44,12 @@ def usage(pid: int) -> Usage:
 
 
 def _own_usage(process: psutil.Process) -> Usage:
+    try:  # in nanoseconds, where /proc counts in ticks of 10 ms: the clock that clock_getcpuclockid(3) names
+        cpu_s = time.clock_gettime((~process.pid << 3) | 2)
+    except OSError as e:
+        raise psutil.NoSuchProcess(process.pid) from e
     with process.oneshot():
-        times = process.cpu_times()
-        return Usage(times.user + times.system, process.memory_info().rss, process.num_fds())
+        return Usage(cpu_s, process.memory_info().rss, process.num_fds())
 
 
 def peak_rss_bytes(pid: int) -> int:

@@ -184,8 +184,7 @@ def test_store(run: Run, tmp_path: Path) -> None:
         assert found["serving"] is None
     else:
         assert [(row["range_mib"], row["connections"]) for row in found["serving"]["rows"]] == [(1, 1), (1, 2)]
-        # On a busy machine, a store may send so little that its CPU time rounds to none.
-        assert all(row["ratio"] > 0 and row["store_cpu_s_per_gb"] >= 0 for row in found["serving"]["rows"])
+        assert all(row["ratio"] > 0 and row["store_cpu_s_per_gb"] > 0 for row in found["serving"]["rows"])
     assert found["start"]["filled"]["first_lookup_s"] > 0
     idle, evicting = found["lookups"]["idle"], found["lookups"]["evicting"]
     assert idle["share_found"] == 1
