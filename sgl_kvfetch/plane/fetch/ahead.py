@@ -23,10 +23,6 @@ class _Lookup:
     dropped: set[str] = field(default_factory=set)  # data objects of which nothing more is to be read
     has_failed: bool = False
 
-    def read(self, task: asyncio.Task[bytes]) -> None:
-        """Note that a read has ended, and mark its error as retrieved, in case no fetch takes the read."""
-        self.has_failed |= not task.cancelled() and task.exception() is not None
-
 
 class AheadReader:
     """Reads units and keeps their bytes until a fetch takes them or they expire. Belongs to one event loop."""
@@ -90,7 +86,7 @@ class AheadReader:
                 self._budget.release(unit.size_bytes)
                 continue
             task = loop.create_task(self._transmit(unit))
-            task.add_done_callback(lookup.read)
+            task.add_done_callback(partial(self._read_ended, lookup, unit.key))
             self._by_cells[unit.cells_key] = unit
             self._reads[unit.key] = unit, task, loop.call_later(expire_s, self._drop, unit.key)
             await asyncio.sleep(0)  # let the task send its request
@@ -101,6 +97,14 @@ class AheadReader:
     def _is_needless(self, unit: ReadUnit, lookup: _Lookup) -> bool:
         key = unit.cells_key
         return key in self._by_cells or key in lookup.taken or unit.reader.data_name in lookup.dropped
+
+    def _read_ended(self, lookup: _Lookup, key: UnitKey, task: asyncio.Task[bytes]) -> None:
+        """Keep no failure for a later fetch: the segment may have been written again, or the store be back."""
+        if task.cancelled() or task.exception() is None:  # this marks an error as retrieved
+            return
+        lookup.has_failed = True
+        if key in self._reads and self._reads[key][1] is task:
+            self._drop(key)
 
     def _ended(self, lookup: _Lookup, timer: asyncio.TimerHandle, _: asyncio.Task[None]) -> None:
         del self._lookups[lookup]
