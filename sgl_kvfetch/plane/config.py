@@ -218,7 +218,9 @@ class KVFetchConfig(_Keys):
     )
     inflight_bytes: int = Field(256 * MiB, ge=1 * MiB, description="compressed bytes that may wait to be decoded")
     write_queue_bytes: int = Field(
-        512 * MiB, ge=1 * MiB, description="raw bytes that may wait to be written; further writes are dropped"
+        512 * MiB,
+        ge=1 * MiB,
+        description="raw bytes that may wait to be written; further pages wait in SGLang's pool while it has room",
     )
     levels: LevelsConfig | None = Field(
         None,

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+import msgspec
+
 from sgl_kvfetch import timeline
 from sgl_kvfetch.codec import Quantised, SideKey
 from sgl_kvfetch.errors import StoreError
@@ -29,6 +31,9 @@ from sgl_kvfetch.types import KVGeometry
 SHARED_BYTES = 64 << 20
 _WRITE_S = 1.0  # how long to wait for room for pages
 _WRITES_S = 4.0  # after which no further part of the pages is begun: SGLang waits 10 s for this thread when it stops it
+# Pages that may wait longer do so until there was no room at all for _NO_ROOM_S, with a pause between attempts: one
+# fails at once while a data plane is restarted.
+_NO_ROOM_S, _PAUSE_S = 30.0, 0.1
 
 ReadQuantised = Callable[[range], Sequence[Quantised] | None]
 
@@ -130,9 +135,10 @@ class DataPlane(Supervisor):
         read: ReadPages,
         sides: Mapping[SideKey, ReadSide] | None = None,
         read_quantised: ReadQuantised | None = None,
+        may_wait: Callable[[], bool] = lambda: False,
     ) -> int:
         """Queue consecutive pages of a sequence for writing. Return how many, from the first on, were queued. Waits a
-        little for room.
+        little for room, and longer while ``may_wait`` returns True, which is asked about once a second.
 
         ``first_page``: position in the sequence. ``previous_hash``: hash of the page before, None at the sequence's
         start. ``pool_pages``: their page numbers in the pool. ``read`` returns a copy of pages of the pool, or None if
@@ -140,20 +146,24 @@ class DataPlane(Supervisor):
         from the first. ``read_quantised`` goes before ``read``: it returns the parts of these pages, also counted from
         the first, for each cell in storage order; None if ``read`` is to be used.
         """
-        started_s = time.monotonic()
+        started_s = queued_s = time.monotonic()
         sides = sides or {}
         for part in self._parts(len(hashes), sides):
-            if part.start and time.monotonic() > started_s + _WRITES_S:
+            if part.start and time.monotonic() > started_s + _WRITES_S and not may_wait():
                 return part.start
             theirs = {(pool, page - part.start): x for (pool, page), x in sides.items() if page in part}
             run = slice(part.start, part.stop)
-            command = m.Write(
-                next(self._numbers), first_page + part.start, previous_hash, b"".join(hashes[run]), 0, tuple(theirs)
-            )
-            left_s = max(0.0, started_s + _WRITE_S - time.monotonic())
+            command = m.Write(0, first_page + part.start, previous_hash, b"".join(hashes[run]), 0, tuple(theirs))
             quantised = read_quantised and partial(read_quantised, part)
-            if not self._run.write(command, pool_pages[run], read, quantised, list(theirs.values()), left_s):
-                return part.start
+            while True:
+                command = msgspec.structs.replace(command, work=next(self._numbers))
+                left_s = max(0.0, started_s + _WRITE_S - time.monotonic())
+                if self._run.write(command, pool_pages[run], read, quantised, list(theirs.values()), left_s):
+                    break
+                if time.monotonic() > queued_s + _NO_ROOM_S or not may_wait():
+                    return part.start
+                time.sleep(_PAUSE_S)
+            queued_s = time.monotonic()
             previous_hash = hashes[run][-1]
         return len(hashes)
 

@@ -210,7 +210,7 @@ class Diagnosis:
             if manifest is not None and manifest.first_page > end:
                 behind += 1
         if behind:
-            detail = f"{behind} segments of this prompt behind them are stored: they were, too, or the queue was full"
+            detail = f"{behind} segments of this prompt behind them are stored: they were, too, or could not be written"
             return Reason.EVICTED, detail
         if unfinished:
             return (

@@ -186,12 +186,11 @@ async def _explain(diagnosis: Diagnosis, num_tokens: int, asked: Asked | None) -
     num_stored = 0
     if wanted is None:
         detail = "no namespace has the prompt's first page"
-        findings += [] if findings else [Finding(Reason.NEVER_WRITTEN, 0, len(hashes), detail)]
+        findings += [] if findings else [_with_writes(Finding(Reason.NEVER_WRITTEN, 0, len(hashes), detail), asked)]
     elif hashes:
         num_stored, finding = await diagnosis.explain(wanted)
         if finding is not None:
-            findings.append(_with_memory(finding, decided, hashes))
-    findings = [_with_writes(each, asked) for each in findings]
+            findings.append(_with_memory(_with_writes(finding, asked), decided, hashes))
     last = _of_request(decided[-1], hashes) if decided else None
     if last is not None and last.reason not in [f.reason for f in findings]:
         findings.append(last)
@@ -233,8 +232,9 @@ def _with_memory(finding: Finding, decided: Sequence[Decided], hashes: Sequence[
 
 
 def _with_writes(finding: Finding, asked: Asked | None) -> Finding:
-    """Return the finding; if it is that pages were never written, with what the server says of its writes."""
-    if asked is None or not asked.unwritten or finding.reason != Reason.NEVER_WRITTEN:
+    """Return the finding, with what the server says of its writes if pages were never written, or may not have been:
+    they are taken for evicted where later ones are stored."""
+    if asked is None or not asked.unwritten or finding.reason not in (Reason.NEVER_WRITTEN, Reason.EVICTED):
         return finding
     detail = f"{finding.detail}. The server says of its writes: {'; '.join(asked.unwritten)}"
     return msgspec.structs.replace(finding, detail=detail)

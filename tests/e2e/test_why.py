@@ -165,6 +165,8 @@ def test_why_pages_were_not_written(device: Shared, store: StoreProcess, link: P
     with device.attached(link.url, write_queue_bytes=1 << 20, **PATIENT) as server:
         link.set(Fault("hang", only=lambda method, path: method == "PUT"))
         send(server, 0, "fills the queue")
+        for seed in range(10, 13):
+            send(server, seed, "fills the pool, where its pages wait for room")
         found: list[Any] = []
 
         def is_told() -> bool:

@@ -313,6 +313,16 @@ def test_why_a_server_has_not_written_pages(tmp_path: Path) -> None:
     assert said.endswith("; 2 writes have failed: full (a larger --capacity)")
 
 
+def test_pages_that_were_evicted_or_could_not_be_written(tmp_path: Path) -> None:
+    store(tmp_path, coded(pages=range(4, 8)))
+    failed = 'sgl_kvfetch_misses_total{stage="write",reason="full"} 2\n'
+    with told_by_a_server(status_of(), failed) as url:
+        found = why(tmp_path, "--server", url)
+    assert only_reason(found) == (Reason.EVICTED, 0, 8)
+    detail = found["findings"][0]["detail"]
+    assert "are stored: they were, too, or could not be written. The server says of its writes: 2 writes" in detail
+
+
 def decided(request_id: str, reason: str, num_found: int, num_served: int, first_page: int = 0) -> Decided:
     return Decided(
         request_id=request_id,

@@ -1,9 +1,9 @@
 """Encodes and commits segments in the background, with a bounded queue. Failed segments are dropped and counted.
 
-Pages come from SGLang's thread, which must not wait. So room in the queue is reserved before they are copied, by bytes;
-where there is none for a second, they are dropped. From then on they belong to the event loop: joined with the batches
-before and after (`gather`), cut into segments, encoded, and put. The bytes are given back when the segment is stored or
-dropped, whichever way, and never earlier: they are in memory until then.
+Room in the queue is reserved before pages are copied out of SGLang's pool, by bytes; where there is none for a second,
+the engine decides whether they wait in the pool or are dropped. From then on they belong to the event loop: joined with
+the batches before and after (`gather`), cut into segments, encoded, and put. The bytes are given back when the segment
+is stored or dropped, whichever way, and never earlier: they are in memory until then.
 
 * A segment is encoded only if the store lacks it; and the store is asked right before, as another server may write the
   same prompt. Two that do so at once put equal values, which is harmless.

@@ -5,6 +5,9 @@ has queued an offload it keeps the node, which knows its prefix. So an offload b
 
 SGLang hands a node over once. Since then, the store may have lost its pages, or another store may have been attached.
 So an offload also writes pages before its own that the store is not known to have. Without them, it would not be found.
+
+A prompt may be larger than the write queue, and is computed faster than it is encoded. So pages wait in the pool for
+room in the queue, as long as half of the pool is left for other requests.
 """
 
 from __future__ import annotations
@@ -80,6 +83,7 @@ class Offloads:
         self._queue: deque[_Offload] = deque()
         self._stored = _StoredPages()  # known to this rank alone: it decides only what is copied
         self._num_losses = 0
+        self._has_spare_slots = True
         self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy", use_one_thread)
 
     def connect(self, plane: DataPlane, access: Access) -> None:
@@ -116,7 +120,11 @@ class Offloads:
 
     def step(self, tree: Any) -> None:
         """Begin what was queued. ``tree``: SGLang's radix cache."""
-        if self._queue and not self._queue[-1].is_begun:
+        if not self._queue:
+            return
+        allocator = tree.token_to_kv_pool_allocator
+        self._has_spare_slots = allocator.available_size() + tree.evictable_size() >= allocator.size // 2
+        if not self._queue[-1].is_begun:
             for offload, pending in zip(self._queue, tree.linker.pending_offloads, strict=True):
                 if not offload.is_begun:
                     offload.is_begun = True
@@ -146,8 +154,13 @@ class Offloads:
             range(len(hashes)),
             offload.source.read,
             read_quantised=partial(offload.source.quantise, new.start),
+            may_wait=partial(self._may_wait, offload.source),
         )
         self._copy_pool.submit(_copy, write, offload, hashes)
+
+    def _may_wait(self, source: GuardedSource) -> bool:
+        """Return whether pages may wait in the pool for room in the write queue. SGLang keeps their slots that long."""
+        return self._has_spare_slots and not source.is_closed
 
     @property
     def num_completed(self) -> int:

@@ -144,18 +144,18 @@ class GuardedSource:
     def __init__(self, run: PageRun) -> None:
         self._run = run
         self._lock = threading.Lock()
-        self._closed = False
+        self.is_closed = False
 
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor | None:
         """Return a copy of the pages, or None if the source is closed."""
         with self._lock:
-            return None if self._closed else self._run.read(tensor, pages)
+            return None if self.is_closed else self._run.read(tensor, pages)
 
     def quantise(self, first_page: int, pages: range) -> Sequence[Quantised] | None:
         """See `PageRun.quantise`. Also None if the source is closed."""
         with self._lock:
-            return None if self._closed else self._run.quantise(first_page, pages)
+            return None if self.is_closed else self._run.quantise(first_page, pages)
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
+            self.is_closed = True

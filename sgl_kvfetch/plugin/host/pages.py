@@ -32,6 +32,7 @@ class HostPages(PagePool):
             k, v = (pages_view(x, pool.layout, pool.page_size) for x in (pool.k_buffer, pool.v_buffer))
         self._views: dict[TensorName, torch.Tensor] = {"k": k, "v": v}
         self.first_layer: int = pool.start_layer
+        self.num_pages: int = k.shape[0]
         # Pages are read and written in the pool's own dtype, because torch cannot index fp8 everywhere.
         self._raw_dtype, self._dtype = pool.dtype, _value_dtype(pool.dtype)
         self.geometry = KVGeometry(

@@ -282,7 +282,13 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         previous_hash = hash_bytes(before[-1:])[0] if before else None
         pool_pages = self._pages.page_indices(host_indices)
         num_queued = self._plane.write(
-            len(before), previous_hash, hash_bytes(keys), pool_pages, self._pages.read, self._sides.take_announced(keys)
+            len(before),
+            previous_hash,
+            hash_bytes(keys),
+            pool_pages,
+            self._pages.read,
+            self._sides.take_announced(keys),
+            may_wait=self._may_wait,
         )
         if num_queued < num_pages:
             metrics.WRITTEN_PAGES.labels("dropped_full").inc(num_pages - num_queued)
@@ -290,6 +296,16 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         if num_queued:
             self._count(self._writes, num_queued, started_s)
         return num_queued
+
+    def _may_wait(self) -> bool:
+        """Return whether pages may wait in the host pool for room in the write queue: SGLang does not stop its threads,
+        and the pages that wait behind these, and cannot be evicted, take less than half of the pool."""
+        if self._patience.cache is None:
+            return False
+        controller = self._patience.cache.cache_controller
+        with controller.backup_queue.mutex:
+            num_waiting = sum(len(each.hash_value) for each in controller.backup_queue.queue if each is not None)
+        return num_waiting < self._pages.num_pages // 2 and not controller.storage_stop_event.is_set()
 
     # Side pools
 

@@ -181,13 +181,46 @@ def test_pages_are_written_again_by_another_quantiser(rig: Rig, monkeypatch: pyt
     rig.assert_nothing_held()
 
 
-def test_pages_that_were_dropped_are_written_when_they_come_again(make: MakeRig) -> None:
+def test_pages_wait_in_the_pool_for_room_in_the_write_queue(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_QUEUE_S", 0.01)
     rig, tokens = make(write_queue_bytes=1 << 20), prompt(0)
-    assert rig.service.client.writer.reserve(1 << 20, 0)
+    refusals = block_writes(rig, monkeypatch)
     rig.compute(tokens)
-    rig.settle(lambda: not rig.cache.linker.pending_offloads)
+    rig.settle(lambda: len(refusals) > 3)
+    assert rig.cache.linker.pending_offloads
     rig.service.client.writer.release(1 << 20)
-    rig.compute(tokens)
     rig.write_all()
     assert fetched(rig, tokens) == 32
     rig.assert_nothing_held()
+
+
+def test_they_do_not_wait_where_others_need_the_pool(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_QUEUE_S", 0.01)
+    rig = make(write_queue_bytes=1 << 20, num_slots=124)
+    refusals = block_writes(rig, monkeypatch)
+    rig.compute(prompt(0))
+    rig.settle(lambda: len(refusals) > 3)
+    rig.compute(prompt(1))
+    rig.settle(lambda: not rig.cache.linker.pending_offloads)
+    rig.service.client.writer.release(1 << 20)
+    # Dropped pages are written when they come again.
+    rig.compute(prompt(0))
+    rig.write_all()
+    assert fetched(rig, prompt(0)) == 32
+    rig.assert_nothing_held()
+
+
+def block_writes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fill the write queue. Return a list to which the size of each piece is added that it has no room for."""
+    writer, refusals = rig.service.client.writer, []
+    assert writer.reserve(1 << 20, 0)
+    reserve = writer.reserve
+
+    def noted(num_bytes: int, timeout_s: float) -> bool:
+        is_reserved = reserve(num_bytes, timeout_s)
+        if not is_reserved:
+            refusals.append(num_bytes)
+        return is_reserved
+
+    monkeypatch.setattr(writer, "reserve", noted)
+    return refusals

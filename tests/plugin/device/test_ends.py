@@ -157,7 +157,7 @@ def test_the_pools_memory_goes_only_when_nothing_uses_it(make: MakeRig, monkeypa
 
     def wait_until_unused(timeout_s: float) -> bool:
         assert 1 < timeout_s < 600
-        assert all(offload.source is not None and offload.source._closed for offload in rig.linker._offloads._queue)
+        assert all(offload.source is not None and offload.source.is_closed for offload in rig.linker._offloads._queue)
         return next(answers)
 
     monkeypatch.setattr(rig.linker._pages, "wait_until_unused", wait_until_unused)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 import time
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +19,7 @@ from sglang.srt.mem_cache.pool_host.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.plane import service
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.host import storage as storage_module
 from sgl_kvfetch.plugin.host.pages import HostPages, pages_view
@@ -94,6 +98,36 @@ def test_a_full_queue_takes_what_fits_and_says_so(make: Make) -> None:
     started_s = time.monotonic()
     assert backend.batch_set_v1(keys(1, "more"), tokens([0]), after([])) == [False]
     assert time.monotonic() - started_s > 0.5  # it has waited for room
+
+
+@pytest.mark.parametrize("num_waiting", [0, POOL_PAGES])
+def test_pages_wait_in_the_host_pool_while_it_has_room_for_others(
+    make: Make, served: Served, monkeypatch: pytest.MonkeyPatch, num_waiting: int
+) -> None:
+    """``num_waiting``: pages of prompts that SGLang would write next."""
+    monkeypatch.setattr(service, "_QUEUE_S", 0.01)
+    backend, writer, stop = make(write_queue_bytes=1 << 20), served.service.client.writer, threading.Event()
+    waiting: Queue[Any] = Queue()
+    waiting.put(SimpleNamespace(hash_value=keys(num_waiting)))
+    waiting.put(None)  # SGLang's, when it stops
+    controller = SimpleNamespace(backup_queue=waiting, storage_stop_event=stop)
+    cache = SimpleNamespace(cache_controller=controller, prefetch_stop_policy="timeout", is_write_back=False)
+    backend.be_patient(cache, 1.0, 0.0)
+    assert writer.reserve(1 << 20, 0)
+    attempts = itertools.count(1)
+    reserve = writer.reserve
+
+    def reserve_at_last(num_bytes: int, timeout_s: float) -> bool:
+        if next(attempts) == 4:
+            writer.release(1 << 20)
+        return reserve(num_bytes, timeout_s)
+
+    monkeypatch.setattr(writer, "reserve", reserve_at_last)
+    assert backend.batch_set_v1(keys(1), tokens([0]), after([])) == [not num_waiting]
+    if not num_waiting:
+        assert writer.reserve(1 << 20, WAIT_S)  # once the page is stored
+        stop.set()
+        assert backend.batch_set_v1(keys(1, "more"), tokens([0]), after([])) == [False]
 
 
 def test_a_batch_larger_than_the_queue_is_written_in_pieces(make: Make) -> None:
