@@ -68,7 +68,7 @@ class Engine:
         self.tokens = tokens
         self.page_size = page_size
         self.layers = layers
-        num_slots = len(tokens) + page_size
+        num_slots = 2 * (len(tokens) + page_size)  # half for others: then pages may wait for room in the write queue
         self.pool = MHATokenToKVPool(num_slots, page_size, torch.bfloat16, HEADS, DIM, layers, "cpu", False)
         allocator: Any  # SGLang has one of its own for pages of one token
         if page_size == 1:
@@ -82,7 +82,6 @@ class Engine:
             "recompute": "never",
             "lookup_timeout_s": 600,
             "fetch_timeout_s": 600,
-            "write_queue_bytes": 1 << 40,  # a prompt is written at once here, and none of it may be dropped
             "device": {"pool_share": 1.0},
         }
         quantiser = make_quantiser("exact")
