@@ -188,7 +188,7 @@ class DamageChecks:
         self._catalog = catalog
         self._room = room
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvfetch-check")
-        self._checks: dict[str, asyncio.Future[bool]] = {}
+        self._checks: dict[str, asyncio.Future[bool | None]] = {}
         self._sound: dict[str, float] = {}  # manifest's name -> until when, in monotonic seconds
 
     async def check(self, manifest_name: str) -> bool:
@@ -202,26 +202,31 @@ class DamageChecks:
             check = asyncio.get_running_loop().run_in_executor(self._thread, self._check, manifest_name)
             self._checks[manifest_name] = check
             check.add_done_callback(lambda done: self._done(manifest_name, done))
-        return await asyncio.shield(check)
+        return bool(await asyncio.shield(check))
 
     def shut_down(self) -> None:
         self._thread.shutdown()
 
-    def _done(self, manifest_name: str, check: asyncio.Future[bool]) -> None:
+    def _done(self, manifest_name: str, check: asyncio.Future[bool | None]) -> None:
         del self._checks[manifest_name]
-        if not check.cancelled() and check.exception() is None and not check.result():
+        if not check.cancelled() and check.exception() is None and check.result() is False:
             if len(self._sound) >= _MAX_SOUND:
                 del self._sound[next(iter(self._sound))]
             self._sound[manifest_name] = time.monotonic() + _SOUND_S
 
-    def _check(self, manifest_name: str) -> bool:
+    def _check(self, manifest_name: str) -> bool | None:
+        """Return whether a segment was broken, and is deleted; None if it is gone, or was replaced meanwhile: then what
+        comes to stand there has not been read."""
         with files.os_errors(f"checking {manifest_name}"):
             before = self._identifiers(manifest_name)
+            if files.stat_object(self._catalog.root, manifest_name) is None:
+                return None
             broken = [manifest_name, *found] if (found := self._broken_data(manifest_name)) is not None else []
             if not broken:
                 return False
             # A file that was replaced meanwhile is not the one that was read.
-            return bool(self._room.delete(broken, lambda db, name: rows.stored_id(db, name) == before.get(name)))
+            deleted = self._room.delete(broken, lambda db, name: rows.stored_id(db, name) == before.get(name))
+            return True if deleted else None
 
     def _identifiers(self, manifest_name: str) -> dict[str, int]:
         query = (

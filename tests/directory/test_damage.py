@@ -80,6 +80,14 @@ async def test_a_missing_segment_is_no_damage(store: LocalStore) -> None:
     assert caught.value.reason == "invalid"
 
 
+async def test_a_segment_that_was_missing_is_checked_once_it_is_there(store: LocalStore, tmp_path: Path) -> None:
+    await store.delete_prefix("")
+    assert not await store.report_damage(MANIFEST)
+    await put_segment(store, SEGMENT)
+    flip(tmp_path / SEGMENT.data_name)
+    assert await store.report_damage(MANIFEST)
+
+
 async def test_many_reports_of_a_segment_are_one_check(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     go_on = threading.Event()
