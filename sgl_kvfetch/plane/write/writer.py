@@ -210,7 +210,7 @@ class Writer:
             coded = replace(coded, manifest=manifest)
         coded, num_bytes = await commit_segment(self._store, coded)
         self.on_committed(coded)
-        self._merger.retire(each for each in coarse if each.key != coded.manifest.key)
+        self._merger.retire((each for each in coarse if each.key != coded.manifest.key), coded.manifest.key)
         metrics.STAGE_SECONDS.labels("encode").observe(encoded_s - started_s)
         metrics.STAGE_SECONDS.labels("commit").observe(time.monotonic() - encoded_s)
         metrics.WIRE_BYTES.labels("write").inc(num_bytes)
@@ -300,6 +300,7 @@ class Merger:
         self._retire_s = retire_s
         self._executor = executor
         self._retiring = Tasks()
+        self._deleting = asyncio.Lock()
 
     async def grow(self, manifest: Manifest, run: Run) -> int:
         """Merge a stored segment with its left buddy, the result with its own left buddy, and so on.
@@ -314,7 +315,7 @@ class Merger:
                 break
             whole = await run(partial(self._merged, left, segment))
             whole, _ = await commit_segment(self._store, whole)
-            self.retire(half.manifest for half in (left, segment))
+            self.retire((half.manifest for half in (left, segment)), whole.manifest.key)
             segment, manifest = whole, whole.manifest
             num_merged += 1
         return num_merged
@@ -352,16 +353,19 @@ class Merger:
             contents.append(data)
         return CodedSegment.of(manifest, contents)
 
-    def retire(self, manifests: Iterable[Manifest]) -> None:
-        """Delete segments that others replace, as soon as no reader should still use them."""
+    def retire(self, manifests: Iterable[Manifest], whole: SegmentKey) -> None:
+        """Delete segments that ``whole`` replaces, as soon as no reader should still use them."""
         for manifest in manifests:
-            self._retiring.begin(self._delete_later(manifest))
+            self._retiring.begin(self._delete_later(manifest, whole))
 
-    async def _delete_later(self, manifest: Manifest) -> None:
+    async def _delete_later(self, manifest: Manifest, whole: SegmentKey) -> None:
         await asyncio.sleep(self._retire_s)
         # If deleting fails, the half stays until the store evicts it. That is harmless: lookups prefer longer segments.
-        with contextlib.suppress(KVFetchError):
-            await delete_segment(self._store, manifest)
+        # One at a time, in the order of the merges: the whole may be the half of the next merge.
+        async with self._deleting:
+            with contextlib.suppress(KVFetchError):
+                if await self._store.get(whole.manifest_name) is not None:  # it may have been damaged, or evicted
+                    await delete_segment(self._store, manifest)
 
     async def close(self) -> None:
         """Cancel pending deletions. Halves that stay do no harm."""

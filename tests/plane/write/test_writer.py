@@ -143,6 +143,18 @@ async def test_merged_halves_stay_for_retire_s(store: LocalStore, make: Callable
     assert await found(store, 2) == [2]
 
 
+async def test_halves_stay_if_the_whole_is_gone(store: LocalStore, make: Callable[..., Writer]) -> None:
+    """As when it was found damaged: the halves are all that is left of these pages."""
+    clock = LoopClock()
+    writer = make(retire_s=600.0)
+    await write(writer, 0, 1)
+    await write(writer, 1, 1)
+    assert await store.delete(SegmentKey(SPEC.heads.folder, 2, page_hashes(2)[1]).manifest_name)
+    await clock.advance(600.0)
+    await until_idle()
+    assert await found(store, 2) == [1, 1]
+
+
 async def test_an_encoded_half_is_deleted_with_all_its_data(store: LocalStore, make: Callable[..., Writer]) -> None:
     """The half is encoded again after the writer read it, and before the writer deletes it."""
     clock = LoopClock()
