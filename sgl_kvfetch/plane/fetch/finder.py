@@ -43,6 +43,7 @@ _LOOKUPS_AT_ONCE = 8  # each may hold an answer
 _FEW_BYTES = 64 << 10  # of manifests: the event loop decodes so many itself, in a few milliseconds
 _TURN_S = 0.002  # of the event loop, for one lookup
 _LIST_EVERY_S = 60.0  # how long ranks of a TP size that is new to the store may go unnoticed
+_LIST_AGAIN_S = 5.0  # after there was no answer: a store that does not list costs few lookups the wait for it
 _OTHERS_PART = 3 / 4  # of a lookup's timeout, for other folders; a local cache answers for a dead store after 1/2
 _MOST_TURNS = 8  # of a lookup between TP sizes that have each written a part of the prefix
 
@@ -89,7 +90,7 @@ class PageFinder:
         self._asking = asyncio.Semaphore(_LOOKUPS_AT_ONCE)
         self._decoding = asyncio.Lock()
         self._siblings: list[HeadSlice] = []
-        self._listed_s = float("-inf")
+        self._list_from_s = float("-inf")  # when to ask for folders again
         self._listing = asyncio.Lock()
 
     async def find_pages(
@@ -170,9 +171,10 @@ class PageFinder:
         """Ask which folders have heads of this rank, once a minute. Without an answer, the known ones are kept."""
         with contextlib.suppress(StoreError, TimeoutError):
             async with asyncio.timeout_at(until_s), self._listing:
-                if time.monotonic() > self._listed_s + _LIST_EVERY_S:
-                    self._listed_s = time.monotonic()
+                if time.monotonic() > self._list_from_s:
+                    self._list_from_s = time.monotonic() + _LIST_AGAIN_S
                     self._siblings = self._heads.siblings(await self._store.folders(self._heads.namespace.digest()))
+                    self._list_from_s = time.monotonic() + _LIST_EVERY_S
 
     async def _look_up_each(
         self, asked: Sequence[HeadSlice], hashes: Sequence[bytes], until_s: float

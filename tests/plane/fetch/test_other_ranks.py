@@ -263,6 +263,19 @@ class TestFailures:
         await write(store, range(2))
         assert len(await Rank(store, range(2)).find(timeout_s=2.0)) == NUM_PAGES
 
+    async def test_a_listing_that_failed_is_soon_made_again(
+        self, store: CountingStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now_s = 1000.0
+        monkeypatch.setattr("sgl_kvfetch.plane.fetch.finder.time.monotonic", lambda: now_s)
+        await write(store, range(4))
+        store.unlisted = StoreError("server", "as told")
+        rank = Rank(store, range(2))
+        assert await rank.find() == []
+        store.unlisted = None
+        now_s += 6
+        assert len(await rank.find()) == NUM_PAGES
+
 
 class TestRequests:
     """What a lookup costs."""
