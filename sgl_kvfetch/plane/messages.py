@@ -18,7 +18,7 @@ from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels
 
-VERSION = 7
+VERSION = 8
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 64 << 20  # limit for a message; a lookup has 32 bytes per page
 
@@ -301,9 +301,11 @@ class Taken(_Message, frozen=True):
 
 
 class Settled(_Message, frozen=True):
-    """So many pages have left the queue: they were written or dropped."""
+    """So many pages have left the queue: they were written or dropped. ``is_lost``: the store failed, so that they may
+    be written when they come again."""
 
     num_pages: int
+    is_lost: bool = False
 
 
 class ClearOver(_Message, frozen=True):

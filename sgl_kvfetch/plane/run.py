@@ -81,10 +81,17 @@ class Run:
     """One data plane, from its start to its end, with its work under way."""
 
     def __init__(
-        self, launch: Launch, geometry: KVGeometry, sides: Mapping[str, int], page_bytes: int, value_bytes: int
+        self,
+        launch: Launch,
+        geometry: KVGeometry,
+        sides: Mapping[str, int],
+        page_bytes: int,
+        value_bytes: int,
+        on_loss: Callable[[], None] = lambda: None,
     ) -> None:
         """Launch a data plane, which waits for ``Start``. ``page_bytes``, ``value_bytes``: the shared memory for pages
-        on their way to the store, and for values on their way to the engine."""
+        on their way to the store, and for values on their way to the engine. ``on_loss`` is called when the store takes
+        pages again after it has failed to take some."""
         commands, events = socket.socketpair(), socket.socketpair()
         self.launch = launch
         self.channel = Channel(commands[0], events[0])
@@ -96,6 +103,8 @@ class Run:
         self._ended = False  # guarded by the lock, like the work under way
         self._asked: dict[int, _Asked] = {}
         self.profile: m.ProfileTaken | None = None
+        self._on_loss = on_loss
+        self._has_lost = False  # the store has failed to take pages, and has taken none since
         self._num_queued = 0  # pages that the data plane has taken and not yet written or dropped
         self.running = launch(Line(commands[1], events[1], self._values, self._pages, self.destination))
 
@@ -254,6 +263,10 @@ class Run:
                 self.profile = event
             case m.Settled():
                 self._num_queued -= event.num_pages
+                # Not before the store works again: until then, pages that come again would be lost again.
+                if self._has_lost and not event.is_lost:
+                    self._on_loss()
+                self._has_lost = event.is_lost
 
     def _work(self, work: int) -> _Asked | None:
         with self._lock:

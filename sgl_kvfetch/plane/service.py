@@ -93,7 +93,7 @@ class Service:
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._found: OrderedDict[int, list[PageSource]] = OrderedDict()
         self._tasks = Tasks()
-        client.writer.on_settled = lambda num_pages: emit(m.Settled(num_pages))
+        client.writer.on_settled = lambda num_pages, is_lost: emit(m.Settled(num_pages, is_lost))
         # One thread: it keeps the order of pages, and can wait for room without blocking the event loop.
         self._intake = ThreadPoolExecutor(1, "kvfetch-intake")
 

@@ -50,7 +50,8 @@ class Supervisor:
         self._closing = threading.Event()
         # A data plane whose imports are done, which take most of a start, but that was sent no `Start`.
         self._spare: Run | None = None
-        self.num_losses = 0  # data planes that ended before all pages that they had taken were written
+        # How often pages that a data plane had taken were lost: it ended, or the store had failed to take them.
+        self.num_losses = 0
         self._prepared: _Prepared | None = None  # for the next switch
         self.has_switched = False
         self.on_switch: Callable[[], None] = lambda: None  # what is known of the store's pages holds no longer
@@ -157,7 +158,8 @@ class Supervisor:
             while True:
                 began_s = time.monotonic()
                 run.serve(self._closing, self._launch_spare)
-                self.num_losses += run.end()
+                if run.end():
+                    self._lose()
                 if self._closing.is_set() or run is not self._run:
                     return
                 if time.monotonic() - began_s > _STEADY_S:
@@ -198,4 +200,7 @@ class Supervisor:
                 logger.warning("kvfetch: a spare data plane cannot be started: %s", e)
 
     def _new_run(self, launch: Launch | None = None) -> Run:
-        return Run(launch or self._launch, self._geometry, self._start.sides, *self._shared_bytes)
+        return Run(launch or self._launch, self._geometry, self._start.sides, *self._shared_bytes, self._lose)
+
+    def _lose(self) -> None:
+        self.num_losses += 1

@@ -69,6 +69,7 @@ T = TypeVar("T")
 _CONCURRENT_SEGMENTS = 2
 _ADD_ATTEMPTS = 4  # to add side pages to a segment that other writers change
 _MOST_SIDE_BYTES = 256 << 20  # of a merged segment: both halves are in memory, and states can be large
+_REFUSALS = ("invalid", "too_large")  # the store would not take the same segment another time either
 _TIMER_SLACK_S = 0.01  # a timer may fire a little early
 
 
@@ -103,7 +104,8 @@ class Writer:
         self._refines = refines
         self._room = threading.Condition()
         self._used_bytes = 0
-        self.on_settled: Callable[[int], None] = lambda num_pages: None  # called when so many pages leave the queue
+        # Called when so many pages leave the queue, and with whether the store has failed to take them.
+        self.on_settled: Callable[[int, bool], None] = lambda num_pages, is_lost: None
         self.on_committed: Callable[[CodedSegment], None] = lambda segment: None  # called with what the store has now
         self._loop = asyncio.get_running_loop()
         self._in_work = asyncio.Semaphore(_CONCURRENT_SEGMENTS)
@@ -161,7 +163,7 @@ class Writer:
     async def _write(self, segment: PageBatch) -> Manifest | None:
         """Write one segment. Return its manifest, or None if nothing was committed."""
         num_pages = len(segment.page_hashes)
-        result, manifest = "dropped_error", None
+        result, manifest, is_lost = "dropped_error", None, False
         try:
             async with self._in_work:
                 manifest = await self._encode_and_commit(segment)
@@ -171,6 +173,7 @@ class Writer:
             _limited.warning("quantise", f"segment of {num_pages} pages not written: {e}")
         except KVFetchError as e:
             reason = reason_of(e)
+            is_lost = isinstance(e, StoreError) and reason not in _REFUSALS
             miss("write", reason)
             _limited.warning(f"write {reason}", f"segment of {num_pages} pages not written ({reason}): {e}")
         except Exception:
@@ -179,7 +182,7 @@ class Writer:
         finally:
             metrics.WRITTEN_PAGES.labels(result).inc(num_pages)
             self.release(segment.size_bytes)
-            self.on_settled(num_pages)
+            self.on_settled(num_pages, is_lost)
         return manifest
 
     def _run(self, compute: Callable[[], T]) -> asyncio.Future[T]:

@@ -133,6 +133,10 @@ class Offloads:
     def _begin(self, offload: _Offload, tree: Any, node: Any) -> None:
         assert self._plane is not None
         assert self._access is not None
+        if self._plane.num_losses != self._num_losses:
+            # It is not known which pages are lost. Those that are not are recognised before they are encoded again.
+            self._num_losses = self._plane.num_losses
+            self._stored.clear()
         if not self._access.writes or not self._is_writer:
             offload.result = self._access.writes
             return
@@ -171,10 +175,6 @@ class Offloads:
         """Remove the first one, which has ended. Return whether its pages were queued for writing."""
         offload = self._queue.popleft()
         assert offload.result is not None
-        if self._plane is not None and self._plane.num_losses != self._num_losses:
-            # It is not known which pages are lost. Those that are not are recognised before they are encoded again.
-            self._num_losses = self._plane.num_losses
-            self._stored.clear()
         self._stored.remove(offload.dropped)
         return offload.result
 

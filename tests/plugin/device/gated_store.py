@@ -35,7 +35,7 @@ class GatedStore(WrappedStore):
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
-        self.lookups, self.reads = Gate(), Gate()
+        self.lookups, self.reads, self.puts = Gate(), Gate(), Gate()
         self.num_lookups = 0
         self.data_reads: list[tuple[str, int]] = []
 
@@ -43,6 +43,10 @@ class GatedStore(WrappedStore):
         self.num_lookups += 1
         await self.lookups.pass_through()
         return await self._store.lookup(namespace, hashes)
+
+    async def put(self, name: str, data: bytes) -> None:
+        await self.puts.pass_through(name)
+        await self._store.put(name, data)
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         if name.endswith(".kvd"):

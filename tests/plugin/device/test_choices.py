@@ -13,6 +13,7 @@ import pytest
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import service
 from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plugin import weight_updates
@@ -157,6 +158,22 @@ def test_pages_that_the_store_has_lost_are_written_again_with_those_behind_them(
     rig.compute(tokens)
     rig.write_all()
     assert own_metric("sgl_kvfetch_written_pages_total") == written + 12
+    assert fetched(rig, tokens) == 48
+    rig.assert_nothing_held()
+
+
+def test_pages_that_a_store_has_not_taken_are_written_again_once_it_works(rig: Rig) -> None:
+    """They stay in the tree, as a system prompt does, and nothing behind them could be found."""
+    tokens = prompt(0, 12)
+    rig.store.puts.error = StoreError("refused", "as told")
+    rig.compute(tokens[:32])
+    rig.write_all()
+    rig.store.puts.error = None
+    rig.compute(prompt(1))
+    rig.write_all()
+    rig.hear_plane()
+    rig.compute(tokens)
+    rig.write_all()
     assert fetched(rig, tokens) == 48
     rig.assert_nothing_held()
 
