@@ -378,6 +378,8 @@ class Fetcher:
                 logger.warning("the store has deleted the damaged segment %s", name)
                 metrics.DELETED_SEGMENTS.inc()
                 self._ahead.drop_units(data_name)
+                if self._memory is not None:  # of what came since the damage was found
+                    self._memory.drop(data_name)
         except StoreError as e:
             logger.debug("cannot report the damaged segment %s: %s", name, e)
         finally:

@@ -21,11 +21,13 @@ from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError, StoreError
 from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.plan import PageSource, read_units, span_parts
 from sgl_kvfetch.plane.fetch.restore import working_bytes
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
+from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from tests.plane.fetch.conftest import (
@@ -171,6 +173,26 @@ async def test_a_segment_that_the_store_finds_damaged_is_deleted_and_counted(
     store.flip_from = None
     assert [info.name async for info in store.list()] == [segment[0].data_name]
     assert metrics.DELETED_SEGMENTS._value.get() == before + 1
+
+
+async def test_memory_keeps_nothing_of_a_segment_that_was_deleted_as_damaged(
+    segment: Segment, store: SpoiltStore
+) -> None:
+    """What is read ahead may come after the damage was found, and before the store has deleted the segment."""
+    store.flip_from, store.is_damaged, store.answers = 0, True, asyncio.Event()
+    wanted, pool = sources(segment, range(8)), PoisonedPool(8)
+    memory = MemoryCache(Arena.create(1 << 20))
+    with closing(DecodePool[Decoders]([{}] * 2)) as decoders:
+        fetcher = Fetcher(store, decoders, read_bytes=600, inflight_bytes=1 << 20, may_delete=True, memory=memory)
+        assert (await fetch(fetcher, wanted[:2], pool, [0, 1])).num_pages == 0
+        fetcher.read_ahead(wanted, expire_s=60)
+        await until(lambda: store.num_gets > 4 and fetcher.link.outstanding_bytes == 0)
+        store.answers.set()
+        await until_idle()
+        store.flip_from = None
+        await commit_segment(store, segment[0])
+        assert (await fetch(fetcher, wanted, pool, list(range(8)))).num_pages == 8
+        assert holds(pool, segment, range(8), range(8))
 
 
 async def test_data_that_are_missing_are_reported(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
