@@ -105,7 +105,7 @@ class Engine:
 
     def step(self) -> None:
         self.cache.check_hicache_events()
-        self.linker.step(self.cache)
+        self.linker.step(self.cache, lambda: 0)
 
     @property
     def key(self) -> RadixKey:

@@ -107,6 +107,15 @@ class WaitingQueue(list[Any]):
         self._on_leave(request)
 
 
+def wanted_tokens(request: Any, page_size: int) -> int:
+    """Return how many tokens of the pool SGLang wants to have free to admit a request, if the tree has none of them."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    num_output = len(request.output_ids)
+    num_new = min(max(request.sampling_params.max_new_tokens - num_output, 0), CLIP_MAX_NEW_TOKENS)
+    return int(len(request.origin_input_ids) + num_output + num_new + page_size)
+
+
 def reserved_tokens(scheduler: Any) -> int:
     """Return the slots that running requests will still need: SGLang's estimate (``PrefillAdder``) plus a page each."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS

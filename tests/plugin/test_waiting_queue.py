@@ -36,7 +36,7 @@ class Linker:
         self.retained: set[str] = set()
         self.returning: list[Request] = []
 
-    def step(self, tree: Any) -> list[Request]:
+    def step(self, tree: Any, wanted_tokens: Callable[[], int]) -> list[Request]:
         returning, self.returning = self.returning, []
         return returning
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -222,13 +223,15 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._parts is not None:
             self._parts.prefixes.hold_back(free_tokens)
 
-    def step(self, tree: Any) -> list[Any]:
-        """Process what has ended since the last step, and begin what can begin. ``tree``: SGLang's radix cache. Return
-        the requests that must arrive again."""
+    def step(self, tree: Any, wanted_tokens: Callable[[], int]) -> list[Any]:
+        """Process what has ended since the last step, and begin what can begin. ``tree``: SGLang's radix cache.
+        ``wanted_tokens`` returns how many tokens of the pool are wanted for the next request. Return the requests that
+        must arrive again."""
         if self._parts is None:
             return []
-        self._offloads.step(tree)
-        return self._parts.prefixes.step()
+        prefixes = self._parts.prefixes
+        self._offloads.step(tree, lambda: math.inf if prefixes.has_held else wanted_tokens())
+        return prefixes.step()
 
     def batch_ended(self, batch: Any, now_s: float) -> None:
         """Note that SGLang has processed the result of a batch."""

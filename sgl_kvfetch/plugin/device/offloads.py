@@ -7,7 +7,7 @@ SGLang hands a node over once. Since then, the store may have lost its pages, or
 So an offload also writes pages before its own that the store is not known to have. Without them, it would not be found.
 
 A prompt may be larger than the write queue, and is computed faster than it is encoded. So pages wait in the pool for
-room in the queue, as long as half of the pool is left for other requests.
+room in the queue, as long as half of the pool is left for other requests, and the next one needs no more than that.
 """
 
 from __future__ import annotations
@@ -118,12 +118,14 @@ class Offloads:
         """Note that the store may have no pages."""
         self._stored.clear()
 
-    def step(self, tree: Any) -> None:
-        """Begin what was queued. ``tree``: SGLang's radix cache."""
+    def step(self, tree: Any, wanted_tokens: Callable[[], float]) -> None:
+        """Begin what was queued. ``tree``: SGLang's radix cache. ``wanted_tokens`` returns how many tokens of the pool
+        others wait for."""
         if not self._queue:
             return
         allocator = tree.token_to_kv_pool_allocator
-        self._has_spare_slots = allocator.available_size() + tree.evictable_size() >= allocator.size // 2
+        spare = allocator.available_size() + tree.evictable_size()
+        self._has_spare_slots = spare >= allocator.size // 2 and spare > wanted_tokens()
         if not self._queue[-1].is_begun:
             for offload, pending in zip(self._queue, tree.linker.pending_offloads, strict=True):
                 if not offload.is_begun:

@@ -24,6 +24,7 @@ from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.device.board import Board, Ticket
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.prefill import PrefillSpeed
+from sgl_kvfetch.plugin.waiting_queue import wanted_tokens
 
 _PARTS = (16, 4, 1)  # the engine's time is told for a whole prefix and for these parts of it
 _MOST_AHEAD = 32  # requests that may leave the queue while another one is held back. No clock: ranks decide alike
@@ -59,11 +60,7 @@ class Prefix:
 
     def num_needed(self, page_size: int) -> int:
         """Return how many tokens of the pool SGLang wants to have free to admit the request."""
-        from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-
-        num_output = len(self.req.output_ids)
-        num_new = min(max(self.req.sampling_params.max_new_tokens - num_output, 0), CLIP_MAX_NEW_TOKENS)
-        return int(len(self.req.origin_input_ids) + num_output - self.num_before + num_new + page_size)
+        return wanted_tokens(self.req, page_size) - self.num_before
 
     def first_page(self, page_hash: str) -> int | None:
         """Return the index of a page if it is staged. Its hash identifies all pages before it, too."""
@@ -169,6 +166,11 @@ class Prefixes:
             if is_held != prefix.is_held:
                 prefix.is_held = is_held
                 self._changed.append(prefix.req.cache_request_handle)
+
+    @property
+    def has_held(self) -> bool:
+        """Whether a request waits for room in the pool."""
+        return any(prefix.is_held for prefix in self._staged_ones.values())
 
     def take_changed(self) -> list[Any]:
         """Return the handles of requests whose ``is_parked`` may have changed since the last call."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_kvfetch import timeline
 from sgl_kvfetch.plugin.hooks import BACKEND, linker_of
-from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, reserved_tokens, span_of
+from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, reserved_tokens, span_of, wanted_tokens
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.device.linker import KVFetchLinker
@@ -20,7 +20,7 @@ def form_batch(original: Callable[..., Any], scheduler: Any, *args: Any, **kwarg
     if linker is None:
         return original(scheduler, *args, **kwargs)
     arrive = partial(_arrive, scheduler, linker)
-    for request in linker.step(scheduler.tree_cache):
+    for request in linker.step(scheduler.tree_cache, partial(_wanted_tokens, scheduler)):
         arrive(request)
     queue = scheduler.waiting_queue
     if not isinstance(queue, WaitingQueue):  # at first, and whenever SGLang has made a new list
@@ -39,6 +39,15 @@ def _free_tokens(scheduler: Any) -> int | None:
     tree = scheduler.tree_cache
     available = tree.token_to_kv_pool_allocator.available_size() + tree.evictable_size()
     return int(available) - reserved_tokens(scheduler)
+
+
+def _wanted_tokens(scheduler: Any) -> int:
+    """Return how many tokens of the pool are wanted, at most, to admit the next request beside those that run."""
+    queue = scheduler.waiting_queue
+    ready = queue.ready if isinstance(queue, WaitingQueue) else queue
+    if not ready:
+        return 0
+    return wanted_tokens(ready[0], scheduler.tree_cache.page_size) + reserved_tokens(scheduler)
 
 
 def _runs(scheduler: Any) -> bool:

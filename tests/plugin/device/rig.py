@@ -145,7 +145,7 @@ class Rig:
 
     def step(self) -> None:
         self.cache.check_hicache_events()
-        for request in self.linker.step(self.cache):
+        for request in self.linker.step(self.cache, lambda: 0):
             self.linker.arrive(request, self.cache)
 
     def settle(self, until: Callable[[], bool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +15,7 @@ from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plane import service
+from sgl_kvfetch.plane import plane, service
 from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device import scheduler_hooks
@@ -225,6 +226,41 @@ def test_they_do_not_wait_where_others_need_the_pool(make: MakeRig, monkeypatch:
     rig.write_all()
     assert fetched(rig, prompt(0)) == 32
     rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_they_do_not_wait_where_the_next_request_needs_their_room(
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch, is_stored: bool
+) -> None:
+    """SGLang lets all wait behind a request for which there is no room. ``is_stored``: it was staged, and is held."""
+    monkeypatch.setattr(service, "_QUEUE_S", 0.01)
+    monkeypatch.setattr(plane, "_NO_ROOM_S", math.inf)
+    rig = make(write_queue_bytes=1 << 20, num_slots=124)
+    if is_stored:
+        rig.stored(prompt(1, 24))
+    refusals = block_writes(rig, monkeypatch)
+    rig.compute(prompt(0))
+    rig.settle(lambda: len(refusals) > 3)
+    running = SimpleNamespace(
+        reqs=[Request("runs", [0], sampling_params=SimpleNamespace(max_new_tokens=1, ignore_eos=False))]
+    )
+    scheduler = SimpleNamespace(
+        tree_cache=rig.cache,
+        waiting_queue=[Request("waits", [*prompt(1, 24), 1])],
+        running_batch=running,
+        last_batch=None,
+        chunked_req=None,
+        new_token_ratio_tracker=SimpleNamespace(current=1.0),
+    )
+
+    def step() -> bool:
+        rig.cache.check_hicache_events()
+        scheduler_hooks.form_batch(lambda scheduler: None, scheduler)
+        return not rig.cache.linker.pending_offloads
+
+    wait_until(step, poll_s=0.001)
+    assert scheduler.waiting_queue
+    rig.service.client.writer.release(1 << 20)
 
 
 def block_writes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[int]:
