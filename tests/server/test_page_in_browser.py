@@ -53,7 +53,17 @@ class Browser:
         return WebDriverWait(self.driver, WAIT_S, ignored_exceptions=[Exception]).until(lambda _: found())
 
     def text(self, selector: str) -> str:
-        return self.find(selector).text
+        """Return an element's text once it is shown. The page may draw it anew between finding and reading it."""
+        (text,) = self.until(lambda: (self.find(selector).text,))
+        return str(text)
+
+    def texts(self, selector: str) -> list[str]:
+        (texts,) = self.until(lambda: ([each.text for each in self.all(selector)],))
+        return list(texts)
+
+    def click(self, selector: str) -> None:
+        """Click the first of such elements once it is shown, although the page may draw it anew meanwhile."""
+        self.until(lambda: self.find(selector).click() or True)
 
     def freeze(self) -> None:
         """Let the page ask its store no more, not even for what it has just asked. So what a test draws stays."""
@@ -116,10 +126,9 @@ def test_it_asks_for_a_token(browser: Browser, url: str) -> None:
 
 def test_what_is_stored(page: Browser) -> None:
     assert "of 1.0 GiB" in page.text("#bars")
-    rows = {row.text.split()[0]: row.text for row in page.all("#folders tbody tr")}
-    assert "conformance," in rows
-    page.all("#folders tbody a")[0].click()
-    page.find("#segments tbody a").click()
+    assert "conformance," in {row.split()[0] for row in page.texts("#folders tbody tr")}
+    page.click("#folders tbody a")
+    page.click("#segments tbody a")
     assert "pages of 1" in page.text("#segment dl")
     page.until(lambda: page.driver.execute_script("return document.querySelector('#segment img').naturalWidth > 0"))
     assert page.find("#segment img").get_attribute("alt")
@@ -133,9 +142,9 @@ def test_title_and_heading_name_the_store(page: Browser) -> None:
 
 def test_a_segment_has_an_address(page: Browser) -> None:
     """A link that somebody was sent opens the same segment, and the browser's Back goes where they were."""
-    page.all("#folders tbody a")[0].click()
+    page.click("#folders tbody a")
     name = str(page.find("#segments tbody a").get_attribute("title"))
-    page.find("#segments tbody a").click()
+    page.click("#segments tbody a")
     page.until(lambda: name in page.text("#segment dl"))
     address = page.driver.current_url
     page.driver.back()
@@ -144,7 +153,7 @@ def test_a_segment_has_an_address(page: Browser) -> None:
     page.driver.get("about:blank")
     page.driver.get(address)
     page.until(lambda: name in page.text("#segment dl"))
-    page.find("#siblings").click()
+    page.click("#siblings")
     page.find("#segments tbody a")
 
 
@@ -160,7 +169,7 @@ def test_failures_are_grouped_by_cause(page: Browser) -> None:
         "io:EIO 7 70 s ago a, c PUT 30:",
         "full 1 80 s ago b PUT 20:",
     ]
-    page.all("#causes tbody a")[0].click()
+    page.click("#causes tbody a")
     assert [row.text.split()[-2:] for row in page.all("#cause tbody tr")] == [["PUT", "30:"], ["PUT", "10:"]]
 
 
@@ -176,7 +185,7 @@ def test_what_is_corrupt_comes_with_what_to_do(page: Browser, url: str) -> None:
         stem,
         profile,
     )
-    page.find("#next").click()
+    page.click("#next")
     assert page.driver.execute_script("return scrollY") > 0
     assert page.text("#remedy").splitlines() == [
         f"kvfetch clear '{url}#{stem}'",
@@ -187,9 +196,9 @@ def test_what_is_corrupt_comes_with_what_to_do(page: Browser, url: str) -> None:
 
 
 def test_profiles_are_shown(page: Browser) -> None:
-    (row,) = page.all("#profiles tbody tr")
-    assert row.text.startswith("numbers ")
-    assert "take it" in row.text
+    (row,) = page.texts("#profiles tbody tr")
+    assert row.startswith("numbers ")
+    assert "take it" in row
 
 
 def test_dropped_levels_are_shown_if_there_are_any(page: Browser) -> None:
@@ -200,7 +209,7 @@ def test_dropped_levels_are_shown_if_there_are_any(page: Browser) -> None:
 
 
 def test_segments_are_found_by_the_beginning_of_their_names(page: Browser) -> None:
-    page.all("#folders tbody a")[0].click()
+    page.click("#folders tbody a")
     name = page.find("#segments tbody a").text.rstrip("…")
     page.find("#prefix").send_keys("9-", Keys.ENTER)
     page.until(lambda: not page.all("#segments tbody tr"))
@@ -213,9 +222,9 @@ def test_a_prompt_is_pinned_and_unpinned(page: Browser) -> None:
     page.find("#text").send_keys(str(TOKENS))
     page.find("#page-size").clear()
     page.find("#page-size").send_keys("1", Keys.ENTER)
-    page.find("#pin").click()
+    page.click("#pin")
     page.until(lambda: "whole pages, pinned" in page.text("#prompt output"))
-    page.find("#unpin").click()
+    page.click("#unpin")
     page.until(lambda: "pinned" not in page.text("#prompt output"))
 
 
@@ -291,10 +300,10 @@ def test_a_prompt_by_keyboard_alone(page: Browser) -> None:
 
 def test_a_table_s_place_survives_an_update(page: Browser) -> None:
     """Somebody at the keyboard stays in the row where they are."""
-    button = page.all("#folders tbody a")[1]
-    page.driver.execute_script("window.before = arguments[0]; window.before.focus()", button)
+    second = "document.querySelectorAll('#folders tbody a')[1]"
+    page.driver.execute_script(f"window.before = {second}; window.before.focus()")
     page.until(lambda: page.driver.execute_script("return !window.before.isConnected"))
-    assert page.driver.switch_to.active_element == page.all("#folders tbody a")[1]
+    assert page.driver.execute_script(f"return document.activeElement === {second}")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -345,7 +354,7 @@ def test_a_phone_shows_two_tiles_side_by_side_and_nothing_sticks_out(page: Brows
     page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
         page.until(lambda: page.driver.execute_script("return innerWidth") == 390)
-        lefts = {tile.rect["x"] for tile in page.all("#tiles > div")}
+        lefts = page.until(lambda: {tile.rect["x"] for tile in page.all("#tiles > div")})
         assert len(lefts) == 2
         assert page.driver.execute_script("return document.documentElement.scrollWidth") == 390
     finally:
