@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from harness.slow_link import slow_link
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.store_conformance import BAD_NAMES
+from harness.waiting import LoopClock, until
 from sgl_kvfetch.directory import local
 from sgl_kvfetch.directory.local import LocalStore, StoreUsage
 from sgl_kvfetch.errors import StoreError
@@ -102,6 +103,11 @@ async def shut(writer: asyncio.StreamWriter) -> None:
     writer.close()
     with contextlib.suppress(ConnectionError):
         await writer.wait_closed()
+
+
+async def are_answered(session: aiohttp.ClientSession, num_requests: int) -> bool:
+    """Whether the server is at work on so many requests, beside this one."""
+    return await metric(session, "requests_in_flight") == num_requests + 1
 
 
 async def metric(session: aiohttp.ClientSession, name: str, **labels: str) -> float:
@@ -279,10 +285,10 @@ class TestBodies:
             )
             writer.write(head.encode() + b"\r\n\r\n" + content[:sent])
             await writer.drain()
-            await asyncio.sleep(0.1)
+            await until(lambda: are_answered(session, 1))
             writer.close()
             await writer.wait_closed()
-            await asyncio.sleep(0.2)
+            await until(lambda: are_answered(session, 0))
             assert await metric(session, "stored_bytes") == 0
             assert files(tmp_path) == []
 
@@ -322,11 +328,13 @@ class TestUploads:
 
     async def test_stalled_uploads_release_their_reservation(self, tmp_path: Path) -> None:
         # A quarter of the capacity is for data without a manifest.
-        async with serving(tmp_path, capacity_bytes=92_000_000, idle_timeout_s=0.5) as (server, session):
+        clock = LoopClock()
+        async with serving(tmp_path, capacity_bytes=92_000_000, idle_timeout_s=60) as (server, session):
             stalled = [await self.stall(server, 1_200_000) for _ in range(7)]
-            await asyncio.sleep(0.2)
+            await until(lambda: len(files(tmp_path)) == 7)
             async with session.put(self.PATH, data=io.BytesIO(self.CONTENT)) as response:
                 assert response.status == 507
+            await clock.advance(60)
             for reader, _ in stalled:
                 assert (await reader.readline()).split()[1] == b"408"
             async with session.put(self.PATH, data=io.BytesIO(self.CONTENT)) as response:
@@ -335,10 +343,14 @@ class TestUploads:
                 await shut(writer)
 
     async def test_too_many_uploads_are_refused_after_a_wait(self, tmp_path: Path) -> None:
-        async with serving(tmp_path, max_uploads=2, upload_wait_s=0.2) as (server, session):
+        clock = LoopClock()
+        async with serving(tmp_path, max_uploads=2, upload_wait_s=60, idle_timeout_s=600) as (server, session):
             stalled = [await self.stall(server, 1000) for _ in range(2)]
-            await asyncio.sleep(0.1)
-            async with session.put(OBJECT, data=CONTENT) as response:
+            await until(lambda: are_answered(session, 2))
+            refused = asyncio.create_task(session.put(OBJECT, data=CONTENT))
+            await until(lambda: are_answered(session, 3))
+            await clock.advance(60)
+            async with await refused as response:
                 assert response.status == 503
                 assert response.headers["Retry-After"] == "1"
                 assert await error_of(response) == "service_unavailable"
@@ -496,13 +508,12 @@ async def test_metrics(tmp_path: Path) -> None:
 class TestStopping:
     async def test_requests_in_flight_are_finished(self, tmp_path: Path) -> None:
         content = bytes(2_000_000)
-        store = None
-        with slow_link(0.08):
-            async with running_server(ServerConfig(tmp_path, port=0, grace_s=5)) as server:
+        with slow_link(0.04):
+            async with serving(tmp_path, grace_s=60) as (server, session):
                 store = HttpStore(server.url)
                 await store.put(data_object(content), content)
                 fetching = asyncio.create_task(store.get(data_object(content)))
-                await asyncio.sleep(0.05)
+                await until(lambda: are_answered(session, 1))
         assert fetching.done()
         assert await fetching == content
         with pytest.raises(StoreError) as caught:
@@ -513,14 +524,14 @@ class TestStopping:
     async def test_requests_in_flight_are_aborted_after_the_grace_period(self, tmp_path: Path) -> None:
         content = bytes(2_000_000)
         loop = asyncio.get_running_loop()
-        with slow_link(0.001):
-            async with running_server(ServerConfig(tmp_path, port=0, grace_s=0.2)) as server:
+        with slow_link(0.001):  # which takes 16 s
+            async with serving(tmp_path, grace_s=0.2) as (server, session):
                 store = HttpStore(server.url, options=HttpOptions(max_attempts=1))
                 await store.put(data_object(content), content)
                 fetching = asyncio.create_task(store.get(data_object(content)))
-                await asyncio.sleep(0.05)
+                await until(lambda: are_answered(session, 1))
                 started = loop.time()
-        assert loop.time() - started < 2
+        assert loop.time() - started < 10
         with pytest.raises(StoreError) as caught:
             await fetching
         assert caught.value.reason == "truncated"
