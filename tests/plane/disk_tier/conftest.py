@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from harness.small_segments import put_segment
+from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.plane import disk_tier
 from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.stores.base import Store
 from tests.plane.disk_tier.tiers import CAPACITY, SEGMENT, Events, MakeTier, RemoteStore
@@ -27,13 +29,16 @@ def events() -> Events:
 
 
 @pytest.fixture
-async def make(tmp_path: Path, remote: RemoteStore, events: Events) -> AsyncIterator[MakeTier]:
-    """Makes tiers on one directory, and closes them."""
+async def make(
+    tmp_path: Path, remote: RemoteStore, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[MakeTier]:
+    """Makes tiers on one directory, and closes them. Store and disk may take their time, as on a slow machine."""
     made: list[DiskTier] = []
+    monkeypatch.setattr(disk_tier, "_READ_S", WAIT_S)
 
     def make(store: Store = remote, *, capacity: int = CAPACITY, **options: object) -> DiskTier:
         disk = LocalStore(tmp_path / "disk", capacity_bytes=capacity)
-        made.append(DiskTier(store, disk, replace(events.options, **options)))  # type: ignore[arg-type]
+        made.append(DiskTier(store, disk, replace(events.options, **{"lookup_timeout_s": WAIT_S, **options})))  # type: ignore[arg-type]
         return made[-1]
 
     yield make

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from harness.small_segments import FOLDER
-from harness.waiting import until
+from harness.waiting import WAIT_S, until
 from sgl_kvfetch.plane import disk_tier
 from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.stores.base import Lookup
+from sgl_kvfetch.stores.remote import Breaker
 from tests.plane.disk_tier.tiers import CHAIN, PIECE, SEGMENT, Events, MakeTier, RemoteStore, content, fetch, fill
 
 
@@ -99,6 +100,7 @@ async def test_a_disk_that_does_not_answer_is_no_miss(
     tier: DiskTier, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fill(tier, events)
+    tier._disk_health = Breaker(first_pause_s=WAIT_S)
     monkeypatch.setattr(disk_tier, "_READ_S", 0.01)
 
     async def hang(name: str, start: int = 0, length: int | None = None) -> bytes | None:

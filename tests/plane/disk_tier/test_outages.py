@@ -10,26 +10,29 @@ import pytest
 
 from harness.small_segments import FOLDER, expiring, page_hashes, parts, put_segment
 from harness.store_process import StoreProcess
-from harness.waiting import until
+from harness.waiting import WAIT_S, until
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.remote import HttpOptions
+from sgl_kvfetch.stores.remote import Breaker, HttpOptions
 from tests.plane.disk_tier.tiers import CHAIN, MANIFEST_NAME, PIECE, SEGMENT, Events, MakeTier, RemoteStore, fill, read
 
 
 async def test_a_killed_server(tmp_path: Path, make: MakeTier, events: Events) -> None:
     with StoreProcess(tmp_path / "served") as server:
-        tier = make(HttpStore(server.url, options=HttpOptions(timeout_s=5, max_attempts=1)))
+        tier = make(HttpStore(server.url, options=HttpOptions(timeout_s=WAIT_S, max_attempts=1)))
         await put_segment(tier, SEGMENT)
         await fill(tier, events)
         server.kill()
-        for _ in range(5):
+
+        async def is_skipped() -> bool:
             found = await tier.lookup(FOLDER, CHAIN)
             assert found.from_cache
             assert await read(tier) == SEGMENT.data
-        assert events.outages[-1] == "skipped"
+            return events.outages[-1] == "skipped"
+
+        await until(is_skipped)
         server.start()
         await until(lambda: _is_answered_by_the_store(tier))
 
@@ -43,6 +46,7 @@ async def test_lookups_are_answered_from_the_disk_while_the_store_fails(
     reason: str, tier: DiskTier, remote: RemoteStore, events: Events
 ) -> None:
     await fill(tier, events)
+    tier._store_health = Breaker(first_pause_s=WAIT_S)
     remote.error = StoreError(reason, "as told")  # type: ignore[arg-type]
     for _ in range(5):
         found = await tier.lookup(FOLDER, CHAIN)

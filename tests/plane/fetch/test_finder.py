@@ -16,6 +16,7 @@ import xxhash
 
 from harness.metrics import own_metric
 from harness.small_segments import expiring, put_segment
+from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -26,6 +27,7 @@ from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.stores.base import Lookup, SegmentHit
+from sgl_kvfetch.stores.remote import Breaker
 from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from tests.segments import make_heads, make_segment, page_hashes
 
@@ -54,21 +56,21 @@ def finder(store: LocalStore, heads: HeadSlice | None = None) -> tuple[PageFinde
 async def test_pages_are_found_and_recalled_without_asking(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     pages, _ = finder(store)
     hashes = page_hashes(NUM_PAGES)
-    found = await pages.find_pages([*hashes, bytes(32)], 1.0)
+    found = await pages.find_pages([*hashes, bytes(32)], WAIT_S)
     assert [source.page for source in found] == list(range(NUM_PAGES))
 
     async def fail(*args: object) -> Lookup:
         raise StoreError("server", "not to be asked")
 
     monkeypatch.setattr(store, "lookup", fail)
-    assert await pages.recall(hashes[3:], 1.0) == found[3:]
+    assert await pages.recall(hashes[3:], WAIT_S) == found[3:]
     pages.fetched(hashes, found, FetchResult(4, (), False))
-    assert await pages.recall(hashes[:4], 1.0) == found[:4]
+    assert await pages.recall(hashes[:4], WAIT_S) == found[:4]
     with pytest.raises(StoreError, match="not to be asked"):
-        await pages.recall(hashes, 1.0)
+        await pages.recall(hashes, WAIT_S)
     pages.forget_pages()
     with pytest.raises(StoreError, match="not to be asked"):
-        await pages.recall(hashes[:1], 1.0)
+        await pages.recall(hashes[:1], WAIT_S)
 
 
 async def test_expired_pages_are_not_recalled(store: LocalStore, later: Callable[[float], None]) -> None:
@@ -76,11 +78,11 @@ async def test_expired_pages_are_not_recalled(store: LocalStore, later: Callable
     await put_segment(store, expiring(coded, time.time() + 60))
     pages, _ = finder(store)
     hashes = page_hashes(NUM_PAGES)
-    found = await pages.find_pages(hashes, 1.0)
+    found = await pages.find_pages(hashes, WAIT_S)
     later(50)
-    assert await pages.recall(hashes, 1.0) == found
+    assert await pages.recall(hashes, WAIT_S) == found
     later(70)
-    assert await pages.recall(hashes, 1.0) == []
+    assert await pages.recall(hashes, WAIT_S) == []
 
 
 async def test_a_variant_that_video_engines_decode_is_read(tmp_path: Path) -> None:
@@ -92,22 +94,23 @@ async def test_a_variant_that_video_engines_decode_is_read(tmp_path: Path) -> No
     await store.put(coded.manifest.key.manifest_name, coded.manifest.encode())
     for engine_codecs, expected in (((), "hevc"), (("hevc", "hevc420"), "hevc"), (("hevc420",), "hevc420")):
         finder = PageFinder(store, make_heads(), make_quantiser("exact"), _unexpected, engine_codecs=engine_codecs)
-        found = await finder.find_pages(page_hashes(NUM_PAGES), 1.0)
+        found = await finder.find_pages(page_hashes(NUM_PAGES), WAIT_S)
         assert {source.reader.variant.codec for source in found} == {expected}
     await store.close()
 
 
 async def test_lookups_pause_after_fetches_that_fail_in_a_row(store: LocalStore) -> None:
     pages, _ = finder(store)
+    pages._fetches = Breaker(first_pause_s=WAIT_S)
     hashes = page_hashes(NUM_PAGES)
-    found = await pages.find_pages(hashes, 1.0)
+    found = await pages.find_pages(hashes, WAIT_S)
     pages.fetched(hashes, found, FetchResult(0, (), True))
     pages.fetched(hashes, found, FetchResult(8, (), False))
     for _ in range(3):
-        assert await pages.find_pages(hashes, 1.0)
+        assert await pages.find_pages(hashes, WAIT_S)
         pages.fetched(hashes, found, FetchResult(0, (), True))
     with pytest.raises(StoreError, match="lookups are paused") as caught:
-        await pages.find_pages(hashes, 1.0)
+        await pages.find_pages(hashes, WAIT_S)
     assert caught.value.reason == "skipped"
 
 
@@ -123,7 +126,7 @@ async def test_a_segment_of_another_namespace_is_a_fault_that_names_the_field(
 
     monkeypatch.setattr(store, "lookup", answer)
     pages, faults = finder(store, mine)
-    assert await pages.find_pages(page_hashes(NUM_PAGES), 1.0) == []
+    assert await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S) == []
     assert isinstance(faults[0], NamespaceMismatchError)
     assert "kv_dtype is 'bfloat16', expected 'float16'" in str(faults[0])
 
@@ -136,7 +139,7 @@ async def test_an_answer_with_other_pages_is_a_fault(store: LocalStore, monkeypa
 
     monkeypatch.setattr(store, "lookup", answer)
     pages, faults = finder(store)
-    assert await pages.find_pages(page_hashes(NUM_PAGES, "others"), 1.0) == []
+    assert await pages.find_pages(page_hashes(NUM_PAGES, "others"), WAIT_S) == []
     assert "other pages than the lookup requested" in str(faults[0])
 
 
@@ -150,10 +153,10 @@ async def test_a_lookup_that_a_cache_answers_shows_that_the_store_is_down(
         return replace(await look_up(*args), from_cache=is_down)  # type: ignore[arg-type]
 
     monkeypatch.setattr(store, "lookup", answer)
-    assert len(await pages.find_pages(page_hashes(NUM_PAGES), 1.0)) == NUM_PAGES
+    assert len(await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S)) == NUM_PAGES
     assert own_metric("sgl_kvfetch_store_down") == 1
     is_down = False
-    await pages.find_pages(page_hashes(NUM_PAGES), 1.0)
+    await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S)
     assert own_metric("sgl_kvfetch_store_down") == 0
 
 
@@ -197,7 +200,7 @@ async def test_large_manifests_are_decoded_beside_the_event_loop(
     for padding, is_beside in ((0, False), (90_000, True)):
         answering(store, monkeypatch, dict(zip(page_hashes(4), manifests(0, 4, padding), strict=True)))
         pages, _ = finder(store)
-        assert len(await pages.find_pages(page_hashes(4), 5.0)) == 4
+        assert len(await pages.find_pages(page_hashes(4), WAIT_S)) == 4
         assert {each is not threading.main_thread() for each in threads} == {is_beside}
         threads.clear()
 
@@ -210,18 +213,18 @@ async def test_manifests_in_use_have_a_budget_in_bytes(store: LocalStore, monkey
     for turn in range(12):
         hashes = page_hashes(4, str(turn))
         answering(store, monkeypatch, dict(zip(hashes, manifests(0, 4, 1_000_000, str(turn)), strict=True)))
-        found = await pages.find_pages(hashes, 5.0)
+        found = await pages.find_pages(hashes, WAIT_S)
         made += [weakref.ref(source.reader) for source in found]
         assert len(found) == 4
         assert len({each() for each in made} - {None}) <= 16
-        assert (await pages.recall(hashes, 5.0))[3] is found[3]
+        assert (await pages.recall(hashes, WAIT_S))[3] is found[3]
         held += found if turn < 2 else []
     assert faults == []
     del found
     for turn in range(12, 15):
         hashes = page_hashes(4, str(turn))
         answering(store, monkeypatch, dict(zip(hashes, manifests(0, 4, 1_000_000, str(turn)), strict=True)))
-        held += await pages.find_pages(hashes, 5.0)
+        held += await pages.find_pages(hashes, WAIT_S)
     assert len(held) == 16
     assert [str(fault) for fault in faults] == [
         "manifests in use take 16777216 bytes; there is no room for one of 1001022 bytes"
@@ -249,7 +252,7 @@ async def test_others_run_while_pages_are_forgotten(store: LocalStore, monkeypat
     for turn in range(6):
         hashes = page_hashes(4, str(turn))
         answering(store, monkeypatch, dict(zip(hashes, manifests(0, 4, 1_000_000, str(turn)), strict=True)))
-        assert len(await pages.find_pages(hashes, 5.0)) == 4
+        assert len(await pages.find_pages(hashes, WAIT_S)) == 4
     counting.cancel()
     assert len(counted) > 6  # something was forgotten
     assert all(one < next_one for one, next_one in itertools.pairwise(counted))
@@ -257,8 +260,8 @@ async def test_others_run_while_pages_are_forgotten(store: LocalStore, monkeypat
 
 async def test_requests_for_the_same_pages_share_their_manifests(store: LocalStore) -> None:
     pages, _ = finder(store)
-    first = await pages.find_pages(page_hashes(NUM_PAGES), 1.0)
-    second = await pages.find_pages(page_hashes(NUM_PAGES), 1.0)
+    first = await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S)
+    second = await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S)
     assert {source.reader for source in first} == {source.reader for source in second}
     assert len({source.reader for source in first}) == 1
 
@@ -270,14 +273,14 @@ async def test_an_answer_whose_parts_are_not_neighbours_is_a_fault(
     parts = manifests(2, 3, 0) + manifests(5, 1, 0, shift=2)
     answering(store, monkeypatch, dict(zip(page_hashes(4, "", 2), parts, strict=True)))
     pages, faults = finder(store)
-    assert len(await pages.find_pages(page_hashes(4, "", 2), 1.0)) == 3
+    assert len(await pages.find_pages(page_hashes(4, "", 2), WAIT_S)) == 3
     assert "expected page 5 of the sequence, found 7" in str(faults[0])
 
 
 async def test_pages_that_were_written_for_another_place_are_a_fault(store: LocalStore) -> None:
     """Even if all of them are: a request that knows its place compares it."""
     pages, faults = finder(store)
-    assert len(await pages.find_pages(page_hashes(NUM_PAGES), 1.0, 0)) == NUM_PAGES
-    assert len(await pages.find_pages(page_hashes(NUM_PAGES)[3:], 1.0, 3)) == NUM_PAGES - 3
-    assert await pages.find_pages(page_hashes(NUM_PAGES), 1.0, 4) == []
+    assert len(await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S, 0)) == NUM_PAGES
+    assert len(await pages.find_pages(page_hashes(NUM_PAGES)[3:], WAIT_S, 3)) == NUM_PAGES - 3
+    assert await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S, 4) == []
     assert "expected page 4 of the sequence, found 0" in str(faults[0])
