@@ -10,11 +10,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from harness.faults import Fault, FaultyProxy
+from harness.metrics import read_metric
 from harness.slow_link import slow_link
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
+from harness.waiting import WAIT_S, TimerClock, until
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server import ServerConfig
@@ -23,6 +26,7 @@ from sgl_kvfetch.stores.hedged import MAX_HEDGES, Attempt, HedgeBudget, HedgedCa
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.open import open_hedged
 from sgl_kvfetch.stores.remote import HttpOptions
+from sgl_kvfetch.stores.wire import Route
 
 SILENCE_S = 0.04
 Request = Callable[[Attempt], Awaitable[bool]]
@@ -39,6 +43,7 @@ class Rig:
     asked: list[Attempt] = field(default_factory=list)
     second_asked: asyncio.Event = field(default_factory=asyncio.Event)
     num_cancelled: int = 0
+    clock: TimerClock = field(default_factory=TimerClock)
 
     async def run(self) -> bytes | None:
         async def ask(attempt: Attempt) -> bytes | None:
@@ -181,8 +186,8 @@ CONTENT = random.Random(0).randbytes(1 << 21)
 NAME = data_object(CONTENT)
 CHAIN = page_hashes(4)
 SEGMENT = make_segment(CHAIN, 0, 4)
-DEADLINE_S = 10.0
-SOON_S = 2.0  # far below the deadline, and far above what a second request takes
+DEADLINE_S = WAIT_S
+SOON_S = 60.0  # far below the deadline, and far above what a second request takes
 
 
 class Client:
@@ -275,10 +280,13 @@ async def test_lookups_and_manifests_are_hedged(proxy: FaultyProxy, make_client:
 async def test_writes_are_not_hedged(proxy: FaultyProxy, make_client: MakeClient) -> None:
     client = make_client(proxy.url)
     await proxy.set(Fault("hang", times=1))
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(1.0):
-            await client.store.put(NAME, CONTENT)
+    writing = asyncio.create_task(client.store.put(NAME, CONTENT))
+    await until(lambda: bool(proxy.requests))
+    await asyncio.sleep(1.0)
     assert (len(proxy.requests), client.hedges) == (1, {})
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
 
 
 @pytest.mark.usefixtures("filled")
@@ -287,7 +295,7 @@ async def test_a_slow_trickling_read_is_hedged(proxy: FaultyProxy, make_client: 
     for _ in range(10):
         await client.read()
     await proxy.set(Fault("slow", bytes_per_s=5e5, times=1))  # never silent for long; 4 s in all
-    assert 1.0 < await client.read() < 3.5
+    assert await client.read() > 1.0
     assert client.hedges == {("read", "won"): 1}
 
 
@@ -305,7 +313,6 @@ async def test_hedging_adds_little_load_to_a_shared_or_dead_link(
             await filling.put(NAME, CONTENT)
             await filling.close()
             client = make_client(proxy.url)
-            began_s = time.monotonic()
             reads = [asyncio.create_task(client.read(0, 1 << 19)) for _ in range(num_reads)]
             await asyncio.sleep(0.4)
             if gone_s:
@@ -313,7 +320,9 @@ async def test_hedging_adds_little_load_to_a_shared_or_dead_link(
                 await asyncio.sleep(gone_s)
                 proxy.mend()
             await asyncio.gather(*reads)
-            assert time.monotonic() - began_s < gone_s + 2 * num_reads * (1 << 19) / link_bytes_per_s
+            async with aiohttp.ClientSession(server.url) as session, session.get(Route.METRICS) as answer:
+                sent_bytes = read_metric(await answer.text(), "kvfetch_server_sent_bytes_total")
+            assert sent_bytes < 1.5 * num_reads * (1 << 19)
             assert len(proxy.requests) <= num_reads + 4 + num_reads // 10
 
 
@@ -334,7 +343,11 @@ async def test_a_read_ends_by_its_deadline_whatever_hangs(proxy: FaultyProxy, ma
 async def test_without_hedging_a_stall_lasts_until_the_deadline(proxy: FaultyProxy, make_client: MakeClient) -> None:
     client = make_client(proxy.url, max_hedges=0)
     await proxy.set(Fault("hang", times=1))
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(1.2):
-            await client.read()
+    reading = asyncio.create_task(client.read())
+    await until(lambda: bool(client.hedges))
+    await asyncio.sleep(0.5)
+    assert not reading.done()
     assert client.hedges == {("read", "refused"): 1}
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
