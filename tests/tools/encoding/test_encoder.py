@@ -227,16 +227,22 @@ async def test_replaced_data_is_kept_for_the_grace_period(store: AdminStore, mon
 
 
 async def test_orphan_age_of_replaced_data_starts_at_the_replacement(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path, orphan_age_s=1.0)
+    store = LocalStore(tmp_path, orphan_age_s=ORPHAN_AGE_S)
+
+    def age() -> None:
+        then_s = time.time() - 2 * ORPHAN_AGE_S
+        for path in tmp_path.rglob("*.kv?"):
+            os.utime(path, (then_s, then_s))
+
     (segment,) = segments(1)
     await commit_segment(store, segment)
-    await asyncio.sleep(1.2)
+    age()
     encoder = Encoder(store, EncodeOptions(HEVC, grace_s=60))
     await encoder.run_round()
     await encoder.close()
     await store.collect()
     assert await store.get(segment.data_name) == segment.data
-    await asyncio.sleep(1.2)
+    age()
     await store.collect()
     assert await store.get(segment.data_name) is None
     await require_encoded(store, segment)
