@@ -23,18 +23,23 @@ ATTACH = "/hicache/storage-backend"
 def attach(
     server: SGLangServer, store_url: str, *, policy: str | None = None, write_policy: str | None = None, **config: Any
 ) -> str:
-    """Attach a store, and return what SGLang says. Without policies, SGLang keeps those that it has. Raises
-    ServerError."""
+    """Attach a store once the server is idle, and return what SGLang says. Without policies, SGLang keeps those that
+    it has. Raises ServerError."""
     body = {
         "hicache_storage_backend": "kvfetch",
         "hicache_storage_backend_extra_config_json": json.dumps(extra_config(store_url, **config)),
         "hicache_storage_prefetch_policy": policy,
         "hicache_write_policy": write_policy,
     }
-    return server.request("PUT", ATTACH, body)
+    return _once_idle(partial(server.request, "PUT", ATTACH, body))
 
 
-def once_idle(call: Callable[[], str]) -> str:
+def detach(server: SGLangServer) -> str:
+    """Detach the store once the server is idle, and return what SGLang says. Raises ServerError."""
+    return _once_idle(partial(server.request, "DELETE", ATTACH))
+
+
+def _once_idle(call: Callable[[], str]) -> str:
     """Attach or detach. SGLang refuses it while it is busy, as it may be for a moment after a request."""
     answers: list[str] = []
 
@@ -68,12 +73,12 @@ class SharedServer(SGLangServer):
     @contextmanager
     def attached(self, store_url: str, *, policy: str | None, **config: Any) -> Iterator[Self]:
         self.flush()
-        once_idle(partial(attach, self, store_url, policy=policy, **config))
+        attach(self, store_url, policy=policy, **config)
         counters = filter(_COUNTER.match, super().metrics().splitlines())
         self._before = {name: float(value) for name, _, value in (line.rpartition(" ") for line in counters)}
         yield self
         self.flush()
-        once_idle(partial(self.request, "DELETE", ATTACH))
+        detach(self)
 
 
 _COUNTER = re.compile(r"sgl_kvfetch_\w+_total\W")
@@ -114,7 +119,7 @@ class Shared:
             server = SharedServer(self._model, self._extra_args, self._env)
             server.start()
             if "--hicache-storage-backend" in self._extra_args:  # without it, there is no device mode
-                once_idle(partial(server.request, "DELETE", ATTACH))
+                detach(server)
             self._server = server
         return self._server
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from harness.engine import Generation, ServerError, SGLangServer, hicache_args
 from harness.waiting import wait_until
-from tests.e2e.shared import ATTACH, Shared, attach, once_idle
+from tests.e2e.shared import Shared, attach, detach
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -24,11 +23,7 @@ def _stored(generation: Generation) -> int:
 
 
 def _attach(server: SGLangServer, store: str, **config: Any) -> str:
-    return once_idle(partial(attach, server, store, policy="wait_complete", **config))
-
-
-def _detach(server: SGLangServer) -> str:
-    return once_idle(partial(server.request, "DELETE", ATTACH))
+    return attach(server, store, policy="wait_complete", **config)
 
 
 def _hit_after_flush(server: SGLangServer) -> Generation:
@@ -55,13 +50,13 @@ def test_attached_at_run_time_and_read_by_another_server(model: Path, host: Shar
         assert "attached" in _attach(server, store)
         assert server.generate(input_ids=PROMPT).output_ids == computed.output_ids
         assert _hit_after_flush(server).output_ids == computed.output_ids
-        assert "detached" in _detach(server)
+        assert "detached" in detach(server)
         server.flush()
         assert server.generate(input_ids=PROMPT).cached_tokens == 0
         server.flush()
         assert "attached" in _attach(server, store)
         assert _stored(server.generate(input_ids=PROMPT)) == CACHED_TOKENS
-        _detach(server)
+        detach(server)
 
     args = hicache_args(store, layout="page_first", io_backend="kernel")
     with SGLangServer(model, extra_args=args, log_path=tmp_path / "second.log") as server:
@@ -98,7 +93,7 @@ def test_new_weights_are_never_served_pages_of_old_ones(model: Path, other_model
         log = log_path.read_text()
         assert log.count("the model's weights change (UpdateWeightFromDiskReqInput)") == 1
 
-        assert "detached" in _detach(server)
+        assert "detached" in detach(server)
         with pytest.raises(ServerError, match=r"status 400[\s\S]*set model_id"):
             _attach(server, store)
         # What the tree holds now may be of any weights.

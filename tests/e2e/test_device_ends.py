@@ -32,7 +32,7 @@ from tests.e2e.faults import (
     fetch_again,
     is_data,
 )
-from tests.e2e.shared import ATTACH, Shared, attach
+from tests.e2e.shared import ATTACH, Shared, attach, detach
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -68,7 +68,7 @@ def server(device: Shared, link: Proxy) -> Iterator[SGLangServer]:
 @pytest.fixture(scope="module")
 def patient(server: SGLangServer, link: Proxy) -> SGLangServer:
     """The same server, from here on with a deadline that no test waits for."""
-    server.request("DELETE", ATTACH)
+    detach(server)
     attach(server, link.url, **PATIENT)
     return server
 
@@ -148,7 +148,7 @@ def test_detaching_and_attaching(patient: SGLangServer, link: Proxy, tmp_path: P
         with contextlib.suppress(ServerError):
             parked.result(WAIT_S)
     # Whatever there is left of the fetch ends.
-    assert "detached" in server.request("DELETE", ATTACH)
+    assert "detached" in detach(server)
     assert attached(server) is None
     wait_until_quiet(server, link)
     computed = ask(server, make_prompt(0))
@@ -173,7 +173,7 @@ def test_detaching_and_attaching(patient: SGLangServer, link: Proxy, tmp_path: P
     assert same_answer(fetch_again(server, 0), expected[0])
     with pytest.raises(ServerError, match="another config"):
         attach(server, link.url, **PATIENT)
-    server.request("DELETE", ATTACH)
+    detach(server)
     link.set(None)
     attach(server, link.url, **PATIENT)
     assert same_answer(fetch_again(server, 1), expected[1])

@@ -14,7 +14,7 @@ from harness.waiting import wait_until
 from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.device import assert_fetched_in_parts
 from tests.e2e.faults import PAGES, fetch_again
-from tests.e2e.shared import ATTACH, Shared, attach
+from tests.e2e.shared import Shared, attach, detach
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -76,7 +76,7 @@ def other_weights_need_another_name(server: SGLangServer, path: str, store_url: 
     changed = ask(server, make_prompt(0))
     assert changed.cached_tokens == 0
     assert not same_answer(changed, expected[0])
-    server.request("DELETE", ATTACH)
+    detach(server)
     with pytest.raises(ServerError, match=r"status 400[\s\S]*set model_id"):
         attach(server, store_url)
     attach(server, store_url, model_id="other")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from sgl_kvfetch.stores.wire import Route
 from tests.e2e.conftest import ask, from_storage, make_prompt, same_answer
 from tests.e2e.device import attached, begin, wait_until_disconnected
 from tests.e2e.faults import PAGES, SLACK_S, Proxy, counted, fetch_again, is_data
-from tests.e2e.shared import ATTACH, attach, once_idle
+from tests.e2e.shared import attach, detach
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -64,7 +63,7 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
                 assert [from_storage(answer) for answer in computed] == [0, 0]
                 wait_until_written(server, 2 * 2 * PAGES)
                 server.flush()
-                once_idle(partial(server.request, "DELETE", ATTACH))
+                detach(server)
                 attach(server, link.url, **CONFIG)
                 yield Pair(server, link, store, computed)
         finally:
@@ -130,7 +129,7 @@ def test_an_abort_and_a_detach_while_one_of_them_hangs(pair: Pair, tmp_path: Pat
         pair.server.request("POST", "/abort_request", {"rid": "parked"})
         with contextlib.suppress(ServerError):
             parked.result(WAIT_S)
-    assert "detached" in pair.server.request("DELETE", ATTACH)
+    assert "detached" in detach(pair.server)
     wait_until_disconnected(pair.link.url)  # the other rank may be a little later
     answer = ask(pair.server, make_prompt(1))
     assert from_storage(answer) == 0

@@ -23,7 +23,7 @@ from sgl_kvfetch.reasons import Reason
 from tests.e2e.conftest import make_prompt
 from tests.e2e.device import begin, load_of, wait_until_parked
 from tests.e2e.faults import DEADLINE_S, PAGES, Proxy, counted, data_planes, fetch_again, is_data
-from tests.e2e.shared import ATTACH, Shared, attach, once_idle
+from tests.e2e.shared import Shared, attach, detach
 from tests.reasons import assert_counted, assert_why, reasons_in
 from tests.tools.conftest import kvfetch, kvfetch_json
 
@@ -264,15 +264,15 @@ def test_policies_of_host_mode(host: Shared, filled: Path) -> None:
         link = Proxy(store)
         config = dict(policy="best_effort", **PATIENT)
         try:
-            once_idle(partial(attach, server, link.url, write_policy="write_back", **config))
+            attach(server, link.url, write_policy="write_back", **config)
             found = why(store, server, 50)
             assert_why(found, Reason.NEVER_WRITTEN)
             assert "--hicache-write-policy write_back" in detail_of(found)
             wait_until(partial(is_given_up, server, store, link, pool))
             assert_why(why(store, server, 0), Reason.POLICY)
-            once_idle(partial(server.request, "DELETE", ATTACH))
-            once_idle(partial(attach, server, link.url, write_policy="write_through", **config))
-            once_idle(partial(server.request, "DELETE", ATTACH))
+            detach(server)
+            attach(server, link.url, write_policy="write_through", **config)
+            detach(server)
         finally:
             link.close()
 
