@@ -63,7 +63,12 @@ class Browser:
 
     def click(self, selector: str) -> None:
         """Click the first of such elements once it is shown, although the page may draw it anew meanwhile."""
-        self.until(lambda: self.find(selector).click() or True)
+
+        def is_clicked() -> bool:
+            self.find(selector).click()
+            return True
+
+        self.until(is_clicked)
 
     def freeze(self) -> None:
         """Let the page ask its store no more, not even for what it has just asked. So what a test draws stays."""
