@@ -13,11 +13,12 @@ room in the queue, as long as half of the pool is left for other requests, and t
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from sgl_kvfetch import metrics
@@ -84,7 +85,9 @@ class Offloads:
         self._stored = _StoredPages()  # known to this rank alone: it decides only what is copied
         self._num_losses = 0
         self._has_spare_slots = True
-        self._copy_pool = ThreadPoolExecutor(1, "kvfetch-copy", use_one_thread)
+        # A daemon, which the process's end does not wait for: a copy may wait for the store, until `close`.
+        self._copies: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=_make_copies, args=(self._copies,), name="kvfetch-copy", daemon=True).start()
 
     def connect(self, plane: DataPlane, access: Access) -> None:
         """Write to a store from now on."""
@@ -162,7 +165,7 @@ class Offloads:
             read_quantised=partial(offload.source.quantise, new.start),
             may_wait=partial(self._may_wait, offload.source),
         )
-        self._copy_pool.submit(_copy, write, offload, hashes)
+        self._copies.put(partial(_copy, write, offload, hashes))
 
     def _may_wait(self, source: GuardedSource) -> bool:
         """Return whether pages may wait in the pool for room in the write queue. SGLang keeps their slots that long."""
@@ -188,7 +191,13 @@ class Offloads:
 
     def close(self) -> None:
         self.drop_all()
-        self._copy_pool.shutdown(wait=False, cancel_futures=True)
+        self._copies.put(None)
+
+
+def _make_copies(copies: SimpleQueue[Callable[[], None] | None]) -> None:
+    use_one_thread()
+    while (copy := copies.get()) is not None:
+        copy()
 
 
 def _copy(write: Callable[[], int], offload: _Offload, hashes: Sequence[str]) -> None:

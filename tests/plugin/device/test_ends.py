@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from harness.metrics import own_metric
@@ -166,3 +168,10 @@ def test_the_pools_memory_goes_only_when_nothing_uses_it(make: MakeRig, monkeypa
         rig.linker.stop_using_pool()
     rig.service.client.writer.release(1 << 20)
     rig.assert_nothing_held()
+
+
+def test_the_process_ends_while_pages_wait_for_the_store(make: MakeRig) -> None:
+    """Python waits for all threads but daemons before it calls what is registered for its end, as `close` is."""
+    before = {*threading.enumerate()}
+    make()
+    assert [thread.daemon for thread in {*threading.enumerate()} - before if thread.name == "kvfetch-copy"] == [True]
