@@ -199,12 +199,16 @@ class DataPlane(Supervisor):
         """The profile that was found for the engine's weights, as `messages.Start` has asked."""
         return self._run.profile
 
+    def show_prompts(self, windows: Sequence[Sequence[bytes]]) -> None:
+        """Let the data plane calibrate on these prompts: see `messages.ShowPrompts`."""
+        self.tell(m.ShowPrompts(tuple(map(tuple, windows))))
+
     def pause_calibration(self, *, is_paused: bool) -> None:
-        self._send(m.PauseCalibration(is_paused))
+        self.tell(m.PauseCalibration(is_paused))
 
     def take_profile(self, digest: str) -> None:
         """Let the data plane take this profile, which another rank has chosen."""
-        self._send(m.TakeProfile(digest))
+        self.tell(m.TakeProfile(digest))
 
     def step(self) -> None:
         """Complete the stagings whose results have come, a bounded number. Never waits."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from sgl_kvfetch import metrics
@@ -44,7 +44,8 @@ class Supervisor:
         # What the next data plane is started with: that of the first one, until a switch.
         self._start = start
         self._launch = launch
-        self._shown: m.ShowPrompts | None = None
+        # What the present data plane was told last of each kind, and those that follow it are told, too.
+        self._told: dict[type, m.ShowPrompts | m.PauseCalibration | m.TakeProfile] = {}
         self._geometry = geometry
         self._shared_bytes = page_bytes, value_bytes
         self._closing = threading.Event()
@@ -62,10 +63,10 @@ class Supervisor:
         self._thread = self._begin_watch()  # watches `_run`
         self._former: threading.Thread | None = None  # watches the data plane before the last switch, until its end
 
-    def show_prompts(self, windows: Sequence[Sequence[bytes]]) -> None:
-        """Let the data plane, and those that follow it, calibrate on these prompts: see `messages.ShowPrompts`."""
-        self._shown = m.ShowPrompts(tuple(map(tuple, windows)))
-        self._run.channel.send(self._shown)
+    def tell(self, command: m.ShowPrompts | m.PauseCalibration | m.TakeProfile) -> None:
+        """Tell the data plane, and those that follow it until a switch."""
+        self._told[type(command)] = command
+        self._run.channel.send(command)
 
     def prepare(self, make: Callable[[], tuple[m.Start, Launch]]) -> None:
         """Start a second data plane, on a thread, for `switch`. ``make`` returns what it is started with; it may take
@@ -84,7 +85,7 @@ class Supervisor:
         prepared, self._prepared = self._prepared, None
         with self._choosing:
             former, self._run = self._run, prepared.run
-            self._start, self._launch, self._shown = prepared.start, prepared.launch, None
+            self._start, self._launch, self._told = prepared.start, prepared.launch, {}
         self.has_switched = True
         self.num_losses += 1  # what it has queued is of no use to the next one
         self.on_switch()
@@ -124,8 +125,8 @@ class Supervisor:
         except BaseException:
             run.end()
             raise
-        if self._shown is not None:
-            run.channel.send(self._shown)
+        for command in [*self._told.values()]:
+            run.channel.send(command)
         return run
 
     def _prepare(self, make: Callable[[], tuple[m.Start, Launch]]) -> None:

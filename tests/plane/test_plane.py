@@ -28,7 +28,7 @@ from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.plane import plane as plane_module, run as run_module
+from sgl_kvfetch.plane import channel as channel_module, messages as m, plane as plane_module, run as run_module
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from sgl_kvfetch.plane.launch import DataPlaneProcess, Line, Running
 from sgl_kvfetch.plane.messages import Found, Start
@@ -317,6 +317,28 @@ def test_pages_that_are_lost_with_a_data_plane_are_counted(tmp_path: Path, launc
         wait_until(lambda: dropped.get() == before + NUM_PAGES and plane.num_losses == 1)
         plane.close()
     assert dropped.get() == before + NUM_PAGES
+
+
+def test_the_next_data_plane_is_told_what_the_last_one_was(
+    plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been asked for another rank's profile, and no rank switches before all have it."""
+    told: list[object] = []
+    encode = m.encode
+    monkeypatch.setattr(channel_module, "encode", lambda message: told.append(message) or encode(message))  # type: ignore[func-returns-value]
+    plane.show_prompts([[b"prompt"]])
+    plane.take_profile("digest")
+    plane.pause_calibration(is_paused=True)
+    plane.pause_calibration(is_paused=False)
+    told.clear()
+    launcher.signal(signal.SIGKILL)
+    wait_until(lambda: len(launcher.started) == 2 and write(plane, page_hashes(1)) == 1)
+    kinds = m.ShowPrompts, m.TakeProfile, m.PauseCalibration
+    assert [each for each in told if isinstance(each, kinds)] == [
+        m.ShowPrompts(((b"prompt",),)),
+        m.TakeProfile("digest"),
+        m.PauseCalibration(False),
+    ]
 
 
 def test_pages_that_were_written_are_not_lost(plane: DataPlane, launcher: Launcher) -> None:
