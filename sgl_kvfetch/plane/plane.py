@@ -31,8 +31,8 @@ from sgl_kvfetch.types import KVGeometry
 SHARED_BYTES = 64 << 20
 _WRITE_S = 1.0  # how long to wait for room for pages
 _WRITES_S = 4.0  # after which no further part of the pages is begun: SGLang waits 10 s for this thread when it stops it
-# Pages that may wait longer do so until there was no room at all for _NO_ROOM_S, with a pause between attempts: one
-# fails at once while a data plane is restarted.
+# Pages that may wait longer do so until there was no room for _NO_ROOM_S, for them and for those before them. There is
+# a pause between attempts: one fails at once while a data plane is restarted.
 _NO_ROOM_S, _PAUSE_S = 30.0, 0.1
 
 ReadQuantised = Callable[[range], Sequence[Quantised] | None]
@@ -45,6 +45,7 @@ class DataPlane(Supervisor):
         """Start the data plane and wait until it serves. ``staging_bytes``: the shared memory for values that wait to
         be taken. Raises KVFetchError if the data plane refuses the config or fails."""
         self._numbers = itertools.count(1)
+        self._refused_s = math.inf  # since when no pages were queued that might have waited
         shared_bytes = max(SHARED_BYTES, 2 * (geometry.page_bytes + sum(start.sides.values())))
         super().__init__(start, geometry, launch, shared_bytes, staging_bytes or shared_bytes)
 
@@ -138,7 +139,8 @@ class DataPlane(Supervisor):
         may_wait: Callable[[], bool] = lambda: False,
     ) -> int:
         """Queue consecutive pages of a sequence for writing. Return how many, from the first on, were queued. Waits a
-        little for room, and longer while ``may_wait`` returns True, which is asked about once a second.
+        little for room, and longer while ``may_wait`` returns True, which is asked about once a second, but not for a
+        store that takes nothing.
 
         ``first_page``: position in the sequence. ``previous_hash``: hash of the page before, None at the sequence's
         start. ``pool_pages``: their page numbers in the pool. ``read`` returns a copy of pages of the pool, or None if
@@ -146,7 +148,7 @@ class DataPlane(Supervisor):
         from the first. ``read_quantised`` goes before ``read``: it returns the parts of these pages, also counted from
         the first, for each cell in storage order; None if ``read`` is to be used.
         """
-        started_s = queued_s = time.monotonic()
+        started_s = time.monotonic()
         sides = sides or {}
         for part in self._parts(len(hashes), sides):
             if part.start and time.monotonic() > started_s + _WRITES_S and not may_wait():
@@ -159,11 +161,14 @@ class DataPlane(Supervisor):
                 command = msgspec.structs.replace(command, work=next(self._numbers))
                 left_s = max(0.0, started_s + _WRITE_S - time.monotonic())
                 if self._run.write(command, pool_pages[run], read, quantised, list(theirs.values()), left_s):
+                    self._refused_s = math.inf
                     break
-                if time.monotonic() > queued_s + _NO_ROOM_S or not may_wait():
+                if not may_wait():
+                    return part.start
+                self._refused_s = min(self._refused_s, time.monotonic())
+                if time.monotonic() > self._refused_s + _NO_ROOM_S or self._run.has_lost:
                     return part.start
                 time.sleep(_PAUSE_S)
-            queued_s = time.monotonic()
             previous_hash = hashes[run][-1]
         return len(hashes)
 

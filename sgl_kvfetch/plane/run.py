@@ -104,7 +104,7 @@ class Run:
         self._asked: dict[int, _Asked] = {}
         self.profile: m.ProfileTaken | None = None
         self._on_loss = on_loss
-        self._has_lost = False  # the store has failed to take pages, and has taken none since
+        self.has_lost = False  # the store has failed to take pages, and has taken none since
         self._num_queued = 0  # pages that the data plane has taken and not yet written or dropped
         self.running = launch(Line(commands[1], events[1], self._values, self._pages, self.destination))
 
@@ -264,9 +264,9 @@ class Run:
             case m.Settled():
                 self._num_queued -= event.num_pages
                 # Not before the store works again: until then, pages that come again would be lost again.
-                if self._has_lost and not event.is_lost:
+                if self.has_lost and not event.is_lost:
                     self._on_loss()
-                self._has_lost = event.is_lost
+                self.has_lost = event.is_lost
 
     def _work(self, work: int) -> _Asked | None:
         with self._lock:

@@ -228,6 +228,37 @@ def test_they_do_not_wait_where_others_need_the_pool(make: MakeRig, monkeypatch:
     rig.assert_nothing_held()
 
 
+def test_they_do_not_wait_each_for_a_queue_that_stays_full(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while a store hangs: half of the pool would be of no use to others for as long."""
+    monkeypatch.setattr(service, "_QUEUE_S", 0.01)
+    monkeypatch.setattr(plane, "_NO_ROOM_S", 1.0)
+    rig = make(write_queue_bytes=1 << 20)
+    refusals = block_writes(rig, monkeypatch)
+    for seed in range(2):
+        num_refusals = len(refusals)
+        rig.compute(prompt(seed))
+        rig.settle(lambda: not rig.cache.linker.pending_offloads)
+        assert (len(refusals) == num_refusals + 1) == (seed > 0)
+    rig.service.client.writer.release(1 << 20)
+    rig.compute(prompt(2))
+    rig.write_all()
+    assert fetched(rig, prompt(2)) == 32
+
+
+def test_they_do_not_wait_while_the_store_takes_none(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_QUEUE_S", 0.01)
+    monkeypatch.setattr(plane, "_NO_ROOM_S", math.inf)
+    rig = make(write_queue_bytes=1 << 20)
+    rig.store.puts.error = StoreError("timeout", "as told")
+    rig.compute(prompt(0))
+    rig.write_all()
+    rig.hear_plane()
+    block_writes(rig, monkeypatch)
+    rig.compute(prompt(1))
+    rig.settle(lambda: not rig.cache.linker.pending_offloads)
+    rig.service.client.writer.release(1 << 20)
+
+
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_they_do_not_wait_where_the_next_request_needs_their_room(
     make: MakeRig, monkeypatch: pytest.MonkeyPatch, is_stored: bool
