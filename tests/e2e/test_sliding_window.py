@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine import Generation, SGLangServer, hicache_args
+from harness.engine import SGLangServer, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.models import make_tiny_mellum
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
+from tests.e2e.faults import fetch_again
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -40,7 +41,7 @@ def test_windows_are_stored_and_restored_with_their_prefixes(mellum: Path, store
         assert from_storage(answer) == 0  # KV without its window is never used
         assert same_answer(answer, computed[1])
         assert read_metric(server.metrics(), "sgl_kvfetch_corrupt_chunks_total") > 0
-        assert _is_stored_again(server, computed[1])
+        assert same_answer(fetch_again(server, 1), computed[1])  # it is stored again
 
 
 def _flip_side_pages(store: StoreProcess) -> None:
@@ -52,10 +53,3 @@ def _flip_side_pages(store: StoreProcess) -> None:
             content = bytearray(data.read_bytes())
             content[len(content) // 2] ^= 1
             data.write_bytes(content)
-
-
-def _is_stored_again(server: SGLangServer, computed: Generation) -> bool:
-    wait_until_written(server, TOKENS // PAGE_SIZE)
-    server.flush()
-    answer = ask(server, make_prompt(1))
-    return from_storage(answer) >= 0.9 * TOKENS and same_answer(answer, computed)
