@@ -25,6 +25,7 @@ from tests.e2e.conftest import NUM_STORED, Expected, ask, make_prompt, same_answ
 from tests.e2e.device import attached, begin, load_of, num_connections, wait_until_parked
 from tests.e2e.faults import (
     DEADLINE_S,
+    LOOKUP_S,
     PAGES,
     Proxy,
     assert_a_miss_in_time,
@@ -40,7 +41,7 @@ HANG = Fault("hang", only=is_data)
 CONFIG: dict[str, Any] = {
     "mode": "read_only",
     "fetch_timeout_s": DEADLINE_S,
-    "lookup_timeout_s": 1.0,
+    "lookup_timeout_s": LOOKUP_S,
 }
 PATIENT = CONFIG | {"fetch_timeout_s": 600}
 HELD = ("sgl_kvfetch_parked_requests", "sgl_kvfetch_queued_bytes")

@@ -15,7 +15,7 @@ from harness.faults import Fault
 from harness.metrics import read_metric
 from harness.store_process import StoreProcess
 from tests.e2e.conftest import NUM_STORED, Expected, ask, from_storage, make_prompt, same_answer
-from tests.e2e.faults import DEADLINE_S, SLACK_S, Proxy, assert_a_miss_in_time, counted, each_fault, is_data
+from tests.e2e.faults import DEADLINE_S, LOOKUP_S, SLACK_S, Proxy, assert_a_miss_in_time, counted, each_fault, is_data
 from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -36,7 +36,7 @@ def proxy(filled_store: StoreProcess) -> Iterator[Proxy]:
 
 @pytest.fixture(scope="class")
 def reader(host: Shared, proxy: Proxy) -> Iterator[SGLangServer]:
-    config: dict[str, Any] = {"mode": "read_only", "fetch_timeout_s": DEADLINE_S, "lookup_timeout_s": 1.0}
+    config: dict[str, Any] = {"mode": "read_only", "fetch_timeout_s": DEADLINE_S, "lookup_timeout_s": LOOKUP_S}
     with host.attached(proxy.url, **config) as server:
         ask(server, make_prompt(NUM_STORED))  # warm
         yield server
@@ -107,7 +107,7 @@ def test_a_store_killed_during_a_fetch(host: Shared, filled: Path, expected: Exp
     with StoreProcess(filled) as store:
         proxy = Proxy(store)
         proxy.set(Fault("stall", after_bytes=1000, only=is_data))  # the fetch is under way when the store dies
-        config: dict[str, Any] = {"mode": "read_only", "fetch_timeout_s": DEADLINE_S, "lookup_timeout_s": 1.0}
+        config: dict[str, Any] = {"mode": "read_only", "fetch_timeout_s": DEADLINE_S, "lookup_timeout_s": LOOKUP_S}
         try:
             with host.attached(proxy.url, **config) as reader:
                 ask(reader, make_prompt(NUM_STORED))

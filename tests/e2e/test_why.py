@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 USABLE = PAGES - 1  # SGLang always computes the last token
 PATIENT: dict[str, Any] = {"fetch_timeout_s": WAIT_S, "prefetch_threshold": 64}  # no deadline is passed
-CONFIG = PATIENT | {"fetch_timeout_s": DEADLINE_S, "lookup_timeout_s": 1.0}
+CONFIG = PATIENT | {"fetch_timeout_s": DEADLINE_S}
 
 
 @pytest.fixture
