@@ -384,9 +384,10 @@ async def test_leftovers_of_a_dead_encoder_are_used_or_deleted(store: AdminStore
         await store.put(name, data)
     await store.put(done.manifest.key.manifest_name, done.manifest.encode())
 
-    tally = (await encode(store)).tally
-    assert (tally.num_encoded, tally.num_done) == (1, 1)
-    assert tally.num_deleted == 3  # both sources, and the useless data
+    # A slow encoder looks at the useless data while it is younger than its manifest, and leaves it to the next one.
+    first, second = [(await encode(store)).tally for _ in range(2)]
+    assert (first.num_encoded, first.num_done) == (1, 1)
+    assert first.num_deleted + second.num_deleted == 3  # both sources, and the useless data
     for segment in (half, whole):
         await require_encoded(store, segment)
     await require_nothing_loose(store, *[await manifest_of(store, segment) for segment in (half, whole)])
