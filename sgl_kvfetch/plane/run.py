@@ -55,6 +55,11 @@ CLOSE_S = 10.0
 _REFUSALS: dict[str, type[KVFetchError]] = {kind.__name__: kind for kind in (ConfigError, UnsupportedError)}
 ANSWER_S = 5.0  # how much longer a caller waits than the data plane's own deadline
 
+
+class EndedError(KVFetchError):
+    """The data plane ended, or did not start in time. Another one may fare better."""
+
+
 ReadPages = Callable[[TensorName, Sequence[int]], torch.Tensor | None]
 ReadSide = Callable[[], torch.Tensor]  # returns uint8, (bytes,)
 TakeSide = Callable[[int, torch.Tensor], None]
@@ -186,7 +191,7 @@ class Run:
     # Events
 
     def await_ready(self, closing: threading.Event) -> None:
-        """Wait until the data plane serves. Raises KVFetchError if it refuses the config or does not start."""
+        """Wait until the data plane serves. Raises EndedError, or another KVFetchError if it refuses the config."""
         deadline_s = time.monotonic() + _START_S
         while time.monotonic() < deadline_s and not closing.is_set():
             for event in self._receive():
@@ -195,7 +200,7 @@ class Run:
                         return
                     case m.Refused():
                         raise _REFUSALS.get(event.kind, KVFetchError)(event.reason)
-        raise KVFetchError(f"the data plane did not start within {_START_S:g} s")
+        raise EndedError(f"the data plane did not start within {_START_S:g} s")
 
     def serve(self, closing: threading.Event, on_suspicion: Callable[[], None]) -> None:
         """Process events until the data plane ends or hangs. ``on_suspicion`` is called when it may hang."""
@@ -203,7 +208,7 @@ class Run:
         while True:
             try:
                 events = self._receive()
-            except KVFetchError:
+            except EndedError:
                 return
             # Count ticks, not seconds: if a busy machine delays this thread, the data plane may well have answered.
             if events:
@@ -229,10 +234,10 @@ class Run:
                 self.running.kill()
 
     def _receive(self) -> list[m.Event]:
-        """Return new events. Raises KVFetchError if the data plane has ended."""
+        """Return new events. Raises EndedError if the data plane has ended."""
         events = self.channel.receive(_TICK_S)
         if events is None:
-            raise KVFetchError("the data plane ended")
+            raise EndedError("the data plane ended")
         return events
 
     def _take_in_all(self, events: Iterable[m.Event]) -> None:

@@ -17,7 +17,7 @@ from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.launch import Launch
-from sgl_kvfetch.plane.run import CLOSE_S, Run
+from sgl_kvfetch.plane.run import CLOSE_S, EndedError, Run
 from sgl_kvfetch.types import KVGeometry
 
 logger = logging.getLogger(__name__)
@@ -119,31 +119,46 @@ class Supervisor:
             spare.end()
             spare = None
         run = spare or self._new_run()
-        try:
-            run.channel.send(self._start)
-            run.await_ready(self._closing)
-        except BaseException:
-            run.end()
-            raise
+        self._let_start(run, self._start)
         for command in [*self._told.values()]:
             run.channel.send(command)
         return run
 
-    def _prepare(self, make: Callable[[], tuple[m.Start, Launch]]) -> None:
-        run = None
+    def _let_start(self, run: Run, start: m.Start) -> None:
+        """Wait until a data plane serves. If it does not, end it and raise KVFetchError."""
         try:
-            start, launch = make()
-            run = self._new_run(launch)
             run.channel.send(start)
             run.await_ready(self._closing)
+        except BaseException:
+            run.end()
+            raise
+
+    def _prepare(self, make: Callable[[], tuple[m.Start, Launch]]) -> None:
+        try:
+            start, launch = make()
+            run = self._start_at_last(start, launch)
         except (KVFetchError, OSError) as e:
-            logger.warning("kvfetch: the profile cannot be used, and this server stores with 'exact': %s", e)
-            if run is not None:
-                run.end()
+            if not self._closing.is_set():
+                logger.warning("kvfetch: the profile cannot be used, and this server stores with 'exact': %s", e)
             return
         self._prepared = _Prepared(run, start, launch)
         if self._closing.is_set():
             run.end()
+
+    def _start_at_last(self, start: m.Start, launch: Launch) -> Run:
+        """Start a data plane, another one if it ends or takes too long, and so on: the other ranks wait for this one.
+        Raises KVFetchError if it refuses the config, or at the close."""
+        backoff_s = _LEAST_BACKOFF_S
+        while True:
+            try:
+                run = self._new_run(launch)
+                self._let_start(run, start)
+                return run
+            except (EndedError, OSError) as e:
+                if self._closing.wait(backoff_s):
+                    raise
+                logger.warning("kvfetch: a data plane that stores with the profile did not start: %s", e)
+                backoff_s = min(_MOST_BACKOFF_S, 2 * backoff_s)
 
     def _begin_watch(self) -> threading.Thread:
         thread = threading.Thread(target=self._watch, args=(self._run,), name="kvfetch-data", daemon=True)

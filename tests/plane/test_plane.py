@@ -435,6 +435,20 @@ def test_a_data_plane_that_cannot_take_over_changes_nothing(
     store(plane, page_hashes(NUM_PAGES))
 
 
+def test_a_data_plane_that_dies_before_it_takes_over_is_started_again(
+    tmp_path: Path, launcher: Launcher, plane: DataPlane, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other ranks would wait for this one for ever."""
+    plane.prepare(lambda: (start_by_uint8(tmp_path), launcher))
+    wait_until(lambda: len(launcher.started) == 2)
+    launcher.signal(signal.SIGKILL)
+    wait_until(lambda: plane.is_prepared)
+    assert "a data plane that stores with the profile did not start: the data plane ended" in caplog.text
+    assert len(launcher.started) == 3
+    plane.switch()
+    store(plane, page_hashes(NUM_PAGES))
+
+
 def test_the_gauges_of_a_killed_data_plane_go_with_it(
     tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
