@@ -35,7 +35,7 @@ def test_a_store_is_encoded_once(stored: Stored) -> None:
 
 def test_the_wait_of_the_grace_period_is_announced(stored: Stored) -> None:
     """On stderr, since a terminal without a progress bar would show nothing for a minute."""
-    result = kvfetch("encode", stored.url, "--grace", "1.5", "--codec", "deflate", "--json")
+    result = kvfetch("encode", stored.url, "--grace", "4", "--codec", "deflate", "--json")
     assert result.exit_code == 0
     (line,) = [line for line in result.stderr.splitlines() if "waiting" in line]
     assert line.startswith("kvfetch: waiting ")

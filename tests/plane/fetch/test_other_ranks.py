@@ -226,7 +226,7 @@ class TestFailures:
         store.fails = {"0-4": error}
         rank = Rank(store, range(2))
         for _ in range(2):  # the second time, both folders are known from the start
-            assert len(await rank.find(timeout_s=2.0)) == 4
+            assert len(await rank.find(timeout_s=4.0)) == 4
         assert [str(e) for e in rank.faults] == [
             "as told" if error else f"looking up 8 pages in {rank.heads.namespace.digest()}.0-4: no answer"
         ] * 2
@@ -261,7 +261,7 @@ class TestFailures:
 
         monkeypatch.setattr(store, "folders", hang)
         await write(store, range(2))
-        assert len(await Rank(store, range(2)).find(timeout_s=2.0)) == NUM_PAGES
+        assert len(await Rank(store, range(2)).find(timeout_s=4.0)) == NUM_PAGES
 
     async def test_a_listing_that_failed_is_soon_made_again(
         self, store: CountingStore, monkeypatch: pytest.MonkeyPatch
