@@ -45,7 +45,7 @@ def _cache():
 
 def _is_under_way(cache):
     offloads = cache.linker.cache_linker._offloads._queue
-    return any(offload.source is not None and not offload.source._closed for offload in offloads)
+    return any(offload.source is not None and not offload.source.is_closed for offload in offloads)
 
 
 def _protect(cache, protection):
