@@ -51,7 +51,8 @@ class Supervisor:
         self._closing = threading.Event()
         # A data plane whose imports are done, which take most of a start, but that was sent no `Start`.
         self._spare: Run | None = None
-        # How often pages that a data plane had taken were lost: it ended, or the store had failed to take them.
+        # How often pages that a data plane had taken were lost: it ended, or the store had failed to take them, or they
+        # were stored by another quantiser.
         self.num_losses = 0
         self._prepared: _Prepared | None = None  # for the next switch
         self.has_switched = False

@@ -198,13 +198,13 @@ def step_profile(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def store_node(original: Callable[[Any, int], None], cache: Any, node_id: int) -> None:
-    """Around ``UnifiedRadixCache.write_backup_storage``: store the nodes before it, too, if the quantiser is new."""
+    """Around ``UnifiedRadixCache.write_backup_storage``: store the nodes before it, too, if they may be lost."""
     controller = cache.cache_controller
     backend = getattr(controller, "storage_backend", None)
-    if backend is None or controller.storage_backend_type != BACKEND or backend.rewriting is None:
+    if backend is None or controller.storage_backend_type != BACKEND:
         original(cache, node_id)
     else:
-        backend.rewriting.store(original, cache, node_id)
+        backend.store_node(original, cache, node_id)
 
 
 def configure_prefetches(

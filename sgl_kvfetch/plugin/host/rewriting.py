@@ -1,9 +1,9 @@
-"""Host mode: after a switch of the quantiser, pages that SGLang holds since before are written once more.
+"""Host mode: pages that were lost on the way to the store, and that SGLang still holds, are written once more.
 
-SGLang stores a node of its tree once, when the node's pages have reached the host pool. So a prefix that stays in the
-tree, such as a system prompt that is always in use, would not be stored by the new quantiser, and nothing behind it
-could be found. So when SGLang stores a node, the nodes before it are stored first, unless they have been since the
-switch.
+SGLang stores a node of its tree once, when the node's pages have reached the host pool. A prefix may stay in the tree,
+such as a system prompt that is always in use. If the store failed to take its pages, or they were stored by a quantiser
+that is no longer used, nothing behind them could be found. So when SGLang stores a node, the nodes before it are stored
+first, unless they have been since the last loss. Pages that the store has are recognised before they are encoded again.
 """
 
 from __future__ import annotations
@@ -11,19 +11,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-_MOST_NODES = 1 << 16  # after so many, it begins anew: what the store has is recognised before it is encoded again
+import torch
+
+_MOST_NODES = 1 << 16  # after so many, it begins anew
 
 
 class Rewriting:
-    """All ranks switch in the same step, and so decide alike here."""
+    """SGLang stores the same nodes on all ranks, so all must decide alike which others to store."""
 
     def __init__(self) -> None:
-        self._stored: set[int] = set()  # ids of nodes
+        self._stored: set[int] = set()  # ids of nodes, since the last loss
+        self._num_losses = 0  # of the rank that has had most
 
-    def store(self, original: Callable[[Any, int], None], cache: Any, node_id: int) -> None:
-        """Store the nodes on the path to a node of SGLang's ``UnifiedRadixCache``."""
-        if len(self._stored) > _MOST_NODES:
+    def store(self, original: Callable[[Any, int], None], cache: Any, node_id: int, num_losses: int) -> None:
+        """Store a node of SGLang's ``UnifiedRadixCache``, and those before it that may be lost. ``num_losses``: how
+        often this rank has lost pages so far."""
+        least = torch.tensor([-num_losses])
+        cache._all_reduce_attn_groups(least, torch.distributed.ReduceOp.MIN)  # does nothing where there is one rank
+        if -least.item() > self._num_losses or len(self._stored) > _MOST_NODES:
+            self._num_losses = -int(least.item())
             self._stored.clear()
+        if not self._num_losses:
+            original(cache, node_id)
+            return
         (path,) = cache.tree_core.collect_path_info([node_id])
         before = [info.node_id for info in path if info.node_id not in self._stored and info.node_id != node_id]
         for each in (*before, node_id):

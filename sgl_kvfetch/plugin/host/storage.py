@@ -114,10 +114,9 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             has_draft=self._has_draft_layers or self._sides.has_draft,
         )
 
-    @property
-    def rewriting(self) -> Rewriting | None:
-        """What stores pages once more that were stored before a switch of the quantiser; None if there was none."""
-        return self._rewriting if self._plane.has_switched else None
+    def store_node(self, original: Callable[[Any, int], None], cache: Any, node_id: int) -> None:
+        """See `Rewriting.store`."""
+        self._rewriting.store(original, cache, node_id, self._plane.num_losses)
 
     @property
     def _plane(self) -> DataPlane:
