@@ -27,7 +27,8 @@ class Rewriting:
         """Store a node of SGLang's ``UnifiedRadixCache``, and those before it that may be lost. ``num_losses``: how
         often this rank has lost pages so far."""
         least = torch.tensor([-num_losses])
-        cache._all_reduce_attn_groups(least, torch.distributed.ReduceOp.MIN)  # does nothing where there is one rank
+        # Of pipeline stages, the first one's counts. This does nothing where there is one rank.
+        cache._all_reduce(least, torch.distributed.ReduceOp.MIN)
         if -least.item() > self._num_losses or len(self._stored) > _MOST_NODES:
             self._num_losses = -int(least.item())
             self._stored.clear()

@@ -21,7 +21,7 @@ class Cache:
     def collect_path_info(self, node_ids: list[int]) -> list[list[Any]]:
         return [[SimpleNamespace(node_id=each) for each in range(1, node_ids[0] + 1)]]
 
-    def _all_reduce_attn_groups(self, least: torch.Tensor, op: Any) -> None:
+    def _all_reduce(self, least: torch.Tensor, op: Any) -> None:
         least.clamp_(max=-self.others_losses)
 
     def store(self, node_id: int) -> None:
