@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Set
 from typing import Protocol
@@ -12,10 +13,11 @@ import pytest
 
 from harness.engine import Generation, SGLangServer
 from harness.faults import Fault, FaultyProxy
-from harness.metrics import read_metric
+from harness.metrics import read_metric, wait_until_written
 from harness.waiting import WAIT_S, wait_until
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.loop_thread import LoopThread
+from tests.tools.conftest import kvfetch
 
 PAGES = 640 // PAGE_SIZE
 DEADLINE_S = LOOKUP_S = 5.0  # of a fetch and of a lookup: a busy machine stands still for seconds
@@ -134,3 +136,30 @@ def fetch_again(server: SGLangServer, seed: int) -> Generation:
 
     wait_until(is_fetched, timeout_s=2 * WAIT_S, poll_s=0.5, found=lambda: f"{answers[-1]}\n{server.log_tail()}")
     return answers[-1]
+
+
+def assert_stored_once_the_store_works(server: SGLangServer, link: Proxy, num_ranks: int = 1) -> None:
+    """Let a store fail to take a prompt that stays in SGLang's tree, which offers it once, and then work again.
+    ``num_ranks``: how many write pages of their own."""
+    prompt, system_tokens = make_prompt(20), 320
+    before = read_metric(server.metrics(), "sgl_kvfetch_written_pages_total", result="stored")
+
+    def has_lost_pages() -> bool:
+        lost = read_metric(server.metrics(), "sgl_kvfetch_written_pages_total", result="dropped_error")
+        return lost >= num_ranks * system_tokens // PAGE_SIZE
+
+    def is_stored() -> bool:
+        answer = kvfetch("why", link.url, "--server", server.url, "--prompt", str(prompt), "--json")
+        return bool(json.loads(answer.stdout)[0]["stored_pages"] == PAGES)
+
+    link.set(Fault("error", only=lambda method, path: method == "PUT"))
+    ask(server, prompt[:system_tokens])
+    wait_until(has_lost_pages)
+    link.reset()
+    ask(server, make_prompt(21))
+    wait_until_written(server, int(before) + num_ranks * PAGES)
+    for end in range(system_tokens + 5 * PAGE_SIZE, len(prompt) + 1, 5 * PAGE_SIZE):  # the engine hears of it meanwhile
+        ask(server, prompt[:end])
+    wait_until(is_stored)
+    server.flush()
+    assert from_storage(ask(server, prompt)) == len(prompt) - PAGE_SIZE  # the last token is always computed

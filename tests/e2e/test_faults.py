@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,21 @@ import pytest
 
 from harness.engine import SGLangServer
 from harness.faults import Fault
-from harness.metrics import read_metric, wait_until_written
+from harness.metrics import read_metric
 from harness.store_process import StoreProcess
-from harness.waiting import wait_until
 from tests.e2e.conftest import NUM_STORED, Expected, ask, from_storage, make_prompt, same_answer
-from tests.e2e.faults import DEADLINE_S, LOOKUP_S, SLACK_S, Proxy, assert_a_miss_in_time, counted, each_fault, is_data
+from tests.e2e.faults import (
+    DEADLINE_S,
+    LOOKUP_S,
+    SLACK_S,
+    Proxy,
+    assert_a_miss_in_time,
+    assert_stored_once_the_store_works,
+    counted,
+    each_fault,
+    is_data,
+)
 from tests.e2e.shared import Shared
-
-PAGE = 16
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -68,27 +74,12 @@ def test_what_a_store_has_not_taken_is_stored_once_it_works(
 ) -> None:
     """A system prompt stays in SGLang's tree, which offers it to the store once."""
     shared: Shared = request.getfixturevalue(mode)
-    prompt, system_tokens, others = make_prompt(20), 320, make_prompt(21)
     with (
         StoreProcess(tmp_path / "store") as store,
         closing(Proxy(store)) as link,
         shared.attached(link.url, fetch_timeout_s=600) as server,
     ):
-        link.set(Fault("error", only=lambda method, path: method == "PUT"))
-        ask(server, prompt[:system_tokens])
-        wait_until(partial(has_lost_pages, server))
-        link.reset()
-        ask(server, others)
-        wait_until_written(server, len(others) // PAGE)
-        for end in range(system_tokens + 5 * PAGE, len(prompt) + 1, 5 * PAGE):  # until the engine has heard of the loss
-            ask(server, prompt[:end])
-            wait_until_written(server, (len(others) + end - system_tokens) // PAGE)
-        server.flush()
-        assert from_storage(ask(server, prompt)) == len(prompt) - PAGE  # the last token is always computed
-
-
-def has_lost_pages(server: SGLangServer) -> bool:
-    return read_metric(server.metrics(), "sgl_kvfetch_written_pages_total", result="dropped_error") > 0
+        assert_stored_once_the_store_works(server, link)
 
 
 def test_a_fetch_that_hangs_does_not_keep_the_cache_from_being_flushed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from harness.engine import SGLangServer, hicache_args
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
+from tests.e2e.faults import Proxy, assert_stored_once_the_store_works
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -17,8 +19,7 @@ TWO_STAGES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 def test_what_two_stages_store_they_restore(model: Path, store: StoreProcess) -> None:
-    flags = [*hicache_args(store.url), "--pp-size", "2"]
-    with SGLangServer(model, extra_args=flags, env=TWO_STAGES) as server:
+    with closing(Proxy(store)) as link, SGLangServer(model, extra_args=flags(link), env=TWO_STAGES) as server:
         computed = ask(server, make_prompt(0))
         wait_until_written(server, 2 * 640 // PAGE_SIZE)
         server.flush()
@@ -26,6 +27,11 @@ def test_what_two_stages_store_they_restore(model: Path, store: StoreProcess) ->
         wait_until_written(server, 2 * 2 * 640 // PAGE_SIZE)
         server.flush()
         restored = ask(server, make_prompt(0))
+        assert_stored_once_the_store_works(server, link, num_ranks=2)
     assert from_storage(restored) >= 0.9 * 640
     assert same_answer(restored, computed)
     assert len({path.parent for path in store.directory.rglob("*.kvm")}) == 2
+
+
+def flags(link: Proxy) -> list[str]:
+    return [*hicache_args(link.url, fetch_timeout_s=600), "--pp-size", "2"]
