@@ -66,6 +66,10 @@ def is_data(method: str, path: str) -> bool:
     return method == "GET" and path.endswith(".kvd")
 
 
+def is_write(method: str, path: str) -> bool:
+    return method == "PUT"
+
+
 def data_planes() -> list[int]:
     """The processes of the data planes that run, of all servers that this process has started."""
     found = []
@@ -152,7 +156,7 @@ def assert_stored_once_the_store_works(server: SGLangServer, link: Proxy, num_ra
         answer = kvfetch("why", link.url, "--server", server.url, "--prompt", str(prompt), "--json")
         return bool(json.loads(answer.stdout)[0]["stored_pages"] == PAGES)
 
-    link.set(Fault("error", only=lambda method, path: method == "PUT"))
+    link.set(Fault("error", only=is_write))
     ask(server, prompt[:system_tokens])
     wait_until(has_lost_pages)
     link.reset()

@@ -18,7 +18,7 @@ from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
 from tests.e2e.conftest import ask, make_prompt, same_answer
 from tests.e2e.device import begin, wait_until_parked
-from tests.e2e.faults import PAGES, Proxy, is_data
+from tests.e2e.faults import PAGES, Proxy, is_data, is_write
 
 pytestmark = [
     pytest.mark.sglang,
@@ -135,7 +135,7 @@ def test_fetches_of_a_paused_engine_end_before_the_memory_goes(server: SGLangSer
 
 def test_copies_end_before_the_memory_goes(server: SGLangServer, link: Proxy) -> None:
     """SGLang refuses to give memory up while anything is under way, with an assertion that ends the server."""
-    link.set(Fault("hang", only=lambda method, path: method == "PUT"))  # so that copies wait for room
+    link.set(Fault("hang", only=is_write))  # so that copies wait for room
     answers = [ask(server, make_prompt(seed)) for seed in range(6, 12)]
     release_and_resume(server)
     link.reset()

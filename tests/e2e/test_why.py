@@ -22,7 +22,7 @@ from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.reasons import Reason
 from tests.e2e.conftest import make_prompt
 from tests.e2e.device import begin, load_of, wait_until_parked
-from tests.e2e.faults import DEADLINE_S, PAGES, Proxy, counted, data_planes, fetch_again, is_data
+from tests.e2e.faults import DEADLINE_S, PAGES, Proxy, counted, data_planes, fetch_again, is_data, is_write
 from tests.e2e.shared import Shared, attach, detach
 from tests.reasons import assert_counted, assert_why, reasons_in
 from tests.tools.conftest import kvfetch, kvfetch_json
@@ -163,7 +163,7 @@ def test_a_directory_that_cannot_be_read(device: Shared, tmp_path: Path) -> None
 
 def test_why_pages_were_not_written(device: Shared, store: StoreProcess, link: Proxy) -> None:
     with device.attached(link.url, write_queue_bytes=1 << 20, **PATIENT) as server:
-        link.set(Fault("hang", only=lambda method, path: method == "PUT"))
+        link.set(Fault("hang", only=is_write))
         send(server, 0, "fills the queue")
         for seed in range(10, 13):
             send(server, seed, "fills the pool, where its pages wait for room")
