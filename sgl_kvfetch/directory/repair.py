@@ -219,11 +219,13 @@ class DamageChecks:
         comes to stand there has not been read."""
         with files.os_errors(f"checking {manifest_name}"):
             before = self._identifiers(manifest_name)
-            if files.stat_object(self._catalog.root, manifest_name) is None:
+            content = files.read_object(self._catalog.root, manifest_name, MAX_MANIFEST_BYTES + 1)
+            if content is None:
                 return None
-            broken = [manifest_name, *found] if (found := self._broken_data(manifest_name)) is not None else []
-            if not broken:
+            broken_data = self._broken_data(manifest_name, content)
+            if broken_data is None:
                 return False
+            broken = [manifest_name, *broken_data]
             # A file that was replaced meanwhile is not the one that was read.
             deleted = self._room.delete(broken, lambda db, name: rows.stored_id(db, name) == before.get(name))
             return True if deleted else None
@@ -236,11 +238,8 @@ class DamageChecks:
         with self._catalog.writing() as db:
             return dict(db.execute(query, (manifest_name, FileState.STORED)).fetchall())
 
-    def _broken_data(self, manifest_name: str) -> list[str] | None:
+    def _broken_data(self, manifest_name: str, content: bytes) -> list[str] | None:
         """Return the data of a broken segment that is itself broken, or None if the segment is sound."""
-        content = files.read_object(self._catalog.root, manifest_name, MAX_MANIFEST_BYTES + 1)
-        if content is None:
-            return None
         try:
             manifest = decode_named_manifest(content, manifest_name)
         except FormatVersionError:

@@ -163,14 +163,17 @@ class DataPlane(Supervisor):
                 if self._run.write(command, pool_pages[run], read, quantised, list(theirs.values()), left_s):
                     self._refused_s = math.inf
                     break
-                if not may_wait():
-                    return part.start
-                self._refused_s = min(self._refused_s, time.monotonic())
-                if time.monotonic() > self._refused_s + _NO_ROOM_S or self._run.has_lost:
+                if not may_wait() or not self._takes_pages():
                     return part.start
                 time.sleep(_PAUSE_S)
             previous_hash = hashes[run][-1]
         return len(hashes)
+
+    def _takes_pages(self) -> bool:
+        """Return whether the store still seems to take pages, just after there was no room for some."""
+        now_s = time.monotonic()
+        self._refused_s = min(self._refused_s, now_s)
+        return now_s <= self._refused_s + _NO_ROOM_S and not self._run.has_lost
 
     def _parts(self, num_pages: int, sides: Iterable[SideKey]) -> Iterator[range]:
         """Cut pages into runs that take a quarter of the shared memory, or one page each."""

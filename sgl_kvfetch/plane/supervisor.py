@@ -55,7 +55,6 @@ class Supervisor:
         # were stored by another quantiser.
         self.num_losses = 0
         self._prepared: _Prepared | None = None  # for the next switch
-        self.has_switched = False
         self.on_switch: Callable[[], None] = lambda: None  # what is known of the store's pages holds no longer
         # The data plane that gets all new work. It may have ended, while the next one is being started. Two threads
         # replace it, both with `_choosing` held: the watching one only the data plane that it watched itself.
@@ -87,7 +86,6 @@ class Supervisor:
         with self._choosing:
             former, self._run = self._run, prepared.run
             self._start, self._launch, self._told = prepared.start, prepared.launch, {}
-        self.has_switched = True
         self.num_losses += 1  # what it has queued is of no use to the next one
         self.on_switch()
         former.channel.send(m.Close())

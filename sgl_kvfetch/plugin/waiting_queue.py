@@ -116,6 +116,11 @@ def wanted_tokens(request: Any, page_size: int) -> int:
     return int(len(request.origin_input_ids) + num_output + num_new + page_size)
 
 
+def spare_tokens(tree: Any) -> int:
+    """Return how many slots of the pool are free, or can be made free: nothing in SGLang's ``tree`` locks them."""
+    return int(tree.token_to_kv_pool_allocator.available_size() + tree.evictable_size())
+
+
 def reserved_tokens(scheduler: Any) -> int:
     """Return the slots that running requests will still need: SGLang's estimate (``PrefillAdder``) plus a page each."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS

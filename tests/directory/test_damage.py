@@ -135,8 +135,8 @@ async def test_a_segment_that_is_replaced_during_the_check_stays(
     read, go_on = threading.Event(), threading.Event()
     broken_data = repair.DamageChecks._broken_data
 
-    def slow(checks: repair.DamageChecks, name: str) -> list[str] | None:
-        found = broken_data(checks, name)
+    def slow(checks: repair.DamageChecks, name: str, content: bytes) -> list[str] | None:
+        found = broken_data(checks, name, content)
         read.set()
         assert go_on.wait(60)
         return found

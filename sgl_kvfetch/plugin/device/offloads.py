@@ -27,6 +27,7 @@ from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import DataPlane
 from sgl_kvfetch.plugin.device.pages import GuardedSource, SlotPages
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
+from sgl_kvfetch.plugin.waiting_queue import spare_tokens
 from sgl_kvfetch.plugin.weight_updates import Access
 
 logger = logging.getLogger(__name__)
@@ -126,9 +127,9 @@ class Offloads:
         others wait for."""
         if not self._queue:
             return
-        allocator = tree.token_to_kv_pool_allocator
-        spare = allocator.available_size() + tree.evictable_size()
-        self._has_spare_slots = spare >= allocator.size // 2 and spare > wanted_tokens()
+        spare = spare_tokens(tree)
+        is_half = spare >= tree.token_to_kv_pool_allocator.size // 2
+        self._has_spare_slots = is_half and spare > wanted_tokens()
         if not self._queue[-1].is_begun:
             for offload, pending in zip(self._queue, tree.linker.pending_offloads, strict=True):
                 if not offload.is_begun:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_kvfetch import timeline
 from sgl_kvfetch.plugin.hooks import BACKEND, linker_of
-from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, reserved_tokens, span_of, wanted_tokens
+from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, reserved_tokens, span_of, spare_tokens, wanted_tokens
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.device.linker import KVFetchLinker
@@ -36,9 +36,7 @@ def _free_tokens(scheduler: Any) -> int | None:
     """Return how many tokens the pool has room for beside those that run; None if nothing runs that could make room."""
     if not _runs(scheduler):
         return None
-    tree = scheduler.tree_cache
-    available = tree.token_to_kv_pool_allocator.available_size() + tree.evictable_size()
-    return int(available) - reserved_tokens(scheduler)
+    return spare_tokens(scheduler.tree_cache) - reserved_tokens(scheduler)
 
 
 def _wanted_tokens(scheduler: Any) -> int:

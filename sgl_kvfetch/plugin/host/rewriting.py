@@ -29,8 +29,9 @@ class Rewriting:
         least = torch.tensor([-num_losses])
         # Of pipeline stages, the first one's counts. This does nothing where there is one rank.
         cache._all_reduce(least, torch.distributed.ReduceOp.MIN)
-        if -least.item() > self._num_losses or len(self._stored) > _MOST_NODES:
-            self._num_losses = -int(least.item())
+        most_losses = -int(least.item())
+        if most_losses > self._num_losses or len(self._stored) > _MOST_NODES:
+            self._num_losses = most_losses
             self._stored.clear()
         if not self._num_losses:
             original(cache, node_id)
