@@ -20,7 +20,7 @@ MAX_RECENT = 256
 class Decided(msgspec.Struct, frozen=True, kw_only=True):
     """How one request fared. Only pages that were not in the server's memory count."""
 
-    request_id: str  # "" in host mode, where SGLang does not tell it
+    request_id: str
     at_s: float  # in seconds since the epoch
     first_hash: str  # of the first page that was looked up
     num_pages: int  # looked up

@@ -155,6 +155,12 @@ def attach_backend(original: Callable[..., None], controller: Any, *args: Any, *
         controller.page_set_func = controller._page_set_zero_copy
 
 
+def begin_lookup(controller: Any, operation: Any, *args: Any, **kwargs: Any) -> None:
+    """Before ``HybridCacheController._storage_hit_query``: tell the backend whose pages it looks up next."""
+    if controller.storage_backend_type == BACKEND:
+        controller.storage_backend.begin_lookup(operation.request_id)
+
+
 def begin_transfer(controller: Any, operation: Any) -> None:
     """Before ``HybridCacheController._page_transfer``: tell the backend how long SGLang waits for this prefetch."""
     if controller.storage_backend_type == BACKEND:

@@ -139,6 +139,12 @@ SEAMS: tuple[Seam, ...] = (
         _HOOKS,
         # Empties the tree. No page of former weights is left in it.
         (f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache.reset", "after", "note_empty_tree"),
+        # Looks up the pages of a prefetch; the backend is not told for which request.
+        (
+            f"{_SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._storage_hit_query",
+            "before",
+            "begin_lookup",
+        ),
         # Reads the pages of a prefetch, KV first; the backend is not told when the request stops waiting.
         (
             f"{_SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._page_transfer",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sgl_kvfetch import metrics
@@ -51,6 +52,16 @@ def note(request_id: str, hashes: Sequence[str], num_found: int, num_served: int
         reason=reason if num_served < len(hashes) else "",
     )
     _state.recent.append(decided)
+
+
+def note_shortfall(request_id: str, hashes: Sequence[str], num_found: int, num_served: int, reason: str) -> None:
+    """Note that fewer pages of a request were served than `note` has said when they were looked up."""
+    for each in reversed(list(_state.recent)):
+        if (each.request_id, each.first_hash) == (request_id, hashes[0]):
+            with suppress(ValueError):  # pushed out by another thread just now
+                _state.recent.remove(each)
+            break
+    note(request_id, hashes, num_found, num_served, reason)
 
 
 def status_of(scheduler: Any) -> ServerStatus | None:

@@ -93,7 +93,7 @@ def why(
         str | None, option("URL", "The SGLang server that should have used the store. Its tokenizer applies.")
     ] = None,
     request: Annotated[
-        str | None, option("ID", "One of the server's last 256 requests, by its rid, instead of a prompt. Device mode.")
+        str | None, option("ID", "One of the server's last 256 requests, by its rid, instead of a prompt.")
     ] = None,
     model: TokenizerOption = None,
     cache_salt: SaltOption = None,
@@ -260,10 +260,9 @@ def _request(asked: Asked, request_id: str) -> Explained:
         return Explained(0, 0, asked.page_size, "", "", 0, [_not_attached(0)], [], [])
     decided = [each for each in status.recent if each.request_id == request_id]
     if not decided:
-        where = "; in host mode, SGLang does not tell request ids: give --prompt or --file" * (status.mode == "host")
         raise ConfigError(
             f"the server remembers no request {request_id!r}. It remembers the last {len(status.recent)} that it "
-            f"looked up: those below prefetch_threshold, or in its memory, are not among them{where}"
+            f"looked up: those below prefetch_threshold, or in its memory, are not among them"
         )
     last = decided[-1]
     findings = [] if (why_less := _of_request(last)) is None else [why_less]

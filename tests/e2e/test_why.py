@@ -241,21 +241,26 @@ def test_host_mode(host: Shared, store: StoreProcess, link: Proxy) -> None:
     with host.attached(link.url, **CONFIG) as server:
         store_prompt(server, 4)
         send(server, 4, "served")
-        found = why(store, server, 4, exit_code=0)
-        decided = found["decided"][-1]
-        assert (decided["request_id"], decided["num_found"], decided["num_served"]) == ("", USABLE, USABLE)
+        (decided,) = why_request(store, server, "served", exit_code=0)["decided"]
+        assert (decided["num_pages"], decided["num_found"], decided["num_served"]) == (USABLE, USABLE, USABLE)
+        assert why(store, server, 4, exit_code=0)["decided"][-1] == decided
+        send(server, 5, "new")
+        assert_why(why_request(store, server, "new"), Reason.NEVER_WRITTEN)
         link.set(Fault("flip", after_bytes=500, only=is_data))
         send(server, 4, "flips")
         assert_why(why(store, server, 4), Reason.CORRUPT)
+        found = why_request(store, server, "flips")
+        assert_why(found, Reason.CORRUPT)
+        (decided,) = found["decided"]
+        assert (decided["num_pages"], decided["num_found"]) == (USABLE, USABLE)
+        assert decided["num_served"] < USABLE
         link.set(Fault("refuse"))
 
         def is_paused() -> bool:
             send(server, 4, "refused")
-            return Reason.SKIPPED in reasons_in(why(store, server, 4))
+            return Reason.SKIPPED in reasons_in(why_request(store, server, "refused"))
 
         wait_until(is_paused)
-        refused = kvfetch("why", store.url, "--server", server.url, "--request", "served")
-        assert "in host mode, SGLang does not tell request ids" in refused.output
 
 
 def test_policies_of_host_mode(host: Shared, filled: Path) -> None:

@@ -357,6 +357,11 @@ PLACES: tuple[Place, ...] = (
         mentions=("batch_set_v1",),
     ),
     Place(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._storage_hit_query",
+        "looks up the pages of one prefetch after another, on one thread",
+        mentions=("all_hash_values", "batch_exists", "batch_exists_v2"),
+    ),
+    Place(
         "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._page_transfer",
         "reads the pages of one prefetch after another, on one thread",
         params=("self", "operation"),

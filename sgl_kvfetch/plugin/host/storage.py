@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +37,7 @@ from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
 from sgl_kvfetch.plugin.host.patience import GIVEN_UP, Patience, choose_budget, explain
 from sgl_kvfetch.plugin.host.rewriting import Rewriting
 from sgl_kvfetch.plugin.host.side_pools import SidePools, trailing_pages
-from sgl_kvfetch.plugin.host.turns import NO_TURN, Turns
+from sgl_kvfetch.plugin.host.turns import NO_TURN, Turn, Turns
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.prefill import PrefillMeter
 from sgl_kvfetch.plugin.starting import engine_nvdec, open_engine_plane
@@ -57,6 +58,33 @@ _BATCH_PAGES = 128  # how many pages SGLang fetches at a time
 _MAX_STATS = 1024
 
 
+@dataclass(frozen=True, slots=True)
+class _Prefetch:
+    """The prefetch that SGLang makes now, in fetches of some pages. ``hashes``: of the pages that it looked up.
+    ``last_hash``: of the last page that it fetches. ``compute_page_s``: how long the engine would take for each page.
+    ``end_s``: when its fetches must end. ``is_stopping``: whether SGLang waits for its threads to end. ``given_up``
+    returns why SGLang gave it up, or an empty string."""
+
+    request_id: str = ""
+    hashes: Sequence[str] = ()
+    last_hash: str = ""
+    turn: Turn = NO_TURN
+    compute_page_s: float = math.inf
+    end_s: float = math.inf
+    is_stopping: Callable[[], bool] = lambda: False
+    given_up: Callable[[], str] = lambda: ""
+
+    def why_given_up(self) -> str:
+        return "cancelled" if self.is_stopping() else self.given_up()
+
+    def note_shortfall(self, keys: Sequence[str], num_served: int, reason: str) -> None:
+        """Note that only the first ``num_served`` pages of a fetch were served."""
+        hashes = self.hashes if keys[0] in self.hashes else keys
+        last = self.last_hash if self.last_hash in hashes else keys[-1]
+        num_before, num_found = hashes.index(keys[0]), hashes.index(last) + 1
+        status.note_shortfall(self.request_id, hashes, num_found, num_before + num_served, reason)
+
+
 class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     """The storage backend ``kvfetch``."""
 
@@ -71,15 +99,11 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         self._storage_config = storage_config
         self._pages = HostPages(mem_pool_host)
         self._sides = SidePools()
-        self._is_stopping: Callable[[], bool] = lambda: False  # whether SGLang waits for its threads to end
         self._patience = Patience(None, config.fetch_timeout_s)
         self.meter = PrefillMeter()
         self.turns = Turns(self.meter, mem_pool_host.page_size, may_compute=config.recompute == "auto")
-        # Of SGLang's present prefetch: its turn, its last page, how long the engine would take for each of its pages,
-        # when its fetches must end, and why SGLang gave it up, or "".
-        self._turn, self._last_key, self._compute_page_s = NO_TURN, "", math.inf
-        self._transfer_end_s = math.inf
-        self._given_up: Callable[[], str] = lambda: ""
+        self._looked_up_for = ""  # the id of the request whose pages SGLang looks up now
+        self._prefetch = _Prefetch()
         self._has_draft_layers = mem_pool_host.layer_num != mem_pool_host.target_layer_num
         self.access = Access(config)
         register_access(self.access, config.model_id)
@@ -139,6 +163,10 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 logger.warning(_WRITE_BACK)
         return budget
 
+    def begin_lookup(self, request_id: str) -> None:
+        """Note for which request SGLang looks up pages next, on this thread."""
+        self._looked_up_for = request_id
+
     def begin_transfer(self, operation: Any, is_stopping: Callable[[], bool]) -> None:
         """Note how long SGLang waits for the fetches of a ``PrefetchOperation``. It makes them next, on this thread.
 
@@ -146,14 +174,19 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         which ``is_stopping`` tells; if the join fails, the scheduler dies. So a fetch ends soon after either event.
         """
         patience, hashes = self._patience, operation.hash_value
-        self._turn = turn = self.turns.begin(hashes, time.monotonic())
-        self._last_key = hashes[-1] if hashes else ""
+        turn = self.turns.begin(hashes, time.monotonic())
         # SGLang reads side pages only behind the whole KV, so what has come of it would be lost.
         is_divisible = all(transfer.indices_from_pool == PoolName.KV for transfer in operation.pool_transfers or ())
-        self._compute_page_s = turn.compute_s / len(turn.hashes) if turn.hashes and is_divisible else math.inf
-        self._is_stopping = is_stopping
-        self._transfer_end_s = min(patience.deadline_s(operation), time.monotonic() + turn.within_s)
-        self._given_up = lambda: patience.reason(operation) if operation.is_terminated() else ""
+        self._prefetch = _Prefetch(
+            request_id=operation.request_id,
+            hashes=operation.all_hash_values,
+            last_hash=hashes[-1] if hashes else "",
+            turn=turn,
+            compute_page_s=turn.compute_s / len(turn.hashes) if turn.hashes and is_divisible else math.inf,
+            end_s=min(patience.deadline_s(operation), time.monotonic() + turn.within_s),
+            is_stopping=is_stopping,
+            given_up=lambda: patience.reason(operation) if operation.is_terminated() else "",
+        )
 
     # Lookup
 
@@ -175,7 +208,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 is_fetched = self.turns.looked_up(keys, result, time.monotonic())
                 num_fetched = result.num_pages if is_fetched else 0
                 reason = result.reason or ("sooner" if result.num_pages and not is_fetched else "")
-                status.note("", keys, result.num_pages, num_fetched, reason)
+                status.note(self._looked_up_for, keys, result.num_pages, num_fetched, reason)
                 if not result.num_pages:
                     return result
                 if is_fetched:
@@ -210,15 +243,15 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         if not keys or not self.access.reads:
             return [False] * len(keys)
         started_s = time.monotonic()
-        sink = GuardedSink(self._pages)
+        sink, prefetch = GuardedSink(self._pages), self._prefetch
         num_pages, given_up, reason = 0, "", ""
         try:
             with counted("fetch"):
                 destination = Destination(self._pages.page_indices(host_indices), sink)
-                deadline_s, compute_s = self._deadline_s(), len(keys) * self._compute_page_s
+                deadline_s, compute_s = self._deadline_s(), len(keys) * prefetch.compute_page_s
                 work, over = self._plane.fetch(hash_bytes(keys), deadline_s, destination, compute_s)
                 try:
-                    awaited = _await(over, deadline_s + _GRACE_S, self._why_given_up)
+                    awaited = _await(over, deadline_s + _GRACE_S, prefetch.why_given_up)
                 finally:
                     if not over.done():
                         self._plane.cancel(work)
@@ -233,19 +266,16 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                     _limited.warning(given_up, f"{message}: {GIVEN_UP[given_up]}")
         finally:
             sink.close()
-            if num_pages < len(keys) or keys[-1] == self._last_key:
-                self.turns.end(self._turn, time.monotonic(), is_whole=num_pages == len(keys))
+            if num_pages < len(keys) or keys[-1] == prefetch.last_hash:
+                self.turns.end(prefetch.turn, time.monotonic(), is_whole=num_pages == len(keys))
         if num_pages < len(keys):
-            status.note("", keys, len(keys), num_pages, reason or "timeout")
+            prefetch.note_shortfall(keys, num_pages, reason or "timeout")
         if num_pages:
             self._count(self._reads, num_pages, started_s)
         return [page < num_pages for page in range(len(keys))]
 
-    def _why_given_up(self) -> str:
-        return "cancelled" if self._is_stopping() else self._given_up()
-
     def _deadline_s(self) -> float:
-        return min(time.monotonic() + self._config.fetch_timeout_s, self._transfer_end_s)
+        return min(time.monotonic() + self._config.fetch_timeout_s, self._prefetch.end_s)
 
     def _count(self, stats: deque[tuple[int, float]], num_pages: int, started_s: float) -> None:
         gigabytes = num_pages * self._pages.geometry.page_bytes / 1e9
@@ -323,7 +353,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         for transfer, pages, over in calls:
             come: tuple[int, ...] = ()
             with counted("fetch"):
-                ended = _await(over, deadline_s + _GRACE_S, lambda: "cancelled" if self._is_stopping() else "")
+                ended = _await(over, deadline_s + _GRACE_S, lambda: "cancelled" if self._prefetch.is_stopping() else "")
                 come = ended[0].pages if ended[0] is not None else ()
             there = [page if index in come else None for index, page in enumerate(pages)]
             results[transfer.name] = self._sides.write(transfer, there)

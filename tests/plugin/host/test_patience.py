@@ -33,7 +33,7 @@ def make_cache(
 
 def make_operation(start_s: float, num_tokens: int = 1024, *, expired: bool = False) -> SimpleNamespace:
     fields: dict[str, Any] = {"start_time": start_s, "stats_requested_tokens": num_tokens, "deadline_expired": expired}
-    fields |= {"hash_value": [], "pool_transfers": None}
+    fields |= {"request_id": "", "all_hash_values": [], "hash_value": [], "pool_transfers": None}
     return SimpleNamespace(**fields, is_terminated=lambda: expired)
 
 

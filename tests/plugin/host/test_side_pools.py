@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -322,7 +323,7 @@ def test_sglang_need_not_wait_for_side_pages_when_it_stops(make: Make, served: S
         raise AssertionError
 
     served.service.client.side_fetcher._store = Mock(get=hang)
-    backend._is_stopping = arrived.is_set
+    backend._prefetch = replace(backend._prefetch, is_stopping=arrived.is_set)
     assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [False]}
 
 

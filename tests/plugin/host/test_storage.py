@@ -176,6 +176,8 @@ def test_a_fetch_ends_when_sglang_gives_it_up(
     operation = SimpleNamespace(
         start_time=started_s + 600,
         stats_requested_tokens=8,
+        request_id="asked",
+        all_hash_values=keys(3),
         hash_value=keys(2),
         pool_transfers=None,
         deadline_expired=is_policy,
@@ -189,6 +191,9 @@ def test_a_fetch_ends_when_sglang_gives_it_up(
     assert time.monotonic() - started_s < WAIT_S
     assert f"fetch of 2 pages given up ({reason}) after" in caplog.text
     assert ("prefetch_timeout_base" in caplog.text) is is_policy
+    decided = status._state.recent[-1]
+    assert (decided.request_id, decided.num_pages, decided.num_found) == ("asked", 3, 2)
+    assert (decided.num_served, decided.reason) == (0, reason)
     wait_until(lambda: own_metric("sgl_kvfetch_misses_total", stage="fetch", reason=reason) == before + 1)
 
 
