@@ -14,7 +14,7 @@ import torch
 
 from harness.fetching import fetch_pages
 from harness.memory_pool import MemoryPool
-from harness.waiting import WAIT_S
+from harness.waiting import WAIT_S, LoopClock, until
 from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
@@ -47,6 +47,7 @@ class CountingStore(LocalStore):
         self.calls: Counter[str] = Counter()
         self.asked: list[str] = []
         self.ranges: list[tuple[int, int]] = []  # of data, as read
+        self.num_hanging = 0
         self.unlisted: StoreError | None = None
         self.fails: dict[str, StoreError | None] = {}  # lookups in folders, by their heads; None hangs
 
@@ -62,10 +63,17 @@ class CountingStore(LocalStore):
         if heads in self.fails:
             error = self.fails[heads]
             if error is None:
-                await asyncio.Event().wait()
+                await self.hang()
             else:
                 raise error
         return await super().lookup(namespace, page_hashes)
+
+    async def hang(self) -> None:
+        self.num_hanging += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.num_hanging -= 1
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         if length is not None:
@@ -102,8 +110,8 @@ class Rank:
         self.store = store
         self.pool = MemoryPool(self.heads.geometry, NUM_PAGES, 57.0)
 
-    async def find(self, num_pages: int = NUM_PAGES, timeout_s: float = WAIT_S) -> list[PageSource]:
-        return await self.finder.find_pages(page_hashes(num_pages), timeout_s)
+    async def find(self, num_pages: int = NUM_PAGES) -> list[PageSource]:
+        return await self.finder.find_pages(page_hashes(num_pages), WAIT_S)
 
     async def fetch(self, sources: Sequence[PageSource]) -> FetchResult:
         with closing(DecodePool[Decoders]([{}] * 2)) as decoders:
@@ -214,6 +222,14 @@ async def test_klt(store: CountingStore, heads: range) -> None:
     assert not torch.equal(pools[0].values["k"], torch.full_like(pools[0].values["k"], 57.0))
 
 
+async def find_while_others_hang(rank: Rank, store: CountingStore, clock: LoopClock) -> list[PageSource]:
+    """Find all pages. The time of other folders is up once one hangs; the rank's own has a quarter of the wait left."""
+    finding = asyncio.create_task(rank.find())
+    await until(lambda: store.num_hanging > 0)
+    await clock.advance(WAIT_S * 3 / 4)
+    return await finding
+
+
 class TestFailures:
     """A rank finds its own segments whatever becomes of lookups in other folders."""
 
@@ -224,9 +240,9 @@ class TestFailures:
         await write(store, range(2), 0, 4)
         await write(store, range(4))
         store.fails = {"0-4": error}
-        rank = Rank(store, range(2))
+        rank, clock = Rank(store, range(2)), LoopClock()
         for _ in range(2):  # the second time, both folders are known from the start
-            assert len(await rank.find(timeout_s=4.0)) == 4
+            assert len(await (rank.find() if error else find_while_others_hang(rank, store, clock))) == 4
         assert [str(e) for e in rank.faults] == [
             "as told" if error else f"looking up 8 pages in {rank.heads.namespace.digest()}.0-4: no answer"
         ] * 2
@@ -256,12 +272,12 @@ class TestFailures:
         self, store: CountingStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async def hang(digest: str = "") -> frozenset[str]:
-            await asyncio.Event().wait()
+            await store.hang()
             raise AssertionError
 
         monkeypatch.setattr(store, "folders", hang)
         await write(store, range(2))
-        assert len(await Rank(store, range(2)).find(timeout_s=4.0)) == NUM_PAGES
+        assert len(await find_while_others_hang(Rank(store, range(2)), store, LoopClock())) == NUM_PAGES
 
     async def test_a_listing_that_failed_is_soon_made_again(
         self, store: CountingStore, monkeypatch: pytest.MonkeyPatch
