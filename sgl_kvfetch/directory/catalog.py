@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = ".catalog"  # no namespace is called like this
 BUSY_S = 5.0  # how long a write waits for others; lookups never wait
+_WAITS = 50  # a write's wait is so many short ones: while the machine stands still, one passes, and not all
 _VERSION = 6
 _USES_AT_ONCE = 256
 _BLOCK_BYTES = 4096
@@ -164,7 +165,7 @@ class Catalog:
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
         """Open a transaction, which excludes all others in all processes. Keep it short."""
-        if not self._writer_lock.acquire(timeout=BUSY_S):
+        if not any(self._writer_lock.acquire(timeout=BUSY_S / _WAITS) for _ in range(_WAITS)):
             self._write_error = "the catalog is locked: other writes take too long"
             raise StoreError("io", self._write_error, retriable=True)
         try:

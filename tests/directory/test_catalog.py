@@ -7,6 +7,8 @@ import os
 import resource
 import sqlite3
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,3 +128,31 @@ async def test_a_read_only_mount_is_read(tmp_path: Path, is_clean: bool) -> None
         with pytest.raises(StoreError):
             await store.put(data_object(b"new"), b"new")
         await store.close()
+
+
+class StandstillLock:
+    """A lock which the machine stands still for, longer than a write may wait: its first wait is over without it."""
+
+    def __init__(self, standstill_s: float) -> None:
+        self._lock = threading.Lock()
+        self._standstill_s = standstill_s
+        self.release = self._lock.release
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        if blocking and self._standstill_s:
+            time.sleep(self._standstill_s)
+            self._standstill_s = 0.0
+            return False
+        return self._lock.acquire(blocking, timeout)
+
+
+async def test_a_write_goes_on_after_the_machine_has_stood_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it waits for has stood still as well."""
+    monkeypatch.setattr("sgl_kvfetch.directory.catalog.BUSY_S", 0.5)
+    store = LocalStore(tmp_path)
+    monkeypatch.setattr(store._catalog, "_writer_lock", StandstillLock(1.0))
+    await put_segment(store, make_segment(CHAIN, 0, 4))
+    assert (await store.lookup(FOLDER, CHAIN)).num_pages == 4
+    await store.close()
