@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-from harness.waiting import WAIT_S
+from harness.waiting import WAIT_S, until
 from sgl_kvfetch.plugin import hooks
+from sgl_kvfetch.plugin.host import storage
 from sgl_kvfetch.plugin.host.patience import SGLANG_BUDGET, Patience, choose_budget, explain
 from tests.plugin.backends import PAGE_SIZE, Make, keys, store_pages, tokens
 from tests.plugin.planes import Served
@@ -102,20 +103,27 @@ def test_what_has_arrived_when_the_time_is_up_counts(
     store_pages(make(), names[:2], [0, 1])
     store_pages(make(), names[2:], [2, 3], names[:2])
     backend = make()
-    store = served.service.client.store
-    get = store.get
+    store, fetcher = served.service.client.store, served.service.client.fetcher
+    get, monotonic = store.get, time.monotonic
+    ahead_s = 0.0
 
     async def get_the_first(name: str, *args: Any, **kwargs: Any) -> bytes | None:
+        nonlocal ahead_s
         if name.endswith(".kvd") and f"-{names[3]}" in name:
+            # However slow the machine is: the time is up once the first pages are restored, and not before.
+            await until(lambda: any(fetch.num_pages == 2 for fetch in fetcher._running))
+            ahead_s = WAIT_S
             await asyncio.Event().wait()
         return await get(name, *args, **kwargs)
 
     monkeypatch.setattr(store, "get", get_the_first)
-    backend.be_patient(make_cache("timeout", 5.0), 5.0, 0.0)
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + ahead_s)
+    monkeypatch.setattr(storage, "_GRACE_S", 2 * WAIT_S)
+    backend.be_patient(make_cache("timeout", WAIT_S), WAIT_S, 0.0)
     stop = threading.Event()
     controller = SimpleNamespace(storage_backend_type="kvfetch", storage_backend=backend, storage_stop_event=stop)
     hooks.begin_transfer(controller, make_operation(time.monotonic()))
-    started_s = time.monotonic()
+    started_s = monotonic()
     assert backend.batch_get_v1(names, tokens([4, 5, 6, 7])) == [True, True, False, False]
-    assert time.monotonic() - started_s < WAIT_S  # and not the 600 s of fetch_timeout_s
     assert backend.batch_get_v1(names[2:], tokens([6, 7])) == [False, False]
+    assert monotonic() - started_s < WAIT_S  # and not the 600 s of fetch_timeout_s
