@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from harness.engine import free_port
 from harness.forward_proxy import ForwardProxy
 from harness.s3_server import BUCKET, S3Server, s3_config
 from harness.small_segments import data_object
+from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import running_server
@@ -24,9 +25,10 @@ from sgl_kvfetch.stores.s3 import S3Store
 CONTENT = bytes(range(256)) * 40
 NAME = data_object(CONTENT)
 TOKEN = "s3cret-Zq7"
-OPTIONS = HttpOptions(timeout_s=5, connect_timeout_s=1, max_attempts=1)
-OpenStore = Callable[[str], Store]  # from an origin, such as http://store.test:80
-Ask = Callable[[str], Awaitable[bool]]
+OPTIONS = HttpOptions(timeout_s=WAIT_S, connect_timeout_s=WAIT_S, max_attempts=1)
+HURRIED = HttpOptions(timeout_s=5, connect_timeout_s=1, max_attempts=1)  # for origins that nobody may answer at
+OpenStore = Callable[[str, HttpOptions], Store]  # from an origin, such as http://store.test:80
+Check = Callable[[str, bool], Awaitable[None]]
 
 
 @pytest.fixture(autouse=True)
@@ -43,18 +45,18 @@ async def server(
     """Host and port of a server that has an object, and how to open a store there."""
     if request.param == "s3":
 
-        def open_s3(origin: str) -> Store:
-            return S3Store(f"s3://{BUCKET}/kv", options=OPTIONS, config=s3_config(origin))
+        def open_s3(origin: str, options: HttpOptions) -> Store:
+            return S3Store(f"s3://{BUCKET}/kv", options=options, config=s3_config(origin))
 
-        await open_s3(f"http://{s3.host}:{s3.port}").put(NAME, CONTENT)
+        await open_s3(f"http://{s3.host}:{s3.port}", OPTIONS).put(NAME, CONTENT)
         yield s3.host, s3.port, open_s3
         return
     async with running_server(ServerConfig(tmp_path, port=0, token=TOKEN)) as running:
 
-        def open_http(origin: str) -> Store:
-            return HttpStore(origin, token=TOKEN, options=OPTIONS)
+        def open_http(origin: str, options: HttpOptions) -> Store:
+            return HttpStore(origin, token=TOKEN, options=options)
 
-        direct = open_http(running.url)
+        direct = open_http(running.url, OPTIONS)
         await direct.put(NAME, CONTENT)
         await direct.close()
         yield running.host, running.port, open_http
@@ -67,37 +69,45 @@ async def proxy(server: tuple[str, int, OpenStore]) -> AsyncIterator[ForwardProx
 
 
 @pytest.fixture
-async def ask(server: tuple[str, int, OpenStore], proxy: ForwardProxy) -> Ask:
-    """Reads the object from a store at an origin. Returns whether that went through the proxy."""
+async def check(server: tuple[str, int, OpenStore], proxy: ForwardProxy) -> Check:
+    """Reads the object from a store at an origin, and asserts that this goes through the proxy, or does not."""
 
-    async def ask(origin: str) -> bool:
+    async def check(origin: str, is_proxied: bool) -> None:
         proxy.requests.clear()
-        store = server[2](origin)
+        store = server[2](origin, OPTIONS if is_proxied else HURRIED)
         try:
             found = await store.get(NAME)
         except StoreError:
             found = None
         finally:
             await store.close()
-        assert (found == CONTENT) or not proxy.requests
-        return bool(proxy.requests)
+        assert bool(proxy.requests) == is_proxied
+        assert found == CONTENT or not is_proxied
 
-    return ask
+    return check
+
+
+@pytest.fixture
+def dead_port() -> Iterator[int]:
+    """A port that refuses connections. It is taken, so that no server of another test gets it."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
 
 
 @pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
 async def test_the_environments_proxy_is_used(
-    name: str, proxy: ForwardProxy, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    name: str, proxy: ForwardProxy, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not await ask("http://store.test")
+    await check("http://store.test", False)
     monkeypatch.setenv(name, f"http://user:s%40lt@127.0.0.1:{proxy.port}")
-    assert await ask("http://store.test")
+    await check("http://store.test", True)
     assert proxy.requests[0][1].startswith("http://store.test")
     assert set(proxy.authorizations) == {"Basic dXNlcjpzQGx0"}
     monkeypatch.setenv(name, f"127.0.0.1:{proxy.port}")
-    assert await ask("http://store.test")
+    await check("http://store.test", True)
     monkeypatch.setenv(name, "")
-    assert not await ask("http://store.test")
+    await check("http://store.test", False)
 
 
 @pytest.mark.parametrize(
@@ -126,20 +136,21 @@ async def test_no_proxy(
     host: str,
     expected: bool,
     proxy: ForwardProxy,
-    ask: Ask,
+    check: Check,
+    dead_port: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{proxy.port}")
     monkeypatch.setenv("NO_PROXY", excluded)
-    assert await ask(f"http://{host}:{free_port()}") == expected
+    await check(f"http://{host}:{dead_port}", expected)
 
 
 async def test_https_has_a_proxy_of_its_own(
-    proxy: ForwardProxy, server: tuple[str, int, OpenStore], monkeypatch: pytest.MonkeyPatch
+    proxy: ForwardProxy, server: tuple[str, int, OpenStore], dead_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{dead_port}")
     monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{proxy.port}")
-    store = server[2]("https://store.test")
+    store = server[2]("https://store.test", OPTIONS)
     with pytest.raises(StoreError):  # the server behind the proxy speaks no TLS
         await store.get(NAME)
     assert set(proxy.requests) == {("CONNECT", "store.test:443")}
@@ -147,30 +158,29 @@ async def test_https_has_a_proxy_of_its_own(
 
 
 async def test_a_proxy_that_does_not_answer_is_an_error(
-    server: tuple[str, int, OpenStore], monkeypatch: pytest.MonkeyPatch
+    server: tuple[str, int, OpenStore], dead_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port = free_port()
-    monkeypatch.setenv("HTTP_PROXY", f"http://user:s%40lt@127.0.0.1:{port}")
-    store = server[2]("http://store.test")
+    monkeypatch.setenv("HTTP_PROXY", f"http://user:s%40lt@127.0.0.1:{dead_port}")
+    store = server[2]("http://store.test", OPTIONS)
     with pytest.raises(StoreError) as caught:
         await store.get(NAME)
     assert caught.value.reason == "refused"
     assert "lt@" not in str(caught.value)
     if isinstance(store, HttpStore):  # obstore does not say what it could not reach
         assert "the environment's proxy" in str(caught.value)
-        assert f"127.0.0.1:{port}" in str(caught.value)
+        assert f"127.0.0.1:{dead_port}" in str(caught.value)
     await store.close()
 
 
 async def test_an_endpoint_in_the_environment_has_its_schemes_proxy(
-    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, dead_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = s3_config("")
     del config["endpoint"]
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.test")
     async with ForwardProxy(s3.host, s3.port) as proxy:
         monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{proxy.port}")
-        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{free_port()}")
+        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{dead_port}")
         assert await S3Store(f"s3://{BUCKET}/kv", options=OPTIONS, config=config).get(NAME) is None
         assert proxy.requests
 
@@ -191,9 +201,9 @@ def environment_proxy_of(url: str, monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 async def test_a_netrc_does_not_replace_the_token(
-    tmp_path: Path, proxy: ForwardProxy, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, proxy: ForwardProxy, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "netrc").write_text("machine store.test login someone password else\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{proxy.port}")
-    assert await ask("http://store.test")
+    await check("http://store.test", True)
