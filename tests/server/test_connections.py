@@ -18,14 +18,15 @@ import aiohttp
 import pytest
 
 from harness.small_segments import data_object
-from harness.waiting import LoopClock
+from harness.waiting import WAIT_S, LoopClock, until
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, fit_connections, running_server
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.http import HttpStore
 
-DEADLINE_S = 30.0
+DEADLINE_S = WAIT_S
+IDLE_S = 600.0  # more than any stall of the machine: tests set the clock forward
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -54,13 +55,21 @@ async def metric(server: RunningServer, name: str) -> float:
 
 @pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nHost:", HEALTH], ids=["nothing", "half", "one"])
 async def test_a_connection_without_a_request_is_closed(tmp_path: Path, sent: bytes) -> None:
+    clock = LoopClock()
     async with (
-        running_server(ServerConfig(tmp_path, port=0, idle_timeout_s=0.3)) as server,
+        running_server(ServerConfig(tmp_path, port=0, idle_timeout_s=IDLE_S)) as server,
         connected(server, sent) as reader,
-        asyncio.timeout(DEADLINE_S),
     ):
-        answer = await reader.read()
-        assert answer.startswith(b"HTTP/1.1 200") == (sent == HEALTH)
+        if sent == HEALTH:
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        closing = asyncio.create_task(reader.read())
+
+        async def is_closed() -> bool:
+            await clock.advance(IDLE_S)  # again and again: the server may not have taken the connection yet
+            return closing.done()
+
+        await until(is_closed)
+        assert not (await closing).startswith(b"HTTP/1.1")
 
 
 @pytest.mark.parametrize(
@@ -69,11 +78,17 @@ async def test_a_connection_without_a_request_is_closed(tmp_path: Path, sent: by
 async def test_a_request_that_brings_no_body_is_refused(tmp_path: Path, request_line: str) -> None:
     headers = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 100"
     head = f"{request_line} HTTP/1.1\r\n{headers}\r\n\r\n"
+    clock = LoopClock()
     async with (
-        running_server(ServerConfig(tmp_path, port=0, idle_timeout_s=0.3)) as server,
+        running_server(ServerConfig(tmp_path, port=0, idle_timeout_s=IDLE_S)) as server,
         connected(server, head.encode() + b"x") as reader,
-        asyncio.timeout(DEADLINE_S),
     ):
+
+        async def is_begun() -> bool:
+            return await metric(server, "requests_in_flight") > 1  # besides the one that asks
+
+        await until(is_begun)
+        await clock.advance(IDLE_S)
         assert (await reader.readline()).split()[1] == b"408"
 
 

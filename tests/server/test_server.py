@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from harness.slow_link import slow_link
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.store_conformance import BAD_NAMES
-from harness.waiting import LoopClock, until
+from harness.waiting import WAIT_S, LoopClock, until
 from sgl_kvfetch.directory import local
 from sgl_kvfetch.directory.local import LocalStore, StoreUsage
 from sgl_kvfetch.errors import StoreError
@@ -522,16 +522,16 @@ class TestStopping:
         await store.close()
 
     async def test_requests_in_flight_are_aborted_after_the_grace_period(self, tmp_path: Path) -> None:
-        content = bytes(2_000_000)
+        content = bytes(50_000_000)
         loop = asyncio.get_running_loop()
-        with slow_link(0.001):  # which takes 16 s
+        with slow_link(0.001):  # which takes 400 s
             async with serving(tmp_path, grace_s=0.2) as (server, session):
                 store = HttpStore(server.url, options=HttpOptions(max_attempts=1))
                 await store.put(data_object(content), content)
                 fetching = asyncio.create_task(store.get(data_object(content)))
                 await until(lambda: are_answered(session, 1))
                 started = loop.time()
-        assert loop.time() - started < 10
+        assert loop.time() - started < WAIT_S
         with pytest.raises(StoreError) as caught:
             await fetching
         assert caught.value.reason == "truncated"

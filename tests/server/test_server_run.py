@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.waiting import WAIT_S
+
 SERVE = """
 import logging, sys
 from pathlib import Path
@@ -23,5 +25,5 @@ def test_a_signal_stops_the_server_cleanly(tmp_path: Path, number: signal.Signal
         assert server.stdout is not None
         assert "on http://127.0.0.1:" in server.stdout.readline()
         server.send_signal(number)
-        _, errors = server.communicate(timeout=20)
+        _, errors = server.communicate(timeout=WAIT_S)
     assert (server.returncode, errors) == (0, "")
