@@ -294,9 +294,9 @@ class SGLangServer:
         return self.request("GET", "/metrics")
 
     def flush(self) -> None:
-        """Wait up to 30 s until the server is idle, then empty its device and host tiers. The remote store is not
+        """Wait until the server is idle, then empty its device and host tiers. The remote store is not
         changed."""
-        self.request("POST", "/flush_cache?timeout=30")
+        self.request("POST", f"/flush_cache?timeout={WAIT_S / 2:.0f}")
 
     def request(self, method: str, path: str, body: Any = None) -> str:
         """Make a request and return the answer's body. Raises ``ServerError`` with the answer unless it succeeds."""

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.waiting import WAIT_S
+
 MODULE = Path(__file__).parent.parent / "scripts" / "torchvision_schemas.py"
 
 
@@ -20,7 +22,7 @@ def test_torchvision_can_be_imported_next_to_a_cpu_build_of_torch(tmp_path: Path
         "import torchvision.transforms, torch\n"
         "assert hasattr(torch.ops.torchvision, 'nms')\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=WAIT_S)
 
 
 def test_installing_twice_is_installing_once(monkeypatch: pytest.MonkeyPatch) -> None:

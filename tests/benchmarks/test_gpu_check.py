@@ -32,6 +32,7 @@ from benchmarks.gpu_check.runner import _END_S, Result, run_step
 from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
 from benchmarks.kernel_bytes import Span
 from harness import stand_in_pool
+from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.plugin.device import klt_reads
@@ -47,7 +48,7 @@ CPU = torch.device("cpu")
 def test_without_a_gpu_it_ends_well_and_names_what_it_skipped() -> None:
     before = sorted((ROOT / "docs" / "gpu").iterdir())
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([ROOT / "scripts" / "gpu_check"], capture_output=True, text=True, timeout=60, env=env)
+    done = subprocess.run([ROOT / "scripts" / "gpu_check"], capture_output=True, text=True, timeout=WAIT_S, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[:2] for line in lines[:-1]] == [["skipped", step.name] for step in STEPS]

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from harness.waiting import WAIT_S
 from sgl_kvfetch.plane.messages import ProfileTaken
 from sgl_kvfetch.plugin import auto_profile
 from sgl_kvfetch.plugin.auto_profile import AutoProfile
@@ -57,7 +58,7 @@ class Engine:
     def __init__(self) -> None:
         self.planes = [Plane(), Plane()]
         self._values: list[torch.Tensor] = [torch.empty(0)] * 2
-        self._barrier = threading.Barrier(2, timeout=60)
+        self._barrier = threading.Barrier(2, timeout=WAIT_S)
         follow = cast("Any", lambda path: path)
         self.ranks = [
             AutoProfile(cast("Any", plane), rank, 2, follow, pauses=False) for rank, plane in enumerate(self.planes)

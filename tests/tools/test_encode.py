@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from tests.tools.conftest import Stored, kvfetch, kvfetch_json
 
@@ -96,7 +97,7 @@ def test_a_service_stops_in_good_order(stored: Stored) -> None:
         while not (line := process.stderr.readline()).startswith(b"replaced"):
             assert line
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0
     assert b"segments encoded" in said
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.store_process import StoreProcess
+from harness.waiting import WAIT_S
 from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import printable
@@ -106,7 +107,7 @@ def require_light(*args: str) -> None:
         "try: main()\nexcept SystemExit as e: assert not e.code, e\n"
         f"print(sorted({HEAVY} & sys.modules.keys()), file=sys.stderr)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], timeout=WAIT_S, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "[]\n"), done.stderr
 
 
@@ -158,7 +159,7 @@ def test_a_reader_that_leaves_gets_no_traceback(stored: Stored) -> None:
     os.close(read_end)
     command = [sys.executable, "-m", "sgl_kvfetch.tools", "inspect", stored.url]
     with os.fdopen(write_end, "wb") as closed:
-        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=WAIT_S)
     assert "Traceback" not in done.stderr
     assert done.returncode != 0
 
