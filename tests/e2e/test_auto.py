@@ -45,6 +45,9 @@ def test_a_server_makes_its_own_profile(tmp_path: Path, store: StoreProcess) -> 
         for seed in range(1, NUM_WINDOWS + 1):
             ask(server, make_prompt(seed, 1600))
         log = server.log
+        # All that is stored by `exact`: it must not count below.
+        asked = NUM_RANKS * (320 + NUM_WINDOWS * 1600) // PAGE_SIZE
+        wait_until(lambda: read_metric(server.metrics(), _WRITTEN) >= asked, poll_s=0.1, found=log)
         wait_until(lambda: "this server stores with 'klt' from now on" in log(), poll_s=0.1, found=log)
         for said in ("takes a sample", "the sample of prompts is complete", "calibrates model on its", "published"):
             assert log().count(f"{said}") == 1, said
