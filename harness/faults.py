@@ -57,6 +57,7 @@ class FaultyProxy:
         self._fault: Fault | None = None
         self._times_left: int | None = None
         self._server: asyncio.Server | None = None
+        self._reserved: socket.socket | None = None  # the port, also while nobody listens there
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
         self._link = asyncio.Event()
@@ -85,6 +86,12 @@ class FaultyProxy:
         self._link.set()
 
     async def __aenter__(self) -> Self:
+        # This socket is bound and never listens. So the kernel gives the port to no server that wants any free one.
+        # `_listen` gets it, since both reuse the address.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("127.0.0.1", 0))
+        self.port = self._reserved.getsockname()[1]
         await self._listen()
         return self
 
@@ -92,10 +99,11 @@ class FaultyProxy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stop()
+        if self._reserved is not None:
+            self._reserved.close()
 
     async def _listen(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port, limit=1 << 20)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def _stop(self) -> None:
         server, self._server = self._server, None
