@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from harness.waiting import WAIT_S
+
 T = TypeVar("T")
 
 _POLL_S = 0.05
@@ -52,7 +54,7 @@ class LoopThread:
                 future.cancel()
                 raise TimeoutError(f"no result within {timeout_s:g} s")
 
-    def close(self, timeout_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = WAIT_S) -> None:
         """Cancel what still runs and stop the thread. Idempotent."""
         if self._loop.is_closed():
             return
