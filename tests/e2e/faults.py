@@ -114,19 +114,32 @@ def assert_a_miss_in_time(
     server: SGLangServer, link: Proxy, seed: int, fault: Fault, stage: str, reasons: set[str], expected: Expected
 ) -> None:
     """A stored prompt is computed, within the deadline; and fetched, when all is well again."""
-    before = counted(server, stage, reasons)
-    link.set(fault)
-    try:
-        started_s = time.monotonic()
-        answer = ask(server, make_prompt(seed))
-        took_s = time.monotonic() - started_s
-    finally:
-        link.set(None)
-    assert same_answer(answer, expected[seed])
-    assert from_storage(answer) < 640 // 2
-    assert took_s < DEADLINE_S + SLACK_S, took_s
-    assert counted(server, stage, reasons) > before
+
+    def is_met() -> bool:
+        """Whether the request has met the fault. Where the machine stands still, a deadline passes before that."""
+        server.flush()
+        before, num_late = counted(server, stage, reasons), count_late(server)
+        link.set(fault)
+        try:
+            started_s = time.monotonic()
+            answer = ask(server, make_prompt(seed))
+            took_s = time.monotonic() - started_s
+        finally:
+            link.set(None)
+        assert same_answer(answer, expected[seed])
+        assert from_storage(answer) < 640 // 2
+        assert took_s < DEADLINE_S + SLACK_S, took_s
+        is_counted = counted(server, stage, reasons) > before
+        assert is_counted or count_late(server) > num_late, "the miss is not counted"
+        return is_counted
+
+    wait_until(is_met)
     assert same_answer(fetch_again(server, seed), expected[seed])
+
+
+def count_late(server: SGLangServer) -> float:
+    """How often a deadline has passed, or lookups have paused after that."""
+    return sum(counted(server, stage, {"timeout", "late", "skipped"}) for stage in ("lookup", "fetch"))
 
 
 def fetch_again(server: SGLangServer, seed: int) -> Generation:

@@ -132,7 +132,7 @@ def test_a_store_killed_during_a_fetch(host: Shared, filled: Path, expected: Exp
     with StoreProcess(filled) as store:
         proxy = Proxy(store)
         proxy.set(Fault("stall", after_bytes=1000, only=is_data))  # the fetch is under way when the store dies
-        config: dict[str, Any] = {"mode": "read_only", "fetch_timeout_s": DEADLINE_S, "lookup_timeout_s": LOOKUP_S}
+        config: dict[str, Any] = {"mode": "read_only", "fetch_timeout_s": DEADLINE_S}
         try:
             with host.attached(proxy.url, **config) as reader:
                 ask(reader, make_prompt(NUM_STORED))
