@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Set
@@ -165,7 +166,11 @@ def assert_stored_once_the_store_works(server: SGLangServer, link: Proxy, num_ra
         lost = read_metric(server.metrics(), "sgl_kvfetch_written_pages_total", result="dropped_error")
         return lost >= num_ranks * system_tokens // PAGE_SIZE
 
+    endings = itertools.count(30)
+
     def is_stored() -> bool:
+        # The engine hears that the store works a moment after it does. It writes again once it stores anything behind.
+        ask(server, prompt[:system_tokens] + make_prompt(next(endings), 5 * PAGE_SIZE))
         answer = kvfetch("why", link.url, "--server", server.url, "--prompt", str(prompt), "--json")
         return bool(json.loads(answer.stdout)[0]["stored_pages"] == PAGES)
 
@@ -175,7 +180,7 @@ def assert_stored_once_the_store_works(server: SGLangServer, link: Proxy, num_ra
     link.reset()
     ask(server, make_prompt(21))
     wait_until_written(server, int(before) + num_ranks * PAGES)
-    for end in range(system_tokens + 5 * PAGE_SIZE, len(prompt) + 1, 5 * PAGE_SIZE):  # the engine hears of it meanwhile
+    for end in range(system_tokens + 5 * PAGE_SIZE, len(prompt) + 1, 5 * PAGE_SIZE):
         ask(server, prompt[:end])
     wait_until(is_stored)
     server.flush()
