@@ -63,7 +63,7 @@ def why_request(store: StoreProcess, server: SGLangServer, rid: str, exit_code: 
 
 
 def test_what_became_of_requests(device: Shared, store: StoreProcess, link: Proxy) -> None:
-    with device.attached(link.url, **CONFIG) as server:
+    with device.attached(link.url, **PATIENT) as server:
         assert_why(why(store, server, 0), Reason.NEVER_WRITTEN)
         store_prompt(server, 0)
         found = why(store, server, 0, exit_code=0)
@@ -77,12 +77,14 @@ def test_what_became_of_requests(device: Shared, store: StoreProcess, link: Prox
         assert_why(why_request(store, server, "new"), Reason.NEVER_WRITTEN)
         assert_why(why(store, server, 0, tokens=64), Reason.SHORT)
 
-        link.set(Fault("hang", only=is_data))
-        send(server, 0, "hangs")
-        assert_why(why_request(store, server, "hangs"), Reason.TIMEOUT)
         link.set(Fault("flip", after_bytes=500, only=is_data))
         send(server, 0, "flips")
         assert_why(why_request(store, server, "flips"), Reason.CORRUPT)
+        detach(server)
+        attach(server, link.url, **CONFIG)  # for what needs a deadline
+        link.set(Fault("hang", only=is_data))
+        send(server, 0, "hangs")
+        assert_why(why_request(store, server, "hangs"), Reason.TIMEOUT)
         link.set(Fault("refuse"))
         assert_why(sent_until(Reason.SKIPPED, store, server, 0), Reason.SKIPPED)
         assert_why(why(store, server, 0), Reason.SKIPPED)
@@ -238,7 +240,7 @@ def test_a_prompt_that_is_computed_sooner(device: Shared, store: StoreProcess, l
 
 
 def test_host_mode(host: Shared, store: StoreProcess, link: Proxy) -> None:
-    with host.attached(link.url, **CONFIG) as server:
+    with host.attached(link.url, **PATIENT) as server:
         store_prompt(server, 4)
         send(server, 4, "served")
         (decided,) = why_request(store, server, "served", exit_code=0)["decided"]
