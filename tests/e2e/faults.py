@@ -42,8 +42,11 @@ class Proxy:
         self.url = self._proxy.url
 
     def set(self, fault: Fault | None) -> None:
-        self._proxy.requests.clear()
-        self._loop.run(self._proxy.set(fault), WAIT_S)
+        async def begin() -> None:
+            self._proxy.requests.clear()  # in one step of the loop: each later request meets the fault
+            await self._proxy.set(fault)
+
+        self._loop.run(begin(), WAIT_S)
 
     def reset(self) -> None:
         """Reset all connections. Those that are made after that work."""

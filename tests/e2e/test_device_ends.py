@@ -43,7 +43,7 @@ CONFIG: dict[str, Any] = {
     "fetch_timeout_s": DEADLINE_S,
     "lookup_timeout_s": LOOKUP_S,
 }
-PATIENT = CONFIG | {"fetch_timeout_s": 600}
+PATIENT = CONFIG | {"fetch_timeout_s": 600, "lookup_timeout_s": 600}
 HELD = ("sgl_kvfetch_parked_requests", "sgl_kvfetch_queued_bytes")
 NUM_ABORTS = int(os.environ.get("KVFETCH_ABORTS", "50"))
 ABORTS_A_ROUND = 5
@@ -200,7 +200,7 @@ def test_aborts_at_random_moments(patient: SGLangServer, link: Proxy, expected: 
             ends[end] = both[0] - both[1]
 
     with ThreadPoolExecutor(ABORTS_A_ROUND) as pool:
-        while total < NUM_ABORTS:
+        while total < NUM_ABORTS or not min(ends.values()):
             server.flush()  # which a lock, a slot or a row on the board that is left over makes fail
             seeds = rng.sample(range(NUM_STORED), ABORTS_A_ROUND)
             aborts = [
@@ -221,8 +221,6 @@ def test_aborts_at_random_moments(patient: SGLangServer, link: Proxy, expected: 
             longest_s *= 1.5 if ends["aborted"] > ends["landed"] else 0.7
     link.set(None)
     wait_until_quiet(server, link)
-    count_ends()
-    assert min(ends.values()) > 0, ends
     server.flush()
     assert same_answer(fetch_again(server, 0), expected[0])
 

@@ -123,14 +123,13 @@ def test_the_gateway_is_killed_in_mid_fetch(
 def test_an_object_is_deleted_behind_the_index(
     reader: SGLangServer, bucket: CephProcess | S3Server, link: Proxy, expected: Expected, seed: int, suffix: str
 ) -> None:
-    link.set(None)
-    assert same_answer(fetch_again(reader, seed), expected[seed])
-    paths = {path.removeprefix(f"/{BUCKET}/") for path in link.paths(suffix)}
-    objects = open_bucket(bucket.config)
-    stored = {meta["path"] for metas in obstore.list(objects) for meta in metas}
-    assert paths & stored
     link.set(Fault("error", only=is_write))  # the reader, too, stores pages behind which it stores others
     try:
+        assert same_answer(fetch_again(reader, seed), expected[seed])
+        paths = {path.removeprefix(f"/{BUCKET}/") for path in link.paths(suffix)}
+        objects = open_bucket(bucket.config)
+        stored = {meta["path"] for metas in obstore.list(objects) for meta in metas}
+        assert paths & stored
         obstore.delete(objects, sorted(paths & stored))
         reader.flush()
         answer = ask(reader, make_prompt(seed))
