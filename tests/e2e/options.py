@@ -15,6 +15,7 @@ from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.faults import PAGES
+from tests.linker import needs_linker
 
 pytestmark = pytest.mark.sglang
 
@@ -75,8 +76,11 @@ def test_a_prompt_whose_beginning_is_on_the_device(
     [
         (hicache_args, ["--hicache-mem-layout", "page_first_kv_split"], "does not support --hicache-mem-layout"),
         (hicache_args, ["--enable-unified-cache-external-linker"], "mutually exclusive"),
-        (device_args, ["--enable-unified-cache-external-linker"], "does not work with --enable-unified-cache"),
-        (device_args, ["--enable-lmcache"], "does not work with --enable-lmcache"),
+        pytest.param(
+            *(device_args, ["--enable-unified-cache-external-linker"], "does not work with --enable-unified-cache"),
+            marks=needs_linker,
+        ),
+        pytest.param(device_args, ["--enable-lmcache"], "does not work with --enable-lmcache", marks=needs_linker),
     ],
 )
 def test_what_stops_a_start(

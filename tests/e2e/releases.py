@@ -15,14 +15,15 @@ import pytest
 from harness.engine import SGLangServer, device_args, hicache_args
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
-from sgl_kvfetch.plugin.versions import WITH_LINKER, installed_version
+from sgl_kvfetch.plugin.versions import installed_version
 from tests.e2e.conftest import Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.faults import PAGES
+from tests.linker import HAS_LINKER
 
 pytestmark = pytest.mark.sglang
 
 
-MODES = {"host": hicache_args} | ({"device": device_args} if installed_version() in WITH_LINKER else {})
+MODES = {"host": hicache_args} | ({"device": device_args} if HAS_LINKER else {})
 
 
 @pytest.mark.parametrize("args", MODES.values(), ids=MODES)

@@ -18,6 +18,7 @@ import pytest
 
 from harness.imported_sglang import ImportedSGLang
 from harness.models import make_tiny_llama
+from tests.linker import HAS_LINKER, needs_linker
 
 pytestmark = pytest.mark.sglang
 
@@ -84,6 +85,7 @@ def test_a_wrong_config_key_stops_the_command_with_one_message(command: list[str
     assert "/no/such/model" not in done.stderr
 
 
+@needs_linker
 def test_device_mode_names_the_flag_that_it_does_not_support(run: Run) -> None:
     done = run(["-m", "sglang.launch_server", *NO_MODEL, *KVFETCH, "--disable-radix-cache"])
     assert done.returncode == 1
@@ -158,15 +160,15 @@ for line in lines:
 
 
 def test_pages_have_64_tokens_where_nobody_chooses(tmp_path: Path) -> None:
-    ours = [*KVFETCH, "--hicache-storage-backend-extra-config", json.dumps({"store": tmp_path.as_uri()})]
-    host = [*ours, "--enable-hierarchical-cache"]
+    device = [*KVFETCH, "--hicache-storage-backend-extra-config", json.dumps({"store": tmp_path.as_uri()})]
+    host = [*device, "--enable-hierarchical-cache"]
     sizes = {
-        "64": [ours, host],
-        "16": [[*ours, "--page-size", "16"]],
+        "64": [device, host] if HAS_LINKER else [host],
+        "16": [[*host, "--page-size", "16"]],
         "1": [
             [],
-            [*ours, "--page-size", "1"],
-            [*ours, "--chunked-prefill-size", "100"],
+            [*host, "--page-size", "1"],
+            [*host, "--chunked-prefill-size", "100"],
             [*host, "--disaggregation-mode", "prefill"],
         ],
     }
