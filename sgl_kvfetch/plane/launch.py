@@ -101,7 +101,8 @@ class DataPlaneThread:
     """A thread of the engine's process, with an event loop, for work that must run there, such as decoding on NVDEC."""
 
     def __init__(self, work: Coroutine[Any, Any, None]) -> None:
-        self._loop = asyncio.new_event_loop()
+        # As in a process of its own. In SGLang's, asyncio may make loops of uvloop: its entry points ask for them.
+        self._loop = asyncio.SelectorEventLoop()
         self._task: asyncio.Task[None] = self._loop.create_task(work)
         self._thread = threading.Thread(target=self._run, name="kvfetch", daemon=True)
         self._thread.start()

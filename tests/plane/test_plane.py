@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -30,7 +31,7 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plane import channel as channel_module, messages as m, plane as plane_module, run as run_module
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
-from sgl_kvfetch.plane.launch import DataPlaneProcess, Line, Running
+from sgl_kvfetch.plane.launch import DataPlaneProcess, DataPlaneThread, Line, Running
 from sgl_kvfetch.plane.messages import Found, Start
 from sgl_kvfetch.plane.plane import DataPlane
 from sgl_kvfetch.types import TENSORS, TensorName
@@ -508,3 +509,31 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+class OtherLoop(asyncio.SelectorEventLoop):
+    pass
+
+
+class OtherLoops(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return OtherLoop()
+
+
+@pytest.fixture
+def other_loops() -> Iterator[None]:
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(OtherLoops())
+    yield
+    asyncio.set_event_loop_policy(before)
+
+
+@pytest.mark.usefixtures("other_loops")
+def test_a_data_planes_thread_has_a_loop_of_asyncio_whatever_the_process_uses() -> None:
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def work() -> None:
+        loops.append(asyncio.get_running_loop())
+
+    assert DataPlaneThread(work()).join(WAIT_S)
+    assert [type(loop) for loop in loops] == [asyncio.SelectorEventLoop]
