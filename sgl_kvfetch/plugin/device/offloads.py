@@ -128,8 +128,8 @@ class Offloads:
         if not self._queue:
             return
         spare = spare_tokens(tree)
-        is_half = spare >= tree.token_to_kv_pool_allocator.size // 2
-        self._has_spare_slots = is_half and spare > wanted_tokens()
+        leaves_half = spare >= tree.token_to_kv_pool_allocator.size // 2
+        self._has_spare_slots = leaves_half and spare > wanted_tokens()
         if not self._queue[-1].is_begun:
             for offload, pending in zip(self._queue, tree.linker.pending_offloads, strict=True):
                 if not offload.is_begun:

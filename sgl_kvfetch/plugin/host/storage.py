@@ -179,7 +179,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         is_divisible = all(transfer.indices_from_pool == PoolName.KV for transfer in operation.pool_transfers or ())
         self._prefetch = _Prefetch(
             request_id=operation.request_id,
-            hashes=operation.all_hash_values,
+            hashes=operation.all_hash_values or (),
             last_hash=hashes[-1] if hashes else "",
             turn=turn,
             compute_page_s=turn.compute_s / len(turn.hashes) if turn.hashes and is_divisible else math.inf,
