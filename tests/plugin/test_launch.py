@@ -160,15 +160,16 @@ for line in lines:
 
 
 def test_pages_have_64_tokens_where_nobody_chooses(tmp_path: Path) -> None:
-    device = [*KVFETCH, "--hicache-storage-backend-extra-config", json.dumps({"store": tmp_path.as_uri()})]
-    host = [*device, "--enable-hierarchical-cache"]
+    ours = [*KVFETCH, "--hicache-storage-backend-extra-config", json.dumps({"store": tmp_path.as_uri()})]
+    host = [*ours, "--enable-hierarchical-cache"]
+    device = ours if HAS_LINKER else host
     sizes = {
-        "64": [device, host] if HAS_LINKER else [host],
-        "16": [[*host, "--page-size", "16"]],
+        "64": [device, host],
+        "16": [[*device, "--page-size", "16"]],
         "1": [
             [],
-            [*host, "--page-size", "1"],
-            [*host, "--chunked-prefill-size", "100"],
+            [*device, "--page-size", "1"],
+            [*device, "--chunked-prefill-size", "100"],
             [*host, "--disaggregation-mode", "prefill"],
         ],
     }
