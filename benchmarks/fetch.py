@@ -46,7 +46,7 @@ from sgl_kvfetch.plane.adapt.policy import LookAhead, Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, read_units
-from sgl_kvfetch.plane.fetch.restore import restore_cell
+from sgl_kvfetch.plane.fetch.restore import restore_cells
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Store
@@ -244,11 +244,9 @@ class Bench:
 
         def restore(unit: ReadUnit, cell: Any) -> None:
             first, end = self._segment.manifest.span_range(cell.span)
-            piece = unit.piece(cell, self._data(unit))
-            restore_cell(
+            restore_cells(
                 self._reader,
-                cell,
-                piece,
+                [(cell, unit.piece(cell, self._data(unit)))],
                 {},
                 span_pages=range(end - first),
                 pool_pages=range(first, end),

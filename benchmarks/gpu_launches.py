@@ -90,7 +90,7 @@ def make_staged(num_tokens: int) -> StagedValues:
     profile = _make_profile()
     grid, layout = profile.grid, region_layout(COEFFICIENTS, SPAN_TOKENS, "flat")
     spans, pages = range(0, num_tokens, SPAN_TOKENS), SPAN_TOKENS // PAGE_TOKENS
-    exponents = torch.full((SPAN_TOKENS,), 128, dtype=torch.uint8)
+    exponents = np.full(SPAN_TOKENS, 128, dtype=np.uint8)
     rows, packed, start, end = [], [], 0, 0
     for group in range(-(-LAYERS // CELL_LAYERS)):
         layers = grid.layers(group)
@@ -99,7 +99,7 @@ def make_staged(num_tokens: int) -> StagedValues:
             for block in range(HEADS // CELL_HEADS):
                 heads = grid.heads(block)
                 table = array("i", range(first // PAGE_TOKENS, first // PAGE_TOKENS + pages)).tobytes()
-                content, _ = pack(table, exponents, torch.empty(0, dtype=torch.uint8))
+                content, _ = pack(table, exponents, np.empty(0, dtype=np.uint8))
                 place = layers.start, len(layers), heads.start, len(heads), layers.start, heads.start
                 sizes = first, SPAN_TOKENS, pages, 0, start, size, end, _coefficients(len(layers))
                 rows.append(

@@ -11,7 +11,7 @@ from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.plane.arena import Arena
-from sgl_kvfetch.plane.coded import CELL, CodedRegion, StagedCode, code_bytes, gpu_restores
+from sgl_kvfetch.plane.coded import CELL, CodedRegion, RegionPlan, StagedCode, gpu_restores
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
 from sgl_kvfetch.plane.staging import StagedValues
 
@@ -22,14 +22,14 @@ def stage_coded(segments: Sequence[CodedSegment], quantiser: Quantiser) -> Stage
     readers = [SegmentReader(segment.manifest, quantiser) for segment in segments]
     sources = [PageSource(reader, page) for reader in readers for page in range(len(reader.manifest.page_hashes))]
     assert gpu_restores(sources)
-    arena, parts = Arena.create(code_bytes(sources)), span_parts(sources)
-    region = CodedRegion(arena, 0, parts)
-    for part in parts:
+    plan = RegionPlan(span_parts(sources))
+    arena = Arena.create(plan.num_bytes)
+    region = CodedRegion(arena, 0, plan)
+    for part in plan.parts:
         content = data[part.reader.data_name]
         for cell in part.reader.span_cells(part.span):
-            keep = region.decoded(part.reader, cell, part.reader.cell_data(cell, [content]), {})
-            keep(part.span_pages, part.request_pages)
-    num_cells, tables = region.tables(len(sources), readers[0].geometry.page_size)
+            region.decoded(part.reader, [(cell, memoryview(part.reader.cell_data(cell, [content])))], {})()
+    num_cells, tables = region.tables(len(sources))
     cells = np.frombuffer(tables, dtype=CELL, count=num_cells)
     code = StagedCode(cells, torch.frombuffer(bytearray(tables[cells.nbytes :]), dtype=torch.uint8))
     return StagedValues(len(sources), len(sources), "landed", arena.whole, code=code)

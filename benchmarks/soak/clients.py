@@ -17,6 +17,7 @@ from typing import TypeVar
 from benchmarks.noise import NOISE_HEADS
 from benchmarks.soak.ledger import Ledger
 from benchmarks.soak.world import PROMPT_PAGES, Segment, Version, World, WrongError
+from harness.reading import read_bytes
 from harness.small_segments import data_object
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import StoreError
@@ -114,10 +115,10 @@ class Client:
         """Read a range. Return False if the object is gone."""
         start = self._rng.choice((0, self._rng.randrange(len(version.data))))
         length = self._rng.randint(1, len(version.data) - start) if start else len(version.data)
-        pieces: list[bytes] = []
-        if not await self._store.read(version.data_name, start, length, pieces.append):
+        content = await read_bytes(self._store, version.data_name, start, length)
+        if content is None:
             return False
-        _require_same(version.data_name, b"".join(pieces), version.data[start : start + length])
+        _require_same(version.data_name, content, version.data[start : start + length])
         return True
 
     async def _require_gone(self, version: Version, asked: Sequence[bytes]) -> None:

@@ -2,29 +2,27 @@
 
 What the GPU decodes, too, is staged as it is coded; of all else, the data plane decodes the integers, a byte each. The
 cells of a layer group lie together, so that the engine loads a group, or a part of it, with one copy. Everything that
-the kernels need as tables is made here, when bytes arrive; only addresses on the device are left for the engine to fill
-in.
+the kernels need as tables is made here; only addresses on the device are left for the engine to fill in. What a
+manifest says of its cells becomes rows of the table once a segment.
 """
 
 from __future__ import annotations
 
-import threading
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from sgl_kvfetch.codec import Cell, CellPlace, Decoders, SegmentReader
+from sgl_kvfetch.codec import Cell, Decoders, SegmentReader
 from sgl_kvfetch.codec.container import cell_place
-from sgl_kvfetch.codec.layout import RegionLayout
+from sgl_kvfetch.codec.layout import Layout, RegionLayout
 from sgl_kvfetch.codec.quant import pack
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.arena import Arena
-from sgl_kvfetch.plane.fetch.plan import PageSource, SpanPart, span_parts
+from sgl_kvfetch.plane.fetch.plan import PageSource, SpanPart
 from sgl_kvfetch.plane.fetch.sink import CodedPool, Keep
 
 ALIGNMENT = 16  # of bitstreams, in bytes
@@ -44,8 +42,6 @@ CELL = np.dtype(
         ("digest", "u1", (16,)),  # of the integers
     ]
 )
-
-_Key = tuple[str, Cell]  # a data object and a cell of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,107 +68,120 @@ def stays_coded(reader: SegmentReader, cell: Cell) -> bool:
     )
 
 
-class _Kept(NamedTuple):
-    """A cell in a region: what its row in the tables is made of, but for the pages that are wanted, which are known
-    later."""
+class RegionPlan:
+    """Where the cells of a prompt's spans lie in a region, ordered by layers. ``rows``: of `CELL`, with all that is
+    known before a cell has arrived; ``start`` counts from the region's. ``num_bytes``: the region's size."""
 
-    place: CellPlace
-    layers: range
-    heads: range
-    parts: tuple[torch.Tensor, ...]
-    layout: RegionLayout
-    coefficients: int
-    size: int
-    digest: bytes | None  # of integers that are coded
+    def __init__(self, parts: Sequence[SpanPart]) -> None:
+        self.parts = parts
+        of_parts = [_span_rows(part.reader, part.span) for part in parts]
+        rows = np.concatenate(of_parts)
+        order = np.argsort(rows["first_layer"], kind="stable")
+        self.rows = rows[order]
+        rooms = -(-self.rows["size"] // ALIGNMENT) * ALIGNMENT
+        self.rows["start"] = np.cumsum(rooms) - rooms
+        self.num_bytes = int(rooms.sum())
+        self.part_of = np.repeat(np.arange(len(parts)), [len(each) for each in of_parts])[order].tolist()  # each row's
+        self._places: dict[tuple[str, Cell], int] = {}  # the row of each data object's cells
+        places = np.argsort(order).tolist()
+        for part in parts:
+            for cell in part.reader.span_cells(part.span):
+                self._places[part.reader.data_name, cell] = places[len(self._places)]
+
+    def row(self, reader: SegmentReader, cell: Cell, num_bytes: int) -> int:
+        """Return the number of a cell's row. Raises UnsupportedError if its integers do not have these bytes there."""
+        row = self._places.get((reader.data_name, cell))
+        expected = 0 if row is None else int(self.rows["size"][row])
+        if row is None or num_bytes != expected:
+            raise UnsupportedError(f"{cell} of {reader.data_name} has {num_bytes} bytes, expected {expected}")
+        return row
+
+
+_made: WeakKeyDictionary[SegmentReader, dict[int, np.ndarray]] = WeakKeyDictionary()
+
+
+def _span_rows(reader: SegmentReader, span: int) -> np.ndarray:
+    """Return the rows of a span's cells, without ``num_exact``, ``start`` and ``packed``. They are made once."""
+    made = _made.setdefault(reader, {})
+    if span not in made:
+        made[span] = np.array([_row(reader, cell) for cell in reader.span_cells(span)], dtype=CELL)
+    return made[span]
+
+
+def _row(reader: SegmentReader, cell: Cell) -> tuple[object, ...]:
+    manifest, place = reader.manifest, cell_place(reader.manifest, cell)
+    name = manifest.parts[-1].layout
+    coefficients, num_tokens = manifest.integers_shape(cell, name)
+    layers, heads, chunk = reader.grid.layers(cell.layer_group), reader.heads_of(cell), reader.last_chunk(cell)
+    first_page, end_page = manifest.span_range(cell.span)
+    is_coded = stays_coded(reader, cell)
+    plain: Layout = RegionLayout(width=num_tokens, height=1, token_rows=1, token_cols=num_tokens)
+    layout = reader.variant.layouts[name] if is_coded else plain
+    assert isinstance(layout, RegionLayout)
+    return (
+        *(layers.start, len(layers), heads.start, len(heads)),
+        *(place.layers.start, place.heads.start),
+        *(place.tokens.start, num_tokens, end_page - first_page, 0),
+        *(0, chunk.size_bytes if is_coded else coefficients * num_tokens, 0, coefficients),
+        *(layout.width, layout.height, layout.token_rows, layout.token_cols),
+        is_coded,
+        np.frombuffer(chunk.decoded_checksum, dtype=np.uint8) if is_coded else 0,
+    )
 
 
 class CodedRegion(CodedPool):
-    """A region of shared memory with the cells of one prompt. Thread-safe."""
+    """A region of shared memory with the cells of one prompt. Threads may keep cells at once."""
 
-    def __init__(self, arena: Arena, offset: int, parts: Sequence[SpanPart]) -> None:
-        self._arena = arena
-        self._places: dict[_Key, tuple[int, int]] = {}  # offset and room of each cell's integers
-        for key, room_bytes in _rooms(parts):
-            self._places[key] = offset, room_bytes
-            offset += room_bytes
-        self._kept: dict[_Key, tuple[_Kept, Sequence[int], Sequence[int]]] = {}
-        self._lock = threading.Lock()
+    def __init__(self, arena: Arena, offset: int, plan: RegionPlan) -> None:
+        self._memory = arena.whole[offset : offset + plan.num_bytes].numpy()
+        self._offset = offset
+        self._plan = plan
+        self._starts = plan.rows["start"].tolist()
+        self._kept: dict[int, Sequence[np.ndarray]] = {}  # by row: what a cell has beside its integers
 
-    def decoded(self, reader: SegmentReader, cell: Cell, data: bytes | memoryview, decoders: Decoders) -> Keep:
-        key = reader.data_name, cell
-        if stays_coded(reader, cell):
-            coded = reader.verified_cell(cell, data)
-            bitstream, digest = coded.coded.bitstream, coded.coded.row.decoded_checksum
-            assert isinstance(coded.layout, RegionLayout)
-            of_cell = coded.place, coded.layers, coded.heads, coded.parts, coded.layout, coded.coefficients
-            return partial(self._keep, key, bitstream, _Kept(*of_cell, len(bitstream), digest))
-        *parts, integers = reader.decode_cell(cell, data, decoders)
-        coefficients, num_tokens = integers.shape
-        layout = RegionLayout(width=num_tokens, height=1, token_rows=1, token_cols=num_tokens)
-        layers, heads = reader.manifest.grid.layers(cell.layer_group), reader.heads_of(cell)
-        of_cell = cell_place(reader.manifest, cell), layers, heads, tuple(parts), layout, coefficients
-        content = integers.contiguous().numpy().data.cast("B")
-        return partial(self._keep, key, content, _Kept(*of_cell, len(content), None))
+    def decoded(self, reader: SegmentReader, cells: Sequence[tuple[Cell, memoryview]], decoders: Decoders) -> Keep:
+        found = []
+        for cell, data in cells:
+            if stays_coded(reader, cell):
+                parts, bitstream = reader.verified_cell(cell, data)
+                integers = np.frombuffer(bitstream, dtype=np.uint8)
+            else:
+                *tensors, decoded = reader.decode_cell(cell, data, decoders)
+                parts = [x.numpy() for x in tensors]
+                integers = decoded.contiguous().view(torch.uint8).flatten().numpy()
+            found.append((self._plan.row(reader, cell, len(integers)), parts, integers))
+        return partial(self._keep, found)
 
-    def working_bytes(self, reader: SegmentReader, cell: Cell) -> int:
-        return reader.coded_bytes(cell) if stays_coded(reader, cell) else 2 * reader.frames_bytes(cell)
+    def working_bytes(self, reader: SegmentReader, cells: Sequence[Cell]) -> int:
+        return sum(
+            reader.coded_bytes(cell) if stays_coded(reader, cell) else 2 * reader.frames_bytes(cell) for cell in cells
+        )
 
-    def _keep(
-        self,
-        key: _Key,
-        content: bytes | memoryview,
-        cell: _Kept,
-        span_pages: Sequence[int],
-        pages: Sequence[int],
-    ) -> None:
-        offset, room_bytes = self._places.get(key, (0, 0))
-        if len(content) > room_bytes:
-            raise UnsupportedError(f"{key[1]} of {key[0]} has {len(content)} bytes, expected at most {room_bytes}")
-        self._arena.buffer(offset, len(content))[:] = content
-        with self._lock:
-            self._kept[key] = cell, span_pages, pages
+    def _keep(self, cells: Sequence[tuple[int, Sequence[np.ndarray], np.ndarray]]) -> None:
+        for row, parts, integers in cells:
+            start = self._starts[row]
+            self._memory[start : start + len(integers)] = integers
+            self._kept[row] = parts
 
-    def tables(self, num_pages: int, page_size: int) -> tuple[int, bytes]:
+    def tables(self, num_pages: int) -> tuple[int, bytes]:
         """Return the number of cells that have some of the first ``num_pages`` pages, and their rows with what they
         have beside their integers."""
-        rows, packed, end = [], [], 0
-        for key, (offset, _) in self._places.items():
-            cell, span_pages, pages = self._kept.get(key, (None, (), ()))
-            if cell is None or min(pages) >= num_pages:
-                continue
-            table = array("i", (-1,)) * (len(cell.place.tokens) // page_size)
-            for span_page, page in zip(span_pages, pages, strict=True):
-                table[span_page] = page if page < num_pages else -1
-            content, num_exact = pack(table.tobytes(), *cell.parts)
-            layout = cell.layout
-            rows.append(
-                (
-                    *(cell.layers.start, len(cell.layers), cell.heads.start, len(cell.heads)),
-                    *(cell.place.layers.start, cell.place.heads.start),
-                    *(cell.place.tokens.start, len(cell.place.tokens), len(table), num_exact),
-                    *(offset, cell.size, end, cell.coefficients),
-                    *(layout.width, layout.height, layout.token_rows, layout.token_cols),
-                    cell.digest is not None,
-                    np.frombuffer(cell.digest or bytes(16), dtype=np.uint8),
-                )
-            )
-            packed.append(content)
-            end += len(content)
-        return len(rows), np.array(rows, dtype=CELL).tobytes() + b"".join(packed)
+        pages = [_page_table(part, num_pages) for part in self._plan.parts]
+        wanted = [row for row in sorted(self._kept) if pages[self._plan.part_of[row]]]
+        packed = [pack(pages[self._plan.part_of[row]], *self._kept[row]) for row in wanted]
+        rows = self._plan.rows[wanted]
+        rows["start"] += self._offset
+        sizes = np.array([len(content) for content, _ in packed], dtype=np.int64)
+        rows["packed"] = np.cumsum(sizes) - sizes
+        rows["num_exact"] = [num_exact for _, num_exact in packed]
+        return len(rows), rows.tobytes() + b"".join(content for content, _ in packed)
 
 
-def code_bytes(sources: Sequence[PageSource]) -> int:
-    """Return the size of a `CodedRegion` of these pages."""
-    return sum(room_bytes for _, room_bytes in _rooms(span_parts(sources)))
-
-
-def _rooms(parts: Sequence[SpanPart]) -> list[tuple[_Key, int]]:
-    """Return the cells of some spans, ordered by layers, and the room for the integers of each."""
-    found = []
-    for part in parts:
-        reader = part.reader
-        for cell in reader.span_cells(part.span):
-            is_coded = stays_coded(reader, cell)
-            num_bytes = reader.last_chunk(cell).size_bytes if is_coded else reader.num_integers(cell)
-            found.append(((reader.data_name, cell), -(-num_bytes // ALIGNMENT) * ALIGNMENT))
-    return sorted(found, key=lambda each: each[0][1].layer_group)  # a stable order otherwise
+def _page_table(part: SpanPart, num_pages: int) -> bytes:
+    """Return which page of the prompt each page of a span is, int32; -1 for pages that are not wanted, or not among the
+    first ``num_pages``. Return b"" if none is."""
+    first, end = part.reader.manifest.span_range(part.span)
+    table = np.full(end - first, -1, dtype=np.int32)
+    pages = np.array(part.request_pages)
+    table[list(part.span_pages)] = np.where(pages < num_pages, pages, -1)
+    return table.tobytes() if pages.min() < num_pages else b""

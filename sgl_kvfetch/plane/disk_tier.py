@@ -131,23 +131,29 @@ class DiskTier(WrappedStore):
             self._known_bytes -= len(data.stored)
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        """Ranges of data that a lookup found come from the disk if they are there. All else comes from the store.
+        """Return the store's bytes. They are for merging and for `kvfetch encode`: what these write for others is made
+        from what the store has."""
+        return await self._store.get(name, start, length)
 
-        Whole data is for merging and for `kvfetch encode`: what they write for others is made from the store's bytes.
-        """
+    async def read(
+        self, name: str, start: int, into: memoryview, received: Callable[[int], None] = lambda num_bytes: None
+    ) -> bool:
+        """Ranges of data that a lookup found come from the disk if they are there. All else comes from the store."""
         data = self._known.get(name)
-        if data is None or length is None or start + length > data.size_bytes:
-            return await self._store.get(name, start, length)
-        content = await self._read_disk(data, start, length)
+        if data is None or start + len(into) > data.size_bytes:
+            return await self._store.read(name, start, into, received)
+        content = await self._read_disk(data, start, len(into))
         if content is not None:
-            self._options.on_read("disk", length)
-            return content
-        content = await self._store.get(name, start, length)
-        if content is not None:
-            self._options.on_read("store", length)
-            if data.is_read_whole:
-                self._filler.add_bytes(data, start, content)
-        return content
+            into[:] = content
+            received(len(into))
+            self._options.on_read("disk", len(into))
+            return True
+        if not await self._store.read(name, start, into, received):
+            return False
+        self._options.on_read("store", len(into))
+        if data.is_read_whole:
+            self._filler.add_bytes(data, start, bytes(into))
+        return True
 
     async def _read_disk(self, data: NamedData, start: int, length: int) -> bytes | None:
         """Return sound bytes, or None. A copy that is damaged or cannot be read is deleted."""

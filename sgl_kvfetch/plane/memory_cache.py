@@ -78,7 +78,7 @@ class MemoryCache:
             self._entries.move_to_end(key)
         return Held(self, entries)
 
-    def put(self, unit: ReadUnit, data: bytes) -> None:
+    def put(self, unit: ReadUnit, data: bytes | memoryview) -> None:
         """Keep a unit's bytes, if there is room or something can be evicted for its span."""
         span = unit.cells[0].span
         entry = self._entries.get(_key(unit.reader, span)) or self._open(unit.reader, span)
@@ -120,7 +120,7 @@ class MemoryCache:
 
     def _open(self, reader: SegmentReader, span: int) -> _Entry | None:
         """Make room for a span. Return None if what is held, or the size of the cache, leaves too little."""
-        num_bytes = sum(map(reader.coded_bytes, reader.span_cells(span)))
+        num_bytes = reader.span_bytes(span)
         if num_bytes > self._arena.num_bytes:
             return None
         while (offset := self._room.allocate(num_bytes, 0)) is None:

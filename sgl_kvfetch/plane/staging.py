@@ -22,7 +22,7 @@ from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Arena, Emit, Room
 from sgl_kvfetch.plane.choice import Decision, EngineQueue, FetchLag, FetchOrRecompute
 from sgl_kvfetch.plane.client import StoreClient, count_fetch, counted
-from sgl_kvfetch.plane.coded import CodedRegion, StagedCode, code_bytes, gpu_restores
+from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, StagedCode, gpu_restores
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.link_queue import Claim, LinkQueue
@@ -293,9 +293,11 @@ class Stager:
         found_s = time.monotonic()
         cost = self._client.fetcher.cost(sources)
         staging.needs_link = cost.transmit_s != 0.0
-        staging.data_names = {part.reader.data_name for part in span_parts(sources)}
+        parts = span_parts(sources)
+        staging.data_names = {part.reader.data_name for part in parts}
         is_coded = self._takes_code and gpu_restores(sources) and not staging.data_names & self._decoded_here
-        staging.num_bytes = code_bytes(sources) if is_coded else len(sources) * self._geometry.page_bytes
+        plan = RegionPlan(parts) if is_coded else None
+        staging.num_bytes = len(sources) * self._geometry.page_bytes if plan is None else plan.num_bytes
         num_ahead = self._turns.pages_ahead if staging.needs_link else 0
         if not self._is_fetched(cost, num_ahead, command.saved_s, len(sources), found_s):
             self._computes(command.saved_s, len(sources))
@@ -309,8 +311,8 @@ class Stager:
             return 0, "failed"
         assert staging.offset is not None
         pool: CodedRegion | _Region
-        if is_coded:
-            pool = CodedRegion(self._arena, staging.offset, span_parts(sources))
+        if plan is not None:
+            pool = CodedRegion(self._arena, staging.offset, plan)
         else:
             views = region_views(self._arena, staging.offset, self._geometry, len(sources))
             pool = _Region(views, self._geometry.page_size)
@@ -376,7 +378,7 @@ class Stager:
 
     def _put_tables(self, staging: _Staging, region: CodedRegion, num_pages: int) -> bool:
         """Put the tables of coded cells into shared memory. Return whether there is room for them."""
-        num_cells, tables = region.tables(num_pages, self._geometry.page_size)
+        num_cells, tables = region.tables(num_pages)
         place = self._room.allocate(len(tables), 0)
         if place is None:
             return False

@@ -108,16 +108,20 @@ class Store(ABC):
         Raises StoreError, with reason ``truncated`` if fewer bytes than requested arrive.
         """
 
-    async def read(self, name: str, start: int, length: int, take: Callable[[bytes], None]) -> bool:
-        """Pass the requested bytes to ``take`` as they arrive, in order. Return False if the object is missing.
+    async def read(
+        self, name: str, start: int, into: memoryview, received: Callable[[int], None] = lambda num_bytes: None
+    ) -> bool:
+        """Fill ``into`` with an object's bytes from byte ``start`` on. Return False if the object is missing.
 
-        After an error, the pieces already passed are valid: the caller may continue behind them. This default passes
-        everything in one piece.
+        ``received`` gets the number of bytes of each piece, in order, when they are there. After an error, those bytes
+        are valid: the caller may continue behind them. Nothing is written once this has returned or raised. This
+        default copies what `get` returns.
         """
-        data = await self.get(name, start, length)
+        data = await self.get(name, start, len(into))
         if data is None:
             return False
-        take(data)
+        into[:] = data
+        received(len(data))
         return True
 
     @abstractmethod

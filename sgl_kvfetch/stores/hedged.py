@@ -78,24 +78,28 @@ class HedgedStore(WrappedStore):
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         """Hedge manifests and reads with a ``length``. Other whole objects are not hedged: their size is unknown."""
         if length is not None:
-            async with self._free_reads:  # no read may wait for a connection: that would look like a stall
-                return await self._get_part(name, start, length)
+            into = bytearray(length)
+            return bytes(into) if await self.read(name, start, memoryview(into)) else None
         if require_name(name).is_manifest:
             return await HedgedCall(self._lookups, lambda _: self._store.get(name, start)).run()
         return await self._store.get(name, start)
 
-    async def _get_part(self, name: str, start: int, length: int) -> bytes | None:
-        async def ask(attempt: Attempt) -> bytes | None:
-            def take(piece: bytes) -> None:
-                attempt.take(piece)
-                self._on_received(len(piece))
+    async def read(
+        self, name: str, start: int, into: memoryview, received: Callable[[int], None] = lambda num_bytes: None
+    ) -> bool:
+        """Both requests of a hedged read write into ``into``: to equal places, equal bytes of an immutable object."""
 
-            received = attempt.num_bytes
-            if not await self._store.read(name, start + received, length - received, take):
-                return None
-            return attempt.pieces[0] if len(attempt.pieces) == 1 else b"".join(attempt.pieces)
+        async def ask(attempt: Attempt) -> bool:
+            def take(num_bytes: int) -> None:
+                attempt.take(num_bytes)
+                self._on_received(num_bytes)
+                received(num_bytes)
 
-        return await HedgedCall(self._reads, ask, length).run()
+            there = attempt.num_bytes
+            return await self._store.read(name, start + there, into[there:], take)
+
+        async with self._free_reads:  # no read may wait for a connection: that would look like a stall
+            return bool(await HedgedCall(self._reads, ask, len(into)).run())
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +113,10 @@ class HedgeWatch:
 
 
 class Attempt:
-    """One request of a call. ``pieces`` begins with the bytes that earlier attempts received."""
+    """One request of a call. ``num_inherited``: the bytes that earlier attempts received, behind which it begins."""
 
-    def __init__(self, inherited: Sequence[bytes], now_s: float) -> None:
-        self.pieces = list(inherited)
-        self.num_inherited = _num_bytes(inherited)
+    def __init__(self, num_inherited: int, now_s: float) -> None:
+        self.num_inherited = num_inherited
         self.progress = Progress()
         self.began_s = now_s
         self.longest_silence_s = 0.0
@@ -123,9 +126,8 @@ class Attempt:
     def num_bytes(self) -> int:
         return self.num_inherited + self.progress.num_bytes
 
-    def take(self, piece: bytes) -> None:
-        self.pieces.append(piece)
-        self.progress.num_bytes += len(piece)
+    def take(self, num_bytes: int) -> None:
+        self.progress.num_bytes += num_bytes
         self.heard(asyncio.get_running_loop().time())
 
     def heard(self, now_s: float) -> None:
@@ -134,7 +136,8 @@ class Attempt:
 
 
 class HedgedCall(Generic[T]):
-    """One hedged call. ``ask`` makes a request; reads pass bytes to ``Attempt.take``, and ask for the missing ones."""
+    """One hedged call. ``ask`` makes a request; reads tell ``Attempt.take`` what has
+    come, and ask for the missing bytes."""
 
     def __init__(
         self, watch: HedgeWatch, ask: Callable[[Attempt], Coroutine[Any, Any, T | None]], num_bytes: int = 0
@@ -146,7 +149,7 @@ class HedgedCall(Generic[T]):
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[Attempt, asyncio.Task[T | None]] = {}  # running: the first, and perhaps a second
         self._ended: list[asyncio.Task[T | None]] = []
-        self._received: Sequence[bytes] = ()  # the most that any ended attempt received
+        self._received = 0  # the most bytes that any ended attempt received
         self._error: StoreError | None = None
         self._num_hedges = 0
         self._is_hedging = False
@@ -179,8 +182,8 @@ class HedgedCall(Generic[T]):
             await asyncio.gather(*self._tasks.values(), *self._ended, return_exceptions=True)
 
     def _begin(self) -> None:
-        received = [self._received, *(attempt.pieces for attempt in self._tasks)]
-        attempt = Attempt(max(received, key=_num_bytes), self._loop.time())
+        received = [self._received, *(attempt.num_bytes for attempt in self._tasks)]
+        attempt = Attempt(max(received), self._loop.time())
         self._tasks[attempt] = self._loop.create_task(self._ask(attempt))
 
     def _look(self) -> None:
@@ -242,11 +245,7 @@ class HedgedCall(Generic[T]):
         task = self._tasks.pop(attempt)
         task.cancel()
         self._ended.append(task)
-        self._received = max(self._received, attempt.pieces, key=_num_bytes)
-
-
-def _num_bytes(pieces: Sequence[bytes]) -> int:
-    return sum(map(len, pieces))
+        self._received = max(self._received, attempt.num_bytes)
 
 
 class Usual:

@@ -35,6 +35,7 @@ from sgl_kvfetch.stores.http_answers import (
 from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
 from sgl_kvfetch.stores.profiles import require_profile_length, require_profile_list, require_profile_name
 from sgl_kvfetch.stores.proxies import environment_proxy
+from sgl_kvfetch.stores.receiving import RangeReceiver
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, listing_of
 from sgl_kvfetch.stores.verified import Verified
 
@@ -74,6 +75,7 @@ class HttpStore(RemoteStore):
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._session: aiohttp.ClientSession | None = None
+        self._receiver: RangeReceiver | None = None
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         """Read an object. Raises ``too_large``, too, for more than ``max_object_bytes``, or than a manifest may have.
@@ -99,27 +101,44 @@ class HttpStore(RemoteStore):
 
         return await self._retried(f"getting {name}", attempt, length or 0)
 
-    async def read(self, name: str, start: int, length: int, take: Callable[[bytes], None]) -> bool:
+    async def read(
+        self, name: str, start: int, into: memoryview, received: Callable[[int], None] = lambda num_bytes: None
+    ) -> bool:
         """Read a range. A retry continues where the broken attempt ended."""
-        self._size_limit(name, length)
-        position, end = start, start + length
+        self._size_limit(name, len(into))
+        left, url = into, self._object_url(name)
 
-        def take_next(piece: bytes) -> None:
-            nonlocal position
-            position += len(piece)
-            take(piece)
+        def took(num_bytes: int) -> None:
+            nonlocal left
+            left = left[num_bytes:]
+            received(num_bytes)
+
+        def take(piece: bytes) -> None:
+            left[: len(piece)] = piece
+            took(len(piece))
 
         async def attempt() -> bool:
-            headers = {"Range": f"bytes={position}-{end - 1}"}
-            async with self._request("GET", self._object_url(name), headers=headers) as response:
+            position = start + len(into) - len(left)
+            receiver = self._range_receiver()
+            if receiver is not None and await receiver.receive(url, position, left, took):
+                return True
+            headers = {"Range": f"bytes={position}-{start + len(into) - 1}"}
+            async with self._request("GET", url, headers=headers) as response:
                 if response.status == 404:
                     return False
-                await take_range(response, position, end - position, take_next)
+                await take_range(response, position, len(left), take)
                 return True
 
-        if length == 0:
+        if not into:
             return await self._get_nothing(name, start) is not None
-        return await self._retried(f"reading {name}", attempt, length)
+        return await self._retried(f"reading {name}", attempt, len(into))
+
+    def _range_receiver(self) -> RangeReceiver | None:
+        """Return what receives ranges into their places; None behind a proxy, which aiohttp knows how to ask."""
+        self._require_open()
+        if self._receiver is None and self._proxy is None:
+            self._receiver = RangeReceiver(self.url, self._headers, self._tls, self.options.connect_timeout_s)
+        return self._receiver
 
     async def put(self, name: str, data: bytes) -> None:
         """Store an object. If the server demands it, replace a stored manifest by its digest."""
@@ -298,6 +317,8 @@ class HttpStore(RemoteStore):
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+        if self._receiver is not None:
+            self._receiver.close()
 
     def _object_url(self, name: str) -> str:
         return f"{self.url}{wire.Route.OBJECTS}/{name}"

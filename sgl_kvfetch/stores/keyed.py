@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sgl_kvfetch.codec import EncryptionKeys, ManifestKeys, decode_manifest, is_vouched_for
@@ -38,6 +38,13 @@ class KeyedStore(WrappedStore):
             raise StoreError("invalid", f"{name}: only a whole manifest can be verified")
         data = await self._store.get(name)
         return data if data is not None and self._is_good(data) else None
+
+    async def read(
+        self, name: str, start: int, into: memoryview, received: Callable[[int], None] = lambda num_bytes: None
+    ) -> bool:
+        if name.endswith(MANIFEST_SUFFIX):
+            raise StoreError("invalid", f"{name}: only a whole manifest can be verified")
+        return await self._store.read(name, start, into, received)
 
     async def put(self, name: str, data: bytes) -> None:
         await self._store.put(name, self._signed(data) if name.endswith(MANIFEST_SUFFIX) else data)

@@ -121,20 +121,24 @@ class S3Store(RemoteStore):
                 return await self._get_nothing(name, start)
             raise
 
-    async def read(self, name: str, start: int, length: int, take: Callable[[bytes], None]) -> bool:
-        """Read a range. A retry continues where the broken attempt ended."""
+    async def read(
+        self, name: str, start: int, into: memoryview, received: Callable[[int], None] = lambda num_bytes: None
+    ) -> bool:
+        length = len(into)
         self._size_limit(name, length)
 
         async def read() -> bool:
             result = await self._begin_get(name, start, length)
-            left = length
+            end = 0
             async for piece in result.stream(min_chunk_size=_PIECE_BYTES):
-                left -= len(piece)
-                if left < 0:
+                begin, end = end, end + len(piece)
+                if end > length:
                     raise StoreError("protocol", f"reading {name}: more than the {length} bytes of the range arrived")
-                take(piece)
-            if left:
-                raise StoreError("truncated", f"reading {name}: {left} of {length} bytes are missing", retriable=True)
+                into[begin:end] = piece
+                received(len(piece))
+            if end < length:
+                missing = f"{length - end} of {length} bytes are missing"
+                raise StoreError("truncated", f"reading {name}: {missing}", retriable=True)
             return True
 
         if length == 0:

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from harness.faults import Fault, FaultyProxy
+from harness.reading import read_bytes
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, StoreError, StoreErrorReason
@@ -129,9 +130,7 @@ async def test_a_retried_read_continues_where_it_stopped(proxy: FaultyProxy) -> 
     await store.put(NAME, CONTENT)
     proxy.requests.clear()
     await proxy.set(Fault("close", after_bytes=80_000))
-    pieces: list[bytes] = []
-    assert await store.read(NAME, 1000, 200_000, pieces.append)
-    assert b"".join(pieces) == CONTENT[1000:201_000]
+    assert await read_bytes(store, NAME, 1000, 200_000) == CONTENT[1000:201_000]
     assert len(proxy.requests) == 3
     await store.close()
 
@@ -139,23 +138,21 @@ async def test_a_retried_read_continues_where_it_stopped(proxy: FaultyProxy) -> 
 @pytest.mark.parametrize("fault", [Fault("close", after_bytes=0), Fault("wrong_length"), Fault("garbage")])
 async def test_read_passes_on_only_requested_bytes(store: HttpStore, proxy: FaultyProxy, fault: Fault) -> None:
     await proxy.set(fault)
-    pieces: list[bytes] = []
-    assert await reason_of(store.read(NAME, 500, 1000, pieces.append)) in ("truncated", "protocol")
-    assert CONTENT[500:1500].startswith(b"".join(pieces))
+    into, pieces = bytearray(1000), list[int]()
+    assert await reason_of(store.read(NAME, 500, memoryview(into), pieces.append)) in ("truncated", "protocol")
+    assert CONTENT[500:1500].startswith(bytes(into[: sum(pieces)]))
 
 
 async def test_read_from_a_server_without_range_support(answering: Start) -> None:
     async def respond(request: web.Request) -> web.StreamResponse:
         return web.Response(body=CONTENT)
 
-    pieces: list[bytes] = []
-    assert await (await answering(respond)).read(NAME, 500, 1000, pieces.append)
-    assert b"".join(pieces) == CONTENT[500:1500]
+    assert await read_bytes(await answering(respond), NAME, 500, 1000) == CONTENT[500:1500]
 
 
 async def test_read_of_a_missing_or_short_object(store: HttpStore) -> None:
-    assert not await store.read(data_object(b"never put"), 0, 5, lambda _: None)
-    assert await reason_of(store.read(NAME, len(CONTENT) - 5, 6, lambda _: None)) == "truncated"
+    assert await read_bytes(store, data_object(b"never put"), 0, 5) is None
+    assert await reason_of(read_bytes(store, NAME, len(CONTENT) - 5, 6)) == "truncated"
 
 
 @pytest.mark.parametrize("fault", [Fault("error", status=503, times=2), Fault("close", after_bytes=0, times=2)])

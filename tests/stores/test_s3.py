@@ -10,6 +10,7 @@ import obstore
 import pytest
 
 from harness.faults import Fault, FaultKind, FaultyProxy
+from harness.reading import read_bytes
 from harness.s3_server import BUCKET, S3Server, s3_config
 from harness.small_segments import data_object, make_segment, page_hashes
 from harness.store_conformance import AdminStoreConformance
@@ -66,7 +67,7 @@ async def test_faults_have_reasons(
 ) -> None:
     await proxied.put(NAME, CONTENT)
     await s3_proxy.set(fault)
-    for call in (proxied.get(NAME), proxied.get(NAME, 5, 2000), proxied.read(NAME, 5, 2000, lambda piece: None)):
+    for call in (proxied.get(NAME), proxied.get(NAME, 5, 2000), read_bytes(proxied, NAME, 5, 2000)):
         with pytest.raises(StoreError) as caught:
             await call
         assert (caught.value.reason, caught.value.retriable) == (reason, retriable), str(caught.value)
@@ -106,9 +107,7 @@ async def test_slow_down_and_other_passing_faults_are_retried(
 async def test_a_broken_read_continues_where_it_ended(proxied: S3Store, s3_proxy: FaultyProxy) -> None:
     await proxied.put(NAME, CONTENT)
     await s3_proxy.set(Fault("close", after_bytes=400_000, times=1))
-    pieces: list[bytes] = []
-    assert await proxied.read(NAME, 10, 900_000, pieces.append)
-    assert b"".join(pieces) == CONTENT[10:900_010]
+    assert await read_bytes(proxied, NAME, 10, 900_000) == CONTENT[10:900_010]
 
 
 async def test_a_bucket_that_does_not_exist_is_no_miss(s3: S3Server) -> None:

@@ -52,17 +52,18 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
         checksum = xxhash.xxh3_128_digest
         return cls(codec, len(bitstream), checksum(bitstream), checksum(content))
 
-    def require_coded(self, bitstream: bytes | memoryview, digest: bytes, what: str) -> None:
-        """Raise CorruptError unless the compressed bytes have their checksum and ``digest``, unless that is b""."""
+    def require_coded(self, bitstream: bytes | memoryview, digest: bytes, what: object) -> None:
+        """Raise CorruptError unless the compressed bytes have their checksum and ``digest``, unless that is b"".
+        ``what`` begins the message."""
         if xxhash.xxh3_128_digest(bitstream) != self.coded_checksum:
             raise CorruptError(f"{what}, compressed bytes: checksum does not match")
         if digest and chunk_digest(bitstream) != digest:
             raise CorruptError(f"{what}, compressed bytes: digest does not match")
 
-    def require_decoded(self, content: bytes | memoryview, what: str) -> None:
-        """Raise CorruptError unless the decoded content has its checksum."""
+    def require_decoded(self, content: bytes | memoryview, *what: object) -> None:
+        """Raise CorruptError unless the decoded content has its checksum. ``what`` begins the message."""
         if xxhash.xxh3_128_digest(content) != self.decoded_checksum:
-            raise CorruptError(f"{what}: checksum does not match")
+            raise CorruptError(f"{', '.join(map(str, what))}: checksum does not match")
 
 
 def nth_digest(chunk_digests: bytes, index: int) -> bytes:

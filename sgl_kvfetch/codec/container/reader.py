@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from sgl_kvfetch.codec.bitstream.base import Decoders
@@ -43,20 +43,6 @@ class CodedChunk(NamedTuple):
         return self.levels[-1].row if self.levels else self.row
 
 
-@dataclass(frozen=True, slots=True)
-class CodedCell:
-    """A cell whose bytes are verified, and whose integers are still coded. ``parts``: all but the last part, decoded.
-    ``coded``: the last part, which has all integers, ``(coefficients, tokens)``. ``layout``: that of the last part."""
-
-    place: CellPlace
-    layers: range  # counted from the rank's first layer
-    heads: range  # counted from the reading rank's first head
-    parts: tuple[torch.Tensor, ...]
-    coded: CodedChunk
-    layout: Layout
-    coefficients: int
-
-
 class SegmentReader:
     """Decodes the cells of one variant of a segment."""
 
@@ -86,6 +72,10 @@ class SegmentReader:
         self._objects: tuple[DataObject, ...] = self.variant, *self.levels
         self._offsets = [rows.offsets for rows in self._objects]
         self._head_blocks = manifest.head_blocks(self.rank_heads)
+        # A property of the manifest makes these anew each time, which is too slow for each cell.
+        self.grid = manifest.grid
+        self._cells_per_span = manifest.cells_per_span  # with those that the rank does not read
+        self._span_bytes: dict[int, int] = {}
         self._coarser: dict[int, SegmentReader] = {}
 
     def _require_quantiser(self) -> None:
@@ -116,12 +106,20 @@ class SegmentReader:
 
     def cell_ranges(self, cell: Cell) -> list[tuple[int, int]]:
         """Return bytes ``[start, end)`` of a cell in each of ``object_names``. Together they are the cell's bytes."""
-        chunks = (self._chunks_of(cell, number) for number in range(len(self._objects)))
-        return [(offsets[some.start], offsets[some.stop]) for offsets, some in zip(self._offsets, chunks, strict=True)]
+        index, each = self._index(cell), self.manifest.chunks_per_cell
+        first, *further = self._offsets
+        levels = ((offsets[index], offsets[index + 1]) for offsets in further)
+        return [(first[index * each], first[(index + 1) * each]), *levels]
 
     def coded_bytes(self, cell: Cell) -> int:
         """Return the size of a cell's bytes."""
         return sum(end - start for start, end in self.cell_ranges(cell))
+
+    def span_bytes(self, span: int) -> int:
+        """Return the size of a span's bytes that the rank reads."""
+        if span not in self._span_bytes:
+            self._span_bytes[span] = sum(map(self.coded_bytes, self.span_cells(span)))
+        return self._span_bytes[span]
 
     @property
     def num_levels(self) -> int:
@@ -154,17 +152,23 @@ class SegmentReader:
 
     def _chunks_of(self, cell: Cell, number: int) -> range:
         """Return which chunks of object ``number`` a cell has: one a part of the variant's, one of each level's."""
-        index, each = self.manifest.cell_index(cell), 1 if number else self.manifest.chunks_per_cell
+        index, each = self._index(cell), 1 if number else self.manifest.chunks_per_cell
         return range(index * each, (index + 1) * each)
+
+    def _index(self, cell: Cell) -> int:
+        """Return `Manifest.cell_index`."""
+        within = cell.layer_group * self.grid.num_head_blocks + cell.head_block
+        return cell.span * self._cells_per_span + within
 
     def span_cells(self, span: int) -> Iterator[Cell]:
         """Yield the span's cells that the rank reads, in storage order."""
-        return (cell for cell in self.manifest.span_cells(span) if cell.head_block in self._head_blocks)
+        groups = range(self.grid.num_layer_groups)
+        return (Cell(span, group, block) for group in groups for block in self._head_blocks)
 
     @property
     def cells_per_span(self) -> int:
         """How many cells of a span the rank reads."""
-        return self.manifest.grid.num_layer_groups * len(self._head_blocks)
+        return self.grid.num_layer_groups * len(self._head_blocks)
 
     def has_cells_of(self, other: SegmentReader) -> bool:
         """Return whether equal cells hold equal values in both segments, which have the same pages."""
@@ -173,7 +177,7 @@ class SegmentReader:
 
     def heads_of(self, cell: Cell) -> range:
         """Return a cell's heads, counted from the rank's first head."""
-        heads, shift = self.manifest.grid.heads(cell.head_block), self.manifest.first_head - self.rank_heads.start
+        heads, shift = self.grid.heads(cell.head_block), self.manifest.first_head - self.rank_heads.start
         return range(heads.start + shift, heads.stop + shift)
 
     def num_integers(self, cell: Cell) -> int:
@@ -210,19 +214,23 @@ class SegmentReader:
         parts = tuple(
             self._decode_integers(cell, part, piece, decoders or {})
             if part.layout
-            else self._decode_bytes(cell, part, piece)
+            else _tensor_of(self._decode_bytes(cell, part, piece))
             for part, piece in zip(self.manifest.parts, pieces, strict=True)
         )
-        self._require_sound(cell, parts)
+        plain = [x.numpy() for x, part in zip(parts, self.manifest.parts, strict=True) if not part.layout]
+        self._require_sound(cell, plain)
         return parts
 
-    def _require_sound(self, cell: Cell, parts: Quantised) -> None:
-        token_bytes = self._cell_bytes(cell) // self.manifest.span_tokens(cell.span)
-        self.quantiser.require_sound(parts, cell_place(self.manifest, cell), token_bytes)
+    def _require_sound(self, cell: Cell, plain: Sequence[np.ndarray]) -> None:
+        num_tokens = self.manifest.span_tokens(cell.span)
+        shape = num_tokens, len(self.grid.layers(cell.layer_group)), self.grid.cell_heads
+        self.quantiser.require_sound(plain, shape, self._cell_bytes(cell) // num_tokens)
 
     def _cell_bytes(self, cell: Cell) -> int:
         """Return the size of a cell's values."""
-        return self.manifest.cell_values(cell) * self.geometry.torch_dtype.itemsize
+        g = self.geometry
+        channels = len(self.grid.layers(cell.layer_group)) * self.grid.cell_heads * (g.k_head_dim + g.v_head_dim)
+        return self.manifest.span_tokens(cell.span) * channels * g.torch_dtype.itemsize
 
     def is_in_one_bitstream(self, cell: Cell, codec: str) -> bool:
         """Return whether all integers of a cell are in one bitstream of ``codec``, the last part, whose frames begin
@@ -236,24 +244,16 @@ class SegmentReader:
 
     def last_chunk(self, cell: Cell) -> Chunk:
         """Return the row of a cell's last part."""
-        return self.variant.chunks[(self.manifest.cell_index(cell) + 1) * self.manifest.chunks_per_cell - 1]
+        return self.variant.chunks[(self._index(cell) + 1) * self.manifest.chunks_per_cell - 1]
 
-    def verified_cell(self, cell: Cell, data: bytes | memoryview) -> CodedCell:
-        """Verify a cell's bytes, and decode all but its integers, for which `is_in_one_bitstream` holds. Raises
-        CorruptError, FormatError."""
+    def verified_cell(self, cell: Cell, data: memoryview) -> tuple[list[np.ndarray], bytes | memoryview]:
+        """Verify the bytes of a cell for which `is_in_one_bitstream` holds. Return its parts but for the last one, as
+        bytes, and its integers as they are coded. Raises CorruptError, FormatError."""
         *others, coded = self._verified_pieces(cell, data)
-        pairs = zip(self.manifest.parts[:-1], others, strict=True)
-        parts = tuple(self._decode_bytes(cell, part, piece) for part, piece in pairs)
-        self._require_sound(cell, (*parts, torch.empty(0, dtype=torch.uint8)))
-        return CodedCell(
-            place=cell_place(self.manifest, cell),
-            layers=self.manifest.grid.layers(cell.layer_group),
-            heads=self.heads_of(cell),
-            parts=parts,
-            coded=coded,
-            layout=self.variant.layouts[self.manifest.parts[-1].layout],
-            coefficients=self.manifest.integers_shape(cell, self.manifest.parts[-1].layout)[0],
-        )
+        pairs = zip(self.manifest.parts, others, strict=False)
+        parts = [np.frombuffer(self._decode_bytes(cell, part, piece), dtype=np.uint8) for part, piece in pairs]
+        self._require_sound(cell, parts)
+        return parts, coded.bitstream
 
     def _verified_pieces(self, cell: Cell, data: bytes | memoryview) -> list[CodedChunk]:
         """Return a cell's chunks, verified and decrypted."""
@@ -278,8 +278,7 @@ class SegmentReader:
             for index in self._chunks_of(cell, number):
                 chunk = rows.chunks[index]
                 piece, left = left[: chunk.size_bytes], left[chunk.size_bytes :]
-                what = f"{cell}, digits" if number else str(cell)
-                chunk.require_coded(piece, rows.digest_of(index), what)
+                chunk.require_coded(piece, rows.digest_of(index), f"{cell}, digits" if number else cell)
                 yield number, index, piece
 
     def dequantise_cell(self, cell: Cell, quantised: Quantised, tokens: slice = slice(None)) -> CellValues:
@@ -309,18 +308,22 @@ class SegmentReader:
         rely on it alone."""
         shape = self.manifest.integers_shape(cell, part.layout)
         integers = self.variant.layouts[part.layout].from_frames(frames, shape)
-        coded.finest.require_decoded(integers.numpy().data, f"{cell}, decoded {part.name}")
+        coded.finest.require_decoded(integers.numpy().data, cell, f"decoded {part.name}")
         if coded.frame_sum is not None and sum_of_frames(frames) != coded.frame_sum:
             raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
         return integers
 
-    def _decode_bytes(self, cell: Cell, part: PartInfo, coded: CodedChunk) -> torch.Tensor:
+    def _decode_bytes(self, cell: Cell, part: PartInfo, coded: CodedChunk) -> bytes:
         if coded.row.codec != BYTES_CODEC.name:
             raise FormatError(f"{cell} has {part.name} in codec {coded.row.codec!r}, expected {BYTES_CODEC.name!r}")
         most = self._cell_bytes(cell) + self.manifest.span_tokens(cell.span) * _MOST_BYTES_A_TOKEN
         raw = BYTES_CODEC.decompress(coded.bitstream, min(most, MAX_CHUNK_BYTES))
-        coded.row.require_decoded(raw, f"{cell}, {part.name}")
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        coded.row.require_decoded(raw, cell, part.name)
+        return raw
+
+
+def _tensor_of(raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
 def part_infos(quantiser: Quantiser, geometry: KVGeometry) -> tuple[PartInfo, ...]:

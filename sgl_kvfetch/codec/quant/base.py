@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from sgl_kvfetch.codec.bitstream.levels import Wide
@@ -101,10 +102,13 @@ class Quantiser(ABC):
     ) -> CellValues:
         """Return the values of a cell, or of some of its tokens, up to rounding. ``place`` is the whole cell's."""
 
-    def require_sound(self, parts: Quantised, place: CellPlace, token_bytes: int) -> None:  # noqa: B027, may be all
-        """Raise FormatError unless a cell's parts of plain bytes fit the cell and its other parts.
+    def require_sound(  # noqa: B027, may be all
+        self, plain: Sequence[np.ndarray], shape: tuple[int, int, int], token_bytes: int
+    ) -> None:
+        """Raise FormatError unless a cell's parts of plain bytes fit the cell, and each other.
 
-        ``parts``: integers may be in frames. ``token_bytes``: size of a token's values in this cell.
+        ``plain``: those parts, uint8. ``shape``: the cell's tokens, layers and heads. ``token_bytes``: size of a
+        token's values in this cell.
         """
 
     def some_tokens(self, parts: Quantised, tokens: slice) -> Quantised:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from sgl_kvfetch.codec.bitstream.levels import MOST_LEVELS, Wide
@@ -78,17 +79,17 @@ class KltIntegers(Quantiser):
         assert most_coefficients is not None
         return {"coefficients": region_layout(most_coefficients, span_tokens, resolution)}
 
-    def require_sound(self, parts: Quantised, place: CellPlace, token_bytes: int) -> None:
-        exponents, exact = parts[:2]
-        if exponents.numel() != len(place.tokens):
-            raise FormatError(f"{exponents.numel()} exponents, expected one for each of {len(place.tokens)} tokens")
-        is_exact = exponents == EXACT
-        if bool(((exponents < UNIT - _MOST_EXPONENT) | (exponents > UNIT + _MOST_EXPONENT))[~is_exact].any()):
+    def require_sound(self, plain: Sequence[np.ndarray], shape: tuple[int, int, int], token_bytes: int) -> None:
+        exponents, exact = plain
+        if exponents.size != shape[0]:
+            raise FormatError(f"{exponents.size} exponents, expected one for each of {shape[0]} tokens")
+        num_exact = exponents.size - np.count_nonzero(exponents)
+        num_scales = np.count_nonzero(np.abs(exponents.astype(np.int16) - UNIT) <= _MOST_EXPONENT)
+        if num_exact + num_scales != exponents.size:
             raise FormatError(f"an exponent is not {UNIT - _MOST_EXPONENT} to {UNIT + _MOST_EXPONENT}, nor {EXACT}")
-        num_exact = int(is_exact.sum())
-        if exact.numel() != num_exact * token_bytes:
+        if exact.size != num_exact * token_bytes:
             raise FormatError(
-                f"{exact.numel()} bytes of exact tokens, expected {num_exact * token_bytes} for {num_exact} tokens"
+                f"{exact.size} bytes of exact tokens, expected {num_exact * token_bytes} for {num_exact} tokens"
             )
 
     def some_tokens(self, parts: Quantised, tokens: slice) -> Quantised:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser
@@ -17,6 +18,7 @@ from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from sgl_kvfetch.types import TENSORS, TensorName
 
 MIN_BINS, MAX_BINS = 4, 256
+_NO_NUMBER = 0x7F80  # the exponent of a bfloat16 that is infinite or no number
 
 
 def centre_of(bins: int) -> int:
@@ -47,12 +49,13 @@ class SymmetricQuantiser(Quantiser):
     def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
         return tuple(part for t in TENSORS for part in (Part(f"{t} scales"), Part(t, t)))
 
-    def require_sound(self, parts: Quantised, place: CellPlace, token_bytes: int) -> None:
-        num_scales = len(place.tokens) * len(place.layers) * (len(place.heads) if self.splits_heads else 1)
-        for scales in parts[::2]:
-            if scales.numel() != num_scales * torch.bfloat16.itemsize:
-                raise FormatError(f"{scales.numel()} bytes of scales, expected {num_scales} scales in bfloat16")
-            if not bool(torch.isfinite(scales.view(torch.bfloat16)).all()):
+    def require_sound(self, plain: Sequence[np.ndarray], shape: tuple[int, int, int], token_bytes: int) -> None:
+        num_tokens, num_layers, num_heads = shape
+        num_scales = num_tokens * num_layers * (num_heads if self.splits_heads else 1)
+        for scales in plain:
+            if scales.size != num_scales * torch.bfloat16.itemsize:
+                raise FormatError(f"{scales.size} bytes of scales, expected {num_scales} scales in bfloat16")
+            if ((scales.view(np.uint16) & _NO_NUMBER) == _NO_NUMBER).any():
                 raise FormatError("a scale is not finite")
 
     def centres(self, tensor: TensorName, layers: range) -> tuple[int, ...]:

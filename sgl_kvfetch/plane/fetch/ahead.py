@@ -31,13 +31,13 @@ class AheadReader:
         self,
         link: Link,
         budget: BytesBudget,
-        transmit: Callable[[ReadUnit], Coroutine[Any, Any, bytes]],
+        transmit: Callable[[ReadUnit], Coroutine[Any, Any, memoryview]],
     ) -> None:
         """``budget`` bounds the bytes kept. Whoever takes a unit must release its bytes to this budget."""
         self._link = link
         self._budget = budget
         self._transmit = transmit
-        self._reads: dict[UnitKey, tuple[ReadUnit, asyncio.Task[bytes], asyncio.TimerHandle]] = {}
+        self._reads: dict[UnitKey, tuple[ReadUnit, asyncio.Task[memoryview], asyncio.TimerHandle]] = {}
         self._by_cells: dict[CellsKey, ReadUnit] = {}
         self._lookups: dict[_Lookup, asyncio.Task[None]] = {}
 
@@ -53,7 +53,7 @@ class AheadReader:
         """Return the unit, and so the variant, in which these cells are read ahead, or None."""
         return self._by_cells.get(key)
 
-    def take_read(self, unit: ReadUnit) -> asyncio.Task[bytes] | None:
+    def take_read(self, unit: ReadUnit) -> asyncio.Task[memoryview] | None:
         """Return the task that reads the unit's bytes, or None. The caller must release them to the budget."""
         if unit.key not in self._reads:
             return None
@@ -98,7 +98,7 @@ class AheadReader:
         key = unit.cells_key
         return key in self._by_cells or key in lookup.taken or unit.reader.data_name in lookup.dropped
 
-    def _read_ended(self, lookup: _Lookup, key: UnitKey, task: asyncio.Task[bytes]) -> None:
+    def _read_ended(self, lookup: _Lookup, key: UnitKey, task: asyncio.Task[memoryview]) -> None:
         """Keep no failure for a later fetch: the segment may have been written again, or the store be back."""
         if task.cancelled() or task.exception() is None:  # this marks an error as retrieved
             return

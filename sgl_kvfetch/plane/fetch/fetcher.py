@@ -33,6 +33,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
+import numpy as np
+
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import Decoders, SegmentReader
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
@@ -52,7 +54,6 @@ from sgl_kvfetch.plane.fetch.plan import (
     span_parts,
 )
 from sgl_kvfetch.plane.fetch.restore import Restorer
-from sgl_kvfetch.plane.fetch.running import RunningFetch
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
 from sgl_kvfetch.plane.messages import Cost
@@ -77,6 +78,64 @@ class FetchResult:
 
 class _SettledError(Exception):
     """Ends a fetch as soon as no further page can be restored."""
+
+
+class _RunningFetch:
+    """Tracks which parts of a fetch are restored. A page counts only if it and all pages before it are whole."""
+
+    def __init__(
+        self, sources: Sequence[PageSource], destination: Destination, held: Held, request: timeline.Request
+    ) -> None:
+        """``held``: the spans whose bytes are in memory. ``request``: for the timeline."""
+        self.parts = span_parts(sources)  # in the order of their first pages; several may hold a page, each some heads
+        self.destination = destination
+        self.held = held
+        self.request = request
+        self.failures: list[KVFetchError] = []
+        self.num_asked = len(sources)
+        self.num_transmitting = 0  # units
+        self.is_late = False  # the rest would arrive after the deadline
+        self._cells_left = [part.reader.cells_per_span for part in self.parts]
+        self.num_unasked = sum(self._cells_left)  # cells whose bytes are not requested yet
+        # Before the first page of a part, all earlier pages are in the parts before it.
+        self._pages_before = [*(part.request_pages[0] for part in self.parts), self.num_asked]
+        self._end = len(self.parts)  # the first part that failed or is not wanted
+        self._num_whole = 0
+
+    def is_wanted(self, part: int) -> bool:
+        return part < self._end
+
+    def restored(self, part: int, num_cells: int) -> None:
+        self._cells_left[part] -= num_cells
+
+    def fail(self, part: int, error: KVFetchError | None) -> None:
+        """End the fetch before this part. ``error`` is None if the part is not wanted."""
+        if error is not None:
+            self.failures.append(error)
+        self._end = min(self._end, part)
+
+    def advance(self) -> bool:
+        """Count the parts that are whole. Return whether every part before the first failure is."""
+        while self._num_whole < self._end and not self._cells_left[self._num_whole]:
+            self._num_whole += 1
+        return self._num_whole == self._end
+
+    def left_bytes(self, sizes: Sequence[int]) -> float:
+        """Return how many bytes are not restored yet. ``sizes``: each part's bytes."""
+        return sum(
+            size * left / part.reader.cells_per_span
+            for size, left, part in zip(sizes, self._cells_left, self.parts, strict=True)
+        )
+
+    @property
+    def share_left(self) -> float:
+        """Return the share of the pages that is not part of the restored run yet."""
+        return 1 - self.num_pages / self.num_asked
+
+    @property
+    def num_pages(self) -> int:
+        """Return the length of the restored run, from the first page."""
+        return self._pages_before[self._num_whole]
 
 
 class Fetcher:
@@ -115,11 +174,11 @@ class Fetcher:
         self.levels = levels or LevelPolicy()
         self._may_delete = may_delete
         self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
-        self._running: set[RunningFetch] = set()
+        self._running: set[_RunningFetch] = set()
         self._ahead = AheadReader(self.link, self._ahead_budget, partial(self._transmit, request=timeline.NOBODY))
         # Bytes of spans that a fetch used only in part. SGLang fetches in batches of 128 pages, and the next batch or
         # the next turn of a conversation begins with the rest of the span.
-        self._begun: OrderedDict[UnitKey, bytes] = OrderedDict()
+        self._begun: OrderedDict[UnitKey, memoryview] = OrderedDict()
         self._begun_bytes = inflight_bytes // 8
 
     def close(self, *, wait: bool = True) -> None:
@@ -196,7 +255,7 @@ class Fetcher:
         would take to compute all pages; ends, as if the rest came too late, when the engine would compute the rest
         sooner.
         """
-        fetch = RunningFetch(sources, destination, self.hold(sources), request)
+        fetch = _RunningFetch(sources, destination, self.hold(sources), request)
         self._running.add(fetch)
         timed_out = False
         try:
@@ -215,7 +274,7 @@ class Fetcher:
         return FetchResult(fetch.num_pages, tuple(fetch.failures), timed_out, fetch.is_late)
 
     async def _run(
-        self, fetch: RunningFetch, deadline_s: float, on_requested: Callable[[], None] | None, compute_s: float
+        self, fetch: _RunningFetch, deadline_s: float, on_requested: Callable[[], None] | None, compute_s: float
     ) -> None:
         """Run all units."""
         due_s = time.monotonic() + self.levels.within_s
@@ -254,7 +313,7 @@ class Fetcher:
         except* _SettledError:
             pass
 
-    async def _end_when_slow(self, fetch: RunningFetch, compute_s: float) -> None:
+    async def _end_when_slow(self, fetch: _RunningFetch, compute_s: float) -> None:
         """End the fetch when the engine, which takes ``compute_s`` for all pages, would compute the rest sooner."""
         is_held = fetch.held.has
         sizes = [0 if is_held(part.reader, part.span) else part.size_bytes for part in fetch.parts]
@@ -276,7 +335,7 @@ class Fetcher:
         least_bytes = replace(part, reader=self.levels.coarsest(part.reader)).size_bytes
         return now_s + (self.link.outstanding_bytes + least_bytes) * 8 / goodput_bps > deadline_s
 
-    async def _run_unit(self, unit: ReadUnit, index: int, fetch: RunningFetch) -> None:
+    async def _run_unit(self, unit: ReadUnit, index: int, fetch: _RunningFetch) -> None:
         """Take one unit through all three stages; if a level is damaged or gone, once more without it, if it may be
         left out."""
         while True:
@@ -299,7 +358,7 @@ class Fetcher:
         if fetch.advance():
             raise _SettledError
 
-    async def _take_through(self, unit: ReadUnit, index: int, fetch: RunningFetch) -> None:
+    async def _take_through(self, unit: ReadUnit, index: int, fetch: _RunningFetch) -> None:
         part = fetch.parts[index]
         try:
             data = await self._bytes_of(unit, fetch)
@@ -310,7 +369,7 @@ class Fetcher:
         await self._restorer.restore(unit, data, part, fetch.destination, fetch.request)
         metrics.READ_CELLS.labels(str(unit.reader.levels_left_out)).inc(len(unit.cells))
         fetch.restored(index, len(unit.cells))
-        if isinstance(data, bytes) and part.is_begun and part.request_pages[-1] == fetch.num_asked - 1:
+        if not fetch.held.has_unit(unit) and part.is_begun and part.request_pages[-1] == fetch.num_asked - 1:
             self._keep_begun(unit, data)
 
     def _num_unasked(self) -> int:
@@ -342,7 +401,7 @@ class Fetcher:
     def _is_in_memory(self, reader: SegmentReader, span: int) -> bool:
         return self._memory is not None and self._memory.has(reader, span)
 
-    async def _bytes_of(self, unit: ReadUnit, fetch: RunningFetch) -> bytes | memoryview:
+    async def _bytes_of(self, unit: ReadUnit, fetch: _RunningFetch) -> memoryview:
         if (data := fetch.held.data(unit)) is not None:
             return data
         if unit.key in self._begun:
@@ -355,7 +414,7 @@ class Fetcher:
         finally:
             self._ahead_budget.release(unit.size_bytes)
 
-    def _keep_begun(self, unit: ReadUnit, data: bytes) -> None:
+    def _keep_begun(self, unit: ReadUnit, data: memoryview) -> None:
         """Keep these bytes, and evict older ones if there is no room, but never those of the same span."""
         self._begun[unit.key] = data
         self._begun.move_to_end(unit.key)
@@ -385,7 +444,7 @@ class Fetcher:
         finally:
             del self._reports[name]
 
-    async def _transmit(self, unit: ReadUnit, request: timeline.Request) -> bytes:
+    async def _transmit(self, unit: ReadUnit, request: timeline.Request) -> memoryview:
         started_s = time.monotonic()
         data = None
         self.link.started(unit.size_bytes)
@@ -404,18 +463,21 @@ class Fetcher:
             self._memory.put(unit, data)
         return data
 
-    async def _read(self, unit: ReadUnit) -> bytes:
+    async def _read(self, unit: ReadUnit) -> memoryview:
         """Return the bytes of all the unit's objects, one behind the other. Raises StoreError."""
-        reads = unit.reads
+        data, reads, end = np.empty(unit.size_bytes, dtype=np.uint8).data, [], 0
+        for name, first, last in unit.reads:
+            begin, end = end, end + last - first
+            reads.append(self._read_object(name, first, data[begin:end]))
         if len(reads) == 1:
-            return await self._read_object(*reads[0])
-        return b"".join(await together(self._read_object(*each) for each in reads))
-
-    async def _read_object(self, name: str, start: int, end: int) -> bytes:
-        data = await self._store.get(name, start, end - start)
-        if data is None:
-            raise StoreError("missing", f"{name} is not in the store")
+            await reads[0]  # not in a task of its own, which would send its request later
+        else:
+            await together(reads)
         return data
+
+    async def _read_object(self, name: str, start: int, into: memoryview) -> None:
+        if not await self._store.read(name, start, into):
+            raise StoreError("missing", f"{name} is not in the store")
 
     def _report_queue(self) -> None:
         used = self._ahead_budget.used_bytes + self._fetch_budget.used_bytes

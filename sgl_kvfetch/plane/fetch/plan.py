@@ -46,7 +46,7 @@ class SpanPart:
 
     @property
     def size_bytes(self) -> int:
-        return sum(map(self.reader.coded_bytes, self.reader.span_cells(self.span)))
+        return self.reader.span_bytes(self.span)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def read_units(reader: SegmentReader, span: int, read_bytes: int) -> Iterator[Re
     """Cut the bytes of a span's cells at cell boundaries into reads of at most about ``read_bytes``. Equal arguments
     give equal units, so that a read started for one caller can serve another."""
     cells = list(reader.span_cells(span))
-    read_bytes = read_size(sum(map(reader.coded_bytes, cells)), read_bytes)
+    read_bytes = read_size(reader.span_bytes(span), read_bytes)
     for run in neighbours(reader, cells):
         taken: list[Cell] = []
         num_bytes = 0

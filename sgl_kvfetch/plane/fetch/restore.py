@@ -33,40 +33,46 @@ class Restorer:
     async def restore(
         self,
         unit: ReadUnit,
-        data: bytes | memoryview,
+        data: memoryview,
         part: SpanPart,
         destination: Destination,
         request: timeline.Request,
     ) -> None:
         """Restore the cells of a unit, whose bytes are ``data``. ``part``: the pages that are wanted of its span.
-        Raises what `restore_cell` raises, when no cell is under way any more."""
+        Raises what `restore_cells` raises, when no cell is under way any more."""
         job = partial(
-            restore_cell,
+            restore_cells,
             span_pages=part.span_pages,
             pool_pages=[destination.pool_pages[i] for i in part.request_pages],
             sink=destination.sink,
             request=request,
         )
-        cells = [
+        cells = [(cell, unit.piece(cell, data)) for cell in unit.cells]
+        # To verify a cell takes less than to hand it to a thread. To decode its values takes long.
+        runs = [cells] if isinstance(destination.sink.pool, CodedPool) else [[each] for each in cells]
+        jobs = [
             self._run(
                 unit.reader,
-                cell,
-                partial(job, unit.reader, cell, unit.piece(cell, data)),
-                working_bytes(unit.reader, cell, destination.sink.pool),
+                [cell for cell, _ in run],
+                partial(job, unit.reader, run),
+                working_bytes(unit.reader, [cell for cell, _ in run], destination.sink.pool),
             )
-            for cell in unit.cells
+            for run in runs
         ]
         # Wait for all cells even if one fails: they hold memory until they are done.
-        for error in await asyncio.gather(*cells, return_exceptions=True):
+        for error in await asyncio.gather(*jobs, return_exceptions=True):
             if error is not None:
                 raise error
 
-    async def _run(self, reader: SegmentReader, cell: Cell, job: Callable[[Decoders], None], num_bytes: int) -> None:
-        """Run a cell's job on the pool, within ``num_bytes`` of memory."""
+    async def _run(
+        self, reader: SegmentReader, cells: Sequence[Cell], job: Callable[[Decoders], None], num_bytes: int
+    ) -> None:
+        """Run the job of some cells on the pool, within ``num_bytes`` of memory."""
         await self._budget.acquire(num_bytes)
         try:
-            variant, work = self._chooser.profile_variant(reader), self._chooser.work(reader, cell)
-            future = self._pool.submit(job, variant, work=work, size_bytes=reader.coded_bytes(cell))
+            variant = self._chooser.profile_variant(reader)
+            work = sum(self._chooser.work(reader, cell) for cell in cells)
+            future = self._pool.submit(job, variant, work=work, size_bytes=sum(map(reader.coded_bytes, cells)))
         except BaseException:
             self._budget.release(num_bytes)
             raise
@@ -93,10 +99,9 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
         loop.call_soon_threadsafe(function)
 
 
-def restore_cell(
+def restore_cells(
     reader: SegmentReader,
-    cell: Cell,
-    data: memoryview,
+    cells: Sequence[tuple[Cell, memoryview]],
     decoders: Decoders,
     *,
     span_pages: Sequence[int],
@@ -104,34 +109,36 @@ def restore_cell(
     sink: Sink,
     request: timeline.Request = timeline.NOBODY,
 ) -> None:
-    """Decode one cell and write pages ``span_pages`` of its span into ``pool_pages``. ``decoders`` are those of the
-    session that runs this. ``request`` is for the timeline.
+    """Decode some cells of one span, each with its bytes, and write pages ``span_pages`` of the span into
+    ``pool_pages``. ``decoders`` are those of the session that runs this. ``request`` is for the timeline.
 
     Raises CorruptError, FormatError, UnsupportedError.
     """
     started_s = time.monotonic()
     if isinstance(sink.pool, CodedPool):
-        keep = sink.pool.decoded(reader, cell, data, decoders)
+        keep = sink.pool.decoded(reader, cells, decoders)
         decoded_s = time.monotonic()
-        sink.run(partial(keep, span_pages, pool_pages))
+        sink.run(keep)
     else:
-        quantised = reader.decode_cell(cell, data, decoders)
+        decoded = [(cell, reader.decode_cell(cell, data, decoders)) for cell, data in cells]
         decoded_s = time.monotonic()
-        _write_values(reader, cell, quantised, span_pages, pool_pages, sink)
+        for cell, quantised in decoded:
+            _write_values(reader, cell, quantised, span_pages, pool_pages, sink)
     ended_s = time.monotonic()
     metrics.STAGE_SECONDS.labels("decode").observe(decoded_s - started_s)
     metrics.STAGE_SECONDS.labels("restore").observe(ended_s - decoded_s)
-    about: dict[str, int | str] = {"bytes": len(data), "codec": reader.variant.codec}
+    about: dict[str, int | str] = {"bytes": sum(len(data) for _, data in cells), "codec": reader.variant.codec}
     timeline.add(request, "decode", started_s, decoded_s, **about, levels_left_out=reader.levels_left_out)
     timeline.add(request, "restore", decoded_s, ended_s)
 
 
-def working_bytes(reader: SegmentReader, cell: Cell, pool: PagePool) -> int:
-    """Return the bytes of memory that `restore_cell` needs until it is finished: frames, their integers, and some
+def working_bytes(reader: SegmentReader, cells: Sequence[Cell], pool: PagePool) -> int:
+    """Return the bytes of memory that `restore_cells` needs until it is finished: frames, their integers, and some
     values."""
     if isinstance(pool, CodedPool):
-        return pool.working_bytes(reader, cell)
-    return 2 * reader.frames_bytes(cell) + min(_VALUES_AT_ONCE, reader.manifest.cell_values(cell)) * _BYTES_A_VALUE
+        return pool.working_bytes(reader, cells)
+    most_values = max(min(_VALUES_AT_ONCE, reader.manifest.cell_values(cell)) for cell in cells)
+    return sum(2 * reader.frames_bytes(cell) for cell in cells) + most_values * _BYTES_A_VALUE
 
 
 def _write_values(

@@ -91,17 +91,16 @@ class SideFetcher:
     async def _read(self, each: _Read, take: Callable[[int, bytearray], None]) -> None:
         first = each.places[0]
         started_s = time.monotonic()
-        data = await self._store.get(first.data_name, first.start, each.size_bytes)
-        if data is None:
+        data = memoryview(bytearray(each.size_bytes))
+        if not await self._store.read(first.data_name, first.start, data):
             raise StoreError("missing", f"{first.data_name} is not in the store")
         metrics.STAGE_SECONDS.labels("transmit").observe(time.monotonic() - started_s)
         metrics.WIRE_BYTES.labels("read").inc(len(data))
 
         def decode() -> None:
-            view = memoryview(data)
             for page, place in zip(each.pages, each.places, strict=True):
                 start = place.start - first.start
-                take(page, place.decode(view[start : start + place.size_bytes]))
+                take(page, place.decode(data[start : start + place.size_bytes]))
 
         await asyncio.to_thread(decode)
 

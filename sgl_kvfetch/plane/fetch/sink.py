@@ -33,21 +33,20 @@ def consecutive_runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
             start = end
 
 
-# Keeps what was decoded: pages ``span_pages`` of its span are ``pages``.
-Keep = Callable[[Sequence[int], Sequence[int]], None]
+Keep = Callable[[], None]  # keeps the cells that were decoded
 
 
 class CodedPool(PagePool):
     """A pool that takes cells before they are restored: their integers, coded or not."""
 
     @abstractmethod
-    def decoded(self, reader: SegmentReader, cell: Cell, data: bytes | memoryview, decoders: Decoders) -> Keep:
-        """Verify a cell's bytes, and decode what the pool takes decoded. Raises CorruptError, FormatError. What is
-        returned raises UnsupportedError if the cell does not fit."""
+    def decoded(self, reader: SegmentReader, cells: Sequence[tuple[Cell, memoryview]], decoders: Decoders) -> Keep:
+        """Verify the bytes of some cells of one span, and decode what the pool takes decoded. Raises CorruptError,
+        FormatError. What is returned raises UnsupportedError if a cell does not fit."""
 
     @abstractmethod
-    def working_bytes(self, reader: SegmentReader, cell: Cell) -> int:
-        """Return the bytes of memory that `decoded` needs until the cell is kept."""
+    def working_bytes(self, reader: SegmentReader, cells: Sequence[Cell]) -> int:
+        """Return the bytes of memory that `decoded` needs until the cells are kept."""
 
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         raise AssertionError("cells are kept as they are coded")

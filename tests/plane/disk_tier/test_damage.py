@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.reading import read_bytes
 from harness.small_segments import FOLDER
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.plane import disk_tier
@@ -50,7 +51,7 @@ async def test_a_file_that_somebody_deleted_is_filled_again(tier: DiskTier, even
 async def test_a_damaged_copy_is_filled_again(tier: DiskTier, events: Events, on_disk: Path) -> None:
     await fill(tier, events)
     flip(on_disk, 0)
-    assert await tier.get(SEGMENT.data_name, 0, PIECE) == SEGMENT.data[:PIECE]
+    assert await read_bytes(tier, SEGMENT.data_name, 0, PIECE) == SEGMENT.data[:PIECE]
     assert events.failures == {("read", "io"): 1}
     await fill(tier, events)
     assert content(on_disk) == SEGMENT.data
@@ -111,5 +112,5 @@ async def test_a_disk_that_does_not_answer_is_no_miss(
     assert await fetch(tier) == SEGMENT.data
     num_failures = events.failures[("read", "timeout")]
     assert num_failures >= 3
-    assert await tier.get(SEGMENT.data_name, 0, PIECE) == SEGMENT.data[:PIECE]
+    assert await read_bytes(tier, SEGMENT.data_name, 0, PIECE) == SEGMENT.data[:PIECE]
     assert events.failures == {("read", "timeout"): num_failures}  # it was not asked

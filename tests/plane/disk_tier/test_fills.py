@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from harness.reading import read_bytes
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from harness.waiting import until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
@@ -50,7 +51,7 @@ async def test_pieces_may_come_in_any_order_overlap_and_come_twice(
     size = len(SEGMENT.data)
     for start, end in ((100, 200), (size - 50, size), (50, 150), (50, 60), (0, 55), (0, 55), (190, size - 10)):
         assert content(on_disk) is None
-        await tier.get(SEGMENT.data_name, start, end - start)
+        await read_bytes(tier, SEGMENT.data_name, start, end - start)
     await until(lambda: events.fills["stored"] == 1)
     assert content(on_disk) == SEGMENT.data
 
@@ -86,7 +87,7 @@ async def test_memory_for_bytes_that_wait_is_bounded(make: MakeTier, events: Eve
     tier = make(fill_bytes=1000)
     await tier.lookup(FOLDER, CHAIN)
     for start in (400, 800, 1200):  # the bytes before them do not come
-        await tier.get(SEGMENT.data_name, start, 400)
+        await read_bytes(tier, SEGMENT.data_name, start, 400)
     await until(lambda: events.fills["dropped"] == 1)
     assert await read(tier) == SEGMENT.data
     assert content(on_disk) is None
@@ -158,7 +159,7 @@ async def test_levels_are_kept_as_far_as_they_were_read(
     objects = list(segment.data_objects())
     for count, level in enumerate(order, 1):
         name, content = objects[level]
-        assert await tier.get(name, 0, len(content)) == content
+        assert await read_bytes(tier, name, 0, len(content)) == content
         await until(partial(_has_stored, events, count))
     remote.error = StoreError("refused", "as told")
     (hit,) = (await tier.lookup(folder, hashes)).hits
@@ -166,4 +167,4 @@ async def test_levels_are_kept_as_far_as_they_were_read(
     kept = next(count for count in range(laddered.LEVELS + 1) if count not in order)
     assert (1 + len(variant.levels), variant.num_dropped) == (kept, laddered.LEVELS - kept)
     for name, content in objects[:kept]:
-        assert await tier.get(name, 0, len(content)) == content
+        assert await read_bytes(tier, name, 0, len(content)) == content

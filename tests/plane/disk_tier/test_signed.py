@@ -8,6 +8,7 @@ from functools import partial
 import msgspec
 import pytest
 
+from harness.reading import read_bytes
 from harness.small_segments import FOLDER, make_segment, parts, put_segment
 from harness.waiting import until
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
@@ -88,7 +89,7 @@ async def test_levels_that_were_read_are_served(
     objects = list(segment.data_objects())
     for count, level in enumerate(order, 1):
         name, content = objects[level]
-        assert await signed.get(name, 0, len(content)) == content
+        assert await read_bytes(signed, name, 0, len(content)) == content
         await until(partial(_has_stored, events, count))
     remote.error = DOWN
     (hit,) = (await signed.lookup(folder, hashes)).hits
@@ -96,7 +97,7 @@ async def test_levels_that_were_read_are_served(
     kept = next(count for count in range(laddered.LEVELS + 1) if count not in order)
     assert (1 + len(variant.levels), variant.num_dropped) == (kept, laddered.LEVELS - kept)
     for name, content in objects[:kept]:
-        assert await signed.get(name, 0, len(content)) == content
+        assert await read_bytes(signed, name, 0, len(content)) == content
 
 
 def _has_stored(events: Events, count: int) -> bool:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from harness.reading import read_bytes
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts
 from harness.waiting import until
 from sgl_kvfetch.codec.container.segment import CodedSegment
@@ -68,7 +69,7 @@ async def read(store: Store, segment: CodedSegment = SEGMENT, variant: int = 0, 
     """Read data in pieces, all at once, up to byte ``end``."""
     name, size = segment.manifest.data_name(segment.manifest.variants[variant]), len(segment.variant_data(variant))
     starts = range(0, size if end is None else end, PIECE)
-    pieces = await asyncio.gather(*(store.get(name, start, min(PIECE, size - start)) for start in starts))
+    pieces = await asyncio.gather(*(read_bytes(store, name, start, min(PIECE, size - start)) for start in starts))
     return b"".join(piece for piece in pieces if piece is not None)
 
 

@@ -376,7 +376,8 @@ async def test_the_link_is_left_to_others_once_all_is_requested(
 async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) -> None:
     wanted = sources(segment, range(8))
     reader = wanted[0].reader
-    largest = max(working_bytes(reader, cell, Mock()) for span in range(4) for cell in reader.manifest.span_cells(span))
+    cells = [cell for span in range(4) for cell in reader.manifest.span_cells(span)]
+    largest = max(working_bytes(reader, [cell], Mock()) for cell in cells)
     under_way = most = 0
 
     class Watched(DecodePool[Decoders]):

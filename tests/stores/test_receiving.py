@@ -1,0 +1,222 @@
+"""Ranged reads that are received in place: over real sockets, from servers that answer as a test tells them to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from harness.waiting import WAIT_S, until
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.stores.receiving import RangeReceiver
+
+CONTENT = bytes(range(256)) * 4096
+Answer = Callable[[int, int, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Server:
+    """Answers each request for a range with ``answer``. ``requests``: the ranges, by connection."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.requests: list[list[tuple[int, int]]] = []
+        self.writers: list[asyncio.StreamWriter] = []
+        self.heads: list[str] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        mine: list[tuple[int, int]] = []
+        self.requests.append(mine)
+        self.writers.append(writer)
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                self.heads.append(head)
+                start, end = head.split("bytes=")[1].split("\r\n")[0].split("-")
+                mine.append((int(start), int(end) + 1))
+                await self.answer(int(start), int(end) + 1, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+def head(start: int, end: int, *, status: str = "206 Partial Content", more: str = "") -> bytes:
+    return (
+        f"HTTP/1.1 {status}\r\ncontent-range: bytes {start}-{end - 1}/{len(CONTENT)}\r\n"
+        f"Content-Length: {end - start}\r\n{more}\r\n"
+    ).encode()
+
+
+async def right(start: int, end: int, writer: asyncio.StreamWriter) -> None:
+    writer.write(head(start, end) + CONTENT[start:end])
+
+
+Start = Callable[[Answer], Awaitable[tuple[Server, RangeReceiver, str]]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    made: list[tuple[asyncio.Server, Server, RangeReceiver]] = []
+
+    async def begin(answer: Answer) -> tuple[Server, RangeReceiver, str]:
+        server = Server(answer)
+        listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        receiver = RangeReceiver(url, {"Authorization": "Bearer t"}, True, WAIT_S)
+        made.append((listening, server, receiver))
+        return server, receiver, f"{url}/object"
+
+    yield begin
+    for listening, server, receiver in made:
+        receiver.close()
+        listening.close()
+        for writer in server.writers:
+            writer.close()
+
+
+async def read(receiver: RangeReceiver, url: str, start: int, end: int) -> bytes | None:
+    into, pieces = bytearray(end - start), list[int]()
+    is_range = await receiver.receive(url, start, memoryview(into), pieces.append)
+    assert sum(pieces) == (end - start if is_range else 0)
+    return bytes(into) if is_range else None
+
+
+async def test_a_connection_serves_one_range_after_another(start: Start) -> None:
+    server, receiver, url = await start(right)
+    for first, end in ((0, 1), (1000, 500_000), (len(CONTENT) - 1, len(CONTENT)), (0, len(CONTENT))):
+        assert await read(receiver, url, first, end) == CONTENT[first:end]
+    assert [len(each) for each in server.requests] == [4]
+    assert server.heads[0].startswith("GET /object HTTP/1.1\r\nHost: 127.0.0.1:")
+    assert "\r\nAuthorization: Bearer t\r\n" in server.heads[0]
+
+
+async def test_ranges_that_are_read_at_once_have_connections_of_their_own(start: Start) -> None:
+    server, receiver, url = await start(right)
+    ranges = [(i * 1000, i * 1000 + 100_000) for i in range(8)]
+    found = await asyncio.gather(*(read(receiver, url, *each) for each in ranges))
+    assert found == [CONTENT[first:end] for first, end in ranges]
+    assert len(server.requests) == 8
+    await read(receiver, url, 0, 10)
+    assert len(server.requests) == 8
+
+
+@pytest.mark.parametrize("step", [1, 7, 64])
+async def test_an_answer_may_come_in_pieces_of_any_size(start: Start, step: int) -> None:
+    async def trickle(first: int, end: int, writer: asyncio.StreamWriter) -> None:
+        answer = head(first, end) + CONTENT[first:end]
+        for i in range(0, len(answer), step):
+            writer.write(answer[i : i + step])
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    _, receiver, url = await start(trickle)
+    assert await read(receiver, url, 5, 205) == CONTENT[5:205]
+
+
+def answering(answer: bytes) -> Answer:
+    async def say(first: int, end: int, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+
+    return say
+
+
+OTHERS = {
+    "missing": b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno",
+    "the whole object": head(0, 100, status="200 OK") + CONTENT[:100],
+    "another range": head(1, 101) + CONTENT[1:101],
+    "a shorter range": head(0, 50) + CONTENT[:50],
+    "no length": b"HTTP/1.1 206 P\r\nContent-Range: bytes 0-99/1000\r\n\r\n" + CONTENT[:100],
+    "chunks": head(0, 100, more="Transfer-Encoding: chunked\r\n") + CONTENT[:100],
+    "compressed": head(0, 100, more="Content-Encoding: gzip\r\n") + CONTENT[:100],
+    "more than the range": head(0, 100) + CONTENT[:101],
+    "another protocol": b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
+    "a head without an end": b"HTTP/1.1 206 P\r\n" + b"X: y\r\n" * 4000,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+async def test_what_is_not_the_range_is_left_to_others(start: Start, name: str) -> None:
+    server, receiver, url = await start(answering(OTHERS[name]))
+    assert await read(receiver, url, 0, 100) is None
+    server.answer = right
+    assert await read(receiver, url, 0, 100) == CONTENT[:100]  # on another connection
+    assert len(server.requests) == 2
+
+
+async def test_bytes_that_follow_an_answer_belong_to_no_other(start: Start) -> None:
+    async def more(first: int, end: int, writer: asyncio.StreamWriter) -> None:
+        writer.write(head(first, end) + CONTENT[first : end - 1])
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.write(CONTENT[end - 1 : end + 1000])
+
+    server, receiver, url = await start(more)
+    assert await read(receiver, url, 0, 100_000) == CONTENT[:100_000]
+    server.answer = right
+    # They are no answer to the next request, which is left to others if they come behind it.
+    assert await read(receiver, url, 7, 1000) in (None, CONTENT[7:1000])
+    assert await read(receiver, url, 7, 1000) == CONTENT[7:1000]
+
+
+async def test_a_connection_that_the_server_closed_meanwhile_is_replaced(start: Start) -> None:
+    server, receiver, url = await start(right)
+    assert await read(receiver, url, 0, 10) == CONTENT[:10]
+    server.writers[0].transport.abort()  # perhaps not seen yet when the next request is sent
+    assert await read(receiver, url, 10, 20) == CONTENT[10:20]
+
+
+async def test_a_connection_that_says_so_is_not_used_again(start: Start) -> None:
+    async def last(first: int, end: int, writer: asyncio.StreamWriter) -> None:
+        writer.write(head(first, end, more="Connection: close\r\n") + CONTENT[first:end])
+
+    server, receiver, url = await start(last)
+    for _ in range(3):
+        assert await read(receiver, url, 0, 10) == CONTENT[:10]
+    assert [len(each) for each in server.requests] == [1, 1, 1]
+
+
+async def test_a_broken_answer_is_an_error_and_what_came_is_told(start: Start) -> None:
+    async def cut(first: int, end: int, writer: asyncio.StreamWriter) -> None:
+        writer.write(head(first, end) + CONTENT[first : first + 1000])
+        await writer.drain()
+        writer.close()
+
+    _, receiver, url = await start(cut)
+    into, pieces = bytearray(5000), list[int]()
+    with pytest.raises(OSError, match="closed"):
+        await receiver.receive(url, 0, memoryview(into), pieces.append)
+    assert sum(pieces) == 1000
+    assert bytes(into[:1000]) == CONTENT[:1000]
+
+
+async def test_nothing_is_written_once_a_read_is_cancelled(start: Start) -> None:
+    may_go_on = asyncio.Event()
+
+    async def pause(first: int, end: int, writer: asyncio.StreamWriter) -> None:
+        writer.write(head(first, end) + CONTENT[first : first + 1000])
+        await may_go_on.wait()
+        writer.write(CONTENT[first + 1000 : end])
+
+    server, receiver, url = await start(pause)
+    into, pieces = bytearray(5000), list[int]()
+    reading = asyncio.create_task(receiver.receive(url, 0, memoryview(into), pieces.append))
+    await until(lambda: sum(pieces) == 1000)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    may_go_on.set()
+    server.answer = right
+    assert await read(receiver, url, 0, 10) == CONTENT[:10]
+    assert into[1000:] == bytes(4000)
+    assert len(server.requests) == 2
+
+
+async def test_no_connection_is_an_error_of_the_store() -> None:
+    listening = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    listening.close()
+    await listening.wait_closed()
+    with pytest.raises(StoreError) as caught:
+        await read(RangeReceiver(url, {}, True, WAIT_S), f"{url}/x", 0, 10)
+    assert (caught.value.reason, caught.value.retriable) == ("refused", True)
