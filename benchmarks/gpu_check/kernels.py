@@ -131,7 +131,7 @@ def _klt_case(
     shape = klt_shape(ours[0], ours[0], span.layers, rotary_dim, interleaved=interleaved)
     places = KltPlaces(layout, span.tokens, region_pixels(layout, span.coefficients).to(device))
     pages = torch.arange(span.tokens, dtype=torch.int32).numpy().tobytes()  # of one token
-    packed, num_exact = pack(pages, exponents, exponents[:0])
+    packed, num_exact = pack(pages, exponents.numpy(), exponents[:0].numpy())
     data = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(device)
 
     def make_cell(buffers: list[torch.Tensor]) -> KltCell:

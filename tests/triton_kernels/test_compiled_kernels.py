@@ -132,7 +132,7 @@ from sgl_kvfetch.triton_kernels.xxh3 import xxh3_sums
 output, slots = torch.zeros(9, 2, 64), torch.arange(9)
 layout = region_layout(5, 9)
 places = KltPlaces(layout, 9, region_pixels(layout, 5))
-packed, _ = pack(bytes(4), torch.full((9,), 128, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8))
+packed, _ = pack(bytes(4), torch.full((9,), 128, dtype=torch.uint8).numpy(), torch.empty(0, dtype=torch.uint8).numpy())
 data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 model = KltModel(
     klt_shape(output, output, 1),

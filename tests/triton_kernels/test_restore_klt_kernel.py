@@ -139,7 +139,8 @@ class Span:
         scales = scales_of(torch.arange(256, dtype=torch.uint8)) * STEP
         model = KltModel(self.shape, self.matrix, self.mean, scales.to(DEVICE), *self.buffers)
         exact = to_planes(self.exact).movedim(0, 1).flatten()
-        packed, num_exact = pack(torch.tensor(pages, dtype=torch.int32).numpy().tobytes(), self.exponents, exact)
+        table = torch.tensor(pages, dtype=torch.int32).numpy().tobytes()
+        packed, num_exact = pack(table, self.exponents.numpy(), exact.numpy())
         data = torch.frombuffer(bytearray(b"\xab" * 16 + packed), dtype=torch.uint8)
         return KltCell(
             **{
@@ -245,7 +246,8 @@ def test_same_as_the_quantiser(rope: Rope | None, run: Restore, monkeypatch: pyt
             klt_shape(k[0], v[0], 3, rope.rotary_dim if rope else 0),
         )
         scales = (scales_of(torch.arange(256, dtype=torch.uint8)) * quantiser.step).to(DEVICE)
-        packed, num_exact = pack(torch.arange(50, dtype=torch.int32).numpy().tobytes(), exponents, exact)
+        table = torch.arange(50, dtype=torch.int32).numpy().tobytes()
+        packed, num_exact = pack(table, exponents.numpy(), exact.numpy())
         cells.append(
             KltCell(
                 KltModel(shape, inverse.matrix, inverse.mean, scales, k, v),
