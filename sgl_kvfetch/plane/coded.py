@@ -88,12 +88,11 @@ class RegionPlan:
             for cell in part.reader.span_cells(part.span):
                 self._places[part.reader.data_name, cell] = places[len(self._places)]
 
-    def row(self, reader: SegmentReader, cell: Cell, num_bytes: int) -> int:
-        """Return the number of a cell's row. Raises UnsupportedError if its integers do not have these bytes there."""
+    def row(self, reader: SegmentReader, cell: Cell) -> int:
+        """Return the number of a cell's row. Raises UnsupportedError if the cell was not planned for."""
         row = self._places.get((reader.data_name, cell))
-        expected = 0 if row is None else int(self.rows["size"][row])
-        if row is None or num_bytes != expected:
-            raise UnsupportedError(f"{cell} of {reader.data_name} has {num_bytes} bytes, expected {expected}")
+        if row is None:
+            raise UnsupportedError(f"{cell} of {reader.data_name} has no place in its prompt's region")
         return row
 
 
@@ -136,26 +135,29 @@ class CodedRegion(CodedPool):
         self._memory = arena.whole[offset : offset + plan.num_bytes].numpy()
         self._offset = offset
         self._plan = plan
-        self._starts = plan.rows["start"].tolist()
+        self._starts, self._sizes, self._is_coded = (plan.rows[x].tolist() for x in ("start", "size", "is_coded"))
         self._kept: dict[int, Sequence[np.ndarray]] = {}  # by row: what a cell has beside its integers
 
     def decoded(self, reader: SegmentReader, cells: Sequence[tuple[Cell, memoryview]], decoders: Decoders) -> Keep:
         found = []
         for cell, data in cells:
-            if stays_coded(reader, cell):
+            row = self._plan.row(reader, cell)
+            if self._is_coded[row]:
                 parts, bitstream = reader.verified_cell(cell, data)
                 integers = np.frombuffer(bitstream, dtype=np.uint8)
             else:
                 *tensors, decoded = reader.decode_cell(cell, data, decoders)
                 parts = [x.numpy() for x in tensors]
                 integers = decoded.contiguous().view(torch.uint8).flatten().numpy()
-            found.append((self._plan.row(reader, cell, len(integers)), parts, integers))
+            if len(integers) != self._sizes[row]:
+                expected = f"expected {self._sizes[row]}"
+                raise UnsupportedError(f"{cell} of {reader.data_name} has {len(integers)} bytes, {expected}")
+            found.append((row, parts, integers))
         return partial(self._keep, found)
 
     def working_bytes(self, reader: SegmentReader, cells: Sequence[Cell]) -> int:
-        return sum(
-            reader.coded_bytes(cell) if stays_coded(reader, cell) else 2 * reader.frames_bytes(cell) for cell in cells
-        )
+        is_coded = stays_coded(reader, cells[0])  # a run has one codec
+        return sum(map(reader.coded_bytes, cells)) if is_coded else sum(2 * reader.frames_bytes(c) for c in cells)
 
     def _keep(self, cells: Sequence[tuple[int, Sequence[np.ndarray], np.ndarray]]) -> None:
         for row, parts, integers in cells:

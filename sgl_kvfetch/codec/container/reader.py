@@ -96,6 +96,11 @@ class SegmentReader:
             raise FormatError(f"segment has cells of {cells} layers, heads and coefficients, expected {made}")
 
     @cached_property
+    def stem(self) -> str:
+        """The segment's name without a suffix, as in `SegmentKey.stem`."""
+        return self.manifest.key.stem
+
+    @cached_property
     def data_name(self) -> str:
         return self.manifest.data_name(self.variant)
 

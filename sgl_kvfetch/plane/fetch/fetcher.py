@@ -388,7 +388,7 @@ class Fetcher:
         counts the cells not requested yet, including those of the next unit. ``due_s``: when the fetch should end."""
         reader = part.reader
         for run in self._chooser.runs(reader, part.span, self._read_bytes):
-            key = reader.manifest.key.stem, run[0]
+            key = reader.stem, run[0]
             if is_taken(key):
                 continue
             unit = self._ahead.find_unit(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from sgl_kvfetch.codec import Cell, SegmentReader
 
@@ -49,14 +50,14 @@ class SpanPart:
         return self.reader.span_bytes(self.span)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReadUnit:
     """A run of neighbouring cells of one span, read with one ranged GET of each object: one a level."""
 
     reader: SegmentReader
     cells: tuple[Cell, ...]
 
-    @property
+    @cached_property
     def reads(self) -> list[tuple[str, int, int]]:
         """The objects to read from, and bytes ``[start, end)`` of each."""
         first, last = self.reader.cell_ranges(self.cells[0]), self.reader.cell_ranges(self.cells[-1])
@@ -70,9 +71,9 @@ class ReadUnit:
     @property
     def cells_key(self) -> CellsKey:
         """Return a key for the unit's cells that is the same in all variants."""
-        return self.reader.manifest.key.stem, self.cells[0]
+        return self.reader.stem, self.cells[0]
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         return sum(end - start for _, start, end in self.reads)
 

@@ -2,7 +2,7 @@
 # Waiter stands in for a fetch.
 from __future__ import annotations
 
-from sgl_kvfetch.plane.fetch.link_queue import AGEING_PAGES, Claim, LinkQueue
+from sgl_kvfetch.plane.staging import AGEING_PAGES, Claim, LinkQueue
 
 
 def make(*sizes: int) -> tuple[LinkQueue[int], list[int]]:
