@@ -8,6 +8,10 @@ round also reads the same bytes in this process with only the store's client, wh
 and client on this machine. With `raw` nothing has to be decoded, so the two can be compared. CPU seconds are per GB of
 K and V, for the engine's process, the data plane's and the store's.
 
+`--coded` stages prompts for a GPU instead: cells of a model like Llama-3.1-8B stay coded (`klt` in `ans`, by a profile
+that nobody calibrated, about 1.4 bits a value). Each round also receives the same bytes with `http.client`, in one
+thread, into memory that is used again: that is what sockets alone take.
+
 `--security none tls signed encrypted` also measures a store that speaks TLS, signed manifests, whose chunks are
 verified with SHA-256, and chunks that AES-256-GCM encrypts.
 """
@@ -17,12 +21,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import http.client
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -40,19 +45,28 @@ from benchmarks.report import write_json
 from harness.memory_pool import MemoryPool
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys, read_encryption_keys
+from sgl_kvfetch.codec.quant.base import Quantiser
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.keys import HeadSlice, Namespace
+from sgl_kvfetch.plane.client import READ_BYTES
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from sgl_kvfetch.plane.launch import DataPlaneProcess, Line
 from sgl_kvfetch.plane.messages import Found, Start
 from sgl_kvfetch.plane.plane import DataPlane
+from sgl_kvfetch.plane.run import ReadPages
+from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.stores.keyed import with_keys
 from sgl_kvfetch.stores.open import open_hedged
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
-from sgl_kvfetch.types import TENSORS, TensorName
+from sgl_kvfetch.stores.wire import Route
+from sgl_kvfetch.types import TENSORS, CellGrid, TensorName
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128
 QUANTISER: Final = "uint8"
+_CODED_PAGE_SIZE = 64
 SECURITY = ("none", "tls", "signed", "encrypted")
 _TIMEOUT_S = 300.0
 
@@ -71,6 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     console = Console(highlight=False, width=150)
     rows = []
+    if args.coded:
+        with tempfile.TemporaryDirectory(prefix="kvfetch-data-plane-", dir="/dev/shm") as folder:
+            coded = _measure_coded(Path(folder), args)
+        console.print(_coded_table(coded, args))
+        if args.json:
+            write_json(args.json, {"tokens": args.tokens, "coded": coded, "machine": machine(), "versions": versions()})
+        return 0
     for codec, security in product(args.codecs.split(","), args.security):
         with console.status(codec), tempfile.TemporaryDirectory(prefix="kvfetch-data-plane-") as folder:
             rows.append(_measure(codec, security, Path(folder), args))
@@ -85,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--coded", action="store_true", help="stage cells that stay coded")
     parser.add_argument("--codecs", default="raw,zstd,hevc", help="(default: %(default)s)")
     parser.add_argument("--security", nargs="+", choices=SECURITY, default=["none"], help="(default: none)")
     parser.add_argument("--prefixes", type=int, default=4, help="fetched together (default: %(default)s)")
@@ -148,6 +170,151 @@ def _measure(codec: str, security: str, folder: Path, args: argparse.Namespace) 
     return {"codec": codec, "security": security} | _row(rounds, raw_gb, wire_bytes / 1e9)
 
 
+@dataclass(frozen=True)
+class Coded:
+    """One round of `--coded`."""
+
+    sockets_s: float
+    sockets_cpu_s: float
+    stage_s: float
+    data_plane_cpu_s: float
+    store_cpu_s: float
+
+
+def _measure_coded(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    profile = _profile()
+    profile.save(folder / "profile")
+    quantiser = KltQuantiser(profile)
+    grid = profile.grid
+    namespace = Namespace(
+        "benchmark", "dtype=bfloat16", "mha", "bfloat16", _CODED_PAGE_SIZE, grid.num_layers, 0, grid.num_heads,
+        HEAD_DIM, HEAD_DIM, quantiser.identity,
+    )  # fmt: skip
+    heads = HeadSlice(namespace, range(grid.num_heads))
+    hashes = _hashes(0, args.tokens // _CODED_PAGE_SIZE)
+    started: list[DataPlaneProcess] = []
+
+    def launch(line: Line) -> DataPlaneProcess:
+        started.append(DataPlaneProcess(line))
+        return started[-1]
+
+    with StoreProcess(folder / "store") as store:
+        config = {
+            "store": store.url, "quantiser": "klt", "profile": str(folder / "profile"), "fetch_timeout_s": _TIMEOUT_S,
+            "recompute": "never",
+        }  # fmt: skip
+        command = Start(config, namespace, 0, grid.num_heads, 0, None, takes_code=True)
+        staging_bytes = len(hashes) * heads.geometry.page_bytes
+        plane = DataPlane(command, heads.geometry, launch, staging_bytes=staging_bytes)
+        try:
+            few = {t: torch.randn(16, _CODED_PAGE_SIZE, grid.num_layers, grid.num_heads, HEAD_DIM) for t in TENSORS}
+            few = {t: x.to(torch.bfloat16) for t, x in few.items()}
+            _write(plane, hashes, lambda tensor, pages: few[tensor][[page % 16 for page in pages]])
+            rounds = []
+            for _ in range(args.rounds):
+                sockets_s, sockets_cpu_s = _receive(store.url, asyncio.run(_reads(store.url, heads, hashes, quantiser)))
+                plane.flush()
+                before_s = usage(started[0].process.pid).cpu_s, usage(store.pid).cpu_s
+                begin_s = time.perf_counter()
+                num_cells, wire_bytes = _stage(plane, hashes)
+                stage_s = time.perf_counter() - begin_s
+                after_s = usage(started[0].process.pid).cpu_s, usage(store.pid).cpu_s
+                spent_s = (after - before for before, after in zip(before_s, after_s, strict=True))
+                rounds.append(Coded(sockets_s, sockets_cpu_s, stage_s, *spent_s))
+        finally:
+            plane.close()
+    return {"num_cells": num_cells, "wire_bytes": wire_bytes, "rounds": [asdict(each) for each in rounds]}
+
+
+def _profile() -> Profile:
+    """Return a profile of Llama-3.1-8B's shape that nobody calibrated: its transform changes nothing. As many
+    coefficients as a calibrated cell keeps are not zero, and random values take 1.4 bits each."""
+    grid = CellGrid(num_layers=32, num_heads=HEADS, cell_layers=3, cell_heads=2)
+
+    def cell(num_layers: int) -> CellProfile:
+        size = 2 * num_layers * grid.cell_heads * HEAD_DIM
+        spread = torch.ones(size)
+        spread[size * 700 // 1536 :] = 1e-3
+        weight = torch.eye(grid.cell_heads * HEAD_DIM).repeat(num_layers, 1, 1)
+        return CellProfile(
+            inverse=torch.eye(size, dtype=torch.bfloat16),
+            k_weight=weight,
+            v_weight=weight.clone(),
+            mean=torch.zeros(size),
+            spread=spread,
+            reach=torch.stack((2.6 * spread, 6 * spread)),
+            sensitivity=torch.zeros(size + 2 * num_layers * grid.cell_heads + 1),
+        )
+
+    cells = {(group, block): cell(len(grid.layers(group))) for group, block in grid.cells()}
+    curve = (MeasuredStep(0.25, 1e-4, 2.5), MeasuredStep(1.0, 1e-2, 0.7))
+    rope = Rope(inv_freq=tuple(500000.0 ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2)))
+    return Profile(grid, HEAD_DIM, HEAD_DIM, cells, rope, 0, curve, 1.0, Calibration("none", "0" * 32, "none", 1, 1, 1))
+
+
+async def _reads(
+    url: str, heads: HeadSlice, hashes: Sequence[bytes], quantiser: Quantiser
+) -> list[tuple[str, int, int]]:
+    """Return the objects and ranges that a fetch reads."""
+    store = open_hedged(url, options=HttpOptions(timeout_s=_TIMEOUT_S))
+    try:
+        units = await find_units(store, heads, hashes, quantiser, READ_BYTES)
+    finally:
+        await store.close()
+    return [read for unit in units for read in unit.reads]
+
+
+def _receive(url: str, reads: Sequence[tuple[str, int, int]]) -> tuple[float, float]:
+    """Receive ranges one after another. Return the seconds and the CPU seconds that this takes."""
+    memory = memoryview(bytearray(max(end - start for _, start, end in reads)))
+    connection = http.client.HTTPConnection(url.removeprefix("http://"))
+    begin_s, begin_cpu_s = time.perf_counter(), time.thread_time()
+    for name, start, end in reads:
+        connection.request("GET", f"{Route.OBJECTS}/{name}", headers={"Range": f"bytes={start}-{end - 1}"})
+        answer, position = connection.getresponse(), 0
+        while position < end - start:
+            position += answer.readinto(memory[position : end - start])
+    taken = time.perf_counter() - begin_s, time.thread_time() - begin_cpu_s
+    connection.close()
+    return taken
+
+
+def _stage(plane: DataPlane, hashes: Sequence[bytes]) -> tuple[int, int]:
+    """Stage all pages, and release them. Return the number of cells and the bytes of their integers."""
+    got: list[StagedValues] = []
+    work = plane.stage(hashes, got.append)
+    while not got:
+        plane.step()
+        time.sleep(1e-3)
+    (staged,) = got
+    if staged.num_pages < len(hashes) or staged.code is None:
+        raise SystemExit(f"only {staged.num_pages} of {len(hashes)} pages were staged, or none is coded")
+    plane.unstage(work)
+    plane.step()
+    return len(staged.code.cells), int(staged.code.cells["size"].sum())
+
+
+def _coded_table(coded: dict[str, Any], args: argparse.Namespace) -> Table:
+    mb, cells, rounds = coded["wire_bytes"] / 1e6, coded["num_cells"], [Coded(**each) for each in coded["rounds"]]
+
+    def median(of: Callable[[Coded], float]) -> str:
+        return f"{statistics.median(map(of, rounds)):.2f}"
+
+    table = Table(title=f"{args.tokens} tokens, {cells} cells, {mb:.0f} MB coded, medians of {len(rounds)}")
+    for column in ("", "MB/s", "CPU ms a MB", "CPU ms a cell", "of the store, a MB"):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row("sockets alone", median(lambda r: mb / r.sockets_s), median(lambda r: 1e3 * r.sockets_cpu_s / mb))
+    table.add_row(
+        "data plane",
+        median(lambda r: mb / r.stage_s),
+        median(lambda r: 1e3 * r.data_plane_cpu_s / mb),
+        median(lambda r: 1e3 * r.data_plane_cpu_s / cells),
+        median(lambda r: 1e3 * r.store_cpu_s / mb),
+    )
+    table.add_row("ratio", median(lambda r: r.sockets_s / r.stage_s))
+    return table
+
+
 def _secure(security: str, folder: Path) -> tuple[Sequence[str], Path | None, dict[str, Any]]:
     """Make the files. Return the store's arguments, its CA and the config keys."""
     if security == "signed":
@@ -196,17 +363,22 @@ def _store(plane: DataPlane, prefixes: Sequence[Sequence[bytes]], heads: HeadSli
             (x.cumsum(0) * 0.05 + x * 0.1).to(geometry.torch_dtype).view(len(hashes), -1, *shape[1:]) for x in noise
         ]
         by_tensor = dict(zip(TENSORS, values, strict=True))
-        first, deadline_s = 0, time.monotonic() + _TIMEOUT_S
-        while first < len(hashes):  # it takes as many as there is room for
-            before, rest = hashes[first - 1] if first else None, range(first, len(hashes))
-            first += plane.write(first, before, hashes[first:], rest, partial(_pages_of, by_tensor))
-            if time.monotonic() > deadline_s:
-                raise SystemExit("the data plane does not accept pages")
-        deadline_s = time.monotonic() + _TIMEOUT_S
-        while (found := _find(plane, hashes).num_pages) < len(hashes):
-            if time.monotonic() > deadline_s:
-                raise SystemExit(f"only {found} of {len(hashes)} pages were stored within {_TIMEOUT_S:g} s")
-            time.sleep(0.05)
+        _write(plane, hashes, partial(_pages_of, by_tensor))
+
+
+def _write(plane: DataPlane, hashes: Sequence[bytes], pages: ReadPages) -> None:
+    """Write pages, and wait until the store has them."""
+    first, deadline_s = 0, time.monotonic() + _TIMEOUT_S
+    while first < len(hashes):  # it takes as many as there is room for
+        before, rest = hashes[first - 1] if first else None, range(first, len(hashes))
+        first += plane.write(first, before, hashes[first:], rest, pages)
+        if time.monotonic() > deadline_s:
+            raise SystemExit("the data plane does not accept pages")
+    deadline_s = time.monotonic() + _TIMEOUT_S
+    while (found := _find(plane, hashes).num_pages) < len(hashes):
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"only {found} of {len(hashes)} pages were stored within {_TIMEOUT_S:g} s")
+        time.sleep(0.05)
 
 
 def _pages_of(values: Mapping[TensorName, torch.Tensor], tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
