@@ -394,8 +394,12 @@ class Stager:
         if isinstance(pool, CodedRegion) and num_pages and not self._put_tables(staging, pool, num_pages):
             miss("fetch", "no_slots")
             return 0, "failed"
-        if num_pages == len(sources) and not num_ahead and cost.seconds is not None:
-            self._lag.ended(time.monotonic(), found_s + cost.seconds)
+        if num_pages == len(sources) and not num_ahead:
+            if cost.seconds is None:  # this fetch has measured it; what is in memory now was not there
+                cost = self._client.fetcher.cost(sources)
+                cost = cost if cost.transmit_s or not staging.needs_link else m.Cost(None, None)
+            if cost.seconds is not None:
+                self._lag.ended(time.monotonic(), found_s + cost.seconds)
         return num_pages, "landed" if num_pages == len(sources) else "partly" if num_pages else "failed"
 
     def _compute_s(self, saved_s: _Points, num_pages: int, now_s: float) -> float | None:

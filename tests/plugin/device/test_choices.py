@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,8 +16,11 @@ import pytest
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import plane, service
+from sgl_kvfetch.plane.fetch import restore
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device import scheduler_hooks
@@ -41,6 +46,46 @@ def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
     for num_tokens in range(10_000, 40_000, 1000):
         speed.add_batch(num_tokens, num_tokens * 1.0)
     assert fetched(rig, tokens) == 32
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("what", ["decoders wait for each other", "the event loop is busy", "the way to the engine"])
+def test_whatever_slows_a_fetch_down_counts_from_the_second_request_on(
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Else requests would wait for a data plane that is slower than the engine."""
+    lock, restore_cells, read = threading.Lock(), restore.restore_cells, LocalStore.get
+
+    def one_by_one(*args: Any, **options: Any) -> None:
+        with lock:
+            time.sleep(0.02)
+            restore_cells(*args, **options)
+
+    async def blocking(*args: Any) -> bytes | None:
+        time.sleep(0.02)  # noqa: ASYNC251, as work in Python is: it holds up the event loop
+        return await read(*args)
+
+    rig, tokens = make(recompute="auto"), prompt(0)
+    rig.stored(tokens)
+    if what == "decoders wait for each other":
+        monkeypatch.setattr(restore, "restore_cells", one_by_one)
+    elif what == "the event loop is busy":
+        monkeypatch.setattr(LocalStore, "get", blocking)
+    else:
+        fetch = Fetcher.fetch
+
+        async def late(*args: Any, **options: Any) -> FetchResult:
+            result = await fetch(*args, **options)
+            await asyncio.sleep(0.2)
+            return result
+
+        monkeypatch.setattr(Fetcher, "fetch", late)
+    begun_s = time.monotonic()
+    assert fetched(rig, tokens) == 32
+    compute_s = (time.monotonic() - begun_s) / 1.5
+    for num_tokens in COMPUTED:
+        rig.linker.prefill_meter.speed.add_batch(num_tokens, num_tokens * compute_s / 32)
+    assert fetched(rig, tokens) == 0
     rig.assert_nothing_held()
 
 
