@@ -82,7 +82,7 @@ def test_whatever_slows_a_fetch_down_counts_from_the_second_request_on(
         monkeypatch.setattr(Fetcher, "fetch", late)
     begun_s = time.monotonic()
     assert fetched(rig, tokens) == 32
-    compute_s = (time.monotonic() - begun_s) / 1.5
+    compute_s = (time.monotonic() - begun_s) / 3  # the request waited for other things, too
     for num_tokens in COMPUTED:
         rig.linker.prefill_meter.speed.add_batch(num_tokens, num_tokens * compute_s / 32)
     assert fetched(rig, tokens) == 0
