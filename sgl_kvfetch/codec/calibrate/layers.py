@@ -31,7 +31,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -52,6 +52,9 @@ _PLAIN_WEIGHTS = {
     "mxfp4": {"dequantize": True},
 }
 _NOT_ATTENTION = re.compile(r"\.(mlp|experts|feed_forward|block_sparse_moe)\.")
+
+
+_OTHER_STATES = "keep other states, beside keys and values or instead of them"
 
 
 class KV(NamedTuple):
@@ -101,25 +104,23 @@ class LayeredModel:
         self.start = prompt_start(self.tokenizer)
         self.config: Any = self._model.config.get_text_config()
         self._is_mla = getattr(self.config, "kv_lora_rank", None) is not None
-        self.num_layers: int = self.config.num_hidden_layers
+        self.num_layers: int = getattr(self.config, "num_hidden_layers", 0)
         self._layers, self._layer_key = self._find_layers()
         _empty_encoders(self._model)
         self._open_files = ExitStack()
         self._weights = self._open(files, packing)
         self._load_rest(dtype)
-        self._has_tuples = False
-        try:
-            self.calls(_SMALL_TOKENS)
-        except UnsupportedError:
-            self._has_tuples = True
+        self._has_tuples = self._find_tuples()
+        small = torch.arange(_SMALL_TOKENS) + self.config.vocab_size // 2  # ordinary tokens, most likely
+        self._require_calls_of_any_tokens(small)
+        # A few different tokens, as the first layer gets them, and how layers are called for them.
+        self.small = self.embed(small), self.calls(_SMALL_TOKENS)
         keys = self._probe_layers()
         if len({(kv.k.shape, kv.v.shape) for kv in keys}) != 1:
             raise UnsupportedError(f"{path}: its layers have keys and values of different shapes")
         self.probe = torch.stack([kv.k for kv in keys], dim=1).float().cpu()
         self.num_heads, self.k_head_dim = keys[0].k.shape[1:]
         self.v_head_dim = keys[0].v.shape[2]
-        # A few different tokens, as the first layer gets them, and how layers are called for them.
-        self.small = self.embed(torch.arange(_SMALL_TOKENS) % self.config.vocab_size), self.calls(_SMALL_TOKENS)
 
     def inverse_frequencies(self) -> list[torch.Tensor]:
         """Return the model's buffers of rotary frequencies, one number a pair of channels. Most models have them."""
@@ -170,11 +171,35 @@ class LayeredModel:
 
     def _find_layers(self) -> tuple[Any, re.Pattern[str]]:
         """Return the list of layers, and what finds a layer's number in the name of a tensor."""
+        if self._model.get_output_embeddings() is None:
+            raise UnsupportedError(f"{self.path}: {type(self._model).__name__} has no output embeddings")
         lists = (x for x in self._model.get_decoder().named_modules() if isinstance(x[1], torch.nn.ModuleList))
         for name, layers in lists:
             if len(layers) == self.num_layers:
                 return layers, re.compile(rf"(?:^|\.){re.escape(name.rpartition('.')[2])}\.(\d+)\.")
-        raise UnsupportedError(f"{self.path}: no list of its {self.num_layers} decoder layers was found")
+        raise UnsupportedError(
+            f"{self.path}: {type(self._model).__name__} has no list of its {self.num_layers} decoder layers"
+        )
+
+    def _find_tuples(self) -> bool:
+        """Return whether the model expects a tuple from each layer, and not the hidden states alone."""
+        self._has_tuples = False
+        try:
+            self.calls(_SMALL_TOKENS)
+        except UnsupportedError as e:
+            self._has_tuples = True
+            try:
+                self.calls(_SMALL_TOKENS)
+            except UnsupportedError:
+                raise e from None
+        return self._has_tuples
+
+    def _require_calls_of_any_tokens(self, ids: torch.Tensor) -> None:
+        """Raise UnsupportedError if layers get arguments that depend on the tokens: `calls` has none of those."""
+        for found, expected in zip(self._note_calls(ids, 0)[1], self.calls(len(ids)), strict=True):
+            for x, y in zip((*found[0], *found[1].values()), (*expected[0], *expected[1].values()), strict=True):
+                if isinstance(x, torch.Tensor) and not torch.equal(x, y):
+                    raise UnsupportedError(f"{self.path}: its layers get more of each token than hidden states")
 
     def _open(self, files: list[str], packing: Packing | None) -> dict[int | None, dict[str, Any]]:
         """Return the checkpoint's tensors, which are read when used, by layer. Those of no layer are under None."""
@@ -233,6 +258,9 @@ class LayeredModel:
         for module in {embedding, head}:
             module.weight = torch.nn.Parameter(module.weight.to(dtype), requires_grad=False)
         self._model.tie_weights(missing_keys=self._load(None, lambda name: True))
+        for name, x in self._model.named_parameters():
+            if x.is_meta and not self._layer_key.search(name):
+                raise ConfigError(f"{self.path}: the checkpoint lacks {name}")
         embedding.register_forward_hook(lambda module, args, output: output.float())
         head.forward = partial(_multiply_in_parts, head)
 
@@ -245,7 +273,7 @@ class LayeredModel:
         for layer, forward in zip(self._layers, layers, strict=True):
             layer.forward = forward
         try:
-            with _one_line(f"{self.path}: the model does not run with other layers in the place of its own"):
+            with _one_line(f"{self.path}: {self._names(range(self.num_layers))} cannot run one by one"):
                 return self._model(
                     ids[None].to(self.device), past_key_values=_past(self.num_layers, num_past), use_cache=True
                 )
@@ -263,17 +291,23 @@ class LayeredModel:
         found: list[KV] = []
         refused: dict[str, list[int]] = {}
         for index in range(self.num_layers):
-            with self._loaded(index, lambda name: not _NOT_ATTENTION.search(name)) as module:
+            try:
                 try:
-                    found.append(Layer(self, module, index).keys_and_values(hidden, calls))
-                except _NotPlainError as e:
-                    refused.setdefault(str(e), []).append(index)
+                    found.append(self._probe_layer(index, hidden, calls, lambda name: not _NOT_ATTENTION.search(name)))
+                except _NotPlainError:  # or attention is a mixture of experts itself
+                    found.append(self._probe_layer(index, hidden, calls, lambda name: True))
+            except _NotPlainError as e:
+                refused.setdefault(str(e), []).append(index)
         if refused:
             reasons = "; ".join(f"{self._names(layers)} {reason}" for reason, layers in refused.items())
             raise UnsupportedError(f"{self.path}: a profile needs keys and values of plain attention, but {reasons}")
         return found
 
-    def _names(self, indices: list[int]) -> str:
+    def _probe_layer(self, index: int, hidden: torch.Tensor, calls: Calls, wanted: Callable[[str], bool]) -> KV:
+        with self._loaded(index, wanted) as module:
+            return Layer(self, module, index).keys_and_values(hidden, calls)
+
+    def _names(self, indices: Sequence[int]) -> str:
         """Return the numbers and kinds of some layers."""
         runs: list[list[int]] = []
         for i in indices:
@@ -284,7 +318,7 @@ class LayeredModel:
         numbers = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
         types = getattr(self.config, "layer_types", None) or [type(layer).__name__ for layer in self._layers]
         kinds = ", ".join(sorted({str(types[i]) for i in indices}))
-        return f"layers {numbers} ({kinds}) of {self.num_layers}"
+        return f"layer{'s' if len(indices) > 1 else ''} {numbers} ({kinds}) of {self.num_layers}"
 
 
 class Layer:
@@ -460,6 +494,9 @@ def _layer_cache(past: tuple[torch.Tensor, torch.Tensor] | None, *, is_zero: boo
                 return self.new
             return torch.cat((past[0], key_states), 2), torch.cat((past[1], value_states), 2)
 
+        def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+            raise _NotPlainError(_OTHER_STATES)
+
     return LayerCache()
 
 
@@ -472,7 +509,7 @@ class _NoStates(list[Any]):
     """In the place of a cache's states, one a layer, which only layers look up that keep more than keys and values."""
 
     def __getitem__(self, index: Any) -> Any:
-        raise _NotPlainError("keep other states, beside keys and values or instead of them")
+        raise _NotPlainError(_OTHER_STATES)
 
 
 def _past(num_layers: int, num_tokens: int) -> Any:
