@@ -52,16 +52,16 @@ class KVModel:
     @torch.no_grad()
     def kv(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of a sequence from its start. Raises UnsupportedError if the cache lacks any of them."""
-        cache = self.model(ids[None].to(self.device), use_cache=True, logits_to_keep=1).past_key_values
-        layers = getattr(cache, "layers", [])
-        if any(getattr(layer, "keys", None) is None or layer.keys.ndim != 4 for layer in layers) or not layers:
+        from transformers import DynamicCache
+
+        cache = DynamicCache()  # the model's own keeps the last tokens alone where a layer has a sliding window
+        try:
+            self.model(ids[None].to(self.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        except (IndexError, ValueError) as e:  # there is no place for states of another kind
+            raise UnsupportedError(f"{self.path}: its cache holds more than keys and values: {e}") from e
+        layers = cache.layers
+        if any(layer.keys is None or layer.keys.ndim != 4 for layer in layers) or not layers:
             raise UnsupportedError(f"{self.path}: its cache does not hold keys and values of plain attention")
-        fewest = min(layer.keys.shape[2] for layer in layers)
-        if fewest != len(ids):
-            raise UnsupportedError(
-                f"{self.path}: its cache keeps {fewest} of {len(ids)} tokens, those in its sliding window; use fewer "
-                "tokens of context"
-            )
         if len({(layer.keys.shape, layer.values.shape) for layer in layers}) != 1:
             raise UnsupportedError(f"{self.path}: its layers have keys and values of different shapes")
         k = torch.stack([layer.keys[0].transpose(0, 1) for layer in layers], 1)

@@ -15,7 +15,15 @@ is in use. transformers' own loader fills it from the checkpoint's tensors of th
 experts, and restores most kinds of quantised weights; `packed.py` restores those of AWQ and GPTQ before it sees them.
 
 Keys and values are what a layer hands its cache: a cache of one layer (``_layer_cache``) takes them, and hands back
-those of a given past. So it does not matter how attention is written, as long as it has keys and values to cache.
+those of a given past. So it does not matter how attention is written, as long as it has keys and values to cache, and
+caches nothing else.
+
+A checkpoint may hold more than a language model, such as an encoder of images. Text does not pass through it, and the K
+and V of the language model are ordinary ones. So modules beside the language model are emptied, and their weights are
+never read.
+
+Models and their layers are other people's code, which fails in many ways where a model is not made for this. What it
+raises becomes an error of ours with one line.
 """
 
 from __future__ import annotations
@@ -23,18 +31,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 
+from sgl_kvfetch.codec.calibrate.addend import Addend, SmallPass, find_addend, main_output
 from sgl_kvfetch.codec.calibrate.packed import Packing, take_packing
 from sgl_kvfetch.codec.calibrate.text import prompt_start
-from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.errors import ConfigError, KVFetchError, UnsupportedError
 
 _PROBE_TOKENS = 64
+_SMALL_TOKENS = 16
 _VOCABULARY_AT_ONCE = 8192  # rows of the output matrix that are in float32 at once
 # What tells transformers to restore weights that are quantised in the checkpoint while it loads them.
 _PLAIN_WEIGHTS = {
@@ -42,6 +52,9 @@ _PLAIN_WEIGHTS = {
     "mxfp4": {"dequantize": True},
 }
 _NOT_ATTENTION = re.compile(r"\.(mlp|experts|feed_forward|block_sparse_moe)\.")
+
+
+_OTHER_STATES = "keep other states, beside keys and values or instead of them"
 
 
 class KV(NamedTuple):
@@ -82,19 +95,27 @@ class LayeredModel:
             config = transformers.AutoConfig.from_pretrained(path)
             packing = take_packing(path, config)
             self._model, files, self._load_config, dtype = _without_weights(path, config, device)
+        except KVFetchError:
+            raise
         except ImportError as e:  # of a package that restores quantised weights
-            raise ConfigError(f"{path}: {str(e).strip().splitlines()[0]}") from e
-        except (OSError, ValueError, KeyError) as e:
-            raise ConfigError(f"no model with a tokenizer at {path!r}: {str(e).splitlines()[0]}") from e
+            raise ConfigError(f"{path}: {_first_line(e)}") from e
+        except Exception as e:
+            raise ConfigError(f"no model with a tokenizer at {path!r}: {_first_line(e)}") from e
         self.start = prompt_start(self.tokenizer)
         self.config: Any = self._model.config.get_text_config()
         self._is_mla = getattr(self.config, "kv_lora_rank", None) is not None
-        self.num_layers: int = self.config.num_hidden_layers
+        self.num_layers: int = getattr(self.config, "num_hidden_layers", 0)
         self._layers, self._layer_key = self._find_layers()
+        _empty_encoders(self._model)
         self._open_files = ExitStack()
         self._weights = self._open(files, packing)
         self._load_rest(dtype)
-        keys = list(self._probe_layers())
+        self._has_tuples = self._find_tuples()
+        small = torch.arange(_SMALL_TOKENS) + self.config.vocab_size // 2  # ordinary tokens, most likely
+        self._require_calls_of_any_tokens(small)
+        # A few different tokens, as the first layer gets them, and how layers are called for them.
+        self.small = self.embed(small), self.calls(_SMALL_TOKENS)
+        keys = self._probe_layers()
         if len({(kv.k.shape, kv.v.shape) for kv in keys}) != 1:
             raise UnsupportedError(f"{path}: its layers have keys and values of different shapes")
         self.probe = torch.stack([kv.k for kv in keys], dim=1).float().cpu()
@@ -116,7 +137,7 @@ class LayeredModel:
     @torch.no_grad()
     def log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return log probabilities of the next tokens, ``(tokens, vocabulary)`` float32, of the last layer's output."""
-        last: list[Callable[..., torch.Tensor]] = [lambda *args, **kwargs: hidden[None].to(self.device)]
+        last: list[Callable[..., Any]] = [lambda *args, **kwargs: self._returned(hidden[None].to(self.device))]
         logits = self._run(last * self.num_layers, torch.zeros(len(hidden), dtype=torch.long), 0).logits[0]
         return torch.log_softmax(logits.float(), -1)
 
@@ -135,26 +156,50 @@ class LayeredModel:
         """Return what the first layer gets, ``(1, tokens, hidden)``, and how layers are called."""
         noted: list[tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]] = []
 
-        def note(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def note(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             noted.append((hidden, args, kwargs))
-            return hidden
+            return self._returned(hidden)
 
         def stop(module: Any, args: Any) -> None:
             raise _Stop
 
         with _stopped_by(self._model.get_output_embeddings().register_forward_pre_hook(stop)):
             self._run([note] * self.num_layers, ids, num_past)
-        if len(noted) != self.num_layers:
+        if len(noted) != self.num_layers or any(x.shape != noted[0][0].shape for x, _, _ in noted):
             raise UnsupportedError(f"{self.path}: it does not call each of its {self.num_layers} layers once")
         return noted[0][0], [(args, kwargs) for _, args, kwargs in noted]
 
     def _find_layers(self) -> tuple[Any, re.Pattern[str]]:
         """Return the list of layers, and what finds a layer's number in the name of a tensor."""
+        if self._model.get_output_embeddings() is None:
+            raise UnsupportedError(f"{self.path}: {type(self._model).__name__} has no output embeddings")
         lists = (x for x in self._model.get_decoder().named_modules() if isinstance(x[1], torch.nn.ModuleList))
         for name, layers in lists:
             if len(layers) == self.num_layers:
                 return layers, re.compile(rf"(?:^|\.){re.escape(name.rpartition('.')[2])}\.(\d+)\.")
-        raise UnsupportedError(f"{self.path}: no list of its {self.num_layers} decoder layers was found")
+        raise UnsupportedError(
+            f"{self.path}: {type(self._model).__name__} has no list of its {self.num_layers} decoder layers"
+        )
+
+    def _find_tuples(self) -> bool:
+        """Return whether the model expects a tuple from each layer, and not the hidden states alone."""
+        self._has_tuples = False
+        try:
+            self.calls(_SMALL_TOKENS)
+        except UnsupportedError as e:
+            self._has_tuples = True
+            try:
+                self.calls(_SMALL_TOKENS)
+            except UnsupportedError:
+                raise e from None
+        return self._has_tuples
+
+    def _require_calls_of_any_tokens(self, ids: torch.Tensor) -> None:
+        """Raise UnsupportedError if layers get arguments that depend on the tokens: `calls` has none of those."""
+        for found, expected in zip(self._note_calls(ids, 0)[1], self.calls(len(ids)), strict=True):
+            for x, y in zip((*found[0], *found[1].values()), (*expected[0], *expected[1].values()), strict=True):
+                if isinstance(x, torch.Tensor) and not torch.equal(x, y):
+                    raise UnsupportedError(f"{self.path}: its layers get more of each token than hidden states")
 
     def _open(self, files: list[str], packing: Packing | None) -> dict[int | None, dict[str, Any]]:
         """Return the checkpoint's tensors, which are read when used, by layer. Those of no layer are under None."""
@@ -213,28 +258,67 @@ class LayeredModel:
         for module in {embedding, head}:
             module.weight = torch.nn.Parameter(module.weight.to(dtype), requires_grad=False)
         self._model.tie_weights(missing_keys=self._load(None, lambda name: True))
+        for name, x in self._model.named_parameters():
+            if x.is_meta and not self._layer_key.search(name):
+                raise ConfigError(f"{self.path}: the checkpoint lacks {name}")
         embedding.register_forward_hook(lambda module, args, output: output.float())
         head.forward = partial(_multiply_in_parts, head)
 
-    def _run(self, layers: list[Callable[..., torch.Tensor]], ids: torch.Tensor, num_past: int) -> Any:
+    def _returned(self, hidden: torch.Tensor) -> Any:
+        """Return hidden states as the model expects them from a layer."""
+        return (hidden,) if self._has_tuples else hidden
+
+    def _run(self, layers: list[Callable[..., Any]], ids: torch.Tensor, num_past: int) -> Any:
         """Run the model with other layers."""
         for layer, forward in zip(self._layers, layers, strict=True):
             layer.forward = forward
         try:
-            return self._model(
-                ids[None].to(self.device), past_key_values=_past(self.num_layers, num_past), use_cache=True
-            )
+            with _one_line(f"{self.path}: {self._names(range(self.num_layers))} cannot run one by one"):
+                return self._model(
+                    ids[None].to(self.device), past_key_values=_past(self.num_layers, num_past), use_cache=True
+                )
         finally:
             for layer in self._layers:
                 del layer.forward
 
-    def _probe_layers(self) -> Iterator[KV]:
-        """Yield each layer's K and V of a token that is repeated. Only what a layer has up to its K and V is loaded."""
+    def _probe_layers(self) -> list[KV]:
+        """Return each layer's K and V of a token that is repeated. Only what a layer has up to its K and V is loaded.
+
+        Raises UnsupportedError, naming the layers, if any of them keep something else.
+        """
         calls = self.calls(_PROBE_TOKENS)
         hidden = self.embed(torch.full((_PROBE_TOKENS,), self.config.vocab_size // 2))
+        found: list[KV] = []
+        refused: dict[str, list[int]] = {}
         for index in range(self.num_layers):
-            with self._loaded(index, lambda name: not _NOT_ATTENTION.search(name)) as module:
-                yield Layer(self, module, index).keys_and_values(hidden, calls)
+            try:
+                try:
+                    found.append(self._probe_layer(index, hidden, calls, lambda name: not _NOT_ATTENTION.search(name)))
+                except _NotPlainError:  # or attention is a mixture of experts itself
+                    found.append(self._probe_layer(index, hidden, calls, lambda name: True))
+            except _NotPlainError as e:
+                refused.setdefault(str(e), []).append(index)
+        if refused:
+            reasons = "; ".join(f"{self._names(layers)} {reason}" for reason, layers in refused.items())
+            raise UnsupportedError(f"{self.path}: a profile needs keys and values of plain attention, but {reasons}")
+        return found
+
+    def _probe_layer(self, index: int, hidden: torch.Tensor, calls: Calls, wanted: Callable[[str], bool]) -> KV:
+        with self._loaded(index, wanted) as module:
+            return Layer(self, module, index).keys_and_values(hidden, calls)
+
+    def _names(self, indices: Sequence[int]) -> str:
+        """Return the numbers and kinds of some layers."""
+        runs: list[list[int]] = []
+        for i in indices:
+            if runs and runs[-1][-1] == i - 1:
+                runs[-1].append(i)
+            else:
+                runs.append([i])
+        numbers = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+        types = getattr(self.config, "layer_types", None) or [type(layer).__name__ for layer in self._layers]
+        kinds = ", ".join(sorted({str(types[i]) for i in indices}))
+        return f"layer{'s' if len(indices) > 1 else ''} {numbers} ({kinds}) of {self.num_layers}"
 
 
 class Layer:
@@ -258,42 +342,69 @@ class Layer:
         return self._call(hidden, calls, _layer_cache(self._to_cache(past)))
 
     def attention_after(self, hidden: torch.Tensor, calls: Calls, past: KV) -> torch.Tensor:
-        """Return what attention adds to the stream at tokens that follow ``past``. Gradients flow to ``past``."""
+        """Return what attention adds to the stream at tokens that follow ``past``, or what stands for it (see
+        `addend`). Gradients flow to ``past``."""
+        addend = self._addend
+        if addend is None:
+            return self.after(hidden, calls, past)
         found: list[torch.Tensor] = []
 
-        def stop(module: Any, args: Any, output: Any) -> None:
-            found.append(output[0] if isinstance(output, tuple) else output)
+        def take(x: torch.Tensor) -> None:
+            found.append(x)
             raise _Stop
 
-        with _stopped_by(self._attention.register_forward_hook(stop)):
+        with suppress(_Stop), addend.taken(take):
             self.after(hidden, calls, past)
         return found[0][0]
 
-    @property
-    def _attention(self) -> Any:
-        """The module that hands keys and values to the cache, which it tells the number of its layer."""
-        return next(x for x in reversed(list(self._module.modules())) if hasattr(x, "layer_idx"))
+    @cached_property
+    def _addend(self) -> Addend | None:
+        hidden, calls = self._model.small
+
+        def run(hidden: torch.Tensor) -> SmallPass:
+            cache = _layer_cache(None, is_zero=True)
+            output = self._call(hidden[0], calls, cache)
+            return SmallPass(cache.new or (), output[None])
+
+        return find_addend(self._module, hidden[None].to(self._model.device), run)
 
     @torch.no_grad()
     def keys_and_values(self, hidden: torch.Tensor, calls: Calls) -> KV:
-        """Return K and V of a sequence's first tokens. The rest of the layer is not computed."""
-        cache = _layer_cache(None, stops=True)
-        with suppress(_Stop):
-            self._call(hidden, calls, cache)
+        """Return K and V of a sequence's first tokens. What the layer has behind its attention is not computed.
+
+        Raises _NotPlainError if the layer keeps no keys and values, or anything else.
+        """
+        cache = _layer_cache(None)
+        running: list[bool] = []  # of each module that runs, whether it began before K and V were there
+
+        def begin(module: Any, args: Any) -> None:
+            if any(x.is_meta for x in module.parameters(recurse=False)):
+                raise _Stop  # attention is loaded, so this is behind it, or there is none
+            running.append(cache.new is None)
+
+        def end(module: Any, args: Any, output: Any) -> None:
+            if running.pop() and cache.new is not None:
+                raise _Stop  # it is the one that computed K and V: attention
+
+        with ExitStack() as hooks:
+            for module in self._module.modules():
+                hooks.callback(module.register_forward_pre_hook(begin).remove)
+                hooks.callback(module.register_forward_hook(end).remove)
+            with suppress(_Stop):
+                self._call(hidden, calls, cache)
         return self._kv_of(cache)
 
     def _call(self, hidden: torch.Tensor, calls: Calls, cache: Any) -> torch.Tensor:
         args, kwargs = calls[self.index]
-        own_args = [cache if hasattr(x, "get_seq_length") else x for x in args]  # a cache
-        if "past_key_values" in kwargs:
-            kwargs = kwargs | {"past_key_values": cache}
-        output = self._module(hidden[None].to(self._model.device), *own_args, **kwargs)
-        hidden = output[0] if isinstance(output, tuple) else output
-        return hidden[0]
+        args = tuple(cache if _is_cache(x) else x for x in args)
+        kwargs = {name: cache if _is_cache(x) else x for name, x in kwargs.items()}
+        with _one_line(f"{self._model.path}: layer {self.index} does not run by itself"):
+            output = self._module(hidden[None].to(self._model.device), *args, **kwargs)
+        return main_output(output)[0]
 
     def _kv_of(self, cache: Any) -> KV:
         if cache.new is None or any(x.ndim != 4 for x in cache.new):
-            raise UnsupportedError(f"{self._model.path}: its cache does not hold keys and values of plain attention")
+            raise _NotPlainError("keep no keys and values")
         k, v = (x[0].transpose(0, 1) for x in cache.new)
         return KV(*latent_kv(k, v, self._model.config, self._model.path)) if self._model._is_mla else KV(k, v)
 
@@ -323,6 +434,28 @@ class _Stop(Exception):
     """Ends a forward pass once the wanted values are known."""
 
 
+class _NotPlainError(UnsupportedError):
+    """A layer does not keep keys and values alone. The message has neither the layer nor the model."""
+
+
+@contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Turn what the code of a model raises into UnsupportedError with one line that begins with ``what``."""
+    try:
+        yield
+    except (_Stop, KVFetchError):
+        raise
+    except Exception as e:
+        raise UnsupportedError(f"{what}: {_first_line(e)}") from e
+
+
+def _first_line(e: BaseException) -> str:
+    """Return the first line of an exception, and its type where that says more."""
+    text = str(e).strip()
+    first = text.splitlines()[0] if text else ""
+    return first if first and isinstance(e, ImportError | OSError | ValueError) else f"{type(e).__name__}: {first}"
+
+
 @contextmanager
 def _stopped_by(hook: Any) -> Iterator[None]:
     """Let a torch hook raise _Stop, and remove it at the end."""
@@ -333,27 +466,50 @@ def _stopped_by(hook: Any) -> Iterator[None]:
         hook.remove()
 
 
-def _layer_cache(past: tuple[torch.Tensor, torch.Tensor] | None, *, stops: bool = False) -> Any:
+def _layer_cache(past: tuple[torch.Tensor, torch.Tensor] | None, *, is_zero: bool = False) -> Any:
     """Return a cache for one call of one layer. ``new``: the keys and values that the layer gave it.
 
-    With ``stops``, its `update` raises _Stop.
+    With ``is_zero``, they are replaced by zeros, which need gradients. Whatever else a layer does with its cache raises
+    _NotPlainError.
     """
     from transformers import DynamicCache
 
     class LayerCache(DynamicCache):  # type: ignore[misc]
-        new: tuple[torch.Tensor, torch.Tensor] | None = None
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = _NoStates()
+            self.new: tuple[torch.Tensor, torch.Tensor] | None = None
 
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
+            if self.new is not None:
+                raise _NotPlainError("keep keys and values twice")
             self.new = key_states, value_states
-            if stops:
-                raise _Stop
+            if is_zero:
+                self.new = torch.zeros_like(key_states), torch.zeros_like(value_states)
+                for x in self.new:
+                    x.requires_grad_(True)
             if past is None:
                 return self.new
             return torch.cat((past[0], key_states), 2), torch.cat((past[1], value_states), 2)
 
+        def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+            raise _NotPlainError(_OTHER_STATES)
+
     return LayerCache()
+
+
+def _is_cache(x: Any) -> bool:
+    """Return whether an argument of a layer is the model's cache. Models name it differently."""
+    return hasattr(x, "get_seq_length")
+
+
+class _NoStates(list[Any]):
+    """In the place of a cache's states, one a layer, which only layers look up that keep more than keys and values."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _NotPlainError(_OTHER_STATES)
 
 
 def _past(num_layers: int, num_tokens: int) -> Any:
@@ -368,14 +524,13 @@ def _past(num_layers: int, num_tokens: int) -> Any:
 
 def _without_weights(path: str, config: Any, device: str) -> tuple[Any, list[str], Any, torch.dtype]:
     """Return a model without weights, the checkpoint's files, how transformers would load them, and their type."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils.loading_report import LoadStateDictInfo
 
     quantization = getattr(config, "quantization_config", None)
     if isinstance(quantization, dict):  # plain weights have gradients on every device
         quantization |= _PLAIN_WEIGHTS.get(str(quantization.get("quant_method")), {})
     dtype = config.get_text_config().dtype or torch.float32  # loading changes it
-    cls: Any = AutoModelForCausalLM._model_mapping[type(config)]  # raises KeyError for what is no language model
+    cls = _class_of(path, config)
     found: list[Any] = []
 
     def load_nothing(model: Any, state_dict: Any, files: Any, load_config: Any, expected_keys: Any = None) -> Any:
@@ -392,6 +547,32 @@ def _without_weights(path: str, config: Any, device: str) -> tuple[Any, list[str
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer if buffer.is_meta else buffer.to(device))
     return model.eval(), files, dataclasses.replace(load_config, device_map={"": device}), dtype
+
+
+def _class_of(path: str, config: Any) -> Any:
+    """Return the class of a language model, or of one with encoders, as its config names it. Raises UnsupportedError."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
+
+    found = []
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM):
+        with suppress(KeyError):
+            found.append(auto._model_mapping[type(config)])
+    if not found:
+        raise UnsupportedError(f"{path}: transformers has no language model of the type {config.model_type!r}")
+    # Some types have one for the text alone, too, whose weights have other names in a checkpoint.
+    return next((cls for cls in found if cls.__name__ in (config.architectures or ())), found[0])
+
+
+def _empty_encoders(model: Any) -> None:
+    """Empty the modules beside the language model, if the model is more than that."""
+    if model.config.get_text_config() is model.config:
+        return
+    decoder = model.get_decoder()
+    needed = {decoder, model.get_input_embeddings(), model.get_output_embeddings()}
+    for parent in [x for x in model.modules() if x is not decoder and decoder in set(x.modules())]:
+        for name, child in parent.named_children():
+            if needed.isdisjoint(child.modules()):
+                setattr(parent, name, torch.nn.Module())
 
 
 def _unpack(layer: Any) -> None:

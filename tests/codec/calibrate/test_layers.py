@@ -48,6 +48,8 @@ def make(tokenizer_files: Path, path: Path, model_type: str, **changes: Any) -> 
         ("mistral", {"sliding_window": 16}),
         ("phi", {}),  # attention and MLP side by side; biases
         ("cohere", {}),
+        ("gpt_neox", {}),  # its layers return tuples, and know the cache by another name
+        ("bloom", {"n_head": 4}),
         ("deepseek_v3", {}),
     ],
 )
