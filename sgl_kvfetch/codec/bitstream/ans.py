@@ -186,6 +186,11 @@ def read_tables(bitstream: bytes | memoryview) -> tuple[np.ndarray, memoryview]:
     return slots, view[_HEADER.size + size :]
 
 
+def entropy_bits(data: bytes | memoryview) -> float:
+    """Return the order-0 entropy of the bytes, in bits a byte."""
+    return _ans.entropy_bits(data)
+
+
 def fill(native: tuple[object, ...], bitstream: bytes | memoryview, rows: int, tokens: int, out: torch.Tensor) -> None:
     """Decode ``rows`` rows of ``tokens`` integers into ``out``, contiguous uint8. ``native``: as `native_tables`
     returns them. Raises CorruptError."""
