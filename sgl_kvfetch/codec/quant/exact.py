@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from sgl_kvfetch import blocks
 from sgl_kvfetch.codec.quant import _exact
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser
 from sgl_kvfetch.types import TENSORS
@@ -49,7 +50,7 @@ def _planes_of(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the planes of tensors on the host that follow each other in their first dimension. Reads each of them
     once, and copies nothing else."""
     size = pieces[0].dtype.itemsize
-    planes = torch.empty((size, sum(map(len, pieces)), *pieces[0].shape[1:]), dtype=torch.uint8)
+    planes = blocks.empty((size, sum(map(len, pieces)), *pieces[0].shape[1:]))
     first = 0
     for piece in pieces:
         aligned = piece if piece.stride(-1) == 1 else piece.contiguous()
