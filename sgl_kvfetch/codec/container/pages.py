@@ -71,8 +71,11 @@ class QuantisedPages:
 Pages = RawPages | QuantisedPages
 
 
-def quantised_cells(quantiser: Quantiser, manifest: Manifest, pieces: Sequence[Pages]) -> Callable[[Cell], Quantised]:
-    """Return a function that quantises one cell of a segment. ``pieces``: the segment's pages, in order."""
+def quantised_cells(
+    quantiser: Quantiser, manifest: Manifest, pieces: Sequence[Pages | int]
+) -> Callable[[Cell], Quantised]:
+    """Return a function that quantises one cell of a segment. ``pieces``: the segment's pages, in order; a number stands
+    for so many pages whose cells are not asked for."""
     parts = quantiser.parts(manifest.geometry.torch_dtype)
 
     def pieces_of(cell: Cell) -> Iterator[tuple[Pages, slice]]:
@@ -81,6 +84,9 @@ def quantised_cells(quantiser: Quantiser, manifest: Manifest, pieces: Sequence[P
         first, end = (page * size for page in manifest.span_range(cell.span))
         begin = 0  # tokens are counted from the segment's first
         for piece in pieces:
+            if isinstance(piece, int):
+                begin += piece * size
+                continue
             lo, hi = max(first, begin), min(end, begin + piece.num_tokens)
             if lo < hi:
                 yield piece, slice(lo - begin, hi - begin)

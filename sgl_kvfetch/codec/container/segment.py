@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
+from types import MappingProxyType
 
 import msgspec
 import torch
@@ -216,10 +217,36 @@ def encode_pages(
     previous_hash: bytes | None,
     page_hashes: Sequence[bytes],
     executor: Executor | None = None,
+    ahead: Mapping[int, Sequence[CodedChunk]] | None = None,
 ) -> CodedSegment:
-    """Encode one segment, as `encode_segment` does, of consecutive pieces. Values in several ones are copied."""
+    """Encode one segment, as `encode_segment` does, of consecutive pieces. ``ahead``: the chunks of spans that were
+    coded before (`encode_span`), by the first page of the span, counted from the segment's; ``pieces`` has none of
+    these spans."""
     manifest = spec.manifest(first_page, previous_hash, page_hashes)
-    return encode_cells(spec, manifest, quantised_cells(spec.quantiser, manifest, pieces), executor)
+    ahead = ahead or {}
+    left = iter(pieces)
+    held: list[Pages | int] = []  # pages, or the number of pages that are coded
+    page = 0
+    while page < len(page_hashes):
+        held.append(manifest.span_pages if page in ahead else next(left))
+        last = held[-1]
+        page += last if isinstance(last, int) else last.num_tokens // manifest.namespace.page_size
+    coded = {first // manifest.span_pages: chunks for first, chunks in ahead.items()}
+    return encode_cells(spec, manifest, quantised_cells(spec.quantiser, manifest, held), executor, coded)
+
+
+def encode_span(
+    spec: SegmentSpec,
+    pieces: Sequence[Pages],
+    first_page: int,
+    previous_hash: bytes | None,
+    page_hashes: Sequence[bytes],
+    executor: Executor | None = None,
+) -> list[CodedChunk]:
+    """Encode a span for a segment that is not known yet. Return its chunks, in storage order. Raises QuantiseError."""
+    assert len(page_hashes) == spec.span_pages
+    manifest = spec.manifest(first_page, previous_hash, page_hashes)
+    return _coded_cells(spec, manifest, quantised_cells(spec.quantiser, manifest, pieces), executor)
 
 
 def encode_cells(
@@ -227,8 +254,30 @@ def encode_cells(
     manifest: Manifest,
     quantised: Callable[[Cell], Quantised],
     executor: Executor | None = None,
+    ahead: Mapping[int, Sequence[CodedChunk]] | None = None,
 ) -> CodedSegment:
-    """Encode the cells of ``manifest``, which has no variants yet. ``quantised`` returns the parts of a cell."""
+    """Encode the cells of ``manifest``, which has no variants yet. ``quantised`` returns the parts of a cell. ``ahead``
+    has the chunks of some spans."""
+    coded = _coded_cells(spec, manifest, quantised, executor, ahead or {})
+    variant, data = make_variant(coded, spec.layouts(manifest), spec.codec, spec.resolution)
+    rows: list[Level] = []
+    contents = []
+    for level in zip(*(chunk.levels for chunk in coded if chunk.levels), strict=True):
+        contents.append(b"".join(chunk.bitstream for chunk in level))
+        rows.append(Level(xxhash.xxh3_128_hexdigest(contents[-1]), tuple(chunk.row for chunk in level)))
+    kept = spec.num_levels - 1 - spec.num_dropped
+    variant = msgspec.structs.replace(variant, levels=tuple(rows)).with_levels(kept)
+    return CodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), data, level_data=tuple(contents[:kept]))
+
+
+def _coded_cells(
+    spec: SegmentSpec,
+    manifest: Manifest,
+    quantised: Callable[[Cell], Quantised],
+    executor: Executor | None,
+    ahead: Mapping[int, Sequence[CodedChunk]] = MappingProxyType({}),
+) -> list[CodedChunk]:
+    """Return the chunks of all cells, in storage order. ``ahead`` has those of some spans."""
     layouts = spec.layouts(manifest)
 
     def encode(cell: Cell) -> list[CodedChunk]:
@@ -239,16 +288,11 @@ def encode_cells(
         return encode_cell(manifest, cell, parts, layouts, spec.codec, spec.num_levels, wide)
 
     run: Callable[..., Iterable[list[CodedChunk]]] = executor.map if executor else map
-    coded = [chunk for cell in run(encode, manifest.cells()) for chunk in cell]
-    variant, data = make_variant(coded, layouts, spec.codec, spec.resolution)
-    rows: list[Level] = []
-    contents = []
-    for level in zip(*(chunk.levels for chunk in coded if chunk.levels), strict=True):
-        contents.append(b"".join(chunk.bitstream for chunk in level))
-        rows.append(Level(xxhash.xxh3_128_hexdigest(contents[-1]), tuple(chunk.row for chunk in level)))
-    kept = spec.num_levels - 1 - spec.num_dropped
-    variant = msgspec.structs.replace(variant, levels=tuple(rows)).with_levels(kept)
-    return CodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), data, level_data=tuple(contents[:kept]))
+    cells = run(encode, [cell for cell in manifest.cells() if cell.span not in ahead])
+    spans = {span: list(chunks) for span, chunks in ahead.items()}
+    for cell, chunks in zip((cell for cell in manifest.cells() if cell.span not in ahead), cells, strict=True):
+        spans.setdefault(cell.span, []).extend(chunks)
+    return [chunk for span in range(manifest.num_spans) for chunk in spans[span]]
 
 
 def make_variant(
