@@ -34,5 +34,5 @@ def decode_cost(codecs: Iterable[str]) -> int:
 
 
 def resolution_for(codec: str, resolution: str) -> str:
-    """Return the resolution of layouts for this codec: the given one if it codes pictures, else ``FLAT``."""
-    return FLAT if get_codec(codec).is_flat else resolution
+    """Return the resolution of layouts for this codec: the given one for video, else ``FLAT``."""
+    return resolution if get_codec(codec).is_video else FLAT
