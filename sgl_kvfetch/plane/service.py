@@ -250,7 +250,9 @@ class Service:
                 cells = [(next(parts), next(parts), next(parts).view(-1, tokens)) for _ in command.cells]
                 pages = QuantisedPages(cells, range(len(hashes)), geometry.page_size, page_bytes)
             else:
-                pages = RawPages(*(blocks.copy_of(x) for x in self._written.pages(command.offset, geometry, len(hashes))))
+                pages = RawPages(
+                    *(blocks.copy_of(x) for x in self._written.pages(command.offset, geometry, len(hashes)))
+                )
             sides = [blocks.copy_of(x) for x in self._written.views(sides_at, torch.uint8, ((size,) for size in sizes))]
         except BaseException:
             self.client.writer.release(num_bytes)

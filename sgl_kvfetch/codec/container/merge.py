@@ -9,6 +9,7 @@ from dataclasses import replace
 import msgspec
 import xxhash
 
+from sgl_kvfetch import blocks
 from sgl_kvfetch.codec.container.manifest import Cell, Manifest
 from sgl_kvfetch.codec.container.objects import DataObject, Level, Variant
 from sgl_kvfetch.codec.container.reader import SegmentReader, first_readable
@@ -111,11 +112,13 @@ def _common_variants(a: Manifest, b: Manifest) -> list[tuple[int, int]]:
 def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, int]]) -> CodedSegment:
     """Concatenate these pairs of variants, chunks unchanged."""
     a, b = left.manifest, right.manifest
-    variants, contents, level_data = [], [], []
+    variants: list[Variant] = []
+    contents: list[bytes | memoryview] = []
+    level_data: list[bytes | memoryview] = []
     for i, j in pairs:
         x, y = a.variants[i], b.variants[j]
-        data = left.variant_data(i) + right.variant_data(j)
-        levels = [p + q for p, q in zip(left.levels_of(i), right.levels_of(j), strict=True)]
+        data = blocks.joined((left.variant_data(i), right.variant_data(j)))
+        levels = [blocks.joined((p, q)) for p, q in zip(left.levels_of(i), right.levels_of(j), strict=True)]
         level_data += levels
         variants.append(
             msgspec.structs.replace(

@@ -11,7 +11,7 @@ import torch
 
 from sgl_kvfetch.codec.container.manifest import Cell, Manifest
 from sgl_kvfetch.codec.container.reader import cell_place
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser, join_parts
+from sgl_kvfetch.codec.quant.base import CellValues, Quantised, Quantiser, join_parts
 
 
 class RawPages(NamedTuple):

@@ -97,7 +97,9 @@ class Quantiser(ABC):
 
     def quantise_pieces(self, pieces: Sequence[CellValues], place: CellPlace) -> Quantised:
         """Return the parts of a cell whose tokens are in several tensors, one after another. Raises as `quantise`."""
-        return self.quantise(pieces[0] if len(pieces) == 1 else CellValues(*map(torch.cat, zip(*pieces, strict=True))), place)
+        return self.quantise(
+            pieces[0] if len(pieces) == 1 else CellValues(*map(torch.cat, zip(*pieces, strict=True))), place
+        )
 
     @abstractmethod
     def dequantise(
