@@ -11,7 +11,6 @@ import math
 import mmap
 import threading
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -42,19 +41,6 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.Ten
 def copy_of(x: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor on the host, contiguous."""
     return empty(tuple(x.shape), x.dtype).copy_(x)
-
-
-def joined(pieces: Sequence[bytes | memoryview]) -> bytes | memoryview:
-    """Return bytes one after another: in a block if they are many."""
-    num_bytes = sum(map(len, pieces))
-    if num_bytes < _LEAST_BYTES:
-        return b"".join(pieces)
-    whole = memoryview(empty((num_bytes,)).numpy())
-    begin = 0
-    for piece in pieces:
-        whole[begin : begin + len(piece)] = piece
-        begin += len(piece)
-    return whole.toreadonly()
 
 
 def _take(size: int) -> mmap.mmap:

@@ -74,8 +74,8 @@ Pages = RawPages | QuantisedPages
 def quantised_cells(
     quantiser: Quantiser, manifest: Manifest, pieces: Sequence[Pages | int]
 ) -> Callable[[Cell], Quantised]:
-    """Return a function that quantises one cell of a segment. ``pieces``: the segment's pages, in order; a number stands
-    for so many pages whose cells are not asked for."""
+    """Return a function that quantises one cell of a segment. ``pieces``: the segment's pages, in order; a number
+    stands for so many pages whose cells are not asked for."""
     parts = quantiser.parts(manifest.geometry.torch_dtype)
 
     def pieces_of(cell: Cell) -> Iterator[tuple[Pages, slice]]:

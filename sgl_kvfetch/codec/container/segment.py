@@ -15,8 +15,7 @@ import msgspec
 import torch
 import xxhash
 
-from sgl_kvfetch import blocks
-from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec, entropy_bits
+from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec, entropy_bits, joined
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder, encode_ladder
 from sgl_kvfetch.codec.bitstream.levels import DIGITS, LADDER, Wide
 from sgl_kvfetch.codec.bitstream.registry import get_codec
@@ -142,10 +141,10 @@ class CodedSegment:
     ``level_data`` to the levels of all of them, ``side_data`` to the manifest's sides."""
 
     manifest: Manifest
-    data: bytes | memoryview
-    more_data: tuple[bytes | memoryview, ...] = ()
+    data: bytes
+    more_data: tuple[bytes, ...] = ()
     side_data: tuple[bytes, ...] = ()
-    level_data: tuple[bytes | memoryview, ...] = ()
+    level_data: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.manifest.variants) == 1 + len(self.more_data)
@@ -264,7 +263,7 @@ def encode_cells(
     rows: list[Level] = []
     contents = []
     for level in zip(*(chunk.levels for chunk in coded if chunk.levels), strict=True):
-        contents.append(blocks.joined([chunk.bitstream for chunk in level]))
+        contents.append(joined([chunk.bitstream for chunk in level]))
         rows.append(Level(xxhash.xxh3_128_hexdigest(contents[-1]), tuple(chunk.row for chunk in level)))
     kept = spec.num_levels - 1 - spec.num_dropped
     variant = msgspec.structs.replace(variant, levels=tuple(rows)).with_levels(kept)
@@ -298,10 +297,10 @@ def _coded_cells(
 
 def make_variant(
     coded: Iterable[CodedChunk], layouts: Mapping[str, Layout], codec: str, resolution: str
-) -> tuple[Variant, bytes | memoryview]:
+) -> tuple[Variant, bytes]:
     """Return a variant and its data object from chunks in storage order."""
     chunks, bitstreams, sums, _ = zip(*coded, strict=True)
-    data = blocks.joined(bitstreams)
+    data = joined(bitstreams)
     digest = xxhash.xxh3_128_hexdigest(data)
     frame_sums = () if all(each is None for each in sums) else sums
     return Variant(digest, dict(layouts), chunks, codec, resolution, frame_sums), data  # type: ignore[arg-type]
