@@ -24,8 +24,8 @@ class Codec(ABC):
     is_flat: bool = False  # whether it codes rows of integers, in flat layouts alone, and not pictures
 
     @abstractmethod
-    def encode(self, frames: torch.Tensor) -> bytes | memoryview:
-        """Encode ``frames``: uint8, ``(frames, 3, height, width)``. The bitstream may be memory of the frames."""
+    def encode(self, frames: torch.Tensor) -> bytes:
+        """Encode ``frames``: uint8, ``(frames, 3, height, width)``."""
 
     @abstractmethod
     def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> torch.Tensor:

@@ -13,8 +13,8 @@ from sgl_kvfetch.errors import CorruptError
 
 
 class _BytesCodec(Codec):
-    def encode(self, frames: torch.Tensor) -> bytes | memoryview:
-        return self.compress(memoryview(frames.contiguous().cpu().numpy().reshape(-1)))
+    def encode(self, frames: torch.Tensor) -> bytes:
+        return self.compress(frames.contiguous().cpu().numpy().reshape(-1).data)
 
     def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> torch.Tensor:
         num_frames, height, width = shape
@@ -25,7 +25,7 @@ class _BytesCodec(Codec):
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(num_frames, 3, height, width)
 
     @abstractmethod
-    def compress(self, data: memoryview) -> bytes | memoryview: ...
+    def compress(self, data: bytes | memoryview) -> bytes: ...
 
     @abstractmethod
     def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
@@ -57,8 +57,8 @@ class RawCodec(_BytesCodec):
     name = "raw"
     decode_cost = 0
 
-    def compress(self, data: memoryview) -> memoryview:
-        return data
+    def compress(self, data: bytes | memoryview) -> bytes:
+        return bytes(data)
 
     def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
         if len(data) > max_bytes:

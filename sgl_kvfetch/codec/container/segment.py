@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec, entropy_bits, joined
+from sgl_kvfetch.codec.bitstream.entropy import RawCodec
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder, encode_ladder
 from sgl_kvfetch.codec.bitstream.levels import DIGITS, LADDER, Wide
 from sgl_kvfetch.codec.bitstream.registry import get_codec
@@ -316,9 +317,10 @@ def encode_cell(
     wide: Sequence[Wide] = (),
 ) -> list[CodedChunk]:
     """Return a cell's chunks, one a part. ``num_levels``: of coefficients, of which ``wide`` have two integers."""
-    chunks = []
+    chunks: list[CodedChunk] = []
+    bitstream: bytes | memoryview
     for part, x in zip(manifest.parts, quantised, strict=True):
-        raw = memoryview(x.contiguous().cpu().numpy().reshape(-1))
+        raw = x.contiguous().cpu().numpy().reshape(-1).data
         if not part.layout:
             bitstream = BYTES_CODEC.compress(raw)
             chunks.append(CodedChunk(Chunk.of(BYTES_CODEC.name, bitstream, raw), bitstream, None))
@@ -328,11 +330,17 @@ def encode_cell(
             bitstreams = encode_ladder(frames, wide, len(x), num_levels)
             chunks.append(_with_levels(bitstreams, frames, layouts[part.layout], tuple(x.shape)))
             continue
-        tried = {name: get_codec(name).encode(frames) for name in _codecs_for(cell, part, codec, raw)}
+        tried = {name: _bitstream(name, frames) for name in _codecs_for(cell, part, codec, raw)}
         name, bitstream = min(tried.items(), key=lambda item: len(item[1]))
         frame_sum = sum_of_frames(frames) if get_codec(name).is_video else None
         chunks.append(CodedChunk(Chunk.of(name, bitstream, raw), bitstream, frame_sum))
     return chunks
+
+
+def _bitstream(codec: str, frames: torch.Tensor) -> bytes | memoryview:
+    if codec == RawCodec.name:  # codes nothing: the frames' own memory will do
+        return frames.contiguous().cpu().numpy().reshape(-1).data
+    return get_codec(codec).encode(frames)
 
 
 def _with_levels(

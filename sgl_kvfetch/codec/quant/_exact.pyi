@@ -1,0 +1,3 @@
+from typing import Any
+
+def split(values: Any, size: int, planes: memoryview, first: int) -> None: ...
