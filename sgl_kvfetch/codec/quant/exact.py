@@ -54,7 +54,7 @@ def _planes_of(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     first = 0
     for piece in pieces:
         aligned = piece if piece.stride(-1) == 1 else piece.contiguous()
-        _exact.split(aligned.detach().view(torch.uint8).numpy(), size, planes.numpy().data, first)
+        _exact.split(aligned.detach().view(torch.uint8).numpy().data, size, planes.numpy().data, first)
         first += piece.numel()
     return planes
 
