@@ -21,7 +21,7 @@ extensions = [
         # No fused multiply-adds: results are the same on every CPU.
         extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-ffp-contract=off"],
     )
-    for folder, name in (("bitstream", "ans"), ("quant", "klt"))
+    for folder, name in (("bitstream", "ans"), ("quant", "exact"), ("quant", "klt"))
 ]
 setup(
     packages=sorted({*packages, "sgl_kvfetch.triton_kernels"}),

@@ -7,6 +7,7 @@ from .bitstream.registry import (
     decode_cost as decode_cost,
     get_codec as get_codec,
     resolution_for as resolution_for,
+    writers_resolution as writers_resolution,
 )
 from .container.encryption import EncryptionKeys as EncryptionKeys, read_encryption_keys as read_encryption_keys
 from .container.manifest import (

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import CodedSegment, Decoders, Quantiser, SegmentSpec, resolution_for
+from sgl_kvfetch.codec import CodedSegment, Decoders, Quantiser, SegmentSpec, writers_resolution
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger
@@ -164,7 +164,7 @@ def writer_spec(
         heads,
         quantiser,
         codec,
-        resolution_for(codec, RESOLUTION),
+        writers_resolution(codec, RESOLUTION),
         min(span_pages, max_span_pages or span_pages),
         _cell_heads(heads, config.max_tp_size),
         encrypts=config.encryption_key_file is not None,

@@ -26,7 +26,7 @@ from functools import partial
 
 import torch
 
-from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch import blocks, metrics, timeline
 from sgl_kvfetch.codec.bitstream import open_nvdec_alone
 from sgl_kvfetch.codec.container import Pages, QuantisedPages, RawPages
 from sgl_kvfetch.errors import FormatError, KVFetchError
@@ -245,13 +245,15 @@ class Service:
             pages: Pages
             if command.cells:
                 shapes = [(size,) for sizes in command.cells for size in sizes]
-                parts = iter([x.clone() for x in self._written.views(command.offset, torch.uint8, shapes)])
+                parts = iter([blocks.copy_of(x) for x in self._written.views(command.offset, torch.uint8, shapes)])
                 tokens = len(hashes) * geometry.page_size
                 cells = [(next(parts), next(parts), next(parts).view(-1, tokens)) for _ in command.cells]
                 pages = QuantisedPages(cells, range(len(hashes)), geometry.page_size, page_bytes)
             else:
-                pages = RawPages(*(x.clone() for x in self._written.pages(command.offset, geometry, len(hashes))))
-            sides = [x.clone() for x in self._written.views(sides_at, torch.uint8, ((size,) for size in sizes))]
+                pages = RawPages(
+                    *(blocks.copy_of(x) for x in self._written.pages(command.offset, geometry, len(hashes)))
+                )
+            sides = [blocks.copy_of(x) for x in self._written.views(sides_at, torch.uint8, ((size,) for size in sizes))]
         except BaseException:
             self.client.writer.release(num_bytes)
             raise

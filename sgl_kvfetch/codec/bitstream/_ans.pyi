@@ -1,10 +1,22 @@
+from collections.abc import Sequence
+
 from typing_extensions import Buffer
 
 Tables = tuple[object, ...]
 
-def encode(tables: Tables, values: Buffer, rows: int, tokens: int, classes: Buffer = ..., /) -> bytes:
-    """Return the bitstream of uint8 ``values``, ``(rows, tokens)``. ``classes``: uint8 ``(rows,)``. Without them, each
-    row's class is computed from its values."""
+def encode(tables: Tables, values: Buffer, rows: int, tokens: int, /) -> bytes:
+    """Return the bitstream of uint8 ``values``, ``(rows, tokens)``."""
+
+def encode_fitted(tables: Tables, frames: Buffer, tokens: int, rows: int, /) -> tuple[bytes, bytes]:
+    """Return distributions for the rows of uint8 ``frames``, ``(tokens, rows)``, uint16 ``(n, 257)``, and the bitstream
+    that is coded with them. Rows are clustered by their cost in bits (Lloyd's algorithm). Few integers get few
+    distributions, because each must save more bytes than it takes. ``tables`` code which row has which one."""
+
+def entropy_bits(data: Buffer, /) -> float:
+    """Return the order-0 entropy of the bytes, in bits a byte."""
+
+def join(pieces: Sequence[Buffer], /) -> bytes:
+    """Return the bytes of all pieces one after another."""
 
 def decode(tables: Tables, data: Buffer, rows: int, tokens: int, out: Buffer, /) -> str | None:
     """Decode into ``out``, uint8 ``(rows, tokens)``. Return what is wrong with ``data``, or None."""

@@ -10,11 +10,18 @@
 #include <Python.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <new>
+#include <numeric>
 #include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAS_AVX512 1
@@ -385,13 +392,13 @@ const char* refine(const Tables& t, const uint8_t* data, size_t size, size_t row
 
 // A bitstream that is written from its end to its beginning, as rANS encodes.
 struct Writer {
-    std::vector<uint8_t> held;     // words
-    std::vector<uint8_t> escapes;  // the last one first
-    uint8_t* next;
+    std::unique_ptr<uint8_t[]> held;  // words; not cleared, because most of it is never touched
+    std::vector<uint8_t> escapes;     // the last one first
+    uint8_t *next, *end;
 
     // A symbol takes at most one word.
-    explicit Writer(size_t symbols) : held(2 * symbols), next(held.data() + held.size()) {}
-    size_t size() const { return held.data() + held.size() - next; }
+    explicit Writer(size_t symbols) : held(new uint8_t[2 * symbols]), next(held.get() + 2 * symbols), end(next) {}
+    size_t size() const { return end - next; }
 };
 
 inline void encode_symbol(uint32_t& state, const uint32_t* table, uint8_t integer, Writer& out) {
@@ -489,21 +496,27 @@ AVX512 void encode_tokens_avx512(uint32_t* states, const uint32_t* entries, cons
 }
 #endif
 
-// The table of each symbol, and the class of each row.
+// The table of each symbol, and the class of each row. A row of one table has the number of its class.
 struct Plan {
     size_t rows, tokens;
-    std::vector<uint8_t> chosen;
+    std::vector<uint8_t> chosen;  // empty if each row has one table
     std::vector<int> classes;
 
-    Plan(size_t rows, size_t tokens) : rows(rows), tokens(tokens), chosen(rows * tokens), classes(rows) {}
+    Plan(size_t rows, size_t tokens, bool has_row_tables = false)
+        : rows(rows), tokens(tokens), chosen(has_row_tables ? 0 : rows * tokens), classes(rows) {}
 };
 
 std::vector<uint8_t> write(const Tables& t, const uint32_t* entries, const Plan& plan, const uint8_t* symbols) {
     uint32_t states[kLanes];
     std::fill(states, states + kLanes, kLow);
     Writer out(plan.rows * (plan.tokens + 1));
+    std::vector<uint8_t> same(plan.chosen.empty() ? plan.tokens : 0);
     for (size_t r = plan.rows; r-- > 0;) {
-        const uint8_t *row = symbols + r * plan.tokens, *chosen = &plan.chosen[r * plan.tokens];
+        const uint8_t *row = symbols + r * plan.tokens, *chosen = same.data();
+        if (same.empty())
+            chosen = &plan.chosen[r * plan.tokens];
+        else
+            std::fill(same.begin(), same.end(), static_cast<uint8_t>(plan.classes[r]));
 #ifdef HAS_AVX512
         if (t.has_vectors)
             encode_tokens_avx512(states, entries, row, chosen, plan.tokens, out);
@@ -522,14 +535,12 @@ std::vector<uint8_t> write(const Tables& t, const uint32_t* entries, const Plan&
     return coded;
 }
 
-// `given`: a class for each row; nullptr to derive them.
-std::vector<uint8_t> encode(const Tables& t, const uint8_t* values, size_t rows, size_t tokens, const uint8_t* given) {
+std::vector<uint8_t> encode(const Tables& t, const uint8_t* values, size_t rows, size_t tokens) {
     Plan plan(rows, tokens);
     std::vector<uint16_t> energies(tokens, kUnit);
     for (size_t r = 0; r < rows; ++r) {
         const uint8_t* row = values + r * tokens;
-        const int row_class = given ? std::min<int>(given[r], kClasses - 1) : class_of(row, tokens, kZero);
-        plan.classes[r] = row_class;
+        const int row_class = plan.classes[r] = class_of(row, tokens, kZero);
 #ifdef HAS_AVX512
         if (t.has_vectors)
             choose_tables_avx512(t, row_class, row, tokens, energies.data(), &plan.chosen[r * tokens]);
@@ -563,6 +574,210 @@ std::vector<uint8_t> encode_digits(const Tables& t, int num_tables, const int16_
         }
     }
     return write(t, entries.data(), plan, symbols.data());
+}
+
+// ---- encoding with distributions of the rows' own
+//
+// Lloyd's algorithm clusters rows by what they would cost in each cluster's distribution. All that decides is integers
+// (costs are in 1/256 bit), so that every machine makes the same bitstream. Only symbols that occur are looked at: the
+// exponents of floats are a few dozen.
+
+constexpr int kSymbols = 256;
+constexpr int kMostFitted = 16;                 // distributions
+constexpr size_t kLeastIntegers = 1u << 13;     // for each distribution: with fewer, it takes more bytes than it saves
+constexpr int kRounds = 5;                      // of Lloyd's algorithm
+constexpr double kPrior = 0.02;                 // added to each symbol's count, so that each one can code every row
+constexpr int kCountBits = 15;                  // of a row's counts; those of longer rows are shifted
+constexpr int kPad = 32;                        // symbols that a vector has room for
+
+using Slots = std::array<uint16_t, kSymbols + 1>;
+
+struct Fitted {
+    std::vector<Slots> slots;
+    std::vector<int> classes;  // of rows
+};
+
+// Writes `columns` rows of `tokens` bytes, from `tokens` rows of `columns` bytes: 8 times 8 bytes at once.
+void transpose(const uint8_t* from, size_t tokens, size_t columns, uint8_t* to) {
+    const size_t whole_tokens = tokens & ~size_t{7}, whole_columns = columns & ~size_t{7};
+    constexpr size_t kBlock = 64;
+    for (size_t first = 0; first < whole_columns; first += kBlock) {
+        const size_t end = std::min(first + kBlock, whole_columns);
+        for (size_t i = 0; i < whole_tokens; i += 8)
+            for (size_t c = first; c < end; c += 8) {
+                uint64_t x[8];
+                for (int k = 0; k < 8; ++k) std::memcpy(&x[k], from + (i + k) * columns + c, 8);
+                const uint64_t masks[] = {0x00000000ffffffff, 0x0000ffff0000ffff, 0x00ff00ff00ff00ff};
+                for (int step = 0; step < 3; ++step) {
+                    const int apart = 4 >> step, bits = 8 * apart;
+                    for (int k = 0; k < 8; ++k)
+                        if (!(k & apart)) {
+                            const uint64_t moved = ((x[k] >> bits) ^ x[k + apart]) & masks[step];
+                            x[k + apart] ^= moved;
+                            x[k] ^= moved << bits;
+                        }
+                }
+                for (int k = 0; k < 8; ++k) std::memcpy(to + (c + k) * tokens + i, &x[k], 8);
+            }
+    }
+    for (size_t c = 0; c < columns; ++c)
+        for (size_t i = c < whole_columns ? whole_tokens : 0; i < tokens; ++i) to[c * tokens + i] = from[i * columns + c];
+}
+
+// Counts bytes. Equal ones often follow each other: in one table, each would wait for the one before.
+void count_bytes(const uint8_t* data, size_t size, uint32_t* counts) {
+    uint32_t tables[4][kSymbols] = {};
+    size_t i = 0;
+    for (; i + 8 <= size; i += 8) {
+        uint64_t x;
+        std::memcpy(&x, data + i, 8);
+        for (int k = 0; k < 8; ++k) ++tables[k & 3][x >> 8 * k & 255];
+    }
+    for (; i < size; ++i) ++tables[0][data[i]];
+    for (int s = 0; s < kSymbols; ++s) counts[s] = tables[0][s] + tables[1][s] + tables[2][s] + tables[3][s];
+}
+
+// Returns the slots of a distribution with these counts, of which some are not 0. Symbols of less than half a slot are
+// escaped.
+Slots slots_of(const int64_t* counts) {
+    const double total = static_cast<double>(std::accumulate(counts, counts + kSymbols, int64_t{0}));
+    double share[kSymbols + 1], sum = 0;
+    for (int s = 0; s < kSymbols; ++s) {
+        share[s] = static_cast<double>(counts[s]) / total * ((1 << kBits) - 1);
+        if (share[s] < 0.5) share[s] = 0;
+        sum += share[s];
+    }
+    share[kSymbols] = std::max(1.0, (1 << kBits) - sum);
+    sum += share[kSymbols];
+    Slots slots{};
+    int excess = -(1 << kBits);
+    for (int s = 0; s <= kSymbols; ++s) {
+        if (share[s] > 0)
+            slots[s] = static_cast<uint16_t>(std::max(std::nearbyint(share[s] * (1 << kBits) / sum), 1.0));
+        excess += slots[s];
+    }
+    for (; excess; excess += excess > 0 ? -1 : 1) {
+        int worst = -1;
+        double most = 0;
+        for (int s = 0; s <= kSymbols; ++s) {
+            const double error = excess > 0 ? slots[s] - share[s] : share[s] - slots[s];
+            if (slots[s] > (excess > 0 ? 1 : 0) && (worst < 0 || error > most)) worst = s, most = error;
+        }
+        slots[worst] = static_cast<uint16_t>(slots[worst] + (excess > 0 ? -1 : 1));
+    }
+    return slots;
+}
+
+// Puts each row into the cluster that costs it least. `counts`: (rows, width); `costs`: (clusters, width).
+CLONES void assign(const int16_t* counts, size_t rows, size_t width, const int16_t* costs, int clusters, int* classes) {
+    for (size_t r = 0; r < rows; ++r) {
+        const int16_t* row = counts + r * width;
+        int32_t least = INT32_MAX;
+        for (int d = 0; d < clusters; ++d) {
+            const int16_t* cost = costs + d * width;
+            int32_t sum = 0;
+            for (size_t s = 0; s < width; ++s) sum += static_cast<int32_t>(row[s]) * cost[s];
+            if (sum < least) least = sum, classes[r] = d;
+        }
+    }
+}
+
+Fitted fit(const uint8_t* values, size_t rows, size_t tokens) {
+    int shift = 0;
+    while (tokens >> shift >= (1u << kCountBits) - 1) ++shift;
+    std::vector<int16_t> all(rows * kSymbols);
+    bool occurs[kSymbols] = {};
+    for (size_t r = 0; r < rows; ++r) {
+        uint32_t row[kSymbols];
+        count_bytes(values + r * tokens, tokens, row);
+        for (int s = 0; s < kSymbols; ++s) {
+            occurs[s] |= row[s] > 0;
+            all[r * kSymbols + s] = static_cast<int16_t>((row[s] + (1u << shift) - 1) >> shift);
+        }
+    }
+    std::vector<int> symbols;
+    for (int s = 0; s < kSymbols; ++s)
+        if (occurs[s]) symbols.push_back(s);
+    const size_t width = (symbols.size() + kPad - 1) / kPad * kPad;
+    std::vector<int16_t> counts(rows * width);
+    // Rows of like entropy begin together.
+    std::vector<double> keys(1u << kCountBits, -1), order_keys(rows);
+    for (size_t r = 0; r < rows; ++r)
+        for (size_t i = 0; i < symbols.size(); ++i) {
+            const int16_t c = counts[r * width + i] = all[r * kSymbols + symbols[i]];
+            if (keys[c] < 0) keys[c] = c ? c * std::log2(static_cast<double>(c)) : 0;
+            order_keys[r] += keys[c];
+        }
+    const int clusters = static_cast<int>(
+        std::min({size_t{kMostFitted}, rows * tokens / kLeastIntegers + 1, rows}));
+    std::vector<size_t> order(rows);
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return order_keys[a] > order_keys[b]; });
+    Fitted fitted{{}, std::vector<int>(rows)};
+    for (size_t i = 0; i < rows; ++i) fitted.classes[order[i]] = static_cast<int>(i * clusters / rows);
+
+    std::vector<int64_t> sums(clusters * width);
+    const auto sum_up = [&] {
+        std::fill(sums.begin(), sums.end(), 0);
+        for (size_t r = 0; r < rows; ++r)
+            for (size_t i = 0; i < width; ++i) sums[fitted.classes[r] * width + i] += counts[r * width + i];
+    };
+    std::vector<int16_t> costs(clusters * width);
+    for (int round = 0; round < kRounds; ++round) {
+        sum_up();
+        for (int d = 0; d < clusters; ++d) {
+            const int64_t* sum = &sums[d * width];
+            const double total = static_cast<double>(std::accumulate(sum, sum + width, int64_t{0}));
+            const double bits = std::log2(total + kPrior * kSymbols);
+            for (size_t i = 0; i < symbols.size(); ++i) {
+                const double cost = bits - std::log2(static_cast<double>(sum[i]) + kPrior);
+                costs[d * width + i] = static_cast<int16_t>(std::lround(256 * cost));
+            }
+        }
+        assign(counts.data(), rows, width, costs.data(), clusters, fitted.classes.data());
+    }
+    sum_up();
+    std::vector<int> numbers(clusters, -1);  // of those that have rows
+    for (int d = 0; d < clusters; ++d) {
+        if (std::find(fitted.classes.begin(), fitted.classes.end(), d) == fitted.classes.end()) continue;
+        int64_t whole[kSymbols] = {};
+        for (size_t i = 0; i < symbols.size(); ++i) whole[symbols[i]] = sums[d * width + i];
+        numbers[d] = static_cast<int>(fitted.slots.size());
+        fitted.slots.push_back(slots_of(whole));
+    }
+    for (int& row_class : fitted.classes) row_class = numbers[row_class];
+    return fitted;
+}
+
+// `frames`: (tokens, rows). `t` codes the classes of rows.
+std::vector<uint8_t> encode_fitted(const Tables& t, const uint8_t* frames, size_t tokens, size_t rows, Fitted& fitted) {
+    std::unique_ptr<uint8_t[]> values(new uint8_t[rows * tokens]);
+    transpose(frames, tokens, rows, values.get());
+    fitted = fit(values.get(), rows, tokens);
+    std::vector<uint32_t> entries(fitted.slots.size() << 8);
+    for (size_t d = 0; d < fitted.slots.size(); ++d) {
+        const Slots& slots = fitted.slots[d];
+        uint32_t first = 0;
+        const uint32_t escape = (1u << kBits) - slots[kSymbols];  // its slots are the last ones
+        for (int s = 0; s < kSymbols; ++s) {
+            entries[d << 8 | s] = slots[s] ? first | uint32_t{slots[s]} << kBits
+                                           : escape | uint32_t{slots[kSymbols]} << kBits | 1u << kEscapeFlag;
+            first += slots[s];
+        }
+    }
+    Plan plan(rows, tokens, true);
+    plan.classes = fitted.classes;
+    return write(t, entries.data(), plan, values.get());
+}
+
+// Returns the order-0 entropy of bytes, in bits a byte.
+double entropy_bits(const uint8_t* data, size_t size) {
+    uint32_t counts[kSymbols];
+    count_bytes(data, size, counts);
+    double bits = 0;
+    for (uint32_t count : counts)
+        if (count) bits -= count * std::log2(static_cast<double>(count) / static_cast<double>(size));
+    return size ? bits / static_cast<double>(size) : 0;
 }
 
 // ---- the module
@@ -643,22 +858,42 @@ PyObject* text_of(const char* fault) {
 
 PyObject* py_encode(PyObject*, PyObject* args) {
     PyObject* tuple;
-    Buffer values, classes;
+    Buffer values;
     Py_ssize_t rows, tokens;
     TablesArgument t;
-    if (!PyArg_ParseTuple(args, "Oy*nn|y*", &tuple, &values.view, &rows, &tokens, &classes.view) || !t.parse(tuple) ||
+    if (!PyArg_ParseTuple(args, "Oy*nn", &tuple, &values.view, &rows, &tokens) || !t.parse(tuple) ||
         !are_sizes(rows, tokens, values.view.len))
         return nullptr;
-    if (classes.view.obj && classes.view.len != rows) {
-        PyErr_Format(PyExc_ValueError, "%zd classes of %zd rows", classes.view.len, rows);
-        return nullptr;
-    }
     std::vector<uint8_t> coded;
-    return has_memory_for([&] {
-               coded = encode(t.tables, values.as<uint8_t>(), rows, tokens, classes.as<uint8_t>());
-           })
-               ? bytes_of(coded)
-               : nullptr;
+    return has_memory_for([&] { coded = encode(t.tables, values.as<uint8_t>(), rows, tokens); }) ? bytes_of(coded)
+                                                                                                : nullptr;
+}
+
+PyObject* py_encode_fitted(PyObject*, PyObject* args) {
+    PyObject* tuple;
+    Buffer frames;
+    Py_ssize_t tokens, rows;
+    TablesArgument t;
+    if (!PyArg_ParseTuple(args, "Oy*nn", &tuple, &frames.view, &tokens, &rows) || !t.parse(tuple) ||
+        !are_sizes(rows, tokens, frames.view.len))
+        return nullptr;
+    std::vector<uint8_t> coded;
+    Fitted fitted;
+    if (!has_memory_for([&] { coded = encode_fitted(t.tables, frames.as<uint8_t>(), tokens, rows, fitted); }))
+        return nullptr;
+    return Py_BuildValue("y#y#", reinterpret_cast<const char*>(fitted.slots.data()),
+                         static_cast<Py_ssize_t>(fitted.slots.size() * sizeof(Slots)),
+                         reinterpret_cast<const char*>(coded.data()), static_cast<Py_ssize_t>(coded.size()));
+}
+
+PyObject* py_entropy_bits(PyObject*, PyObject* args) {
+    Buffer data;
+    if (!PyArg_ParseTuple(args, "y*", &data.view)) return nullptr;
+    double bits = 0;
+    Py_BEGIN_ALLOW_THREADS;
+    bits = entropy_bits(data.as<uint8_t>(), data.view.len);
+    Py_END_ALLOW_THREADS;
+    return PyFloat_FromDouble(bits);
 }
 
 PyObject* py_decode(PyObject*, PyObject* args) {
@@ -711,8 +946,44 @@ PyObject* py_refine(PyObject*, PyObject* args) {
                : nullptr;
 }
 
+// Joins buffers without the GIL, in huge pages where the kernel has them.
+PyObject* py_join(PyObject*, PyObject* pieces) {
+    const Py_ssize_t count = PySequence_Size(pieces);
+    if (count < 0) return nullptr;
+    std::unique_ptr<Buffer[]> held(new Buffer[count]);
+    Py_ssize_t size = 0;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject* piece = PySequence_GetItem(pieces, i);
+        const bool is_buffer = piece && !PyObject_GetBuffer(piece, &held[i].view, PyBUF_SIMPLE);
+        Py_XDECREF(piece);
+        if (!is_buffer) return nullptr;
+        size += held[i].view.len;
+    }
+    PyObject* whole = PyBytes_FromStringAndSize(nullptr, size);
+    if (!whole) return nullptr;
+    char* next = PyBytes_AsString(whole);
+    Py_BEGIN_ALLOW_THREADS;
+#ifdef MADV_HUGEPAGE
+    constexpr uintptr_t kHuge = uintptr_t{2} << 20;
+    const uintptr_t from = (reinterpret_cast<uintptr_t>(next) + kHuge - 1) / kHuge * kHuge;
+    const uintptr_t end = reinterpret_cast<uintptr_t>(next + size) / kHuge * kHuge;
+    if (from < end) madvise(reinterpret_cast<void*>(from), end - from, MADV_HUGEPAGE);
+#endif
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        std::memcpy(next, held[i].view.buf, held[i].view.len);
+        next += held[i].view.len;
+    }
+    Py_END_ALLOW_THREADS;
+    return whole;
+}
+
 PyMethodDef methods[] = {
-    {"encode", py_encode, METH_VARARGS, "encode(tables, values, rows, tokens, classes=None) -> bytes"},
+    {"join", py_join, METH_O, "join(pieces) -> bytes: a sequence of buffers one after another"},
+    {"encode", py_encode, METH_VARARGS, "encode(tables, values, rows, tokens) -> bytes"},
+    {"encode_fitted", py_encode_fitted, METH_VARARGS,
+     "encode_fitted(tables, frames, tokens, rows) -> (slots, bytes): distributions of the rows' own; frames are "
+     "(tokens, rows)"},
+    {"entropy_bits", py_entropy_bits, METH_VARARGS, "entropy_bits(data) -> order-0 entropy, in bits a byte"},
     {"decode", py_decode, METH_VARARGS, "decode(tables, data, rows, tokens, out) -> None, or what is wrong with data"},
     {"encode_digits", py_encode_digits, METH_VARARGS, "encode_digits(tables, values, rows, tokens) -> bytes"},
     {"refine", py_refine, METH_VARARGS, "refine(tables, data, rows, tokens, values) -> None, or what is wrong"},

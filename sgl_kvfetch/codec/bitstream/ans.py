@@ -28,6 +28,7 @@ rANS: Duda, "Asymmetric numeral systems" (arXiv 1311.2540); lanes: Giesen, "Inte
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
@@ -50,9 +51,7 @@ _NATIVE_ESCAPE = 1 << 28  # marks an escape in an entry of the native coder's ta
 _HEADER = struct.Struct("<BI")  # of `ans-tables`: the number of distributions, and their compressed size in bytes
 _MOST_TABLES = 16
 _MOST_TOKENS = 1 << 22  # as in ans.cpp
-_LEAST_INTEGERS = 1 << 13  # for each distribution: with fewer, it would take more bytes than it saves
-_ROUNDS = 5  # of Lloyd's algorithm
-_PRIOR = 0.02  # added to each symbol's count, so that every distribution can code every row
+_DISTRIBUTION_BYTES = (ESCAPE + 1) * 2
 
 
 class Tables(NamedTuple):
@@ -146,12 +145,10 @@ class AnsTablesCodec(Codec):
         self._is_portable = is_portable
 
     def encode(self, frames: torch.Tensor) -> bytes:
-        rows = frames.cpu().flatten(1).T.contiguous().numpy()
-        slots, classes = fit_tables(rows)
-        num_rows, tokens = rows.shape
-        coded = _ans.encode(self._native(slots), rows.data, num_rows, tokens, classes.astype(np.uint8).data)
-        header = zstandard.ZstdCompressor(3).compress(slots.astype("<u2").tobytes())
-        return struct.pack("<BI", len(slots), len(header)) + header + coded
+        tokens = frames.cpu().flatten(1).contiguous()
+        slots, coded = _ans.encode_fitted(static_tables(self._is_portable), tokens.numpy().data, *tokens.shape)
+        header = zstandard.ZstdCompressor(3).compress(slots)
+        return b"".join((_HEADER.pack(len(slots) // _DISTRIBUTION_BYTES, len(header)), header, coded))
 
     def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> torch.Tensor:
         num_frames, height, width = shape
@@ -178,11 +175,11 @@ def read_tables(bitstream: bytes | memoryview) -> tuple[np.ndarray, memoryview]:
     if len(view) < _HEADER.size:
         raise CorruptError("ans-tables bitstream is shorter than its header")
     count, size = _HEADER.unpack_from(view)
-    data = ZstdCodec().decompress(view[_HEADER.size : _HEADER.size + size], count * (ESCAPE + 1) * 2)
-    if not 1 <= count <= _MOST_TABLES or len(data) != count * (ESCAPE + 1) * 2:
+    data = ZstdCodec().decompress(view[_HEADER.size : _HEADER.size + size], count * _DISTRIBUTION_BYTES)
+    if not 1 <= count <= _MOST_TABLES or len(data) != count * _DISTRIBUTION_BYTES:
         raise CorruptError(
             f"ans-tables bitstream has {len(data)} bytes of {count} distributions, expected 1 to {_MOST_TABLES} of "
-            f"{(ESCAPE + 1) * 2} bytes each"
+            f"{_DISTRIBUTION_BYTES} bytes each"
         )
     slots = np.frombuffer(data, "<u2").reshape(count, ESCAPE + 1)
     if (slots.sum(1) != SLOTS).any() or not slots[:, ESCAPE].all():
@@ -190,34 +187,14 @@ def read_tables(bitstream: bytes | memoryview) -> tuple[np.ndarray, memoryview]:
     return slots, view[_HEADER.size + size :]
 
 
-def fit_tables(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return distributions for uint8 ``rows``, uint16 ``(n, 257)``, and the index of each row's own.
-
-    Rows are clustered by their cost in bits (Lloyd's algorithm). Few integers get few distributions, because each must
-    save more bytes than it takes.
-    """
-    counts = np.stack([np.bincount(row, minlength=ESCAPE) for row in rows]).astype(np.float32)
-    number = min(_MOST_TABLES, rows.size // _LEAST_INTEGERS + 1, len(rows))
-    order = np.argsort(-(counts * np.log2(np.maximum(counts, 1))).sum(1), kind="stable")
-    classes = np.empty(len(rows), np.intp)
-    classes[order] = np.arange(len(rows)) * number // len(rows)  # rows of like entropy begin together
-    for _ in range(_ROUNDS):
-        sums = np.eye(number, dtype=np.float32)[:, classes] @ counts + _PRIOR
-        classes = (counts @ np.log2(sums / sums.sum(1, keepdims=True)).T).argmax(1)
-    used, classes = np.unique(classes, return_inverse=True)
-    return np.stack([_slots_of(counts[classes == c].sum(0)) for c in range(len(used))]), classes
+def joined(pieces: Sequence[bytes | memoryview]) -> bytes:
+    """Return bytes one after another. Unlike ``b"".join``, it releases the GIL, and many bytes are in huge pages."""
+    return _ans.join(pieces)
 
 
-def _slots_of(counts: np.ndarray) -> np.ndarray:
-    """Return the slots of a distribution with these counts. Symbols of less than half a slot are escaped."""
-    share = counts / counts.sum() * (SLOTS - 1)
-    share[share < 0.5] = 0
-    share = np.append(share, max(1.0, SLOTS - share.sum()))
-    slots = np.where(share > 0, np.maximum(np.rint(share * SLOTS / share.sum()), 1), 0)
-    while (excess := int(slots.sum()) - SLOTS) != 0:
-        error = np.where(slots > (excess > 0), slots - share, -np.inf if excess > 0 else np.inf)
-        slots[error.argmax() if excess > 0 else error.argmin()] -= np.sign(excess)
-    return slots.astype(np.uint16)
+def entropy_bits(data: bytes | memoryview) -> float:
+    """Return the order-0 entropy of the bytes, in bits a byte."""
+    return _ans.entropy_bits(data)
 
 
 def fill(native: tuple[object, ...], bitstream: bytes | memoryview, rows: int, tokens: int, out: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from sgl_kvfetch.errors import CorruptError
 
 class _BytesCodec(Codec):
     def encode(self, frames: torch.Tensor) -> bytes:
-        return self.compress(frames.contiguous().cpu().numpy().tobytes())
+        return self.compress(frames.contiguous().cpu().numpy().reshape(-1).data)
 
     def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> torch.Tensor:
         num_frames, height, width = shape
@@ -25,7 +25,7 @@ class _BytesCodec(Codec):
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(num_frames, 3, height, width)
 
     @abstractmethod
-    def compress(self, data: bytes) -> bytes: ...
+    def compress(self, data: bytes | memoryview) -> bytes: ...
 
     @abstractmethod
     def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
@@ -37,7 +37,7 @@ class ZstdCodec(_BytesCodec):
     decode_cost = 2
     level = 3
 
-    def compress(self, data: bytes) -> bytes:
+    def compress(self, data: bytes | memoryview) -> bytes:
         return zstandard.ZstdCompressor(self.level).compress(data)
 
     def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
@@ -57,8 +57,8 @@ class RawCodec(_BytesCodec):
     name = "raw"
     decode_cost = 0
 
-    def compress(self, data: bytes) -> bytes:
-        return data
+    def compress(self, data: bytes | memoryview) -> bytes:
+        return bytes(data)
 
     def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
         if len(data) > max_bytes:
@@ -71,7 +71,7 @@ class DeflateCodec(_BytesCodec):
     decode_cost = 3
     level = 1
 
-    def compress(self, data: bytes) -> bytes:
+    def compress(self, data: bytes | memoryview) -> bytes:
         return zlib.compress(data, self.level)
 
     def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:

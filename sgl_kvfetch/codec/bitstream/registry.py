@@ -36,3 +36,9 @@ def decode_cost(codecs: Iterable[str]) -> int:
 def resolution_for(codec: str, resolution: str) -> str:
     """Return the resolution of layouts for this codec: the given one if it codes pictures, else ``FLAT``."""
     return FLAT if get_codec(codec).is_flat else resolution
+
+
+def writers_resolution(codec: str, resolution: str) -> str:
+    """Return the resolution at which a server writes with this codec: the given one for video, else ``FLAT``. Pictures
+    of values that are no video are padded, and larger by a twentieth in zstd."""
+    return resolution if get_codec(codec).is_video else FLAT

@@ -25,6 +25,7 @@ from .reader import (
 from .segment import (
     encode_cell as encode_cell,
     encode_pages as encode_pages,
+    encode_span as encode_span,
     layouts_of as layouts_of,
     make_variant as make_variant,
 )

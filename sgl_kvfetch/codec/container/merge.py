@@ -9,6 +9,7 @@ from dataclasses import replace
 import msgspec
 import xxhash
 
+from sgl_kvfetch.codec.bitstream.ans import joined
 from sgl_kvfetch.codec.container.manifest import Cell, Manifest
 from sgl_kvfetch.codec.container.objects import DataObject, Level, Variant
 from sgl_kvfetch.codec.container.reader import SegmentReader, first_readable
@@ -53,7 +54,7 @@ def merge_segments(
     )
     parts = spec.quantiser.parts(a.geometry.torch_dtype)
 
-    def joined(cell: Cell) -> Quantised:
+    def joined_cell(cell: Cell) -> Quantised:
         """Join a merged span from the halves' spans. It holds a whole number of them, from its own first page on."""
         first_page, end_page = manifest.span_range(cell.span)
         pieces = []
@@ -67,7 +68,7 @@ def merge_segments(
                     pieces.append(reader.decode_cell(part, reader.cell_data(part, data)))
         return join_parts(parts, pieces)
 
-    return _with_sides(encode_cells(spec, manifest, joined, executor), left, right)
+    return _with_sides(encode_cells(spec, manifest, joined_cell, executor), left, right)
 
 
 def _with_sides(whole: CodedSegment, left: CodedSegment, right: CodedSegment) -> CodedSegment:
@@ -111,11 +112,13 @@ def _common_variants(a: Manifest, b: Manifest) -> list[tuple[int, int]]:
 def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, int]]) -> CodedSegment:
     """Concatenate these pairs of variants, chunks unchanged."""
     a, b = left.manifest, right.manifest
-    variants, contents, level_data = [], [], []
+    variants: list[Variant] = []
+    contents: list[bytes] = []
+    level_data: list[bytes] = []
     for i, j in pairs:
         x, y = a.variants[i], b.variants[j]
-        data = left.variant_data(i) + right.variant_data(j)
-        levels = [p + q for p, q in zip(left.levels_of(i), right.levels_of(j), strict=True)]
+        data = joined((left.variant_data(i), right.variant_data(j)))
+        levels = [joined((p, q)) for p, q in zip(left.levels_of(i), right.levels_of(j), strict=True)]
         level_data += levels
         variants.append(
             msgspec.structs.replace(

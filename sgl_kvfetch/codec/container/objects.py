@@ -47,7 +47,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     decoded_checksum: Checksum  # xxh3-128 of the integers, or of the part's bytes
 
     @classmethod
-    def of(cls, codec: str, bitstream: bytes, content: bytes) -> Chunk:
+    def of(cls, codec: str, bitstream: bytes | memoryview, content: bytes | memoryview) -> Chunk:
         """Return the row of a chunk with this bitstream and content."""
         checksum = xxhash.xxh3_128_digest
         return cls(codec, len(bitstream), checksum(bitstream), checksum(content))

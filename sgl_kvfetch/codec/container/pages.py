@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple, Self
@@ -11,7 +11,7 @@ import torch
 
 from sgl_kvfetch.codec.container.manifest import Cell, Manifest
 from sgl_kvfetch.codec.container.reader import cell_place
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser, join_parts
+from sgl_kvfetch.codec.quant.base import CellValues, Quantised, Quantiser, join_parts
 
 
 class RawPages(NamedTuple):
@@ -31,12 +31,10 @@ class RawPages(NamedTuple):
     def some(self, pages: slice) -> Self:
         return type(self)(self.k[pages], self.v[pages])
 
-    def quantised(
-        self, quantiser: Quantiser, manifest: Manifest, cell: Cell, place: CellPlace, own: slice
-    ) -> Quantised:
-        values = CellValues(*(x.flatten(0, 1)[own] for x in self))
+    def values(self, manifest: Manifest, cell: Cell, own: slice) -> CellValues:
+        """Return a view of a cell's values, of the tokens ``own`` of these pages."""
         layers, heads = manifest.grid.layers(cell.layer_group), manifest.grid.heads(cell.head_block)
-        return quantiser.quantise(values.cell(layers, heads), place)
+        return CellValues(*(x.flatten(0, 1)[own] for x in self)).cell(layers, heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +61,8 @@ class QuantisedPages:
     def some(self, pages: slice) -> QuantisedPages:
         return replace(self, pages=self.pages[pages])
 
-    def quantised(
-        self, quantiser: Quantiser, manifest: Manifest, cell: Cell, place: CellPlace, own: slice
-    ) -> Quantised:
+    def quantised(self, quantiser: Quantiser, manifest: Manifest, cell: Cell, own: slice) -> Quantised:
+        """Return the parts of a cell, of the tokens ``own`` of these pages."""
         first = self.pages.start * self.page_size
         parts = self.cells[manifest.cell_index(cell._replace(span=0))]
         return quantiser.some_tokens(parts, slice(first + own.start, first + own.stop))
@@ -74,27 +71,42 @@ class QuantisedPages:
 Pages = RawPages | QuantisedPages
 
 
-def quantised_cells(quantiser: Quantiser, manifest: Manifest, pieces: Sequence[Pages]) -> Callable[[Cell], Quantised]:
-    """Return a function that quantises one cell of a segment. ``pieces``: the segment's pages, in order. Neighbouring
-    `RawPages` are copied into one."""
-    joined: list[Pages] = []
-    for kind, some in groupby(pieces, type):
-        same = list(some)
-        joined += [RawPages(*map(torch.cat, zip(*same, strict=True)))] if kind is RawPages and same[1:] else same
+def quantised_cells(
+    quantiser: Quantiser, manifest: Manifest, pieces: Sequence[Pages | int]
+) -> Callable[[Cell], Quantised]:
+    """Return a function that quantises one cell of a segment. ``pieces``: the segment's pages, in order; a number
+    stands for so many pages whose cells are not asked for."""
     parts = quantiser.parts(manifest.geometry.torch_dtype)
 
-    def quantised(cell: Cell) -> Quantised:
-        whole, size = cell_place(manifest, cell), manifest.namespace.page_size
+    def pieces_of(cell: Cell) -> Iterator[tuple[Pages, slice]]:
+        """Yield the pieces that have tokens of a cell, and which of the piece's tokens these are."""
+        size = manifest.namespace.page_size
         first, end = (page * size for page in manifest.span_range(cell.span))
-        found, begin = [], 0  # tokens are counted from the segment's first
-        for piece in joined:
-            tokens = range(max(first, begin), min(end, begin + piece.num_tokens))
-            if tokens:
-                shift = whole.tokens.start - first
-                place = replace(whole, tokens=range(tokens.start + shift, tokens.stop + shift))
-                own = slice(tokens.start - begin, tokens.stop - begin)
-                found.append(piece.quantised(quantiser, manifest, cell, place, own))
+        begin = 0  # tokens are counted from the segment's first
+        for piece in pieces:
+            if isinstance(piece, int):
+                begin += piece * size
+                continue
+            lo, hi = max(first, begin), min(end, begin + piece.num_tokens)
+            if lo < hi:
+                yield piece, slice(lo - begin, hi - begin)
             begin += piece.num_tokens
+
+    def quantised(cell: Cell) -> Quantised:
+        place, found = cell_place(manifest, cell), []
+        begin = place.tokens.start
+        # Neighbouring pieces of values are one to the quantiser.
+        for is_raw, some in groupby(pieces_of(cell), lambda item: isinstance(item[0], RawPages)):
+            if is_raw:
+                values = [piece.values(manifest, cell, own) for piece, own in some if isinstance(piece, RawPages)]
+                end = begin + sum(len(each.k) for each in values)
+                found.append(quantiser.quantise_pieces(values, replace(place, tokens=range(begin, end))))
+                begin = end
+            else:
+                for piece, own in some:
+                    assert isinstance(piece, QuantisedPages)
+                    found.append(piece.quantised(quantiser, manifest, cell, own))
+                    begin += own.stop - own.start
         return found[0] if len(found) == 1 else join_parts(parts, found)
 
     return quantised

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
+from types import MappingProxyType
 
 import msgspec
-import numpy as np
 import torch
 import xxhash
 
-from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec
+from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec, entropy_bits, joined
+from sgl_kvfetch.codec.bitstream.entropy import RawCodec
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder, encode_ladder
 from sgl_kvfetch.codec.bitstream.levels import DIGITS, LADDER, Wide
 from sgl_kvfetch.codec.bitstream.registry import get_codec
@@ -45,6 +46,8 @@ FALLBACK_CODEC = "zstd"
 # video coding would be slow, and expand it by a third. Below this, the user's choice of video is kept even if another
 # codec would be smaller: with NVDEC, decoding video is free.
 NOISE_BITS = 7.9
+# How much of a large plane is looked at for that: a block of so many bytes, once in so many blocks.
+_SAMPLED, _SAMPLED_EVERY, _LEAST_BLOCKS = 4096, 8, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +218,36 @@ def encode_pages(
     previous_hash: bytes | None,
     page_hashes: Sequence[bytes],
     executor: Executor | None = None,
+    ahead: Mapping[int, Sequence[CodedChunk]] | None = None,
 ) -> CodedSegment:
-    """Encode one segment, as `encode_segment` does, of consecutive pieces. Values in several ones are copied."""
+    """Encode one segment, as `encode_segment` does, of consecutive pieces. ``ahead``: the chunks of spans that were
+    coded before (`encode_span`), by the first page of the span, counted from the segment's; ``pieces`` has none of
+    these spans."""
     manifest = spec.manifest(first_page, previous_hash, page_hashes)
-    return encode_cells(spec, manifest, quantised_cells(spec.quantiser, manifest, pieces), executor)
+    ahead = ahead or {}
+    left = iter(pieces)
+    held: list[Pages | int] = []  # pages, or the number of pages that are coded
+    page = 0
+    while page < len(page_hashes):
+        held.append(manifest.span_pages if page in ahead else next(left))
+        last = held[-1]
+        page += last if isinstance(last, int) else last.num_tokens // manifest.namespace.page_size
+    coded = {first // manifest.span_pages: chunks for first, chunks in ahead.items()}
+    return encode_cells(spec, manifest, quantised_cells(spec.quantiser, manifest, held), executor, coded)
+
+
+def encode_span(
+    spec: SegmentSpec,
+    pieces: Sequence[Pages],
+    first_page: int,
+    previous_hash: bytes | None,
+    page_hashes: Sequence[bytes],
+    executor: Executor | None = None,
+) -> list[CodedChunk]:
+    """Encode a span for a segment that is not known yet. Return its chunks, in storage order. Raises QuantiseError."""
+    assert len(page_hashes) == spec.span_pages
+    manifest = spec.manifest(first_page, previous_hash, page_hashes)
+    return _coded_cells(spec, manifest, quantised_cells(spec.quantiser, manifest, pieces), executor)
 
 
 def encode_cells(
@@ -226,8 +255,30 @@ def encode_cells(
     manifest: Manifest,
     quantised: Callable[[Cell], Quantised],
     executor: Executor | None = None,
+    ahead: Mapping[int, Sequence[CodedChunk]] | None = None,
 ) -> CodedSegment:
-    """Encode the cells of ``manifest``, which has no variants yet. ``quantised`` returns the parts of a cell."""
+    """Encode the cells of ``manifest``, which has no variants yet. ``quantised`` returns the parts of a cell. ``ahead``
+    has the chunks of some spans."""
+    coded = _coded_cells(spec, manifest, quantised, executor, ahead or {})
+    variant, data = make_variant(coded, spec.layouts(manifest), spec.codec, spec.resolution)
+    rows: list[Level] = []
+    contents = []
+    for level in zip(*(chunk.levels for chunk in coded if chunk.levels), strict=True):
+        contents.append(joined([chunk.bitstream for chunk in level]))
+        rows.append(Level(xxhash.xxh3_128_hexdigest(contents[-1]), tuple(chunk.row for chunk in level)))
+    kept = spec.num_levels - 1 - spec.num_dropped
+    variant = msgspec.structs.replace(variant, levels=tuple(rows)).with_levels(kept)
+    return CodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), data, level_data=tuple(contents[:kept]))
+
+
+def _coded_cells(
+    spec: SegmentSpec,
+    manifest: Manifest,
+    quantised: Callable[[Cell], Quantised],
+    executor: Executor | None,
+    ahead: Mapping[int, Sequence[CodedChunk]] = MappingProxyType({}),
+) -> list[CodedChunk]:
+    """Return the chunks of all cells, in storage order. ``ahead`` has those of some spans."""
     layouts = spec.layouts(manifest)
 
     def encode(cell: Cell) -> list[CodedChunk]:
@@ -238,16 +289,11 @@ def encode_cells(
         return encode_cell(manifest, cell, parts, layouts, spec.codec, spec.num_levels, wide)
 
     run: Callable[..., Iterable[list[CodedChunk]]] = executor.map if executor else map
-    coded = [chunk for cell in run(encode, manifest.cells()) for chunk in cell]
-    variant, data = make_variant(coded, layouts, spec.codec, spec.resolution)
-    rows: list[Level] = []
-    contents = []
-    for level in zip(*(chunk.levels for chunk in coded if chunk.levels), strict=True):
-        contents.append(b"".join(chunk.bitstream for chunk in level))
-        rows.append(Level(xxhash.xxh3_128_hexdigest(contents[-1]), tuple(chunk.row for chunk in level)))
-    kept = spec.num_levels - 1 - spec.num_dropped
-    variant = msgspec.structs.replace(variant, levels=tuple(rows)).with_levels(kept)
-    return CodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), data, level_data=tuple(contents[:kept]))
+    cells = run(encode, [cell for cell in manifest.cells() if cell.span not in ahead])
+    spans = {span: list(chunks) for span, chunks in ahead.items()}
+    for cell, chunks in zip((cell for cell in manifest.cells() if cell.span not in ahead), cells, strict=True):
+        spans.setdefault(cell.span, []).extend(chunks)
+    return [chunk for span in range(manifest.num_spans) for chunk in spans[span]]
 
 
 def make_variant(
@@ -255,7 +301,7 @@ def make_variant(
 ) -> tuple[Variant, bytes]:
     """Return a variant and its data object from chunks in storage order."""
     chunks, bitstreams, sums, _ = zip(*coded, strict=True)
-    data = b"".join(bitstreams)
+    data = joined(bitstreams)
     digest = xxhash.xxh3_128_hexdigest(data)
     frame_sums = () if all(each is None for each in sums) else sums
     return Variant(digest, dict(layouts), chunks, codec, resolution, frame_sums), data  # type: ignore[arg-type]
@@ -271,9 +317,10 @@ def encode_cell(
     wide: Sequence[Wide] = (),
 ) -> list[CodedChunk]:
     """Return a cell's chunks, one a part. ``num_levels``: of coefficients, of which ``wide`` have two integers."""
-    chunks = []
+    chunks: list[CodedChunk] = []
+    bitstream: bytes | memoryview
     for part, x in zip(manifest.parts, quantised, strict=True):
-        raw = x.contiguous().cpu().numpy().tobytes()
+        raw = x.contiguous().cpu().numpy().reshape(-1).data
         if not part.layout:
             bitstream = BYTES_CODEC.compress(raw)
             chunks.append(CodedChunk(Chunk.of(BYTES_CODEC.name, bitstream, raw), bitstream, None))
@@ -283,11 +330,17 @@ def encode_cell(
             bitstreams = encode_ladder(frames, wide, len(x), num_levels)
             chunks.append(_with_levels(bitstreams, frames, layouts[part.layout], tuple(x.shape)))
             continue
-        tried = {name: get_codec(name).encode(frames) for name in _codecs_for(cell, part, codec, raw)}
+        tried = {name: _bitstream(name, frames) for name in _codecs_for(cell, part, codec, raw)}
         name, bitstream = min(tried.items(), key=lambda item: len(item[1]))
         frame_sum = sum_of_frames(frames) if get_codec(name).is_video else None
         chunks.append(CodedChunk(Chunk.of(name, bitstream, raw), bitstream, frame_sum))
     return chunks
+
+
+def _bitstream(codec: str, frames: torch.Tensor) -> bytes | memoryview:
+    if codec == RawCodec.name:  # codes nothing: the frames' own memory will do
+        return frames.contiguous().cpu().numpy().reshape(-1).data
+    return get_codec(codec).encode(frames)
 
 
 def _with_levels(
@@ -304,12 +357,12 @@ def _with_levels(
     return chunks[0]._replace(levels=tuple(chunks[1:]))
 
 
-def _codecs_for(cell: Cell, part: PartInfo, codec: str, raw: bytes) -> tuple[str, ...]:
+def _codecs_for(cell: Cell, part: PartInfo, codec: str, raw: memoryview) -> tuple[str, ...]:
     """Return the codecs among which a part's smallest bitstream is chosen, if the user wants ``codec``."""
     is_values = codec == AnsCodec.name and part.layout in TENSORS
     if not is_values and not get_codec(codec).is_video:
         return (codec,)
-    if _entropy_bits(raw) > NOISE_BITS:
+    if entropy_bits(_sample(raw)) > NOISE_BITS:
         return (FALLBACK_CODEC,)
     if not is_values:
         return (codec,)
@@ -317,8 +370,10 @@ def _codecs_for(cell: Cell, part: PartInfo, codec: str, raw: bytes) -> tuple[str
     return (AnsTablesCodec.name, FALLBACK_CODEC) if cell.layer_group == 0 else (AnsTablesCodec.name,)
 
 
-def _entropy_bits(data: bytes) -> float:
-    """Return the order-0 entropy of the bytes, in bits a byte."""
-    counts = np.bincount(np.frombuffer(data, np.uint8), minlength=256)
-    p = counts[counts > 0] / len(data)
-    return float(-(p * np.log2(p)).sum())
+def _sample(data: memoryview) -> memoryview | bytes:
+    """Return few of many bytes: blocks from everywhere."""
+    blocks = len(data) // (_SAMPLED * _SAMPLED_EVERY)
+    if blocks < _LEAST_BLOCKS:
+        return data
+    block_bytes = _SAMPLED * _SAMPLED_EVERY
+    return b"".join(data[i * block_bytes : i * block_bytes + _SAMPLED] for i in range(blocks))

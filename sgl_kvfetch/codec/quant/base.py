@@ -96,6 +96,12 @@ class Quantiser(ABC):
     def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
         """Return the parts of a cell. Raises QuantiseError for values that the quantiser cannot represent."""
 
+    def quantise_pieces(self, pieces: Sequence[CellValues], place: CellPlace) -> Quantised:
+        """Return the parts of a cell whose tokens are in several tensors, one after another. Raises as `quantise`."""
+        return self.quantise(
+            pieces[0] if len(pieces) == 1 else CellValues(*map(torch.cat, zip(*pieces, strict=True))), place
+        )
+
     @abstractmethod
     def dequantise(
         self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)

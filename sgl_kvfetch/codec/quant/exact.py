@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from sgl_kvfetch import blocks
+from sgl_kvfetch.codec.quant import _exact
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser
 from sgl_kvfetch.types import TENSORS
 
@@ -22,7 +26,10 @@ class ExactQuantiser(Quantiser):
         return tuple(Part(f"{t} byte {i}", t) for t in TENSORS for i in range(dtype.itemsize))
 
     def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
-        return (*to_planes(values.k), *to_planes(values.v))
+        return self.quantise_pieces([values], place)
+
+    def quantise_pieces(self, pieces: Sequence[CellValues], place: CellPlace) -> Quantised:
+        return tuple(plane for tensor in zip(*pieces, strict=True) for plane in _planes_of(tensor))
 
     def dequantise(
         self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
@@ -36,8 +43,20 @@ class ExactQuantiser(Quantiser):
 def to_planes(values: torch.Tensor) -> torch.Tensor:
     """Return the bytes of ``values``, whose bits are rotated left by one: uint8 ``(itemsize, *values.shape)``, least
     significant first."""
-    planes = values.contiguous().view(torch.uint8).view(*values.shape, values.dtype.itemsize).movedim(-1, 0)
-    return (planes << 1) | (planes.roll(1, 0) >> 7)
+    return _planes_of((values,))
+
+
+def _planes_of(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the planes of tensors on the host that follow each other in their first dimension. Reads each of them
+    once, and copies nothing else."""
+    size = pieces[0].dtype.itemsize
+    planes = blocks.empty((size, sum(map(len, pieces)), *pieces[0].shape[1:]))
+    first = 0
+    for piece in pieces:
+        aligned = piece if piece.stride(-1) == 1 else piece.contiguous()
+        _exact.split(aligned.detach().view(torch.uint8).numpy().data, size, planes.numpy().data, first)
+        first += piece.numel()
+    return planes
 
 
 def from_planes(rotated: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from sgl_kvfetch.codec import SideKey
-from sgl_kvfetch.codec.container import Pages
+from sgl_kvfetch.codec.container import CodedChunk, Pages
 from sgl_kvfetch.keys import buddy_split
+
+
+@dataclass(slots=True, eq=False)
+class SpanPages:
+    """The pages of one span, which is whole and aligned, so that no segment has only a part of it. Its cells can be
+    coded before it is known which segment it will belong to.
+
+    ``pieces``: the pages; none once ``chunks``, those of all cells in storage order, replace them.
+    """
+
+    first_page: int
+    previous_hash: bytes | None
+    page_hashes: Sequence[bytes]
+    pieces: list[Pages]
+    chunks: Sequence[CodedChunk] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        coded = (each for chunk in self.chunks for each in (chunk, *chunk.levels))
+        return sum(piece.num_bytes for piece in self.pieces) + sum(len(each.bitstream) for each in coded)
+
+    def some(self, pages: slice) -> SpanPages:
+        assert (pages.start, pages.stop) == (0, len(self.page_hashes)), pages
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +44,16 @@ class PageBatch:
     first_page: int  # position in the sequence
     previous_hash: bytes | None  # page hash of the page before; None at the sequence's start
     page_hashes: Sequence[bytes]
-    pieces: list[Pages]
+    pieces: list[Pages | SpanPages]
     sides: dict[SideKey, torch.Tensor] = field(default_factory=dict)
 
     @property
     def end_page(self) -> int:
         return self.first_page + len(self.page_hashes)
+
+    @property
+    def spans(self) -> list[SpanPages]:
+        return [piece for piece in self.pieces if isinstance(piece, SpanPages)]
 
     @property
     def size_bytes(self) -> int:
@@ -52,11 +80,21 @@ class _BatchRun:
     def cut_pages(self, first_page: int, num_pages: int) -> PageBatch:
         """Cut pages ``[first_page, first_page + num_pages)`` as one batch. Drop batches that are no longer needed."""
         end = first_page + num_pages
+        taken = self._pages(first_page, end)
+        self.batches = [batch for batch in self.batches if batch.end_page > end] or self.batches[-1:]
+        self.next_page, self.previous_hash = end, taken.page_hashes[-1]
+        return taken
+
+    def _pages(self, first_page: int, end: int) -> PageBatch:
+        """Return pages ``[first_page, end)`` as one batch."""
         hashes: list[bytes] = []
-        pieces: list[Pages] = []
+        pieces: list[Pages | SpanPages] = []
         sides: dict[SideKey, torch.Tensor] = {}
+        previous = self.previous_hash
         for batch in self.batches:
             lo, hi = max(first_page, batch.first_page), min(end, batch.end_page)
+            if batch.first_page < first_page <= batch.end_page:
+                previous = batch.page_hashes[first_page - batch.first_page - 1]
             if lo < hi:
                 part = slice(lo - batch.first_page, hi - batch.first_page)
                 hashes += batch.page_hashes[part]
@@ -64,11 +102,31 @@ class _BatchRun:
                 pieces.append(whole.some(part))
                 shift = batch.first_page - first_page
                 sides |= {(pool, n + shift): x for (pool, n), x in batch.sides.items() if part.start <= n < part.stop}
-        self.batches = [batch for batch in self.batches if batch.end_page > end] or self.batches[-1:]
         # The pieces are joined later: joining copies them, and this runs on the event loop.
-        taken = PageBatch(first_page, self.previous_hash, hashes, pieces, sides)
-        self.next_page, self.previous_hash = end, hashes[-1]
-        return taken
+        return PageBatch(first_page, previous, hashes, pieces, sides)
+
+    def new_spans(self, span_pages: int) -> list[SpanPages]:
+        """Return the whole spans that have come since the last time. From now on, the run has them as such."""
+        found: list[SpanPages] = []
+        known = {batch.first_page for batch in self.batches if isinstance(batch.pieces[0], SpanPages)}
+        for first in range(-(-self.next_page // span_pages) * span_pages, self.end_page - span_pages + 1, span_pages):
+            if first in known:
+                continue
+            cut = self._pages(first, first + span_pages)
+            pieces = [piece for piece in cut.pieces if not isinstance(piece, SpanPages)]
+            found.append(span := SpanPages(first, cut.previous_hash, cut.page_hashes, pieces))
+            around = [self._pages(lo, hi) for lo, hi in self._ends_of(first, first + span_pages) if lo < hi]
+            others = [b for b in self.batches if b.end_page <= first or b.first_page >= first + span_pages]
+            batch = PageBatch(first, cut.previous_hash, cut.page_hashes, [span], cut.sides)
+            self.batches = sorted([*others, *around, batch], key=lambda each: each.first_page)
+        return found
+
+    def _ends_of(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the pages before ``first`` and those from ``end`` on of the batches that have others in between."""
+        for batch in self.batches:
+            if batch.first_page < end and first < batch.end_page:
+                yield batch.first_page, min(first, batch.end_page)
+                yield max(end, batch.first_page), batch.end_page
 
 
 class Gatherer:
@@ -77,8 +135,18 @@ class Gatherer:
     A segment that cannot grow is cut at once, the rest by ``flush``, or if no batch joins the run for ``linger_s``.
     """
 
-    def __init__(self, max_pages: int, linger_s: float) -> None:
+    def __init__(
+        self,
+        max_pages: int,
+        linger_s: float,
+        span_pages: int = 0,
+        on_spans: Callable[[list[SpanPages]], None] = lambda spans: None,
+    ) -> None:
+        """``on_spans`` is called with spans of ``span_pages`` that are whole, before a segment with them is cut; never
+        if segments may be shorter."""
         self._max_pages = max_pages
+        self._span_pages = span_pages
+        self._on_spans = on_spans
         self._linger_s = linger_s
         self._runs: list[_BatchRun] = []
 
@@ -92,6 +160,8 @@ class Gatherer:
         else:
             run.batches.append(batch)
             run.changed_s = now_s
+        if 0 < self._span_pages <= self._max_pages and (spans := run.new_spans(self._span_pages)):
+            self._on_spans(spans)
         return self._cut(run, only_longest=True)
 
     def due(self, now_s: float) -> list[PageBatch]:

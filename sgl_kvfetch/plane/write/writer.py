@@ -45,6 +45,7 @@ from sgl_kvfetch.codec import (
 from sgl_kvfetch.codec.container import (
     encode_pages,
     encode_side,
+    encode_span,
     merge_segments,
     plain_segment,
     secure_side,
@@ -54,7 +55,7 @@ from sgl_kvfetch.errors import FormatError, KVFetchError, QuantiseError, StoreEr
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane.misses import miss
-from sgl_kvfetch.plane.write.gather import Gatherer, PageBatch
+from sgl_kvfetch.plane.write.gather import Gatherer, PageBatch, SpanPages
 from sgl_kvfetch.reasons import Reason, reason_of
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.stores import SegmentHit, Store, object_digest
@@ -97,7 +98,8 @@ class Writer:
         self._encode_pool = encode_pool
         # encode_pages waits for cells in the encode pool, so it must not occupy a thread of that pool itself.
         self._segment_pool = ThreadPoolExecutor(_CONCURRENT_SEGMENTS, "kvfetch-segment")
-        self._gatherer = Gatherer(max_segment_pages, linger_s)
+        self._gatherer = Gatherer(max_segment_pages, linger_s, spec.span_pages, self._begin_spans)
+        self._coding: dict[SpanPages, asyncio.Task[None]] = {}  # spans that are coded before their segment is cut
         self._linger_s = linger_s
         self._queue_bytes = queue_bytes
         self._ttl_s = ttl_s
@@ -146,6 +148,28 @@ class Writer:
     def _start(self, segments: Sequence[PageBatch]) -> None:
         if segments:
             self._tasks.begin(self._write_all(segments))
+
+    def _begin_spans(self, spans: Sequence[SpanPages]) -> None:
+        for span in spans:
+            task = self._coding[span] = self._tasks.begin(self._encode_ahead(span))
+            task.add_done_callback(lambda _, span=span: self._coding.pop(span))  # type: ignore[misc]
+
+    async def _encode_ahead(self, span: SpanPages) -> None:
+        """Encode a span that the store lacks, and give back the room that its bytes do not need any longer. If anything
+        fails, the segment will meet it again, and report it."""
+        try:
+            found = await self._store.lookup(self._spec.heads.folder, span.page_hashes)
+            if found.from_cache or found.num_pages == len(span.page_hashes):
+                return
+            raw_bytes = span.num_bytes
+            where = span.first_page, span.previous_hash, span.page_hashes
+            chunks = await self._run(partial(encode_span, self._spec, span.pieces, *where, self._encode_pool))
+            span.chunks, span.pieces = chunks, []
+            self.release(raw_bytes - span.num_bytes)
+        except KVFetchError:
+            pass
+        except Exception:
+            logger.exception("span of %d pages not encoded ahead", len(span.page_hashes))
 
     async def _write_all(self, segments: Sequence[PageBatch]) -> None:
         """Commit neighbouring segments concurrently. Then merge them in order: each may be the buddy that the next one
@@ -206,6 +230,7 @@ class Writer:
             _limited.warning("sides", f"side pages not stored: others changed the segment {_ADD_ATTEMPTS} times")
             return None
         started_s = time.monotonic()
+        await asyncio.gather(*(self._coding[span] for span in segment.spans if span in self._coding))
         coded = await self._run(partial(self._encode, segment))
         encoded_s = time.monotonic()
         if self._ttl_s is not None:
@@ -257,13 +282,15 @@ class Writer:
         return True
 
     def _encode(self, segment: PageBatch) -> CodedSegment:
+        ahead = {span.first_page - segment.first_page: span.chunks for span in segment.spans if span.chunks}
         coded = encode_pages(
             self._spec,
-            segment.pieces,
+            [x for piece in segment.pieces for x in (piece.pieces if isinstance(piece, SpanPages) else (piece,))],
             segment.first_page,
             segment.previous_hash,
             segment.page_hashes,
             self._encode_pool,
+            ahead,
         )
         return coded.with_side(*encode_side(segment.sides, self._encode_pool)) if segment.sides else coded
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from benchmarks.codec.ans_tables import level_of
 from sgl_kvfetch.codec.bitstream import _ans
-from sgl_kvfetch.codec.bitstream.ans import SLOTS, AnsCodec, AnsTablesCodec, static_tables, tables
+from sgl_kvfetch.codec.bitstream.ans import SLOTS, AnsCodec, AnsTablesCodec, joined, static_tables, tables
 from sgl_kvfetch.codec.bitstream.base import Codec
 from sgl_kvfetch.codec.layout.frames import FLAT
 from sgl_kvfetch.codec.layout.regions import region_layout
@@ -131,8 +131,8 @@ def test_the_native_coder_refuses_wrong_sizes() -> None:
     for rows, tokens, size in ((0, 8, 0), (2, 8, 15), (-2, -8, 16), (1 << 40, 1 << 40, 16)):
         with pytest.raises(ValueError, match="rows of"):
             _ans.encode(sound, bytes(size), rows, tokens)
-    with pytest.raises(ValueError, match="1 classes of 2 rows"):
-        _ans.encode(sound, bytes(16), 2, 8, b"0")
+    with pytest.raises(ValueError, match="rows of"):
+        _ans.encode_fitted(sound, bytes(15), 8, 2)
     for broken in ((b"", *sound[1:]), (*sound[:2], b"\xff" * 2048, *sound[3:])):
         with pytest.raises(ValueError, match="tables have the wrong sizes"):
             _ans.encode(broken, bytes(16), 2, 8)
@@ -212,3 +212,12 @@ def test_what_is_broken_in_tables_is_said() -> None:
             decode(TABLES, bad, frames)
     with pytest.raises(CorruptError, match="is for 4194305 tokens"):
         TABLES.decode(good, ((1 << 22) + 1, 1, 1))
+
+
+@pytest.mark.parametrize("size", [0, 10, 5 << 20])
+def test_bytes_are_joined(size: int) -> None:
+    pieces = [np.random.default_rng(i).bytes(size + i) for i in range(3)]
+    assert joined([pieces[0], memoryview(pieces[1]), pieces[2]]) == b"".join(pieces)
+    assert joined([]) == b""
+    with pytest.raises(TypeError):
+        joined([pieces[0], "text"])  # type: ignore[list-item]

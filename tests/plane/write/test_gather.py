@@ -3,7 +3,7 @@ from hypothesis import given, strategies as st
 
 from sgl_kvfetch.codec.container.pages import RawPages
 from sgl_kvfetch.keys import buddy_split
-from sgl_kvfetch.plane.write.gather import Gatherer, PageBatch
+from sgl_kvfetch.plane.write.gather import Gatherer, PageBatch, SpanPages
 from tests.segments import page_hashes
 
 
@@ -60,3 +60,27 @@ def test_sequences_do_not_mix() -> None:
     joined = gatherer.add_batch(batch(4, 4, "b"), now_s=0.0)
     assert [s.page_hashes for s in joined] == [page_hashes(8, "b")]
     assert [s.page_hashes for s in gatherer.flush()] == [page_hashes(4, "a")]
+
+
+@given(start=st.integers(0, 70), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6))
+def test_whole_spans_are_known_before_their_segments(start: int, sizes: list[int]) -> None:
+    """Spans come once each, as soon as they are whole, and segments have them as such, in order."""
+    spans: list[SpanPages] = []
+    gatherer = Gatherer(16, 1.0, 4, spans.extend)
+    segments: list[PageBatch] = []
+    page = start
+    for size in sizes:
+        segments += gatherer.add_batch(batch(page, size), now_s=0.0)
+        page += size
+        assert [span.first_page for span in spans] == list(range(-(-start // 4) * 4, page - 3, 4))
+    segments += gatherer.flush()
+    assert shape(segments) == list(buddy_split(start, page - start, 16))
+    assert [span for segment in segments for span in segment.spans] == spans
+    for segment in segments:
+        pieces = [x for piece in segment.pieces for x in (piece.pieces if isinstance(piece, SpanPages) else (piece,))]
+        values = torch.cat([piece.k for piece in pieces if isinstance(piece, RawPages)]).flatten().tolist()
+        assert values == list(range(segment.first_page, segment.end_page))
+        assert segment.previous_hash == previous(segment.first_page)
+    for span in spans:
+        assert span.previous_hash == previous(span.first_page)
+        assert span.page_hashes == page_hashes(4, "", span.first_page)

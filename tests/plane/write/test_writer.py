@@ -11,7 +11,7 @@ from harness.metrics import own_metric
 from harness.waiting import WAIT_S, LoopClock, until_idle
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.pages import RawPages
-from sgl_kvfetch.codec.container.segment import SegmentSpec
+from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_pages
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import SegmentKey
@@ -235,3 +235,37 @@ async def test_segments_whose_manifests_do_not_fit_into_one_are_not_merged(
     await write(writer, 2, 2)
     await until_idle()
     assert await lengths(store) == [1, 1, 2]
+
+
+async def test_whole_spans_are_encoded_before_their_segment_is_cut(
+    store: LocalStore, make: Callable[..., Writer]
+) -> None:
+    """Their room shrinks to what is coded, and the segment is the one that is encoded at once."""
+    writer = make(linger_s=WAIT_S)
+    pages = batch(0, 9)
+    assert writer.reserve(pages.size_bytes, 1.0)
+    writer.submit(pages)
+    await asyncio.sleep(0)
+    while writer._coding:
+        await asyncio.gather(*writer._coding.values())
+    assert await names(store) == []
+    assert 0 < writer._used_bytes < pages.size_bytes
+    await writer.drain()
+    assert writer._used_bytes == 0
+    assert await found(store, 9) == [8, 1]
+    key = SegmentKey(SPEC.heads.folder, 8, page_hashes(8)[-1])
+    content = await store.get(key.manifest_name)
+    assert content is not None
+    (whole,) = pages.pieces
+    assert isinstance(whole, RawPages)
+    expected = encode_pages(SPEC, [whole.some(slice(0, 8))], 0, None, page_hashes(8))
+    assert decode_manifest(content) == expected.manifest
+
+
+async def test_spans_that_the_store_has_are_not_encoded(
+    store: LocalStore, make: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await write(make(), 0, 8)
+    monkeypatch.setattr("sgl_kvfetch.plane.write.writer.encode_span", None)
+    await write(make(), 0, 8)
+    assert await found(store, 8) == [8]
