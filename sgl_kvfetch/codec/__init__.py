@@ -8,6 +8,6 @@ It uses torch, PyAV, zstd and, in one file, PyNvVideoCodec, and it launches the 
 I/O, imports neither sglang nor a store, and its results do not depend on a clock.
 """
 
-import lazy_loader
+from sgl_kvfetch.doors import open_door
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = open_door(__name__, __file__)

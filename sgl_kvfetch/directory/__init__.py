@@ -8,6 +8,6 @@ It knows the interface of stores and the stored format's manifests. It never ope
 has not checked.
 """
 
-import lazy_loader
+from sgl_kvfetch.doors import open_door
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = open_door(__name__, __file__)

@@ -8,6 +8,6 @@ It knows stores and the codec by their doors. It imports no sglang, and takes no
 the other end: if either dies, the other one goes on.
 """
 
-import lazy_loader
+from sgl_kvfetch.doors import open_door
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = open_door(__name__, __file__)

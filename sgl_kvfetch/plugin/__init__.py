@@ -7,6 +7,6 @@ It knows SGLang, the data plane and the codec by their doors. It never opens a s
 thread, and installs nothing unless a launch selects the backend.
 """
 
-import lazy_loader
+from sgl_kvfetch.doors import open_door
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = open_door(__name__, __file__)

@@ -14,12 +14,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from sgl_kvfetch.plane import DataPlane, Launch, Start
 from sgl_kvfetch.plugin.prompt_sample import PromptSample
+
+if TYPE_CHECKING:  # hooks import this module in every SGLang, also without our backend
+    from sgl_kvfetch.plane import DataPlane, Launch, Start
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ _AGREE_EVERY = 64  # steps: the collective of several ranks takes about as long 
 _IDLE_STEP = 16  # steps that one without a batch stands for: with --sleep-on-idle, it lasts a second
 _PARTS = 4  # of a digest of 128 bits, as integers of 32 bits
 
-Follow = Callable[[str], tuple[Start, Launch]]
+Follow: TypeAlias = "Callable[[str], tuple[Start, Launch]]"
 """Returns what a data plane is started with that serves by a profile, from its path. May take its time."""
 
 

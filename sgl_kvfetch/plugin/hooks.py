@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sgl_kvfetch.errors import KVFetchError, UnsupportedError
 from sgl_kvfetch.plugin import versions
 from sgl_kvfetch.status import STATUS_KEY
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 
 BACKEND = "kvfetch"
+_EXTRA_PACKAGES = ("av", "cryptography", "zstandard")  # of the extra `codec`, which SGLang may come without
 LINKER_MODULE = "sgl_kvfetch.plugin.device.linker"
 
 
@@ -51,29 +54,46 @@ def gate_command_line(server_args: Any, argv: list[str]) -> None:
 
     Raises ``SystemExit``: on the command line a traceback would only hide the message.
     """
-    from sgl_kvfetch.errors import KVFetchError
-    from sgl_kvfetch.plugin.launch_check import check_launch
-
     try:
-        check_launch(server_args)
+        _check(server_args)
     except KVFetchError as error:
         raise SystemExit(f"sgl_kvfetch: {error}") from error
 
 
 def gate_launch(server_args: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before ``ServerArgs.resolve_once``: raise a domain error to the caller if the launch cannot work."""
-    from sgl_kvfetch.plugin.launch_check import check_launch, use_linker
+    if _check(server_args):
+        from sgl_kvfetch.plugin.launch_check import use_linker
+
+        use_linker(server_args)
+    return None
+
+
+def _check(server_args: Any) -> bool:
+    """Check a launch that selects our backend. Return whether it does. Raises domain errors. For others, nothing is
+    imported: this machine may lack what we need."""
+    if getattr(server_args, "hicache_storage_backend", None) != BACKEND:
+        return False
+    require_packages()
+    from sgl_kvfetch.plugin.launch_check import check_launch
 
     check_launch(server_args)
-    use_linker(server_args)
-    return None
+    return True
+
+
+def require_packages() -> None:
+    """Raise UnsupportedError if a package is missing that every launch with our backend needs."""
+    if missing := [name for name in _EXTRA_PACKAGES if not find_spec(name)]:
+        raise UnsupportedError(f"{', '.join(missing)} not installed here: pip install 'sgl_kvfetch[codec]'")
 
 
 def choose_page_size(chosen: dict[str, Any], server_args: Any) -> dict[str, Any]:
     """After ``_page_size_default``: choose larger pages than SGLang's of one token."""
+    if not is_chosen(server_args):
+        return chosen
     from sgl_kvfetch.plugin.launch_check import larger_pages
 
-    return larger_pages(chosen, server_args) if is_chosen(server_args) else chosen
+    return larger_pages(chosen, server_args)
 
 
 def create_backend(

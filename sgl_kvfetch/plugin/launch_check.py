@@ -24,14 +24,12 @@ _GONE = "KVFETCH_NVDEC", "KVFETCH_GPU_ANS"  # from the environment
 
 
 def check_launch(server_args: Any) -> None:
-    """Check SGLang, the flags and our config. Does nothing unless the flags select our backend.
+    """Check SGLang, the flags and our config, where the flags select our backend.
 
     Raises ``SeamError`` if SGLang is not the expected one, ``UnsupportedError`` for flags that are not supported, and
     ``ConfigError`` for an invalid extra config, a file in it that cannot be read, a profile without the target, or a
     variable in the environment that is gone.
     """
-    if getattr(server_args, "hicache_storage_backend", None) != BACKEND:
-        return
     if mismatches := check_seams(needed_scopes()):
         raise SeamError("; ".join(mismatches))
     if (version := installed_version()) not in SGLANG_VERSIONS:
@@ -48,7 +46,7 @@ def check_launch(server_args: Any) -> None:
 
 def use_linker(server_args: Any) -> None:
     """Translate our flags without a host tier into those of SGLang's linker."""
-    if server_args.hicache_storage_backend != BACKEND or server_args.enable_hierarchical_cache:
+    if server_args.enable_hierarchical_cache:
         return
     server_args.enable_unified_cache_external_linker = True
     server_args.unified_cache_external_linker_backend = "dynamic"

@@ -4,44 +4,51 @@ from __future__ import annotations
 
 import itertools
 import logging
-import pkgutil
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 
+from sgl_kvfetch.errors import KVFetchError, SeamError
 from sgl_kvfetch.plugin.cpu.platform import is_active
-from sgl_kvfetch.plugin.hooks import BACKEND
-from sgl_kvfetch.plugin.seams import REGISTERED_NAMES, Scope, Seam, check_seam, check_seams, has, installed_seams
+from sgl_kvfetch.plugin.hooks import BACKEND, require_packages
+from sgl_kvfetch.plugin.seams import (
+    REGISTERED_NAMES,
+    Scope,
+    Seam,
+    check_seam,
+    check_seams,
+    find,
+    has,
+    installed_seams,
+)
 
 logger = logging.getLogger(__name__)
-
-_EXTRA_PACKAGES = ("av", "cryptography", "zstandard")  # of the extra `codec`, which SGLang may come without
 
 
 def register() -> None:
     """Register the hooks of ``SEAMS`` that apply here. Changes nothing for a launch that does not select our backend.
 
-    If SGLang does not match ``SEAMS``, only the gate's hooks are registered, as far as they fit: they only stop a
-    launch that selects our backend. SGLang merely logs what a plugin raises, so ``SystemExit`` stops such a command
-    line here.
+    If a package of ours is missing, or SGLang does not match ``SEAMS``, only the gate's hooks are registered, as far as
+    they fit: they only stop a launch that selects our backend. SGLang merely logs what a plugin raises, so
+    ``SystemExit`` stops such a command line here.
     """
-    if selects_backend(sys.argv[1:]) and (missing := [name for name in _EXTRA_PACKAGES if not find_spec(name)]):
-        raise SystemExit(f"sgl_kvfetch: {', '.join(missing)} not installed here: pip install 'sgl_kvfetch[codec]'")
-    scopes = needed_scopes()
     if takes_names := has(REGISTERED_NAMES):
         _add_choice()
-    if mismatches := check_seams(scopes):
-        message = "; ".join(mismatches)
+    try:
+        require_packages()
+        scopes = needed_scopes()
+        if mismatches := check_seams(scopes):
+            raise SeamError("; ".join(mismatches))
+        _install(installed_seams(scopes))
+    except (KVFetchError, ImportError) as error:
         if selects_backend(sys.argv[1:]):
-            raise SystemExit(f"sgl_kvfetch: {message}")
-        logger.warning("sgl_kvfetch is off: %s", message)
+            raise SystemExit(f"sgl_kvfetch: {error}") from error
+        logger.warning("sgl_kvfetch is off: %s", error)
         _install(seam for seam in installed_seams({Scope.GATE}) if check_seam(seam) is None)
     else:
         if takes_names:
             from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
             StorageBackendFactory.register_backend(BACKEND, "sgl_kvfetch.plugin.host.storage", "KVFetchStorage")
-        _install(installed_seams(scopes))
 
 
 def needed_scopes() -> set[Scope]:
@@ -66,5 +73,5 @@ def _add_choice() -> None:
 def _install(seams: Iterable[Seam]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for seam in seams:
-        HookRegistry.register(seam.path, pkgutil.resolve_name(seam.hook), HookType(seam.kind))
+    for seam, hook in [(seam, find(seam.hook)) for seam in seams]:  # all can be imported, or none is registered
+        HookRegistry.register(seam.path, hook, HookType(seam.kind))

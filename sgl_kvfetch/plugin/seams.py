@@ -19,7 +19,7 @@ A hook is not for what the interface can do. A row goes when SGLang takes the pa
 from __future__ import annotations
 
 import enum
-import pkgutil
+import importlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -280,22 +280,70 @@ def installed_seams(scopes: Collection[Scope] = tuple(Scope)) -> list[Seam]:
 def has(path: str) -> bool:
     """Return whether SGLang has this dotted name. Imports its module."""
     try:
-        pkgutil.resolve_name(path)
+        find(path)
     except (ImportError, AttributeError):
         return False
     return True
 
 
+def find(path: str) -> Any:
+    """Return what has this dotted name. Imports the modules in it, as far as there are any.
+
+    Raises ImportError, with the cause, if one of them cannot be imported, and AttributeError if there is no such name.
+    `pkgutil.resolve_name` takes a module that fails for one that does not exist, and so does not say why.
+    """
+    name, *rest = path.split(".")
+    found = _import(name)
+    while rest:
+        try:
+            found = _import(f"{name}.{rest[0]}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{name}.{rest[0]}":
+                raise
+            break
+        name = f"{name}.{rest.pop(0)}"
+    for attribute in rest:
+        found = getattr(found, attribute)
+    return found
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            raise
+        raise ImportError(f"{name} cannot be imported: {error}", name=name) from error
+    except Exception as error:  # of SGLang and all that it imports: a shared library is missing, a package is too old
+        raise ImportError(f"{name} cannot be imported: {type(error).__name__}: {error}", name=name) from error
+
+
 def check_seam(seam: Seam) -> str | None:
     """Return what is wrong with one seam, or None. Imports the seam's module."""
-    try:
-        pkgutil.resolve_name(seam.path)
-    except (ImportError, AttributeError) as error:
-        return f"{seam.path} not found ({error})"
-    return None
+    return check_name(seam.path)
+
+
+def check_name(path: str) -> str | None:
+    """Return what is wrong with a dotted name, or None. Imports its module."""
+    fault = _fault(path)
+    return fault and fault[1]
 
 
 def check_seams(scopes: Collection[Scope] = tuple(Scope)) -> list[str]:
-    """Return all mismatches between the table and the installed SGLang, version first. An empty list is a pass."""
-    mismatches = [check_version(), *map(check_seam, installed_seams(scopes))]
-    return [mismatch for mismatch in mismatches if mismatch is not None]
+    """Return all mismatches between the table and the installed SGLang, version first. An empty list is a pass. What
+    keeps modules from being imported is one mismatch, however many of them it is."""
+    faults = [fault for seam in installed_seams(scopes) if (fault := _fault(seam.path)) is not None]
+    first_of_cause = {cause: text for cause, text in reversed(faults)}
+    wrong_version = check_version()
+    return [*([wrong_version] if wrong_version else []), *reversed(first_of_cause.values())]
+
+
+def _fault(path: str) -> tuple[str, str] | None:
+    """Return the cause for which a dotted name is not there, and the cause with the name; None if it is there."""
+    try:
+        find(path)
+    except AttributeError as error:
+        return path, f"{path} not found ({error})"
+    except ImportError as error:
+        return str(error.__cause__ or error), str(error)
+    return None

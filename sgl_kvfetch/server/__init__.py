@@ -7,6 +7,6 @@ It knows a directory and the protocol. It neither imports torch nor decodes what
 page, in a process of their own; it never blocks its event loop on the disk.
 """
 
-import lazy_loader
+from sgl_kvfetch.doors import open_door
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = open_door(__name__, __file__)

@@ -7,6 +7,6 @@ It knows manifests, by the door of ``codec``, and no tensor. It never decides wh
 never blocks its event loop.
 """
 
-import lazy_loader
+from sgl_kvfetch.doors import open_door
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = open_door(__name__, __file__)

@@ -26,7 +26,6 @@ _MAX_ERROR_BYTES = 4096
 _BROKEN = (  # after connecting: ClientConnectorError is caught before
     aiohttp.ClientPayloadError,
     aiohttp.ServerConnectionError,
-    aiohttp.UploadAbortedError,
     OSError,
 )
 # Of OpenSSL: a self-signed certificate, one in the chain, and two for an issuer that is not known.

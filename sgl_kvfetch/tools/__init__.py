@@ -6,6 +6,6 @@ A command's module is imported when the command runs; commands of one subject sh
 It knows every other house by its door, and the plugin only for ``kvfetch doctor``. Nothing imports it.
 """
 
-import lazy_loader
+from sgl_kvfetch.doors import open_door
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = open_door(__name__, __file__)

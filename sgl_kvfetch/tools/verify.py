@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -435,6 +436,8 @@ def _missing_package() -> str | None:
     """Return the name of a package that decoding needs and that is not installed; None if there is none."""
     try:
         from sgl_kvfetch.codec import SegmentReader  # noqa: F401 - its import loads torch and all codecs
+
+        importlib.import_module("av")  # HEVC's codec imports it when it is used
     except ModuleNotFoundError as e:
         return missing_package(e)
     return None

@@ -85,4 +85,4 @@ def test_any_pages_come_back_from_bytes(pages: range) -> None:
 def test_it_needs_no_engine_and_no_network() -> None:
     script = "import sys, tests.codec.test_as_library as t; print(*{m.partition('.')[0] for m in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert {"sglang", "aiohttp", "obstore", "redis", "triton"}.isdisjoint(loaded)
+    assert {"sglang", "aiohttp", "obstore", "redis", "triton", "av"}.isdisjoint(loaded)

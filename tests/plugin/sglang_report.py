@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import inspect
 import json
-import pkgutil
 import subprocess
 import sys
 import textwrap
@@ -16,7 +15,7 @@ from typing import Any
 
 from harness.beside import environment
 from harness.sglang_beside import install_sglang_beside
-from sgl_kvfetch.plugin.seams import check_seam, has, installed_seams
+from sgl_kvfetch.plugin.seams import check_name, check_seam, find, has, installed_seams
 from sgl_kvfetch.plugin.versions import table_version
 from tests.plugin.sglang_places import PLACES, Place
 
@@ -31,10 +30,9 @@ def installed_places() -> list[Place]:
 
 def fault(place: Place) -> str | None:
     """Return what is wrong with one place (what was found and what was expected), or None."""
-    try:
-        target = pkgutil.resolve_name(place.path)
-    except (ImportError, AttributeError) as error:
-        return f"{place.path} not found ({error})"
+    if (wrong := check_name(place.path)) is not None:
+        return wrong
+    target = find(place.path)
     if place.params is not None:
         found = tuple(inspect.signature(target).parameters) if callable(target) else None
         if found != place.params:
@@ -71,7 +69,7 @@ def read_tables() -> list[Row]:
 
 def _signature(path: str) -> str:
     try:
-        target = pkgutil.resolve_name(path)
+        target = find(path)
     except (ImportError, AttributeError):
         return "not there"
     names = ", ".join(inspect.signature(target).parameters) if callable(target) else repr(target)

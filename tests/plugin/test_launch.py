@@ -144,6 +144,48 @@ def test_another_sglang_is_left_alone_otherwise(flags: list[str], run: Run) -> N
     assert done.stdout.split() == ["backend", flags[-1] if flags else "None"]
 
 
+# Hides what the extra `codec` brings, then does what SGLang does with a command line, and in a scheduler's first steps.
+WITHOUT_PACKAGES = """
+import sys
+from importlib.machinery import PathFinder
+hidden = {"av", "cryptography", "zstandard"}
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else super().find_spec(name, path, target)
+sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
+for name in [name for name in sys.modules if name.partition(".")[0] in hidden]:
+    del sys.modules[name]
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+args = prepare_server_args(sys.argv[1:])
+args.resolve_once()
+print("backend", args.hicache_storage_backend)
+from sgl_kvfetch.plugin.hooks import sample_prompts, step_profile
+sample_prompts(None, None, None, None)
+step_profile(None, None)
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--hicache-storage-backend", "file"]], ids=["none", "file"])
+def test_a_launch_without_our_backend_needs_none_of_our_packages(flags: list[str], run: Run, tiny_llama: Path) -> None:
+    model = ["--model-path", str(tiny_llama), "--device", "cpu", "--attention-backend", "torch_native"]
+    done = run(["-c", WITHOUT_PACKAGES, *model, *flags])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == (flags[-1] if flags else "None")
+
+
+def test_a_config_file_selects_us_where_packages_are_missing(run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("hicache-storage-backend: kvfetch\n")
+    done = run(["-c", WITHOUT_PACKAGES, *NO_MODEL, "--config", str(config)])
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == (
+        "sgl_kvfetch: av, cryptography, zstandard not installed here: pip install 'sgl_kvfetch[codec]'"
+    )
+
+
 # Resolves several command lines in one process.
 PAGE_SIZES = """
 import json, sys

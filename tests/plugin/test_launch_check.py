@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
-from sgl_kvfetch.plugin import launch_check
-from sgl_kvfetch.plugin.hooks import gate_command_line
+from sgl_kvfetch.plugin import hooks, launch_check
+from sgl_kvfetch.plugin.hooks import gate_command_line, gate_launch
 from sgl_kvfetch.plugin.launch_check import check_launch, use_linker
 from sgl_kvfetch.plugin.register import register, selects_backend
 from tests.codec.quant.profiles import make_profile
@@ -53,10 +53,15 @@ def test_a_good_launch_passes() -> None:
 
 
 def test_a_launch_without_the_codecs_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sgl_kvfetch.plugin.register.find_spec", lambda name: None if name == "av" else name)
+    monkeypatch.setattr(hooks, "find_spec", lambda name: None if name == "av" else name)
+    what = r"av not installed here: pip install 'sgl_kvfetch\[codec\]'"
     monkeypatch.setattr(sys, "argv", ["sglang", "--hicache-storage-backend", "kvfetch"])
-    with pytest.raises(SystemExit, match=r"av not installed here: pip install 'sgl_kvfetch\[codec\]'"):
+    with pytest.raises(SystemExit, match=f"^sgl_kvfetch: {what}$"):
         register()
+    with pytest.raises(SystemExit, match=f"^sgl_kvfetch: {what}$"):
+        gate_command_line(_args(), [])  # selected in a config file
+    with pytest.raises(UnsupportedError, match=what):
+        gate_launch(_args())  # selected in Python
 
 
 def test_the_config_of_a_bucket_is_checked() -> None:
@@ -109,9 +114,14 @@ def test_sglangs_own_keys_are_not_ours() -> None:
 
 def test_nothing_is_checked_for_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_check, "check_seams", lambda scopes: pytest.fail("looked at SGLang"))
-    check_launch(_args("no JSON", hicache_storage_backend="file"))
-    check_launch(_args("no JSON", hicache_storage_backend=None))
-    check_launch(SimpleNamespace())
+    others = [
+        _args("no JSON", hicache_storage_backend=name, enable_hierarchical_cache=False) for name in ("file", None)
+    ]
+    for other in (*others, SimpleNamespace()):
+        before = vars(other).copy()
+        gate_command_line(other, [])
+        gate_launch(other)
+        assert vars(other) == before
 
 
 def test_a_mismatch_of_sglang_stops_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,9 +264,9 @@ def test_traces_that_cannot_be_exported_stop_a_launch_in_device_mode(monkeypatch
 
 def test_flags_without_a_host_tier_become_those_of_the_linker() -> None:
     args = _args(enable_hierarchical_cache=False)
-    for other in (_args(), _args(hicache_storage_backend="file", enable_hierarchical_cache=False)):
-        use_linker(other)
-        assert not other.enable_unified_cache_external_linker
+    with_host_tier = _args()
+    use_linker(with_host_tier)
+    assert not with_host_tier.enable_unified_cache_external_linker
     use_linker(args)
     assert args.enable_unified_cache_external_linker
     assert args.hicache_storage_backend is None

@@ -3,14 +3,14 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import pkgutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import sgl_kvfetch.plugin
-from sgl_kvfetch.plugin.seams import Scope, Seam, check_seam, check_seams, installed_seams
+from sgl_kvfetch.plugin import seams
+from sgl_kvfetch.plugin.seams import Scope, Seam, check_name, check_seam, check_seams, find, has, installed_seams
 from tests.plugin.sglang_places import PLACES
 from tests.plugin.sglang_report import Row, fault, installed_places, report
 
@@ -51,9 +51,9 @@ def test_nothing_outside_the_plugin_imports_sglang() -> None:
 
 @pytest.mark.parametrize("seam", installed_seams(), ids=lambda s: s.path.rpartition(".")[2])
 def test_every_hook_resolves_and_takes_what_sglang_passes(seam: Seam) -> None:
-    hook = pkgutil.resolve_name(seam.hook)
+    hook = find(seam.hook)
     leading = 1 if seam.kind in ("after", "around") else 0
-    target = inspect.signature(pkgutil.resolve_name(seam.path))
+    target = inspect.signature(find(seam.path))
     given = [object()] * leading
     if seam.path.endswith("create_backend"):
         given.append(object())  # the class, which its signature leaves out
@@ -87,6 +87,45 @@ def test_a_seam_without_its_target_is_one_message() -> None:
     moved = dataclasses.replace(seam, path="sglang.srt.server_args.ServerArgs.no_such")
     assert check_seam(seam) is None
     assert "sglang.srt.server_args.ServerArgs.no_such not found" in (check_seam(moved) or "")
+
+
+@pytest.fixture
+def broken_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a package with modules that cannot be imported, as SGLang's are where a shared library is missing."""
+    package = tmp_path / "broken_sglang"
+    package.mkdir()
+    package.joinpath("__init__.py").touch()
+    package.joinpath("kernels.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')\n")
+    package.joinpath("too_old.py").write_text("import os; os.no_such_name\n")
+    for name in ("scheduler", "cache"):
+        package.joinpath(f"{name}.py").write_text("import broken_sglang.kernels\nclass Name: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return package.name
+
+
+def test_a_module_that_cannot_be_imported_shows_the_cause(broken_package: str) -> None:
+    for name, cause in {
+        "scheduler": "OSError: libcudart.so.13: cannot open shared object file",
+        "too_old": "AttributeError: module 'os' has no attribute 'no_such_name'",
+    }.items():
+        path = f"{broken_package}.{name}.Name.method"
+        message = f"{broken_package}.{name} cannot be imported: {cause}"
+        assert check_name(path) == message
+        assert fault(dataclasses.replace(PLACES[0], path=path)) == message
+        with pytest.raises(ImportError, match="cannot be imported"):
+            find(path)
+        assert not has(path)
+
+
+def test_one_cause_is_one_message(broken_package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("scheduler.Name.one", "scheduler.Name.two", "cache.Name", "gone.Name")
+    rows = tuple(Seam(f"{broken_package}.{name}", "before", "no.hook", Scope.HOST) for name in names)
+    monkeypatch.setattr(seams, "SEAMS", rows)
+    cause = "OSError: libcudart.so.13: cannot open shared object file"
+    assert check_seams() == [
+        f"{broken_package}.scheduler cannot be imported: {cause}",
+        f"{broken_package}.gone.Name not found (module '{broken_package}' has no attribute 'gone')",
+    ]
 
 
 def test_a_report_has_both_signatures_of_what_is_broken() -> None:

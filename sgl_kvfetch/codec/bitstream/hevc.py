@@ -11,15 +11,17 @@ import struct
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
-import av
-import av.error
 import numpy as np
 import torch
 
 from sgl_kvfetch.codec.bitstream.base import Codec, PictureShape
 from sgl_kvfetch.codec.layout.frames import FILL
 from sgl_kvfetch.errors import CorruptError
+
+if TYPE_CHECKING:  # the other codecs work without PyAV
+    import av
 
 _U32 = struct.Struct("<I")
 # NAL units of type 33, up to the next start code. Emulation prevention keeps start codes out of all payloads.
@@ -64,6 +66,8 @@ class HevcCodec(Codec):
     planes_a_picture = 3
 
     def encode(self, frames: torch.Tensor) -> bytes:
+        import av
+
         pictures = self.to_pictures(frames.contiguous().cpu().numpy())
         encoder = av.CodecContext.create("libx265", "w")
         assert isinstance(encoder, av.VideoCodecContext)
@@ -82,6 +86,9 @@ class HevcCodec(Codec):
         return join_access_units([_with_known_level(unit) for unit in access_units])
 
     def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> torch.Tensor:
+        import av
+        import av.error
+
         num_frames, height, width = shape
         access_units = self.access_units(bitstream, num_frames)
         expected = len(access_units)
@@ -93,7 +100,11 @@ class HevcCodec(Codec):
                 for frame in decoder.decode(packet):
                     if num_decoded == expected:
                         raise CorruptError(f"{self.name} bitstream decodes to more than {expected} pictures")
-                    self._check((frame.format.name, frame.width, frame.height), height, width)
+                    found = (frame.format.name, frame.width, frame.height)
+                    if found != (self.pixel_format, width, height):
+                        raise CorruptError(
+                            f"{self.name} picture is {found}, expected {(self.pixel_format, width, height)}"
+                        )
                     self._from_picture(frame, num_decoded, out)
                     num_decoded += 1
         except av.error.FFmpegError as e:
@@ -119,6 +130,8 @@ class HevcCodec(Codec):
 
         libavcodec would allocate gigabytes for a larger stated size, even if the pictures are then cropped to ours.
         """
+        import av
+
         first = bytes(access_units[0])
         # Otherwise libavcodec would look for something else than start codes, and find parameter sets that we do not.
         if not first.startswith((b"\0\0\1", b"\0\0\0\1")):
@@ -131,17 +144,15 @@ class HevcCodec(Codec):
         decoder.thread_count = 1
         decoder.extradata = first  # opening it reads the parameter sets in it, and no picture
         decoder.open()
-        self._check((decoder.pix_fmt, decoder.width, decoder.height), height, width)
+        # Before PyAV 18, `decoder.pix_fmt` is unknown here. A frame of another format has at most twice as many bytes.
+        if (decoder.width, decoder.height) != (width, height):
+            raise CorruptError(f"{self.name} pictures have {decoder.width}x{decoder.height}, expected {width}x{height}")
         if max(decoder.coded_width - width, decoder.coded_height - height) >= _LARGEST_UNIT:
             raise CorruptError(
                 f"{self.name} pictures are coded as {decoder.coded_width}x{decoder.coded_height} and cropped to "
                 f"{width}x{height}"
             )
         return decoder
-
-    def _check(self, found: tuple[str | None, int, int], height: int, width: int) -> None:
-        if found != (self.pixel_format, width, height):
-            raise CorruptError(f"{self.name} picture is {found}, expected {(self.pixel_format, width, height)}")
 
     def to_pictures(self, frames: np.ndarray) -> list[np.ndarray]:
         """Convert ``(frames, 3, height, width)`` into pictures, one an access unit. A picture's planes are stacked

@@ -4,6 +4,6 @@ Code that writes segments, takes them apart or signs them imports from here. All
 `sgl_kvfetch.codec`.
 """
 
-import lazy_loader
+from sgl_kvfetch.doors import open_door
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = open_door(__name__, __file__)

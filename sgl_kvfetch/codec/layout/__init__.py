@@ -3,6 +3,6 @@
 Kernels and the pictures of segments import from here. All others import from `sgl_kvfetch.codec`.
 """
 
-import lazy_loader
+from sgl_kvfetch.doors import open_door
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = open_door(__name__, __file__)

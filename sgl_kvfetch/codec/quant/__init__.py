@@ -3,6 +3,6 @@
 A door of its own, for kernels and those who launch them. What others need of it is behind the codec's door.
 """
 
-import lazy_loader
+from sgl_kvfetch.doors import open_door
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = open_door(__name__, __file__)

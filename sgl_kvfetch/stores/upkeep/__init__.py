@@ -3,6 +3,6 @@
 A door of its own, for the commands that look after a store, and for directories, which delete in the same order.
 """
 
-import lazy_loader
+from sgl_kvfetch.doors import open_door
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = open_door(__name__, __file__)
