@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 import xxhash
 
-from sgl_kvfetch.errors import ConfigError, FormatError, why
+from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, FormatError, why
 from sgl_kvfetch.labels import label_of_request
 from sgl_kvfetch.log import LimitedLogger
 
@@ -58,7 +58,7 @@ def read_spans(path: Path) -> list[Span]:
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
         try:
             spans.append(decoder.decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        except DECODE_ERRORS as e:
             raise FormatError(f"{path}, line {number}: expected a span of a timeline: {e}") from e
     return spans
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.errors import DECODE_ERRORS, FormatError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels
 
@@ -400,7 +400,7 @@ class MessageReader(Generic[M]):
                 start = end
                 try:
                     yield self._decoder.decode(body)
-                except msgspec.MsgspecError as e:
+                except DECODE_ERRORS as e:
                     raise FormatError(f"a message that cannot be decoded: {e}") from e
         finally:
             del self._buffer[:start]
