@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import msgspec
+
+# What decoding JSON or MessagePack from outside raises: also for text that is not UTF-8, and for values in fields that
+# no type knows, which nest without end.
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 StoreErrorReason = Literal[
     "refused",  # no connection
     "tls",  # no connection: the certificate is not trusted, or the server does not speak TLS

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
+import xxhash
 from msgspec import Meta
 
 MAX_LABEL_CHARS = 128
+_DIGEST_CHARS = 16
 
 _Label = Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]
 _KLT = re.compile(r"klt\(profile=(?P<profile>[0-9a-f]{32});step=(?P<step>[0-9.e+-]{1,16})\)")
@@ -74,6 +76,19 @@ def label_of_flags(flags: Mapping[str, object]) -> str:
         for name, value in sorted(flags.items())
     )
     return ", ".join(texts)[:MAX_LABEL_CHARS]
+
+
+def label_of_request(request_id: str) -> str:
+    """Return the label for a request: its id; of a long one, the first 128 characters and a digest of all.
+
+    Users of SGLang's API choose ids, of any length and of any characters, and every server keeps its last ones. The
+    label is valid Unicode, and it is its own label: what people copy from a server names the same request.
+    """
+    valid = request_id.encode("utf-8", "backslashreplace")  # there may be lone surrogates
+    text = valid.decode()
+    if len(text) <= MAX_LABEL_CHARS + 1 + _DIGEST_CHARS:
+        return text
+    return f"{text[:MAX_LABEL_CHARS]}~{xxhash.xxh3_64_hexdigest(valid)}"
 
 
 def label_of_klt(target_kl: float) -> str:

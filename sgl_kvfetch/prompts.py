@@ -12,7 +12,7 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from sgl_kvfetch.errors import ConfigError, why
+from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, why
 from sgl_kvfetch.user_files import read_text
 
 _HUB_TIMEOUT_S = 10.0  # whether it has a model
@@ -59,7 +59,7 @@ def _read(file: Path, kind: Any, expected: str) -> list[Any]:
             continue
         try:
             prompts.append(msgspec.json.decode(line, type=line_type).prompt)
-        except msgspec.DecodeError as e:
+        except DECODE_ERRORS as e:
             raise ConfigError(f"{file}:{number}: expected {expected}: {e}") from e
     if not prompts:
         raise ConfigError(f"{file} holds no prompts")

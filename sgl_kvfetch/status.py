@@ -18,7 +18,8 @@ MAX_RECENT = 256
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request fared. Only pages that were not in the server's memory count."""
+    """How one request fared. Only pages that were not in the server's memory count. ``request_id``: the id, cut as in
+    `label_of_request`."""
 
     request_id: str
     at_s: float  # in seconds since the epoch

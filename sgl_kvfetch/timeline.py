@@ -22,7 +22,8 @@ from typing import Any, Literal, Protocol
 import msgspec
 import xxhash
 
-from sgl_kvfetch.errors import ConfigError, FormatError, why
+from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, FormatError, why
+from sgl_kvfetch.labels import label_of_request
 from sgl_kvfetch.log import LimitedLogger
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def read_spans(path: Path) -> list[Span]:
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
         try:
             spans.append(decoder.decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        except DECODE_ERRORS as e:
             raise FormatError(f"{path}, line {number}: expected a span of a timeline: {e}") from e
     return spans
 
@@ -67,13 +68,17 @@ class Request:
     """A request to which spans belong.
 
     ``traceparent`` names the span of its fetch, in the form of W3C Trace Context; it is empty if the request is not
-    traced. ``parent_id`` names SGLang's span, the parent of that one. ``parts`` collects spans for `Traces`.
+    traced. ``parent_id`` names SGLang's span, the parent of that one. ``parts`` collects spans for `Traces`. ``id`` is
+    cut (`label_of_request`): spans wait in a queue, and go to the data plane, files and collectors.
     """
 
     id: str
     traceparent: str = ""
     parent_id: int = 0
     parts: list[Recorded] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.id = label_of_request(self.id)
 
     def belongs_to(self, span: Any) -> None:
         """Make the fetch a child of ``span``, an OpenTelemetry ``SpanContext``. Trace it only if that is sampled."""
@@ -230,11 +235,12 @@ def is_traced() -> bool:
 
 def arrived(request_id: str) -> Request:
     """Return a request that has arrived. If traces are exported, it gets a span for its fetch."""
-    if not _is_traced:
-        return Request(request_id)
-    # All ranks have the same trace, unless SGLang traces the request: then its trace replaces this one.
-    # Not from ``random``: SGLang gives all ranks the same seed.
-    return Request(request_id, f"00-{xxhash.xxh3_128_hexdigest(request_id.encode())}-{os.urandom(8).hex()}-01")
+    request = Request(request_id)
+    if _is_traced:
+        # All ranks have the same trace, unless SGLang traces the request: then its trace replaces this one.
+        # Not from ``random``: SGLang gives all ranks the same seed.
+        request.traceparent = f"00-{xxhash.xxh3_128_hexdigest(request.id.encode())}-{os.urandom(8).hex()}-01"
+    return request
 
 
 def add(request: Request, stage: Stage, start_s: float, end_s: float, **attributes: int | str) -> None:

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.labels import MAX_LABEL_CHARS, Labels, are_named, label_of_flags, label_of_klt, label_of_model
+from sgl_kvfetch.labels import (
+    MAX_LABEL_CHARS,
+    Labels,
+    are_named,
+    label_of_flags,
+    label_of_klt,
+    label_of_model,
+    label_of_request,
+)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +42,22 @@ def test_a_label_of_many_flags_is_cut() -> None:
     assert label_of_flags({"b": None, "a": "x" * 500}) == ("a=" + "x" * 500)[:MAX_LABEL_CHARS]
     assert label_of_flags({"b": False, "a": "x"}) == "a=x, b=false"
     assert label_of_flags({}) == ""
+
+
+def test_a_short_id_is_a_requests_label() -> None:
+    assert label_of_request("") == ""
+    assert label_of_request("chatcmpl-\N{SNOWMAN}") == "chatcmpl-\N{SNOWMAN}"
+
+
+@pytest.mark.parametrize("request_id", ["x" * 1000, "\ud800" * 200, "\N{SNOWMAN}" * 146])
+def test_a_long_id_is_cut_and_told_apart(request_id: str) -> None:
+    label = label_of_request(request_id)
+    assert len(label) == MAX_LABEL_CHARS + 17
+    assert label.encode().decode() == label
+    assert label[:8] == label_of_request(request_id[:4] * 2)[:8]
+    assert label_of_request(label) == label  # `kvfetch why` takes what a server shows
+    assert label_of_request(request_id + "y") != label
+    assert label_of_request("\udc80") == "\\udc80"
 
 
 def test_models_are_named_as_they_are_served(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class Outbox:
         return bool(self._unsent)
 
     def send(self, message: Command | Event) -> None:
-        """Send a message. Does nothing once closed."""
+        """Send a message. Does nothing once closed. Raises FormatError for one that is too large to be sent."""
         data = memoryview(encode(message))
         with self._lock:
             if self._closed:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.errors import DECODE_ERRORS, FormatError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels
 
@@ -111,8 +111,8 @@ class Stage(_Message, frozen=True):
     """Restore the longest stored run of these pages into shared memory, where the engine takes them: `Staged` answers.
 
     ``saved_s``: how much longer the engine would take without so many pages, for a few numbers of pages, ascending;
-    empty if it has not been measured. ``request_id``, ``traceparent``: for the timeline. ``is_idle``: whether the
-    engine has nothing to compute now.
+    empty if it has not been measured. ``request_id``, ``traceparent``: as of `timeline.Request`. ``is_idle``: whether
+    the engine has nothing to compute now.
     """
 
     work: int
@@ -368,8 +368,11 @@ M = TypeVar("M")
 
 
 def encode(message: Command | Event) -> bytes:
+    """Return a message's bytes. Raises FormatError if they are more than the other end accepts: a command grows with
+    the prompt that it is for."""
     body = msgspec.msgpack.encode(message)
-    assert len(body) <= _MOST_BYTES, len(body)
+    if len(body) > _MOST_BYTES:
+        raise FormatError(f"a {type(message).__name__} of {len(body)} bytes; messages have at most {_MOST_BYTES}")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -397,7 +400,7 @@ class MessageReader(Generic[M]):
                 start = end
                 try:
                     yield self._decoder.decode(body)
-                except msgspec.MsgspecError as e:
+                except DECODE_ERRORS as e:
                     raise FormatError(f"a message that cannot be decoded: {e}") from e
         finally:
             del self._buffer[:start]

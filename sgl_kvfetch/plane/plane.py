@@ -85,7 +85,7 @@ class DataPlane(Supervisor):
         restored; the data plane writes nothing after that. Other arguments as in `messages.FetchPages`."""
         work = next(self._numbers)
         command = m.FetchPages(work, b"".join(hashes), deadline_s, compute_s)
-        return work, self._run.ask(command, m.FetchOver(work, 0, "data_plane"), destination=destination)
+        return work, self._run.ask(command, m.FetchOver(work, 0), destination=destination)
 
     def cancel(self, fetch: int) -> None:
         """End a fetch soon."""
@@ -105,7 +105,7 @@ class DataPlane(Supervisor):
         arguments as in `messages.Stage`."""
         work, run = next(self._numbers), self._run
         command = m.Stage(work, b"".join(hashes), tuple(saved_s), request.id, request.traceparent, is_idle)
-        staged = run.ask(command, m.Staged(work, 0, 0, 0, "failed", reason="data_plane"))
+        staged = run.ask(command, m.Staged(work, 0, 0, 0, "failed"))
         staged.add_done_callback(lambda staged: on_staged(run.staged_values(staged.result())))
         return work
 

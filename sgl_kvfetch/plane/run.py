@@ -31,6 +31,7 @@ import torch
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import CellValues, Quantised
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, UnsupportedError
+from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Arena, Room
 from sgl_kvfetch.plane.channel import Channel
@@ -38,9 +39,11 @@ from sgl_kvfetch.plane.coded import CELL, StagedCode
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Launch, Line
 from sgl_kvfetch.plane.staging import StagedValues, region_views
+from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
 
 _Answer = m.Found | m.Staged | m.FetchOver | m.SideOver | m.Taken | m.ClearOver
 A = TypeVar("A", bound=_Answer)
@@ -75,11 +78,15 @@ class _Asked:
     destination: Destination | None
     answer: Future[Any] = field(default_factory=Future)
 
-    def lose(self) -> None:
-        if not isinstance(self.lost, m.Taken | m.ClearOver):
-            stage = "lookup" if isinstance(self.lost, m.Found) else "fetch"
-            metrics.MISSES.labels(stage, "data_plane").inc()
-        self.answer.set_result(self.lost)
+    def lose(self, reason: Reason = Reason.DATA_PLANE) -> None:
+        """Answer with ``lost``. ``reason``: why pages are missing, if the answer says so."""
+        lost = self.lost
+        if not isinstance(lost, m.Taken | m.ClearOver):
+            stage = "lookup" if isinstance(lost, m.Found) else "fetch"
+            metrics.MISSES.labels(stage, reason).inc()
+        if isinstance(lost, m.Found | m.Staged | m.FetchOver):
+            lost = msgspec.structs.replace(lost, reason=reason)
+        self.answer.set_result(lost)
 
 
 class Run:
@@ -122,17 +129,24 @@ class Run:
         take: TakeSide | None = None,
         destination: Destination | None = None,
     ) -> Future[A]:
-        """Send a command. Return the event that answers it, ``lost`` if the data plane ends first. ``take``: as in
-        `DataPlane.fetch_side`. ``destination``: as in `DataPlane.fetch`."""
+        """Send a command. Return the event that answers it, ``lost`` if the data plane ends first, or if the command is
+        too large to be sent. ``take``: as in `DataPlane.fetch_side`. ``destination``: as in `DataPlane.fetch`."""
         asked = _Asked(lost, take, destination)
         with self._lock:
             is_under_way = not self._ended
             if is_under_way:
                 self._asked[command.work] = asked
-        if is_under_way:
-            self.channel.send(command)
-        else:
+        if not is_under_way:
             asked.lose()
+            return asked.answer
+        try:
+            self.channel.send(command)
+        except FormatError as e:  # one miss: the thread that asks may be the scheduler's
+            with self._lock:
+                is_under_way = self._asked.pop(command.work, None) is not None
+            if is_under_way:
+                _limited.warning("too large", f"kvfetch: pages of a request count as missing: {e}")
+                asked.lose(Reason.TOO_LARGE)
         return asked.answer
 
     def write(

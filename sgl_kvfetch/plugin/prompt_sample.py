@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from sgl_kvfetch.labels import label_of_request
 from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS, NUM_WINDOWS
 
 _WINDOW = CONTEXT_TOKENS + CONTINUATION_TOKENS
@@ -41,7 +42,7 @@ class PromptSample:
         decoding = batch.decoding_reqs or ()  # along with the prompts, in mixed chunked prefill
         for request, first, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
             if request not in decoding and not (request.cache_salt or request.extra_key or request.multimodal_inputs):
-                self.add(request.rid, request.origin_input_ids, first, length)
+                self.add(label_of_request(request.rid), request.origin_input_ids, first, length)
 
     def add(self, request_id: str, prompt: Sequence[int], first: int, length: int) -> None:
         """Look at ``length`` tokens of a prompt that were computed, from ``first`` on."""

@@ -14,7 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from sgl_kvfetch.directory import LocalStore, StoreUsage
-from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.errors import DECODE_ERRORS, FormatError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, split_hashes
 from sgl_kvfetch.server.bodies import BodyReader, error_answer, json_answer, store_error_answer
 from sgl_kvfetch.server.budget import ACCOUNT, Budget
@@ -246,7 +246,7 @@ class LookupHandler:
         body = await self._bodies.read_body(request, MAX_LOOKUP_REQUEST_BYTES, _HASHES_TIMES)
         try:
             asked = msgspec.msgpack.decode(body, type=LookupRequest)
-        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        except DECODE_ERRORS as e:
             raise web.HTTPBadRequest(text=f"malformed lookup: {e}") from e
         if len(asked.page_hashes) % PAGE_HASH_BYTES:
             raise web.HTTPBadRequest(text=f"page_hashes has {len(asked.page_hashes)} bytes; expected a multiple of 32")

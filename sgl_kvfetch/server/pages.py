@@ -22,7 +22,7 @@ from msgspec import Meta
 from sgl_kvfetch import __version__
 from sgl_kvfetch.codec import Manifest, decode_manifest
 from sgl_kvfetch.directory import FolderUsage, LocalStore
-from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
+from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, page_hashes, tokenise
@@ -344,7 +344,7 @@ class PageHandlers:
             async with asyncio.timeout(_PROMPT_S), self._prompting:
                 num_tokens, hashes = await asyncio.to_thread(_hashes_of, query, self._config.tokenizer or "")
                 stored = await self._stored(hashes) if hashes else {}
-        except (msgspec.DecodeError, UnicodeDecodeError, ConfigError) as e:
+        except (*DECODE_ERRORS, ConfigError) as e:
             raise web.HTTPBadRequest(text=str(e)) from e
         except TimeoutError as e:
             raise Overloaded("time", f"looking the prompt up in all folders took longer than {_PROMPT_S:g} s") from e

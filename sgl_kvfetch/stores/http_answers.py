@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 from aiohttp.http_exceptions import HttpProcessingError
 
-from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.errors import DECODE_ERRORS, FormatError, StoreError
 from sgl_kvfetch.keys import parse_object_name
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import wire
@@ -109,7 +109,7 @@ async def _explanation(response: aiohttp.ClientResponse) -> str:
     """Return the message of an error's body if a kvfetch server sent it, else an empty string."""
     try:
         said = msgspec.json.decode(await _read_up_to(response, _MAX_ERROR_BYTES), type=wire.ErrorBody)
-    except (msgspec.DecodeError, UnicodeDecodeError, aiohttp.ClientError):
+    except (*DECODE_ERRORS, aiohttp.ClientError):
         return ""
     return f" ({printable(said.error[:100])}: {printable(said.message[:500])})"
 
@@ -218,7 +218,7 @@ def decode_hits(what: str, body: bytes, pages_asked: int) -> Lookup:
     """Decode the answer to a lookup. Raises StoreError (``protocol``)."""
     try:
         found = Lookup(msgspec.msgpack.decode(body, type=tuple[SegmentHit, ...]))
-    except msgspec.DecodeError as e:
+    except DECODE_ERRORS as e:
         raise StoreError("protocol", f"{what}: the answer is malformed: {_text(e)}") from e
     if found.num_pages > pages_asked:
         raise StoreError("protocol", f"{what}: the answer has more pages than requested: {found.num_pages}")
@@ -229,7 +229,7 @@ def decode_json(what: str, body: bytes, kind: type[T]) -> T:
     """Decode an answer in JSON. Raises StoreError (``protocol``)."""
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except DECODE_ERRORS as e:
         raise StoreError("protocol", f"{what}: the answer is malformed: {_text(e)}") from e
 
 
@@ -238,7 +238,7 @@ def decode_listed(line: bytes, prefix: str) -> ObjectInfo:
     try:
         listed = msgspec.json.decode(line, type=ObjectInfo)
         parse_object_name(listed.name)
-    except (msgspec.DecodeError, UnicodeDecodeError, FormatError) as e:
+    except (*DECODE_ERRORS, FormatError) as e:
         raise StoreError("protocol", f"{listing_of(prefix)}: malformed line: {_text(e)}") from e
     if not listed.name.startswith(prefix):
         raise StoreError("protocol", f"{listing_of(prefix)}: {listed.name} does not have this prefix")

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from sgl_kvfetch.codec import decode_manifest
-from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.errors import DECODE_ERRORS, FormatError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, SegmentKey, split_hashes
 from sgl_kvfetch.stores.base import AdminStore
 
@@ -51,7 +51,7 @@ def decode_pin(content: bytes) -> Pin:
     """Decode a stored pin. Raises FormatError."""
     try:
         pin = _pins.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except DECODE_ERRORS as e:
         raise FormatError(f"malformed pin: {e}") from e
     if len(pin.hashes) % PAGE_HASH_BYTES:
         raise FormatError(f"malformed pin: {len(pin.hashes)} bytes of page hashes are no multiple of {PAGE_HASH_BYTES}")

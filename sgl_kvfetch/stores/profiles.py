@@ -26,7 +26,15 @@ from msgspec import Meta
 
 from sgl_kvfetch.codec import EncryptionKeys, ManifestKeys
 from sgl_kvfetch.codec.container import SALT_BYTES, TRAILER_BYTES, split_trailer
-from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError, FormatVersionError, StoreError, why
+from sgl_kvfetch.errors import (
+    DECODE_ERRORS,
+    ConfigError,
+    CorruptError,
+    FormatError,
+    FormatVersionError,
+    StoreError,
+    why,
+)
 from sgl_kvfetch.labels import MAX_LABEL_CHARS
 from sgl_kvfetch.side_by_side import together
 from sgl_kvfetch.stores.base import AdminStore, ObjectInfo
@@ -173,7 +181,7 @@ def parse_head(name: str, data: bytes, size_bytes: int) -> ProfileHead:
         if version != VERSION:
             raise FormatVersionError(f"its header has version {version}, expected {VERSION}")
         header = msgspec.json.decode(data[_HEAD.size : end], type=ProfileHeader)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except DECODE_ERRORS as e:
         raise CorruptError(f"its header is malformed: {e}") from e
     if name != f"{header.weights}/{header.digest}":
         raise CorruptError(f"its header belongs to {header.weights}/{header.digest}")

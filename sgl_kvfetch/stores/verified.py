@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.errors import DECODE_ERRORS, FormatError
 
 MAX_DAMAGED = 100  # objects that are named
 MAX_VERIFIED_BYTES = 256 << 10
@@ -42,5 +42,5 @@ def decode_verified(data: bytes) -> Verified:
     """Decode a result. Raises FormatError."""
     try:
         return msgspec.json.decode(data, type=Verified)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except DECODE_ERRORS as e:
         raise FormatError(f"a result of kvfetch verify is malformed: {e}") from e

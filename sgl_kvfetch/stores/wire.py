@@ -87,7 +87,7 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 class PinNames(msgspec.Struct, frozen=True):
-    names: tuple[str, ...]
+    names: tuple[Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")], ...]
 
 
 class Profiles(msgspec.Struct, frozen=True):

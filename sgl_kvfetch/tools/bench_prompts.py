@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError
 from sgl_kvfetch.prompts import Prompt, Tokens
 from sgl_kvfetch.user_files import read_text
 
@@ -91,14 +91,14 @@ def _lines(file: Path) -> list[_Line]:
     if file.suffix == ".json":
         try:
             return msgspec.json.decode(content, type=list[_Line])
-        except msgspec.DecodeError as e:
+        except DECODE_ERRORS as e:
             raise ConfigError(f"{file}: expected a list, each of it {_EXPECTED}: {e}") from e
     lines = []
     for number, line in enumerate(content.splitlines(), 1):
         if line.strip():
             try:
                 lines.append(msgspec.json.decode(line, type=_Line))
-            except msgspec.DecodeError as e:
+            except DECODE_ERRORS as e:
                 raise ConfigError(f"{file}:{number}: expected {_EXPECTED}: {e}") from e
     return lines
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 from rich.table import Table
 
-from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError
 from sgl_kvfetch.tools.terminal import format_ratio, format_size, json_flag, make_table, option, show
 from sgl_kvfetch.user_files import read_text
 
@@ -138,7 +138,7 @@ def values_per_token(model: str) -> int:
         config = msgspec.json.decode(read_text(path, "--model"), type=dict[str, Any])
     except ConfigError as e:
         raise ConfigError(f"{e}; expected a config.json, or a folder with one") from e
-    except msgspec.DecodeError as e:
+    except DECODE_ERRORS as e:
         raise ConfigError(f"--model {model}: {path} is not a model's config.json: {e}") from e
     config = config.get("text_config", config)
     layers = _positive(config, path, "num_hidden_layers", "n_layer")

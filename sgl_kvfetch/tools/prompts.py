@@ -12,7 +12,7 @@ import msgspec
 import typer
 from msgspec import Struct
 
-from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, tokenise
 from sgl_kvfetch.stores import MAX_LABEL, MAX_PIN_PAGES, AdminStore, Pin, Store
@@ -245,7 +245,7 @@ def prompts_of(prompt: str | None, file: Path | None, *, required: bool = False)
             raise ConfigError("expected --prompt or --file")
         return []
     if prompt.startswith("["):
-        with contextlib.suppress(msgspec.DecodeError):
+        with contextlib.suppress(*DECODE_ERRORS):
             return [msgspec.json.decode(prompt, type=Tokens)]
     return [prompt]
 

@@ -15,7 +15,7 @@ from msgspec import Struct
 from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.keys import Namespace
-from sgl_kvfetch.labels import Labels
+from sgl_kvfetch.labels import Labels, label_of_request
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes
 from sgl_kvfetch.reasons import ADVICE, Reason
@@ -258,10 +258,11 @@ def _request(asked: Asked, request_id: str) -> Explained:
     status = asked.status
     if status is None:
         return Explained(0, 0, asked.page_size, "", "", 0, [_not_attached(0)], [], [])
-    decided = [each for each in status.recent if each.request_id == request_id]
+    label = label_of_request(request_id)
+    decided = [each for each in status.recent if each.request_id == label]
     if not decided:
         raise ConfigError(
-            f"the server remembers no request {request_id!r}. It remembers the last {len(status.recent)} that it "
+            f"the server remembers no request {label!r}. It remembers the last {len(status.recent)} that it "
             f"looked up: those below prefetch_threshold, or in its memory, are not among them"
         )
     last = decided[-1]

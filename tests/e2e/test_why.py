@@ -73,6 +73,11 @@ def test_what_became_of_requests(device: Shared, store: StoreProcess, link: Prox
         counts = [decided[f"num_{what}"] for what in ("pages", "found", "served")]
         assert (counts, decided["reason"]) == ([USABLE] * 3, "")
 
+        for size_bytes in (1 << 20, 70 << 20):  # users choose ids, of any length
+            send(server, 0, "x" * size_bytes)
+            why_request(store, server, "x" * size_bytes, exit_code=0)
+        assert len(server.request("GET", "/server_info")) < 1 << 18
+
         send(server, 1, "new")
         assert_why(why_request(store, server, "new"), Reason.NEVER_WRITTEN)
         assert_why(why(store, server, 0, tokens=64), Reason.SHORT)

@@ -24,6 +24,8 @@ import torch
 import xxhash
 from aiohttp.test_utils import TestClient, TestServer
 from redis.exceptions import InvalidResponse, ResponseError
+from safetensors import safe_open
+from safetensors.torch import save
 
 from sgl_kvfetch.codec.bitstream.registry import get_codec
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
@@ -34,12 +36,14 @@ from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.sides import encode_side, side_places
 from sgl_kvfetch.codec.quant.base import Quantised
+from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.app import create_app
-from sgl_kvfetch.stores import indexed_s3
+from sgl_kvfetch.stores import indexed_s3, wire
 from sgl_kvfetch.stores.base import ObjectInfo
+from sgl_kvfetch.stores.http_answers import decode_hits, decode_json, decode_listed
 from sgl_kvfetch.stores.profiles import (
     ListedProfile,
     ProfileHeader,
@@ -50,6 +54,7 @@ from sgl_kvfetch.stores.profiles import (
 )
 from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex
 from sgl_kvfetch.types import KVGeometry
+from tests.codec.quant.profiles import make_profile
 from tests.segments import make_segment
 
 Target = Callable[[bytes], object]
@@ -233,6 +238,38 @@ def profiles(data: bytes) -> None:
             open_sealed(stored + CONTENT + bytes(36), head, ProfileKeys(None, KEYS))
 
 
+@cache
+def _profile_tensors() -> dict[str, torch.Tensor]:
+    return make_profile(num_layers=1, num_heads=1, head_dim=8, cell_layers=1, cell_heads=1)._tensors()
+
+
+def profile_files(data: bytes) -> None:
+    """Read a profile's file with other metadata, or with another header: a first byte chooses."""
+    if not data:
+        return
+    content = save(_profile_tensors(), {"kvfetch": data[1:].decode("utf-8", "replace")})
+    if data[0] % 2:
+        content = struct.pack("<Q", len(data) - 1) + data[1:] + content
+    with tempfile.TemporaryDirectory(prefix="kvfetch-fuzz-") as folder, contextlib.suppress(KVFetchError):
+        (path := Path(folder, "profile")).write_bytes(content)
+        assert load_profile(path).digest
+
+
+def answers(data: bytes) -> None:
+    """Decode what an HTTP store answers: a first byte chooses to what."""
+    if not data:
+        return
+    kinds = wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, wire.Profiles
+    with contextlib.suppress(KVFetchError):
+        match data[0] % (len(kinds) + 2):
+            case 0:
+                decode_hits("a lookup", data[1:], 1 << 20)
+            case 1:
+                decode_listed(data[1:], "")
+            case which:
+                decode_json("an answer", data[1:], kinds[which - 2])
+
+
 def seeds_of(name: str) -> Iterator[bytes]:
     """Yield inputs to begin with, from segments that a writer makes."""
     made = segments_by_kind()
@@ -257,6 +294,17 @@ def seeds_of(name: str) -> Iterator[bytes]:
             yield msgspec.json.encode(header)
             encryption = {"key": "ours", "salt": "0" * 64}
             yield msgspec.json.encode(msgspec.to_builtins(header) | {"encryption": encryption})
+        case "profile_files":
+            with tempfile.TemporaryDirectory() as folder:
+                make_profile(num_layers=1, num_heads=1, head_dim=8, cell_layers=1, cell_heads=1).save(Path(folder, "p"))
+                with safe_open(Path(folder, "p"), "pt") as file:
+                    yield b"\0" + file.metadata()["kvfetch"].encode()
+                yield b"\1" + Path(folder, "p").read_bytes()[8:1500]
+        case "answers":
+            yield b"\0" + msgspec.msgpack.encode([[made[0].manifest.encode(), 0, 4]])
+            yield b"\1" + msgspec.json.encode(ObjectInfo(made[0].manifest.key.manifest_name, 1, 0.0))
+            yield b"\6" + msgspec.json.encode(wire.Profiles([ObjectInfo(PROFILE, 1, 0.0)]))
+            yield b"\5" + msgspec.json.encode(wire.PinNames(("0" * 64,)))
         case "redis":
             entry = struct.pack("<QB32s", 0, 3, bytes(32))
             yield b"*8\r\n" + (b"$41\r\n" + entry + b"\r\n") * 8
@@ -307,4 +355,6 @@ TARGETS: dict[str, Target] = {
     "http": http,
     "redis": redis,
     "profiles": profiles,
+    "profile_files": profile_files,
+    "answers": answers,
 }

@@ -80,6 +80,14 @@ def test_invalid_bytes_are_refused(data: bytes, message: str) -> None:
         list(reader.feed(data))
 
 
+def test_a_message_that_is_too_large_is_refused_where_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(m, "_MOST_BYTES", 1024)
+    (found,) = m.MessageReader[m.Command](m.Command).feed(m.encode(m.LookUp(1, bytes(1000))))
+    assert found == m.LookUp(1, bytes(1000))
+    with pytest.raises(FormatError, match=r"a LookUp of 10[0-9][0-9] bytes; messages have at most 1024"):
+        m.encode(m.LookUp(1, bytes(1024)))
+
+
 def test_namespaces_survive_encoding() -> None:
     (start,) = m.MessageReader[m.Command](m.Command).feed(m.encode(COMMANDS[0]))
     assert isinstance(start, m.Start)

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import pytest
@@ -34,7 +35,10 @@ from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from sgl_kvfetch.plane.launch import DataPlaneProcess, DataPlaneThread, Line, Running
 from sgl_kvfetch.plane.messages import Found, Start
 from sgl_kvfetch.plane.plane import DataPlane
+from sgl_kvfetch.plane.staging import StagedValues
+from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.types import TENSORS, TensorName
+from tests.reasons import assert_counted
 from tests.segments import SMALL, make_heads, make_values, page_hashes
 
 NUM_PAGES = 16
@@ -156,6 +160,20 @@ def test_pages_that_cannot_be_copied_do_not_count(plane: DataPlane) -> None:
     store(plane, hashes)
     assert fetch_into(plane, hashes, BrokenPool(SMALL, NUM_PAGES, 0.0)) == 0
     assert fetch(plane, hashes)[0] == NUM_PAGES
+
+
+def test_pages_of_too_many_hashes_for_a_message_are_a_miss(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = page_hashes(NUM_PAGES)
+    store(plane, hashes)
+    monkeypatch.setattr(m, "_MOST_BYTES", 32 * NUM_PAGES)
+    staged: Future[StagedValues] = Future()
+    with assert_counted("lookup", Reason.TOO_LARGE):
+        assert look_up(plane, hashes) == Found(ANY, 0, m.Cost(None, None), reason=Reason.TOO_LARGE)
+    with assert_counted("fetch", Reason.TOO_LARGE):
+        assert fetch_into(plane, hashes, MemoryPool(SMALL, NUM_PAGES, 0.0)) == 0
+        plane.stage(hashes, staged.set_result)
+    assert (staged.result(0).num_pages, staged.result(0).reason) == (0, Reason.TOO_LARGE)
+    assert fetch(plane, hashes[:8])[0] == 8
 
 
 def test_clearing_a_rank_clears_its_heads_of_other_tp_sizes(

@@ -129,6 +129,29 @@ def test_what_cannot_be_used_is_passed_over(
     assert f"profile {WEIGHTS}/{bad} is passed over: {message}" in record.message
 
 
+@pytest.mark.parametrize("fault", [MemoryError, RecursionError, ZeroDivisionError])
+def test_a_fault_of_any_kind_costs_one_profile(
+    tmp_path: Path,
+    config: KVFetchConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: type[Exception],
+) -> None:
+    good, bad = (publish(tmp_path / "store", save(tmp_path, number), 20 - number) for number in (1, 2))
+
+    def load(path: Path) -> Profile:
+        if bad in path.name:
+            raise fault("what it says")
+        return load_profile(path)
+
+    monkeypatch.setattr(profiles, "load_profile", load)
+    assert taken(config).digest == good
+    assert f"profile {WEIGHTS}/{bad} is passed over: {fault.__name__}: what it says" in caplog.text
+    (tmp_path / "cache" / "sgl_kvfetch" / "profiles" / WEIGHTS / f"{bad}.profile").write_bytes(b"")
+    assert taken(config.model_copy(update={"store": "http://127.0.0.1:1"})).digest == good
+    assert f"{bad}.profile cannot be read: {fault.__name__}: what it says" in caplog.text
+
+
 def test_encrypted_profiles_have_copies_in_clear(tmp_path: Path, config: KVFetchConfig) -> None:
     (tmp_path / "key").write_text("k" * 32)
     (tmp_path / "names").write_text(f"ours {(b'e' * 32).hex()}\n")

@@ -346,6 +346,7 @@ ROW = [b"manifest", 0, 2]
         msgspec.msgpack.encode([["text", 0, 1]]),
         msgspec.msgpack.encode([[b"m", 0]]),
         msgspec.msgpack.encode([[b"m", 0, 1 << 60]]),
+        b"\x91\x94\xc4\x01m\x00\x01" + b"\x91" * 100_000,  # a field that no type knows nests without end
     ],
 )
 async def test_invalid_lookup_answers(answering: Start, answer: bytes) -> None:
@@ -372,12 +373,28 @@ async def test_long_lookups_are_split(answering: Start, monkeypatch: pytest.Monk
     assert found.hits == (SegmentHit(b"m", 0, 4), SegmentHit(b"m", 0, 4), SegmentHit(b"m", 0, 1))
 
 
-@pytest.mark.parametrize("line", [b"nonsense\n", b'{"name": "../x", "size_bytes": 1, "modified_s": 1}\n', b"{}\n"])
+NESTED = b'{"later": ' + b"[" * 3000
+
+
+@pytest.mark.parametrize(
+    "line", [b"nonsense\n", b'{"name": "../x", "size_bytes": 1, "modified_s": 1}\n', b"{}\n", NESTED + b"\n"]
+)
 async def test_invalid_listing_lines(answering: Start, line: bytes) -> None:
     async def respond(request: web.Request) -> web.StreamResponse:
         return web.Response(body=line)
 
     assert await reason_of(anext(aiter((await answering(respond)).list()))) == "protocol"
+
+
+@pytest.mark.parametrize("status", [200, 500])
+async def test_answers_that_nest_without_end(answering: Start, status: int) -> None:
+    async def respond(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=status, body=NESTED)
+
+    store = await answering(respond)
+    expected = "protocol" if status == 200 else "server"
+    for asked in (store.pins(), store.profiles(), store.folders()):
+        assert await reason_of(asked) == expected
 
 
 async def test_an_interrupted_listing_raises(store: HttpStore, proxy: FaultyProxy) -> None:

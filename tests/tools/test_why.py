@@ -26,6 +26,7 @@ from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encod
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import FORMAT_MAJOR, HeadSlice, Namespace
+from sgl_kvfetch.labels import label_of_request
 from sgl_kvfetch.prompts import page_hashes
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.status import Decided, ServerStatus
@@ -352,17 +353,19 @@ def test_what_a_server_did_with_a_prompt(tmp_path: Path) -> None:
 def test_a_request(tmp_path: Path) -> None:
     store(tmp_path, coded())
     recent = [decided("a", Reason.TIMEOUT, 8, 3), decided("b", "", 8, 8), decided("c", "", 5, 5)]
+    recent.append(decided(label_of_request("long" * 1000), Reason.TIMEOUT, 8, 3))
     with told_by_a_server(status_of(recent=recent)) as url:
 
         def explained(request_id: str, exit_code: int) -> Any:
             return kvfetch_json("why", str(tmp_path), "--server", url, "--request", request_id, exit_code=exit_code)[0]
 
-        assert only_reason(explained("a", 1)) == (Reason.TIMEOUT, 3, 8)
+        for timed_out in ("a", "long" * 1000, label_of_request("long" * 1000)):
+            assert only_reason(explained(timed_out, 1)) == (Reason.TIMEOUT, 3, 8)
         assert explained("b", 0)["findings"] == []
         assert only_reason(explained("c", 1)) == (Reason.NEVER_WRITTEN, 5, 8)
         result = kvfetch("why", str(tmp_path), "--server", url, "--request", "d")
         assert result.exit_code == 2
-        assert "the server remembers no request 'd'. It remembers the last 3" in result.output
+        assert "the server remembers no request 'd'. It remembers the last 4" in result.output
 
 
 @pytest.mark.parametrize(

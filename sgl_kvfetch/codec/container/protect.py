@@ -27,7 +27,7 @@ from sgl_kvfetch.codec.container.encryption import (
 from sgl_kvfetch.codec.container.manifest import Manifest, check_variant
 from sgl_kvfetch.codec.container.objects import CHECKSUM_BYTES, Chunk, DataObject, Side, Table, Variant
 from sgl_kvfetch.codec.container.signing import chunk_digest
-from sgl_kvfetch.errors import CorruptError, FormatError
+from sgl_kvfetch.errors import DECODE_ERRORS, CorruptError, FormatError
 
 if TYPE_CHECKING:  # importing it loads torch
     from sgl_kvfetch.codec.container.segment import CodedSegment
@@ -123,7 +123,7 @@ def _encrypted(rows: Rows, place: bytes, data: bytes, keys: EncryptionKeys) -> t
 def _opened(rows: Rows, cipher: DataCipher, packed: bytes, what: str) -> Rows:
     try:
         table = _tables.decode(cipher.decrypt(TABLE_NONCE, packed, what))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except DECODE_ERRORS as e:
         raise FormatError(f"{what} is malformed: {e}") from e
     if len(table.chunks) != len(rows.chunks):
         raise FormatError(f"{what} has {len(table.chunks)} chunks, expected the manifest's {len(rows.chunks)}")

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -20,11 +22,15 @@ import xxhash
 from msgspec import Meta
 
 from sgl_kvfetch.codec.quant.rope import Rope
-from sgl_kvfetch.errors import ConfigError, why
+from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, why
 from sgl_kvfetch.types import CellGrid, TensorName
 
 PROFILE_VERSION = 2
 _METADATA_KEY = "kvfetch"
+_HEADER_LENGTH = struct.Struct("<Q")  # which a safetensors file begins with
+# Seven tensors take 0.7 KB of the header, so a profile may have 12,000 cells. The metadata takes a few KB.
+_MOST_HEADER_BYTES = 8 << 20
+_MOST_METADATA_CHARS = 1 << 20
 
 # The default of target_kl, as a share of the value of the whole context to the model. docs/klt.md explains it.
 DEFAULT_SHARE = 1e-3
@@ -192,20 +198,37 @@ class Profile:
 
 def require_targets(path: Path, **targets: float | None) -> None:
     """Raise ConfigError unless this profile can be read and reaches the targets. Does not read tensors."""
-    metadata, _ = _read(path, with_tensors=False)
+    with _opened(path) as (metadata, _):
+        pass
     for key, target_kl in targets.items():
         _reachable_target(metadata.curve, metadata.context_kl, target_kl, key)
 
 
 def load_profile(path: Path) -> Profile:
-    """Read and validate a profile. Raises ConfigError, naming the file and what is wrong with it."""
-    m, tensors = _read(path, with_tensors=True)
-    grid = CellGrid(m.num_layers, m.num_heads, m.cell_layers, m.cell_heads)
-    try:
-        cells = {(g, b): _cell_of(m, tensors, f"{g}.{b}.", len(grid.layers(g))) for g, b in grid.cells()}
-    except ValueError as e:
-        raise ConfigError(f"profile {path} is malformed: {e}") from e
+    """Read and validate a profile. Raises ConfigError, naming the file and what is wrong with it.
+
+    A store's writers choose what is in it. So no cell is listed before there are as many tensors as all cells have, and
+    no tensor is read before its shape is the expected one: a profile takes as much memory as its file has bytes.
+    """
+    with _opened(path) as (m, file):
+        grid = CellGrid(m.num_layers, m.num_heads, m.cell_layers, m.cell_heads)
+        found = frozenset(file.keys())
+        try:
+            _require_tensors(grid, len(found))
+            cells = {(g, b): _cell_of(m, file, found, f"{g}.{b}.", len(grid.layers(g))) for g, b in grid.cells()}
+        except ValueError as e:
+            raise ConfigError(f"profile {path} is malformed: {e}") from e
     return Profile(grid, m.k_head_dim, m.v_head_dim, cells, m.rope, m.num_sinks, m.curve, m.context_kl, m.calibration)
+
+
+def _require_tensors(grid: CellGrid, found: int) -> None:
+    """Raise ValueError unless a file has as many tensors as the cells of ``grid``."""
+    num_cells, each = grid.num_layer_groups * grid.num_head_blocks, len(fields(CellProfile))
+    if found != num_cells * each:
+        raise ValueError(
+            f"it has {found} tensors, expected {each} for each of {num_cells} cells of {grid.num_layers} layers and "
+            f"{grid.num_heads} heads"
+        )
 
 
 def _default_target(curve: Sequence[MeasuredStep], context_kl: float) -> float:
@@ -226,31 +249,51 @@ def _reachable_target(
     return target_kl
 
 
-def _read(path: Path, *, with_tensors: bool) -> tuple[_Metadata, dict[str, torch.Tensor]]:
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[_Metadata, Any]]:
+    """Open a profile. Yield its metadata, and its file as safetensors opens it, of which no tensor is read yet. Raises
+    ConfigError, also for what fails while it is open."""
     from safetensors import SafetensorError, safe_open
 
     try:
+        _require_header(path)
         with safe_open(path, "pt") as file:
-            metadata = (file.metadata() or {}).get(_METADATA_KEY)
-            names = file.keys() if with_tensors else ()
-            tensors = {name: file.get_tensor(name) for name in names}
+            yield _metadata_of(path, file.metadata() or {}), file
     except (OSError, SafetensorError) as e:
         # safetensors appends the name to its message.
         raise ConfigError(f"profile {path} cannot be read: {str(e).removesuffix(f': {path}')}") from e
+
+
+def _require_header(path: Path) -> None:
+    """Raise ConfigError if the header is too long: parsing one takes many times its size. Raises OSError."""
+    with path.open("rb") as file:
+        (num_bytes,) = _HEADER_LENGTH.unpack(file.read(_HEADER_LENGTH.size).ljust(_HEADER_LENGTH.size, b"\0"))
+    if num_bytes > _MOST_HEADER_BYTES:
+        limit = f"expected a safetensors file with a header of at most {_MOST_HEADER_BYTES}"
+        raise ConfigError(f"profile {path} cannot be read: its header would have {num_bytes} bytes, {limit}")
+
+
+def _metadata_of(path: Path, found: Mapping[str, str]) -> _Metadata:
+    metadata = found.get(_METADATA_KEY)
     if metadata is None:
         raise ConfigError(
             f"{path} is not a profile: its metadata has no {_METADATA_KEY!r}; kvfetch calibrate makes one"
+        )
+    if len(metadata) > _MOST_METADATA_CHARS:
+        raise ConfigError(
+            f"profile {path} has metadata of {len(metadata)} characters, expected at most {_MOST_METADATA_CHARS}"
         )
     try:
         version = msgspec.json.decode(metadata, type=_Version).version
         if version != PROFILE_VERSION:
             raise ConfigError(f"profile {path} has version {version}, expected {PROFILE_VERSION}; calibrate again")
-        return msgspec.json.decode(metadata, type=_Metadata), tensors
-    except (msgspec.DecodeError, RecursionError) as e:
+        return msgspec.json.decode(metadata, type=_Metadata)
+    except DECODE_ERRORS as e:
         raise ConfigError(f"profile {path} is malformed: {e}") from e
 
 
-def _cell_of(m: _Metadata, tensors: Mapping[str, torch.Tensor], prefix: str, num_layers: int) -> CellProfile:
+def _cell_of(m: _Metadata, file: Any, names: Collection[str], prefix: str, num_layers: int) -> CellProfile:
+    """Read a cell. ``names``: of all of the file's tensors. Raises ValueError."""
     k, v = m.cell_heads * m.k_head_dim, m.cell_heads * m.v_head_dim
     channels = num_layers * (k + v)
     shapes = {
@@ -262,14 +305,22 @@ def _cell_of(m: _Metadata, tensors: Mapping[str, torch.Tensor], prefix: str, num
         "reach": (2, channels),
         "sensitivity": (channels + num_layers * 2 * m.cell_heads + 1,),
     }
-    found: dict[str, torch.Tensor] = {}
+    read: dict[str, torch.Tensor] = {}
     for name, shape in shapes.items():
-        dtype = torch.bfloat16 if name == "inverse" else torch.float32
-        x = tensors.get(prefix + name)
-        if x is None or x.dtype != dtype or x.shape != shape:
-            what = "missing" if x is None else f"{x.dtype} {tuple(x.shape)}"
-            raise ValueError(f"{prefix}{name} is {what}, expected {dtype} {shape}")
+        expected = "BF16" if name == "inverse" else "F32", shape
+        found: tuple[str, tuple[int, ...]] | None = None
+        if prefix + name in names:
+            stored = file.get_slice(prefix + name)
+            found = stored.get_dtype(), tuple(stored.get_shape())
+        if found != expected:
+            raise ValueError(f"{prefix}{name} is {_described(found)}, expected {_described(expected)}")
+        x = file.get_tensor(prefix + name)
         if not bool(torch.isfinite(x).all()):
             raise ValueError(f"{prefix}{name} has values that are not finite")
-        found[name] = x
-    return CellProfile(**found)
+        read[name] = x
+    return CellProfile(**read)
+
+
+def _described(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+    """Return how messages name a tensor's type and shape; None if there is none."""
+    return "missing" if tensor is None else f"{tensor[0]} {tensor[1]}"

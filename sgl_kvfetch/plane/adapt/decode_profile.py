@@ -10,7 +10,7 @@ from typing import Self
 
 import msgspec
 
-from sgl_kvfetch.errors import ConfigError, why
+from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, why
 
 VERSION = 1
 
@@ -137,5 +137,5 @@ def load_decode_profile(path: Path) -> DecodeProfile:
         return msgspec.json.decode(path.read_bytes(), type=DecodeProfile)
     except OSError as e:
         raise ConfigError(f"{path}: {why(e)}") from e
-    except (ConfigError, msgspec.MsgspecError, UnicodeDecodeError) as e:
+    except (*DECODE_ERRORS, ConfigError) as e:
         raise ConfigError(f"{path}: invalid decode profile: {e}") from e

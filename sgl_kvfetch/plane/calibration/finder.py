@@ -11,7 +11,7 @@ import logging
 import random
 
 from sgl_kvfetch.errors import KVFetchError, StoreError
-from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.log import LimitedLogger, brief
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Emit
 from sgl_kvfetch.plane.calibration.own import OwnCalibration
@@ -62,8 +62,7 @@ class ProfileFinder:
 
     async def _find(self) -> None:
         while (taken := await self._in_store()) is None:
-            await self._own.begin()
-            if self._own.profile is None or not await self._publish():
+            if not await self._make_one():
                 await self._wait()
         was_made_here = self._own.profile is not None
         await self._own.close()
@@ -71,6 +70,15 @@ class ProfileFinder:
         if not was_made_here:
             logger.info("kvfetch: the store has a profile now")
         self._emit(m.ProfileTaken(taken.digest, taken.path, taken.about))
+
+    async def _make_one(self) -> bool:
+        """Calibrate, or publish what was calibrated. Return whether there is a profile in the store now."""
+        try:
+            await self._own.begin()
+            return self._own.profile is not None and await self._publish()
+        except Exception as e:  # the finder must go on: nothing else looks for a profile
+            _limited.warning("making", f"kvfetch: a profile cannot be made or published here: {brief(e)}")
+            return False
 
     async def _wait(self) -> None:
         """Wait for news of the calibration, at most until it is time to ask the store."""
@@ -87,7 +95,9 @@ class ProfileFinder:
             return await asyncio.to_thread(self._ask_store, digest)
         except KVFetchError as e:
             _limited.warning("ask", f"kvfetch: {self._config.store} cannot be asked for a profile: {e}")
-            return None
+        except Exception as e:  # the finder must go on: nothing else asks
+            _limited.warning("bug", f"kvfetch: asking {self._config.store} for a profile failed: {brief(e)}")
+        return None
 
     def _ask_store(self, digest: str | None) -> TakenProfile | None:
         return asyncio.run(take_from_store(self._config, self._watch.weights, digest))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sgl_kvfetch.errors import ConfigError, why
+from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, why
 
 if TYPE_CHECKING:
     import torch
@@ -56,5 +56,5 @@ def read_prompts(path: Path) -> Windows:
     """Read the prompts that `write_prompts` wrote. Raises ConfigError."""
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=list[list[bytes]])
-    except (OSError, msgspec.MsgspecError) as e:
+    except (*DECODE_ERRORS, OSError) as e:
         raise ConfigError(f"{path}: {why(e) if isinstance(e, OSError) else e}") from e

@@ -308,7 +308,7 @@ class Prefixes:
         if prefix.staged is not None:
             reason, num_found = prefix.staged.reason, prefix.staged.num_found
         if prefix.hashes:
-            status.note(prefix.req.rid, prefix.hashes, num_found, prefix.num_pages, reason)
+            status.note(prefix.request.id, prefix.hashes, num_found, prefix.num_pages, reason)
         timeline.add(
             prefix.request,
             "parked",

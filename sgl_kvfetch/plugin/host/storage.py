@@ -30,6 +30,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
+from sgl_kvfetch.labels import label_of_request
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane import Cost, DataPlane, Destination, Found, GuardedSink, SideOver, counted, parse_config
 from sgl_kvfetch.plugin import status
@@ -102,7 +103,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         self._patience = Patience(None, config.fetch_timeout_s)
         self.meter = PrefillMeter()
         self.turns = Turns(self.meter, mem_pool_host.page_size, may_compute=config.recompute == "auto")
-        self._looked_up_for = ""  # the id of the request whose pages SGLang looks up now
+        self._looked_up_for = ""  # the label of the request whose pages SGLang looks up now
         self._prefetch = _Prefetch()
         self._has_draft_layers = mem_pool_host.layer_num != mem_pool_host.target_layer_num
         self.access = Access(config)
@@ -165,7 +166,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
 
     def begin_lookup(self, request_id: str) -> None:
         """Note for which request SGLang looks up pages next, on this thread."""
-        self._looked_up_for = request_id
+        self._looked_up_for = label_of_request(request_id)
 
     def begin_transfer(self, operation: Any, is_stopping: Callable[[], bool]) -> None:
         """Note how long SGLang waits for the fetches of a ``PrefetchOperation``. It makes them next, on this thread.
@@ -178,7 +179,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         # SGLang reads side pages only behind the whole KV, so what has come of it would be lost.
         is_divisible = all(transfer.indices_from_pool == PoolName.KV for transfer in operation.pool_transfers or ())
         self._prefetch = _Prefetch(
-            request_id=operation.request_id,
+            request_id=label_of_request(operation.request_id),
             hashes=operation.all_hash_values or (),
             last_hash=hashes[-1] if hashes else "",
             turn=turn,

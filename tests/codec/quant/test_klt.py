@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -357,8 +358,17 @@ def _edit_metadata(change: Callable[[dict[str, Any]], object]) -> Callable[[Path
         (_edit_metadata(lambda m: m["curve"][0].update(kl=0.0)), "above 0"),
         (_edit_metadata(lambda m: m.update(cell_heads=3)), "cell_heads is 3, expected a divisor of num_heads = 4"),
         (_edit_metadata(lambda m: m.update(num_layers=0)), "num_layers`"),
-        (_edit_metadata(lambda m: m.update(num_layers=6)), r"1\.0\.inverse is missing"),
-        (_edit_metadata(lambda m: m.update(k_head_dim=8)), r"0\.0\.inverse is torch\.bfloat16 \(384, 384\), expected"),
+        (
+            _edit_metadata(lambda m: m.update(num_layers=6)),
+            "it has 7 tensors, expected 7 for each of 2 cells of 6 layers",
+        ),
+        (lambda p: p.write_bytes(p.read_bytes().replace(b"0.0.inv", b"0.1.inv")), r"0\.0\.inverse is missing"),
+        (_edit_metadata(lambda m: m.update(k_head_dim=8)), r"0\.0\.inverse is BF16 \(384, 384\), expected BF16 \(288"),
+        (_edit_metadata(lambda m: m["calibration"].update(notes=["x"] * 300_000)), "metadata of 15.* at most 1048576"),
+        (
+            lambda p: p.write_bytes(struct.pack("<Q", 1 << 24) + bytes(1 << 24)),
+            "header would have 16777216 bytes, expected",
+        ),
         (_edit_metadata(lambda m: m.update(rope={"inv_freq": [1.0] * 9})), "rotates 18 channels, but heads have 16"),
     ],
 )
@@ -369,6 +379,23 @@ def test_a_damaged_profile_is_named(tmp_path: Path, damage: Callable[[Path], Non
     with pytest.raises(ConfigError, match=message) as error:
         load_profile(path)
     assert str(path) in str(error.value)
+
+
+def test_a_small_profile_of_many_cells_takes_little_memory(tmp_path: Path) -> None:
+    """Whoever may write into a store chooses how many layers and heads it says to have."""
+    path = tmp_path / "p"
+    make_profile().save(path)
+    _edit_metadata(lambda m: m.update(num_layers=1 << 10, num_heads=1 << 12, cell_layers=1, cell_heads=1))(path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            ConfigError, match="7 tensors, expected 7 for each of 4194304 cells of 1024 layers and 4096"
+        ):
+            load_profile(path)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 4 << 20
 
 
 @pytest.mark.parametrize("text", ['{"version":2,"later":%s}', '{"version":%s}', '{"version":2,"rope":%s}', "%s"])

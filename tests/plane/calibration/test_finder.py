@@ -21,7 +21,9 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.calibration import finder
 from sgl_kvfetch.plane.calibration.finder import ProfileFinder
+from sgl_kvfetch.plane.calibration.own import OwnCalibration
 from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
+from sgl_kvfetch.plane.profiles import take_from_store
 from sgl_kvfetch.stores.profiles import publish_profile
 from tests.stores.test_profiles import NO_KEYS, save
 
@@ -83,6 +85,10 @@ def _exists(path: str) -> bool:
 def _make_file(path: Path) -> None:
     path.parent.mkdir()
     path.write_text("")
+
+
+async def _raise(*args: object) -> None:
+    raise MemoryError
 
 
 def windows() -> tuple[tuple[bytes, ...], ...]:
@@ -161,6 +167,21 @@ async def test_a_neighbour_that_is_sooner_ends_the_calibration(
     assert name == f"{weights}/{taken.digest}"
     assert not _exists(f"/proc/{pid}")
     assert not (cache / "calibrations" / weights).exists()
+
+
+async def test_no_fault_ends_the_finder(
+    config: KVFetchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(finder, "take_from_store", _raise)
+    monkeypatch.setattr(OwnCalibration, "begin", _raise)
+    async with finding(config, tmp_path, weights="0" * 32) as found:
+        await until(lambda: "a profile cannot be made or published here: MemoryError" in caplog.text)
+        assert "for a profile failed: MemoryError" in caplog.text
+        store = LocalStore(tmp_path / "store")
+        name = await publish_profile(store, save(tmp_path), NO_KEYS)
+        await store.close()
+        monkeypatch.setattr(finder, "take_from_store", take_from_store)
+        assert name.endswith((await found.taken()).digest)
 
 
 async def test_a_model_that_cannot_be_calibrated_is_not_tried_again(

@@ -133,8 +133,9 @@ class Rig:
         assert isinstance(store, GatedStore)
         return store
 
-    def arrive(self, tokens: Sequence[int], *, is_idle: bool = False) -> Request:
-        request = Request(f"r{len(self.requests)}", [*tokens, 1])  # one more, which is always computed
+    def arrive(self, tokens: Sequence[int], rid: str = "", *, is_idle: bool = False) -> Request:
+        # One token more, which is always computed.
+        request = Request(rid or f"r{len(self.requests)}", [*tokens, 1])
         self.requests.append(request)
         self.linker.arrive(request, self.cache, is_idle=is_idle)
         return request

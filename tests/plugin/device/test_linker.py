@@ -8,6 +8,9 @@ import pytest
 
 from harness.waiting import wait_until
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.labels import label_of_request
+from sgl_kvfetch.plane import messages
+from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.device import prefixes
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from tests.plugin.device.conftest import MakeRig
@@ -61,6 +64,19 @@ def test_a_request_gets_no_pages_of_another_one_with_its_id(make: MakeRig) -> No
     second.init_next_round_input(rig.cache)
     assert second.host_hit_length == 8
     assert rig.admit(first) == [32]
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("rid", ["\ud800", "x" * (1 << 20)])
+def test_what_users_call_their_requests_is_cut(make: MakeRig, rid: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "_MOST_BYTES", 4096)
+    rig = make()
+    tokens = prompt(0)
+    rig.stored(tokens)
+    request = rig.arrive(tokens, rid)
+    rig.await_unparked(request)
+    assert rig.admit(request) == [32]
+    assert status._state.recent[-1].request_id == label_of_request(rid)
     rig.assert_nothing_held()
 
 

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.pool_host.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from sgl_kvfetch.labels import label_of_request
 from sgl_kvfetch.plane import service
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.host import storage as storage_module
@@ -176,7 +177,7 @@ def test_a_fetch_ends_when_sglang_gives_it_up(
     operation = SimpleNamespace(
         start_time=started_s + 600,
         stats_requested_tokens=8,
-        request_id="asked",
+        request_id="asked" * 1000,
         all_hash_values=keys(3),
         hash_value=keys(2),
         pool_transfers=None,
@@ -192,7 +193,7 @@ def test_a_fetch_ends_when_sglang_gives_it_up(
     assert f"fetch of 2 pages given up ({reason}) after" in caplog.text
     assert ("prefetch_timeout_base" in caplog.text) is is_policy
     decided = status._state.recent[-1]
-    assert (decided.request_id, decided.num_pages, decided.num_found) == ("asked", 3, 2)
+    assert (decided.request_id, decided.num_pages, decided.num_found) == (label_of_request("asked" * 1000), 3, 2)
     assert (decided.num_served, decided.reason) == (0, reason)
     wait_until(lambda: own_metric("sgl_kvfetch_misses_total", stage="fetch", reason=reason) == before + 1)
 
@@ -205,9 +206,11 @@ def test_a_bug_is_a_miss(make: Make, served: Served, monkeypatch: pytest.MonkeyP
         raise ZeroDivisionError
 
     monkeypatch.setattr(served.service.client.finder, "find_pages", fail)
+    backend.begin_lookup("asked" * 1000)
     with assert_counted("lookup", Reason.INTERNAL):
         assert backend.batch_exists(keys(2)) == 0
-    assert status._state.recent[-1].reason == Reason.INTERNAL
+    decided = status._state.recent[-1]
+    assert (decided.request_id, decided.reason) == (label_of_request("asked" * 1000), Reason.INTERNAL)
 
 
 def test_a_corrupt_segment_heals(make: Make, tmp_path: Path) -> None:
