@@ -10,8 +10,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from harness.models import make_tiny_llama
+from harness.models import make_tiny_lfm2, make_tiny_llama
 from sgl_kvfetch.codec import calibrate
+from sgl_kvfetch.codec.calibrate import curve
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.directory.local import LocalStore
@@ -83,6 +84,26 @@ def test_files_that_are_not_there_are_named(model: Path, text: Path, tmp_path: P
     ):
         assert result.exit_code == 2
         assert message in result.stderr
+
+
+def test_a_profile_that_misses_the_default_is_not_published(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(curve, "_STEPS", (16.0, 32.0))
+    store = tmp_path / "store"
+    store.mkdir()
+    result = run(model, text, tmp_path / "p", "--publish", str(store))
+    assert result.exit_code == 2
+    assert "no profile: the finest step" in result.stderr
+    assert "serve this model with 'exact'" in result.stderr
+    assert not (tmp_path / "p").exists()
+    assert list(store.iterdir()) == []
+
+
+def test_layers_without_keys_and_values_are_named(text: Path, tmp_path: Path) -> None:
+    result = run(make_tiny_lfm2(tmp_path / "m"), text, tmp_path / "p")
+    assert result.exit_code == 2
+    assert "layers 0, 2 (conv) of 4 keep other states" in result.stderr
 
 
 def test_a_rotation_that_is_not_known_stays(

@@ -69,7 +69,9 @@ class SmallPass(NamedTuple):
     output: torch.Tensor
 
 
-def find_addend(layer: torch.nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], SmallPass]) -> Addend | None:
+def find_addend(
+    layer: torch.nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], SmallPass]
+) -> Addend | None:
     """Return what attention adds to the stream in ``layer``, or None if only the layer's whole output tells it.
 
     ``hidden``: a few tokens, ``(1, tokens, hidden)``. ``run`` passes them through the layer.
@@ -84,7 +86,9 @@ def find_addend(layer: torch.nn.Module, hidden: torch.Tensor, run: Callable[[tor
     with _outputs_changed(layer, note):
         kv = run(hidden).kv
     of_attention = [
-        i for i, (_, x) in enumerate(outputs) if x.shape == hidden.shape and _depends(x, kv) and not _depends(x, [hidden])
+        i
+        for i, (_, x) in enumerate(outputs)
+        if x.shape == hidden.shape and _depends(x, kv) and not _depends(x, [hidden])
     ]
     if not of_attention:
         return None

@@ -26,7 +26,7 @@ from sgl_kvfetch.codec.calibrate.transform import transform_of
 from sgl_kvfetch.codec.calibrate.unfinished import Unfinished
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import exponents_of, forward_of, head_norms, scales_of
-from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, Profile
+from sgl_kvfetch.codec.quant.profile import DEFAULT_SHARE, Calibration, CellProfile, Profile
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.codec.quant.sensitivity import features, fit_log_cost, log_cost
 from sgl_kvfetch.errors import ConfigError
@@ -68,7 +68,8 @@ def calibrate_model(
     ``unfinished``: a file that keeps what is done of the first pass over the layers, most of the work. If a calibration
     of the same things left it, it goes on from there.
 
-    Raises ConfigError for too little text, values that are not finite, or a KL divergence that does not grow.
+    Raises ConfigError for too little text, values that are not finite, a KL divergence that does not grow, or a default
+    target that no step reaches.
     """
     num_held_out = max(1, len(windows) // 5)
     fitted, held_out = windows[num_held_out:], windows[:num_held_out]
@@ -98,9 +99,22 @@ def calibrate_model(
         calibration=describe,
     )
     profile = measure_contexts(model, profile, contexts, [w[options.num_context :] for w in held_out], progress)
+    _require_default_target(profile)
     if save:
         save.remove()
     return profile
+
+
+def _require_default_target(profile: Profile) -> None:
+    """Raise ConfigError if the finest step costs more than servers ask for by default: they would break the answers."""
+    finest, default = profile.curve[0], DEFAULT_SHARE * profile.context_kl
+    if finest.kl > default:
+        raise ConfigError(
+            f"no profile: the finest step that changes predictions, {finest.step:.3g}, costs {finest.kl:.2g} nats a "
+            f"token on held-out windows, expected at most {default:.2g}, the default target_kl (which is "
+            f"{DEFAULT_SHARE:g} of what losing the context costs); calibrate on more text like your traffic, or serve "
+            "this model with 'exact'"
+        )
 
 
 class _Fit:

@@ -52,8 +52,6 @@ _PLAIN_WEIGHTS = {
     "mxfp4": {"dequantize": True},
 }
 _NOT_ATTENTION = re.compile(r"\.(mlp|experts|feed_forward|block_sparse_moe)\.")
-
-
 _OTHER_STATES = "keep other states, beside keys and values or instead of them"
 
 
@@ -316,7 +314,9 @@ class LayeredModel:
             else:
                 runs.append([i])
         numbers = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
-        types = getattr(self.config, "layer_types", None) or [type(layer).__name__ for layer in self._layers]
+        types = getattr(self.config, "layer_types", None) or ()
+        if len(types) != self.num_layers:
+            types = [type(layer).__name__ for layer in self._layers]
         kinds = ", ".join(sorted({str(types[i]) for i in indices}))
         return f"layer{'s' if len(indices) > 1 else ''} {numbers} ({kinds}) of {self.num_layers}"
 
@@ -330,6 +330,7 @@ class Layer:
     def forget(self) -> None:
         """Release the weights, also where a caller still has this layer while the next one is loaded."""
         del self._module
+        self.__dict__.pop("_addend", None)
 
     def forward(self, hidden: torch.Tensor, calls: Calls) -> tuple[torch.Tensor, KV]:
         """Return the layer's output for the first tokens of a sequence, on the host, and their keys and values."""
@@ -359,6 +360,7 @@ class Layer:
 
     @cached_property
     def _addend(self) -> Addend | None:
+        """What attention adds to the stream; None if only the layer's whole output tells it."""
         hidden, calls = self._model.small
 
         def run(hidden: torch.Tensor) -> SmallPass:
@@ -550,7 +552,7 @@ def _without_weights(path: str, config: Any, device: str) -> tuple[Any, list[str
 
 
 def _class_of(path: str, config: Any) -> Any:
-    """Return the class of a language model, or of one with encoders, as its config names it. Raises UnsupportedError."""
+    """Return the class of a language model, alone or with encoders, as its config names it. Raises UnsupportedError."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
     found = []

@@ -15,7 +15,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from sgl_kvfetch.codec.calibrate import sweep
-from sgl_kvfetch.codec.calibrate.addend import SmallPass, find_addend
 from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
 from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS
 from sgl_kvfetch.codec.calibrate.sweep import Sweep
@@ -97,9 +96,7 @@ def _direction(x: torch.Tensor) -> torch.Tensor:
     return torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(2))
 
 
-def _cost(
-    model: LayeredModel, index: int, calls: Any, past: KV, tensor: int, streams: list[torch.Tensor]
-) -> float:
+def _cost(model: LayeredModel, index: int, calls: Any, past: KV, tensor: int, streams: list[torch.Tensor]) -> float:
     """e^T W e for an error e in K or V, by finite differences: the mean over the context's tokens behind the sinks."""
     following, stream = streams[index][CONTEXT:], streams[index + 1][CONTEXT:]
     error = 1e-2 * _direction(past[tensor])

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from harness.models import make_tiny_llama
-from sgl_kvfetch.codec.calibrate import unfinished
+from sgl_kvfetch.codec.calibrate import curve, unfinished
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
 from sgl_kvfetch.codec.calibrate.rope import find_rope
@@ -209,6 +209,14 @@ def test_a_model_that_no_transform_can_be_made_from_is_named(
     _scale(path, "model.layers.1.self_attn.o_proj.weight", scale)
     with pytest.raises(ConfigError, match=message):
         calibrate_model(LayeredModel(str(path)), windows[:2], None, CALIBRATION, OPTIONS)
+
+
+def test_a_default_that_no_step_reaches_is_no_profile(
+    model: LayeredModel, windows: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(curve, "_STEPS", (16.0, 32.0))
+    with pytest.raises(ConfigError, match=r"no profile: the finest step .*, 16, costs .* expected at most .* default"):
+        calibrate_model(model, windows, find_rope(model), CALIBRATION, OPTIONS)
 
 
 def test_parts() -> None:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.codec.kv_model import KVModel
-from harness.models import make_tiny_deepseek
+from harness.models import make_tiny_deepseek, make_tiny_lfm2, make_tiny_qwen3_5
+from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
 from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
+from tests.codec.quant.profiles import CALIBRATION
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 256,
@@ -37,6 +39,60 @@ def make(tokenizer_files: Path, path: Path, model_type: str, **changes: Any) -> 
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | changes)).save_pretrained(path)
     return path
+
+
+MROPE = {"rope_type": "default", "rope_theta": 1e4}
+ENCODER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+}
+PATCHES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "patch_size": 8,
+}
+WITH_IMAGES: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {
+        "text_config": SHAPE | {"head_dim": None, "rope_parameters": MROPE | {"mrope_section": [2, 3, 3]}},
+        "vision_config": ENCODER | {"fullatt_block_indexes": [0]},
+    },
+    "qwen3_vl": {
+        "text_config": SHAPE | {"rope_parameters": MROPE | {"mrope_section": [4, 6, 6]}},
+        "vision_config": ENCODER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    },
+    "mistral3": {
+        "text_config": SHAPE | {"model_type": "mistral"},
+        "vision_config": PATCHES | {"model_type": "pixtral", "image_size": 32},
+    },
+    "gemma3": {
+        "text_config": SHAPE | {"sliding_window": 16, "layer_types": ["sliding_attention", *["full_attention"] * 2]},
+        "vision_config": PATCHES | {"image_size": 32},
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", WITH_IMAGES)
+def test_language_models_inside_image_text_checkpoints(tokenizer_files: Path, tmp_path: Path, model_type: str) -> None:
+    """They compute what the whole model does with text, and the weights of its encoder are not read, although its
+    layers have the same numbers."""
+    path = tmp_path / "model"
+    shutil.copytree(tokenizer_files, path)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **WITH_IMAGES[model_type])
+    AutoModelForImageTextToText.from_config(config).save_pretrained(path)
+    whole = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    model = _require_equal(path, whole)
+    names = [name for name, _ in model._model.named_parameters()]
+    assert not [name for name in names if "vis" in name]
+    windows = torch.randint(3, 256, (5, 288), generator=torch.Generator().manual_seed(0))
+    profile = calibrate_model(model, [*windows], None, CALIBRATION, CalibrationOptions(num_context=256))
+    assert profile.grid.num_layers == SHAPE["num_hidden_layers"]
 
 
 @pytest.mark.parametrize(
@@ -61,8 +117,12 @@ def test_layers_compute_what_the_whole_model_does(
         make_tiny_deepseek(path)
     else:
         make(tokenizer_files, path, model_type, **changes)
+    _require_equal(path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+
+
+def _require_equal(path: Path, whole: Any) -> LayeredModel:
+    """Compare the layers' computations with those of the whole model."""
     ids = torch.randint(3, 256, (60,), generator=torch.Generator().manual_seed(0))
-    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         expected = torch.log_softmax(whole(ids[None]).logits[0].float(), -1)
     model = LayeredModel(str(path))
@@ -76,6 +136,7 @@ def test_layers_compute_what_the_whole_model_does(
         assert kv.v.shape == (60, model.num_heads, model.v_head_dim)
     torch.testing.assert_close(model.log_probabilities(hidden), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.log_probabilities(after), expected[40:], rtol=1e-4, atol=1e-4)
+    return model
 
 
 def test_weights_in_fp8_are_restored(tokenizer_files: Path, tmp_path: Path) -> None:
@@ -167,6 +228,8 @@ def test_one_layer_at_a_time_is_in_memory(tokenizer_files: Path, tmp_path: Path)
     with model.layer(1) as layer:
         assert loaded() == [1]
         weights = [weakref.ref(p) for p in model._model.model.layers[1].parameters()]
+        past = layer.forward(model.embed(torch.arange(8)), model.calls(8))[1]
+        layer.attention_after(model.embed(torch.arange(4)), model.calls(4, 8), past)
     assert loaded() == []
     assert all(weight() is None for weight in weights), f"layer {layer.index} still has its weights"
 
@@ -213,8 +276,74 @@ def test_a_damaged_checkpoint_is_named(tokenizer_files: Path, tmp_path: Path) ->
         LayeredModel(str(path))
 
 
-def test_layers_without_plain_keys_and_values_are_refused(tokenizer_files: Path, tmp_path: Path) -> None:
-    path = make(tokenizer_files, tmp_path / "model", "mamba", state_size=16)
-    with pytest.raises(UnsupportedError, match="keys and values of plain attention"):
+LATENT = {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 3,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 16,
+}
+GEMMA4 = {"layer_types": ["sliding_attention", *["full_attention"] * 2], "sliding_window": 16, "global_head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("lfm2", {}, r"layers 0, 2 \(conv\) of 4 keep other states"),
+        ("qwen3_5", {}, r"layers 0, 2 \(linear_attention\) of 4 keep other states"),
+        ("deepseek_v32", LATENT, r"layers 0 to 2 \(indexed_attention\) of 3 keep other states"),
+        ("mamba", {"state_size": 16}, "layers 0 to 2 .* of 3 keep"),
+        (
+            "gemma4_text",
+            GEMMA4 | {"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 0},
+            r"layer 2 \(full_attention\) of 3 keep no keys and values",
+        ),
+        (
+            "gemma4_text",
+            GEMMA4 | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 256},
+            "more of each token than hidden states",
+        ),
+        ("gemma4_text", GEMMA4 | {"hidden_size_per_layer_input": 0, "global_head_dim": 16}, "of different shapes"),
+        (
+            "minimax",
+            MIXTURE | {"num_local_experts": 4},
+            r"layers 0 to 2 .* cannot run one by one: MiniMax uses cache of",
+        ),
+        ("recurrent_gemma", {"lru_width": 64}, r"layers 0 to 1 .* of 3 keep no keys and values"),
+    ],
+)
+def test_layers_without_plain_keys_and_values_are_named(
+    tokenizer_files: Path, tmp_path: Path, model_type: str, changes: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "model"
+    if model_type == "lfm2":
+        make_tiny_lfm2(path)
+    elif model_type == "qwen3_5":
+        make_tiny_qwen3_5(path)
+    else:
+        make(tokenizer_files, path, model_type, **changes)
+    with pytest.raises(UnsupportedError, match=message) as e:
         LayeredModel(str(path))
-    assert json.loads((path / "config.json").read_text())["model_type"] == "mamba"
+    assert str(e.value).startswith(f"{path}: ")
+    assert "\n" not in str(e.value)
+
+
+def test_what_is_no_language_model_is_named(tokenizer_files: Path, tmp_path: Path) -> None:
+    path = make(tokenizer_files, tmp_path / "model", "llama")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({"model_type": "vit", "hidden_size": 64}))
+    with pytest.raises(UnsupportedError, match="no language model of the type 'vit'"):
+        LayeredModel(str(path))
+    (path / "config.json").write_text(json.dumps(config))
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"the checkpoint lacks model\.norm\.weight"):
+        LayeredModel(str(path))

@@ -13,7 +13,7 @@ from sgl_kvfetch.codec.calibrate.layers import LayeredModel
 from sgl_kvfetch.codec.calibrate.rope import find_rope
 from tests.codec.quant.profiles import CALIBRATION
 
-CONTEXT, CONTINUATION = 64, 16
+CONTEXT, CONTINUATION = 256, 16
 _TYPES = torch.Tensor, torch.nn.Parameter
 
 

@@ -14,13 +14,16 @@ import pytest
 
 from harness.models import TinyLlama, make_tiny_llama
 from harness.waiting import until
+from sgl_kvfetch.codec.calibrate import curve
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.calibration import finder
+from sgl_kvfetch.plane.calibration.__main__ import calibrate
 from sgl_kvfetch.plane.calibration.finder import ProfileFinder
+from sgl_kvfetch.plane.calibration.job import Job, write_prompts
 from sgl_kvfetch.plane.calibration.own import OwnCalibration
 from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
 from sgl_kvfetch.plane.profiles import take_from_store
@@ -196,6 +199,18 @@ async def test_a_model_that_cannot_be_calibrated_is_not_tried_again(
         assert not found.events
     (said,) = [line for line in capfd.readouterr().err.splitlines() if "cannot be calibrated here" in line]
     assert "this server stores with 'exact': " in said
+
+
+def test_a_profile_that_misses_the_default_is_not_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the process says what the one above says, and nothing is published."""
+    monkeypatch.setattr(curve, "_STEPS", (16.0, 32.0))
+    write_prompts(tmp_path / "prompts", windows())
+    files = (str(tmp_path / name) for name in ("prompts", "unfinished", "profile"))
+    with pytest.raises(ConfigError, match="no profile: the finest step"):
+        calibrate(Job(os.getpid(), str(model), "tiny", "0" * 32, 1, 1, *files))
+    assert [x.name for x in tmp_path.iterdir()] == ["prompts"]
 
 
 async def test_a_folder_that_cannot_be_written(
