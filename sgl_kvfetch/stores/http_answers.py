@@ -20,7 +20,7 @@ from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit
 from sgl_kvfetch.stores.remote import listing_of
 
-T = TypeVar("T", wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, wire.Profiles)
+T = TypeVar("T", bound=msgspec.Struct)
 
 _MAX_ERROR_BYTES = 4096
 _BROKEN = (  # after connecting: ClientConnectorError is caught before
