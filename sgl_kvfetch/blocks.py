@@ -20,9 +20,8 @@ _UNIT = 2 << 20  # a huge page
 _LEAST_BYTES = 1 << 20  # smaller ones are malloc's
 _MOST_KEPT_BYTES = 128 << 20  # after they were freed
 
-_lock = (
-    threading.RLock()
-)  # reentrant: a block may be freed while its thread takes another one, by the garbage collector
+# Reentrant: the garbage collector may free a block while its thread takes another one.
+_lock = threading.RLock()
 _kept: list[mmap.mmap] = []  # the last freed one last: its pages are most likely in the CPU's cache
 
 
