@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from sgl_kvfetch.errors import StoreError
 
 _MOST_HEAD_BYTES = 16 << 10
+_IDLE_S = 15.0  # as aiohttp: a firewall may have dropped a connection that was idle for longer, and tells nobody
 
 
 class RangeReceiver:
@@ -46,6 +47,9 @@ class RangeReceiver:
         head = f"GET {path} HTTP/1.1\r\n{self._headers}Range: bytes={start}-{start + len(into) - 1}\r\n\r\n".encode()
         while self._idle:  # the server may have closed it at this moment: then a new one is opened
             connection = self._idle.pop()
+            if connection.idle_since_s < asyncio.get_running_loop().time() - _IDLE_S:
+                connection.abort()
+                continue
             try:
                 return await self._ask(connection, head, start, into, received)
             except OSError:
@@ -63,6 +67,7 @@ class RangeReceiver:
         finally:
             self._busy.remove(connection)
             if connection.is_open:
+                connection.idle_since_s = asyncio.get_running_loop().time()
                 self._idle.append(connection)
         return is_range
 
@@ -107,6 +112,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._into = memoryview(b"")
         self._received: Callable[[int], None] = lambda num_bytes: None
         self._is_kept = True
+        self.idle_since_s = 0.0
         self.has_answered = False  # whether a byte of the last answer has come
 
     @property

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
+import trustme
 
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.stores import receiving
 from sgl_kvfetch.stores.receiving import RangeReceiver
 
 CONTENT = bytes(range(256)) * 4096
@@ -164,6 +167,34 @@ async def test_a_connection_that_the_server_closed_meanwhile_is_replaced(start: 
     assert await read(receiver, url, 0, 10) == CONTENT[:10]
     server.writers[0].transport.abort()  # perhaps not seen yet when the next request is sent
     assert await read(receiver, url, 10, 20) == CONTENT[10:20]
+
+
+async def test_a_connection_that_was_idle_for_long_is_not_used_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, receiver, url = await start(right)
+    monkeypatch.setattr(receiving, "_IDLE_S", -1.0)
+    for _ in range(2):
+        assert await read(receiver, url, 0, 10) == CONTENT[:10]
+    assert [len(each) for each in server.requests] == [1, 1]
+
+
+async def test_ranges_come_over_tls_and_a_wrong_certificate_is_left_to_others() -> None:
+    authority, server, accepting = trustme.CA(), Server(right), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(accepting)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=accepting)
+    url = f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    receiver = RangeReceiver(url, {}, trusting, WAIT_S)
+    try:
+        for first, end in ((5, 10), (0, len(CONTENT))):
+            assert await read(receiver, f"{url}/x", first, end) == CONTENT[first:end]
+        assert [len(each) for each in server.requests] == [2]
+        assert await read(RangeReceiver(url, {}, True, WAIT_S), f"{url}/x", 0, 10) is None
+    finally:
+        receiver.close()
+        listening.close()
 
 
 async def test_a_connection_that_says_so_is_not_used_again(start: Start) -> None:
