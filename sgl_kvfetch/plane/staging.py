@@ -124,8 +124,8 @@ class _Turns:
             self._queue.wait(staging, Claim(staging.num_pages, self._num_arrived))
         else:
             self._without_link[staging] = None
-        self._serve()
         try:
+            self._serve()
             async with asyncio.timeout(deadline_s - time.monotonic()):
                 await staging.turn
         finally:
@@ -295,7 +295,9 @@ class Stager:
         staging.needs_link = cost.transmit_s != 0.0
         staging.data_names = {part.reader.data_name for part in span_parts(sources)}
         is_coded = self._takes_code and gpu_restores(sources) and not staging.data_names & self._decoded_here
-        staging.num_bytes = code_bytes(sources) if is_coded else len(sources) * self._geometry.page_bytes
+        staging.num_bytes = code_bytes(sources) if is_coded else 0
+        if not is_coded or staging.num_bytes > self._arena.num_bytes:  # a manifest may say so of its cells
+            is_coded, staging.num_bytes = False, len(sources) * self._geometry.page_bytes
         num_ahead = self._turns.pages_ahead if staging.needs_link else 0
         if not self._is_fetched(cost, num_ahead, command.saved_s, len(sources), found_s):
             self._computes(command.saved_s, len(sources))
@@ -377,7 +379,8 @@ class Stager:
     def _put_tables(self, staging: _Staging, region: CodedRegion, num_pages: int) -> bool:
         """Put the tables of coded cells into shared memory. Return whether there is room for them."""
         num_cells, tables = region.tables(num_pages, self._geometry.page_size)
-        place = self._room.allocate(len(tables), 0)
+        fits = len(tables) <= self._arena.num_bytes  # those of a whole span, all of whose tokens are exact, may not
+        place = self._room.allocate(len(tables), 0) if fits else None
         if place is None:
             return False
         self._arena.buffer(place, len(tables))[:] = tables
