@@ -84,7 +84,8 @@ def label_of_request(request_id: str) -> str:
     Users of SGLang's API choose ids, of any length and of any characters, and every server keeps its last ones. The
     label is valid Unicode, and it is its own label: what people copy from a server names the same request.
     """
-    valid = request_id.encode("utf-8", "backslashreplace")  # there may be lone surrogates
+    # SGLang's `Engine` takes ids that are no strings, too, and there may be lone surrogates.
+    valid = str(request_id).encode("utf-8", "backslashreplace")
     text = valid.decode()
     if len(text) <= MAX_LABEL_CHARS + 1 + _DIGEST_CHARS:
         return text

@@ -8,6 +8,7 @@ import time
 
 _PERIOD_S = 60.0
 _MESSAGE_CHARS = 240
+_LINE_CHARS = 2000
 
 
 class LimitedLogger:
@@ -24,7 +25,8 @@ class LimitedLogger:
         self.log(logging.WARNING, kind, message)
 
     def log(self, level: int, kind: str, message: str) -> None:
-        """Log ``message``. If ``kind`` was logged less than a minute ago, only count it for the next message."""
+        """Log ``message`` as `one_line`. If ``kind`` was logged less than a minute ago, only count it for the next
+        message."""
         now = time.monotonic()
         with self._lock:
             if now < self._next_s.get(kind, 0.0):
@@ -33,13 +35,18 @@ class LimitedLogger:
             self._next_s[kind] = now + _PERIOD_S
             suppressed = self._suppressed.pop(kind, 0)
         more = f" (and {suppressed} more like it)" if suppressed else ""
-        self._logger.log(level, "%s%s", message, more)
+        self._logger.log(level, "%s%s", one_line(message), more)
 
 
 def printable(text: str) -> str:
     """Replace unprintable characters: what comes from a server or a store must not control a terminal, or begin lines
     of a log."""
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def one_line(text: object) -> str:
+    """Return text as one printable line of at most 2,000 characters: an error may quote what others have written."""
+    return printable(str(text)[:_LINE_CHARS])
 
 
 def brief(error: Exception) -> str:

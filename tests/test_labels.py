@@ -46,6 +46,7 @@ def test_a_label_of_many_flags_is_cut() -> None:
 
 def test_a_short_id_is_a_requests_label() -> None:
     assert label_of_request("") == ""
+    assert label_of_request(5) == "5"  # type: ignore[arg-type]
     assert label_of_request("chatcmpl-\N{SNOWMAN}") == "chatcmpl-\N{SNOWMAN}"
 
 

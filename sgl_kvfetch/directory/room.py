@@ -34,7 +34,7 @@ from sgl_kvfetch.directory import files, local_profiles, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
-from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.log import LimitedLogger, one_line
 from sgl_kvfetch.stores import MAX_PINNED_PART, object_digest
 from sgl_kvfetch.stores.upkeep import LIVE_RANK_SQL, decode_named_manifest
 
@@ -381,7 +381,7 @@ class DiskRoom:
             try:
                 dropped = self.drop_level(name)
             except (FormatError, OSError) as e:  # such as a full disk
-                logger.warning("cannot drop a level of %s: %s", name, e)
+                logger.warning("cannot drop a level of %s: %s", name, one_line(e))
                 continue
             freed += sum(dropped[name] for name in self.delete_unnamed(dropped))
         return freed

@@ -13,6 +13,7 @@ from sgl_kvfetch.directory.catalog import FileRole, FileState, SegmentState, tem
 from sgl_kvfetch.directory.page_index import page_rows
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import parse_object_name
+from sgl_kvfetch.log import one_line
 from sgl_kvfetch.stores import object_digest
 from sgl_kvfetch.stores.upkeep import decode_named_manifest
 
@@ -235,7 +236,7 @@ def examine_segment(db: sqlite3.Connection, root: Path, name: str) -> SegmentSta
             return SegmentState.INCOMPLETE
         index_segment(db, manifest, content)
     except (FormatError, OSError) as e:
-        logger.warning("skipping unreadable manifest %s: %s", name, e)
+        logger.warning("skipping unreadable manifest %s: %s", name, one_line(e))
         hide_segment(db, segment, SegmentState.UNREADABLE)
         # A newer version may have written it, so its data counts as named.
         db.execute(

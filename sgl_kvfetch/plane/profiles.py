@@ -20,7 +20,7 @@ import msgspec
 from sgl_kvfetch.codec import load_profile, read_encryption_keys, read_manifest_keys
 from sgl_kvfetch.directory import open_store
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError, why
-from sgl_kvfetch.log import brief, printable
+from sgl_kvfetch.log import brief, one_line, printable
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.store_options import s3_options, tls_files
 from sgl_kvfetch.stores import AdminStore, HttpOptions, ListedProfile, ProfileKeys, list_profiles, read_profile
@@ -87,7 +87,7 @@ async def take_from_store(config: KVFetchConfig, weights: str, digest: str | Non
             except Exception as e:  # whoever may write into the store has made it: no fault of it ends anything else
                 if isinstance(e, KVFetchError) and not e.concerns_object:
                     raise
-                what = printable(str(e)) if isinstance(e, KVFetchError) else brief(e)
+                what = one_line(e) if isinstance(e, KVFetchError) else brief(e)
                 logger.warning("kvfetch: %s: profile %s is passed over: %s", config.store, listed.info.name, what)
                 continue
             assert listed.head is not None
@@ -179,7 +179,7 @@ def _newest_copy(folder: Path, digest: str | None) -> Path | None:
             if load_profile(path).digest == path.stem:
                 return path
         except Exception as e:  # as in `take_from_store`: it may be damaged in any way
-            what = printable(str(e)) if isinstance(e, KVFetchError) else f"{path} cannot be read: {brief(e)}"
+            what = one_line(e) if isinstance(e, KVFetchError) else f"{path} cannot be read: {brief(e)}"
             logger.warning("kvfetch: %s", what)
     return None
 

@@ -195,8 +195,8 @@ class _Turns:
             self._queue.wait(staging, Claim(staging.num_pages, self._num_arrived))
         else:
             self._without_link[staging] = None
-        self._serve()
         try:
+            self._serve()
             async with asyncio.timeout(deadline_s - time.monotonic()):
                 await staging.turn
         finally:
@@ -368,6 +368,8 @@ class Stager:
         staging.data_names = {part.reader.data_name for part in parts}
         is_coded = self._takes_code and gpu_restores(sources) and not staging.data_names & self._decoded_here
         plan = RegionPlan(parts) if is_coded else None
+        if plan is not None and plan.num_bytes > self._arena.num_bytes:  # a manifest may say so of its cells
+            plan = None
         staging.num_bytes = len(sources) * self._geometry.page_bytes if plan is None else plan.num_bytes
         num_ahead = self._turns.pages_ahead if staging.needs_link else 0
         if not self._is_fetched(cost, num_ahead, command.saved_s, len(sources), found_s):
@@ -454,7 +456,8 @@ class Stager:
     def _put_tables(self, staging: _Staging, region: CodedRegion, num_pages: int) -> bool:
         """Put the tables of coded cells into shared memory. Return whether there is room for them."""
         num_cells, tables = region.tables(num_pages)
-        place = self._room.allocate(len(tables), 0)
+        fits = len(tables) <= self._arena.num_bytes  # those of a whole span, all of whose tokens are exact, may not
+        place = self._room.allocate(len(tables), 0) if fits else None
         if place is None:
             return False
         self._arena.buffer(place, len(tables))[:] = tables

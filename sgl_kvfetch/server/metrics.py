@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from sgl_kvfetch import __version__
 from sgl_kvfetch.directory import StoreUsage
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.log import LimitedLogger, printable
+from sgl_kvfetch.log import LimitedLogger
 
 _limited = LimitedLogger(logging.getLogger(__name__))
 _MOST_FAILURES = 50
@@ -97,7 +97,7 @@ class ServerMetrics:
     def note_failure(self, what: str, cause: str, message: str, client: str | None = None) -> None:
         """Count a failure, and log it: the first of a kind at once, others once a minute, counted."""
         self.count_failure(what, cause, message, client)
-        _limited.warning(f"{what.partition(' ')[0]} {cause}", f"{printable(what[:200])} failed ({cause}): {message}")
+        _limited.warning(f"{what.partition(' ')[0]} {cause}", f"{what[:200]} failed ({cause}): {message}")
 
     def note_lookup(self, pages_asked: int, pages_found: int) -> None:
         result = "hit" if pages_found == pages_asked else "partial" if pages_found else "miss"

@@ -24,7 +24,7 @@ from sgl_kvfetch.codec import Manifest, decode_manifest
 from sgl_kvfetch.directory import FolderUsage, LocalStore
 from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
-from sgl_kvfetch.log import printable
+from sgl_kvfetch.log import one_line
 from sgl_kvfetch.prompts import Prompt, page_hashes, tokenise
 from sgl_kvfetch.server.bodies import BodyReader, json_answer
 from sgl_kvfetch.server.budget import Overloaded
@@ -255,7 +255,7 @@ class PageHandlers:
             manifest = await asyncio.to_thread(decode_manifest, content)
             kind = _Kind(_names(manifest), manifest.namespace.page_size, manifest.geometry.page_bytes)
         except KVFetchError as e:
-            logger.warning("cannot show the folder %s: %s", usage.folder, printable(str(e)))
+            logger.warning("cannot show the folder %s: %s", usage.folder, one_line(e))
             return _UNKNOWN
         except Exception:  # a writer's text that nobody thought of must not hide the other folders
             logger.exception("cannot show the folder %s", usage.folder)

@@ -11,7 +11,7 @@ from aiohttp import web
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import parse_object_name
-from sgl_kvfetch.log import LimitedLogger, printable
+from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.server.bodies import BodyReader
 from sgl_kvfetch.stores import MAX_VERIFIED_BYTES, Damaged, Verified, decode_verified
 
@@ -45,7 +45,7 @@ class LastVerified:
             names = {f"{_PROFILE}{name}" for name in profiles}
             left = [each for each in found.damaged if each.name in names or await self._is_there(each, found.at_s)]
         except (FormatError, StoreError) as e:
-            _limited.warning("verified", f"the page does not show what kvfetch verify found: {printable(str(e))}")
+            _limited.warning("verified", f"the page does not show what kvfetch verify found: {e}")
             return None
         num_gone = len(found.damaged) - len(left)
         return msgspec.structs.replace(found, num_damaged=max(0, found.num_damaged - num_gone), damaged=tuple(left))

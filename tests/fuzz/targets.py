@@ -259,7 +259,7 @@ def answers(data: bytes) -> None:
     """Decode what an HTTP store answers: a first byte chooses to what."""
     if not data:
         return
-    kinds = wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, wire.Profiles
+    kinds: tuple[Any, ...] = wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, wire.Profiles
     with contextlib.suppress(KVFetchError):
         match data[0] % (len(kinds) + 2):
             case 0:

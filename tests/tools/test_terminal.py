@@ -1,4 +1,5 @@
 import inspect
+import logging
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
 from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.log import printable
+from sgl_kvfetch.log import LimitedLogger, printable
 from sgl_kvfetch.sizes import parse_duration, parse_size
 from sgl_kvfetch.tools.app import COMMANDS, import_command
 from sgl_kvfetch.tools.terminal import format_size, read_token
@@ -51,6 +52,15 @@ def test_sizes_are_printed_with_three_digits(num_bytes: int, text: str) -> None:
 
 def test_stored_text_cannot_drive_the_terminal() -> None:
     assert printable("a\x1b[31mb\n") == "a\ufffd[31mb\ufffd"
+
+
+def test_stored_text_cannot_forge_or_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    limited = LimitedLogger(logging.getLogger("kvfetch-test"))
+    limited.warning("a", "a miss: layouts are for k\n\x1b[2JERROR all is lost, " + "v" * 1_000_000)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("a miss: layouts are for k\N{REPLACEMENT CHARACTER}")
+    assert record.getMessage().isprintable()
+    assert len(record.getMessage()) == 2000
 
 
 def test_a_token_comes_from_the_option_or_a_file_or_the_environment(

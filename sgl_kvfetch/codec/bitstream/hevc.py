@@ -116,10 +116,11 @@ class HevcCodec(Codec):
     def access_units(self, bitstream: bytes | memoryview, num_frames: int) -> list[memoryview]:
         """Return the access units, one a picture. Raises CorruptError if ``num_frames`` need another number of them, or
         if one has more than ``_MOST_NAL_UNITS``."""
-        access_units = split_access_units(bitstream)
         expected = num_frames * 3 // self.planes_a_picture
-        if len(access_units) != expected:
-            raise CorruptError(f"{self.name} bitstream has {len(access_units)} pictures, expected {expected}")
+        # Before they are listed: a table may name as many empty ones as a quarter of the bitstream's bytes.
+        if (found := _num_access_units(memoryview(bitstream))) != expected:
+            raise CorruptError(f"{self.name} bitstream has {found} pictures, expected {expected}")
+        access_units = split_access_units(bitstream)
         for unit in access_units:
             if (found := bytes(unit).count(b"\0\0\1")) > _MOST_NAL_UNITS:
                 raise CorruptError(f"{self.name} picture has {found} NAL units, more than {_MOST_NAL_UNITS}")
@@ -227,9 +228,7 @@ def join_access_units(access_units: list[bytes]) -> bytes:
 def split_access_units(bitstream: bytes | memoryview) -> list[memoryview]:
     """Return the access units. Raises CorruptError unless the table accounts for every byte."""
     view = memoryview(bitstream)
-    if len(view) < _U32.size:
-        raise CorruptError(f"bitstream has {len(view)} bytes, too few for its table")
-    (count,) = _U32.unpack_from(view)
+    count = _num_access_units(view)
     start = _U32.size * (1 + count)
     if start > len(view):
         raise CorruptError(f"bitstream of {len(view)} bytes claims {count} access units: its table is cut")
@@ -237,3 +236,11 @@ def split_access_units(bitstream: bytes | memoryview) -> list[memoryview]:
     if offsets[-1] != len(view):
         raise CorruptError(f"bitstream has {len(view)} bytes, but its table accounts for {offsets[-1]}")
     return [view[start:end] for start, end in pairwise(offsets)]
+
+
+def _num_access_units(view: memoryview) -> int:
+    """Return how many access units a bitstream claims to have. Raises CorruptError if it is too short to say so."""
+    if len(view) < _U32.size:
+        raise CorruptError(f"bitstream has {len(view)} bytes, too few for its table")
+    (count,) = _U32.unpack_from(view)
+    return int(count)

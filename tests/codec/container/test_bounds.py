@@ -7,6 +7,7 @@ import io
 import math
 import random
 import struct
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -238,6 +239,20 @@ def test_hevc_of_many_nal_units_is_refused_before_it_is_decoded(name: str, reque
     request.getfixturevalue("decodes_no_picture")
     with pytest.raises(CorruptError, match=r"picture has 304 NAL units, more than 256"):
         codec.decode(join_access_units([first + reserved * 300, *others]), (1, 144, 144))
+
+
+@pytest.mark.parametrize("name", ["hevc", "hevc420"])
+def test_hevc_of_many_pictures_is_refused_before_they_are_listed(name: str) -> None:
+    """Each takes four bytes in the table, and hundreds in a list."""
+    bitstream = join_access_units([b""] * 500_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError, match=f"{name} bitstream has 500000 pictures, expected [13]"):
+            get_codec(name).decode(bitstream, (1, 144, 144))
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 1 << 20
 
 
 def test_hevc_that_is_cropped_to_the_right_size_is_refused(request: pytest.FixtureRequest) -> None:

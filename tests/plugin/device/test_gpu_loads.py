@@ -5,13 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
 from harness.waiting import wait_until
 from sgl_kvfetch.codec import Stream
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.objects import MAX_CHUNK_BYTES
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import client, service
@@ -113,6 +117,25 @@ def test_one_prompt_may_have_both(make: MakeRig, quantiser: KltQuantiser, monkey
     assert staged_code(rig, tokens)["is_coded"].tolist() == [1, 1, 0, 0] * 2
     for ours, theirs in zip(loaded(rig, tokens), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    rig.assert_nothing_held()
+
+
+def test_cells_that_claim_more_bytes_than_there_is_room_for_hold_up_nobody(
+    make: MakeRig, quantiser: KltQuantiser, tmp_path: Path
+) -> None:
+    cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
+    cpu.stored(prompt(0))
+    for path in tmp_path.rglob("*.kvm"):
+        manifest = decode_manifest(path.read_bytes())
+        (variant,) = manifest.variants
+        chunks = tuple(msgspec.structs.replace(chunk, size_bytes=MAX_CHUNK_BYTES) for chunk in variant.chunks)
+        variant = msgspec.structs.replace(variant, chunks=chunks)
+        path.write_bytes(msgspec.structs.replace(manifest, variants=(variant,)).encode())
+    cpu.stored(prompt(1))
+    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=FakeDevice(), mode="read_only")
+    first, second = rig.arrive(prompt(0)), rig.arrive(prompt(1))
+    rig.await_unparked(first, second)
+    assert rig.admit(first, second) == [0, 32]
     rig.assert_nothing_held()
 
 
