@@ -1,16 +1,67 @@
-"""What the system does for one process: end it with its parent, keep its memory from others, take memory back."""
+"""What the system does for one process: end it, also with its parent, keep its memory from others, take memory back."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL, _GET_DUMPABLE, _SET_DUMPABLE = 1, 3, 4  # of prctl(2)
 _MMAP_THRESHOLD = -3  # of mallopt(3)
+_CANNOT_FLUSH = 120  # Python's exit code for that
+
+
+def run_and_end(main: Callable[[], object]) -> None:
+    """Call ``main``, and end this process with its exit code if it has used obstore. Otherwise, return or raise as
+    ``main`` does: Python can end the process.
+
+    obstore answers from threads of its own. They take Python's lock once more behind an answer, to drop what belonged
+    to the request, and nobody can wait for that. One that comes while Python takes the interpreter apart aborts the
+    process, after a right answer. So that part is left out. Before it, Python waits for threads, calls what `atexit`
+    has, and flushes; that is done here.
+    """
+    code: object = None
+    try:
+        main()
+    except BaseException as error:
+        if not _has_used_obstore():
+            raise
+        if isinstance(error, SystemExit):
+            code = error.code
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+            code = 1
+    if _has_used_obstore():
+        _end(code)
+
+
+def _has_used_obstore() -> bool:
+    return "obstore" in sys.modules
+
+
+def _end(code: object) -> None:
+    """End this process at once. ``code``: as `sys.exit` takes it."""
+    status = 1
+    try:
+        if code is None or isinstance(code, int):
+            status = code or 0
+        else:
+            print(code, file=sys.stderr)
+        threading._shutdown()  # type: ignore[attr-defined]  # waits; the children of multiprocessing end so, too
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            if not stream.closed:
+                stream.flush()
+    except OSError:  # who reads our output has gone
+        status = status or _CANNOT_FLUSH
+    finally:
+        os._exit(status)
 
 
 def end_with_parent(parent: int) -> None:

@@ -1,8 +1,9 @@
-"""The memory of processes, as Linux tells it and takes it back."""
+"""The memory of processes, as Linux tells it and takes it back, and how processes end that have used obstore."""
 
 from __future__ import annotations
 
 import mmap
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,60 @@ def test_what_this_process_has_taken() -> None:
             taken.write(bytes(1 << 20))
         assert own_bytes() >= before + 0.9 * len(taken)
     assert available_bytes() > 1 << 20
+
+
+# What Python does at its end, in this order, and what it must not get to where obstore's threads may still run.
+_ENDS = """
+import atexit, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from sgl_kvfetch.processes import run_and_end
+if sys.argv[1] == "obstore":
+    import obstore
+class Last:
+    def __del__(self, write=sys.stdout.write, flush=sys.stdout.flush):
+        write("taken apart\\n")
+        flush()
+sys.last = Last()
+atexit.register(print, "atexit")
+go = threading.Event()
+def main():
+    ThreadPoolExecutor().submit(lambda: (go.wait(), print("thread")))
+    print("main")
+    threading.Timer(0.2, go.set).start()
+    exec(sys.argv[2])
+run_and_end(main)
+print("returned")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "stderr"),
+    [
+        ("", 0, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('what is wrong')", 1, "what is wrong"),
+        ("raise ValueError('ours')", 1, "ValueError: ours"),
+    ],
+)
+def test_a_process_that_has_used_obstore_ends_as_python_would_but_takes_nothing_apart(
+    end: str, code: int, stderr: str
+) -> None:
+    for used in ("obstore", "nothing"):
+        done = subprocess.run([sys.executable, "-c", _ENDS, used, end], capture_output=True, text=True, timeout=120)
+        assert done.returncode == code
+        assert done.stderr.strip().endswith(stderr)
+        assert bool(done.stderr) == bool(stderr)
+        returned = ["returned"] if used == "nothing" and not end else []
+        taken_apart = ["taken apart"] if used == "nothing" else []
+        assert done.stdout.split("\n")[:-1] == ["main", *returned, "thread", "atexit", *taken_apart]
+
+
+def test_output_that_nobody_reads_is_an_exit_code_of_its_own() -> None:
+    script = "import obstore, sys; from sgl_kvfetch.processes import run_and_end; run_and_end(lambda: print('x' * 99))"
+    command = [sys.executable, "-c", script]
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(120) == 120  # as of any program in Python

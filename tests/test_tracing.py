@@ -170,7 +170,7 @@ def test_a_collector_that_is_down_is_reported_once(
         wait_until(lambda: not is_exporting())
     (warning,) = caplog.records
     assert warning.name == "sgl_kvfetch.tracing"
-    assert "spans batch" in warning.getMessage()
+    assert "batch" in warning.getMessage()
 
 
 def test_traces_are_off_unless_they_are_asked_for() -> None:

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import ConfigError, KVFetchError
+from sgl_kvfetch.processes import run_and_end
 from sgl_kvfetch.tools.packages import needs_package
 
 EXIT_ERROR = 2
@@ -144,4 +146,4 @@ def _kvfetch(
 
 def main() -> None:
     """Run the ``kvfetch`` command."""
-    app(prog_name="kvfetch")
+    run_and_end(partial(app, prog_name="kvfetch"))

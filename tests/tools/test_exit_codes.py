@@ -1,0 +1,52 @@
+"""Exit codes of commands that run as processes, against S3: obstore's threads outlive the answer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from harness.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, running_s3_server
+
+RUNS = 8  # of each command; Python's own end aborts one in five
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[dict[str, str]]:
+    """The environment of a user of a bucket."""
+    with running_s3_server() as s3:
+        yield os.environ | {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_ENDPOINT_URL": f"http://{s3.host}:{s3.port}",
+            "AWS_REGION": "us-east-1",
+        }
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "what"),
+    [
+        (("inspect", f"s3://{BUCKET}/kv"), 0, "no segments"),
+        (("clear", f"s3://{BUCKET}/kv", "--dry-run"), 0, "0 segments"),
+        (("verify", f"s3://{BUCKET}/kv"), 0, "0 segments"),
+        (("doctor", f"s3://{BUCKET}/kv", "--store-only"), 0, "the store can be used from here"),
+        (("unpin", f"s3://{BUCKET}/kv", "--prompt", "[1]", "--page-size", "1"), 1, "there was no such pin"),
+        (("inspect", "s3://no-such-bucket/kv"), 2, "NoSuchBucket"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, tuple) else None,
+)
+def test_a_command_ends_with_its_own_exit_code(
+    environment: dict[str, str], command: tuple[str, ...], code: int, what: str
+) -> None:
+    def run(_: int) -> subprocess.CompletedProcess[str]:
+        whole = [sys.executable, "-m", "sgl_kvfetch.tools", *command]
+        return subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=240)
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(run, range(RUNS)))
+    assert [done.returncode for done in runs] == [code] * RUNS, runs[0].stderr
+    assert all(what in done.stdout + done.stderr for done in runs), runs[0]
