@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
+
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.protect import open_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader
@@ -33,8 +35,7 @@ async def read_all(store: Store, units: Sequence[ReadUnit]) -> int:
 async def _size(store: Store, unit: ReadUnit) -> int:
     size = 0
     for name, start, end in unit.reads:
-        data = await store.get(name, start, end - start)
-        if data is None:
+        if not await store.read(name, start, np.empty(end - start, dtype=np.uint8).data):
             raise SystemExit(f"{name} is not in the store")
-        size += len(data)
+        size += end - start
     return size
