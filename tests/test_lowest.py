@@ -1,0 +1,75 @@
+"""The package with the oldest versions that pyproject.toml declares, in an environment beside ours.
+
+Making it takes half a minute. It runs tests of all houses: those that --fast chooses, and most of servers and stores.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from harness.lowest import PROJECT, declared, lowest_python, lowest_version
+from tests.conftest import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+
+# Older releases are surprised by newer ones of what they need.
+PYTEST = ("-m", "pytest", "-q", "-n", "0", "-W", "ignore::DeprecationWarning", "-p", "no:cacheprovider")
+# With SGLang's servers, on a GPU, or with tests of their own.
+NOT_HERE = {
+    "sglang": "pinned exactly",
+    "triton": "tests/triton_kernels compiles and runs all kernels with the oldest",
+    "PyNvVideoCodec": "needs a GPU",
+}
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    if torch.accelerator.is_available():
+        pytest.skip("SGLang pins a newer torch where there is a GPU")
+    try:
+        return lowest_python()
+    except RuntimeError as error:
+        if "NewConnectionError" in str(error):
+            pytest.skip("needs a package index")
+        raise
+
+
+def run(*command: str) -> str:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_it_has_what_is_declared(python: Path) -> None:
+    requirements = {each.name: each for each in declared()}
+    script = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
+    versions = run(str(python), "-c", script, *requirements).split()
+    found = dict(zip(requirements, versions, strict=True))
+    lowest = {name: lowest_version(each) for name, each in requirements.items()}
+    assert {name: v for name, v in found.items() if v not in SpecifierSet(f"=={lowest[name]}")} == {}
+
+
+def test_nothing_is_declared_that_no_test_has_tried() -> None:
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name != "dev"}
+    lines = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
+    names = {Requirement(line).name for line in lines} - {project["name"]}
+    assert names <= {each.name for each in declared()} | NOT_HERE.keys()
+
+
+def test_the_fast_tests_pass(python: Path) -> None:
+    others = ("tests/e2e", "tests/fuzz", "tests/triton_kernels", "tests/test_docs.py")
+    run(str(python), *PYTEST, "--fast", "tests", *(f"--ignore={path}" for path in others))
+
+
+def test_stores_and_the_server_pass(python: Path) -> None:
+    run(str(python), *PYTEST, "-m", "not slow and not sglang", "tests/server", "tests/stores")
