@@ -30,7 +30,7 @@ SIX = [
     "kvfetch-load -> event loop: Unstage",
 ]
 THREADS = "copy", "data", "decode", "encode", "intake", "load", "segment"
-MOST_MODULES = 53
+MOST_MODULES = 54
 
 
 def test_hand_overs_of_a_prompt_of_one_cell(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

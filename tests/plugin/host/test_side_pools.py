@@ -343,11 +343,11 @@ def test_lookups_pause_while_side_pages_cannot_be_read(
     names, wants = keys(2), [transfer(["__placeholder__"])]
     store(backend, names, {SWA: {1: 1}})
 
-    async def fail(*args: object) -> bytes:
+    async def fail(*args: object) -> bool:
         raise StoreError("server", "a test")
 
     with monkeypatch.context() as failing:
-        failing.setattr(served.service.client.side_fetcher, "_store", Mock(get=fail))
+        failing.setattr(served.service.client.side_fetcher, "_store", Mock(read=fail))
 
         def is_skipped() -> bool:
             if backend.batch_exists_v2(names, wants).kv_hit_pages == 0:
