@@ -322,7 +322,7 @@ def test_sglang_need_not_wait_for_side_pages_when_it_stops(make: Make, served: S
         await asyncio.Event().wait()
         raise AssertionError
 
-    served.service.client.side_fetcher._store = Mock(get=hang)
+    served.service.client.side_fetcher._store = Mock(read=hang)
     backend._prefetch = replace(backend._prefetch, is_stopping=arrived.is_set)
     assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [False]}
 
