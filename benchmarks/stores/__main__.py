@@ -50,6 +50,7 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.plane.client import READ_BYTES, SPAN_TOKENS
 from sgl_kvfetch.plane.write.writer import commit_segment
+from sgl_kvfetch.processes import run_and_end
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.tools.estimate import GET_PRICE, PRICES_AS_OF, PUT_PRICE
 from sgl_kvfetch.types import TENSORS
@@ -290,4 +291,4 @@ def _print(console: Console, rows: Sequence[dict[str, Any]], args: argparse.Name
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_end(lambda: sys.exit(main()))
