@@ -18,6 +18,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
+from functools import lru_cache
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -139,6 +140,9 @@ class Cell(NamedTuple):
     head_block: int
 
 
+_grid = lru_cache(CellGrid)  # readers ask for each cell
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """A validated manifest.
 
@@ -187,7 +191,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def grid(self) -> CellGrid:
-        return CellGrid(self.namespace.num_layers, self.num_heads, self.cell_layers, self.cell_heads)
+        return _grid(self.namespace.num_layers, self.num_heads, self.cell_layers, self.cell_heads)
 
     @property
     def num_spans(self) -> int:
@@ -242,8 +246,8 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def cell_values(self, cell: Cell) -> int:
         """Return the number of values in a cell, K and V together."""
-        g, grid = self.geometry, self.grid
-        channels = len(grid.layers(cell.layer_group)) * grid.cell_heads * (g.k_head_dim + g.v_head_dim)
+        head_dims = self.namespace.k_head_dim + self.namespace.v_head_dim
+        channels = len(self.grid.layers(cell.layer_group)) * self.cell_heads * head_dims
         return self.span_tokens(cell.span) * channels
 
     def integers_shape(self, cell: Cell, layout: str) -> tuple[int, ...]:

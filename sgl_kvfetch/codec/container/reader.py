@@ -72,9 +72,7 @@ class SegmentReader:
         self._objects: tuple[DataObject, ...] = self.variant, *self.levels
         self._offsets = [rows.offsets for rows in self._objects]
         self._head_blocks = manifest.head_blocks(self.rank_heads)
-        # A property of the manifest makes these anew each time, which is too slow for each cell.
         self.grid = manifest.grid
-        self._cells_per_span = manifest.cells_per_span  # with those that the rank does not read
         self._span_bytes: dict[int, int] = {}
         self._coarser: dict[int, SegmentReader] = {}
 
@@ -111,7 +109,7 @@ class SegmentReader:
 
     def cell_ranges(self, cell: Cell) -> list[tuple[int, int]]:
         """Return bytes ``[start, end)`` of a cell in each of ``object_names``. Together they are the cell's bytes."""
-        index, each = self._index(cell), self.manifest.chunks_per_cell
+        index, each = self.manifest.cell_index(cell), self.manifest.chunks_per_cell
         first, *further = self._offsets
         levels = ((offsets[index], offsets[index + 1]) for offsets in further)
         return [(first[index * each], first[(index + 1) * each]), *levels]
@@ -157,13 +155,8 @@ class SegmentReader:
 
     def _chunks_of(self, cell: Cell, number: int) -> range:
         """Return which chunks of object ``number`` a cell has: one a part of the variant's, one of each level's."""
-        index, each = self._index(cell), 1 if number else self.manifest.chunks_per_cell
+        index, each = self.manifest.cell_index(cell), 1 if number else self.manifest.chunks_per_cell
         return range(index * each, (index + 1) * each)
-
-    def _index(self, cell: Cell) -> int:
-        """Return `Manifest.cell_index`."""
-        within = cell.layer_group * self.grid.num_head_blocks + cell.head_block
-        return cell.span * self._cells_per_span + within
 
     def span_cells(self, span: int) -> Iterator[Cell]:
         """Yield the span's cells that the rank reads, in storage order."""
@@ -233,9 +226,7 @@ class SegmentReader:
 
     def _cell_bytes(self, cell: Cell) -> int:
         """Return the size of a cell's values."""
-        g = self.geometry
-        channels = len(self.grid.layers(cell.layer_group)) * self.grid.cell_heads * (g.k_head_dim + g.v_head_dim)
-        return self.manifest.span_tokens(cell.span) * channels * g.torch_dtype.itemsize
+        return self.manifest.cell_values(cell) * self.geometry.torch_dtype.itemsize
 
     def is_in_one_bitstream(self, cell: Cell, codec: str) -> bool:
         """Return whether all integers of a cell are in one bitstream of ``codec``, the last part, whose frames begin
@@ -249,7 +240,7 @@ class SegmentReader:
 
     def last_chunk(self, cell: Cell) -> Chunk:
         """Return the row of a cell's last part."""
-        return self.variant.chunks[(self._index(cell) + 1) * self.manifest.chunks_per_cell - 1]
+        return self.variant.chunks[(self.manifest.cell_index(cell) + 1) * self.manifest.chunks_per_cell - 1]
 
     def verified_cell(self, cell: Cell, data: memoryview) -> tuple[list[np.ndarray], bytes | memoryview]:
         """Verify the bytes of a cell for which `is_in_one_bitstream` holds. Return its parts but for the last one, as
