@@ -41,7 +41,14 @@ from sgl_kvfetch.codec.container.objects import (
 from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, TRAILER_BYTES, split_trailer
 from sgl_kvfetch.codec.layout.frames import MIN_PICTURE, PICTURE_MULTIPLE, PLANES, Layout
 from sgl_kvfetch.codec.layout.tiles import TileLayout
-from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError, FormatVersionError, UnsupportedError
+from sgl_kvfetch.errors import (
+    DECODE_ERRORS,
+    CorruptError,
+    EncryptedError,
+    FormatError,
+    FormatVersionError,
+    UnsupportedError,
+)
 from sgl_kvfetch.keys import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
@@ -388,7 +395,7 @@ def decode_manifest(data: bytes) -> Manifest:
         raise FormatError(f"manifest's body: expected {body_bytes} bytes, found {found_bytes}")
     try:
         body = _bodies.decode(memoryview(data)[_HEADER.size : -CHECKSUM_BYTES])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except DECODE_ERRORS as e:
         raise FormatError(f"manifest's body is malformed: {e}") from e
     return _validated(body)
 
@@ -398,7 +405,7 @@ def encryption_keys_of(data: bytes) -> set[str]:
     if an object is not encrypted. ``data``: a manifest without its signature. Raises FormatError."""
     try:
         body = _encryptions.decode(memoryview(data)[_HEADER.size : -CHECKSUM_BYTES])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except DECODE_ERRORS as e:
         raise FormatError(f"manifest's body is malformed: {e}") from e
     levels = (level for variant in body.variants for level in variant.levels)
     found = [each.encryption for each in (*body.variants, *levels, *body.sides)]
@@ -410,7 +417,7 @@ def whole_of(data: bytes) -> bytes:
     Verifies nothing."""
     try:
         return _wholes.decode(memoryview(data)[_HEADER.size : -CHECKSUM_BYTES]).whole
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except DECODE_ERRORS:
         return b""
 
 
