@@ -27,7 +27,7 @@ def test_the_wheel_has_all_our_files_and_no_others(wheel: Path) -> None:
         (Path("sgl_kvfetch") / path if path.parts[0] == "triton_kernels" else path).as_posix()
         for path in ours
         if "__pycache__" not in path.parts and path.suffix not in (".cpp", ".so")
-    } | {f"sgl_kvfetch/codec/{name}.abi3.so" for name in ("bitstream/_ans", "quant/_klt")}
+    } | {f"sgl_kvfetch/codec/{name}.abi3.so" for name in ("bitstream/_ans", "quant/_exact", "quant/_klt")}
     names = set(zipfile.ZipFile(wheel).namelist())
     assert "-cp311-abi3-" in wheel.name  # one for all Pythons
     metadata = {name for name in names if ".dist-info/" in name}
