@@ -37,6 +37,7 @@ from harness.fetching import fetch_pages
 from harness.memory_pool import MemoryPool
 from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
+from sgl_kvfetch.codec.container.manifest import Cell
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -45,7 +46,7 @@ from sgl_kvfetch.plane.adapt.decode_profile import load_decode_profile
 from sgl_kvfetch.plane.adapt.policy import LookAhead, Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
-from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, read_units
+from sgl_kvfetch.plane.fetch.plan import CellChunks, PageSource, ReadUnit, read_units
 from sgl_kvfetch.plane.fetch.restore import restore_cells
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
@@ -222,11 +223,11 @@ class Bench:
             raise SystemExit(f"only {result.num_pages} of {num_pages} pages were fetched: {result.failures}")
 
     def _decode_s(self) -> float:
-        return self._on_threads(lambda unit, cell: self._reader.decode_cell(cell, unit.piece(cell, self._data(unit))))
+        return self._on_threads(lambda unit, cell: self._reader.decode_chunks(cell, self._chunks(unit, cell)))
 
     def _restore_s(self) -> float:
         quantised = {
-            cell: self._reader.decode_cell(cell, unit.piece(cell, self._data(unit)))
+            cell: self._reader.decode_chunks(cell, self._chunks(unit, cell))
             for unit in self._units
             for cell in unit.cells
         }
@@ -246,7 +247,7 @@ class Bench:
             first, end = self._segment.manifest.span_range(cell.span)
             restore_cells(
                 self._reader,
-                [(cell, unit.piece(cell, self._data(unit)))],
+                [(cell, self._chunks(unit, cell))],
                 {},
                 span_pages=range(end - first),
                 pool_pages=range(first, end),
@@ -254,6 +255,9 @@ class Bench:
             )
 
         return self._on_threads(restore)
+
+    def _chunks(self, unit: ReadUnit, cell: Cell) -> CellChunks:
+        return unit.split(self._data(unit))[unit.cells.index(cell)]
 
     def _data(self, unit: ReadUnit) -> bytes:
         ((_, start, end),) = unit.reads

@@ -12,7 +12,7 @@ from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.coded import CELL, CodedRegion, RegionPlan, StagedCode, gpu_restores
-from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, span_parts
 from sgl_kvfetch.plane.staging import StagedValues
 
 
@@ -28,7 +28,9 @@ def stage_coded(segments: Sequence[CodedSegment], quantiser: Quantiser) -> Stage
     for part in plan.parts:
         content = data[part.reader.data_name]
         for cell in part.reader.span_cells(part.span):
-            region.decoded(part.reader, [(cell, memoryview(part.reader.cell_data(cell, [content])))], {})()
+            unit = ReadUnit(part.reader, (cell,))
+            (chunks,) = unit.split(part.reader.cell_data(cell, [content]))
+            region.decoded(part.reader, [(cell, chunks)], {})()
     num_cells, tables = region.tables(len(sources))
     cells = np.frombuffer(tables, dtype=CELL, count=num_cells)
     code = StagedCode(cells, torch.frombuffer(bytearray(tables[cells.nbytes :]), dtype=torch.uint8))

@@ -132,37 +132,56 @@ class CodedRegion(CodedPool):
     """A region of shared memory with the cells of one prompt. Threads may keep cells at once."""
 
     def __init__(self, arena: Arena, offset: int, plan: RegionPlan) -> None:
-        self._memory = arena.whole[offset : offset + plan.num_bytes].numpy()
+        self._memory = arena.buffer(offset, plan.num_bytes)
         self._offset = offset
         self._plan = plan
         self._starts, self._sizes, self._is_coded = (plan.rows[x].tolist() for x in ("start", "size", "is_coded"))
         self._kept: dict[int, Sequence[np.ndarray]] = {}  # by row: what a cell has beside its integers
 
-    def decoded(self, reader: SegmentReader, cells: Sequence[tuple[Cell, memoryview]], decoders: Decoders) -> Keep:
+    def places(self, reader: SegmentReader, cells: Sequence[Cell]) -> list[list[memoryview]] | None:
+        rows = [self._plan.row(reader, cell) for cell in cells]
+        if reader.manifest.is_encrypted or not all(self._is_coded[row] for row in rows):
+            return None
+        sizes = [reader.chunk_sizes(cell) for cell in cells]
+        # What a cell has beside its integers is little, and does not go to the engine as it is stored.
+        rest = memoryview(bytearray(sum(map(sum, sizes)) - sum(self._sizes[row] for row in rows)))
+        places = []
+        for row, (*others, size) in zip(rows, sizes, strict=True):
+            place = []
+            for each in others:
+                place.append(rest[:each])
+                rest = rest[each:]
+            places.append([*place, self._place(row, size)])
+        return places
+
+    def _place(self, row: int, size: int) -> memoryview:
+        if size != self._sizes[row]:
+            raise UnsupportedError(f"integers of a cell have {size} bytes, expected {self._sizes[row]}")
+        start = self._starts[row]
+        return self._memory[start : start + size]
+
+    def decoded(
+        self, reader: SegmentReader, cells: Sequence[tuple[Cell, Sequence[memoryview]]], decoders: Decoders
+    ) -> Keep:
         found = []
-        for cell, data in cells:
+        for cell, chunks in cells:
             row = self._plan.row(reader, cell)
             if self._is_coded[row]:
-                parts, bitstream = reader.verified_cell(cell, data)
-                integers = np.frombuffer(bitstream, dtype=np.uint8)
+                parts, integers = reader.verified_cell(cell, chunks)
             else:
-                *tensors, decoded = reader.decode_cell(cell, data, decoders)
+                *tensors, decoded = reader.decode_chunks(cell, chunks, decoders)
                 parts = [x.numpy() for x in tensors]
-                integers = decoded.contiguous().view(torch.uint8).flatten().numpy()
-            if len(integers) != self._sizes[row]:
-                expected = f"expected {self._sizes[row]}"
-                raise UnsupportedError(f"{cell} of {reader.data_name} has {len(integers)} bytes, {expected}")
+                integers = decoded.contiguous().view(torch.uint8).flatten().numpy().data
             found.append((row, parts, integers))
         return partial(self._keep, found)
 
     def working_bytes(self, reader: SegmentReader, cells: Sequence[Cell]) -> int:
-        is_coded = stays_coded(reader, cells[0])  # a run has one codec
-        return sum(map(reader.coded_bytes, cells)) if is_coded else sum(2 * reader.frames_bytes(c) for c in cells)
+        return sum(2 * reader.frames_bytes(cell) for cell in cells if not stays_coded(reader, cell))
 
-    def _keep(self, cells: Sequence[tuple[int, Sequence[np.ndarray], np.ndarray]]) -> None:
+    def _keep(self, cells: Sequence[tuple[int, Sequence[np.ndarray], bytes | memoryview]]) -> None:
         for row, parts, integers in cells:
-            start = self._starts[row]
-            self._memory[start : start + len(integers)] = integers
+            if not isinstance(integers, memoryview) or integers.obj is not self._memory.obj:
+                self._place(row, len(integers))[:] = integers
             self._kept[row] = parts
 
     def tables(self, num_pages: int) -> tuple[int, bytes]:

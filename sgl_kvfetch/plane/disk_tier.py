@@ -23,6 +23,7 @@ from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.stores import Breaker, Lookup, SegmentHit, Store, WrappedStore
+from sgl_kvfetch.stores.base import fill_pieces
 
 Tier = Literal["disk", "store"]
 FillResult = Literal["stored", "incomplete", "dropped", "failed"]
@@ -136,23 +137,27 @@ class DiskTier(WrappedStore):
         return await self._store.get(name, start, length)
 
     async def read(
-        self, name: str, start: int, into: memoryview, received: Callable[[int], None] = lambda num_bytes: None
+        self,
+        name: str,
+        start: int,
+        into: Sequence[memoryview],
+        received: Callable[[int], None] = lambda num_bytes: None,
     ) -> bool:
         """Ranges of data that a lookup found come from the disk if they are there. All else comes from the store."""
-        data = self._known.get(name)
-        if data is None or start + len(into) > data.size_bytes:
+        data, length = self._known.get(name), sum(map(len, into))
+        if data is None or start + length > data.size_bytes:
             return await self._store.read(name, start, into, received)
-        content = await self._read_disk(data, start, len(into))
+        content = await self._read_disk(data, start, length)
         if content is not None:
-            into[:] = content
-            received(len(into))
-            self._options.on_read("disk", len(into))
+            fill_pieces(into, content)
+            received(length)
+            self._options.on_read("disk", length)
             return True
         if not await self._store.read(name, start, into, received):
             return False
-        self._options.on_read("store", len(into))
+        self._options.on_read("store", length)
         if data.is_read_whole:
-            self._filler.add_bytes(data, start, bytes(into))
+            self._filler.add_bytes(data, start, b"".join(into))
         return True
 
     async def _read_disk(self, data: NamedData, start: int, length: int) -> bytes | None:

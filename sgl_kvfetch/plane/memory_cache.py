@@ -78,18 +78,20 @@ class MemoryCache:
             self._entries.move_to_end(key)
         return Held(self, entries)
 
-    def put(self, unit: ReadUnit, data: bytes | memoryview) -> None:
-        """Keep a unit's bytes, if there is room or something can be evicted for its span."""
+    def put(self, unit: ReadUnit, data: Iterable[bytes | memoryview]) -> None:
+        """Keep a unit's bytes, if there is room or something can be evicted for its span. ``data``: they, in pieces."""
         span = unit.cells[0].span
         entry = self._entries.get(_key(unit.reader, span)) or self._open(unit.reader, span)
         place = unit.cells[0], len(unit.cells)
-        if entry is None or place in entry.places or len(data) > entry.missing_bytes:
+        if entry is None or place in entry.places or unit.size_bytes > entry.missing_bytes:
             return  # the last: it overlaps with units of another size
         # Units lie one behind another in the order in which they came, whatever their place in the span.
         offset = entry.offset + entry.num_bytes - entry.missing_bytes
-        self.buffer(offset, len(data))[:] = data
+        into = self.buffer(offset, unit.size_bytes)
+        for piece in data:
+            into[: len(piece)], into = piece, into[len(piece) :]
         entry.places[place] = offset
-        entry.missing_bytes -= len(data)
+        entry.missing_bytes -= unit.size_bytes
         self._entries.move_to_end(entry.key)
         if not entry.missing_bytes:
             self._list_pages(entry)
@@ -99,7 +101,7 @@ class MemoryCache:
         objects = dict(segment.data_objects())
         for span in range(reader.manifest.num_spans):
             for unit in read_units(reader, span, read_bytes):
-                self.put(unit, b"".join(objects[name][start:end] for name, start, end in unit.reads))
+                self.put(unit, [memoryview(objects[name])[start:end] for name, start, end in unit.reads])
 
     def drop(self, data_name: str) -> None:
         """Forget what is here of a data object, which is damaged."""

@@ -55,6 +55,24 @@ def require_name(name: str) -> ObjectName:
         raise StoreError("invalid", str(e)) from e
 
 
+def left_of(into: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return what is to be filled when the first ``num_bytes`` of these pieces have come. None of it is empty."""
+    left = []
+    for piece in into:
+        if num_bytes < len(piece):
+            left.append(piece[num_bytes:])
+        num_bytes = max(0, num_bytes - len(piece))
+    return left
+
+
+def fill_pieces(into: Sequence[memoryview], data: bytes | memoryview) -> None:
+    """Copy bytes into pieces, from the first one on. There is room for them."""
+    rest = memoryview(data)
+    for piece in into:
+        num_bytes = min(len(piece), len(rest))
+        piece[:num_bytes], rest = rest[:num_bytes], rest[num_bytes:]
+
+
 def is_namespace(name: str) -> bool:
     """Return whether this is the name of a namespace's folder."""
     return _NAMESPACE.fullmatch(name) is not None
@@ -109,18 +127,23 @@ class Store(ABC):
         """
 
     async def read(
-        self, name: str, start: int, into: memoryview, received: Callable[[int], None] = lambda num_bytes: None
+        self,
+        name: str,
+        start: int,
+        into: Sequence[memoryview],
+        received: Callable[[int], None] = lambda num_bytes: None,
     ) -> bool:
-        """Fill ``into`` with an object's bytes from byte ``start`` on. Return False if the object is missing.
+        """Fill ``into``, one piece behind the other, with an object's bytes from byte ``start`` on. Return False if the
+        object is missing.
 
-        ``received`` gets the number of bytes of each piece, in order, when they are there. After an error, those bytes
+        ``received`` gets the number of bytes that have come, again and again, in order. After an error, those bytes
         are valid: the caller may continue behind them. Nothing is written once this has returned or raised. This
         default copies what `get` returns.
         """
-        data = await self.get(name, start, len(into))
+        data = await self.get(name, start, sum(map(len, into)))
         if data is None:
             return False
-        into[:] = data
+        fill_pieces(into, data)
         received(len(data))
         return True
 

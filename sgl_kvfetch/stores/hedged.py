@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore, require_name
+from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore, left_of, require_name
 
 T = TypeVar("T")
 
@@ -79,13 +79,17 @@ class HedgedStore(WrappedStore):
         """Hedge manifests and reads with a ``length``. Other whole objects are not hedged: their size is unknown."""
         if length is not None:
             into = bytearray(length)
-            return bytes(into) if await self.read(name, start, memoryview(into)) else None
+            return bytes(into) if await self.read(name, start, [memoryview(into)]) else None
         if require_name(name).is_manifest:
             return await HedgedCall(self._lookups, lambda _: self._store.get(name, start)).run()
         return await self._store.get(name, start)
 
     async def read(
-        self, name: str, start: int, into: memoryview, received: Callable[[int], None] = lambda num_bytes: None
+        self,
+        name: str,
+        start: int,
+        into: Sequence[memoryview],
+        received: Callable[[int], None] = lambda num_bytes: None,
     ) -> bool:
         """Both requests of a hedged read write into ``into``: to equal places, equal bytes of an immutable object."""
 
@@ -96,10 +100,10 @@ class HedgedStore(WrappedStore):
                 received(num_bytes)
 
             there = attempt.num_bytes
-            return await self._store.read(name, start + there, into[there:], take)
+            return await self._store.read(name, start + there, left_of(into, there), take)
 
         async with self._free_reads:  # no read may wait for a connection: that would look like a stall
-            return bool(await HedgedCall(self._reads, ask, len(into)).run())
+            return bool(await HedgedCall(self._reads, ask, sum(map(len, into))).run())
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,16 @@ from tenacity import (
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.base import Lookup, ObjectInfo, SegmentHit, object_digest, require_name, require_namespace
+from sgl_kvfetch.stores.base import (
+    Lookup,
+    ObjectInfo,
+    SegmentHit,
+    fill_pieces,
+    left_of,
+    object_digest,
+    require_name,
+    require_namespace,
+)
 from sgl_kvfetch.stores.http_answers import (
     client_errors,
     decode_hits,
@@ -102,42 +111,49 @@ class HttpStore(RemoteStore):
         return await self._retried(f"getting {name}", attempt, length or 0)
 
     async def read(
-        self, name: str, start: int, into: memoryview, received: Callable[[int], None] = lambda num_bytes: None
+        self,
+        name: str,
+        start: int,
+        into: Sequence[memoryview],
+        received: Callable[[int], None] = lambda num_bytes: None,
     ) -> bool:
         """Read a range. A retry continues where the broken attempt ended."""
-        self._size_limit(name, len(into))
-        left, url = into, self._object_url(name)
+        length, position, url = sum(map(len, into)), start, self._object_url(name)
+        self._size_limit(name, length)
 
         def took(num_bytes: int) -> None:
-            nonlocal left
-            left = left[num_bytes:]
+            nonlocal position
+            position += num_bytes
             received(num_bytes)
 
         def take(piece: bytes) -> None:
-            left[: len(piece)] = piece
+            fill_pieces(left_of(into, position - start), piece)
             took(len(piece))
 
         async def attempt() -> bool:
-            position = start + len(into) - len(left)
+            left = left_of(into, position - start)
             receiver = self._range_receiver()
             if receiver is not None and await receiver.receive(url, position, left, took):
                 return True
-            headers = {"Range": f"bytes={position}-{start + len(into) - 1}"}
+            headers = {"Range": f"bytes={position}-{start + length - 1}"}
             async with self._request("GET", url, headers=headers) as response:
                 if response.status == 404:
                     return False
-                await take_range(response, position, len(left), take)
+                await take_range(response, position, start + length - position, take)
                 return True
 
-        if not into:
+        if not length:
             return await self._get_nothing(name, start) is not None
-        return await self._retried(f"reading {name}", attempt, len(into))
+        return await self._retried(f"reading {name}", attempt, length)
 
     def _range_receiver(self) -> RangeReceiver | None:
         """Return what receives ranges into their places; None behind a proxy, which aiohttp knows how to ask."""
         self._require_open()
         if self._receiver is None and self._proxy is None:
-            self._receiver = RangeReceiver(self.url, self._headers, self._tls, self.options.connect_timeout_s)
+            options = self.options
+            self._receiver = RangeReceiver(
+                self.url, self._headers, self._tls, options.connect_timeout_s, options.max_connections
+            )
         return self._receiver
 
     async def put(self, name: str, data: bytes) -> None:

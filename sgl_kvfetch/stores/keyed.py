@@ -40,7 +40,11 @@ class KeyedStore(WrappedStore):
         return data if data is not None and self._is_good(data) else None
 
     async def read(
-        self, name: str, start: int, into: memoryview, received: Callable[[int], None] = lambda num_bytes: None
+        self,
+        name: str,
+        start: int,
+        into: Sequence[memoryview],
+        received: Callable[[int], None] = lambda num_bytes: None,
     ) -> bool:
         if name.endswith(MANIFEST_SUFFIX):
             raise StoreError("invalid", f"{name}: only a whole manifest can be verified")

@@ -26,7 +26,16 @@ from obstore.exceptions import (
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError, why
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, is_object_name
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.stores.base import Lookup, ObjectInfo, is_namespace, object_digest, require_name, require_namespace
+from sgl_kvfetch.stores.base import (
+    Lookup,
+    ObjectInfo,
+    fill_pieces,
+    is_namespace,
+    left_of,
+    object_digest,
+    require_name,
+    require_namespace,
+)
 from sgl_kvfetch.stores.by_name import lookup_by_name
 from sgl_kvfetch.stores.http_answers import status_error
 from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
@@ -122,9 +131,13 @@ class S3Store(RemoteStore):
             raise
 
     async def read(
-        self, name: str, start: int, into: memoryview, received: Callable[[int], None] = lambda num_bytes: None
+        self,
+        name: str,
+        start: int,
+        into: Sequence[memoryview],
+        received: Callable[[int], None] = lambda num_bytes: None,
     ) -> bool:
-        length = len(into)
+        length = sum(map(len, into))
         self._size_limit(name, length)
 
         async def read() -> bool:
@@ -134,7 +147,7 @@ class S3Store(RemoteStore):
                 begin, end = end, end + len(piece)
                 if end > length:
                     raise StoreError("protocol", f"reading {name}: more than the {length} bytes of the range arrived")
-                into[begin:end] = piece
+                fill_pieces(left_of(into, begin), piece)
                 received(len(piece))
             if end < length:
                 missing = f"{length - end} of {length} bytes are missing"

@@ -62,10 +62,10 @@ def test_a_span_is_found_when_all_its_units_are_there(stored: list[Stored]) -> N
     *first, last = one.units(0)
     assert first
     for unit in first:
-        cache.put(unit, one.data(unit))
+        cache.put(unit, [one.data(unit)])
     assert cache.find(one.hashes) == []
     assert not cache.has(one.reader, 0)
-    cache.put(last, one.data(last))
+    cache.put(last, [one.data(last)])
     assert cache.find(one.hashes) == one.sources[:2]
     assert not cache.has(one.reader, 1)
     held = cache.hold(span_parts(one.sources))

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -258,9 +258,9 @@ async def test_the_second_request_asks_only_for_missing_bytes(
     read = HttpStore.read
 
     async def note_and_read(
-        self: HttpStore, name: str, start: int, into: memoryview, received: Callable[[int], None]
+        self: HttpStore, name: str, start: int, into: Sequence[memoryview], received: Callable[[int], None]
     ) -> bool:
-        asked.append((start, len(into)))
+        asked.append((start, sum(map(len, into))))
         return await read(self, name, start, into, received)
 
     monkeypatch.setattr(HttpStore, "read", note_and_read)

@@ -66,7 +66,7 @@ async def start() -> AsyncIterator[Start]:
         server = Server(answer)
         listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        receiver = RangeReceiver(url, {"Authorization": "Bearer t"}, True, WAIT_S)
+        receiver = RangeReceiver(url, {"Authorization": "Bearer t"}, True, WAIT_S, 32)
         made.append((listening, server, receiver))
         return server, receiver, f"{url}/object"
 
@@ -80,7 +80,7 @@ async def start() -> AsyncIterator[Start]:
 
 async def read(receiver: RangeReceiver, url: str, start: int, end: int) -> bytes | None:
     into, pieces = bytearray(end - start), list[int]()
-    is_range = await receiver.receive(url, start, memoryview(into), pieces.append)
+    is_range = await receiver.receive(url, start, [memoryview(into)], pieces.append)
     assert sum(pieces) == (end - start if is_range else 0)
     return bytes(into) if is_range else None
 
@@ -186,12 +186,12 @@ async def test_ranges_come_over_tls_and_a_wrong_certificate_is_left_to_others() 
     authority.configure_trust(trusting)
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=accepting)
     url = f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    receiver = RangeReceiver(url, {}, trusting, WAIT_S)
+    receiver = RangeReceiver(url, {}, trusting, WAIT_S, 32)
     try:
         for first, end in ((5, 10), (0, len(CONTENT))):
             assert await read(receiver, f"{url}/x", first, end) == CONTENT[first:end]
         assert [len(each) for each in server.requests] == [2]
-        assert await read(RangeReceiver(url, {}, True, WAIT_S), f"{url}/x", 0, 10) is None
+        assert await read(RangeReceiver(url, {}, True, WAIT_S, 32), f"{url}/x", 0, 10) is None
     finally:
         receiver.close()
         listening.close()
@@ -216,7 +216,7 @@ async def test_a_broken_answer_is_an_error_and_what_came_is_told(start: Start) -
     _, receiver, url = await start(cut)
     into, pieces = bytearray(5000), list[int]()
     with pytest.raises(OSError, match="closed"):
-        await receiver.receive(url, 0, memoryview(into), pieces.append)
+        await receiver.receive(url, 0, [memoryview(into)], pieces.append)
     assert sum(pieces) == 1000
     assert bytes(into[:1000]) == CONTENT[:1000]
 
@@ -231,7 +231,7 @@ async def test_nothing_is_written_once_a_read_is_cancelled(start: Start) -> None
 
     server, receiver, url = await start(pause)
     into, pieces = bytearray(5000), list[int]()
-    reading = asyncio.create_task(receiver.receive(url, 0, memoryview(into), pieces.append))
+    reading = asyncio.create_task(receiver.receive(url, 0, [memoryview(into)], pieces.append))
     await until(lambda: sum(pieces) == 1000)
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -249,5 +249,5 @@ async def test_no_connection_is_an_error_of_the_store() -> None:
     listening.close()
     await listening.wait_closed()
     with pytest.raises(StoreError) as caught:
-        await read(RangeReceiver(url, {}, True, WAIT_S), f"{url}/x", 0, 10)
+        await read(RangeReceiver(url, {}, True, WAIT_S, 32), f"{url}/x", 0, 10)
     assert (caught.value.reason, caught.value.retriable) == ("refused", True)

@@ -153,10 +153,23 @@ class SegmentReader:
         """Return bytes ``[start, end)`` of a cell in the variant's data object, without further levels."""
         return self.cell_ranges(cell)[0]
 
-    def _chunks_of(self, cell: Cell, number: int) -> range:
-        """Return which chunks of object ``number`` a cell has: one a part of the variant's, one of each level's."""
-        index, each = self.manifest.cell_index(cell), 1 if number else self.manifest.chunks_per_cell
-        return range(index * each, (index + 1) * each)
+    def _chunk_numbers(self, cell: Cell) -> list[tuple[int, int]]:
+        """Return the number of the object and the number there of each of a cell's chunks: one a part of the variant's,
+        one of each level's."""
+        index, each = self.manifest.cell_index(cell), self.manifest.chunks_per_cell
+        levels = range(1, len(self._objects))
+        return [(0, i) for i in range(index * each, (index + 1) * each)] + [(number, index) for number in levels]
+
+    def chunk_sizes(self, cell: Cell) -> list[int]:
+        """Return the sizes of a cell's chunks, which are its bytes: one a part, and one of each further level."""
+        return [self._objects[number].chunks[index].size_bytes for number, index in self._chunk_numbers(cell)]
+
+    def chunk_ranges(self, cell: Cell) -> list[list[tuple[int, int]]]:
+        """Return bytes ``[start, end)`` of a cell's chunks in each of ``object_names``."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self._objects]
+        for number, index in self._chunk_numbers(cell):
+            found[number].append((self._offsets[number][index], self._offsets[number][index + 1]))
+        return found
 
     def span_cells(self, span: int) -> Iterator[Cell]:
         """Yield the span's cells that the rank reads, in storage order."""
@@ -208,7 +221,18 @@ class SegmentReader:
     def decode_cell(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> Quantised:
         """Verify a cell's bytes and decode them into its parts, on the host. ``decoders``: for codecs that are not
         decoded on the CPU. Raises CorruptError, FormatError."""
-        pieces = self._verified_pieces(cell, data)
+        expected = self.coded_bytes(cell)
+        if len(data) != expected:
+            raise CorruptError(f"{cell} has {len(data)} bytes, expected {expected}")
+        left, pieces = memoryview(data), []
+        for size in self.chunk_sizes(cell):
+            pieces.append(left[:size])
+            left = left[size:]
+        return self.decode_chunks(cell, pieces, decoders)
+
+    def decode_chunks(self, cell: Cell, stored: Sequence[memoryview], decoders: Decoders | None = None) -> Quantised:
+        """Do what `decode_cell` does with the bytes of each of a cell's chunks."""
+        pieces = self._verified_pieces(cell, stored)
         parts = tuple(
             self._decode_integers(cell, part, piece, decoders or {})
             if part.layout
@@ -242,40 +266,29 @@ class SegmentReader:
         """Return the row of a cell's last part."""
         return self.variant.chunks[(self.manifest.cell_index(cell) + 1) * self.manifest.chunks_per_cell - 1]
 
-    def verified_cell(self, cell: Cell, data: memoryview) -> tuple[list[np.ndarray], bytes | memoryview]:
-        """Verify the bytes of a cell for which `is_in_one_bitstream` holds. Return its parts but for the last one, as
+    def verified_cell(self, cell: Cell, stored: Sequence[memoryview]) -> tuple[list[np.ndarray], bytes | memoryview]:
+        """Verify the chunks of a cell for which `is_in_one_bitstream` holds. Return its parts but for the last one, as
         bytes, and its integers as they are coded. Raises CorruptError, FormatError."""
-        *others, coded = self._verified_pieces(cell, data)
+        *others, coded = self._verified_pieces(cell, stored)
         pairs = zip(self.manifest.parts, others, strict=False)
         parts = [np.frombuffer(self._decode_bytes(cell, part, piece), dtype=np.uint8) for part, piece in pairs]
         self._require_sound(cell, parts)
         return parts, coded.bitstream
 
-    def _verified_pieces(self, cell: Cell, data: bytes | memoryview) -> list[CodedChunk]:
+    def _verified_pieces(self, cell: Cell, stored: Sequence[memoryview]) -> list[CodedChunk]:
         """Return a cell's chunks, verified and decrypted."""
         found: list[list[CodedChunk]] = [[] for _ in self._objects]
-        for number, index, piece in self._stored_pieces(cell, data):
+        for (number, index), piece in zip(self._chunk_numbers(cell), stored, strict=True):
             rows = self._objects[number]
+            chunk = rows.chunks[index]
+            chunk.require_coded(piece, rows.digest_of(index), f"{cell}, digits" if number else cell)
             cipher = self.manifest.ciphers.get(rows.data_digest)
             bitstream = cipher.decrypt(index, piece, str(cell)) if cipher else piece
             frame_sum = None if number else self.variant.frame_sum(index)
-            found[number].append(CodedChunk(rows.chunks[index], bitstream, frame_sum))
+            found[number].append(CodedChunk(chunk, bitstream, frame_sum))
         chunks, *further = found
         levels = tuple(chunk for (chunk,) in further)
         return [chunk._replace(levels=levels) if chunk.row.codec == LADDER else chunk for chunk in chunks]
-
-    def _stored_pieces(self, cell: Cell, data: bytes | memoryview) -> Iterator[tuple[int, int, memoryview]]:
-        """Yield for each of a cell's chunks the number of its object, its number there, and its verified bytes."""
-        expected = self.coded_bytes(cell)
-        if len(data) != expected:
-            raise CorruptError(f"{cell} has {len(data)} bytes, expected {expected}")
-        left = memoryview(data)
-        for number, rows in enumerate(self._objects):
-            for index in self._chunks_of(cell, number):
-                chunk = rows.chunks[index]
-                piece, left = left[: chunk.size_bytes], left[chunk.size_bytes :]
-                chunk.require_coded(piece, rows.digest_of(index), f"{cell}, digits" if number else cell)
-                yield number, index, piece
 
     def dequantise_cell(self, cell: Cell, quantised: Quantised, tokens: slice = slice(None)) -> CellValues:
         """Return the values of a cell, ``(tokens, layers, heads, dim)`` of the KV dtype, for ``tokens`` of the span."""

@@ -44,6 +44,7 @@ from sgl_kvfetch.plane.fetch.ahead import AheadReader
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
 from sgl_kvfetch.plane.fetch.offers import Chooser
 from sgl_kvfetch.plane.fetch.plan import (
+    CellChunks,
     CellsKey,
     LevelPolicy,
     PageSource,
@@ -54,7 +55,7 @@ from sgl_kvfetch.plane.fetch.plan import (
     span_parts,
 )
 from sgl_kvfetch.plane.fetch.restore import Restorer
-from sgl_kvfetch.plane.fetch.sink import Destination
+from sgl_kvfetch.plane.fetch.sink import CodedPool, Destination
 from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
 from sgl_kvfetch.plane.messages import Cost
 from sgl_kvfetch.reasons import Reason, reason_of
@@ -175,7 +176,7 @@ class Fetcher:
         self._may_delete = may_delete
         self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
         self._running: set[_RunningFetch] = set()
-        self._ahead = AheadReader(self.link, self._ahead_budget, partial(self._transmit, request=timeline.NOBODY))
+        self._ahead = AheadReader(self.link, self._ahead_budget, self._read_whole)
         # Bytes of spans that a fetch used only in part. SGLang fetches in batches of 128 pages, and the next batch or
         # the next turn of a conversation begins with the rest of the span.
         self._begun: OrderedDict[UnitKey, memoryview] = OrderedDict()
@@ -222,7 +223,7 @@ class Fetcher:
         if size_bytes := self.link.begin_probe():
             with contextlib.suppress(StoreError):
                 for unit in islice(read_units(sources[0].reader, 0, size_bytes), 2):
-                    await self._transmit(unit, timeline.NOBODY)
+                    await self._read_whole(unit)
 
     def _units_ahead(
         self, parts: Sequence[SpanPart], due_s: float, is_taken: Callable[[CellsKey], bool]
@@ -361,16 +362,14 @@ class Fetcher:
     async def _take_through(self, unit: ReadUnit, index: int, fetch: _RunningFetch) -> None:
         part = fetch.parts[index]
         try:
-            data = await self._bytes_of(unit, fetch)
+            chunks = await self._chunks_of(unit, part, fetch)
         except KVFetchError:
             fetch.num_transmitting -= 1
             raise
         fetch.num_transmitting -= 1
-        await self._restorer.restore(unit, data, part, fetch.destination, fetch.request)
+        await self._restorer.restore(unit, chunks, part, fetch.destination, fetch.request)
         metrics.READ_CELLS.labels(str(unit.reader.levels_left_out)).inc(len(unit.cells))
         fetch.restored(index, len(unit.cells))
-        if not fetch.held.has_unit(unit) and part.is_begun and part.request_pages[-1] == fetch.num_asked - 1:
-            self._keep_begun(unit, data)
 
     def _num_unasked(self) -> int:
         """Count the cells that running fetches have not requested yet; all fetches share link and decoders."""
@@ -401,18 +400,28 @@ class Fetcher:
     def _is_in_memory(self, reader: SegmentReader, span: int) -> bool:
         return self._memory is not None and self._memory.has(reader, span)
 
-    async def _bytes_of(self, unit: ReadUnit, fetch: _RunningFetch) -> memoryview:
+    async def _chunks_of(self, unit: ReadUnit, part: SpanPart, fetch: _RunningFetch) -> Sequence[CellChunks]:
         if (data := fetch.held.data(unit)) is not None:
-            return data
+            return unit.split(data)
         if unit.key in self._begun:
-            return self._begun[unit.key]
-        task = self._ahead.take_read(unit)
-        if task is None:
-            return await self._transmit(unit, fetch.request)
-        try:
-            return await task
-        finally:
-            self._ahead_budget.release(unit.size_bytes)
+            return unit.split(self._begun[unit.key])
+        is_used_again = part.is_begun and part.request_pages[-1] == fetch.num_asked - 1
+        if task := self._ahead.take_read(unit):
+            try:
+                data = await task
+            finally:
+                self._ahead_budget.release(unit.size_bytes)
+        else:
+            pool, places = fetch.destination.sink.pool, None
+            if isinstance(pool, CodedPool) and len(unit.reads) == 1 and not is_used_again:
+                places = pool.places(unit.reader, unit.cells)
+            if places is not None:
+                await self._transmit(unit, fetch.request, [[piece for cell in places for piece in cell]])
+                return places
+            data = await self._read_whole(unit, fetch.request)
+        if is_used_again:
+            self._keep_begun(unit, data)
+        return unit.split(data)
 
     def _keep_begun(self, unit: ReadUnit, data: memoryview) -> None:
         """Keep these bytes, and evict older ones if there is no room, but never those of the same span."""
@@ -444,38 +453,42 @@ class Fetcher:
         finally:
             del self._reports[name]
 
-    async def _transmit(self, unit: ReadUnit, request: timeline.Request) -> memoryview:
-        started_s = time.monotonic()
-        data = None
+    async def _read_whole(self, unit: ReadUnit, request: timeline.Request = timeline.NOBODY) -> memoryview:
+        """Return the bytes of all the unit's objects, one behind the other. Raises StoreError."""
+        data = np.empty(unit.size_bytes, dtype=np.uint8).data
+        into = []
+        end = 0
+        for _, first, last in unit.reads:
+            begin, end = end, end + last - first
+            into.append([data[begin:end]])
+        await self._transmit(unit, request, into)
+        return data
+
+    async def _transmit(self, unit: ReadUnit, request: timeline.Request, into: Sequence[list[memoryview]]) -> None:
+        """Read the unit's bytes. ``into``: the pieces of memory for those of each object. Raises StoreError."""
+        started_s, is_whole = time.monotonic(), False
         self.link.started(unit.size_bytes)
         try:
-            data = await self._read(unit)
+            reads = [self._read(*each) for each in zip(unit.reads, into, strict=True)]
+            if len(reads) == 1:
+                await reads[0]  # not in a task of its own, which would send its request later
+            else:
+                await together(reads)
+            is_whole = True
         except asyncio.CancelledError:
             self.link.give_up()
             raise
         finally:
-            self.link.ended(unit.size_bytes, started_s, is_whole=data is not None)
+            self.link.ended(unit.size_bytes, started_s, is_whole=is_whole)
         ended_s = time.monotonic()
         metrics.STAGE_SECONDS.labels("transmit").observe(ended_s - started_s)
-        metrics.WIRE_BYTES.labels("read").inc(len(data))
-        timeline.add(request, "transmit", started_s, ended_s, bytes=len(data))
+        metrics.WIRE_BYTES.labels("read").inc(unit.size_bytes)
+        timeline.add(request, "transmit", started_s, ended_s, bytes=unit.size_bytes)
         if self._memory is not None:
-            self._memory.put(unit, data)
-        return data
+            self._memory.put(unit, [piece for pieces in into for piece in pieces])
 
-    async def _read(self, unit: ReadUnit) -> memoryview:
-        """Return the bytes of all the unit's objects, one behind the other. Raises StoreError."""
-        data, reads, end = np.empty(unit.size_bytes, dtype=np.uint8).data, [], 0
-        for name, first, last in unit.reads:
-            begin, end = end, end + last - first
-            reads.append(self._read_object(name, first, data[begin:end]))
-        if len(reads) == 1:
-            await reads[0]  # not in a task of its own, which would send its request later
-        else:
-            await together(reads)
-        return data
-
-    async def _read_object(self, name: str, start: int, into: memoryview) -> None:
+    async def _read(self, place: tuple[str, int, int], into: Sequence[memoryview]) -> None:
+        name, start, _ = place
         if not await self._store.read(name, start, into):
             raise StoreError("missing", f"{name} is not in the store")
 

@@ -9,10 +9,11 @@ from functools import cached_property
 from sgl_kvfetch.codec import Cell, SegmentReader
 
 # Read a span in this many pieces, unless they get too small: decoding starts when the first piece has arrived.
-_READS_A_SPAN = 8
+_READS_A_SPAN = 3
 _LEAST_READ_BYTES = 128 << 10
 
 CellsKey = tuple[str, Cell]  # a segment and the first cell of a run
+CellChunks = Sequence[memoryview]  # the bytes of each of a cell's chunks
 UnitKey = tuple[str, Cell, int]  # a data object, the first cell, and the number of levels
 
 
@@ -77,13 +78,22 @@ class ReadUnit:
     def size_bytes(self) -> int:
         return sum(end - start for _, start, end in self.reads)
 
-    def piece(self, cell: Cell, data: bytes | memoryview) -> memoryview:
-        """Return a cell's part of the unit's bytes. ``data``: those of all objects, one behind the other."""
-        view, offset, pieces = memoryview(data), 0, []
-        for (_, first, last), (start, end) in zip(self.reads, self.reader.cell_ranges(cell), strict=True):
-            pieces.append(view[offset + start - first : offset + end - first])
-            offset += last - first
-        return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+    def split(self, data: bytes | memoryview) -> list[CellChunks]:
+        """Return the chunks of each cell. ``data``: the bytes of all objects, one behind the other."""
+        view, offsets = memoryview(data), []
+        end = 0
+        for _, first, last in self.reads:
+            offsets.append(end - first)
+            end += last - first
+        assert end == len(view), (end, len(view))
+        return [
+            [
+                view[offset + start : offset + stop]
+                for offset, ranges in zip(offsets, self.reader.chunk_ranges(cell), strict=True)
+                for start, stop in ranges
+            ]
+            for cell in self.cells
+        ]
 
 
 def span_parts(sources: Sequence[PageSource]) -> list[SpanPart]:

@@ -13,7 +13,7 @@ from sgl_kvfetch.codec import Cell, CellValues, Decoders, Quantised, SegmentRead
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.link import BytesBudget
 from sgl_kvfetch.plane.fetch.offers import Chooser
-from sgl_kvfetch.plane.fetch.plan import ReadUnit, SpanPart
+from sgl_kvfetch.plane.fetch.plan import CellChunks, ReadUnit, SpanPart
 from sgl_kvfetch.plane.fetch.sink import CodedPool, Destination, PagePool, Sink
 
 # Values dequantised at a time: dequantising needs several times their memory.
@@ -33,12 +33,12 @@ class Restorer:
     async def restore(
         self,
         unit: ReadUnit,
-        data: memoryview,
+        chunks: Sequence[CellChunks],
         part: SpanPart,
         destination: Destination,
         request: timeline.Request,
     ) -> None:
-        """Restore the cells of a unit, whose bytes are ``data``. ``part``: the pages that are wanted of its span.
+        """Restore the cells of a unit, which have these chunks. ``part``: the pages that are wanted of its span.
         Raises what `restore_cells` raises, when no cell is under way any more."""
         job = partial(
             restore_cells,
@@ -47,7 +47,7 @@ class Restorer:
             sink=destination.sink,
             request=request,
         )
-        cells = [(cell, unit.piece(cell, data)) for cell in unit.cells]
+        cells = list(zip(unit.cells, chunks, strict=True))
         # To verify a cell takes less than to hand it to a thread. To decode its values takes long.
         runs = [cells] if isinstance(destination.sink.pool, CodedPool) else [[each] for each in cells]
         jobs = [
@@ -101,7 +101,7 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
 
 def restore_cells(
     reader: SegmentReader,
-    cells: Sequence[tuple[Cell, memoryview]],
+    cells: Sequence[tuple[Cell, CellChunks]],
     decoders: Decoders,
     *,
     span_pages: Sequence[int],
@@ -109,7 +109,7 @@ def restore_cells(
     sink: Sink,
     request: timeline.Request = timeline.NOBODY,
 ) -> None:
-    """Decode some cells of one span, each with its bytes, and write pages ``span_pages`` of the span into
+    """Decode some cells of one span, each with its chunks, and write pages ``span_pages`` of the span into
     ``pool_pages``. ``decoders`` are those of the session that runs this. ``request`` is for the timeline.
 
     Raises CorruptError, FormatError, UnsupportedError.
@@ -120,14 +120,17 @@ def restore_cells(
         decoded_s = time.monotonic()
         sink.run(keep)
     else:
-        decoded = [(cell, reader.decode_cell(cell, data, decoders)) for cell, data in cells]
+        decoded = [(cell, reader.decode_chunks(cell, chunks, decoders)) for cell, chunks in cells]
         decoded_s = time.monotonic()
         for cell, quantised in decoded:
             _write_values(reader, cell, quantised, span_pages, pool_pages, sink)
     ended_s = time.monotonic()
     metrics.STAGE_SECONDS.labels("decode").observe(decoded_s - started_s)
     metrics.STAGE_SECONDS.labels("restore").observe(ended_s - decoded_s)
-    about: dict[str, int | str] = {"bytes": sum(len(data) for _, data in cells), "codec": reader.variant.codec}
+    about: dict[str, int | str] = {
+        "bytes": sum(len(x) for _, chunks in cells for x in chunks),
+        "codec": reader.variant.codec,
+    }
     timeline.add(request, "decode", started_s, decoded_s, **about, levels_left_out=reader.levels_left_out)
     timeline.add(request, "restore", decoded_s, ended_s)
 

@@ -92,7 +92,7 @@ class SideFetcher:
         first = each.places[0]
         started_s = time.monotonic()
         data = memoryview(bytearray(each.size_bytes))
-        if not await self._store.read(first.data_name, first.start, data):
+        if not await self._store.read(first.data_name, first.start, [data]):
             raise StoreError("missing", f"{first.data_name} is not in the store")
         metrics.STAGE_SECONDS.labels("transmit").observe(time.monotonic() - started_s)
         metrics.WIRE_BYTES.labels("read").inc(len(data))

@@ -40,9 +40,16 @@ class CodedPool(PagePool):
     """A pool that takes cells before they are restored: their integers, coded or not."""
 
     @abstractmethod
-    def decoded(self, reader: SegmentReader, cells: Sequence[tuple[Cell, memoryview]], decoders: Decoders) -> Keep:
-        """Verify the bytes of some cells of one span, and decode what the pool takes decoded. Raises CorruptError,
-        FormatError. What is returned raises UnsupportedError if a cell does not fit."""
+    def places(self, reader: SegmentReader, cells: Sequence[Cell]) -> list[list[memoryview]] | None:
+        """Return where the chunks of some cells may be received: what the pool takes as it is coded, in its own memory.
+        Return None if they must be decoded first."""
+
+    @abstractmethod
+    def decoded(
+        self, reader: SegmentReader, cells: Sequence[tuple[Cell, Sequence[memoryview]]], decoders: Decoders
+    ) -> Keep:
+        """Verify the chunks of some cells of one span, which may lie in `places`, and decode what the pool takes
+        decoded. Raises CorruptError, FormatError. What is returned raises UnsupportedError if a cell does not fit."""
 
     @abstractmethod
     def working_bytes(self, reader: SegmentReader, cells: Sequence[Cell]) -> int:

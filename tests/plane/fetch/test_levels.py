@@ -131,8 +131,9 @@ async def test_cells_of_one_unit_are_the_same_at_all_levels(laddered: CodedSegme
             coarser = replace(unit, reader=reader.without_levels(count))
             data = b"".join(objects[i][start:end] for i, (_, start, end) in enumerate(coarser.reads))
             assert len(data) == coarser.size_bytes
-            for cell in unit.cells:
-                assert coarser.piece(cell, data) == coarser.reader.cell_data(cell, objects[: LEVELS - count])
+            for cell, chunks in zip(unit.cells, coarser.split(data), strict=True):
+                assert b"".join(chunks) == coarser.reader.cell_data(cell, objects[: LEVELS - count])
+                assert list(map(len, chunks)) == coarser.reader.chunk_sizes(cell)
 
 
 async def test_what_was_read_ahead_is_fetched_in_the_same_levels(
