@@ -7,7 +7,8 @@ Several threads ask it for work; ``kvfetch-data`` receives the events that answe
   since they call back.
 * The data plane may end at any moment, also between two bytes of a message. Then `serve` returns, `end` completes what
   is left, and commands that come later fail at once.
-* Memory for pages is freed only when the data plane has said that it has copied them, however long that takes.
+* The memory for pages is the write queue. It is freed only when the data plane has said that it has encoded them,
+  however long that takes.
 * A data plane that lives but does not answer counts as ended. Silence is counted in ticks in which this thread had
   nothing to read, not in seconds: on a busy machine this thread may be the late one.
 """
@@ -102,8 +103,8 @@ class Run:
         on_loss: Callable[[], None] = lambda: None,
     ) -> None:
         """Launch a data plane, which waits for ``Start``. ``page_bytes``, ``value_bytes``: the shared memory for pages
-        on their way to the store, and for values on their way to the engine. ``on_loss`` is called when the store takes
-        pages again after it has failed to take some."""
+        on their way to the store, which is the write queue, and for values on their way to the engine. ``on_loss`` is
+        called when the store takes pages again after it has failed to take some."""
         commands, events = socket.socketpair(), socket.socketpair()
         self.launch = launch
         self.channel = Channel(commands[0], events[0])
@@ -158,7 +159,7 @@ class Run:
         read_sides: Sequence[ReadSide],
         timeout_s: float,
     ) -> bool:
-        """Hand over pages for writing. Waits for room for them. Return whether they are queued."""
+        """Queue pages for writing. Waits for room for them. Return whether they are queued."""
         sizes = [self._sides[pool] for pool, _ in command.sides]
         sides_at = len(pool_pages) * self._geometry.page_bytes
         offset = self._room.allocate(sides_at + sum(sizes), timeout_s)
@@ -175,13 +176,17 @@ class Run:
                 into.copy_(read_side())
             undo.pop_all()
         command = msgspec.structs.replace(command, offset=offset, cells=sizes_of_cells)
-        taken = self.ask(command, m.Taken(command.work, 0))
-        # Not earlier, however long it takes: the data plane may still be copying the pages.
+        self._count_queued(len(pool_pages))  # now: the answers may come before this thread goes on
+        taken = self.ask(command, m.Taken(command.work, is_lost=True))
         taken.add_done_callback(lambda _: self._room.free(offset))
-        try:
-            return taken.result(ANSWER_S).num_queued > 0
-        except TimeoutError:
+        if taken.done() and taken.result().is_lost:
+            self._count_queued(-len(pool_pages))
             return False
+        return True
+
+    def _count_queued(self, num_pages: int) -> None:
+        with self._lock:
+            self._num_queued += num_pages
 
     def _copy_quantised(self, offset: int, most_bytes: int, cells: Sequence[Quantised]) -> tuple[tuple[int, ...], ...]:
         """Copy the parts of cells into the shared memory. Return their sizes. Return no sizes if the parts are larger
@@ -275,13 +280,11 @@ class Run:
                 finally:
                     self.channel.send(m.FreePiece(event.offset))
             case m.Found() | m.Staged() | m.FetchOver() | m.SideOver() | m.Taken() | m.ClearOver():
-                if isinstance(event, m.Taken):
-                    self._num_queued += event.num_queued
                 self._answer(event)
             case m.ProfileTaken():
                 self.profile = event
             case m.Settled():
-                self._num_queued -= event.num_pages
+                self._count_queued(-event.num_pages)
                 # Not before the store works again: until then, pages that come again would be lost again.
                 if self.has_lost and not event.is_lost:
                     self._on_loss()

@@ -1,9 +1,13 @@
-"""Encodes and commits segments in the background, with a bounded queue. Failed segments are dropped and counted.
+"""Encodes and commits segments in the background. Failed segments are dropped and counted.
 
-Room in the queue is reserved before pages are copied out of SGLang's pool, by bytes; where there is none for a second,
-the engine decides whether they wait in the pool or are dropped. From then on they belong to the event loop: joined with
-the batches before and after (`gather`), cut into segments, encoded, and put. The bytes are given back when the segment
-is stored or dropped, whichever way, and never earlier: they are in memory until then.
+The queue is the shared memory into which the engine copies pages; where there is no room in it for a second, the engine
+decides whether they wait in SGLang's pool or are dropped. Here they belong to the event loop: joined with the batches
+before and after (`gather`), cut into segments, encoded, and put. Nothing copies them: they are encoded from where they
+lie, which gives their memory back, and the chunks are sent from where the encoder has put them.
+
+What bounds memory: pages are encoded before it is known which segment they belong to, but only while the chunks that
+wait so take less than half of what the queue may. Beyond that, pages stay in the queue until their segment is in work,
+of which there are few, of a limited size. So a slow store fills the queue, and pages wait in the pool.
 
 * A segment is encoded only if the store lacks it; and the store is asked right before, as another server may write the
   same prompt. Two that do so at once put equal values, which is harmless.
@@ -19,7 +23,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -34,6 +37,7 @@ from sgl_kvfetch.codec import (
     MAX_MANIFEST_BYTES,
     MAX_SIDES,
     CodedSegment,
+    EncodedSegment,
     Manifest,
     SegmentSpec,
     Side,
@@ -64,10 +68,11 @@ logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
 T = TypeVar("T")
+Segment = CodedSegment | EncodedSegment
 
-# Segments processed at once. Each spreads its cells over the encode pool; a second one fills the pool while the first
-# waits for the store.
-_CONCURRENT_SEGMENTS = 2
+# Segments processed at once. Each spreads its cells over the encode pool; others fill the pool while the first waits
+# for the store, and are sent side by side.
+_CONCURRENT_SEGMENTS = 4
 _ADD_ATTEMPTS = 4  # to add side pages to a segment that other writers change
 _MOST_SIDE_BYTES = 256 << 20  # of a merged segment: both halves are in memory, and states can be large
 _REFUSALS = ("invalid", "too_large")  # the store would not take the same segment another time either
@@ -104,41 +109,24 @@ class Writer:
         self._queue_bytes = queue_bytes
         self._ttl_s = ttl_s
         self._refines = refines
-        self._room = threading.Condition()
-        self._used_bytes = 0
+        self._used_bytes = 0  # of pages and chunks on their way
+        self._ahead_bytes = 0  # of them, those of chunks whose segment is not in work yet
         # Called when so many pages leave the queue, and with whether the store has failed to take them.
         self.on_settled: Callable[[int, bool], None] = lambda num_pages, is_lost: None
-        self.on_committed: Callable[[CodedSegment], None] = lambda segment: None  # called with what the store has now
+        self.on_committed: Callable[[Segment], None] = lambda segment: None  # called with what the store has now
         self._loop = asyncio.get_running_loop()
         self._in_work = asyncio.Semaphore(_CONCURRENT_SEGMENTS)
         self._tasks = Tasks()
         self._merging = asyncio.Lock()
         self._merger = Merger(store, spec, max_segment_pages=max_segment_pages, retire_s=retire_s, executor=encode_pool)
 
-    def reserve(self, num_bytes: int, timeout_s: float) -> bool:
-        """Reserve queue space before copying pages; wait for it up to ``timeout_s``. Return False if there is none.
-        Call from any thread but the event loop's. An empty queue accepts any size."""
-        with self._room:
-            if not self._room.wait_for(
-                lambda: not self._used_bytes or self._used_bytes + num_bytes <= self._queue_bytes, timeout_s
-            ):
-                return False
-            self._used_bytes += num_bytes
-            metrics.QUEUED_BYTES.labels("write").set(self._used_bytes)
-            return True
+    def _count(self, num_bytes: int) -> None:
+        self._used_bytes += num_bytes
+        metrics.QUEUED_BYTES.labels("write").set(self._used_bytes)
 
-    def release(self, num_bytes: int) -> None:
-        """Give back reserved queue space."""
-        with self._room:
-            self._used_bytes -= num_bytes
-            metrics.QUEUED_BYTES.labels("write").set(self._used_bytes)
-            self._room.notify_all()
-
-    def submit(self, batch: PageBatch) -> None:
-        """Hand over pages whose queue space is reserved. Call from any thread; never waits."""
-        self._loop.call_soon_threadsafe(self._add, batch)
-
-    def _add(self, batch: PageBatch) -> None:
+    def add(self, batch: PageBatch) -> None:
+        """Queue pages. Call on the event loop; never waits."""
+        self._count(batch.size_bytes)
         self._start(self._gatherer.add_batch(batch, time.monotonic()))
         self._loop.call_later(self._linger_s + _TIMER_SLACK_S, self._cut_due)
 
@@ -151,12 +139,14 @@ class Writer:
 
     def _begin_spans(self, spans: Sequence[SpanPages]) -> None:
         for span in spans:
+            if self._ahead_bytes + sum(each.num_bytes for each in self._coding) > self._queue_bytes // 2:
+                return  # its segment will encode it
             task = self._coding[span] = self._tasks.begin(self._encode_ahead(span))
             task.add_done_callback(lambda _, span=span: self._coding.pop(span))  # type: ignore[misc]
 
     async def _encode_ahead(self, span: SpanPages) -> None:
-        """Encode a span that the store lacks, and give back the room that its bytes do not need any longer. If anything
-        fails, the segment will meet it again, and report it."""
+        """Encode a span that the store lacks, which gives back the memory of its pages. If anything fails, the segment
+        will meet it again, and report it."""
         try:
             found = await self._store.lookup(self._spec.heads.folder, span.page_hashes)
             if found.from_cache or found.num_pages == len(span.page_hashes):
@@ -165,7 +155,8 @@ class Writer:
             where = span.first_page, span.previous_hash, span.page_hashes
             chunks = await self._run(partial(encode_span, self._spec, span.pieces, *where, self._encode_pool))
             span.chunks, span.pieces = chunks, []
-            self.release(raw_bytes - span.num_bytes)
+            self._count(span.num_bytes - raw_bytes)
+            self._ahead_bytes += span.num_bytes
         except KVFetchError:
             pass
         except Exception:
@@ -190,6 +181,8 @@ class Writer:
         result, manifest, is_lost = "dropped_error", None, False
         try:
             async with self._in_work:
+                await asyncio.gather(*(self._coding[span] for span in segment.spans if span in self._coding))
+                self._ahead_bytes -= sum(span.num_bytes for span in segment.spans if span.chunks)
                 manifest = await self._encode_and_commit(segment)
             result = "stored" if manifest else "known"
         except QuantiseError as e:
@@ -205,7 +198,7 @@ class Writer:
             miss("write", Reason.INTERNAL)
         finally:
             metrics.WRITTEN_PAGES.labels(result).inc(num_pages)
-            self.release(segment.size_bytes)
+            self._count(-segment.size_bytes)
             self.on_settled(num_pages, is_lost)
         return manifest
 
@@ -230,23 +223,36 @@ class Writer:
             _limited.warning("sides", f"side pages not stored: others changed the segment {_ADD_ATTEMPTS} times")
             return None
         started_s = time.monotonic()
-        await asyncio.gather(*(self._coding[span] for span in segment.spans if span in self._coding))
         coded = await self._run(partial(self._encode, segment))
         encoded_s = time.monotonic()
+        raw_bytes = segment.size_bytes
+        segment.pieces.clear()  # the engine has their memory back while the chunks are sent
+        coded_bytes = sum(map(len, coded.contents))
+        self._count(coded_bytes + segment.size_bytes - raw_bytes)
+        try:
+            return await self._commit(segment, coded, coarse, encoded_s - started_s)
+        finally:
+            self._count(-coded_bytes)
+
+    async def _commit(
+        self, segment: PageBatch, coded: EncodedSegment, coarse: Sequence[Manifest], encode_s: float
+    ) -> Manifest:
+        started_s = time.monotonic()
         if self._ttl_s is not None:
             manifest = msgspec.structs.replace(coded.manifest, expires=math.ceil(time.time() + self._ttl_s))
             coded = replace(coded, manifest=manifest)
-        coded, num_bytes = await commit_segment(self._store, coded)
-        self.on_committed(coded)
-        self._merger.retire((each for each in coarse if each.key != coded.manifest.key), coded.manifest.key)
-        metrics.STAGE_SECONDS.labels("encode").observe(encoded_s - started_s)
-        metrics.STAGE_SECONDS.labels("commit").observe(time.monotonic() - encoded_s)
+        stored, num_bytes = await commit_segment(self._store, coded)
+        self.on_committed(stored)
+        manifest = stored.manifest
+        self._merger.retire((each for each in coarse if each.key != manifest.key), manifest.key)
+        metrics.STAGE_SECONDS.labels("encode").observe(encode_s)
+        metrics.STAGE_SECONDS.labels("commit").observe(time.monotonic() - started_s)
         metrics.WIRE_BYTES.labels("write").inc(num_bytes)
-        for side in coded.manifest.sides:
+        for side in manifest.sides:
             _count_sides(side)
         raw_bytes = len(segment.page_hashes) * self._spec.heads.geometry.page_bytes
         metrics.RAW_BYTES.labels("write").inc(raw_bytes + sum(x.nbytes for x in segment.sides.values()))
-        return coded.manifest
+        return manifest
 
     async def _add_sides(self, hits: Sequence[SegmentHit], segment: PageBatch) -> bool:
         """Add side pages to the stored segments that lack them. Return False if another writer was faster.
@@ -281,7 +287,7 @@ class Writer:
             _count_sides(side)
         return True
 
-    def _encode(self, segment: PageBatch) -> CodedSegment:
+    def _encode(self, segment: PageBatch) -> EncodedSegment:
         ahead = {span.first_page - segment.first_page: span.chunks for span in segment.spans if span.chunks}
         coded = encode_pages(
             self._spec,
@@ -344,9 +350,10 @@ class Merger:
             if segment is None:
                 break
             whole = await run(partial(self._merged, left, segment))
-            whole, _ = await commit_segment(self._store, whole)
-            self.retire((half.manifest for half in (left, segment)), whole.manifest.key)
-            segment, manifest = whole, whole.manifest
+            stored, _ = await commit_segment(self._store, whole)
+            assert isinstance(stored, CodedSegment)
+            self.retire((half.manifest for half in (left, segment)), stored.manifest.key)
+            segment, manifest = stored, stored.manifest
             num_merged += 1
         return num_merged
 
@@ -420,14 +427,14 @@ def _may_change(store: Store, manifest: Manifest, stored: bytes) -> bool:
     return (store.signs or not signed_by(stored)) and (store.encryption_keys is not None or not manifest.is_encrypted)
 
 
-async def commit_segment(store: Store, segment: CodedSegment) -> tuple[CodedSegment, int]:
+async def commit_segment(store: Store, segment: Segment) -> tuple[Segment, int]:
     """Put the data, then the manifest, which is the commit: readers see a whole segment or none. Return the segment as
     the store has it, which may be encrypted, and the number of bytes put.
 
     Raises StoreError; objects put before are then garbage that no reader sees.
     """
     if store.signs or store.encryption_keys is not None:
-        segment = await asyncio.to_thread(secure_segment, segment, store.encryption_keys, store.signs)
+        segment = await asyncio.to_thread(_secured, segment, store)
     manifest = segment.manifest.encode()
     num_bytes = len(manifest)
     for name, data in segment.data_objects():
@@ -435,6 +442,11 @@ async def commit_segment(store: Store, segment: CodedSegment) -> tuple[CodedSegm
         num_bytes += len(data)
     await store.put(segment.manifest.key.manifest_name, manifest)
     return segment, num_bytes
+
+
+def _secured(segment: Segment, store: Store) -> CodedSegment:
+    whole = segment.joined() if isinstance(segment, EncodedSegment) else segment
+    return secure_segment(whole, store.encryption_keys, store.signs)
 
 
 async def delete_segment(store: Store, known: Manifest) -> None:
