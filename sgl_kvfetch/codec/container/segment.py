@@ -47,6 +47,8 @@ FALLBACK_CODEC = "zstd"
 # video coding would be slow, and expand it by a third. Below this, the user's choice of video is kept even if another
 # codec would be smaller: with NVDEC, decoding video is free.
 NOISE_BITS = 7.9
+# zstd is tried only where tokens repeat. `ans` takes a quarter less for what does not, so few repetitions do not pay.
+_MUCH_REPEATED, _START_BYTES = 0.25, 64
 # How much of a large plane is looked at for that: a block of so many bytes, once in so many blocks.
 _SAMPLED, _SAMPLED_EVERY, _LEAST_BLOCKS = 4096, 8, 16
 
@@ -359,7 +361,7 @@ def encode_cell(
             bitstreams = encode_ladder(frames, wide, len(x), num_levels)
             chunks.append(_with_levels(bitstreams, frames, layouts[part.layout], tuple(x.shape)))
             continue
-        tried = {name: _bitstream(name, frames, raw) for name in _codecs_for(cell, part, codec, raw)}
+        tried = {name: _bitstream(name, frames, raw) for name in _codecs_for(cell, part, codec, x, raw)}
         name, bitstream = min(tried.items(), key=lambda item: len(item[1]))
         frame_sum = sum_of_frames(frames) if get_codec(name).is_video else None
         chunks.append(CodedChunk(Chunk.of(name, bitstream, raw), bitstream, frame_sum))
@@ -391,8 +393,8 @@ def _with_levels(
     return chunks[0]._replace(levels=tuple(chunks[1:]))
 
 
-def _codecs_for(cell: Cell, part: PartInfo, codec: str, raw: memoryview) -> tuple[str, ...]:
-    """Return the codecs among which a part's smallest bitstream is chosen, if the user wants ``codec``."""
+def _codecs_for(cell: Cell, part: PartInfo, codec: str, x: torch.Tensor, raw: memoryview) -> tuple[str, ...]:
+    """Return the codecs among which the smallest bitstream of a part ``x`` is chosen, if the user wants ``codec``."""
     is_values = codec == AnsCodec.name and part.layout in TENSORS
     if not is_values and not get_codec(codec).is_video:
         return (codec,)
@@ -401,7 +403,14 @@ def _codecs_for(cell: Cell, part: PartInfo, codec: str, raw: memoryview) -> tupl
     if not is_values:
         return (codec,)
     # In the first layer, V usually depends on the token alone, so it repeats. Only zstd finds repetitions.
-    return (AnsTablesCodec.name, FALLBACK_CODEC) if cell.layer_group == 0 else (AnsTablesCodec.name,)
+    may_repeat = cell.layer_group == 0 and part.layout == "v" and _share_of_repeated(x) >= _MUCH_REPEATED
+    return (AnsTablesCodec.name, FALLBACK_CODEC) if may_repeat else (AnsTablesCodec.name,)
+
+
+def _share_of_repeated(x: torch.Tensor) -> float:
+    """Return the share of tokens whose first values, in the first layer, are those of a token before."""
+    starts = x.flatten(1)[:, :_START_BYTES].contiguous().numpy()
+    return 1 - len({start.tobytes() for start in starts}) / len(starts)
 
 
 def _sample(data: memoryview) -> memoryview | bytes:

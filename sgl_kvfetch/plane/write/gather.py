@@ -59,6 +59,11 @@ class PageBatch:
     def size_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.pieces) + sum(x.nbytes for x in self.sides.values())
 
+    @property
+    def coded_bytes(self) -> int:
+        """The bytes of the spans that are coded."""
+        return sum(span.num_bytes for span in self.spans if span.chunks)
+
 
 @dataclass(slots=True, eq=False)
 class _BatchRun:

@@ -5,9 +5,9 @@ decides whether they wait in SGLang's pool or are dropped. Here they belong to t
 before and after (`gather`), cut into segments, encoded, and put. Nothing copies them: they are encoded from where they
 lie, which gives their memory back, and the chunks are sent from where the encoder has put them.
 
-What bounds memory: pages are encoded before it is known which segment they belong to, but only while the chunks that
-wait so take less than half of what the queue may. Beyond that, pages stay in the queue until their segment is in work,
-of which there are few, of a limited size. So a slow store fills the queue, and pages wait in the pool.
+What bounds memory: chunks take half of what the queue may, in addition to it. Pages are encoded before it is known
+which segment they belong to while there is room for their chunks; others stay in the queue until it is the turn of
+their segment. So a slow store fills the queue, and pages wait in the pool.
 
 * A segment is encoded only if the store lacks it; and the store is asked right before, as another server may write the
   same prompt. Two that do so at once put equal values, which is harmless.
@@ -24,15 +24,16 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import msgspec
 
-from sgl_kvfetch import metrics
+from sgl_kvfetch import blocks, metrics
 from sgl_kvfetch.codec import (
     MAX_MANIFEST_BYTES,
     MAX_SIDES,
@@ -76,6 +77,7 @@ _CONCURRENT_SEGMENTS = 4
 _ADD_ATTEMPTS = 4  # to add side pages to a segment that other writers change
 _MOST_SIDE_BYTES = 256 << 20  # of a merged segment: both halves are in memory, and states can be large
 _REFUSALS = ("invalid", "too_large")  # the store would not take the same segment another time either
+_REST_S = 30.0  # after which memory for the next segments is not kept
 _TIMER_SLACK_S = 0.01  # a timer may fire a little early
 
 
@@ -110,19 +112,26 @@ class Writer:
         self._ttl_s = ttl_s
         self._refines = refines
         self._used_bytes = 0  # of pages and chunks on their way
-        self._ahead_bytes = 0  # of them, those of chunks whose segment is not in work yet
+        self._coded_bytes = 0  # of them, those of chunks
         # Called when so many pages leave the queue, and with whether the store has failed to take them.
         self.on_settled: Callable[[int, bool], None] = lambda num_pages, is_lost: None
         self.on_committed: Callable[[Segment], None] = lambda segment: None  # called with what the store has now
         self._loop = asyncio.get_running_loop()
-        self._in_work = asyncio.Semaphore(_CONCURRENT_SEGMENTS)
+        self._written_s = 0.0
+        self._num_in_work = 0
+        self._turns = asyncio.Condition()
         self._tasks = Tasks()
         self._merging = asyncio.Lock()
         self._merger = Merger(store, spec, max_segment_pages=max_segment_pages, retire_s=retire_s, executor=encode_pool)
 
-    def _count(self, num_bytes: int) -> None:
+    def _count(self, num_bytes: int, coded_bytes: int = 0) -> None:
+        """Count bytes on their way, of which ``coded_bytes`` are of chunks."""
         self._used_bytes += num_bytes
+        self._coded_bytes += coded_bytes
         metrics.QUEUED_BYTES.labels("write").set(self._used_bytes)
+
+    def _count_out(self, segment: PageBatch) -> None:
+        self._count(-segment.size_bytes, -segment.coded_bytes)
 
     def add(self, batch: PageBatch) -> None:
         """Queue pages. Call on the event loop; never waits."""
@@ -139,7 +148,7 @@ class Writer:
 
     def _begin_spans(self, spans: Sequence[SpanPages]) -> None:
         for span in spans:
-            if self._ahead_bytes + sum(each.num_bytes for each in self._coding) > self._queue_bytes // 2:
+            if self._coded_bytes + sum(each.num_bytes for each in self._coding) > self._queue_bytes // 2:
                 return  # its segment will encode it
             task = self._coding[span] = self._tasks.begin(self._encode_ahead(span))
             task.add_done_callback(lambda _, span=span: self._coding.pop(span))  # type: ignore[misc]
@@ -155,12 +164,16 @@ class Writer:
             where = span.first_page, span.previous_hash, span.page_hashes
             chunks = await self._run(partial(encode_span, self._spec, span.pieces, *where, self._encode_pool))
             span.chunks, span.pieces = chunks, []
-            self._count(span.num_bytes - raw_bytes)
-            self._ahead_bytes += span.num_bytes
+            self._count(span.num_bytes - raw_bytes, span.num_bytes)
         except KVFetchError:
             pass
         except Exception:
             logger.exception("span of %d pages not encoded ahead", len(span.page_hashes))
+
+    def _rest(self) -> None:
+        """Free memory that only writing needs, when nothing has been written for a while."""
+        if not self._used_bytes and self._loop.time() >= self._written_s + _REST_S:
+            blocks.drop_kept()
 
     async def _write_all(self, segments: Sequence[PageBatch]) -> None:
         """Commit neighbouring segments concurrently. Then merge them in order: each may be the buddy that the next one
@@ -180,9 +193,8 @@ class Writer:
         num_pages = len(segment.page_hashes)
         result, manifest, is_lost = "dropped_error", None, False
         try:
-            async with self._in_work:
+            async with self._turn(segment):
                 await asyncio.gather(*(self._coding[span] for span in segment.spans if span in self._coding))
-                self._ahead_bytes -= sum(span.num_bytes for span in segment.spans if span.chunks)
                 manifest = await self._encode_and_commit(segment)
             result = "stored" if manifest else "known"
         except QuantiseError as e:
@@ -198,9 +210,30 @@ class Writer:
             miss("write", Reason.INTERNAL)
         finally:
             metrics.WRITTEN_PAGES.labels(result).inc(num_pages)
-            self._count(-segment.size_bytes)
+            self._count_out(segment)
+            self._written_s = self._loop.time()
+            self._loop.call_later(_REST_S + _TIMER_SLACK_S, self._rest)
             self.on_settled(num_pages, is_lost)
         return manifest
+
+    @asynccontextmanager
+    async def _turn(self, segment: PageBatch) -> AsyncIterator[None]:
+        """Wait until few segments are in work, and their chunks take little memory."""
+
+        def may_begin() -> bool:
+            new_bytes = segment.size_bytes - segment.coded_bytes
+            fits = not new_bytes or self._coded_bytes + new_bytes <= self._queue_bytes // 2
+            return not self._num_in_work or (self._num_in_work < _CONCURRENT_SEGMENTS and fits)
+
+        async with self._turns:
+            await self._turns.wait_for(may_begin)
+            self._num_in_work += 1
+        try:
+            yield
+        finally:
+            self._num_in_work -= 1
+            async with self._turns:
+                self._turns.notify_all()
 
     def _run(self, compute: Callable[[], T]) -> asyncio.Future[T]:
         return self._loop.run_in_executor(self._segment_pool, compute)
@@ -225,18 +258,17 @@ class Writer:
         started_s = time.monotonic()
         coded = await self._run(partial(self._encode, segment))
         encoded_s = time.monotonic()
-        raw_bytes = segment.size_bytes
-        segment.pieces.clear()  # the engine has their memory back while the chunks are sent
         coded_bytes = sum(map(len, coded.contents))
-        self._count(coded_bytes + segment.size_bytes - raw_bytes)
+        self._count(coded_bytes, coded_bytes)
+        self._count_out(segment)
+        segment.pieces.clear()  # the engine has their memory back while the chunks are sent
+        segment.sides.clear()
         try:
-            return await self._commit(segment, coded, coarse, encoded_s - started_s)
+            return await self._commit(coded, coarse, encoded_s - started_s)
         finally:
-            self._count(-coded_bytes)
+            self._count(-coded_bytes, -coded_bytes)
 
-    async def _commit(
-        self, segment: PageBatch, coded: EncodedSegment, coarse: Sequence[Manifest], encode_s: float
-    ) -> Manifest:
+    async def _commit(self, coded: EncodedSegment, coarse: Sequence[Manifest], encode_s: float) -> Manifest:
         started_s = time.monotonic()
         if self._ttl_s is not None:
             manifest = msgspec.structs.replace(coded.manifest, expires=math.ceil(time.time() + self._ttl_s))
@@ -250,8 +282,8 @@ class Writer:
         metrics.WIRE_BYTES.labels("write").inc(num_bytes)
         for side in manifest.sides:
             _count_sides(side)
-        raw_bytes = len(segment.page_hashes) * self._spec.heads.geometry.page_bytes
-        metrics.RAW_BYTES.labels("write").inc(raw_bytes + sum(x.nbytes for x in segment.sides.values()))
+        side_bytes = sum(page.num_bytes for side in manifest.sides for page in side.pages)
+        metrics.RAW_BYTES.labels("write").inc(manifest.num_pages * self._spec.heads.geometry.page_bytes + side_bytes)
         return manifest
 
     async def _add_sides(self, hits: Sequence[SegmentHit], segment: PageBatch) -> bool:

@@ -200,7 +200,7 @@ async def test_nothing_is_counted_as_queued_when_all_is_written(store: LocalStor
     writer = make()
     for _ in range(3):
         await write(writer, 0, 8)
-    assert (writer._used_bytes, writer._ahead_bytes) == (0, 0)
+    assert (writer._used_bytes, writer._coded_bytes) == (0, 0)
 
 
 async def test_the_memory_of_pages_is_given_back_while_their_segment_is_put(
@@ -235,7 +235,7 @@ async def test_spans_are_not_encoded_ahead_without_bound(store: LocalStore, make
     writer.add(batch(4, 4))
     assert len(writer._coding) == 1
     await writer.drain()
-    assert (writer._used_bytes, writer._ahead_bytes) == (0, 0)
+    assert (writer._used_bytes, writer._coded_bytes) == (0, 0)
     assert await found(store, 8) == [8]
 
 
