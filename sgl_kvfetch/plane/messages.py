@@ -143,7 +143,7 @@ class FetchSide(_Message, frozen=True):
 class Write(_Message, frozen=True):
     """Write pages that stay in shared memory until `Taken`: K of all pages at ``offset``, then V, then side pages in
     the order of ``sides``: the name of the pool, and the page, counted from the first. ``cells``: the sizes of each
-    cell's parts, of which the last has a row for each integer, if these stand there instead of K and V."""
+    cell's parts, of which the last has a row for each integer, if these lie there instead of K and V."""
 
     work: int
     first_page: int  # position in the sequence

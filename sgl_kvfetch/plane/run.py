@@ -161,20 +161,27 @@ class Run:
     ) -> bool:
         """Queue pages for writing. Waits for room for them. Return whether they are queued."""
         sizes = [self._sides[pool] for pool, _ in command.sides]
-        sides_at = len(pool_pages) * self._geometry.page_bytes
-        offset = self._room.allocate(sides_at + sum(sizes), timeout_s)
+        value_bytes = len(pool_pages) * self._geometry.page_bytes
+        # First: parts take a third of the room that values would. Where there is no room, they are read again later.
+        cells = (read_quantised() if read_quantised is not None else None) or ()
+        if cells and (num_bytes := sum(x.nbytes for cell in cells for x in cell)) <= value_bytes:
+            value_bytes = num_bytes
+        else:
+            cells = ()  # as where all tokens are exact
+        offset = self._room.allocate(value_bytes + sum(sizes), timeout_s)
         if offset is None:
             return False
         with ExitStack() as undo:
             undo.callback(self._room.free, offset)
-            cells = read_quantised() if read_quantised is not None else None
-            sizes_of_cells = self._copy_quantised(offset, sides_at, cells or ())
-            if not sizes_of_cells and not self._copy(offset, pool_pages, read):
+            if cells:
+                self._copy_quantised(offset, cells)
+            elif not self._copy(offset, pool_pages, read):
                 return False
-            views = self._pages.views(offset + sides_at, torch.uint8, ((size,) for size in sizes))
+            views = self._pages.views(offset + value_bytes, torch.uint8, ((size,) for size in sizes))
             for read_side, into in zip(read_sides, views, strict=True):
                 into.copy_(read_side())
             undo.pop_all()
+        sizes_of_cells = tuple(tuple(x.nbytes for x in cell) for cell in cells)
         command = msgspec.structs.replace(command, offset=offset, cells=sizes_of_cells)
         self._count_queued(len(pool_pages))  # now: the answers may come before this thread goes on
         taken = self.ask(command, m.Taken(command.work, is_lost=True))
@@ -188,15 +195,11 @@ class Run:
         with self._lock:
             self._num_queued += num_pages
 
-    def _copy_quantised(self, offset: int, most_bytes: int, cells: Sequence[Quantised]) -> tuple[tuple[int, ...], ...]:
-        """Copy the parts of cells into the shared memory. Return their sizes. Return no sizes if the parts are larger
-        than the raw values, as where all tokens are exact."""
+    def _copy_quantised(self, offset: int, cells: Sequence[Quantised]) -> None:
+        """Copy the parts of cells into the shared memory."""
         flat = [x for cell in cells for x in cell]
-        if sum(x.nbytes for x in flat) > most_bytes:
-            return ()
         for x, into in zip(flat, self._pages.views(offset, torch.uint8, (x.shape for x in flat)), strict=True):
             into.copy_(x)
-        return tuple(tuple(x.nbytes for x in cell) for cell in cells)
 
     def _copy(self, offset: int, pool_pages: Sequence[int], read: ReadPages) -> bool:
         """Copy pages into the shared memory. Return False if they are no longer available."""

@@ -232,23 +232,22 @@ class Service:
 
     def _batch(self, command: m.Write, hashes: Sequence[bytes]) -> PageBatch:
         geometry = self._geometry
-        raw_bytes = len(hashes) * geometry.page_bytes
+        value_bytes = sum(map(sum, command.cells)) or len(hashes) * geometry.page_bytes
         sizes = [self._sides[pool] for pool, _ in command.sides]
         # Not emitted at once: tensors end at any point of this program, also while a message is being sent.
         emit = partial(self._call_soon, self._emit, m.Taken(command.work))
-        memory = self._written.lend(command.offset, raw_bytes + sum(sizes), emit)
+        memory = self._written.lend(command.offset, value_bytes + sum(sizes), emit)
         pages: Pages
         if command.cells:
             shapes = [(size,) for sizes in command.cells for size in sizes]
             parts = iter(tensors_in(memory, torch.uint8, shapes))
             tokens = len(hashes) * geometry.page_size
             cells = [(next(parts), next(parts), next(parts).view(-1, tokens)) for _ in command.cells]
-            page_bytes = -(-sum(map(sum, command.cells)) // len(hashes))
-            pages = QuantisedPages(cells, range(len(hashes)), geometry.page_size, page_bytes)
+            pages = QuantisedPages(cells, range(len(hashes)), geometry.page_size, -(-value_bytes // len(hashes)))
         else:
             pages = RawPages(*pages_in(memory, geometry, len(hashes)))
         # Copies: they are encoded with their segment, which the memory of their pages should not wait for.
-        sides = [x.clone() for x in tensors_in(memory[raw_bytes:], torch.uint8, ((size,) for size in sizes))]
+        sides = [x.clone() for x in tensors_in(memory[value_bytes:], torch.uint8, ((size,) for size in sizes))]
         by_page = dict(zip(command.sides, sides, strict=True))
         return PageBatch(command.first_page, command.previous_hash, hashes, [pages], by_page)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import trustme
 import xxhash
 
 from harness.store_process import StoreProcess
@@ -15,7 +16,7 @@ from harness.waiting import WAIT_S, until, wait_until
 from sgl_kvfetch.codec.container.pieces import Pieces
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.remote import HttpOptions
+from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
 from tests.segments import SMALL, make_heads, page_hashes
 
 PARTS = [bytes([n]) * (300_000 + n) for n in range(1, 20)]
@@ -155,3 +156,19 @@ async def test_an_answer_that_is_not_http_is_a_fault_of_protocol() -> None:
         await store.close()
         thread.join(WAIT_S)
     assert caught.value.reason == "protocol"
+
+
+async def test_uploads_go_over_tls_and_a_wrong_certificate_is_named(tmp_path: Path) -> None:
+    authority, content, ca, server = trustme.CA(), bytes(8 * MIB), tmp_path / "ca.pem", tmp_path / "server.pem"
+    authority.cert_pem.write_to_path(str(ca))
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(server))
+    args = "--tls-cert", str(server), "--tls-key", str(server)
+    with StoreProcess(tmp_path / "store", extra_args=args, ca_file=ca) as process:
+        store = HttpStore(process.url, options=HttpOptions(tls=TlsFiles(ca=str(ca))))
+        await store.put(name_of(content), Pieces([content[:MIB], content[MIB:]]))
+        assert await store.get(name_of(content)) == content
+        await store.close()
+        stranger = HttpStore(process.url, options=HttpOptions(max_attempts=1))
+        with pytest.raises(StoreError, match="no CA that this machine knows"):
+            await stranger.put(name_of(content), content)
+        await stranger.close()
