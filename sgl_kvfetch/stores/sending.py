@@ -34,7 +34,7 @@ _MOST_ANSWER_BYTES = 4096
 _IDLE_S = 15.0  # as aiohttp: a firewall may have dropped a connection that was idle for longer, and tells nobody
 
 
-class Answer(NamedTuple):
+class PutAnswer(NamedTuple):
     """A status, and the first bytes of the body."""
 
     status: int
@@ -57,16 +57,16 @@ class Sender:
         self._threads = ThreadPoolExecutor(_THREADS, "kvfetch-send")
         self._lock = threading.Lock()  # guards the connections
         self._idle: list[tuple[HTTPConnection, float]] = []  # and since when; the last one used comes last
-        self._busy: set[_Upload] = set()
+        self._busy: set[_Put] = set()
         self._is_closed = False
 
-    async def send(self, url: str, headers: Mapping[str, str], views: Sequence[memoryview]) -> Answer | None:
+    async def send(self, url: str, headers: Mapping[str, str], views: Sequence[memoryview]) -> PutAnswer | None:
         """Put bytes. Return the answer; None if TLS fails. When it is cancelled, the connection is closed.
 
         Raises OSError if the connection breaks, StoreError if there is none to be had, or if the answer is not HTTP.
         """
         num_bytes = sum(map(len, views))
-        upload = _Upload(urlsplit(url).path, {**self._headers, **headers, "Content-Length": str(num_bytes)}, views)
+        upload = _Put(urlsplit(url).path, {**self._headers, **headers, "Content-Length": str(num_bytes)}, views)
         self._busy.add(upload)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._send, upload)
@@ -79,7 +79,7 @@ class Sender:
         finally:
             self._busy.remove(upload)
 
-    def _send(self, upload: _Upload) -> Answer | None:
+    def _send(self, upload: _Put) -> PutAnswer | None:
         """Runs on a thread."""
         while True:
             with self._lock:
@@ -116,7 +116,7 @@ class Sender:
         connection.sock.settimeout(None)  # from now on, the caller has a deadline
         return connection
 
-    def _sent(self, upload: _Upload, connection: HTTPConnection) -> Answer:
+    def _sent(self, upload: _Put, connection: HTTPConnection) -> PutAnswer:
         is_kept = False
         try:
             answer, is_kept = upload.run(connection)
@@ -140,7 +140,7 @@ class Sender:
             connection.close()
 
 
-class _Upload:
+class _Put:
     """One request, which another thread may abort."""
 
     def __init__(self, path: str, headers: Mapping[str, str], views: Sequence[memoryview]) -> None:
@@ -157,7 +157,7 @@ class _Upload:
                 with suppress(OSError):  # it is not connected any more
                     self._connection.sock.shutdown(SHUT_RDWR)
 
-    def run(self, connection: HTTPConnection) -> tuple[Answer, bool]:
+    def run(self, connection: HTTPConnection) -> tuple[PutAnswer, bool]:
         """Return the answer, and whether the connection can take another request. Raises OSError, HTTPException."""
         with self._lock:
             if self.is_aborted:
@@ -168,7 +168,7 @@ class _Upload:
             with connection.getresponse() as response:
                 self.has_answer = True
                 body = response.read(_MOST_ANSWER_BYTES)
-                return Answer(response.status, body), is_whole and response.isclosed() and not response.will_close
+                return PutAnswer(response.status, body), is_whole and response.isclosed() and not response.will_close
         finally:
             with self._lock:
                 self._connection = None

@@ -117,7 +117,12 @@ def test_pages_wait_in_the_host_pool_while_it_has_room_for_others(
     free = fill_queue(backend._plane)
     refusals = note_refusals(backend._plane, monkeypatch)
     if not num_waiting:
-        threading.Thread(target=lambda: (wait_until(lambda: len(refusals) == 3), free())).start()
+
+        def free_at_last() -> None:
+            wait_until(lambda: len(refusals) == 3)
+            free()
+
+        threading.Thread(target=free_at_last).start()
     assert backend.batch_set_v1(keys(1), tokens([0]), after([])) == [not num_waiting]
     if not num_waiting:
         served.write_all()
