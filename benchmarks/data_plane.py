@@ -209,7 +209,7 @@ def _measure_coded(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         try:
             few = {t: torch.randn(16, _CODED_PAGE_SIZE, grid.num_layers, grid.num_heads, HEAD_DIM) for t in TENSORS}
             few = {t: x.to(torch.bfloat16) for t, x in few.items()}
-            _write(plane, hashes, lambda tensor, pages: few[tensor][[page % 16 for page in pages]])
+            write_pages(plane, hashes, lambda tensor, pages: few[tensor][[page % 16 for page in pages]])
             rounds = []
             for _ in range(args.rounds):
                 sockets_s, sockets_cpu_s = _receive(store.url, asyncio.run(_reads(store.url, heads, hashes, quantiser)))
@@ -363,10 +363,10 @@ def _store(plane: DataPlane, prefixes: Sequence[Sequence[bytes]], heads: HeadSli
             (x.cumsum(0) * 0.05 + x * 0.1).to(geometry.torch_dtype).view(len(hashes), -1, *shape[1:]) for x in noise
         ]
         by_tensor = dict(zip(TENSORS, values, strict=True))
-        _write(plane, hashes, partial(_pages_of, by_tensor))
+        write_pages(plane, hashes, partial(_pages_of, by_tensor))
 
 
-def _write(plane: DataPlane, hashes: Sequence[bytes], pages: ReadPages) -> None:
+def write_pages(plane: DataPlane, hashes: Sequence[bytes], pages: ReadPages) -> None:
     """Write pages, and wait until the store has them."""
     first, deadline_s = 0, time.monotonic() + _TIMEOUT_S
     while first < len(hashes):  # it takes as many as there is room for
@@ -378,7 +378,7 @@ def _write(plane: DataPlane, hashes: Sequence[bytes], pages: ReadPages) -> None:
     while (found := _find(plane, hashes).num_pages) < len(hashes):
         if time.monotonic() > deadline_s:
             raise SystemExit(f"only {found} of {len(hashes)} pages were stored within {_TIMEOUT_S:g} s")
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 def _pages_of(values: Mapping[TensorName, torch.Tensor], tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:

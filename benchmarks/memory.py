@@ -154,7 +154,7 @@ def _encode_span(spec: SegmentSpec, hashes: Sequence[bytes], threads: ThreadPool
         return encode_segment(spec, drifting_values(spec.heads.geometry, SPAN_TOKENS), 0, None, hashes, threads)
     manifest = spec.manifest(0, None, hashes)
     counts = dict(zip(manifest.span_cells(0), manifest.coefficients, strict=True))
-    return encode_cells(spec, manifest, lambda cell: random_coefficients(counts[cell], SPAN_TOKENS), threads)
+    return encode_cells(spec, manifest, lambda cell: random_coefficients(counts[cell], SPAN_TOKENS), threads).joined()
 
 
 def random_coefficients(count: int, num_tokens: int) -> Quantised:

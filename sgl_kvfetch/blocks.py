@@ -2,7 +2,7 @@
 
 A fresh page costs the kernel more than copying a page does: it clears it, and a virtual machine may have to ask its
 host for it. Freed blocks of malloc's go back to the kernel, so that each segment would pay for all of its pages again.
-So blocks are mapped in huge pages, where the kernel has them, and a few freed ones are kept for the next.
+So blocks are mapped in huge pages, where the kernel has them, and freed ones are kept for the next, until `drop_kept`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 _UNIT = 2 << 20  # a huge page
 _LEAST_BYTES = 1 << 20  # smaller ones are malloc's
-_MOST_KEPT_BYTES = 128 << 20  # after they were freed
+_MOST_KEPT_BYTES = 512 << 20  # after they were freed
 
 # Reentrant: the garbage collector may free a block while its thread takes another one.
 _lock = threading.RLock()
@@ -37,9 +37,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.Ten
     return torch.from_numpy(array).view(dtype).view(shape)
 
 
-def copy_of(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor on the host, contiguous."""
-    return empty(tuple(x.shape), x.dtype).copy_(x)
+def drop_kept() -> None:
+    """Give freed blocks back to the kernel: call this when nothing is on its way to a store."""
+    with _lock:
+        _kept.clear()
 
 
 def _take(size: int) -> mmap.mmap:

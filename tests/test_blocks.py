@@ -32,7 +32,16 @@ def test_few_freed_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(blocks._take(64 << 20)) == 64 << 20  # none is that large
 
 
+def test_what_is_kept_can_be_given_back() -> None:
+    held = [blocks.empty((4 << 20,)) for _ in range(2)]
+    del held
+    gc.collect()
+    assert len(blocks._kept) == 2
+    blocks.drop_kept()
+    assert not blocks._kept
+
+
 @pytest.mark.parametrize("size", [100, 1 << 20, (4 << 20) + 5])
-def test_copies_are_equal(size: int) -> None:
+def test_blocks_hold_what_is_put_into_them(size: int) -> None:
     x = torch.randn(size)
-    assert torch.equal(blocks.copy_of(x), x)
+    assert torch.equal(blocks.empty((size,), x.dtype).copy_(x), x)

@@ -31,10 +31,12 @@ from .container.partial import (
     signed_by as signed_by,
     without_last_level as without_last_level,
 )
+from .container.pieces import Content as Content, bytes_of as bytes_of, views_of as views_of
 from .container.protect import open_manifest as open_manifest, secure_segment as secure_segment
 from .container.reader import SegmentReader as SegmentReader
 from .container.segment import (
     CodedSegment as CodedSegment,
+    EncodedSegment as EncodedSegment,
     SegmentSpec as SegmentSpec,
     encode_segment as encode_segment,
 )

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Content, bytes_of, decode_manifest, views_of
 from sgl_kvfetch.directory import files, page_index as index
 from sgl_kvfetch.directory.catalog import Catalog, SegmentState
 from sgl_kvfetch.directory.files import OpenObject
@@ -181,13 +181,13 @@ class LocalStore(AdminStore):
             )
         return data
 
-    async def put(self, name: str, data: bytes) -> None:
+    async def put(self, name: str, data: Content) -> None:
         """Create or replace an object. Raises StoreError: ``invalid`` if data does not match its name's digest, or a
         manifest's data is missing."""
         parsed = require_name(name)
         self._collect_later()
         if parsed.is_manifest:
-            await self._put_if(name, data, lambda current: True)
+            await self._put_if(name, bytes_of(data), lambda current: True)
         else:
             await self._put_data(parsed, data)
 
@@ -206,10 +206,11 @@ class LocalStore(AdminStore):
         return write_manifest(self._catalog, self._room, name, data, replaces)
 
     @on("writes")
-    def _put_data(self, name: ObjectName, data: bytes) -> None:
+    def _put_data(self, name: ObjectName, data: Content) -> None:
         writer = DataWriter(self._catalog, self._room, name, len(data))
         try:
-            writer.write(data)
+            for view in views_of(data):
+                writer.write(view)
             writer.commit()
         finally:
             writer.discard()

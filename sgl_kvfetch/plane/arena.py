@@ -6,8 +6,10 @@ import math
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 
 from sgl_kvfetch.codec import CellValues
@@ -44,26 +46,45 @@ class Arena:
     def buffer(self, offset: int, num_bytes: int) -> memoryview:
         return memoryview(self._map)[offset : offset + num_bytes]
 
+    def lend(self, offset: int, num_bytes: int, on_returned: Callable[[], object]) -> torch.Tensor:
+        """Return some bytes, uint8 ``(num_bytes,)``. ``on_returned`` is called once no tensor refers to them any
+        longer, on any thread, at any point of a program: it must not take locks."""
+        array = np.frombuffer(self._map, np.uint8, num_bytes, offset)
+        # Tensors refer to the array, and the array to the map.
+        weakref.finalize(array, on_returned).atexit = False
+        return torch.from_numpy(array)
+
     def view(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        num_bytes = dtype.itemsize * math.prod(shape)
-        return self._bytes[offset : offset + num_bytes].view(dtype).view(shape)
+        (found,) = tensors_in(self._bytes[offset:], dtype, [shape])
+        return found
 
     def views(self, offset: int, dtype: torch.dtype, shapes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
         """Return tensors that lie one after another."""
-        found = []
-        for shape in shapes:
-            found.append(self.view(offset, dtype, shape))
-            offset += found[-1].nbytes
-        return found
+        return tensors_in(self._bytes[offset:], dtype, shapes)
 
     def pages(self, offset: int, geometry: KVGeometry, num_pages: int) -> list[torch.Tensor]:
         """Return K and V of pages: ``(pages, page_size, layers, heads, dim)`` each."""
-        common = num_pages, geometry.page_size, geometry.num_layers, geometry.num_heads
-        return self.views(offset, geometry.torch_dtype, ((*common, geometry.head_dim(t)) for t in TENSORS))
+        return pages_in(self._bytes[offset:], geometry, num_pages)
 
     def close(self) -> None:
         """Close the file. The memory stays mapped as long as tensors of it are in use."""
         os.close(self.fd)
+
+
+def tensors_in(memory: torch.Tensor, dtype: torch.dtype, shapes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Return tensors that lie one after another, from the first byte of ``memory`` on, which is uint8 and flat."""
+    found, offset = [], 0
+    for shape in shapes:
+        end = offset + dtype.itemsize * math.prod(shape)
+        found.append(memory[offset:end].view(dtype).view(shape))
+        offset = end
+    return found
+
+
+def pages_in(memory: torch.Tensor, geometry: KVGeometry, num_pages: int) -> list[torch.Tensor]:
+    """Return K and V of pages: ``(pages, page_size, layers, heads, dim)`` each."""
+    common = num_pages, geometry.page_size, geometry.num_layers, geometry.num_heads
+    return tensors_in(memory, geometry.torch_dtype, ((*common, geometry.head_dim(t)) for t in TENSORS))
 
 
 class Room:

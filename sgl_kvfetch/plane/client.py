@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import CodedSegment, Decoders, Quantiser, SegmentSpec, writers_resolution
+from sgl_kvfetch.codec import CodedSegment, Decoders, EncodedSegment, Quantiser, SegmentSpec, writers_resolution
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger
@@ -45,6 +45,7 @@ _limited = LimitedLogger(logger)
 RESOLUTION = "240p"  # the smallest files, and no slower to decode than larger pictures
 SPAN_TOKENS = 1024  # of a chunk; partial reads are rounded up to it
 MAX_SEGMENT_TOKENS = 8192  # limit for a segment, the unit of lookup and commit
+_QUEUED_SEGMENTS = 4  # so many segments fit into the write queue at least, unless one has a single span
 _LINGER_S = 0.25  # how long pages wait for the next ones before a segment is cut
 _RETIRE_S = 60.0  # minimum time to keep merged halves, for readers that do not know of the merge
 _HORIZON = 8  # cells to look ahead; a choice takes the event loop a few milliseconds
@@ -136,7 +137,7 @@ def open_client(
         store,
         spec,
         encode_pool,
-        max_segment_pages=spec.longest_segment(_power_of_two_pages(MAX_SEGMENT_TOKENS, heads.namespace.page_size)),
+        max_segment_pages=spec.longest_segment(_longest_segment(spec, config.write_queue_bytes)),
         queue_bytes=config.write_queue_bytes,
         linger_s=_LINGER_S,
         retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s),
@@ -149,7 +150,7 @@ def open_client(
     return StoreClient(store, finder, fetcher, side_fetcher, writer, encode_pool, memory)
 
 
-def _keep_written(memory: MemoryCache, finder: PageFinder, segment: CodedSegment) -> None:
+def _keep_written(memory: MemoryCache, finder: PageFinder, segment: CodedSegment | EncodedSegment) -> None:
     with contextlib.suppress(KVFetchError):  # a segment that this server cannot read itself
         memory.put_segment(finder.own_reader(segment.manifest), segment, READ_BYTES)
 
@@ -171,6 +172,17 @@ def writer_spec(
         num_levels=num_levels,
         num_dropped=min(num_levels - 1, level_policy(config, quantiser).least_left_out),
     )
+
+
+def _longest_segment(spec: SegmentSpec, queue_bytes: int) -> int:
+    """Return how many pages a segment may have. Those of lossless values are as large as their pages: several must fit
+    into the queue, so that some are sent while others are encoded. One that does not fit would be cut to what there is,
+    and merged later, which sends it twice."""
+    most = _power_of_two_pages(MAX_SEGMENT_TOKENS, spec.heads.namespace.page_size)
+    if spec.quantiser.profile is None and spec.quantiser.identity == "exact":
+        fitting = max(1, queue_bytes // _QUEUED_SEGMENTS // spec.heads.geometry.page_bytes)
+        most = min(most, max(spec.span_pages, 1 << (fitting.bit_length() - 1)))
+    return most
 
 
 def level_policy(config: KVFetchConfig, quantiser: Quantiser) -> LevelPolicy:

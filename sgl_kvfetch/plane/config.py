@@ -220,7 +220,7 @@ class KVFetchConfig(_Keys):
     write_queue_bytes: int = Field(
         512 * MiB,
         ge=1 * MiB,
-        description="raw bytes that may wait to be written; further pages wait in SGLang's pool while it has room",
+        description="bytes of pages that may wait to be written; further ones wait in SGLang's pool while it has room",
     )
     levels: LevelsConfig | None = Field(
         None,

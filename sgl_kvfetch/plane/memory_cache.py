@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import Cell, CodedSegment, SegmentReader
+from sgl_kvfetch.codec import Cell, CodedSegment, EncodedSegment, SegmentReader
 from sgl_kvfetch.plane.arena import Arena, Room
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, SpanPart, read_units
 
@@ -96,7 +96,7 @@ class MemoryCache:
         if not entry.missing_bytes:
             self._list_pages(entry)
 
-    def put_segment(self, reader: SegmentReader, segment: CodedSegment, read_bytes: int) -> None:
+    def put_segment(self, reader: SegmentReader, segment: CodedSegment | EncodedSegment, read_bytes: int) -> None:
         """Keep a segment that was written, in units of about ``read_bytes`` as they are read."""
         objects = dict(segment.data_objects())
         for span in range(reader.manifest.num_spans):

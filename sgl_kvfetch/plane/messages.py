@@ -141,9 +141,9 @@ class FetchSide(_Message, frozen=True):
 
 
 class Write(_Message, frozen=True):
-    """Take pages out of shared memory and write them: K of all pages at ``offset``, then V, then side pages in the
-    order of ``sides``: the name of the pool, and the page, counted from the first. ``cells``: the sizes of each cell's
-    parts, of which the last has a row for each integer, if these stand there instead of K and V."""
+    """Write pages that stay in shared memory until `Taken`: K of all pages at ``offset``, then V, then side pages in
+    the order of ``sides``: the name of the pool, and the page, counted from the first. ``cells``: the sizes of each
+    cell's parts, of which the last has a row for each integer, if these lie there instead of K and V."""
 
     work: int
     first_page: int  # position in the sequence
@@ -294,10 +294,11 @@ class FetchOver(_Message, frozen=True):
 
 
 class Taken(_Message, frozen=True):
-    """Pages have left shared memory. ``num_queued``: how many are queued for writing, all or none."""
+    """Nothing reads the shared memory of a `Write` any longer: its pages are encoded, or dropped. ``is_lost``: the
+    command has not reached a data plane."""
 
     work: int
-    num_queued: int
+    is_lost: bool = False
 
 
 class Settled(_Message, frozen=True):

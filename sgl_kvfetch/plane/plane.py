@@ -19,6 +19,7 @@ from sgl_kvfetch import timeline
 from sgl_kvfetch.codec import Quantised, SideKey
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import messages as m
+from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Launch
 from sgl_kvfetch.plane.run import ANSWER_S, ReadPages, ReadSide, TakeSide
@@ -26,14 +27,17 @@ from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.plane.supervisor import Supervisor
 from sgl_kvfetch.types import KVGeometry
 
-# Shared memory for values on their way to the engine, and for pages on their way to the store: this, or twice the size
-# of a page with all its side pages. Memory that is never used takes no space.
+# Shared memory for values on their way to the engine: this, or twice the size of a page with all its side pages. That
+# for pages on their way to the store is the write queue. Memory that is never used takes no space.
 SHARED_BYTES = 64 << 20
+_QUEUE_BYTES = KVFetchConfig.model_fields["write_queue_bytes"].default
 _WRITE_S = 1.0  # how long to wait for room for pages
 _WRITES_S = 4.0  # after which no further part of the pages is begun: SGLang waits 10 s for this thread when it stops it
 # Pages that may wait longer do so until there was no room for _NO_ROOM_S, for them and for those before them. There is
 # a pause between attempts: one fails at once while a data plane is restarted.
 _NO_ROOM_S, _PAUSE_S = 30.0, 0.1
+
+PART_BYTES = 16 << 20  # of pages that are copied at once
 
 ReadQuantised = Callable[[range], Sequence[Quantised] | None]
 
@@ -46,8 +50,10 @@ class DataPlane(Supervisor):
         be taken. Raises KVFetchError if the data plane refuses the config or fails."""
         self._numbers = itertools.count(1)
         self._refused_s = math.inf  # since when no pages were queued that might have waited
-        shared_bytes = max(SHARED_BYTES, 2 * (geometry.page_bytes + sum(start.sides.values())))
-        super().__init__(start, geometry, launch, shared_bytes, staging_bytes or shared_bytes)
+        least_bytes = 2 * (geometry.page_bytes + sum(start.sides.values()))
+        queue_bytes = max(start.config.get("write_queue_bytes", _QUEUE_BYTES), least_bytes)
+        self._queue_bytes = queue_bytes
+        super().__init__(start, geometry, launch, queue_bytes, staging_bytes or max(SHARED_BYTES, least_bytes))
 
     # Reading
 
@@ -176,13 +182,13 @@ class DataPlane(Supervisor):
         return now_s <= self._refused_s + _NO_ROOM_S and not self._run.has_lost
 
     def _parts(self, num_pages: int, sides: Iterable[SideKey]) -> Iterator[range]:
-        """Cut pages into runs that take a quarter of the shared memory, or one page each."""
-        sizes = [self._geometry.page_bytes] * num_pages
+        """Cut pages into runs that take a quarter of the queue or `PART_BYTES` at most, or one page each."""
+        sizes, most_bytes = [self._geometry.page_bytes] * num_pages, min(PART_BYTES, self._queue_bytes // 4)
         for pool, page in sides:
             sizes[page] += self._start.sides[pool]
         first = num_bytes = 0
         for page, size in enumerate(sizes):
-            if page > first and num_bytes + size > SHARED_BYTES // 4:
+            if page > first and num_bytes + size > most_bytes:
                 yield range(first, page)
                 first, num_bytes = page, 0
             num_bytes += size

@@ -7,7 +7,8 @@ Several threads ask it for work; ``kvfetch-data`` receives the events that answe
   since they call back.
 * The data plane may end at any moment, also between two bytes of a message. Then `serve` returns, `end` completes what
   is left, and commands that come later fail at once.
-* Memory for pages is freed only when the data plane has said that it has copied them, however long that takes.
+* The memory for pages is the write queue. It is freed only when the data plane has said that it has encoded them,
+  however long that takes.
 * A data plane that lives but does not answer counts as ended. Silence is counted in ticks in which this thread had
   nothing to read, not in seconds: on a busy machine this thread may be the late one.
 """
@@ -102,8 +103,8 @@ class Run:
         on_loss: Callable[[], None] = lambda: None,
     ) -> None:
         """Launch a data plane, which waits for ``Start``. ``page_bytes``, ``value_bytes``: the shared memory for pages
-        on their way to the store, and for values on their way to the engine. ``on_loss`` is called when the store takes
-        pages again after it has failed to take some."""
+        on their way to the store, which is the write queue, and for values on their way to the engine. ``on_loss`` is
+        called when the store takes pages again after it has failed to take some."""
         commands, events = socket.socketpair(), socket.socketpair()
         self.launch = launch
         self.channel = Channel(commands[0], events[0])
@@ -158,40 +159,47 @@ class Run:
         read_sides: Sequence[ReadSide],
         timeout_s: float,
     ) -> bool:
-        """Hand over pages for writing. Waits for room for them. Return whether they are queued."""
+        """Queue pages for writing. Waits for room for them. Return whether they are queued."""
         sizes = [self._sides[pool] for pool, _ in command.sides]
-        sides_at = len(pool_pages) * self._geometry.page_bytes
-        offset = self._room.allocate(sides_at + sum(sizes), timeout_s)
+        value_bytes = len(pool_pages) * self._geometry.page_bytes
+        # First: parts take a third of the room that values would. Where there is no room, they are read again later.
+        cells = (read_quantised() if read_quantised is not None else None) or ()
+        if cells and (num_bytes := sum(x.nbytes for cell in cells for x in cell)) <= value_bytes:
+            value_bytes = num_bytes
+        else:
+            cells = ()  # as where all tokens are exact
+        offset = self._room.allocate(value_bytes + sum(sizes), timeout_s)
         if offset is None:
             return False
         with ExitStack() as undo:
             undo.callback(self._room.free, offset)
-            cells = read_quantised() if read_quantised is not None else None
-            sizes_of_cells = self._copy_quantised(offset, sides_at, cells or ())
-            if not sizes_of_cells and not self._copy(offset, pool_pages, read):
+            if cells:
+                self._copy_quantised(offset, cells)
+            elif not self._copy(offset, pool_pages, read):
                 return False
-            views = self._pages.views(offset + sides_at, torch.uint8, ((size,) for size in sizes))
+            views = self._pages.views(offset + value_bytes, torch.uint8, ((size,) for size in sizes))
             for read_side, into in zip(read_sides, views, strict=True):
                 into.copy_(read_side())
             undo.pop_all()
+        sizes_of_cells = tuple(tuple(x.nbytes for x in cell) for cell in cells)
         command = msgspec.structs.replace(command, offset=offset, cells=sizes_of_cells)
-        taken = self.ask(command, m.Taken(command.work, 0))
-        # Not earlier, however long it takes: the data plane may still be copying the pages.
+        self._count_queued(len(pool_pages))  # now: the answers may come before this thread goes on
+        taken = self.ask(command, m.Taken(command.work, is_lost=True))
         taken.add_done_callback(lambda _: self._room.free(offset))
-        try:
-            return taken.result(ANSWER_S).num_queued > 0
-        except TimeoutError:
+        if taken.done() and taken.result().is_lost:
+            self._count_queued(-len(pool_pages))
             return False
+        return True
 
-    def _copy_quantised(self, offset: int, most_bytes: int, cells: Sequence[Quantised]) -> tuple[tuple[int, ...], ...]:
-        """Copy the parts of cells into the shared memory. Return their sizes. Return no sizes if the parts are larger
-        than the raw values, as where all tokens are exact."""
+    def _count_queued(self, num_pages: int) -> None:
+        with self._lock:
+            self._num_queued += num_pages
+
+    def _copy_quantised(self, offset: int, cells: Sequence[Quantised]) -> None:
+        """Copy the parts of cells into the shared memory."""
         flat = [x for cell in cells for x in cell]
-        if sum(x.nbytes for x in flat) > most_bytes:
-            return ()
         for x, into in zip(flat, self._pages.views(offset, torch.uint8, (x.shape for x in flat)), strict=True):
             into.copy_(x)
-        return tuple(tuple(x.nbytes for x in cell) for cell in cells)
 
     def _copy(self, offset: int, pool_pages: Sequence[int], read: ReadPages) -> bool:
         """Copy pages into the shared memory. Return False if they are no longer available."""
@@ -275,13 +283,11 @@ class Run:
                 finally:
                     self.channel.send(m.FreePiece(event.offset))
             case m.Found() | m.Staged() | m.FetchOver() | m.SideOver() | m.Taken() | m.ClearOver():
-                if isinstance(event, m.Taken):
-                    self._num_queued += event.num_queued
                 self._answer(event)
             case m.ProfileTaken():
                 self.profile = event
             case m.Settled():
-                self._num_queued -= event.num_pages
+                self._count_queued(-event.num_pages)
                 # Not before the store works again: until then, pages that come again would be lost again.
                 if self.has_lost and not event.is_lost:
                     self._on_loss()

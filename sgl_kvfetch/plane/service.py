@@ -3,8 +3,8 @@
 Commands come in order, and each begins a task: `Service.serve` never waits, so a slow store delays no other command.
 The engine may cancel anything at any moment, or be gone, which closes the socket. So
 
-* **each piece of work is answered once**, in a ``finally``: `Found`, `FetchOver`, `SideOver`, `Taken`, `ClearOver`. The
-  engine waits for these, and frees pages by them;
+* **each piece of work is answered once**, in a ``finally``: `Found`, `FetchOver`, `SideOver`, `ClearOver`. The
+  engine waits for these, and frees pages by them. Pages to be written are `Settled` once, and their memory `Taken`;
 * **no error crosses to the engine.** It is counted as a miss, by its reason, where it happens (`client.counted`). The
   engine computes what it does not get, and needs no reason;
 * **a cancelled task ends like any other.** It is cancelled from the loop, and not at once: a task that is cancelled
@@ -20,19 +20,20 @@ import logging
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 
-from sgl_kvfetch import blocks, metrics, timeline
+from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec.bitstream import open_nvdec_alone
 from sgl_kvfetch.codec.container import Pages, QuantisedPages, RawPages
 from sgl_kvfetch.errors import FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice, split_hashes
 from sgl_kvfetch.plane import messages as m
-from sgl_kvfetch.plane.arena import Emit, Room, arena_destination, send_side_page
+from sgl_kvfetch.plane.arena import Emit, Room, arena_destination, pages_in, send_side_page, tensors_in
 from sgl_kvfetch.plane.calibration.finder import ProfileFinder
 from sgl_kvfetch.plane.channel import Outbox
 from sgl_kvfetch.plane.client import StoreClient, count_fetch, count_miss, counted, open_client
@@ -53,7 +54,6 @@ from sgl_kvfetch.types import KVGeometry
 logger = logging.getLogger(__name__)
 
 _MOST_FOUND = 1024  # lookups whose results are kept
-_QUEUE_S = 1.0  # how long pages wait for room in the write queue
 _CLOSE_S = 3.0  # how long each step of closing may take
 _CLEAR_S = 5.0
 
@@ -94,8 +94,7 @@ class Service:
         self._found: OrderedDict[int, list[PageSource]] = OrderedDict()
         self._tasks = Tasks()
         client.writer.on_settled = lambda num_pages, is_lost: emit(m.Settled(num_pages, is_lost))
-        # One thread: it keeps the order of pages, and can wait for room without blocking the event loop.
-        self._intake = ThreadPoolExecutor(1, "kvfetch-intake")
+        self._loop = asyncio.get_running_loop()
 
     def serve(self, command: m.Command) -> None:
         """Begin to carry out a command. Never waits."""
@@ -123,7 +122,7 @@ class Service:
             case m.Flush():
                 self.client.fetcher.drop_unused()
             case m.Write():
-                self._tasks.begin(self._write(command))
+                self._write(command)
             case m.FreePiece():
                 self._room.free(command.offset)
             case m.Clear():
@@ -142,7 +141,6 @@ class Service:
         await self._stager.close()
         if self._finder is not None:
             await self._finder.close()
-        self._intake.shutdown(wait=False, cancel_futures=True)
         await self.client.close(_CLOSE_S)
 
     # Lookups
@@ -223,43 +221,39 @@ class Service:
 
     # Writes
 
-    async def _write(self, command: m.Write) -> None:
-        num_queued = 0
+    def _write(self, command: m.Write) -> None:
+        """Queue pages. They are read from shared memory until they are encoded: then it is the engine's again."""
+        hashes = split_hashes(command.hashes)
         try:
-            num_queued = await asyncio.get_running_loop().run_in_executor(self._intake, self._take, command)
+            self.client.writer.add(self._batch(command, hashes))
         except Exception:
             logger.exception("kvfetch: taking pages for writing failed")
-        finally:
-            self._emit(m.Taken(command.work, num_queued))
+            self._emit(m.Settled(len(hashes)))
 
-    def _take(self, command: m.Write) -> int:
-        """Copy pages out of shared memory and queue them. Return how many; 0 if there was no room for them in time."""
-        geometry, hashes = self._geometry, split_hashes(command.hashes)
-        sides_at = command.offset + len(hashes) * geometry.page_bytes
+    def _batch(self, command: m.Write, hashes: Sequence[bytes]) -> PageBatch:
+        geometry = self._geometry
+        value_bytes = sum(map(sum, command.cells)) or len(hashes) * geometry.page_bytes
         sizes = [self._sides[pool] for pool, _ in command.sides]
-        page_bytes = -(-sum(map(sum, command.cells)) // len(hashes)) or geometry.page_bytes
-        num_bytes = len(hashes) * page_bytes + sum(sizes)
-        if not self.client.writer.reserve(num_bytes, _QUEUE_S):
-            return 0
-        try:
-            pages: Pages
-            if command.cells:
-                shapes = [(size,) for sizes in command.cells for size in sizes]
-                parts = iter([blocks.copy_of(x) for x in self._written.views(command.offset, torch.uint8, shapes)])
-                tokens = len(hashes) * geometry.page_size
-                cells = [(next(parts), next(parts), next(parts).view(-1, tokens)) for _ in command.cells]
-                pages = QuantisedPages(cells, range(len(hashes)), geometry.page_size, page_bytes)
-            else:
-                pages = RawPages(
-                    *(blocks.copy_of(x) for x in self._written.pages(command.offset, geometry, len(hashes)))
-                )
-            sides = [blocks.copy_of(x) for x in self._written.views(sides_at, torch.uint8, ((size,) for size in sizes))]
-        except BaseException:
-            self.client.writer.release(num_bytes)
-            raise
+        # Not emitted at once: tensors end at any point of this program, also while a message is being sent.
+        emit = partial(self._call_soon, self._emit, m.Taken(command.work))
+        memory = self._written.lend(command.offset, value_bytes + sum(sizes), emit)
+        pages: Pages
+        if command.cells:
+            shapes = [(size,) for sizes in command.cells for size in sizes]
+            parts = iter(tensors_in(memory, torch.uint8, shapes))
+            tokens = len(hashes) * geometry.page_size
+            cells = [(next(parts), next(parts), next(parts).view(-1, tokens)) for _ in command.cells]
+            pages = QuantisedPages(cells, range(len(hashes)), geometry.page_size, -(-value_bytes // len(hashes)))
+        else:
+            pages = RawPages(*pages_in(memory, geometry, len(hashes)))
+        # Copies: they are encoded with their segment, which the memory of their pages should not wait for.
+        sides = [x.clone() for x in tensors_in(memory[value_bytes:], torch.uint8, ((size,) for size in sizes))]
         by_page = dict(zip(command.sides, sides, strict=True))
-        self.client.writer.submit(PageBatch(command.first_page, command.previous_hash, hashes, [pages], by_page))
-        return len(hashes)
+        return PageBatch(command.first_page, command.previous_hash, hashes, [pages], by_page)
+
+    def _call_soon(self, *call: Any) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(*call)
 
     async def _clear(self, command: m.Clear) -> None:
         fault = ""

@@ -26,6 +26,7 @@ from msgspec import Meta
 from sgl_kvfetch.codec import (
     MAX_MANIFEST_BYTES,
     MAX_SEGMENT_PAGES,
+    Content,
     EncryptionKeys,
     decode_manifest,
     without_last_level,
@@ -148,8 +149,9 @@ class Store(ABC):
         return True
 
     @abstractmethod
-    async def put(self, name: str, data: bytes) -> None:
-        """Create or replace an object atomically: readers see the old bytes or the new ones, never a mixture."""
+    async def put(self, name: str, data: Content) -> None:
+        """Create or replace an object atomically: readers see the old bytes or the new ones, never a mixture. ``data``
+        must not change until this returns."""
 
     @abstractmethod
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
@@ -207,7 +209,7 @@ class WrappedStore(Store):
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def put(self, name: str, data: bytes) -> None:
+    async def put(self, name: str, data: Content) -> None:
         await self._store.put(name, data)
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:

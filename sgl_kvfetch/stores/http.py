@@ -18,6 +18,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from sgl_kvfetch.codec import Content, views_of
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.stores import wire
@@ -38,6 +39,7 @@ from sgl_kvfetch.stores.http_answers import (
     decode_listed,
     read_range,
     read_whole,
+    require_answer,
     require_status,
     take_range,
 )
@@ -46,6 +48,7 @@ from sgl_kvfetch.stores.profiles import require_profile_length, require_profile_
 from sgl_kvfetch.stores.proxies import environment_proxy
 from sgl_kvfetch.stores.receiving import RangeReceiver
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, listing_of
+from sgl_kvfetch.stores.sending import LEAST_BYTES, Sender
 from sgl_kvfetch.stores.verified import Verified
 
 T = TypeVar("T")
@@ -85,6 +88,7 @@ class HttpStore(RemoteStore):
             self._headers["Authorization"] = f"Bearer {token}"
         self._session: aiohttp.ClientSession | None = None
         self._receiver: RangeReceiver | None = None
+        self._sends: Sender | None = None
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         """Read an object. Raises ``too_large``, too, for more than ``max_object_bytes``, or than a manifest may have.
@@ -156,7 +160,7 @@ class HttpStore(RemoteStore):
             )
         return self._receiver
 
-    async def put(self, name: str, data: bytes) -> None:
+    async def put(self, name: str, data: Content) -> None:
         """Store an object. If the server demands it, replace a stored manifest by its digest."""
         if await self._put(f"putting {name}", name, data, {}):
             return
@@ -175,13 +179,30 @@ class HttpStore(RemoteStore):
         # An earlier attempt may have replaced it and lost only its answer.
         return await self._put(f"replacing {name}", name, data, tag) or await self.get(name) == data
 
-    async def _put(self, what: str, name: str, data: bytes, condition: Mapping[str, str]) -> bool:
+    async def _put(self, what: str, name: str, data: Content, condition: Mapping[str, str]) -> bool:
         """Return False if the server says that the condition does not hold."""
-        refused = (412,) if require_name(name).is_manifest else ()
-        headers = {"Content-Type": wire.BYTES_TYPE, **condition}
-        url, expected = self._object_url(name), (200, 201, 204, *refused)
-        status, _ = await self._ask(what, "PUT", url, *expected, headers=headers, body=data, num_bytes=len(data))
-        return status != 412
+        is_manifest = require_name(name).is_manifest
+        expected = (200, 201, 204, *((412,) if is_manifest else ()))
+        headers, url, views = {"Content-Type": wire.BYTES_TYPE, **condition}, self._object_url(name), views_of(data)
+
+        async def attempt() -> int:
+            sender = self._sender() if len(data) >= LEAST_BYTES else None
+            answer = None if sender is None else await sender.send(url, headers, views)
+            if answer is not None:
+                require_answer("PUT", url, *answer, expected, "Authorization" in self._headers)
+                return answer.status
+            async with self._request("PUT", url, headers=headers, body=views) as response:
+                await require_status(response, *expected)
+                return response.status
+
+        return await self._retried(what, attempt, len(data)) != 412
+
+    def _sender(self) -> Sender | None:
+        """Return what sends bytes from where they lie; None behind a proxy, which aiohttp knows how to ask."""
+        self._require_open()
+        if self._sends is None and self._proxy is None:
+            self._sends = Sender(self.url, self._headers, self._tls, self.options.connect_timeout_s)
+        return self._sends
 
     async def head(self, name: str) -> ObjectInfo | None:
         """Return size and time. The time is in whole seconds; it is 0 if the server sends none."""
@@ -335,6 +356,8 @@ class HttpStore(RemoteStore):
             await session.close()
         if self._receiver is not None:
             self._receiver.close()
+        if self._sends is not None:
+            self._sends.close()
 
     def _object_url(self, name: str) -> str:
         return f"{self.url}{wire.Route.OBJECTS}/{name}"
@@ -346,7 +369,7 @@ class HttpStore(RemoteStore):
         *,
         headers: Mapping[str, str] | None = None,
         params: Mapping[str, str] | None = None,
-        body: bytes | None = None,
+        body: Sequence[memoryview] | None = None,
     ) -> aiohttp.client._RequestContextManager:
         self._require_open()
         if self._session is None:
@@ -360,7 +383,7 @@ class HttpStore(RemoteStore):
                 proxy=self._proxy,
             )
         if body is not None:
-            headers = {**(headers or {}), "Content-Length": str(len(body))}
+            headers = {**(headers or {}), "Content-Length": str(sum(map(len, body)))}
         # Redirects would carry the token to another host.
         return self._session.request(
             method,
@@ -389,7 +412,8 @@ class HttpStore(RemoteStore):
         """
 
         async def attempt() -> tuple[int, bytes]:
-            async with self._request(method, url, headers=headers, params=params, body=body) as response:
+            views = None if body is None else [memoryview(body)]
+            async with self._request(method, url, headers=headers, params=params, body=views) as response:
                 await require_status(response, *(expected or (200,)))
                 return response.status, await read_whole(response, most) if most and response.status == 200 else b""
 
@@ -432,11 +456,11 @@ def _may_help(error: BaseException) -> bool:
     return isinstance(error, StoreError) and error.retriable and error.reason in RETRIED
 
 
-async def _pieces(data: bytes) -> AsyncIterator[memoryview]:
+async def _pieces(views: Sequence[memoryview]) -> AsyncIterator[memoryview]:
     """Yield a body in pieces, so that other tasks can run in between. Each attempt needs a new iterator."""
-    view = memoryview(data)
-    for start in range(0, len(view), _SEND_PIECE_BYTES):
-        yield view[start : start + _SEND_PIECE_BYTES]
+    for view in views:
+        for start in range(0, len(view), _SEND_PIECE_BYTES):
+            yield view[start : start + _SEND_PIECE_BYTES]
 
 
 def _http_date_s(value: str | None) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -78,16 +78,24 @@ async def require_status(response: aiohttp.ClientResponse, *expected: int) -> No
     """Raise the matching StoreError unless the status is one of ``expected``."""
     if response.status in expected:
         return
-    message = f"{response.method} {response.url}: status {response.status}{_token_problem(response)}"
-    message += await _explanation(response)
-    raise status_error(response.status, message)
+    try:
+        body = await _read_up_to(response, _MAX_ERROR_BYTES)
+    except aiohttp.ClientError:
+        body = b""
+    has_token = "Authorization" in response.request_info.headers
+    require_answer(response.method, str(response.url), response.status, body, expected, has_token)
 
 
-def _token_problem(response: aiohttp.ClientResponse) -> str:
-    if response.status != 401:
-        return ""
-    sent = "Authorization" in response.request_info.headers
-    return ", the store does not know this token" if sent else ", the store wants a token and got none"
+def require_answer(method: str, url: str, status: int, body: bytes, expected: Collection[int], has_token: bool) -> None:
+    """Raise the matching StoreError unless the status is one of ``expected``. ``has_token``: whether the request had
+    one."""
+    if status not in expected:
+        problem = _token_problem(has_token) if status == 401 else ""
+        raise status_error(status, f"{method} {url}: status {status}{problem}{_explanation(body)}")
+
+
+def _token_problem(has_token: bool) -> str:
+    return ", the store does not know this token" if has_token else ", the store wants a token and got none"
 
 
 def status_error(status: int, message: str) -> StoreError:
@@ -105,11 +113,11 @@ def status_error(status: int, message: str) -> StoreError:
     return StoreError("protocol", message)
 
 
-async def _explanation(response: aiohttp.ClientResponse) -> str:
+def _explanation(body: bytes) -> str:
     """Return the message of an error's body if a kvfetch server sent it, else an empty string."""
     try:
-        said = msgspec.json.decode(await _read_up_to(response, _MAX_ERROR_BYTES), type=wire.ErrorBody)
-    except (*DECODE_ERRORS, aiohttp.ClientError):
+        said = msgspec.json.decode(body, type=wire.ErrorBody)
+    except DECODE_ERRORS:
         return ""
     return f" ({printable(said.error[:100])}: {printable(said.message[:500])})"
 

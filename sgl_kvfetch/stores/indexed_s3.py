@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any
 
-from sgl_kvfetch.codec import decode_manifest
+from sgl_kvfetch.codec import Content, bytes_of, decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, SegmentKey
 from sgl_kvfetch.log import LimitedLogger
@@ -41,10 +41,10 @@ class IndexedS3Store(S3Store):
         self._uses: dict[SegmentKey, float] = {}  # since they were last saved
         self._saving: asyncio.Task[None] | None = None
 
-    async def put(self, name: str, data: bytes) -> None:
+    async def put(self, name: str, data: Content) -> None:
         await super().put(name, data)
         if name.endswith(MANIFEST_SUFFIX):
-            await self._quietly(self._enter(data))
+            await self._quietly(self._enter(bytes_of(data)))
 
     async def delete(self, name: str) -> bool:
         """Delete an object, and a manifest's pages from the index, too."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from sgl_kvfetch.codec import EncryptionKeys, ManifestKeys, decode_manifest, is_vouched_for
+from sgl_kvfetch.codec import Content, EncryptionKeys, ManifestKeys, bytes_of, decode_manifest, is_vouched_for
 from sgl_kvfetch.codec.container import encryption_keys_of, split_signature
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
@@ -50,8 +50,8 @@ class KeyedStore(WrappedStore):
             raise StoreError("invalid", f"{name}: only a whole manifest can be verified")
         return await self._store.read(name, start, into, received)
 
-    async def put(self, name: str, data: bytes) -> None:
-        await self._store.put(name, self._signed(data) if name.endswith(MANIFEST_SUFFIX) else data)
+    async def put(self, name: str, data: Content) -> None:
+        await self._store.put(name, self._signed(bytes_of(data)) if name.endswith(MANIFEST_SUFFIX) else data)
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
         return await self._store.replace(name, self._signed(data), expected_digest)

@@ -23,6 +23,7 @@ from obstore.exceptions import (
     UnauthenticatedError,
 )
 
+from sgl_kvfetch.codec import Content, bytes_of
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError, why
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, is_object_name
 from sgl_kvfetch.log import printable
@@ -172,12 +173,13 @@ class S3Store(RemoteStore):
             raise StoreError("truncated", f"{name}: expected {length} bytes from {start} on, found {end - first}")
         return result
 
-    async def put(self, name: str, data: bytes) -> None:
+    async def put(self, name: str, data: Content) -> None:
         require_name(name)
+        whole = bytes_of(data)
         is_large = len(data) > MULTIPART_BYTES
 
         async def put() -> bool:
-            await obstore.put_async(self._objects, name, data, use_multipart=is_large, chunk_size=PART_BYTES)
+            await obstore.put_async(self._objects, name, whole, use_multipart=is_large, chunk_size=PART_BYTES)
             return True
 
         if await self._call(f"putting {name}", put, len(data)) is None:

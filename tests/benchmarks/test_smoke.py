@@ -20,6 +20,7 @@ from benchmarks import (
     parking,
     stalls,
     watched,
+    writing,
 )
 from benchmarks.adaptive import told
 from benchmarks.adaptive.__main__ import main as adaptive
@@ -102,6 +103,13 @@ def test_data_plane_of_coded_cells(run: Run) -> None:
     assert coded["num_cells"] == 11 * 4
     assert 256 * 32 * 8 * 256 * 1 / 8 < coded["wire_bytes"] < 256 * 32 * 8 * 256 * 2 / 8
     assert all(figure > 0 for each in coded["rounds"] for name, figure in each.items() if name.endswith("_s"))
+
+
+@pytest.mark.slow
+def test_writing(run: Run) -> None:
+    rows = run(writing.main, "--tokens", 256, "--layers", 2, "--rounds", 2)["writes"]
+    assert [(row["codec"], row["round"]) for row in rows] == [("ans", 1), ("ans", 2), ("raw", 1), ("raw", 2)]
+    assert all(row["raw_mb_per_s"] > 0 and row["data_plane_cpu_s_per_gb"] > 0 for row in rows)
 
 
 @pytest.mark.slow

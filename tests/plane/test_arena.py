@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
@@ -7,7 +8,7 @@ import time
 import pytest
 import torch
 
-from sgl_kvfetch.plane.arena import Arena, Room
+from sgl_kvfetch.plane.arena import Arena, Room, tensors_in
 
 
 def test_two_maps_of_one_file_share_memory() -> None:
@@ -70,3 +71,19 @@ def test_closing_ends_all_waits() -> None:
 def test_asking_for_more_than_the_arena_holds_fails() -> None:
     with pytest.raises(AssertionError):
         Room(64).allocate(65)
+
+
+def test_what_is_lent_comes_back_when_no_tensor_refers_to_it() -> None:
+    arena, returned = Arena.create(1 << 12), []
+    lent = arena.lend(64, 256, lambda: returned.append(True))
+    k, v = tensors_in(lent, torch.float32, [(2, 16), (32,)])
+    k.fill_(1.0)
+    v.fill_(2.0)
+    assert arena.view(64, torch.float32, (64,)).tolist() == [1.0] * 32 + [2.0] * 32
+    del lent, v
+    gc.collect()
+    assert not returned
+    del k
+    gc.collect()
+    assert returned == [True]
+    arena.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -53,9 +52,7 @@ async def open_server(tmp_path: Path) -> AsyncIterator[Open]:
 
 async def write(client: StoreClient) -> None:
     pages = batch(len(HASHES))
-    assert client.writer.reserve(pages.size_bytes, 1.0)
-    client.writer.submit(pages)
-    await asyncio.sleep(0)
+    client.writer.add(pages)
     await client.writer.drain()
 
 

@@ -42,7 +42,7 @@ EVENTS: list[m.Event] = [
     m.SideOver(5, (0,)),
     m.Piece(2, 0, 3, 0, 2, (0, 5), 64),
     m.FetchOver(2, 1),
-    m.Taken(3, 8),
+    m.Taken(3, is_lost=True),
     m.ClearOver(4, ""),
     m.ProfileTaken("d" * 32, "/copies/d", "a profile"),
     m.Pong(),

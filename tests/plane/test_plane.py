@@ -192,7 +192,7 @@ def test_clearing_a_rank_clears_its_heads_of_other_tp_sizes(
 
 
 def test_pages_are_written_in_pieces_that_fit(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plane_module, "SHARED_BYTES", 4 * 4 * SMALL.page_bytes)
+    monkeypatch.setattr(plane_module, "PART_BYTES", 4 * SMALL.page_bytes)
     hashes, values, pieces = page_hashes(10), page_values(10), []
 
     def read(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
@@ -208,7 +208,7 @@ def test_pages_are_written_in_pieces_that_fit(plane: DataPlane, monkeypatch: pyt
 
 @pytest.mark.parametrize("gone", TENSORS)
 def test_writing_ends_at_unavailable_pages(plane: DataPlane, monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
-    monkeypatch.setattr(plane_module, "SHARED_BYTES", 4 * 4 * SMALL.page_bytes)
+    monkeypatch.setattr(plane_module, "PART_BYTES", 4 * SMALL.page_bytes)
     values = page_values(10)
 
     def read(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor | None:
@@ -238,7 +238,7 @@ def test_all_pieces_share_one_deadline_for_room(plane: DataPlane, monkeypatch: p
         waits_s.append(timeout_s)
         return True
 
-    monkeypatch.setattr(plane_module, "SHARED_BYTES", 4 * 4 * SMALL.page_bytes)
+    monkeypatch.setattr(plane_module, "PART_BYTES", 4 * SMALL.page_bytes)
     monkeypatch.setattr(plane_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(plane._run, "write", write_slowly)
     assert write(plane, page_hashes(10)) == 10
@@ -254,7 +254,7 @@ def test_writing_many_pieces_ends_in_time(plane: DataPlane, monkeypatch: pytest.
         now_s += 2.5
         return True
 
-    monkeypatch.setattr(plane_module, "SHARED_BYTES", 4 * 4 * SMALL.page_bytes)
+    monkeypatch.setattr(plane_module, "PART_BYTES", 4 * SMALL.page_bytes)
     monkeypatch.setattr(plane_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(plane._run, "write", write_slowly)
     assert write(plane, page_hashes(10)) == 8
@@ -380,7 +380,7 @@ def test_a_silent_data_plane_gets_a_spare_one_but_is_not_replaced_at_once(
     assert metrics.DATA_PLANE_STARTS._value.get() == before
     # The spare one is used when it is needed.
     launcher.started[0].process.kill()
-    wait_until(lambda: write(plane, page_hashes(1)) == 1)
+    wait_until(lambda: metrics.DATA_PLANE_STARTS._value.get() == before + 1 and write(plane, page_hashes(1)) == 1)
     assert (len(launcher.started), metrics.DATA_PLANE_STARTS._value.get()) == (2, before + 1)
 
 

@@ -40,6 +40,16 @@ class Served:
         """On the last one's loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loops[-1]).result(WAIT_S)
 
+    def write_all(self) -> None:
+        """Wait until the last one has written all pages that were queued."""
+
+        async def write_all() -> None:
+            for _ in range(8):  # it reads what it was sent
+                await asyncio.sleep(0)
+            await self.service.client.writer.drain()
+
+        self.run(write_all())
+
     def wait_until_idle(self) -> None:
         """Wait until the last one has no task left, in the background either."""
 

@@ -42,7 +42,5 @@ def test_hand_overs_of_a_lookup_and_a_fetch_of_one_cell(make: Make, served: Serv
             ],
         )
         # The data plane has its threads here: all of a write's, a lookup's and a fetch's have run.
-        assert_threads(
-            before, {"kvfetch", *(f"kvfetch-{name}" for name in ("data", "intake", "segment", "encode", "decode"))}
-        )
+        assert_threads(before, {"kvfetch", *(f"kvfetch-{name}" for name in ("data", "segment", "encode", "decode"))})
         backend.close()

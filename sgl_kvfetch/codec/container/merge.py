@@ -68,7 +68,7 @@ def merge_segments(
                     pieces.append(reader.decode_cell(part, reader.cell_data(part, data)))
         return join_parts(parts, pieces)
 
-    return _with_sides(encode_cells(spec, manifest, joined_cell, executor), left, right)
+    return _with_sides(encode_cells(spec, manifest, joined_cell, executor).joined(), left, right)
 
 
 def _with_sides(whole: CodedSegment, left: CodedSegment, right: CodedSegment) -> CodedSegment:

@@ -49,8 +49,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @classmethod
     def of(cls, codec: str, bitstream: bytes | memoryview, content: bytes | memoryview) -> Chunk:
         """Return the row of a chunk with this bitstream and content."""
-        checksum = xxhash.xxh3_128_digest
-        return cls(codec, len(bitstream), checksum(bitstream), checksum(content))
+        coded = xxhash.xxh3_128_digest(bitstream)
+        decoded = coded if bitstream is content else xxhash.xxh3_128_digest(content)
+        return cls(codec, len(bitstream), coded, decoded)
 
     def require_coded(self, bitstream: bytes | memoryview, digest: bytes, what: object) -> None:
         """Raise CorruptError unless the compressed bytes have their checksum and ``digest``, unless that is b"".

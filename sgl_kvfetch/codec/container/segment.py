@@ -12,10 +12,10 @@ from itertools import accumulate
 from types import MappingProxyType
 
 import msgspec
+import numpy as np
 import torch
-import xxhash
 
-from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec, entropy_bits, joined
+from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec, entropy_bits
 from sgl_kvfetch.codec.bitstream.entropy import RawCodec
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder, encode_ladder
 from sgl_kvfetch.codec.bitstream.levels import DIGITS, LADDER, Wide
@@ -30,6 +30,7 @@ from sgl_kvfetch.codec.container.manifest import (
 )
 from sgl_kvfetch.codec.container.objects import Chunk, Level, Side, Variant
 from sgl_kvfetch.codec.container.pages import Pages, RawPages, quantised_cells
+from sgl_kvfetch.codec.container.pieces import Content, Pieces, bytes_of
 from sgl_kvfetch.codec.container.reader import BYTES_CODEC, CodedChunk, cell_place, coefficients_of, part_infos
 from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
 from sgl_kvfetch.codec.layout.frames import Layout
@@ -46,6 +47,8 @@ FALLBACK_CODEC = "zstd"
 # video coding would be slow, and expand it by a third. Below this, the user's choice of video is kept even if another
 # codec would be smaller: with NVDEC, decoding video is free.
 NOISE_BITS = 7.9
+# zstd is tried only where tokens repeat. `ans` takes a quarter less for what does not, so few repetitions do not pay.
+_MUCH_REPEATED, _START_BYTES = 0.25, 64
 # How much of a large plane is looked at for that: a block of so many bytes, once in so many blocks.
 _SAMPLED, _SAMPLED_EVERY, _LEAST_BLOCKS = 4096, 8, 16
 
@@ -190,6 +193,28 @@ class CodedSegment:
         return replace(self, manifest=manifest, side_data=(*self.side_data, data))
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedSegment:
+    """A segment as its encoder leaves it: the chunks of its data objects lie where they were encoded. ``contents``: in
+    the order of `Manifest.data`."""
+
+    manifest: Manifest
+    contents: tuple[Content, ...]
+
+    def data_objects(self) -> Iterator[tuple[str, Content]]:
+        """Yield names and contents."""
+        yield from dict(zip(map(self.manifest.data_name, self.manifest.data), self.contents, strict=True)).items()
+
+    def with_side(self, side: Side, data: bytes) -> EncodedSegment:
+        """Return the segment with an object of side pages."""
+        manifest = msgspec.structs.replace(self.manifest, sides=(*self.manifest.sides, side))
+        return EncodedSegment(manifest, (*self.contents, data))
+
+    def joined(self) -> CodedSegment:
+        """Return the segment with each of its data objects in one place."""
+        return CodedSegment.of(self.manifest, list(map(bytes_of, self.contents)))
+
+
 def encode_segment(
     spec: SegmentSpec,
     values: Mapping[TensorName, torch.Tensor],
@@ -208,7 +233,7 @@ def encode_segment(
     for x in values.values():
         assert x.shape[:3] == expected, (x.shape, expected)
     pages = RawPages(*(values[t].view(-1, geometry.page_size, *values[t].shape[1:]) for t in TENSORS))
-    return encode_pages(spec, [pages], first_page, previous_hash, page_hashes, executor)
+    return encode_pages(spec, [pages], first_page, previous_hash, page_hashes, executor).joined()
 
 
 def encode_pages(
@@ -219,7 +244,7 @@ def encode_pages(
     page_hashes: Sequence[bytes],
     executor: Executor | None = None,
     ahead: Mapping[int, Sequence[CodedChunk]] | None = None,
-) -> CodedSegment:
+) -> EncodedSegment:
     """Encode one segment, as `encode_segment` does, of consecutive pieces. ``ahead``: the chunks of spans that were
     coded before (`encode_span`), by the first page of the span, counted from the segment's; ``pieces`` has none of
     these spans."""
@@ -256,19 +281,19 @@ def encode_cells(
     quantised: Callable[[Cell], Quantised],
     executor: Executor | None = None,
     ahead: Mapping[int, Sequence[CodedChunk]] | None = None,
-) -> CodedSegment:
+) -> EncodedSegment:
     """Encode the cells of ``manifest``, which has no variants yet. ``quantised`` returns the parts of a cell. ``ahead``
     has the chunks of some spans."""
     coded = _coded_cells(spec, manifest, quantised, executor, ahead or {})
-    variant, data = make_variant(coded, spec.layouts(manifest), spec.codec, spec.resolution)
+    variant, data = _variant(coded, spec.layouts(manifest), spec.codec, spec.resolution)
     rows: list[Level] = []
     contents = []
     for level in zip(*(chunk.levels for chunk in coded if chunk.levels), strict=True):
-        contents.append(joined([chunk.bitstream for chunk in level]))
-        rows.append(Level(xxhash.xxh3_128_hexdigest(contents[-1]), tuple(chunk.row for chunk in level)))
+        contents.append(Pieces(chunk.bitstream for chunk in level))
+        rows.append(Level(contents[-1].hexdigest(), tuple(chunk.row for chunk in level)))
     kept = spec.num_levels - 1 - spec.num_dropped
     variant = msgspec.structs.replace(variant, levels=tuple(rows)).with_levels(kept)
-    return CodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), data, level_data=tuple(contents[:kept]))
+    return EncodedSegment(msgspec.structs.replace(manifest, variants=(variant,)), (data, *contents[:kept]))
 
 
 def _coded_cells(
@@ -300,11 +325,17 @@ def make_variant(
     coded: Iterable[CodedChunk], layouts: Mapping[str, Layout], codec: str, resolution: str
 ) -> tuple[Variant, bytes]:
     """Return a variant and its data object from chunks in storage order."""
+    variant, data = _variant(coded, layouts, codec, resolution)
+    return variant, data.joined()
+
+
+def _variant(
+    coded: Iterable[CodedChunk], layouts: Mapping[str, Layout], codec: str, resolution: str
+) -> tuple[Variant, Pieces]:
     chunks, bitstreams, sums, _ = zip(*coded, strict=True)
-    data = joined(bitstreams)
-    digest = xxhash.xxh3_128_hexdigest(data)
+    data = Pieces(bitstreams)
     frame_sums = () if all(each is None for each in sums) else sums
-    return Variant(digest, dict(layouts), chunks, codec, resolution, frame_sums), data  # type: ignore[arg-type]
+    return Variant(data.hexdigest(), dict(layouts), chunks, codec, resolution, frame_sums), data  # type: ignore[arg-type]
 
 
 def encode_cell(
@@ -330,17 +361,22 @@ def encode_cell(
             bitstreams = encode_ladder(frames, wide, len(x), num_levels)
             chunks.append(_with_levels(bitstreams, frames, layouts[part.layout], tuple(x.shape)))
             continue
-        tried = {name: _bitstream(name, frames) for name in _codecs_for(cell, part, codec, raw)}
+        tried = {name: _bitstream(name, frames, raw) for name in _codecs_for(cell, part, codec, x, raw)}
         name, bitstream = min(tried.items(), key=lambda item: len(item[1]))
         frame_sum = sum_of_frames(frames) if get_codec(name).is_video else None
         chunks.append(CodedChunk(Chunk.of(name, bitstream, raw), bitstream, frame_sum))
     return chunks
 
 
-def _bitstream(codec: str, frames: torch.Tensor) -> bytes | memoryview:
-    if codec == RawCodec.name:  # codes nothing: the frames' own memory will do
-        return frames.contiguous().cpu().numpy().reshape(-1).data
-    return get_codec(codec).encode(frames)
+def _bitstream(codec: str, frames: torch.Tensor, raw: memoryview) -> bytes | memoryview:
+    """Return the bitstream of frames, which may be ``raw`` itself: the memory that they were made of."""
+    if codec != RawCodec.name:
+        return get_codec(codec).encode(frames)
+    flat: memoryview = frames.contiguous().cpu().numpy().reshape(-1).data  # it codes nothing: their own memory will do
+    is_raw = (
+        len(flat) == len(raw) and np.frombuffer(flat, np.uint8).ctypes.data == np.frombuffer(raw, np.uint8).ctypes.data
+    )
+    return raw if is_raw else flat
 
 
 def _with_levels(
@@ -357,8 +393,8 @@ def _with_levels(
     return chunks[0]._replace(levels=tuple(chunks[1:]))
 
 
-def _codecs_for(cell: Cell, part: PartInfo, codec: str, raw: memoryview) -> tuple[str, ...]:
-    """Return the codecs among which a part's smallest bitstream is chosen, if the user wants ``codec``."""
+def _codecs_for(cell: Cell, part: PartInfo, codec: str, x: torch.Tensor, raw: memoryview) -> tuple[str, ...]:
+    """Return the codecs among which the smallest bitstream of a part ``x`` is chosen, if the user wants ``codec``."""
     is_values = codec == AnsCodec.name and part.layout in TENSORS
     if not is_values and not get_codec(codec).is_video:
         return (codec,)
@@ -367,7 +403,14 @@ def _codecs_for(cell: Cell, part: PartInfo, codec: str, raw: memoryview) -> tupl
     if not is_values:
         return (codec,)
     # In the first layer, V usually depends on the token alone, so it repeats. Only zstd finds repetitions.
-    return (AnsTablesCodec.name, FALLBACK_CODEC) if cell.layer_group == 0 else (AnsTablesCodec.name,)
+    may_repeat = cell.layer_group == 0 and part.layout == "v" and _share_of_repeated(x) >= _MUCH_REPEATED
+    return (AnsTablesCodec.name, FALLBACK_CODEC) if may_repeat else (AnsTablesCodec.name,)
+
+
+def _share_of_repeated(x: torch.Tensor) -> float:
+    """Return the share of tokens whose first values, in the first layer, are those of a token before."""
+    starts = x.flatten(1)[:, :_START_BYTES].contiguous().numpy()
+    return 1 - len({start.tobytes() for start in starts}) / len(starts)
 
 
 def _sample(data: memoryview) -> memoryview | bytes:

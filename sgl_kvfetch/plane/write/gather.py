@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -59,6 +59,11 @@ class PageBatch:
     def size_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.pieces) + sum(x.nbytes for x in self.sides.values())
 
+    @property
+    def coded_bytes(self) -> int:
+        """The bytes of the spans that are coded."""
+        return sum(span.num_bytes for span in self.spans if span.chunks)
+
 
 @dataclass(slots=True, eq=False)
 class _BatchRun:
@@ -81,7 +86,9 @@ class _BatchRun:
         """Cut pages ``[first_page, first_page + num_pages)`` as one batch. Drop batches that are no longer needed."""
         end = first_page + num_pages
         taken = self._pages(first_page, end)
-        self.batches = [batch for batch in self.batches if batch.end_page > end] or self.batches[-1:]
+        # Of the last batch, only the hash is needed when all of its pages are cut: its memory is the engine's.
+        left = [batch for batch in self.batches if batch.end_page > end]
+        self.batches = left or [replace(self.batches[-1], pieces=[], sides={})]
         self.next_page, self.previous_hash = end, taken.page_hashes[-1]
         return taken
 
@@ -108,7 +115,7 @@ class _BatchRun:
     def new_spans(self, span_pages: int) -> list[SpanPages]:
         """Return the whole spans that have come since the last time. From now on, the run has them as such."""
         found: list[SpanPages] = []
-        known = {batch.first_page for batch in self.batches if isinstance(batch.pieces[0], SpanPages)}
+        known = {batch.first_page for batch in self.batches if batch.spans}
         for first in range(-(-self.next_page // span_pages) * span_pages, self.end_page - span_pages + 1, span_pages):
             if first in known:
                 continue

@@ -1,9 +1,13 @@
-"""Encodes and commits segments in the background, with a bounded queue. Failed segments are dropped and counted.
+"""Encodes and commits segments in the background. Failed segments are dropped and counted.
 
-Room in the queue is reserved before pages are copied out of SGLang's pool, by bytes; where there is none for a second,
-the engine decides whether they wait in the pool or are dropped. From then on they belong to the event loop: joined with
-the batches before and after (`gather`), cut into segments, encoded, and put. The bytes are given back when the segment
-is stored or dropped, whichever way, and never earlier: they are in memory until then.
+The queue is the shared memory into which the engine copies pages; where there is no room in it for a second, the engine
+decides whether they wait in SGLang's pool or are dropped. Here they belong to the event loop: joined with the batches
+before and after (`gather`), cut into segments, encoded, and put. Nothing copies them: they are encoded from where they
+lie, which gives their memory back, and the chunks are sent from where the encoder has put them.
+
+What bounds memory: chunks take half of what the queue may, in addition to it. Pages are encoded before it is known
+which segment they belong to while there is room for their chunks; others stay in the queue until it is the turn of
+their segment. So a slow store fills the queue, and pages wait in the pool.
 
 * A segment is encoded only if the store lacks it; and the store is asked right before, as another server may write the
   same prompt. Two that do so at once put equal values, which is harmless.
@@ -19,21 +23,22 @@ import asyncio
 import contextlib
 import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import msgspec
 
-from sgl_kvfetch import metrics
+from sgl_kvfetch import blocks, metrics
 from sgl_kvfetch.codec import (
     MAX_MANIFEST_BYTES,
     MAX_SIDES,
     CodedSegment,
+    EncodedSegment,
     Manifest,
     SegmentSpec,
     Side,
@@ -64,13 +69,15 @@ logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
 T = TypeVar("T")
+Segment = CodedSegment | EncodedSegment
 
-# Segments processed at once. Each spreads its cells over the encode pool; a second one fills the pool while the first
-# waits for the store.
-_CONCURRENT_SEGMENTS = 2
+# Segments processed at once. Each spreads its cells over the encode pool; others fill the pool while the first waits
+# for the store, and are sent side by side.
+_CONCURRENT_SEGMENTS = 4
 _ADD_ATTEMPTS = 4  # to add side pages to a segment that other writers change
 _MOST_SIDE_BYTES = 256 << 20  # of a merged segment: both halves are in memory, and states can be large
 _REFUSALS = ("invalid", "too_large")  # the store would not take the same segment another time either
+_REST_S = 30.0  # after which memory for the next segments is not kept
 _TIMER_SLACK_S = 0.01  # a timer may fire a little early
 
 
@@ -104,41 +111,31 @@ class Writer:
         self._queue_bytes = queue_bytes
         self._ttl_s = ttl_s
         self._refines = refines
-        self._room = threading.Condition()
-        self._used_bytes = 0
+        self._used_bytes = 0  # of pages and chunks on their way
+        self._coded_bytes = 0  # of them, those of chunks
         # Called when so many pages leave the queue, and with whether the store has failed to take them.
         self.on_settled: Callable[[int, bool], None] = lambda num_pages, is_lost: None
-        self.on_committed: Callable[[CodedSegment], None] = lambda segment: None  # called with what the store has now
+        self.on_committed: Callable[[Segment], None] = lambda segment: None  # called with what the store has now
         self._loop = asyncio.get_running_loop()
-        self._in_work = asyncio.Semaphore(_CONCURRENT_SEGMENTS)
+        self._written_s = 0.0
+        self._num_in_work = 0
+        self._turns = asyncio.Condition()
         self._tasks = Tasks()
         self._merging = asyncio.Lock()
         self._merger = Merger(store, spec, max_segment_pages=max_segment_pages, retire_s=retire_s, executor=encode_pool)
 
-    def reserve(self, num_bytes: int, timeout_s: float) -> bool:
-        """Reserve queue space before copying pages; wait for it up to ``timeout_s``. Return False if there is none.
-        Call from any thread but the event loop's. An empty queue accepts any size."""
-        with self._room:
-            if not self._room.wait_for(
-                lambda: not self._used_bytes or self._used_bytes + num_bytes <= self._queue_bytes, timeout_s
-            ):
-                return False
-            self._used_bytes += num_bytes
-            metrics.QUEUED_BYTES.labels("write").set(self._used_bytes)
-            return True
+    def _count(self, num_bytes: int, coded_bytes: int = 0) -> None:
+        """Count bytes on their way, of which ``coded_bytes`` are of chunks."""
+        self._used_bytes += num_bytes
+        self._coded_bytes += coded_bytes
+        metrics.QUEUED_BYTES.labels("write").set(self._used_bytes)
 
-    def release(self, num_bytes: int) -> None:
-        """Give back reserved queue space."""
-        with self._room:
-            self._used_bytes -= num_bytes
-            metrics.QUEUED_BYTES.labels("write").set(self._used_bytes)
-            self._room.notify_all()
+    def _count_out(self, segment: PageBatch) -> None:
+        self._count(-segment.size_bytes, -segment.coded_bytes)
 
-    def submit(self, batch: PageBatch) -> None:
-        """Hand over pages whose queue space is reserved. Call from any thread; never waits."""
-        self._loop.call_soon_threadsafe(self._add, batch)
-
-    def _add(self, batch: PageBatch) -> None:
+    def add(self, batch: PageBatch) -> None:
+        """Queue pages. Call on the event loop; never waits."""
+        self._count(batch.size_bytes)
         self._start(self._gatherer.add_batch(batch, time.monotonic()))
         self._loop.call_later(self._linger_s + _TIMER_SLACK_S, self._cut_due)
 
@@ -151,12 +148,14 @@ class Writer:
 
     def _begin_spans(self, spans: Sequence[SpanPages]) -> None:
         for span in spans:
+            if self._coded_bytes + sum(each.num_bytes for each in self._coding) > self._queue_bytes // 2:
+                return  # its segment will encode it
             task = self._coding[span] = self._tasks.begin(self._encode_ahead(span))
             task.add_done_callback(lambda _, span=span: self._coding.pop(span))  # type: ignore[misc]
 
     async def _encode_ahead(self, span: SpanPages) -> None:
-        """Encode a span that the store lacks, and give back the room that its bytes do not need any longer. If anything
-        fails, the segment will meet it again, and report it."""
+        """Encode a span that the store lacks, which gives back the memory of its pages. If anything fails, the segment
+        will meet it again, and report it."""
         try:
             found = await self._store.lookup(self._spec.heads.folder, span.page_hashes)
             if found.from_cache or found.num_pages == len(span.page_hashes):
@@ -165,11 +164,16 @@ class Writer:
             where = span.first_page, span.previous_hash, span.page_hashes
             chunks = await self._run(partial(encode_span, self._spec, span.pieces, *where, self._encode_pool))
             span.chunks, span.pieces = chunks, []
-            self.release(raw_bytes - span.num_bytes)
+            self._count(span.num_bytes - raw_bytes, span.num_bytes)
         except KVFetchError:
             pass
         except Exception:
             logger.exception("span of %d pages not encoded ahead", len(span.page_hashes))
+
+    def _rest(self) -> None:
+        """Free memory that only writing needs, when nothing has been written for a while."""
+        if not self._used_bytes and self._loop.time() >= self._written_s + _REST_S:
+            blocks.drop_kept()
 
     async def _write_all(self, segments: Sequence[PageBatch]) -> None:
         """Commit neighbouring segments concurrently. Then merge them in order: each may be the buddy that the next one
@@ -189,7 +193,8 @@ class Writer:
         num_pages = len(segment.page_hashes)
         result, manifest, is_lost = "dropped_error", None, False
         try:
-            async with self._in_work:
+            async with self._turn(segment):
+                await asyncio.gather(*(self._coding[span] for span in segment.spans if span in self._coding))
                 manifest = await self._encode_and_commit(segment)
             result = "stored" if manifest else "known"
         except QuantiseError as e:
@@ -205,9 +210,30 @@ class Writer:
             miss("write", Reason.INTERNAL)
         finally:
             metrics.WRITTEN_PAGES.labels(result).inc(num_pages)
-            self.release(segment.size_bytes)
+            self._count_out(segment)
+            self._written_s = self._loop.time()
+            self._loop.call_later(_REST_S + _TIMER_SLACK_S, self._rest)
             self.on_settled(num_pages, is_lost)
         return manifest
+
+    @asynccontextmanager
+    async def _turn(self, segment: PageBatch) -> AsyncIterator[None]:
+        """Wait until few segments are in work, and their chunks take little memory."""
+
+        def may_begin() -> bool:
+            new_bytes = segment.size_bytes - segment.coded_bytes
+            fits = not new_bytes or self._coded_bytes + new_bytes <= self._queue_bytes // 2
+            return not self._num_in_work or (self._num_in_work < _CONCURRENT_SEGMENTS and fits)
+
+        async with self._turns:
+            await self._turns.wait_for(may_begin)
+            self._num_in_work += 1
+        try:
+            yield
+        finally:
+            self._num_in_work -= 1
+            async with self._turns:
+                self._turns.notify_all()
 
     def _run(self, compute: Callable[[], T]) -> asyncio.Future[T]:
         return self._loop.run_in_executor(self._segment_pool, compute)
@@ -230,23 +256,35 @@ class Writer:
             _limited.warning("sides", f"side pages not stored: others changed the segment {_ADD_ATTEMPTS} times")
             return None
         started_s = time.monotonic()
-        await asyncio.gather(*(self._coding[span] for span in segment.spans if span in self._coding))
         coded = await self._run(partial(self._encode, segment))
         encoded_s = time.monotonic()
+        coded_bytes = sum(map(len, coded.contents))
+        self._count(coded_bytes, coded_bytes)
+        self._count_out(segment)
+        segment.pieces.clear()  # the engine has their memory back while the chunks are sent
+        segment.sides.clear()
+        try:
+            return await self._commit(coded, coarse, encoded_s - started_s)
+        finally:
+            self._count(-coded_bytes, -coded_bytes)
+
+    async def _commit(self, coded: EncodedSegment, coarse: Sequence[Manifest], encode_s: float) -> Manifest:
+        started_s = time.monotonic()
         if self._ttl_s is not None:
             manifest = msgspec.structs.replace(coded.manifest, expires=math.ceil(time.time() + self._ttl_s))
             coded = replace(coded, manifest=manifest)
-        coded, num_bytes = await commit_segment(self._store, coded)
-        self.on_committed(coded)
-        self._merger.retire((each for each in coarse if each.key != coded.manifest.key), coded.manifest.key)
-        metrics.STAGE_SECONDS.labels("encode").observe(encoded_s - started_s)
-        metrics.STAGE_SECONDS.labels("commit").observe(time.monotonic() - encoded_s)
+        stored, num_bytes = await commit_segment(self._store, coded)
+        self.on_committed(stored)
+        manifest = stored.manifest
+        self._merger.retire((each for each in coarse if each.key != manifest.key), manifest.key)
+        metrics.STAGE_SECONDS.labels("encode").observe(encode_s)
+        metrics.STAGE_SECONDS.labels("commit").observe(time.monotonic() - started_s)
         metrics.WIRE_BYTES.labels("write").inc(num_bytes)
-        for side in coded.manifest.sides:
+        for side in manifest.sides:
             _count_sides(side)
-        raw_bytes = len(segment.page_hashes) * self._spec.heads.geometry.page_bytes
-        metrics.RAW_BYTES.labels("write").inc(raw_bytes + sum(x.nbytes for x in segment.sides.values()))
-        return coded.manifest
+        side_bytes = sum(page.num_bytes for side in manifest.sides for page in side.pages)
+        metrics.RAW_BYTES.labels("write").inc(manifest.num_pages * self._spec.heads.geometry.page_bytes + side_bytes)
+        return manifest
 
     async def _add_sides(self, hits: Sequence[SegmentHit], segment: PageBatch) -> bool:
         """Add side pages to the stored segments that lack them. Return False if another writer was faster.
@@ -281,7 +319,7 @@ class Writer:
             _count_sides(side)
         return True
 
-    def _encode(self, segment: PageBatch) -> CodedSegment:
+    def _encode(self, segment: PageBatch) -> EncodedSegment:
         ahead = {span.first_page - segment.first_page: span.chunks for span in segment.spans if span.chunks}
         coded = encode_pages(
             self._spec,
@@ -344,9 +382,10 @@ class Merger:
             if segment is None:
                 break
             whole = await run(partial(self._merged, left, segment))
-            whole, _ = await commit_segment(self._store, whole)
-            self.retire((half.manifest for half in (left, segment)), whole.manifest.key)
-            segment, manifest = whole, whole.manifest
+            stored, _ = await commit_segment(self._store, whole)
+            assert isinstance(stored, CodedSegment)
+            self.retire((half.manifest for half in (left, segment)), stored.manifest.key)
+            segment, manifest = stored, stored.manifest
             num_merged += 1
         return num_merged
 
@@ -420,14 +459,14 @@ def _may_change(store: Store, manifest: Manifest, stored: bytes) -> bool:
     return (store.signs or not signed_by(stored)) and (store.encryption_keys is not None or not manifest.is_encrypted)
 
 
-async def commit_segment(store: Store, segment: CodedSegment) -> tuple[CodedSegment, int]:
+async def commit_segment(store: Store, segment: Segment) -> tuple[Segment, int]:
     """Put the data, then the manifest, which is the commit: readers see a whole segment or none. Return the segment as
     the store has it, which may be encrypted, and the number of bytes put.
 
     Raises StoreError; objects put before are then garbage that no reader sees.
     """
     if store.signs or store.encryption_keys is not None:
-        segment = await asyncio.to_thread(secure_segment, segment, store.encryption_keys, store.signs)
+        segment = await asyncio.to_thread(_secured, segment, store)
     manifest = segment.manifest.encode()
     num_bytes = len(manifest)
     for name, data in segment.data_objects():
@@ -435,6 +474,11 @@ async def commit_segment(store: Store, segment: CodedSegment) -> tuple[CodedSegm
         num_bytes += len(data)
     await store.put(segment.manifest.key.manifest_name, manifest)
     return segment, num_bytes
+
+
+def _secured(segment: Segment, store: Store) -> CodedSegment:
+    whole = segment.joined() if isinstance(segment, EncodedSegment) else segment
+    return secure_segment(whole, store.encryption_keys, store.signs)
 
 
 async def delete_segment(store: Store, known: Manifest) -> None:

@@ -145,6 +145,17 @@ def test_noise_is_not_coded_as_video() -> None:
     assert chunks[3].size_bytes <= 0.01 * values.numel()
 
 
+@pytest.mark.parametrize(("num_different", "codec"), [(8, "zstd"), (256, "ans-tables")])
+def test_zstd_is_tried_for_v_of_the_first_layers_where_its_tokens_repeat(num_different: int, codec: str) -> None:
+    geometry = KVGeometry(1, 8, 128, 128, 64, "bfloat16")
+    values = torch.randn((num_different, 1, 8, 128), generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    values = values.repeat(256 // num_different, 1, 1, 1)
+    spec = SegmentSpec(make_heads(geometry), make_quantiser("exact"), "ans", "240p", 4)
+    coded = encode_segment(spec, {"k": values, "v": values}, 0, None, page_hashes(4))
+    _, k_high, _, v_high = coded.manifest.variants[0].chunks
+    assert (k_high.codec, v_high.codec) == ("ans-tables", codec)
+
+
 def test_manifest_and_back() -> None:
     coded, _ = make_segment(num_pages=8, first_page=16)
     manifest = decode_manifest(coded.manifest.encode())

@@ -42,6 +42,7 @@ AT_ONCE = LevelPolicy(LEVELS - 1, 1e-9)  # always too late
 @pytest.fixture
 async def laddered(store: SpoiltStore) -> CodedSegment:
     coded, _ = await commit_segment(store, make(num_pages=NUM_PAGES))
+    assert isinstance(coded, CodedSegment)
     return coded
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -59,9 +58,7 @@ async def test_levels_come_back(
                 refines=refines,
             )
             pages = batch(written)
-            assert writer.reserve(pages.size_bytes, 1.0)
-            writer.submit(pages)
-            await asyncio.sleep(0)
+            writer.add(pages)
             await writer.drain()
             await until_idle()  # what is replaced is deleted
             hits = (await store.lookup(SPEC.heads.folder, page_hashes(written))).hits

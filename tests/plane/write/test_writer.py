@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ from harness.metrics import own_metric
 from harness.waiting import WAIT_S, LoopClock, until_idle
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.pages import RawPages
+from sgl_kvfetch.codec.container.pieces import Content
 from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_pages
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
@@ -56,9 +58,7 @@ def batch(first_page: int, num_pages: int) -> PageBatch:
 
 async def write(writer: Writer, first_page: int, num_pages: int) -> None:
     pages = batch(first_page, num_pages)
-    assert writer.reserve(pages.size_bytes, 1.0)
-    writer.submit(pages)
-    await asyncio.sleep(0)
+    writer.add(pages)
     await writer.drain()
 
 
@@ -196,28 +196,47 @@ async def test_nothing_is_encoded_while_only_a_cache_answers(
     assert own_metric("sgl_kvfetch_written_pages_total", result="dropped_error") == before + 4
 
 
-async def test_queue_space_is_released(store: LocalStore, make: Callable[..., Writer]) -> None:
+async def test_nothing_is_counted_as_queued_when_all_is_written(store: LocalStore, make: Callable[..., Writer]) -> None:
     writer = make()
     for _ in range(3):
         await write(writer, 0, 8)
-    assert writer.reserve(1 << 20, 0.0)
-    assert not writer.reserve(1, 0.0)
+    assert (writer._used_bytes, writer._coded_bytes) == (0, 0)
 
 
-async def test_reserve_waits_for_queue_space(store: LocalStore, make: Callable[..., Writer]) -> None:
-    writer = make()
-    assert writer.reserve(1 << 20, 0.0)
-    assert not writer.reserve(10, 0.0)
-    asyncio.get_running_loop().call_later(0.05, writer.release, 1 << 20)
-    assert await asyncio.to_thread(writer.reserve, 10, WAIT_S)
+async def test_the_memory_of_pages_is_given_back_while_their_segment_is_put(
+    store: LocalStore, make: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, is_put, may_go_on = make(), asyncio.Event(), asyncio.Event()
+    put = store.put
+
+    async def put_slowly(name: str, data: Content) -> None:
+        is_put.set()
+        await may_go_on.wait()
+        await put(name, data)
+
+    monkeypatch.setattr(store, "put", put_slowly)
+    pages = batch(0, 3)
+    (whole,) = pages.pieces
+    assert isinstance(whole, RawPages)
+    is_referred_to = weakref.ref(whole.k)
+    del whole
+    writer.add(pages)
+    del pages
+    await asyncio.wait_for(is_put.wait(), WAIT_S)
+    assert is_referred_to() is None
+    may_go_on.set()
+    await writer.drain()
+    assert await found(store, 3) == [2, 1]
 
 
-async def test_a_batch_larger_than_the_queue_is_accepted_alone(store: LocalStore, make: Callable[..., Writer]) -> None:
-    writer = make()
-    assert writer.reserve(1 << 30, 0.0)
-    assert not writer.reserve(1, 0.0)
-    writer.release(1 << 30)
-    assert writer.reserve(1, 0.0)
+async def test_spans_are_not_encoded_ahead_without_bound(store: LocalStore, make: Callable[..., Writer]) -> None:
+    writer = make(linger_s=WAIT_S, queue_bytes=2)
+    writer.add(batch(0, 4))
+    writer.add(batch(4, 4))
+    assert len(writer._coding) == 1
+    await writer.drain()
+    assert (writer._used_bytes, writer._coded_bytes) == (0, 0)
+    assert await found(store, 8) == [8]
 
 
 async def test_segments_whose_manifests_do_not_fit_into_one_are_not_merged(
@@ -243,9 +262,9 @@ async def test_whole_spans_are_encoded_before_their_segment_is_cut(
     """Their room shrinks to what is coded, and the segment is the one that is encoded at once."""
     writer = make(linger_s=WAIT_S)
     pages = batch(0, 9)
-    assert writer.reserve(pages.size_bytes, 1.0)
-    writer.submit(pages)
-    await asyncio.sleep(0)
+    (whole,) = pages.pieces
+    assert isinstance(whole, RawPages)
+    writer.add(pages)
     while writer._coding:
         await asyncio.gather(*writer._coding.values())
     assert await names(store) == []
@@ -256,9 +275,7 @@ async def test_whole_spans_are_encoded_before_their_segment_is_cut(
     key = SegmentKey(SPEC.heads.folder, 8, page_hashes(8)[-1])
     content = await store.get(key.manifest_name)
     assert content is not None
-    (whole,) = pages.pieces
-    assert isinstance(whole, RawPages)
-    expected = encode_pages(SPEC, [whole.some(slice(0, 8))], 0, None, page_hashes(8))
+    expected = encode_pages(SPEC, [whole.some(slice(0, 8))], 0, None, page_hashes(8)).joined()
     assert decode_manifest(content) == expected.manifest
 
 

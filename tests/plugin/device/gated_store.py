@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from sgl_kvfetch.codec import Content
 from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore
 
 
@@ -44,7 +45,7 @@ class GatedStore(WrappedStore):
         await self.lookups.pass_through()
         return await self._store.lookup(namespace, hashes)
 
-    async def put(self, name: str, data: bytes) -> None:
+    async def put(self, name: str, data: Content) -> None:
         await self.puts.pass_through(name)
         await self._store.put(name, data)
 

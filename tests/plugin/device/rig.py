@@ -226,12 +226,12 @@ class Rig:
         while self.cache.linker.pending_offloads:
             self.step()
             time.sleep(0.001)
-        self.served.run(self.service.client.writer.drain())
+        self.served.write_all()
         self.flush()
 
     def write_all(self) -> None:
         self.settle(lambda: not self.cache.linker.pending_offloads)
-        self.served.run(self.service.client.writer.drain())
+        self.served.write_all()
 
     def hear_plane(self) -> None:
         """Wait until the data plane has done all that it was told so far."""

@@ -12,6 +12,7 @@ from sgl_kvfetch.plugin import weight_updates
 from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Ranks, Rig, prompt
+from tests.plugin.queues import fill_queue
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -104,7 +105,7 @@ def test_all_ranks_attach_or_none(make: MakeRig, fault: Exception) -> None:
 
 def test_detaching_gives_back_the_locks_of_copies(rig: Rig) -> None:
     text = rig.parts.extra_config
-    assert rig.service.client.writer.reserve(512 << 20, 0)  # copies wait for room
+    fill_queue(rig.parts.plane)  # copies wait for room
     rig.compute(prompt(0))
     rig.step()
     assert rig.cache.protected_size() == 32

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from sgl_kvfetch.plugin.device import scheduler_hooks
 from sgl_kvfetch.plugin.waiting_queue import WaitingQueue
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Request, Rig, prompt
+from tests.plugin.queues import fill_queue, note_refusals
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -245,27 +247,27 @@ def test_pages_are_written_again_by_another_quantiser(rig: Rig, monkeypatch: pyt
 
 
 def test_pages_wait_in_the_pool_for_room_in_the_write_queue(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "_QUEUE_S", 0.01)
+    monkeypatch.setattr(plane, "_WRITE_S", 0.01)
     rig, tokens = make(write_queue_bytes=1 << 20), prompt(0)
-    refusals = block_writes(rig, monkeypatch)
+    refusals, free = block_writes(rig, monkeypatch)
     rig.compute(tokens)
     rig.settle(lambda: len(refusals) > 3)
     assert rig.cache.linker.pending_offloads
-    rig.service.client.writer.release(1 << 20)
+    free()
     rig.write_all()
     assert fetched(rig, tokens) == 32
     rig.assert_nothing_held()
 
 
 def test_they_do_not_wait_where_others_need_the_pool(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "_QUEUE_S", 0.01)
+    monkeypatch.setattr(plane, "_WRITE_S", 0.01)
     rig = make(write_queue_bytes=1 << 20, num_slots=124)
-    refusals = block_writes(rig, monkeypatch)
+    refusals, free = block_writes(rig, monkeypatch)
     rig.compute(prompt(0))
     rig.settle(lambda: len(refusals) > 3)
     rig.compute(prompt(1))
     rig.settle(lambda: not rig.cache.linker.pending_offloads)
-    rig.service.client.writer.release(1 << 20)
+    free()
     # Dropped pages are written when they come again.
     rig.compute(prompt(0))
     rig.write_all()
@@ -275,33 +277,33 @@ def test_they_do_not_wait_where_others_need_the_pool(make: MakeRig, monkeypatch:
 
 def test_they_do_not_wait_each_for_a_queue_that_stays_full(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As while a store hangs: half of the pool would be of no use to others for as long."""
-    monkeypatch.setattr(service, "_QUEUE_S", 0.01)
+    monkeypatch.setattr(plane, "_WRITE_S", 0.01)
     monkeypatch.setattr(plane, "_NO_ROOM_S", 1.0)
     rig = make(write_queue_bytes=1 << 20)
-    refusals = block_writes(rig, monkeypatch)
+    refusals, free = block_writes(rig, monkeypatch)
     for seed in range(2):
         num_refusals = len(refusals)
         rig.compute(prompt(seed))
         rig.settle(lambda: not rig.cache.linker.pending_offloads)
         assert (len(refusals) == num_refusals + 1) == (seed > 0)
-    rig.service.client.writer.release(1 << 20)
+    free()
     rig.compute(prompt(2))
     rig.write_all()
     assert fetched(rig, prompt(2)) == 32
 
 
 def test_they_do_not_wait_while_the_store_takes_none(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "_QUEUE_S", 0.01)
+    monkeypatch.setattr(plane, "_WRITE_S", 0.01)
     monkeypatch.setattr(plane, "_NO_ROOM_S", math.inf)
     rig = make(write_queue_bytes=1 << 20)
     rig.store.puts.error = StoreError("timeout", "as told")
     rig.compute(prompt(0))
     rig.write_all()
     rig.hear_plane()
-    block_writes(rig, monkeypatch)
+    _, free = block_writes(rig, monkeypatch)
     rig.compute(prompt(1))
     rig.settle(lambda: not rig.cache.linker.pending_offloads)
-    rig.service.client.writer.release(1 << 20)
+    free()
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
@@ -309,12 +311,12 @@ def test_they_do_not_wait_where_the_next_request_needs_their_room(
     make: MakeRig, monkeypatch: pytest.MonkeyPatch, is_stored: bool
 ) -> None:
     """SGLang lets all wait behind a request for which there is no room. ``is_stored``: it was staged, and is held."""
-    monkeypatch.setattr(service, "_QUEUE_S", 0.01)
+    monkeypatch.setattr(plane, "_WRITE_S", 0.01)
     monkeypatch.setattr(plane, "_NO_ROOM_S", math.inf)
     rig = make(write_queue_bytes=1 << 20, num_slots=124)
     if is_stored:
         rig.stored(prompt(1, 24))
-    refusals = block_writes(rig, monkeypatch)
+    refusals, free = block_writes(rig, monkeypatch)
     rig.compute(prompt(0))
     rig.settle(lambda: len(refusals) > 3)
     running = SimpleNamespace(
@@ -336,20 +338,11 @@ def test_they_do_not_wait_where_the_next_request_needs_their_room(
 
     wait_until(step, poll_s=0.001)
     assert scheduler.waiting_queue
-    rig.service.client.writer.release(1 << 20)
+    free()
 
 
-def block_writes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Fill the write queue. Return a list to which the size of each piece is added that it has no room for."""
-    writer, refusals = rig.service.client.writer, []
-    assert writer.reserve(1 << 20, 0)
-    reserve = writer.reserve
-
-    def noted(num_bytes: int, timeout_s: float) -> bool:
-        is_reserved = reserve(num_bytes, timeout_s)
-        if not is_reserved:
-            refusals.append(num_bytes)
-        return is_reserved
-
-    monkeypatch.setattr(writer, "reserve", noted)
-    return refusals
+def block_writes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Callable[[], None]]:
+    """Fill the write queue. Return a list to which the size of each piece is added that it has no room for, and what
+    frees it."""
+    free = fill_queue(rig.parts.plane)
+    return note_refusals(rig.parts.plane, monkeypatch), free

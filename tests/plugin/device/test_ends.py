@@ -11,6 +11,7 @@ from harness.waiting import LoopClock
 from sgl_kvfetch.errors import KVFetchError
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import PAGE, Request, Rig, prompt
+from tests.plugin.queues import fill_queue
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -152,7 +153,7 @@ def test_a_request_that_is_retracted_is_staged_again(rig: Rig) -> None:
 
 def test_the_pools_memory_goes_only_when_nothing_uses_it(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make(write_queue_bytes=1 << 20)
-    assert rig.service.client.writer.reserve(1 << 20, 0)  # copies wait for room
+    free = fill_queue(rig.parts.plane)  # copies wait for room
     rig.compute(prompt(0))
     rig.step()
     answers = iter([True, False])
@@ -166,7 +167,7 @@ def test_the_pools_memory_goes_only_when_nothing_uses_it(make: MakeRig, monkeypa
     rig.linker.stop_using_pool()
     with pytest.raises(KVFetchError, match="memory was not released: the device still reads the KV pool"):
         rig.linker.stop_using_pool()
-    rig.service.client.writer.release(1 << 20)
+    free()
     rig.assert_nothing_held()
 
 

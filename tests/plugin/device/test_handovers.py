@@ -29,7 +29,7 @@ SIX = [
     "SGLang -> kvfetch-load: ValueLoader._run",
     "kvfetch-load -> event loop: Unstage",
 ]
-THREADS = "copy", "data", "decode", "encode", "intake", "load", "segment"
+THREADS = "copy", "data", "decode", "encode", "load", "segment"
 MOST_MODULES = 54
 
 

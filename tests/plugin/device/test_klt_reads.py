@@ -220,7 +220,7 @@ def test_an_error_leaves_pages_to_the_cpu(
 def test_what_is_stored(quantiser: KltQuantiser, levels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the pages come quantised, the rest as values; both are in one segment, as the CPU makes it but for
     ties."""
-    monkeypatch.setattr(plane_module, "SHARED_BYTES", 4 * 3 * GEOMETRY.page_bytes)  # parts of three pages
+    monkeypatch.setattr(plane_module, "PART_BYTES", 3 * GEOMETRY.page_bytes)  # parts of three pages
     quantiser.profile.save(tmp_path / "profile")
     pages = pages_of(quantiser)
     opened = pages.open_reads(slots_of(PLACES))
@@ -243,7 +243,7 @@ def test_what_is_stored(quantiser: KltQuantiser, levels: int, tmp_path: Path, mo
         )
         assert num_queued == len(PLACES)
         wait_until(lambda: not plane._run._room._taken)
-        served.run(served.service.client.writer.drain())
+        served.write_all()
     finally:
         plane.close()
 

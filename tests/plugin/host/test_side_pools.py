@@ -193,7 +193,7 @@ def test_encrypted_segments_grow_and_keep_their_side_pages(make: Make, served: S
     without = make(sides={SWA: make_side_pool(2)})
     assert without.batch_exists(names) == 0
     assert without.batch_set_v1(names, tokens(list(range(8))), after([])) == [True] * 8
-    served.run(served.service.client.writer.drain())
+    served.write_all()
     assert {path.name: path.read_bytes() for path in tmp_path.rglob("8-*.kvm")} == before
 
 
@@ -234,7 +234,7 @@ def test_segments_with_large_side_pages_are_not_merged(
     names = keys(8)
     store(backend, names[:4], {SWA: {3: 3}})
     store(backend, names[4:], {SWA: {3: 9}}, before=names[:4])
-    served.run(served.service.client.writer.drain())
+    served.write_all()
     assert {path.name.split("-")[0] for path in tmp_path.rglob("*.kvm")} == {"4"}
     assert backend.batch_exists_v2(names, [transfer(["__placeholder__"])]).restorable_prefix_pages == [4, 8]
 
@@ -274,7 +274,7 @@ def test_pages_that_are_added_at_the_same_time_are_all_kept(make: Make, served: 
     for page in (1, 3):
         backend.batch_set_v2([transfer([names[page]], [page])])
         assert all(backend.batch_set_v1(names[: page + 1], tokens(list(range(page + 1))), after([])))
-    served.run(served.service.client.writer.drain())
+    served.write_all()
     assert backend.batch_exists_v2(names, [transfer(["__placeholder__"])]).restorable_prefix_pages == [2, 4, 8]
 
 
@@ -288,7 +288,7 @@ def test_a_segment_gets_no_more_pages_than_readers_accept(
     for page in (1, 3, 5):
         backend.batch_set_v2([transfer([names[page]], [page])])
         assert all(backend.batch_set_v1(names[: page + 1], tokens(list(range(page + 1))), after([])))
-        served.run(served.service.client.writer.drain())
+        served.write_all()
     assert backend.batch_exists_v2(names, [transfer(["__placeholder__"])]).restorable_prefix_pages == [2, 8]
     assert len(list(tmp_path.rglob("*.kvd"))) == 3  # K and V, and two of side pages
 

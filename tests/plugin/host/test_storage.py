@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.labels import label_of_request
-from sgl_kvfetch.plane import service
+from sgl_kvfetch.plane import plane as plane_module
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.host import storage as storage_module
 from sgl_kvfetch.plugin.host.pages import HostPages, pages_view
@@ -43,6 +42,7 @@ from tests.plugin.backends import (
     tokens,
 )
 from tests.plugin.planes import Served
+from tests.plugin.queues import fill_queue, note_refusals
 from tests.reasons import assert_counted
 
 
@@ -81,7 +81,7 @@ def test_batches_of_one_prefix_are_gathered_and_found_by_others(make: Make, serv
     for first in range(0, 16, 2):
         info = after(names[:first])
         assert all(writer.batch_set_v1(names[first : first + 2], tokens([first, first + 1]), info))
-    served.run(served.service.client.writer.drain())
+    served.write_all()
     assert writer.batch_exists(names) == 16
     assert [p.name.split("-")[0] for p in tmp_path.rglob("*.kvm")] == ["16"]
     reader = make(make_pool("layer_first"))
@@ -106,27 +106,27 @@ def test_pages_wait_in_the_host_pool_while_it_has_room_for_others(
     make: Make, served: Served, monkeypatch: pytest.MonkeyPatch, num_waiting: int
 ) -> None:
     """``num_waiting``: pages of prompts that SGLang would write next."""
-    monkeypatch.setattr(service, "_QUEUE_S", 0.01)
-    backend, writer, stop = make(write_queue_bytes=1 << 20), served.service.client.writer, threading.Event()
+    monkeypatch.setattr(plane_module, "_WRITE_S", 0.01)
+    backend, stop = make(write_queue_bytes=1 << 20), threading.Event()
     waiting: Queue[Any] = Queue()
     waiting.put(SimpleNamespace(hash_value=keys(num_waiting)))
     waiting.put(None)  # SGLang's, when it stops
     controller = SimpleNamespace(backup_queue=waiting, storage_stop_event=stop)
     cache = SimpleNamespace(cache_controller=controller, prefetch_stop_policy="timeout", is_write_back=False)
     backend.be_patient(cache, 1.0, 0.0)
-    assert writer.reserve(1 << 20, 0)
-    attempts = itertools.count(1)
-    reserve = writer.reserve
+    free = fill_queue(backend._plane)
+    refusals = note_refusals(backend._plane, monkeypatch)
+    if not num_waiting:
 
-    def reserve_at_last(num_bytes: int, timeout_s: float) -> bool:
-        if next(attempts) == 4:
-            writer.release(1 << 20)
-        return reserve(num_bytes, timeout_s)
+        def free_at_last() -> None:
+            wait_until(lambda: len(refusals) == 3)
+            free()
 
-    monkeypatch.setattr(writer, "reserve", reserve_at_last)
+        threading.Thread(target=free_at_last).start()
     assert backend.batch_set_v1(keys(1), tokens([0]), after([])) == [not num_waiting]
     if not num_waiting:
-        assert writer.reserve(1 << 20, WAIT_S)  # once the page is stored
+        served.write_all()
+        fill_queue(backend._plane)
         stop.set()
         assert backend.batch_set_v1(keys(1, "more"), tokens([0]), after([])) == [False]
 

@@ -14,6 +14,7 @@ import pytest
 
 from harness.small_segments import expiring
 from harness.waiting import LoopClock, until
+from sgl_kvfetch.codec import Content
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
@@ -47,7 +48,7 @@ class Meddler(LocalStore):
             await self.before_replace()  # type: ignore[misc]
         return await super().replace(name, data, expected_digest)
 
-    async def put(self, name: str, data: bytes) -> None:
+    async def put(self, name: str, data: Content) -> None:
         await super().put(name, data)
         if self.garbles_puts:
             self.garbles = name

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import trustme
+import xxhash
+
+from harness.store_process import StoreProcess
+from harness.waiting import WAIT_S, until, wait_until
+from sgl_kvfetch.codec.container.pieces import Pieces
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
+from tests.segments import SMALL, make_heads, page_hashes
+
+PARTS = [bytes([n]) * (300_000 + n) for n in range(1, 20)]
+FOLDER = make_heads(SMALL).folder
+MIB = 1 << 20
+
+
+def name_of(content: bytes) -> str:
+    return f"{FOLDER}/4-{page_hashes(4)[-1].hex()}.{xxhash.xxh3_128_hexdigest(content)}.kvd"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
+    with StoreProcess(tmp_path_factory.mktemp("store")) as process:
+        yield process
+
+
+@pytest.fixture
+async def store(served: StoreProcess) -> AsyncIterator[HttpStore]:
+    store = HttpStore(served.url)
+    yield store
+    await store.close()
+
+
+async def test_what_lies_in_pieces_is_stored_as_one_object(store: HttpStore) -> None:
+    whole = b"".join(PARTS)
+    await store.put(name_of(whole), Pieces(PARTS))
+    assert await store.get(name_of(whole)) == whole
+
+
+async def test_uploads_side_by_side_share_few_connections(store: HttpStore) -> None:
+    contents = [bytes([n]) * MIB for n in range(12)]
+    await asyncio.gather(*(store.put(name_of(each), each) for each in contents))
+    assert [await store.get(name_of(each)) == each for each in contents] == [True] * 12
+    assert store._sends is not None
+    assert 1 <= len(store._sends._idle) <= 4
+
+
+async def test_the_servers_word_reaches_the_caller(store: HttpStore) -> None:
+    with pytest.raises(StoreError, match="does not match the digest") as caught:
+        await store.put(name_of(b"another"), bytes(MIB))
+    assert caught.value.reason == "invalid"
+
+
+async def test_a_server_that_refuses_at_once_is_heard(tmp_path: Path) -> None:
+    """It does not read the body, of which the sockets take only a part."""
+    content = bytes(64 * MIB)
+    with StoreProcess(tmp_path, extra_args=("--max-object", "1MiB")) as process:
+        store = HttpStore(process.url)
+        with pytest.raises(StoreError) as caught:
+            await store.put(name_of(content), content)
+        await store.close()
+    assert caught.value.reason == "too_large"
+
+
+async def test_a_connection_that_the_server_has_closed_is_opened_again(tmp_path: Path) -> None:
+    first, second = bytes(MIB), bytes([1]) * MIB
+    process = StoreProcess(tmp_path)
+    with process:
+        store = HttpStore(process.url, options=HttpOptions(max_attempts=1))
+        await store.put(name_of(first), first)
+    with StoreProcess(tmp_path, port=process.port):
+        await store.put(name_of(second), second)
+        assert await store.get(name_of(second)) == second
+        await store.close()
+
+
+@contextmanager
+def silent_server() -> Iterator[tuple[str, Callable[[], bool]]]:
+    """Yield the URL of a server that takes connections and bytes, and never answers, and whether a client has left."""
+    left = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            taken, _ = listener.accept()
+            with taken:
+                while taken.recv(MIB):
+                    pass
+            left.set()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", left.is_set
+        thread.join(WAIT_S)
+
+
+async def test_an_upload_that_takes_too_long_ends_with_its_connection() -> None:
+    content = bytes(MIB)
+    with silent_server() as (url, has_left):
+        store = HttpStore(url, options=HttpOptions(timeout_s=0.2))
+        with pytest.raises(StoreError) as caught:
+            await store.put(name_of(content), content)
+        assert caught.value.reason == "timeout"
+        wait_until(has_left)
+        await store.close()
+
+
+async def test_closing_ends_an_upload() -> None:
+    content = bytes(MIB)
+    with silent_server() as (url, has_left):
+        store = HttpStore(url, options=HttpOptions(max_attempts=1))
+        upload = asyncio.create_task(store.put(name_of(content), content))
+        await until(lambda: store._sends is not None and any(each._connection for each in store._sends._busy))
+        await store.close()
+        with pytest.raises(StoreError):
+            await asyncio.wait_for(upload, WAIT_S)
+        wait_until(has_left)
+
+
+async def test_no_connection_is_told_apart_from_a_broken_one() -> None:
+    content = bytes(MIB)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    store = HttpStore(f"http://127.0.0.1:{port}", options=HttpOptions(max_attempts=1))
+    with pytest.raises(StoreError) as caught:
+        await store.put(name_of(content), content)
+    assert caught.value.reason == "refused"
+    await store.close()
+
+
+async def test_an_answer_that_is_not_http_is_a_fault_of_protocol() -> None:
+    content = bytes(MIB)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            taken, _ = listener.accept()
+            with taken:
+                taken.sendall(b"220 ready\r\n")
+                while taken.recv(MIB):
+                    pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        store = HttpStore(f"http://127.0.0.1:{listener.getsockname()[1]}", options=HttpOptions(max_attempts=1))
+        with pytest.raises(StoreError) as caught:
+            await store.put(name_of(content), content)
+        await store.close()
+        thread.join(WAIT_S)
+    assert caught.value.reason == "protocol"
+
+
+async def test_uploads_go_over_tls_and_a_wrong_certificate_is_named(tmp_path: Path) -> None:
+    authority, content, ca, server = trustme.CA(), bytes(8 * MIB), tmp_path / "ca.pem", tmp_path / "server.pem"
+    authority.cert_pem.write_to_path(str(ca))
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(server))
+    args = "--tls-cert", str(server), "--tls-key", str(server)
+    with StoreProcess(tmp_path / "store", extra_args=args, ca_file=ca) as process:
+        store = HttpStore(process.url, options=HttpOptions(tls=TlsFiles(ca=str(ca))))
+        await store.put(name_of(content), Pieces([content[:MIB], content[MIB:]]))
+        assert await store.get(name_of(content)) == content
+        await store.close()
+        stranger = HttpStore(process.url, options=HttpOptions(max_attempts=1))
+        with pytest.raises(StoreError, match="no CA that this machine knows"):
+            await stranger.put(name_of(content), content)
+        await stranger.close()
