@@ -192,25 +192,36 @@ def next_energy(b_energy, b_integer, gain):
 
 
 @jit
-def _take(b_state, o_table, m_lane, i_next, i_last, p_bytes, p_words, p_decode, size, SLOTS: tl.constexpr):
-    """Take a symbol from each lane in the mask. Return the new states, the integers, and the two ends of what is left
-    of the piece: the next word, and the byte behind the next escape. Outside the piece, 0 is read instead."""
+def _take(b_state, o_table, m_lane, i_next, p_words, p_decode, size, SLOTS: tl.constexpr):
+    """Take a symbol from each lane in the mask. Return the new states, the symbols' entries (0 for other lanes), and
+    the next word. Outside the piece, words are 0."""
     o_lane = tl.arange(0, b_state.shape[0])
     o_slot = (b_state & (SLOTS - 1)).to(tl.int32)
-    b_entry = tl.load(p_decode + o_table * SLOTS + o_slot, mask=m_lane, other=0).to(tl.uint32, bitcast=True)
+    b_entry = tl.load(p_decode + (o_table * SLOTS + o_slot), mask=m_lane, other=0).to(tl.uint32, bitcast=True)
     b_moved = ((b_entry >> 8) & 1023) * (b_state // SLOTS) + ((b_entry >> 18) & 1023)
     m_low = m_lane & (b_moved < 65536)
     b_bits = bits_of(m_low, o_lane)
     o_word = i_next + ones(b_bits & below(o_lane))
     b_word = tl.load(p_words + o_word, mask=m_low & (o_word < size // 2), other=0).to(tl.uint32) & 0xFFFF
     b_state = tl.where(m_lane, tl.where(m_low, (b_moved << 16) | b_word, b_moved), b_state)
+    return b_state, b_entry, i_next + ones(b_bits)
 
-    m_escaped = m_lane & (b_entry >= 1 << 28)
+
+@jit
+def _integers_of(b_entry):
+    """Return the integers of symbols that are no escapes."""
+    return (b_entry & 255).to(tl.int32)
+
+
+@jit
+def _escaped(b_entry, b_integer, i_last, p_bytes):
+    """Return the integers with the escaped ones, and the byte behind the next escape. Outside the piece, they are 0."""
+    o_lane = tl.arange(0, b_entry.shape[0])
+    m_escaped = b_entry >= 1 << 28
     b_escapes = bits_of(m_escaped, o_lane)
     o_escape = i_last - 1 - ones(b_escapes & below(o_lane))
     b_escaped = tl.load(p_bytes + o_escape, mask=m_escaped & (o_escape >= 0), other=0).to(tl.int32)
-    b_integer = tl.where(m_escaped, b_escaped, (b_entry & 255).to(tl.int32))
-    return b_state, b_integer, i_next + ones(b_bits), i_last - ones(b_escapes)
+    return tl.where(m_escaped, b_escaped, b_integer), i_last - ones(b_escapes)
 
 
 @jit
@@ -308,40 +319,48 @@ def ans_decode_kernel(
     b_energy_1, b_energy_2, b_energy_3 = b_energy_0, b_energy_0, b_energy_0
     stride = tl.load(p_chunk + 3)
     for i_row in range(0, rows, CLASS_LANES):
-        b_class_state, b_delta, i_class_next, i_class_last = _take(
+        b_class_state, b_entry, i_class_next = _take(
             b_class_state,
             CLASS_TABLE,
             i_row + o_class < rows,
             i_class_next,
-            i_class_last,
-            p_class_data,
             p_class_words,
             p_decode,
             class_size,
             SLOTS,
         )
+        b_delta, i_class_last = _escaped(b_entry, _integers_of(b_entry), i_class_last, p_class_data)
         b_class = (row_class + tl.cumsum(b_delta - 128, axis=0)) & 63
         row_class = tl.sum(tl.where(o_class == CLASS_LANES - 1, b_class, 0), axis=0)
         for i in range(0, tl.minimum(CLASS_LANES, rows - i_row)):
             this_class = tl.sum(tl.where(o_class == i, b_class, 0), axis=0)
             gain = tl.load(p_gains + this_class)
-            p_chosen = p_choice + this_class * 32
-            o_table_0 = tl.load(p_chosen + level_of(b_energy_0)).to(tl.int32)
-            o_table_1 = tl.load(p_chosen + level_of(b_energy_1)).to(tl.int32)
-            o_table_2 = tl.load(p_chosen + level_of(b_energy_2)).to(tl.int32)
-            o_table_3 = tl.load(p_chosen + level_of(b_energy_3)).to(tl.int32)
-            b_state, b_0, i_next, i_last = _take(
-                b_state, o_table_0, m_0, i_next, i_last, p_data, p_words, p_decode, group_size, SLOTS
+            o_choice = this_class * 32
+            o_table_0 = tl.load(p_choice + (o_choice + level_of(b_energy_0))).to(tl.int32)
+            o_table_1 = tl.load(p_choice + (o_choice + level_of(b_energy_1))).to(tl.int32)
+            o_table_2 = tl.load(p_choice + (o_choice + level_of(b_energy_2))).to(tl.int32)
+            o_table_3 = tl.load(p_choice + (o_choice + level_of(b_energy_3))).to(tl.int32)
+            b_state, b_entry_0, i_next = _take(
+                b_state, o_table_0, m_0, i_next, p_words, p_decode, group_size, SLOTS
             )
-            b_state, b_1, i_next, i_last = _take(
-                b_state, o_table_1, m_1, i_next, i_last, p_data, p_words, p_decode, group_size, SLOTS
+            b_state, b_entry_1, i_next = _take(
+                b_state, o_table_1, m_1, i_next, p_words, p_decode, group_size, SLOTS
             )
-            b_state, b_2, i_next, i_last = _take(
-                b_state, o_table_2, m_2, i_next, i_last, p_data, p_words, p_decode, group_size, SLOTS
+            b_state, b_entry_2, i_next = _take(
+                b_state, o_table_2, m_2, i_next, p_words, p_decode, group_size, SLOTS
             )
-            b_state, b_3, i_next, i_last = _take(
-                b_state, o_table_3, m_3, i_next, i_last, p_data, p_words, p_decode, group_size, SLOTS
+            b_state, b_entry_3, i_next = _take(
+                b_state, o_table_3, m_3, i_next, p_words, p_decode, group_size, SLOTS
             )
+            b_0, b_1 = _integers_of(b_entry_0), _integers_of(b_entry_1)
+            b_2, b_3 = _integers_of(b_entry_2), _integers_of(b_entry_3)
+            # Most rows have none, and words and escapes do not wait for each other.
+            b_flags = ((b_entry_0 | b_entry_1 | b_entry_2 | b_entry_3) >> 28).to(tl.int32)
+            if tl.max(b_flags, axis=0) != 0:
+                b_0, i_last = _escaped(b_entry_0, b_0, i_last, p_data)
+                b_1, i_last = _escaped(b_entry_1, b_1, i_last, p_data)
+                b_2, i_last = _escaped(b_entry_2, b_2, i_last, p_data)
+                b_3, i_last = _escaped(b_entry_3, b_3, i_last, p_data)
             tl.store(p_row + o_lane, b_0.to(tl.uint8), mask=m_0)
             tl.store(p_row + o_lane + 32, b_1.to(tl.uint8), mask=m_1)
             tl.store(p_row + o_lane + 64, b_2.to(tl.uint8), mask=m_2)
