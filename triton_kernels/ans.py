@@ -340,18 +340,10 @@ def ans_decode_kernel(
             o_table_1 = tl.load(p_choice + (o_choice + level_of(b_energy_1))).to(tl.int32)
             o_table_2 = tl.load(p_choice + (o_choice + level_of(b_energy_2))).to(tl.int32)
             o_table_3 = tl.load(p_choice + (o_choice + level_of(b_energy_3))).to(tl.int32)
-            b_state, b_entry_0, i_next = _take(
-                b_state, o_table_0, m_0, i_next, p_words, p_decode, group_size, SLOTS
-            )
-            b_state, b_entry_1, i_next = _take(
-                b_state, o_table_1, m_1, i_next, p_words, p_decode, group_size, SLOTS
-            )
-            b_state, b_entry_2, i_next = _take(
-                b_state, o_table_2, m_2, i_next, p_words, p_decode, group_size, SLOTS
-            )
-            b_state, b_entry_3, i_next = _take(
-                b_state, o_table_3, m_3, i_next, p_words, p_decode, group_size, SLOTS
-            )
+            b_state, b_entry_0, i_next = _take(b_state, o_table_0, m_0, i_next, p_words, p_decode, group_size, SLOTS)
+            b_state, b_entry_1, i_next = _take(b_state, o_table_1, m_1, i_next, p_words, p_decode, group_size, SLOTS)
+            b_state, b_entry_2, i_next = _take(b_state, o_table_2, m_2, i_next, p_words, p_decode, group_size, SLOTS)
+            b_state, b_entry_3, i_next = _take(b_state, o_table_3, m_3, i_next, p_words, p_decode, group_size, SLOTS)
             b_0, b_1 = _integers_of(b_entry_0), _integers_of(b_entry_1)
             b_2, b_3 = _integers_of(b_entry_2), _integers_of(b_entry_3)
             # Most rows have none, and words and escapes do not wait for each other.
