@@ -29,7 +29,7 @@ CHECKSUM_S, CHECKSUM_CHAIN_S = 1.07e-3 / 1408, 0.3e-3  # `xxh3`: a cell of a ful
 CONNECTIONS = 8  # of streams to the device: CUDA_DEVICE_MAX_CONNECTIONS
 LAUNCH_S = 10e-6
 GROUP_CELLS, LAYER_GROUPS = 128, 11
-ROWS, CODED_BYTES = 1114, 540e6  # of a cell, and of the load that was measured
+ROWS, CODED_BYTES = 999, 540e6  # of a cell, and of the load that was measured
 
 
 @dataclass(frozen=True)
