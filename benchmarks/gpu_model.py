@@ -57,7 +57,7 @@ class Kernel:
 
 def norm(power: float, *seconds: float) -> float:
     """Return a time that is at least the longest of these, and a little more if several are as long."""
-    return math.fsum(s**power for s in seconds) ** (1 / power)
+    return float(math.fsum(s**power for s in seconds) ** (1 / power))
 
 
 def load_s(streams: int, scratch_mib: int, kernel: Kernel, rows: int = ROWS, coded_bytes: float = CODED_BYTES) -> float:
@@ -119,11 +119,12 @@ NOW = {
 
 def predictions() -> Iterator[tuple[str, float, float]]:
     """Yield what has not been measured: its name, and the milliseconds at best and at worst."""
+    best, worst = NOW["at best"], NOW["at worst"]
     for cells in (1, 43, 1408):
-        yield f"ans_decode, {cells} cells, 699 rows", *(_ms(NOW[name], cells) for name in ("at best", "at worst"))
+        yield f"ans_decode, {cells} cells, 699 rows", _ms(best, cells), _ms(worst, cells)
     for streams, mib in ((1, 64), (2, 64), (2, 256), (4, 128)):
-        each = (1e3 * load_s(streams, mib, NOW[name], 700, 403e6) for name in ("at best", "at worst"))
-        yield f"a load, 700 rows, 403 MB, {streams} x {mib} MiB", *each
+        at_best, at_worst = (1e3 * load_s(streams, mib, kernel, 700, 403e6) for kernel in (best, worst))
+        yield f"a load, 700 rows, 403 MB, {streams} x {mib} MiB", at_best, at_worst
 
 
 def _ms(kernel: Kernel, cells: int) -> float:
