@@ -1,7 +1,13 @@
-"""ans_decode: decode many bitstreams of `ans` in one launch, a warp each. docs/format.md, "ans", has the format.
+"""ans_decode: decode many bitstreams of `ans` in one launch, a warp for each group. docs/format.md, "ans", has the
+format.
 
-The 32 lanes of a bitstream are the threads of a warp: lane l has the tokens l, l + 32, l + 64, ... of every row. What
-the lanes share (the two ends of the bitstream that is left, the row's class) is the same in all threads.
+A launch lasts as long as the longest chain of steps, however few run: a step waits for the state that the step before
+has left, some 0.1 us. Groups of 128 tokens make the chain an eighth of that of a whole span.
+
+The 32 lanes of a group are the threads of a warp: lane l has the tokens l, l + 32, l + 64 and l + 96 of every row. What
+the lanes share (the two ends of the piece that is left, the row's class) is the same in all threads. A row's four steps
+are written out, with the energies of four tokens in each thread's registers: all but the states is known before the
+first one, so only the states wait for each other. Each warp decodes the classes itself, eight rows at once.
 """
 
 from __future__ import annotations
@@ -12,12 +18,11 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec.bitstream import CLASS_TABLE, SLOTS, AnsCodec, decoding_tables
+from sgl_kvfetch.codec.bitstream import CLASS_LANES, CLASS_TABLE, GROUP, LANES, SLOTS, AnsCodec, decoding_tables
 from sgl_kvfetch.codec.layout import PLANES
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.triton_kernels.runtime import COMPILE_OPTIONS, jit, on_device, require, table_on, tl, use_kernels
 
-LANES = 32
 ALIGNMENT = 4  # of bitstreams in memory, in bytes
 MAX_BYTES = 1 << 28  # of a bitstream, and of its frames: positions have 31 bits, and a symbol may take two bytes
 
@@ -102,51 +107,49 @@ def _tables_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def _launch(data: torch.Tensor, chunks: Sequence[AnsChunk], out: torch.Tensor) -> torch.Tensor:
-    status = torch.empty(len(chunks), dtype=torch.int32, device=data.device)
-    if not chunks:
-        return status
-    table, energies = [], 0
-    for chunk in chunks:
-        table.append((*chunk, energies))
-        energies += chunk.tokens
-    _launch_table(data, table_on(table, data.device), energies, out, status)
+    status = torch.zeros(len(chunks), dtype=torch.int32, device=data.device)
+    if chunks:
+        most_tokens = max(chunk.tokens for chunk in chunks)
+        _launch_table(data, table_on(chunks, data.device), most_tokens, out, status)
     return status
 
 
 def ans_decode_table(
-    data: torch.Tensor, table: torch.Tensor, num_energies: int, out: torch.Tensor, status: torch.Tensor
+    data: torch.Tensor, table: torch.Tensor, most_tokens: int, out: torch.Tensor, status: torch.Tensor
 ) -> None:
     """Do the same as ``ans_decode`` with a table that was made before, so that its time does not depend on the number
     of bitstreams. Checks nothing.
 
     Args:
-        table: int64 ``(chunks, 6)`` on the device: the fields of an `AnsChunk`, and the sum of ``tokens`` of all rows
-            before.
-        num_energies: The sum of all ``tokens``.
-        status: int32 ``(chunks,)`` on the device, for what ``ans_decode`` returns.
+        table: int64 ``(chunks, 5)`` on the device: the fields of an `AnsChunk`.
+        most_tokens: The largest ``tokens``.
+        status: int32 ``(chunks,)`` on the device, zeros. What ``ans_decode`` returns is written there.
     """
     if use_kernels(data.device):
-        _launch_table(data, table, num_energies, out, status)
+        _launch_table(data, table, most_tokens, out, status)
         return
-    status.copy_(ans_decode_reference(data, [AnsChunk(*row[:5]) for row in table.tolist()], out))
+    status.copy_(ans_decode_reference(data, [AnsChunk(*row) for row in table.tolist()], out))
 
 
 def _launch_table(
-    data: torch.Tensor, table: torch.Tensor, num_energies: int, out: torch.Tensor, status: torch.Tensor
+    data: torch.Tensor, table: torch.Tensor, most_tokens: int, out: torch.Tensor, status: torch.Tensor
 ) -> None:
+    num_groups = -(-most_tokens // GROUP)
     with on_device(data.device):
-        ans_decode_kernel[len(table),](
+        ans_decode_kernel[len(table) * num_groups,](
             data,
             data.view(torch.int16),
             table,
+            num_groups,
             *_tables_on(data.device),
-            torch.empty(num_energies, dtype=torch.int16, device=data.device),
             out,
             status,
             FIELDS=table.shape[1],
             SLOTS=SLOTS,
             CLASS_TABLE=CLASS_TABLE,
             LANES=LANES,
+            CLASS_LANES=CLASS_LANES,
+            GROUP=GROUP,
             PLANES=PLANES,
             num_warps=1,
             **COMPILE_OPTIONS,
@@ -189,82 +192,176 @@ def next_energy(b_energy, b_integer, gain):
 
 
 @jit
-def _take(b_state, o_table, m_lane, i_next, i_last, p_bytes, p_words, p_decode, size, SLOTS: tl.constexpr):
-    """Take a symbol from each lane in the mask. Return the new states, the integers, and the two ends of what is left
-    of the bitstream: the next word, and the byte behind the next escape. Outside the bitstream, 0 is read instead."""
+def _take(b_state, o_table, m_lane, i_next, p_words, p_decode, size, SLOTS: tl.constexpr):
+    """Take a symbol from each lane in the mask. Return the new states, the symbols' entries (0 for other lanes), and
+    the next word. Outside the piece, words are 0."""
     o_lane = tl.arange(0, b_state.shape[0])
     o_slot = (b_state & (SLOTS - 1)).to(tl.int32)
-    b_entry = tl.load(p_decode + o_table * SLOTS + o_slot, mask=m_lane, other=0).to(tl.uint32, bitcast=True)
+    b_entry = tl.load(p_decode + (o_table * SLOTS + o_slot), mask=m_lane, other=0).to(tl.uint32, bitcast=True)
     b_moved = ((b_entry >> 8) & 1023) * (b_state // SLOTS) + ((b_entry >> 18) & 1023)
     m_low = m_lane & (b_moved < 65536)
     b_bits = bits_of(m_low, o_lane)
     o_word = i_next + ones(b_bits & below(o_lane))
     b_word = tl.load(p_words + o_word, mask=m_low & (o_word < size // 2), other=0).to(tl.uint32) & 0xFFFF
     b_state = tl.where(m_lane, tl.where(m_low, (b_moved << 16) | b_word, b_moved), b_state)
+    return b_state, b_entry, i_next + ones(b_bits)
 
-    m_escaped = m_lane & (b_entry >= 1 << 28)
+
+@jit
+def _integers_of(b_entry):
+    """Return the integers of symbols that are no escapes."""
+    return (b_entry & 255).to(tl.int32)
+
+
+@jit
+def _escaped(b_entry, b_integer, i_last, p_bytes):
+    """Return the integers with the escaped ones, and the byte behind the next escape. Outside the piece, they are 0."""
+    o_lane = tl.arange(0, b_entry.shape[0])
+    m_escaped = b_entry >= 1 << 28
     b_escapes = bits_of(m_escaped, o_lane)
     o_escape = i_last - 1 - ones(b_escapes & below(o_lane))
     b_escaped = tl.load(p_bytes + o_escape, mask=m_escaped & (o_escape >= 0), other=0).to(tl.int32)
-    b_integer = tl.where(m_escaped, b_escaped, (b_entry & 255).to(tl.int32))
-    return b_state, b_integer, i_next + ones(b_bits), i_last - ones(b_escapes)
+    return tl.where(m_escaped, b_escaped, b_integer), i_last - ones(b_escapes)
+
+
+@jit
+def _states_of(p_words, o_lane, num_lanes, size):
+    """Return the states at the beginning of a piece. Lanes without one have the state that all end with."""
+    m_state = (o_lane < num_lanes) & (4 * o_lane + 4 <= size)
+    b_low = tl.load(p_words + 2 * o_lane, mask=m_state, other=0).to(tl.uint32) & 0xFFFF
+    b_high = tl.load(p_words + 2 * o_lane + 1, mask=m_state, other=1).to(tl.uint32) & 0xFFFF
+    return (b_high << 16) | b_low
+
+
+@jit
+def _is_broken(b_first, b_state, i_next, i_last, p_bytes):
+    """Return whether a piece that began with the states ``b_first`` was not decoded to its end. A byte of 0 may be
+    left."""
+    num_left = i_last - 2 * i_next
+    left = tl.load(p_bytes + 2 * i_next, mask=num_left == 1, other=0).to(tl.int32)
+    is_wrong = (num_left < 0) | (num_left > 1) | (left != 0)
+    m_broken = (b_first < 65536) | (b_state != 65536) | is_wrong
+    return tl.max(m_broken.to(tl.int32), axis=0)
 
 
 @jit
 def ans_decode_kernel(
     p_data,  # (bytes,)
     p_words,  # the same, as words of two bytes
-    p_chunks,  # (chunks, FIELDS): AnsChunk, and where the chunk's energies begin
+    p_chunks,  # (chunks, FIELDS): AnsChunk
+    num_groups,  # programs of each chunk: the largest number of groups
     p_decode,  # (48, SLOTS): symbol | frequency << 8 | offset in the symbol << 18 | escape << 28
     p_choice,  # (64, 32): a distribution for a row's class and a token's level of energy
     p_gains,  # (64,)
-    p_energies,  # (tokens of all chunks,)
     p_out,
-    p_status,  # (chunks,)
+    p_status,  # (chunks,), zeros
     FIELDS: tl.constexpr,
     SLOTS: tl.constexpr,
     CLASS_TABLE: tl.constexpr,
     LANES: tl.constexpr,
+    CLASS_LANES: tl.constexpr,
+    GROUP: tl.constexpr,
     PLANES: tl.constexpr,
 ):
-    """Each program decodes one chunk. Whatever its bytes are, a program takes the steps of all rows, and reads and
-    writes nothing outside its chunk. Faults are detected at the end: once the two ends of the bitstream have crossed,
+    """Each program decodes a group of a chunk. Whatever its bytes are, a program takes the steps of all rows, and reads
+    and writes nothing outside its chunk. Faults are detected at the end: once the two ends of a piece have crossed,
     they never meet again."""
-    p_chunk = p_chunks + tl.program_id(0) * FIELDS
+    tl.static_assert(GROUP == 4 * LANES)
+    i_chunk = tl.program_id(0) // num_groups
+    i_group = tl.program_id(0) % num_groups
+    p_chunk = p_chunks + i_chunk * FIELDS
+    tokens = tl.load(p_chunk + 3).to(tl.int32)
+    if i_group * GROUP >= tokens:
+        return
     start = tl.load(p_chunk)
     size = tl.load(p_chunk + 1).to(tl.int32)
     rows = tl.load(p_chunk + 2).to(tl.int32) * PLANES
-    tokens = tl.load(p_chunk + 3).to(tl.int32)
-    p_row = p_out + tl.load(p_chunk + 4)
-    p_energies += tl.load(p_chunk + 5)
+    p_row = p_out + tl.load(p_chunk + 4) + i_group * GROUP
     p_data += start
     p_words += start // 2
-
     o_lane = tl.arange(0, LANES)
-    i_next, i_last = 2 * tl.minimum(tokens, LANES), size
-    m_state = (o_lane < tokens) & (4 * o_lane + 4 <= size)
-    b_low = tl.load(p_words + 2 * o_lane, mask=m_state, other=0).to(tl.uint32) & 0xFFFF
-    b_high = tl.load(p_words + 2 * o_lane + 1, mask=m_state, other=1).to(tl.uint32) & 0xFFFF
-    b_state = (b_high << 16) | b_low
-    m_broken = b_high == 0
+
+    # Where the pieces lie. The last one, that of the classes, takes what the groups leave.
+    groups = (tokens + GROUP - 1) // GROUP
+    words_before = tl.zeros((), tl.int64)
+    words_of_groups = tl.zeros((), tl.int64)
+    group_words = tl.zeros((), tl.int64)
+    for i in range(0, groups, LANES):
+        o_size = i + o_lane
+        m_size = (o_size < groups) & (4 * o_size + 4 <= size)
+        b_low = tl.load(p_words + 2 * o_size, mask=m_size, other=0).to(tl.int64) & 0xFFFF
+        b_high = tl.load(p_words + 2 * o_size + 1, mask=m_size, other=0).to(tl.int64) & 0xFFFF
+        b_words = (b_high << 16) | b_low
+        words_of_groups += tl.sum(b_words, axis=0)
+        words_before += tl.sum(tl.where(o_size < i_group, b_words, 0), axis=0)
+        group_words += tl.sum(tl.where(o_size == i_group, b_words, 0), axis=0)
+    is_sound = (size % 2 == 0) & (4 * groups + 2 * words_of_groups <= size)
+    class_start = tl.where(is_sound, 4 * groups + 2 * words_of_groups, 0).to(tl.int32)
+    class_size = tl.where(is_sound, size - class_start, 0)
+    group_start = tl.where(is_sound, 4 * groups + 2 * words_before, 0).to(tl.int32)
+    group_size = tl.where(is_sound, 2 * group_words, 0).to(tl.int32)
+    p_class_data, p_class_words = p_data + class_start, p_words + class_start // 2
+    p_data += group_start
+    p_words += group_start // 2
+
+    o_class = tl.arange(0, CLASS_LANES)
+    b_class_first = _states_of(p_class_words, o_class, rows, class_size)
+    b_class_state = b_class_first
+    i_class_next, i_class_last = 2 * tl.minimum(rows, CLASS_LANES), class_size
     row_class = 0
-    for i_row in range(0, rows):
-        b_state, b_integer, i_next, i_last = _take(
-            b_state, CLASS_TABLE, o_lane == 0, i_next, i_last, p_data, p_words, p_decode, size, SLOTS
+
+    tokens -= i_group * GROUP
+    b_first = _states_of(p_words, o_lane, tokens, group_size)
+    b_state = b_first
+    i_next, i_last = 2 * tl.minimum(tokens, LANES), group_size
+    m_0, m_1, m_2, m_3 = o_lane < tokens, o_lane + 32 < tokens, o_lane + 64 < tokens, o_lane + 96 < tokens
+    b_energy_0 = tl.full((LANES,), 1024, tl.int32)
+    b_energy_1, b_energy_2, b_energy_3 = b_energy_0, b_energy_0, b_energy_0
+    stride = tl.load(p_chunk + 3)
+    for i_row in range(0, rows, CLASS_LANES):
+        b_class_state, b_entry, i_class_next = _take(
+            b_class_state,
+            CLASS_TABLE,
+            i_row + o_class < rows,
+            i_class_next,
+            p_class_words,
+            p_decode,
+            class_size,
+            SLOTS,
         )
-        row_class += tl.sum(tl.where(o_lane == 0, b_integer - 128, 0), axis=0)
-        row_class = tl.minimum(tl.maximum(row_class, 0), 63)
-        gain = tl.load(p_gains + row_class)
-        for i_token in range(0, tokens, LANES):
-            o_token = i_token + o_lane
-            m_token = o_token < tokens
-            b_energy = tl.load(p_energies + o_token, mask=m_token & (i_row > 0), other=1024).to(tl.int32)
-            o_table = tl.load(p_choice + row_class * 32 + level_of(b_energy)).to(tl.int32)
-            b_state, b_integer, i_next, i_last = _take(
-                b_state, o_table, m_token, i_next, i_last, p_data, p_words, p_decode, size, SLOTS
-            )
-            tl.store(p_row + o_token, b_integer.to(tl.uint8), mask=m_token)
-            tl.store(p_energies + o_token, next_energy(b_energy, b_integer, gain).to(tl.int16), mask=m_token)
-        p_row += tokens
-    m_broken |= (b_state != 65536) | (2 * i_next != i_last)
-    tl.store(p_status + tl.program_id(0), tl.max(m_broken.to(tl.int32), axis=0))
+        b_delta, i_class_last = _escaped(b_entry, _integers_of(b_entry), i_class_last, p_class_data)
+        b_class = (row_class + tl.cumsum(b_delta - 128, axis=0)) & 63
+        row_class = tl.sum(tl.where(o_class == CLASS_LANES - 1, b_class, 0), axis=0)
+        for i in range(0, tl.minimum(CLASS_LANES, rows - i_row)):
+            this_class = tl.sum(tl.where(o_class == i, b_class, 0), axis=0)
+            gain = tl.load(p_gains + this_class)
+            o_choice = this_class * 32
+            o_table_0 = tl.load(p_choice + (o_choice + level_of(b_energy_0))).to(tl.int32)
+            o_table_1 = tl.load(p_choice + (o_choice + level_of(b_energy_1))).to(tl.int32)
+            o_table_2 = tl.load(p_choice + (o_choice + level_of(b_energy_2))).to(tl.int32)
+            o_table_3 = tl.load(p_choice + (o_choice + level_of(b_energy_3))).to(tl.int32)
+            b_state, b_entry_0, i_next = _take(b_state, o_table_0, m_0, i_next, p_words, p_decode, group_size, SLOTS)
+            b_state, b_entry_1, i_next = _take(b_state, o_table_1, m_1, i_next, p_words, p_decode, group_size, SLOTS)
+            b_state, b_entry_2, i_next = _take(b_state, o_table_2, m_2, i_next, p_words, p_decode, group_size, SLOTS)
+            b_state, b_entry_3, i_next = _take(b_state, o_table_3, m_3, i_next, p_words, p_decode, group_size, SLOTS)
+            b_0, b_1 = _integers_of(b_entry_0), _integers_of(b_entry_1)
+            b_2, b_3 = _integers_of(b_entry_2), _integers_of(b_entry_3)
+            # Most rows have none, and words and escapes do not wait for each other.
+            b_flags = ((b_entry_0 | b_entry_1 | b_entry_2 | b_entry_3) >> 28).to(tl.int32)
+            if tl.max(b_flags, axis=0) != 0:
+                b_0, i_last = _escaped(b_entry_0, b_0, i_last, p_data)
+                b_1, i_last = _escaped(b_entry_1, b_1, i_last, p_data)
+                b_2, i_last = _escaped(b_entry_2, b_2, i_last, p_data)
+                b_3, i_last = _escaped(b_entry_3, b_3, i_last, p_data)
+            tl.store(p_row + o_lane, b_0.to(tl.uint8), mask=m_0)
+            tl.store(p_row + o_lane + 32, b_1.to(tl.uint8), mask=m_1)
+            tl.store(p_row + o_lane + 64, b_2.to(tl.uint8), mask=m_2)
+            tl.store(p_row + o_lane + 96, b_3.to(tl.uint8), mask=m_3)
+            b_energy_0 = next_energy(b_energy_0, b_0, gain)
+            b_energy_1 = next_energy(b_energy_1, b_1, gain)
+            b_energy_2 = next_energy(b_energy_2, b_2, gain)
+            b_energy_3 = next_energy(b_energy_3, b_3, gain)
+            p_row += stride
+    is_broken = _is_broken(b_first, b_state, i_next, i_last, p_data)
+    is_broken |= _is_broken(b_class_first, b_class_state, i_class_next, i_class_last, p_class_data)
+    tl.store(p_status + i_chunk, 1, mask=is_broken != 0)

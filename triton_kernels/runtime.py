@@ -38,6 +38,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # These arguments vary from launch to launch. Specialising on multiples of 16 would recompile, and stall restores.
 _VARYING = (
     "num_tokens",
+    "num_groups",
     "num_blocks",
     "most_exact",
     "page_size",

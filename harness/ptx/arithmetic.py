@@ -252,12 +252,15 @@ def _reduce(name: str, value: Compute) -> Compute:
 
 
 def _shuffle(kernel: Kernel, mode: str, value: Compute, lane: Compute) -> Compute:
-    """``shfl``: another lane's value."""
-    assert mode in ("bfly", "idx"), mode
+    """``shfl``: another lane's value. Lanes with nothing ``up`` keep their own."""
+    assert mode in ("bfly", "idx", "up"), mode
 
     def shuffled(block: Block) -> Values:
         other = lane(block).astype(np.int64) & 31
-        source = kernel.lanes ^ other if mode == "bfly" else other
+        if mode == "up":
+            source = np.where(kernel.lanes < other, kernel.lanes, kernel.lanes - other)
+        else:
+            source = kernel.lanes ^ other if mode == "bfly" else other
         return value(block)[32 * kernel.warps + source]
 
     return shuffled

@@ -34,9 +34,9 @@ void run(const size_t* n) {
     const auto gains = read_array<uint16_t>(kClasses);
     const auto values = read_array<uint8_t>(rows * tokens);
     const Tables t{decode_table.data(), encode_table.data(), choice.data(), gains.data(), 17, false};
-    const auto coded = encode(t, values.data(), rows, tokens, nullptr);
+    const auto coded = encode(t, values.data(), rows, tokens);
     std::vector<uint8_t> decoded(rows * tokens);
-    if (decode(t, coded.data(), coded.size(), rows, tokens, decoded.data())) std::abort();
+    if (read(t, coded.data(), coded.size(), rows, tokens, decoded.data())) std::abort();
     write_array(decoded);
     write_array(coded);
 }

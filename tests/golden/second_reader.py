@@ -284,12 +284,11 @@ def unans_tables(bitstream: bytes, num_rows: int, num_tokens: int) -> np.ndarray
 
 
 class Lanes:
-    """The states of a bitstream of ``ans``, its words and its escaped integers."""
+    """The states of a piece of a bitstream of ``ans``, its words and its escaped integers."""
 
-    def __init__(self, bitstream: bytes, num_tokens: int) -> None:
-        lanes = min(32, num_tokens)
-        self.bitstream, self.front, self.back = bitstream, 4 * lanes, len(bitstream)
-        self.states = list(struct.unpack_from(f"<{lanes}I", bitstream))
+    def __init__(self, piece: bytes, lanes: int) -> None:
+        self.piece, self.front, self.back = piece, 4 * lanes, len(piece)
+        self.states = list(struct.unpack_from(f"<{lanes}I", piece))
         assert min(self.states) >= 1 << 16
 
     def take(self, lane: int, slots: np.ndarray) -> int:
@@ -297,18 +296,28 @@ class Lanes:
         symbol = int(np.searchsorted(ends, state % 1024, side="right"))
         state = int(slots[symbol]) * (state // 1024) + state % 1024 - int(ends[symbol] - slots[symbol])
         if state < 1 << 16:
-            state = state << 16 | int.from_bytes(self.bitstream[self.front : self.front + 2], "little")
+            state = state << 16 | int.from_bytes(self.piece[self.front : self.front + 2], "little")
             self.front += 2
         self.states[lane] = state
         if symbol == 256:
             self.back -= 1
-            symbol = self.bitstream[self.back]
+            symbol = self.piece[self.back]
         assert self.front <= self.back
         return symbol
 
     def end(self) -> None:
-        assert self.front == self.back
+        assert self.piece[self.front : self.back] in (b"", b"\0")
         assert set(self.states) == {1 << 16}
+
+
+def groups_of(bitstream: bytes, num_groups: int) -> list[bytes]:
+    sizes = [2 * words for words in struct.unpack_from(f"<{num_groups}I", bitstream)]
+    starts = [4 * num_groups]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    assert starts[-1] <= len(bitstream)
+    assert len(bitstream) % 2 == 0
+    return [bitstream[start:end] for start, end in zip(starts, [*starts[1:], len(bitstream)], strict=True)]
 
 
 def unans(
@@ -359,18 +368,23 @@ def rows_of(
     delta: int = 17,
 ) -> np.ndarray:
     """``take`` returns the number n of a lane, with the number of its distribution, at a row and a token."""
-    lanes, slots, gains = Lanes(bitstream, num_tokens), tables["slots"].astype(int), tables["gains"]
+    slots, gains = tables["slots"].astype(int), tables["gains"]
+    groups = [range(first, min(first + 128, num_tokens)) for first in range(0, num_tokens, 128)]
+    *pieces, coded = groups_of(bitstream, len(groups))
+    classes = Lanes(coded, min(8, num_rows))
+    kinds = [0]
+    for number in range(num_rows):
+        kinds.append((kinds[-1] + classes.take(number % 8, slots[delta]) - 128) % 64)
+    classes.end()
     rows = np.zeros((num_rows, num_tokens), int)
-    energies = [1024] * num_tokens
-    kind = 0
-    for number, row in enumerate(rows):
-        kind = min(max(kind + lanes.take(0, slots[delta]) - 128, 0), 63)
-        for t in range(num_tokens):
-            level = (struct.unpack("<I", struct.pack("<f", energies[t]))[0] >> 21) - 532
-            row[t] = take(lanes, t % 32, int(tables["choice"][kind, min(max(level, 0), 31)]), number, t)
-        for t, n in enumerate(row):
-            energies[t] += (min(abs(int(n)) * int(gains[kind]), 16384) >> 5) - (energies[t] >> 5)
-    lanes.end()
+    for tokens, piece in zip(groups, pieces, strict=True):
+        lanes, energies = Lanes(piece, min(32, len(tokens))), dict.fromkeys(tokens, 1024)
+        for number, (row, kind) in enumerate(zip(rows, kinds[1:], strict=True)):
+            for t in tokens:
+                level = (struct.unpack("<I", struct.pack("<f", energies[t]))[0] >> 21) - 532
+                row[t] = take(lanes, t % 32, int(tables["choice"][kind, min(max(level, 0), 31)]), number, t)
+                energies[t] += (min(abs(int(row[t])) * int(gains[kind]), 16384) >> 5) - (energies[t] >> 5)
+        lanes.end()
     return rows
 
 

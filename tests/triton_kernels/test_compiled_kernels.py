@@ -60,9 +60,9 @@ def test_klt_multiplies_with_all_of_a_tensor_core(kernel: str, target: str, inst
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("kernel", "registers"), [("ans_decode", 48), ("xxh3", 96)])
+@pytest.mark.parametrize(("kernel", "registers"), [("ans_decode", 80), ("xxh3", 96)])
 def test_compiles_a_program_of_one_warp(kernel: str, registers: int, target: str, compiled: Facts) -> None:
-    """An SM has at most 32 programs. With 64 registers a thread, as many fit; with 96, 21 do."""
+    """An SM has at most 32 programs. With 64 registers a thread, as many fit; with 80, 25; with 96, 21."""
     facts = compiled[kernel, target]
     assert facts["stack_bytes"] == 0, "registers spill"
     assert facts["registers"] <= registers

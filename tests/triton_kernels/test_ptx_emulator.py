@@ -66,6 +66,7 @@ def run(code: str, argument: int = 0, num_blocks: int = 1, threads: int = THREAD
         ("setp.gt.f32 %p1, 0f7FC00000, 0f00000000; selp.b32 %r3, 1, 2, %p1;", lambda i: 2),
         ("cvt.rn.bf16x2.f32 %r3, 0f3F800000, 0f3F818000;", lambda i: 0x3F803F82),  # ties to even
         ("shfl.sync.bfly.b32 %r3, %r1, 1, 31, -1;", lambda i: i ^ 1),
+        ("shfl.sync.up.b32 %r3, %r1, 2, 0, -1;", lambda i: i - 2 if i % 32 > 1 else i),
         ("redux.sync.add.s32 %r3, %r1, -1;", lambda i: 496 + 1024 * (i // 32)),
         ("mov.b32 %r3, 0; setp.lt.u32 %p1, %r1, 3; @!%p1 mov.b32 %r3, 9;", lambda i: 0 if i < 3 else 9),
     ],

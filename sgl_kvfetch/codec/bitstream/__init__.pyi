@@ -1,5 +1,8 @@
 from .ans import (
+    CLASS_LANES as CLASS_LANES,
     CLASS_TABLE as CLASS_TABLE,
+    GROUP as GROUP,
+    LANES as LANES,
     SLOTS as SLOTS,
     AnsCodec as AnsCodec,
     decoding_tables as decoding_tables,

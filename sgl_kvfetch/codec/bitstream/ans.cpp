@@ -33,7 +33,10 @@
 
 namespace {
 
-constexpr int kLanes = 32;
+constexpr int kLanes = 32;             // of a group: its states
+constexpr int kGroup = 128;            // tokens that have states, words and escaped integers of their own
+constexpr int kClassLanes = 8;         // that code the rows' classes
+constexpr int kWays = 4;               // groups whose steps take turns in one thread
 constexpr int kBits = 10;              // of a probability
 constexpr uint32_t kLow = 1u << 16;    // states are at least this
 constexpr int kClasses = 64;           // of rows
@@ -81,26 +84,59 @@ inline size_t digit_context(int table, int n) { return table * kCoarse + std::mi
 
 // ---- decoding
 
+// Reads a piece: words forwards, escaped integers backwards. Once the two have crossed, they never meet again, so it
+// suffices to look at the end, as long as nothing outside the bitstream is read.
 struct Reader {
     const uint8_t* next;     // words, forwards
     const uint8_t* escapes;  // escaped integers, backwards: the next one is escapes[-1]
+    const uint8_t* begin;    // of the bitstream
+    const uint8_t* end;
     bool broken = false;
 
+    // Whether vectors may take `steps` steps. One takes at most 64 bytes, and reads 32 bytes from where it is.
+    bool has_room(int steps) const { return end - next >= 64 * steps + 32; }
+
     uint32_t word() {
-        if (escapes - next < 2) {
+        if (end - next < 2) {
             broken = true;
             return 0;
         }
-        uint32_t w = next[0] | next[1] << 8;
+        const uint32_t w = next[0] | next[1] << 8;
         next += 2;
         return w;
     }
     uint8_t escape() {
-        if (escapes - next < 1) {
+        if (escapes == begin) {
             broken = true;
             return kZero;
         }
         return *--escapes;
+    }
+};
+
+// The states of some tokens, or of the classes.
+struct Piece {
+    uint32_t states[kLanes];
+    Reader in;
+
+    // `size`: of the piece, from `data` on. Returns nullptr, or what is wrong.
+    const char* open(const uint8_t* data, size_t size, size_t lanes, const uint8_t* begin, const uint8_t* end) {
+        if (size < 4 * lanes) return "has a piece that is shorter than its states";
+        std::fill(states, states + kLanes, kLow);
+        std::memcpy(states, data, 4 * lanes);
+        for (uint32_t state : states)
+            if (state < kLow) return "has a state that is too small";
+        in = {data + 4 * lanes, data + size, begin, end, false};
+        return nullptr;
+    }
+
+    // Returns nullptr, or what is wrong once all has been decoded.
+    const char* close() const {
+        if (in.broken || in.next > in.escapes) return "has a piece that ends too early";
+        if (in.escapes - in.next > 1 || (in.escapes > in.next && *in.next)) return "has bytes that nothing uses";
+        for (uint32_t state : states)
+            if (state != kLow) return "does not end where it began";
+        return nullptr;
     }
 };
 
@@ -109,12 +145,6 @@ inline uint8_t decode_symbol(uint32_t& state, const uint32_t* table, Reader& in)
     state = ((entry >> 8) & 1023) * (state >> kBits) + ((entry >> 18) & 1023);
     if (state < kLow) state = state << 16 | in.word();
     return entry >> kEscapeFlag ? in.escape() : static_cast<uint8_t>(entry);
-}
-
-// Returns the class of the next row.
-inline int decode_class(uint32_t& state, const Tables& t, int before, Reader& in) {
-    int delta = static_cast<int>(decode_symbol(state, t.decode + (static_cast<size_t>(t.delta) << kBits), in)) - kZero;
-    return std::clamp(before + delta, 0, kClasses - 1);
 }
 
 void decode_tokens(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t from, size_t tokens,
@@ -128,41 +158,62 @@ void decode_tokens(uint32_t* states, const Tables& t, int row_class, uint16_t* e
     }
 }
 
-// Decodes whole steps of a row, while enough data is left for any step. Returns the number of tokens. It does the same
-// as `decode_tokens`, but has no branch that depends on a state, and has loops that compilers vectorise.
+// Decodes a step of a row. It does the same as `decode_tokens`, but has no branch that depends on a state, and has loops
+// that compilers vectorise.
+__attribute__((always_inline)) inline void decode_step(uint32_t* states, const Tables& t, const uint8_t* choice,
+                                                       uint32_t gain, uint16_t* energies, uint8_t* row, Reader& in) {
+    int32_t levels[kLanes];
+    uint32_t flags = 0;
+    uint32_t entries[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) levels[lane] = level_of(energies[lane]);
+    const uint8_t* next = in.next;
+    for (int lane = 0; lane < kLanes; ++lane) {
+        const uint32_t* table = t.decode + (static_cast<size_t>(choice[levels[lane]]) << kBits);
+        const uint32_t state = states[lane];
+        const uint32_t entry = table[state & ((1u << kBits) - 1)];
+        const uint32_t moved = (entry >> 8 & 1023) * (state >> kBits) + (entry >> 18 & 1023);
+        uint16_t word;
+        std::memcpy(&word, next, 2);
+        const bool is_low = moved < kLow;
+        states[lane] = is_low ? moved << 16 | word : moved;
+        next += is_low ? 2 : 0;
+        entries[lane] = entry;
+        flags |= entry;
+    }
+    in.next = next;
+    if (flags >> kEscapeFlag)
+        for (uint32_t& entry : entries)
+            if (entry >> kEscapeFlag) entry = in.escape();
+    for (int lane = 0; lane < kLanes; ++lane) {
+        row[lane] = static_cast<uint8_t>(entries[lane]);
+        energies[lane] = next_energy(energies[lane], row[lane] - kZero, gain);
+    }
+}
+
+// Decodes rows of `count` whole groups, from row `from` on. Returns the row behind, or the first one for which not every
+// group has room.
+CLONES size_t decode_rows(Piece* pieces, size_t count, const Tables& t, const uint8_t* classes, size_t from,
+                          size_t rows, uint16_t* energies, size_t stride, uint8_t* values) {
+    for (size_t r = from; r < rows; ++r) {
+        for (size_t k = 0; k < count; ++k)
+            if (!pieces[k].in.has_room(kGroup / kLanes)) return r;
+        const uint8_t* choice = t.choice + classes[r] * kLevels;
+        const uint32_t gain = t.gains[classes[r]];
+        for (size_t i = 0; i < count * kGroup; i += kLanes) {
+            Piece& piece = pieces[i / kGroup];
+            decode_step(piece.states, t, choice, gain, energies + i, values + r * stride + i, piece.in);
+        }
+    }
+    return rows;
+}
+
+// Decodes whole steps of a row, while there is room for any step. Returns the number of tokens.
 CLONES size_t decode_steps(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens,
                            uint8_t* row, Reader& in) {
     const uint8_t* choice = t.choice + row_class * kLevels;
-    const uint32_t gain = t.gains[row_class];
     size_t i = 0;
-    for (; i + kLanes <= tokens && in.escapes - in.next >= 96; i += kLanes) {
-        int32_t levels[kLanes];
-        uint32_t flags = 0;
-        uint32_t entries[kLanes];
-        for (int lane = 0; lane < kLanes; ++lane) levels[lane] = level_of(energies[i + lane]);
-        const uint8_t* next = in.next;
-        for (int lane = 0; lane < kLanes; ++lane) {
-            const uint32_t* table = t.decode + (static_cast<size_t>(choice[levels[lane]]) << kBits);
-            const uint32_t state = states[lane];
-            const uint32_t entry = table[state & ((1u << kBits) - 1)];
-            const uint32_t moved = (entry >> 8 & 1023) * (state >> kBits) + (entry >> 18 & 1023);
-            uint16_t word;
-            std::memcpy(&word, next, 2);
-            const bool is_low = moved < kLow;
-            states[lane] = is_low ? moved << 16 | word : moved;
-            next += is_low ? 2 : 0;
-            entries[lane] = entry;
-            flags |= entry;
-        }
-        in.next = next;
-        if (flags >> kEscapeFlag)
-            for (uint32_t& entry : entries)
-                if (entry >> kEscapeFlag) entry = in.escape();
-        for (int lane = 0; lane < kLanes; ++lane) {
-            row[i + lane] = static_cast<uint8_t>(entries[lane]);
-            energies[i + lane] = next_energy(energies[i + lane], row[i + lane] - kZero, gain);
-        }
-    }
+    for (; i + kLanes <= tokens && in.has_room(1); i += kLanes)
+        decode_step(states, t, choice, t.gains[row_class], energies + i, row + i, in);
     return i;
 }
 
@@ -210,17 +261,6 @@ AVX512 inline __m512i filled_16(__m512i state, const uint8_t*& next) {
     return _mm512_mask_mov_epi32(state, low, filled);
 }
 
-// Decodes a step of 16 lanes. Returns their entries.
-AVX512 inline __m512i decode_16(__m512i& state, const uint32_t* table, __m512i start, const uint8_t*& next) {
-    const __m512i slot = _mm512_and_si512(state, _mm512_set1_epi32((1 << kBits) - 1));
-    const __m512i entry = _mm512_i32gather_epi32(_mm512_add_epi32(start, slot), table, 4);
-    const __m512i count = _mm512_and_si512(_mm512_srli_epi32(entry, 8), _mm512_set1_epi32(1023));
-    const __m512i offset = _mm512_and_si512(_mm512_srli_epi32(entry, 18), _mm512_set1_epi32(1023));
-    state = _mm512_add_epi32(_mm512_mullo_epi32(count, _mm512_srli_epi32(state, kBits)), offset);
-    state = filled_16(state, next);
-    return entry;
-}
-
 // Returns the entries with the escaped integers, which are read in the order of the lanes.
 AVX512 inline __m512i with_escapes(__m512i entry, __mmask16 escaped, Reader& in) {
     alignas(64) uint32_t each[16];
@@ -232,50 +272,90 @@ AVX512 inline __m512i with_escapes(__m512i entry, __mmask16 escaped, Reader& in)
     return _mm512_load_si512(each);
 }
 
-AVX512 inline void store_16(__m512i entry, __m512i energy, __m512i gain, uint16_t* energies, uint8_t* row) {
-    const __m512i integer = _mm512_and_si512(entry, _mm512_set1_epi32(255));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(row), _mm512_cvtepi32_epi8(integer));
-    move_energies(_mm512_sub_epi32(integer, _mm512_set1_epi32(kZero)), energy, gain, energies);
-}
+// What all tokens of a row have in common.
+struct Row {
+    const Tables& t;
+    const Choice choice;
+    const __m512i gain;
+};
 
-// Decodes whole steps of a row, while enough data is left for any step. Returns the number of tokens.
-AVX512 size_t decode_steps_avx512(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens,
-                                   uint8_t* row, Reader& in) {
-    const Choice choice = choice_of(t, row_class, kBits);
-    const __m512i gain = _mm512_set1_epi32(t.gains[row_class]), flag = _mm512_set1_epi32(1 << kEscapeFlag);
+// Decodes integers: a step of 16 lanes.
+struct Integers {
+    using Value = uint8_t;
+    static constexpr int kShift = kBits;  // of a table's number
+
+    AVX512 static inline void step(__m512i& state, const Row& of, uint16_t* energies, uint8_t* row, Reader& in) {
+        const __m512i energy = energies_of(energies), low_bits = _mm512_set1_epi32((1 << kBits) - 1);
+        const __m512i slot = _mm512_and_si512(state, low_bits);
+        __m512i entry = _mm512_i32gather_epi32(_mm512_add_epi32(of.choice.at(energy), slot), of.t.decode, 4);
+        const __m512i count = _mm512_and_si512(_mm512_srli_epi32(entry, 8), low_bits);
+        const __m512i offset = _mm512_and_si512(_mm512_srli_epi32(entry, 18), low_bits);
+        state = _mm512_add_epi32(_mm512_mullo_epi32(count, _mm512_srli_epi32(state, kBits)), offset);
+        state = filled_16(state, in.next);
+        const __mmask16 escaped = _mm512_test_epi32_mask(entry, _mm512_set1_epi32(1 << kEscapeFlag));
+        if (__builtin_expect(escaped, 0)) entry = with_escapes(entry, escaped, in);
+        const __m512i integer = _mm512_and_si512(entry, _mm512_set1_epi32(255));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(row), _mm512_cvtepi32_epi8(integer));
+        move_energies(_mm512_sub_epi32(integer, _mm512_set1_epi32(kZero)), energy, of.gain, energies);
+    }
+};
+
+// Decodes whole steps of a row, while there is room for any step. Returns the number of tokens.
+template <class Coded>
+AVX512 size_t read_steps_avx512(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens,
+                                typename Coded::Value* row, Reader& in) {
+    const Row of{t, choice_of(t, row_class, Coded::kShift), _mm512_set1_epi32(t.gains[row_class])};
     __m512i a = _mm512_loadu_si512(states), b = _mm512_loadu_si512(states + 16);
     size_t i = 0;
-    // A step may read 64 bytes from the front, though it uses fewer, and 32 from the back.
-    for (; i + kLanes <= tokens && in.escapes - in.next >= 96; i += kLanes) {
-        const __m512i energy_a = energies_of(energies + i), energy_b = energies_of(energies + i + 16);
-        __m512i entry_a = decode_16(a, t.decode, choice.at(energy_a), in.next);
-        __m512i entry_b = decode_16(b, t.decode, choice.at(energy_b), in.next);
-        const __mmask16 escaped_a = _mm512_test_epi32_mask(entry_a, flag);
-        const __mmask16 escaped_b = _mm512_test_epi32_mask(entry_b, flag);
-        if (__builtin_expect(escaped_a | escaped_b, 0)) {
-            entry_a = with_escapes(entry_a, escaped_a, in);
-            entry_b = with_escapes(entry_b, escaped_b, in);
-        }
-        store_16(entry_a, energy_a, gain, energies + i, row + i);
-        store_16(entry_b, energy_b, gain, energies + i + 16, row + i + 16);
+    for (; i + kLanes <= tokens && in.has_room(1); i += kLanes) {
+        Coded::step(a, of, energies + i, row + i, in);
+        Coded::step(b, of, energies + i + 16, row + i + 16, in);
     }
     _mm512_storeu_si512(states, a);
     _mm512_storeu_si512(states + 16, b);
     return i;
 }
-#endif
 
-void decode_row(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens, uint8_t* row,
-                Reader& in) {
-    size_t done;
-#ifdef HAS_AVX512
-    if (t.has_vectors)
-        done = decode_steps_avx512(states, t, row_class, energies, tokens, row, in);
-    else
-#endif
-        done = decode_steps(states, t, row_class, energies, tokens, row, in);
-    decode_tokens(states, t, row_class, energies, done, tokens, row, in);
+// Decodes a row of `kWays` whole groups. A step waits for the one before in the same group, so the groups take turns.
+// Returns the row behind, or the first one for which not every group has room.
+template <class Coded>
+AVX512 size_t read_ways_avx512(Piece* pieces, const Tables& t, const uint8_t* classes, size_t from, size_t rows,
+                               uint16_t* energies, size_t stride, typename Coded::Value* values) {
+    __m512i states[2 * kWays];
+    Reader in[kWays];
+#pragma GCC unroll 8
+    for (int k = 0; k < kWays; ++k) {
+        states[2 * k] = _mm512_loadu_si512(pieces[k].states);
+        states[2 * k + 1] = _mm512_loadu_si512(pieces[k].states + 16);
+        in[k] = pieces[k].in;
+    }
+    size_t r = from;
+    for (; r < rows; ++r) {
+        bool has_room = true;
+#pragma GCC unroll 8
+        for (int k = 0; k < kWays; ++k) has_room &= in[k].has_room(kGroup / kLanes);
+        if (!has_room) break;
+        const int row_class = classes[r];
+        const Row of{t, choice_of(t, row_class, Coded::kShift), _mm512_set1_epi32(t.gains[row_class])};
+        typename Coded::Value* row = values + r * stride;
+        for (int i = 0; i < kGroup; i += kLanes) {
+#pragma GCC unroll 8
+            for (int k = 0; k < kWays; ++k) {
+                const int token = k * kGroup + i;
+                Coded::step(states[2 * k], of, energies + token, row + token, in[k]);
+                Coded::step(states[2 * k + 1], of, energies + token + 16, row + token + 16, in[k]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int k = 0; k < kWays; ++k) {
+        _mm512_storeu_si512(pieces[k].states, states[2 * k]);
+        _mm512_storeu_si512(pieces[k].states + 16, states[2 * k + 1]);
+        pieces[k].in = in[k];
+    }
+    return r;
 }
+#endif
 
 // Refines the integers of a row from `from` on.
 void refine_tokens(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t from, size_t tokens,
@@ -304,101 +384,154 @@ AVX512 inline __m512i shorts_of(const int16_t* row) {
     return _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)));
 }
 
-// Refines 16 integers of a row.
-AVX512 inline void refine_16(__m512i& state, const Tables& t, const Choice& choice, __m512i gain, uint16_t* energies,
-                             int16_t* row, const uint8_t*& next) {
-    const __m512i n = shorts_of(row), energy = energies_of(energies), low_bits = _mm512_set1_epi32(1023);
-    const __m512i size = _mm512_min_epi32(_mm512_abs_epi32(n), _mm512_set1_epi32(kCoarse - 1));
-    const __m512i entry = _mm512_i32gather_epi32(_mm512_add_epi32(choice.at(energy), size), t.digits, 4);
-    const __m512i inner = _mm512_and_si512(entry, low_bits), outer = _mm512_srli_epi32(entry, 10);
-    const __m512i slot = _mm512_and_si512(state, low_bits);
-    const __mmask16 middle = _mm512_cmpge_epi32_mask(slot, inner), last = _mm512_cmpge_epi32_mask(slot, outer);
-    const __m512i first = _mm512_mask_mov_epi32(_mm512_maskz_mov_epi32(middle, inner), last, outer);
-    __m512i end = _mm512_mask_mov_epi32(inner, middle, outer);
-    end = _mm512_mask_mov_epi32(end, last, _mm512_set1_epi32(1 << kBits));
-    state = _mm512_mullo_epi32(_mm512_sub_epi32(end, first), _mm512_srli_epi32(state, kBits));
-    state = filled_16(_mm512_add_epi32(state, _mm512_sub_epi32(slot, first)), next);
-    const __m512i one = _mm512_set1_epi32(1), none = _mm512_setzero_si512();
-    const __m512i inner_digit = _mm512_maskz_mov_epi32(_knot_mask16(middle), one);
-    __m512i digit = _mm512_mask_sub_epi32(one, _knot_mask16(last), none, inner_digit);
-    digit = _mm512_mask_sub_epi32(digit, _mm512_cmplt_epi32_mask(n, none), none, digit);
-    const __m512i fine = _mm512_add_epi32(_mm512_add_epi32(n, _mm512_slli_epi32(n, 1)), digit);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(row), _mm512_cvtepi32_epi16(fine));
-    move_energies(fine, energy, gain, energies);
-}
+// Refines integers: a step of 16 lanes.
+struct Digits {
+    using Value = int16_t;
+    static constexpr int kShift = 2;  // of a table's number
 
-// Refines whole steps of a row, while enough data is left for any step. Returns the number of tokens.
-AVX512 size_t refine_steps_avx512(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens,
-                                   int16_t* row, Reader& in) {
-    const Choice choice = choice_of(t, row_class, 2);
-    const __m512i gain = _mm512_set1_epi32(t.gains[row_class]);
-    __m512i a = _mm512_loadu_si512(states), b = _mm512_loadu_si512(states + 16);
-    size_t i = 0;
-    for (; i + kLanes <= tokens && in.escapes - in.next >= 96; i += kLanes) {
-        refine_16(a, t, choice, gain, energies + i, row + i, in.next);
-        refine_16(b, t, choice, gain, energies + i + 16, row + i + 16, in.next);
+    AVX512 static inline void step(__m512i& state, const Row& of, uint16_t* energies, int16_t* row, Reader& in) {
+        const __m512i n = shorts_of(row), energy = energies_of(energies), low_bits = _mm512_set1_epi32(1023);
+        const __m512i size = _mm512_min_epi32(_mm512_abs_epi32(n), _mm512_set1_epi32(kCoarse - 1));
+        const __m512i index = _mm512_add_epi32(of.choice.at(energy), size);
+        const __m512i entry = _mm512_i32gather_epi32(index, of.t.digits, 4);
+        const __m512i inner = _mm512_and_si512(entry, low_bits), outer = _mm512_srli_epi32(entry, 10);
+        const __m512i slot = _mm512_and_si512(state, low_bits);
+        const __mmask16 middle = _mm512_cmpge_epi32_mask(slot, inner), last = _mm512_cmpge_epi32_mask(slot, outer);
+        const __m512i first = _mm512_mask_mov_epi32(_mm512_maskz_mov_epi32(middle, inner), last, outer);
+        __m512i end = _mm512_mask_mov_epi32(inner, middle, outer);
+        end = _mm512_mask_mov_epi32(end, last, _mm512_set1_epi32(1 << kBits));
+        state = _mm512_mullo_epi32(_mm512_sub_epi32(end, first), _mm512_srli_epi32(state, kBits));
+        state = filled_16(_mm512_add_epi32(state, _mm512_sub_epi32(slot, first)), in.next);
+        const __m512i one = _mm512_set1_epi32(1), none = _mm512_setzero_si512();
+        const __m512i inner_digit = _mm512_maskz_mov_epi32(_knot_mask16(middle), one);
+        __m512i digit = _mm512_mask_sub_epi32(one, _knot_mask16(last), none, inner_digit);
+        digit = _mm512_mask_sub_epi32(digit, _mm512_cmplt_epi32_mask(n, none), none, digit);
+        const __m512i fine = _mm512_add_epi32(_mm512_add_epi32(n, _mm512_slli_epi32(n, 1)), digit);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(row), _mm512_cvtepi32_epi16(fine));
+        move_energies(fine, energy, of.gain, energies);
     }
-    _mm512_storeu_si512(states, a);
-    _mm512_storeu_si512(states + 16, b);
-    return i;
-}
+};
 #endif
 
-void refine_row(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens, int16_t* row,
-                Reader& in) {
+void read_row(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens, uint8_t* row,
+              Reader& in) {
+    size_t done;
+#ifdef HAS_AVX512
+    if (t.has_vectors)
+        done = read_steps_avx512<Integers>(states, t, row_class, energies, tokens, row, in);
+    else
+#endif
+        done = decode_steps(states, t, row_class, energies, tokens, row, in);
+    decode_tokens(states, t, row_class, energies, done, tokens, row, in);
+}
+
+void read_row(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens, int16_t* row,
+              Reader& in) {
     size_t done = 0;
 #ifdef HAS_AVX512
-    if (t.has_vectors) done = refine_steps_avx512(states, t, row_class, energies, tokens, row, in);
+    if (t.has_vectors) done = read_steps_avx512<Digits>(states, t, row_class, energies, tokens, row, in);
 #endif
     refine_tokens(states, t, row_class, energies, done, tokens, row, in);
 }
 
-// Reads each row of `values` with `read_row`. Returns nullptr, or what is wrong.
-template <class T, class ReadRow>
-const char* read(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens, T* values,
-                 ReadRow read_row) {
-    const size_t lanes = std::min<size_t>(kLanes, tokens);
-    if (size < 4 * lanes) return "is shorter than its states";
-    uint32_t states[kLanes];
-    for (size_t lane = 0; lane < kLanes; ++lane) {
-        states[lane] = kLow;
-        if (lane >= lanes) continue;
-        std::memcpy(&states[lane], data + 4 * lane, 4);
-        if (states[lane] < kLow) return "has a state that is too small";
-    }
-    Reader in{data + 4 * lanes, data + size};
-    std::vector<uint16_t> energies(tokens, kUnit);
+// Decodes rows of `kWays` whole groups. Returns the row behind, or the first one for which not every group has room.
+size_t read_groups(Piece* pieces, const Tables& t, const uint8_t* classes, size_t from, size_t rows,
+                   uint16_t* energies, size_t stride, uint8_t* values) {
+#ifdef HAS_AVX512
+    if (t.has_vectors)
+        return read_ways_avx512<Integers>(pieces, t, classes, from, rows, energies, stride, values);
+#endif
+    return decode_rows(pieces, kWays, t, classes, from, rows, energies, stride, values);
+}
+
+size_t read_groups(Piece* pieces, const Tables& t, const uint8_t* classes, size_t from, size_t rows,
+                   uint16_t* energies, size_t stride, int16_t* values) {
+#ifdef HAS_AVX512
+    if (t.has_vectors) return read_ways_avx512<Digits>(pieces, t, classes, from, rows, energies, stride, values);
+#endif
+    return from;
+}
+
+// Returns the classes of all rows.
+std::vector<uint8_t> read_classes(Piece& piece, const Tables& t, size_t rows) {
+    const uint32_t* deltas = t.decode + (static_cast<size_t>(t.delta) << kBits);
+    std::vector<uint8_t> classes(rows);
     int row_class = 0;
-    for (size_t r = 0; r < rows && !in.broken; ++r) {
-        row_class = decode_class(states[0], t, row_class, in);
-        read_row(states, t, row_class, energies.data(), tokens, values + r * tokens, in);
+    for (size_t r = 0; r < rows; ++r) {
+        row_class = (row_class + decode_symbol(piece.states[r % kClassLanes], deltas, piece.in) - kZero) & (kClasses - 1);
+        classes[r] = static_cast<uint8_t>(row_class);
     }
-    if (in.broken) return "ends too early";
-    if (in.next != in.escapes) return "has bytes that nothing uses";
-    for (uint32_t state : states)
-        if (state != kLow) return "does not end where it began";
+    return classes;
+}
+
+// Decodes, or refines, rows of integers: the classes, and then the groups. Returns nullptr, or what is wrong.
+template <class T>
+const char* read(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens, T* values) {
+    const size_t groups = (tokens + kGroup - 1) / kGroup, header = 4 * groups;
+    if (size < header) return "is shorter than the sizes of its groups";
+    if (size % 2) return "ends within a word";
+    std::vector<Piece> pieces(groups);
+    size_t start = header;
+    for (size_t g = 0; g < groups; ++g) {
+        uint32_t words;
+        std::memcpy(&words, data + 4 * g, 4);
+        if (words > (size - start) / 2) return "is shorter than its groups";
+        const size_t lanes = std::min<size_t>(kLanes, tokens - g * kGroup);
+        const char* fault = pieces[g].open(data + start, 2 * size_t{words}, lanes, data, data + size);
+        if (fault) return fault;
+        start += 2 * size_t{words};
+    }
+    Piece coded_classes;
+    const size_t class_lanes = std::min<size_t>(kClassLanes, rows);
+    const char* fault = coded_classes.open(data + start, size - start, class_lanes, data, data + size);
+    if (fault) return fault;
+    const std::vector<uint8_t> classes = read_classes(coded_classes, t, rows);
+    if ((fault = coded_classes.close())) return fault;
+
+    std::vector<uint16_t> energies(tokens, kUnit);
+    for (size_t g = 0; g < groups;) {
+        const size_t first = g * kGroup;
+        const bool are_whole = first + kWays * kGroup <= tokens;
+        const size_t count = are_whole ? kWays : 1;
+        for (size_t r = 0; r < rows; ++r) {
+            if (are_whole)
+                r = read_groups(&pieces[g], t, classes.data(), r, rows, &energies[first], tokens, values + first);
+            if (r == rows) break;
+            for (size_t k = 0; k < count; ++k) {
+                const size_t from = first + k * kGroup, length = std::min<size_t>(kGroup, tokens - from);
+                Piece& piece = pieces[g + k];
+                read_row(piece.states, t, classes[r], &energies[from], length, values + r * tokens + from, piece.in);
+            }
+        }
+        for (size_t k = 0; k < count; ++k)
+            if ((fault = pieces[g + k].close())) return fault;
+        g += count;
+    }
     return nullptr;
-}
-
-const char* decode(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens, uint8_t* out) {
-    return read(t, data, size, rows, tokens, out, decode_row);
-}
-
-const char* refine(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens, int16_t* values) {
-    return read(t, data, size, rows, tokens, values, refine_row);
 }
 
 // ---- encoding
 
-// A bitstream that is written from its end to its beginning, as rANS encodes.
+// A piece that is written from its end to its beginning, as rANS encodes.
 struct Writer {
-    std::unique_ptr<uint8_t[]> held;  // words; not cleared, because most of it is never touched
-    std::vector<uint8_t> escapes;     // the last one first
-    uint8_t *next, *end;
+    uint32_t states[kLanes];
+    size_t lanes;
+    uint8_t *next, *end;           // words; the room in front of them is enough, a word for each symbol
+    std::vector<uint8_t> escapes;  // the last one first
 
-    // A symbol takes at most one word.
-    explicit Writer(size_t symbols) : held(new uint8_t[2 * symbols]), next(held.get() + 2 * symbols), end(next) {}
-    size_t size() const { return end - next; }
+    Writer(size_t lanes, uint8_t* end) : lanes(lanes), next(end), end(end) { std::fill(states, states + kLanes, kLow); }
+
+    size_t words() const { return (4 * lanes + (end - next) + escapes.size() + 1) / 2; }
+
+    // Writes the piece. Returns where it ends.
+    uint8_t* write(uint8_t* to) const {
+        uint8_t* const behind = to + 2 * words();
+        std::memcpy(to, states, 4 * lanes);
+        std::memcpy(to + 4 * lanes, next, end - next);
+        if (escapes.size() % 2) to[4 * lanes + (end - next)] = 0;
+        std::copy(escapes.begin(), escapes.end(), behind - escapes.size());
+        return behind;
+    }
 };
 
 inline void encode_symbol(uint32_t& state, const uint32_t* table, uint8_t integer, Writer& out) {
@@ -412,19 +545,31 @@ inline void encode_symbol(uint32_t& state, const uint32_t* table, uint8_t intege
     state = (state / count << kBits) + state % count + (entry & 1023);
 }
 
-// `entries`: as in `Tables::encode`.
-void encode_tokens(uint32_t* states, const uint32_t* entries, const uint8_t* row, const uint8_t* chosen, size_t from,
-                   size_t tokens, Writer& out) {
+// Encodes the tokens of a group's row from `from` on. `entries`: as in `Tables::encode`.
+void encode_tokens(Writer& out, const uint32_t* entries, const uint8_t* row, const uint8_t* chosen, size_t from,
+                   size_t tokens) {
     for (size_t i = tokens; i-- > from;)
-        encode_symbol(states[i % kLanes], entries + (static_cast<size_t>(chosen[i]) << 8), row[i], out);
+        encode_symbol(out.states[i % kLanes], entries + (static_cast<size_t>(chosen[i]) << 8), row[i], out);
+}
+
+// Returns the sum of the magnitudes of a row's integers.
+CLONES uint64_t sum_of_sizes(const uint8_t* row, size_t tokens) {
+    uint32_t sum = 0;  // at most 2^22 tokens
+    for (size_t i = 0; i < tokens; ++i) sum += static_cast<uint32_t>(std::abs(row[i] - kZero));
+    return sum;
+}
+
+uint64_t sum_of_sizes(const int16_t* row, size_t tokens) {
+    uint64_t sum = 0;
+    for (size_t i = 0; i < tokens; ++i) sum += static_cast<uint64_t>(std::abs(static_cast<int>(row[i])));
+    return sum;
 }
 
 template <class T>
-int class_of(const T* row, size_t tokens, int zero) {
-    uint64_t sum = 0;
-    for (size_t i = 0; i < tokens; ++i) sum += static_cast<uint64_t>(std::abs(static_cast<int>(row[i]) - zero));
-    const double mean = static_cast<double>(sum) / static_cast<double>(tokens);
-    return std::clamp(static_cast<int>(std::lround(4 * std::log2(mean + 1.0 / 64))) + 24, 0, kClasses - 1);
+uint8_t class_of(const T* row, size_t tokens) {
+    const double mean = static_cast<double>(sum_of_sizes(row, tokens)) / static_cast<double>(tokens);
+    return static_cast<uint8_t>(
+        std::clamp(static_cast<int>(std::lround(4 * std::log2(mean + 1.0 / 64))) + 24, 0, kClasses - 1));
 }
 
 // Chooses the table of each token of a row, and updates the energies.
@@ -482,17 +627,28 @@ AVX512 inline void encode_16(__m512i& state, const uint32_t* entries, const uint
     state = _mm512_add_epi32(_mm512_slli_epi32(quotient, kBits), _mm512_add_epi32(rest, first));
 }
 
-AVX512 void encode_tokens_avx512(uint32_t* states, const uint32_t* entries, const uint8_t* row, const uint8_t* chosen,
-                                 size_t tokens, Writer& out) {
-    const size_t whole = tokens / kLanes * kLanes;
-    encode_tokens(states, entries, row, chosen, whole, tokens, out);
-    __m512i a = _mm512_loadu_si512(states), b = _mm512_loadu_si512(states + 16);
-    for (size_t i = whole; i > 0; i -= kLanes) {
-        encode_16(b, entries, row + i - 16, chosen + i - 16, out);
-        encode_16(a, entries, row + i - kLanes, chosen + i - kLanes, out);
+// Encodes the first `tokens` tokens, whole steps, of a row of `ways` groups, which take turns.
+template <int ways>
+AVX512 void encode_ways_avx512(Writer* writers, const uint32_t* entries, const uint8_t* row, const uint8_t* chosen,
+                               size_t tokens) {
+    __m512i states[2 * ways];
+#pragma GCC unroll 8
+    for (int k = 0; k < ways; ++k) {
+        states[2 * k] = _mm512_loadu_si512(writers[k].states);
+        states[2 * k + 1] = _mm512_loadu_si512(writers[k].states + 16);
     }
-    _mm512_storeu_si512(states, a);
-    _mm512_storeu_si512(states + 16, b);
+    for (size_t i = tokens; i > 0; i -= kLanes)
+#pragma GCC unroll 8
+        for (int k = 0; k < ways; ++k) {
+            const size_t token = k * kGroup + i;
+            encode_16(states[2 * k + 1], entries, row + token - 16, chosen + token - 16, writers[k]);
+            encode_16(states[2 * k], entries, row + token - kLanes, chosen + token - kLanes, writers[k]);
+        }
+#pragma GCC unroll 8
+    for (int k = 0; k < ways; ++k) {
+        _mm512_storeu_si512(writers[k].states, states[2 * k]);
+        _mm512_storeu_si512(writers[k].states + 16, states[2 * k + 1]);
+    }
 }
 #endif
 
@@ -500,38 +656,73 @@ AVX512 void encode_tokens_avx512(uint32_t* states, const uint32_t* entries, cons
 struct Plan {
     size_t rows, tokens;
     std::vector<uint8_t> chosen;  // empty if each row has one table
-    std::vector<int> classes;
+    std::vector<uint8_t> classes;
 
     Plan(size_t rows, size_t tokens, bool has_row_tables = false)
         : rows(rows), tokens(tokens), chosen(has_row_tables ? 0 : rows * tokens), classes(rows) {}
 };
 
-std::vector<uint8_t> write(const Tables& t, const uint32_t* entries, const Plan& plan, const uint8_t* symbols) {
-    uint32_t states[kLanes];
-    std::fill(states, states + kLanes, kLow);
-    Writer out(plan.rows * (plan.tokens + 1));
-    std::vector<uint8_t> same(plan.chosen.empty() ? plan.tokens : 0);
+// Encodes the rows of `count` groups.
+void write_groups(const Tables& t, const uint32_t* entries, const Plan& plan, const uint8_t* symbols, size_t group,
+                  size_t count, Writer* writers) {
+    const size_t first = group * kGroup, tokens = std::min(count * kGroup, plan.tokens - first);
+    std::vector<uint8_t> same(plan.chosen.empty() ? tokens : 0);
     for (size_t r = plan.rows; r-- > 0;) {
-        const uint8_t *row = symbols + r * plan.tokens, *chosen = same.data();
+        const uint8_t *row = symbols + r * plan.tokens + first, *chosen = same.data();
         if (same.empty())
-            chosen = &plan.chosen[r * plan.tokens];
+            chosen = &plan.chosen[r * plan.tokens + first];
         else
-            std::fill(same.begin(), same.end(), static_cast<uint8_t>(plan.classes[r]));
+            std::fill(same.begin(), same.end(), plan.classes[r]);
 #ifdef HAS_AVX512
-        if (t.has_vectors)
-            encode_tokens_avx512(states, entries, row, chosen, plan.tokens, out);
-        else
+        if (t.has_vectors && tokens == kWays * kGroup) {
+            encode_ways_avx512<kWays>(writers, entries, row, chosen, kGroup);
+            continue;
+        }
+        if (t.has_vectors) {
+            const size_t whole = tokens / kLanes * kLanes;
+            encode_tokens(*writers, entries, row, chosen, whole, tokens);
+            encode_ways_avx512<1>(writers, entries, row, chosen, whole);
+            continue;
+        }
 #endif
-            encode_tokens(states, entries, row, chosen, 0, plan.tokens, out);
-        const int delta = plan.classes[r] - (r ? plan.classes[r - 1] : 0);
-        const uint32_t* deltas = t.encode + (static_cast<size_t>(t.delta) << 8);
-        encode_symbol(states[0], deltas, static_cast<uint8_t>(delta + kZero), out);
+        for (size_t k = 0; k < count; ++k) {
+            const size_t from = k * kGroup;
+            encode_tokens(writers[k], entries, row + from, chosen + from, 0, std::min<size_t>(kGroup, tokens - from));
+        }
     }
-    const size_t lanes = std::min<size_t>(kLanes, plan.tokens);
-    std::vector<uint8_t> coded(4 * lanes + out.size() + out.escapes.size());
-    std::memcpy(coded.data(), states, 4 * lanes);
-    std::memcpy(coded.data() + 4 * lanes, out.next, out.size());
-    std::copy(out.escapes.begin(), out.escapes.end(), coded.end() - out.escapes.size());
+}
+
+std::vector<uint8_t> write(const Tables& t, const uint32_t* entries, const Plan& plan, const uint8_t* symbols) {
+    const size_t groups = (plan.tokens + kGroup - 1) / kGroup;
+    // Words are not cleared, because most of them are never touched.
+    std::unique_ptr<uint8_t[]> words(new uint8_t[2 * plan.rows * (plan.tokens + 1)]);
+    std::vector<Writer> writers;
+    uint8_t* room = words.get();
+    for (size_t first = 0; first < plan.tokens; first += kGroup) {
+        const size_t tokens = std::min<size_t>(kGroup, plan.tokens - first);
+        writers.emplace_back(std::min<size_t>(kLanes, tokens), room += 2 * plan.rows * tokens);
+    }
+    for (size_t g = 0; g < groups;) {
+        const size_t count = (g + kWays) * kGroup <= plan.tokens ? kWays : 1;
+        write_groups(t, entries, plan, symbols, g, count, &writers[g]);
+        g += count;
+    }
+    writers.emplace_back(std::min<size_t>(kClassLanes, plan.rows), room + 2 * plan.rows);
+    const uint32_t* deltas = t.encode + (static_cast<size_t>(t.delta) << 8);
+    for (size_t r = plan.rows; r-- > 0;) {
+        const int delta = plan.classes[r] - (r ? plan.classes[r - 1] : 0);
+        encode_symbol(writers[groups].states[r % kClassLanes], deltas, static_cast<uint8_t>(delta + kZero), writers[groups]);
+    }
+
+    size_t num_words = 2 * groups;
+    for (const Writer& writer : writers) num_words += writer.words();
+    std::vector<uint8_t> coded(2 * num_words);
+    uint8_t* next = coded.data() + 4 * groups;
+    for (size_t g = 0; g <= groups; ++g) {
+        const uint32_t size = static_cast<uint32_t>(writers[g].words());
+        if (g < groups) std::memcpy(coded.data() + 4 * g, &size, 4);
+        next = writers[g].write(next);
+    }
     return coded;
 }
 
@@ -540,7 +731,7 @@ std::vector<uint8_t> encode(const Tables& t, const uint8_t* values, size_t rows,
     std::vector<uint16_t> energies(tokens, kUnit);
     for (size_t r = 0; r < rows; ++r) {
         const uint8_t* row = values + r * tokens;
-        const int row_class = plan.classes[r] = class_of(row, tokens, kZero);
+        const int row_class = plan.classes[r] = class_of(row, tokens);
 #ifdef HAS_AVX512
         if (t.has_vectors)
             choose_tables_avx512(t, row_class, row, tokens, energies.data(), &plan.chosen[r * tokens]);
@@ -564,7 +755,7 @@ std::vector<uint8_t> encode_digits(const Tables& t, int num_tables, const int16_
     std::vector<uint16_t> energies(tokens, kUnit);
     for (size_t r = 0; r < rows; ++r) {
         const int16_t* row = values + r * tokens;
-        const int row_class = plan.classes[r] = class_of(row, tokens, 0);
+        const int row_class = plan.classes[r] = class_of(row, tokens);
         const uint8_t* choice = t.choice + row_class * kLevels;
         for (size_t i = 0; i < tokens; ++i) {
             const int n = (row[i] + 3 * (1 << 15) + 1) / 3 - (1 << 15), digit = row[i] - 3 * n;
@@ -766,7 +957,7 @@ std::vector<uint8_t> encode_fitted(const Tables& t, const uint8_t* frames, size_
         }
     }
     Plan plan(rows, tokens, true);
-    plan.classes = fitted.classes;
+    std::copy(fitted.classes.begin(), fitted.classes.end(), plan.classes.begin());
     return write(t, entries.data(), plan, values.get());
 }
 
@@ -906,7 +1097,7 @@ PyObject* py_decode(PyObject*, PyObject* args) {
         return nullptr;
     const char* fault = nullptr;
     return has_memory_for([&] {
-               fault = decode(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens,
+               fault = read(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens,
                               static_cast<uint8_t*>(out.view.buf));
            })
                ? text_of(fault)
@@ -939,7 +1130,7 @@ PyObject* py_refine(PyObject*, PyObject* args) {
         return nullptr;
     const char* fault = nullptr;
     return has_memory_for([&] {
-               fault = refine(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens,
+               fault = read(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens,
                               static_cast<int16_t*>(values.view.buf));
            })
                ? text_of(fault)

@@ -45,6 +45,9 @@ from sgl_kvfetch.errors import CorruptError
 
 ESCAPE = 256  # the symbol of all integers that have no slots in a distribution
 SLOTS = 1024  # of a distribution; a symbol's share of them is its probability
+LANES = 32  # states of a group of tokens
+GROUP = 128  # tokens that have states, words and escaped integers of their own
+CLASS_LANES = 8  # states that code the classes of rows
 CLASS_TABLE = 17  # the distribution that codes the classes of rows
 ZERO = 128  # the integer that stands for n = 0
 _NATIVE_ESCAPE = 1 << 28  # marks an escape in an entry of the native coder's tables

@@ -23,7 +23,7 @@ from sgl_kvfetch.triton_kernels.xxh3 import SUMS, digests_of, xxh3_sums_table
 N = TypeVar("N", int, np.ndarray)
 
 _ALIGNMENT = 256  # of frames, in bytes
-_ANS_FIELDS, _SUM_FIELDS = 6, 2
+_ANS_FIELDS, _SUM_FIELDS = 5, 2
 _STATUS_BYTES, _SUM_BYTES = 4, 8 * SUMS
 _POINTER_BYTES = 16  # of what kernels get pointers to: for others, Triton would compile them again while SGLang serves
 
@@ -31,7 +31,7 @@ _POINTER_BYTES = 16  # of what kernels get pointers to: for others, Triton would
 class _Part(NamedTuple):
     """Cells that go through scratch memory together, all of them coded or none. ``cells``: a slice of the prompt's.
     ``status``: the range of their statuses. ``code``: bytes of the shared memory. ``frames_at``: where the decoded
-    frames begin in scratch memory, behind the code."""
+    frames begin in scratch memory, behind the code. ``most_area``: the most values of a row of these frames."""
 
     is_coded: bool
     cells: slice
@@ -39,7 +39,7 @@ class _Part(NamedTuple):
     code: slice
     frames_at: int
     frames_bytes: int
-    num_energies: int
+    most_area: int
     most_tokens: int
     most_exact: int
 
@@ -84,6 +84,7 @@ class CodedLoad:
         """Yield what to launch before a layer can be read, if that was not yielded for a layer before."""
         if layer == 0:
             yield partial(copy, self._tables, self._tables_on_host)
+            yield self._results.status.zero_
         for part in self._parts:
             if self._cells["first_layer"][part.cells.start] == layer:
                 code = self._memory.whole[part.code]
@@ -104,7 +105,7 @@ class CodedLoad:
     def _restore(self, part: _Part) -> None:
         if part.is_coded:
             data, out = self._scratch[: part.frames_at], self._scratch[part.frames_at :][: part.frames_bytes]
-            ans_decode_table(data, self._ans[part.cells], part.num_energies, out, self._results.status[part.status])
+            ans_decode_table(data, self._ans[part.cells], part.most_area, out, self._results.status[part.status])
             xxh3_sums_table(out, self._sums[part.cells], self._results.sums[part.cells])
         rows, size = self._rows[part.cells].flatten(), self._pages.geometry.page_size
         launch_klt(self._shape, self._dtype, self._vector, rows, self._slots, size, part.most_tokens, part.most_exact)
@@ -117,12 +118,11 @@ class CodedLoad:
         """Make the tables of all cells, in pinned memory. They follow what the cells have beside their integers."""
         cells, parts = self._cells, self._parts
         out_start = np.concatenate([_before(frames_bytes[part.cells]) for part in parts])
-        energies = np.concatenate([_before(area[part.cells]) for part in parts])
         of_parts = np.repeat(np.arange(len(parts)), [part.cells.stop - part.cells.start for part in parts])
         code_start = cells["start"] - np.array([part.code.start for part in parts])[of_parts]
         decoded_at = np.array([part.frames_at for part in parts])[of_parts] + out_start
         frames = np.where(cells["is_coded"], decoded_at, code_start)
-        ans = np.stack([code_start, cells["size"], num_frames, area, out_start, energies], axis=1)
+        ans = np.stack([code_start, cells["size"], num_frames, area, out_start], axis=1)
         sums = np.stack([out_start, self._sizes], axis=1)
         models, of_models = self._models()
         places, of_places = self._places()
@@ -231,7 +231,7 @@ def _parts(cells: np.ndarray, frames_bytes: np.ndarray, area: np.ndarray, scratc
                 code,
                 frames_at,
                 taken,
-                int(area[of].sum()),
+                int(area[of].max()),
                 int(cells["num_tokens"][of].max()),
                 int(cells["num_exact"][of].max()),
             )

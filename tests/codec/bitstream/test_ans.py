@@ -17,7 +17,7 @@ from sgl_kvfetch.codec.bitstream.base import Codec
 from sgl_kvfetch.codec.layout.frames import FLAT
 from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.errors import CorruptError
-from tests.golden.second_reader import unans, unans_tables
+from tests.golden.second_reader import groups_of, unans, unans_tables
 
 VECTORS, PORTABLE = AnsCodec(), AnsCodec(is_portable=True)
 TABLES = AnsTablesCodec()
@@ -46,7 +46,7 @@ def decode(codec: Codec, bitstream: bytes, frames: torch.Tensor) -> torch.Tensor
     return codec.decode(bitstream, (len(frames), *frames.shape[2:]))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 16, 31, 32, 33, 64, 100, 1024])
+@pytest.mark.parametrize("num_tokens", [1, 5, 16, 31, 32, 33, 64, 100, 127, 128, 129, 512, 700, 1024])
 @pytest.mark.parametrize("num_rows", [1, 2, 40])
 def test_both_coders_and_the_document_agree(num_rows: int, num_tokens: int) -> None:
     frames = coefficients(num_rows, num_tokens)
@@ -85,7 +85,7 @@ def test_its_size_is_near_the_entropy() -> None:
 def test_50000_mutated_bitstreams_decode_to_the_shape_or_are_corrupt(codec: AnsCodec) -> None:
     """A flipped byte may decode to other integers: that is what the checksums are for. It must not do anything else."""
     random = np.random.default_rng(3)
-    sources = [(frames := coefficients(9, n), codec.encode(frames)) for n in (3, 40, 128)]
+    sources = [(frames := coefficients(9, n), codec.encode(frames)) for n in (3, 40, 300)]
     num_corrupt = 0
     for number in range(50_000):
         frames, bitstream = sources[number % len(sources)]
@@ -104,16 +104,61 @@ def test_50000_mutated_bitstreams_decode_to_the_shape_or_are_corrupt(codec: AnsC
 
 @CODECS
 def test_what_is_broken_is_said(codec: AnsCodec) -> None:
-    frames = torch.full((10, 3, 1, 64), 128, dtype=torch.uint8)
+    frames = torch.full((10, 3, 1, 200), 128, dtype=torch.uint8)  # two groups
     bitstream = codec.encode(frames)
+    sizes = struct.unpack_from("<2I", bitstream)
+
+    def with_size(group: int, words: int) -> bytes:
+        changed = [*sizes]
+        changed[group] = words
+        return struct.pack("<2I", *changed) + bitstream[8:]
+
+    padded = with_size(1, sizes[1] + 1)[: 8 + 2 * sum(sizes)]
+    classes = bitstream[8 + 2 * sum(sizes) :]
     for bad, fault in (
-        (b"", "is shorter than its states"),
-        (bytes(4) + bitstream[4:], "has a state that is too small"),
-        (b"\xff" * 128, "ends too early"),
-        (bitstream + b"\0", "has bytes that nothing uses"),
+        (b"", "is shorter than the sizes of its groups"),
+        (bitstream[:7], "is shorter than the sizes of its groups"),
+        (bitstream + b"\0", "ends within a word"),
+        (with_size(0, sizes[0] + (1 << 31)), "is shorter than its groups"),
+        (with_size(1, (1 << 32) - 1), "is shorter than its groups"),
+        (with_size(0, 63), "has a piece that is shorter than its states"),
+        (with_size(1, sizes[1] + len(classes) // 2), "has a piece that is shorter than its states"),
+        (bitstream[:8] + bytes(4) + bitstream[12:], "has a state that is too small"),
+        (bitstream[: -len(classes)] + bytes(4) + classes[4:], "has a state that is too small"),
+        (bitstream[:8] + b"\xff" * (len(bitstream) - 8), "has a piece that ends too early"),
+        (bitstream + b"\0\0", "has bytes that nothing uses"),
+        (padded + b"\0\0" + classes, "has bytes that nothing uses"),
     ):
         with pytest.raises(CorruptError, match=fault):
             decode(codec, bad, frames)
+
+
+@CODECS
+def test_escaped_integers_fill_words_with_one_zero(codec: AnsCodec) -> None:
+    """So that all pieces begin at a word."""
+    frames = torch.full((1, 3, 1, 40), 128, dtype=torch.uint8)
+    frames[0, 1, 0, 7] = 0
+    bitstream = codec.encode(frames)
+    words = struct.unpack_from("<I", bitstream)[0]
+    end = 4 + 2 * words
+    assert bitstream[end - 1] == 0  # the integer
+    assert torch.equal(decode(codec, bitstream, frames), frames)
+    place = end - 2
+    assert bitstream[place] == 0
+    with pytest.raises(CorruptError, match="has bytes that nothing uses"):
+        decode(codec, bitstream[:place] + b"\1" + bitstream[place + 1 :], frames)
+
+
+@pytest.mark.parametrize("num_tokens", [1024, 1000])
+def test_groups_stand_alone(num_tokens: int) -> None:
+    """Nothing but the classes is common: of another cell's group with the same classes, all bytes may be taken."""
+    one, other = coefficients(40, num_tokens), coefficients(40, num_tokens)
+    other[:, :, :, 128:256] = one[:, :, :, 128:256].flip(3)
+    bitstreams = [VECTORS.encode(x) for x in (one, other)]
+    num_groups = -(-num_tokens // 128)
+    groups = [groups_of(x, num_groups) for x in bitstreams]
+    differ = [a != b for a, b in zip(*groups, strict=True)]
+    assert differ == [number == 1 for number in range(num_groups + 1)]
 
 
 def test_the_tables_are_sound() -> None:

@@ -21,8 +21,13 @@ from tests.test_threads import assert_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SIX = [
+TEN = [
     "SGLang -> event loop: Stage",
+    # The first read opens a connection to the store.
+    "event loop -> asyncio: getaddrinfo",
+    "asyncio -> event loop: _chain_future._set_state",
+    "event loop -> kvfetch-receive: _Exchange.run",
+    "kvfetch-receive -> event loop: _chain_future._set_state",
     "event loop -> kvfetch-decode: DecodePool._run",
     "kvfetch-decode -> event loop: Restorer._run.end",
     "event loop -> SGLang: Staged",
@@ -45,7 +50,7 @@ def test_hand_overs_of_a_prompt_of_one_cell(make: MakeRig, tmp_path: Path, monke
         request = rig.arrive(tokens)
         rig.await_unparked(request)
         assert rig.admit(request) == [32]
-        require_equal(seen, SIX)
+        require_equal(seen, TEN)
         # The data plane has its threads here: all of a write's and a fetch's have run.
         assert_threads(before, {"kvfetch", *(f"kvfetch-{name}" for name in THREADS)})
         rig.cache.release_host_resources()
