@@ -35,7 +35,7 @@ async def read_all(store: Store, units: Sequence[ReadUnit]) -> int:
 async def _size(store: Store, unit: ReadUnit) -> int:
     size = 0
     for name, start, end in unit.reads:
-        if not await store.read(name, start, np.empty(end - start, dtype=np.uint8).data):
+        if not await store.read(name, start, [np.empty(end - start, dtype=np.uint8).data]):
             raise SystemExit(f"{name} is not in the store")
         size += end - start
     return size

@@ -22,8 +22,7 @@ from sgl_kvfetch.codec.container import part_with
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.side_by_side import Tasks
-from sgl_kvfetch.stores import Breaker, Lookup, SegmentHit, Store, WrappedStore
-from sgl_kvfetch.stores.base import fill_pieces
+from sgl_kvfetch.stores import Breaker, Lookup, SegmentHit, Store, WrappedStore, fill_pieces
 
 Tier = Literal["disk", "store"]
 FillResult = Literal["stored", "incomplete", "dropped", "failed"]

@@ -101,7 +101,7 @@ class MemoryCache:
         objects = dict(segment.data_objects())
         for span in range(reader.manifest.num_spans):
             for unit in read_units(reader, span, read_bytes):
-                self.put(unit, [memoryview(objects[name])[start:end] for name, start, end in unit.reads])
+                self.put(unit, [objects[name][start:end] for name, start, end in unit.reads])
 
     def drop(self, data_name: str) -> None:
         """Forget what is here of a data object, which is damaged."""

@@ -5,6 +5,7 @@ from .base import (
     SegmentHit as SegmentHit,
     Store as Store,
     WrappedStore as WrappedStore,
+    fill_pieces as fill_pieces,
     is_namespace as is_namespace,
     object_digest as object_digest,
     require_name as require_name,
