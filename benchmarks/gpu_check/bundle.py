@@ -25,7 +25,18 @@ _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = Path(__file__).with_name("from_bundle")
 PRESENT = (
-    *("aiohttp", "numpy", "pip", "prometheus-client", "pytest", "pytest-timeout", "rich", "safetensors", "torch"),
+    *(
+        "aiohappyeyeballs",
+        "aiohttp",
+        "numpy",
+        "pip",
+        "prometheus-client",
+        "pytest",
+        "pytest-timeout",
+        "rich",
+        "safetensors",
+        "torch",
+    ),
     *("transformers", "triton", "typer", "xxhash"),
 )
 # Packed in the versions that are installed here, with which the tests pass.
