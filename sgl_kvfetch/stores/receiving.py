@@ -21,6 +21,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohappyeyeballs
@@ -35,6 +36,8 @@ _MOST_PIECES = 512  # in one call of the kernel's, which takes 1,024
 _EYEBALLS_S = 0.25  # as aiohttp: how long one address has before the next one is tried beside it
 
 _TIMEVAL = struct.Struct("@ll")
+
+T = TypeVar("T")
 
 
 class RangeReceiver:
@@ -98,9 +101,8 @@ class RangeReceiver:
                 loop.call_soon_threadsafe(tell)
 
         self._busy.add(connection)
-        running = self._threads.submit(exchange.run, tell_soon)
         try:
-            is_range = await asyncio.shield(asyncio.wrap_future(running))
+            is_range = await _on_thread(self._threads.submit(exchange.run, tell_soon), connection)
             tell()
             return is_range
         except OSError:
@@ -108,7 +110,6 @@ class RangeReceiver:
             raise
         except asyncio.CancelledError:
             exchange.is_kept = False
-            await _end(running, connection)
             raise
         finally:
             self._busy.remove(connection)
@@ -123,16 +124,12 @@ class RangeReceiver:
         loop, sock = asyncio.get_running_loop(), None
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                addresses = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+                addresses = _numeric(self._host, self._port)
+                addresses = addresses or await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
                 sock = await aiohappyeyeballs.start_connection(addresses, happy_eyeballs_delay=_EYEBALLS_S)
                 connection = _Connection(sock)
                 if isinstance(self._tls, ssl.SSLContext):
-                    shaking = self._threads.submit(connection.begin_tls, self._tls, self._host)
-                    try:
-                        await asyncio.shield(asyncio.wrap_future(shaking))
-                    except asyncio.CancelledError:
-                        await _end(shaking, connection)
-                        raise
+                    await _on_thread(self._threads.submit(connection.begin_tls, self._tls, self._host), connection)
                 sock = None
                 return connection
         except TimeoutError as e:
@@ -155,14 +152,27 @@ class RangeReceiver:
         self._threads.shutdown(wait=False)
 
 
-async def _end(running: Future[bool] | Future[None], connection: _Connection) -> None:
-    """End what a thread does with a connection, and wait for that, whoever cancels the waiting."""
-    if not running.cancel():
+async def _on_thread(running: Future[T], connection: _Connection) -> T:
+    """Return what a thread's work with a connection returns. If this is cancelled, the work is ended first."""
+    waiting = asyncio.wrap_future(running)
+    try:
+        return await asyncio.shield(waiting)
+    except asyncio.CancelledError:
         connection.abort()
-        waiting = asyncio.ensure_future(asyncio.wait([asyncio.wrap_future(running)]))
         while not waiting.done():
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.shield(waiting)
+                await asyncio.wait([waiting])
+        waiting.exception()  # nobody is to hear of it
+        raise
+
+
+def _numeric(host: str, port: int) -> list[Any]:
+    """Return what `socket.getaddrinfo` says of an address that is a number, without asking anybody; nothing for a
+    name."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        return []
 
 
 class _Connection:
@@ -247,7 +257,7 @@ class _Exchange:
         num_told, told_s = 0, time.monotonic()
         while self._left:
             self._took(self.connection.receive_most(self._left))
-            if self.num_received > num_told and (now_s := time.monotonic()) >= told_s + _TELL_S:
+            if self._left and self.num_received > num_told and (now_s := time.monotonic()) >= told_s + _TELL_S:
                 num_told, told_s = self.num_received, now_s
                 tell()
         self.is_kept = may_keep
