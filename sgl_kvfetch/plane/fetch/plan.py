@@ -9,7 +9,7 @@ from functools import cached_property
 from sgl_kvfetch.codec import Cell, SegmentReader
 
 # Read a span in this many pieces, unless they get too small: decoding starts when the first piece has arrived.
-_READS_A_SPAN = 8
+_READS_A_SPAN = 3
 _LEAST_READ_BYTES = 128 << 10
 
 CellsKey = tuple[str, Cell]  # a segment and the first cell of a run
