@@ -176,7 +176,8 @@ class CodedRegion(CodedPool):
         return partial(self._keep, found)
 
     def working_bytes(self, reader: SegmentReader, cells: Sequence[Cell]) -> int:
-        return sum(2 * reader.frames_bytes(cell) for cell in cells if not stays_coded(reader, cell))
+        decoded = (cell for cell in cells if not self._is_coded[self._plan.row(reader, cell)])
+        return sum(2 * reader.frames_bytes(cell) for cell in decoded)
 
     def _keep(self, cells: Sequence[tuple[int, Sequence[np.ndarray], bytes | memoryview]]) -> None:
         for row, parts, integers in cells:

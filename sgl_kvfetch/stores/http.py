@@ -46,9 +46,8 @@ from sgl_kvfetch.stores.http_answers import (
 from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
 from sgl_kvfetch.stores.profiles import require_profile_length, require_profile_list, require_profile_name
 from sgl_kvfetch.stores.proxies import environment_proxy
-from sgl_kvfetch.stores.receiving import RangeReceiver
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, listing_of
-from sgl_kvfetch.stores.sending import LEAST_BYTES, Sender
+from sgl_kvfetch.stores.transfers import LEAST_SENT_BYTES, RangeReceiver, Sender
 from sgl_kvfetch.stores.verified import Verified
 
 T = TypeVar("T")
@@ -186,7 +185,7 @@ class HttpStore(RemoteStore):
         headers, url, views = {"Content-Type": wire.BYTES_TYPE, **condition}, self._object_url(name), views_of(data)
 
         async def attempt() -> int:
-            sender = self._sender() if len(data) >= LEAST_BYTES else None
+            sender = self._sender() if len(data) >= LEAST_SENT_BYTES else None
             answer = None if sender is None else await sender.send(url, headers, views)
             if answer is not None:
                 require_answer("PUT", url, *answer, expected, "Authorization" in self._headers)

@@ -11,8 +11,8 @@ import trustme
 
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores import receiving
-from sgl_kvfetch.stores.receiving import RangeReceiver
+from sgl_kvfetch.stores import transfers
+from sgl_kvfetch.stores.transfers import RangeReceiver
 
 CONTENT = bytes(range(256)) * 4096
 Answer = Callable[[int, int, asyncio.StreamWriter], Awaitable[None]]
@@ -173,7 +173,7 @@ async def test_a_connection_that_was_idle_for_long_is_not_used_again(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, receiver, url = await start(right)
-    monkeypatch.setattr(receiving, "_IDLE_S", -1.0)
+    monkeypatch.setattr(transfers, "_IDLE_S", -1.0)
     for _ in range(2):
         assert await read(receiver, url, 0, 10) == CONTENT[:10]
     assert [len(each) for each in server.requests] == [1, 1]

@@ -52,7 +52,7 @@ async def test_uploads_side_by_side_share_few_connections(store: HttpStore) -> N
     await asyncio.gather(*(store.put(name_of(each), each) for each in contents))
     assert [await store.get(name_of(each)) == each for each in contents] == [True] * 12
     assert store._sends is not None
-    assert 1 <= len(store._sends._idle) <= 4
+    assert 1 <= len(store._sends._connections._idle) <= 4
 
 
 async def test_the_servers_word_reaches_the_caller(store: HttpStore) -> None:
@@ -119,7 +119,7 @@ async def test_closing_ends_an_upload() -> None:
     with silent_server() as (url, has_left):
         store = HttpStore(url, options=HttpOptions(max_attempts=1))
         upload = asyncio.create_task(store.put(name_of(content), content))
-        await until(lambda: store._sends is not None and any(each._connection for each in store._sends._busy))
+        await until(lambda: store._sends is not None and bool(store._sends._connections._busy))
         await store.close()
         with pytest.raises(StoreError):
             await asyncio.wait_for(upload, WAIT_S)
