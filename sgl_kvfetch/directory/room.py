@@ -134,9 +134,8 @@ class DiskRoom:
             with self._deleting() as (db, doomed):
                 if not name.endswith(MANIFEST_SUFFIX):
                     self._admit(db, num_bytes, 0, doomed)
-                file_id = rows.add_file(db, name, num_bytes, FileState.WRITING)
                 self._delete_expired(db, doomed)
-                temp = files.TempFile(self._catalog.root, name.partition("/")[0], temp_name(file_id))
+                file_id, temp = self._new_file(db, name, num_bytes)
             self._make_room(num_bytes)
         except BaseException:
             if temp is not None:
@@ -144,6 +143,19 @@ class DiskRoom:
                 self.forget_file(file_id)
             raise
         return file_id, temp
+
+    def _new_file(self, db: sqlite3.Connection, name: str, num_bytes: int) -> tuple[int, files.TempFile]:
+        """Add a file's row, and create the file.
+
+        A process that was killed between this and the end of its transaction leaves the file without a row: then the
+        database gives the identifier out again, and the next one is taken. A sweep removes the file.
+        """
+        while True:
+            file_id = rows.add_file(db, name, num_bytes, FileState.WRITING)
+            try:
+                return file_id, files.TempFile(self._catalog.root, name.partition("/")[0], temp_name(file_id))
+            except FileExistsError:
+                rows.forget_file(db, file_id)
 
     def grow(self, file_id: int, has_bytes: int, num_bytes: int) -> None:
         """Reserve more room for a data object that is being written."""
@@ -404,14 +416,14 @@ class DiskRoom:
     def _replace_manifest(self, name: str, digest: str, content: bytes) -> bool:
         """Replace a manifest of this digest, without counting that as a use. Return whether it was there."""
         manifest = decode_manifest(content)
-        with self._catalog.writing() as db:
-            found = db.execute("SELECT digest, last_used FROM segments WHERE name = ?", (name,)).fetchone()
-            if found is None or found[0] != digest:
-                return False
-            file_id = rows.add_file(db, name, len(content), FileState.WRITING)
-            db.execute(_SET_LAST_USED, (found[1], name))
-        temp = files.TempFile(self._catalog.root, name.partition("/")[0], temp_name(file_id))
+        temp = None
         try:
+            with self._catalog.writing() as db:
+                found = db.execute("SELECT digest, last_used FROM segments WHERE name = ?", (name,)).fetchone()
+                if found is None or found[0] != digest:
+                    return False
+                file_id, temp = self._new_file(db, name, len(content))
+                db.execute(_SET_LAST_USED, (found[1], name))
             rest = memoryview(content)
             while rest:
                 rest = rest[temp.write(rest) :]
@@ -424,7 +436,7 @@ class DiskRoom:
                 db.execute(_SET_LAST_USED, (found[1], name))
             return True
         finally:
-            if temp.is_open:
+            if temp is not None and temp.is_open:
                 temp.discard()
                 self.forget_file(file_id)
 

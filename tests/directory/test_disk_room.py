@@ -266,6 +266,37 @@ async def test_what_a_killed_writer_left_counts_until_it_is_collected(make: Make
     assert usage.stored_bytes == disk_bytes(tmp_path) <= CAPACITY - CAPACITY // 8
 
 
+DIES_BEFORE_ITS_ROW = """
+import asyncio, os, sys
+from pathlib import Path
+from sgl_kvfetch.directory import files
+from sgl_kvfetch.directory.local import LocalStore
+
+make = files.TempFile.__init__
+
+def made(*args):
+    make(*args)
+    os._exit(3)
+
+files.TempFile.__init__ = made
+asyncio.run(LocalStore(Path(sys.argv[1])).put(sys.argv[2], b"x"))
+"""
+
+
+async def test_a_writer_that_dies_before_its_row_is_kept_stops_no_other_one(make: MakeStore, tmp_path: Path) -> None:
+    # The database gives the same identifier out again, and the file of that name is there.
+    store = make()
+    await put(store, 0)
+    died = [sys.executable, "-c", DIES_BEFORE_ITS_ROW, str(tmp_path), data_object(b"x")]
+    assert (await (await asyncio.create_subprocess_exec(*died)).wait()) == 3
+    assert len(list(tmp_path.rglob(".tmp-*"))) == 1
+    await put(store, 1)
+    assert await found(store, range(2)) == 2
+    store = make(orphan_age_s=0)
+    await store.collect()
+    assert list(tmp_path.rglob(".tmp-*")) == []
+
+
 async def test_a_full_disk_evicts_and_writes_again(
     make: MakeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
