@@ -23,7 +23,7 @@ from sgl_kvfetch.codec import Cell, Decoders, SegmentReader
 from sgl_kvfetch.plane.adapt.policy import Policy, Situation
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.link import Link
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy, neighbours, read_units
+from sgl_kvfetch.plane.fetch.plan import LevelPolicy, neighbours, read_runs
 
 # Runs per span. One choice serves a whole run of cells, since it takes milliseconds.
 _RUNS_A_SPAN = 4
@@ -80,10 +80,10 @@ class Chooser:
         self._link = link
         self._previous: int | None = None
 
-    def runs(self, reader: SegmentReader, span: int, read_bytes: int) -> list[tuple[Cell, ...]]:
+    def runs(self, reader: SegmentReader, span: int, read_bytes: int) -> Sequence[tuple[Cell, ...]]:
         """Return the cells of a span that the rank reads, in runs of neighbours. The cells of a run are read alike."""
         if self._policy is None:
-            return [unit.cells for unit in read_units(reader, span, read_bytes)]
+            return read_runs(reader, span, read_bytes)
         cells = list(reader.span_cells(span))
         step = -(-len(cells) // _RUNS_A_SPAN)
         return [tuple(run[i : i + step]) for run in neighbours(reader, cells) for i in range(0, len(run), step)]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
+from weakref import WeakKeyDictionary
 
 from sgl_kvfetch.codec import Cell, SegmentReader
 
@@ -119,21 +122,33 @@ def read_size(span_bytes: int, read_bytes: int) -> int:
     return min(read_bytes, max(_LEAST_READ_BYTES, -(-span_bytes // _READS_A_SPAN)))
 
 
-def read_units(reader: SegmentReader, span: int, read_bytes: int) -> Iterator[ReadUnit]:
-    """Cut the bytes of a span's cells at cell boundaries into reads of at most about ``read_bytes``. Equal arguments
-    give equal units, so that a read started for one caller can serve another."""
-    cells = list(reader.span_cells(span))
-    read_bytes = read_size(reader.span_bytes(span), read_bytes)
-    for run in neighbours(reader, cells):
-        taken: list[Cell] = []
-        num_bytes = 0
-        for cell in run:
-            num_bytes += reader.coded_bytes(cell)
-            if taken and num_bytes > read_bytes:
-                yield ReadUnit(reader, tuple(taken))
-                taken, num_bytes = [], reader.coded_bytes(cell)
-            taken.append(cell)
-        yield ReadUnit(reader, tuple(taken))
+def read_units(reader: SegmentReader, span: int, read_bytes: int) -> list[ReadUnit]:
+    """Cut the bytes of a span's cells at cell boundaries into reads of about equal size, at most about ``read_bytes``.
+    Equal arguments give equal units, so that a read started for one caller can serve another."""
+    return [ReadUnit(reader, cells) for cells in read_runs(reader, span, read_bytes)]
+
+
+_runs: WeakKeyDictionary[SegmentReader, dict[tuple[int, int], list[tuple[Cell, ...]]]] = WeakKeyDictionary()
+
+
+def read_runs(reader: SegmentReader, span: int, read_bytes: int) -> Sequence[tuple[Cell, ...]]:
+    """Return the cells of `read_units`. They are computed once."""
+    made = _runs.setdefault(reader, {})
+    if (span, read_bytes) not in made:
+        most = read_size(reader.span_bytes(span), read_bytes)
+        runs = neighbours(reader, list(reader.span_cells(span)))
+        made[span, read_bytes] = [cells for run in runs for cells in _cut(reader, run, most)]
+    return made[span, read_bytes]
+
+
+def _cut(reader: SegmentReader, run: Sequence[Cell], most: int) -> list[tuple[Cell, ...]]:
+    """Cut neighbours into runs of about equal size in bytes, about ``most``: a cell is in the run in which its middle
+    is."""
+    ends = list(accumulate(map(reader.coded_bytes, run)))
+    count = -(-ends[-1] // most)
+    middles = ((start + end) / 2 for start, end in pairwise((0, *ends)))
+    where = [int(middle * count / ends[-1]) for middle in middles]
+    return [tuple(cell for _, cell in cells) for _, cells in groupby(zip(where, run, strict=True), key=itemgetter(0))]
 
 
 def neighbours(reader: SegmentReader, cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
