@@ -100,6 +100,8 @@ class Chooser:
         """Return the reader with which to read ``run``. ``reader``: of the segment's default variant. ``levels``: which
         may be left out. ``within_s``: when the fetch should end. ``num_cells_left``: cells not requested yet, of all
         fetches and of ``run``. ``is_here``: whether the bytes of a reader need no link."""
+        if self._policy is None and levels.coarsest(reader) is reader:
+            return reader
         offers = self._offers(reader, run, levels)
         if len(offers) == 1:
             return offers[0].reader
