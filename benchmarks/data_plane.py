@@ -51,7 +51,7 @@ from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredSt
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.plane.client import READ_BYTES
+from sgl_kvfetch.plane.client import SPAN_READ_BYTES
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from sgl_kvfetch.plane.launch import DataPlaneProcess, Line
 from sgl_kvfetch.plane.messages import Found, Start
@@ -258,7 +258,7 @@ async def _reads(
     """Return the objects and ranges that a fetch reads."""
     store = open_hedged(url, options=HttpOptions(timeout_s=_TIMEOUT_S))
     try:
-        units = await find_units(store, heads, hashes, quantiser, READ_BYTES)
+        units = await find_units(store, heads, hashes, quantiser, SPAN_READ_BYTES, 1)
     finally:
         await store.close()
     return [read for unit in units for read in unit.reads]

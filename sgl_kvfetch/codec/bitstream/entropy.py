@@ -12,7 +12,6 @@ import zstandard
 from sgl_kvfetch.codec.bitstream.base import Codec, PictureShape
 from sgl_kvfetch.errors import CorruptError
 
-
 _kept = threading.local()
 
 

@@ -366,9 +366,7 @@ async def test_the_link_is_left_to_others_once_all_is_requested(
         )
         await asyncio.wait_for(is_requested.wait(), WAIT_S)
         assert not task.done()
-        assert store.num_gets == sum(
-            len(read_units(sources(segment, [0])[0].reader, span, 600)) for span in range(4)
-        )
+        assert store.num_gets == sum(len(read_units(sources(segment, [0])[0].reader, span, 600)) for span in range(4))
         store.gate.set()
         assert (await task).num_pages == 8
 
