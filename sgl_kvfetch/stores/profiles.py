@@ -85,6 +85,12 @@ class ProfileKeys:
     manifest: ManifestKeys | None = None
     encryption: EncryptionKeys | None = None
 
+    @property
+    def fingerprint(self) -> bytes:
+        """What tells these keys from others, and says nothing of them."""
+        every = (b"" if keys is None else keys.fingerprint for keys in (self.manifest, self.encryption))
+        return b"".join(hashlib.sha256(each).digest() for each in every)
+
 
 @dataclass(frozen=True, slots=True)
 class ProfileHead:
