@@ -25,7 +25,7 @@ _MOST_OTHERS = 0.005  # share of exponents, and of integers, that the order of s
 
 
 def run(record: Record) -> None:
-    check(record, Device(torch.device("cuda")), num_tokens=2048, dim=DIM)
+    check(record, Device(torch.device("cuda", 0)), num_tokens=2048, dim=DIM)
 
 
 def check(record: Record, device: Device, num_tokens: int, dim: int) -> None:

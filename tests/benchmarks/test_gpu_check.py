@@ -84,6 +84,41 @@ def test_how_a_step_ends(name: str, outcome: str, reason: str, tmp_path: Path) -
         assert result.rows[0]["name"] == "one"
 
 
+def test_what_a_step_has_recorded_so_far(tmp_path: Path) -> None:
+    seen: list[Result] = []
+
+    def note(result: Result) -> None:
+        if result.rows:
+            seen.append(result)
+            (tmp_path / "seen").touch()
+
+    step = Step("waits", "waits", "tests.benchmarks.gpu_steps:waits", WAIT_S)
+    assert run_step(step, tmp_path, WAIT_S, note).outcome == "passed"
+    assert (seen[0].outcome, seen[0].reason) == ("failed", "cut off with the whole run")
+    assert seen[0].rows[0]["name"] == "one"
+    assert 0 < seen[0].rows[0]["limit_s"] <= WAIT_S
+
+
+def test_a_run_that_is_ended_has_written_the_rows_of_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"table": "Machine", "what": "gpu", "is": "NVIDIA H100"}]
+
+    def run(step: Step, folder: Path, limit_s: float, progress: Callable[[Result], object]) -> Result:
+        if step.name == "nvdec":
+            progress(Result("nvdec", "NVDEC", "failed", "cut off", rows=[{"table": "NVDEC: bits", "found": "equal"}]))
+            raise KeyboardInterrupt
+        return Result(step.name, step.title, "passed", rows=rows)
+
+    monkeypatch.setattr(command, "run_step", run)
+    monkeypatch.setattr(driver_libraries, "complete", lambda folder: [])
+    with pytest.raises(KeyboardInterrupt):
+        command.main(["--out", str(tmp_path), "--only", "nvdec"])
+    page = (tmp_path / "nvidia-h100.md").read_text()
+    assert "| NVDEC | failed | 0 | cut off |" in page
+    assert "## NVDEC: bits" in page
+
+
 def test_a_run_goes_on_after_a_failure_and_writes_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +243,15 @@ def test_throughput_is_measured_by_sessions(record: Record, monkeypatch: pytest.
         assert row["mbit_a_second_an_engine"] == row["mbit_a_second"] / min(2, row["sessions"])
 
 
+def test_throughput_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, nvc = Record(tmp_path / "found.json", limit_s=nvdec._LAST_S), FakeNvc(FakeDevice())
+    engines = Nvdec(nvc, nvc.device, {"hevc": make_caps(num_engines=2)})
+    nvdec.measure(record, engines, [1], {"240p": (2,), "1080p": (2,)})
+    found = found_by(record)
+    assert not found["rows"]
+    assert [note.split(":")[0] for note in found["notes"]] == ["NVDEC"] * 2
+
+
 def test_a_matrix_product_beside_decoding(record: Record) -> None:
     engines = make_nvdec(FakeNvc(FakeDevice()))
     decoders = [engines.open_session()["hevc"] for _ in range(2)]
@@ -253,6 +297,8 @@ def test_loads_are_checked_and_measured(record: Record, monkeypatch: pytest.Monk
     for row in beside:
         assert row["times_alone"] == pytest.approx(row["load_ms"] / alone["load_ms"])
         assert row["passes_meanwhile"] > 0
+        lost_ms = row["passes_meanwhile"] * (row["longest_beside_ms"] - row["pass_alone_ms"])
+        assert row["passes_lose_ms"] <= lost_ms + 1e-6
         assert 0 < row["pass_alone_ms"] <= row["longest_alone_ms"]
         assert 0 < row["pass_beside_ms"] <= row["longest_beside_ms"]
         assert row["longest_gap_ms"] > 0
