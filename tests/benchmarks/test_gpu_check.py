@@ -37,7 +37,7 @@ from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.plugin.device import klt_reads
 from sgl_kvfetch.triton_kernels import runtime
-from sgl_kvfetch.triton_kernels.quantise_klt import quantise_klt
+from sgl_kvfetch.triton_kernels.quantise_klt import KltCells
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 
@@ -194,19 +194,24 @@ def test_ans_is_held_against_the_cpu_and_measured(record: Record, monkeypatch: p
 
 @pytest.mark.slow
 def test_quantising_is_held_against_the_cpu_and_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(klt_reads, "_TRIAL_TOKENS", 16)  # the interpreter takes a second for 512
     quantise.check(record, FakeDevice(), num_tokens=16, dim=16)
     found = found_by(record)
     assert not found["reason"]
     assert found["rows"][0]["share_of_other_integers"] <= 0.005
     assert found["rows"][1]["kernels_us"] > 0
 
-    def wrong(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        exponents, integers = quantise_klt(*args)
-        return exponents, integers ^ 1
+    right = KltCells.quantise
 
-    monkeypatch.setattr(klt_reads, "quantise_klt", wrong)
+    def wrong(cells: KltCells, *args: Any) -> None:
+        right(cells, *args)
+        args[-1][len(cells.num_rows) :] ^= 1
+
+    monkeypatch.setattr(KltCells, "quantise", wrong)
     quantise.check(record, FakeDevice(), num_tokens=16, dim=16)
-    assert "of a cell's integers are not the CPU's" in found_by(record)["reason"]
+    reason = found_by(record)["reason"]
+    assert "a trial gave 100% other integers" in reason
+    assert "of a cell's integers are not the CPU's" in reason
 
 
 def test_nvdec_is_checked(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
