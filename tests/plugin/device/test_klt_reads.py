@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.waiting import wait_until
+from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant import klt
@@ -20,7 +20,7 @@ from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plane import plane as plane_module
+from sgl_kvfetch.plane import client as client_module, plane as plane_module
 from sgl_kvfetch.plane.messages import Start
 from sgl_kvfetch.plane.plane import DataPlane
 from sgl_kvfetch.plane.run import Quantising
@@ -309,6 +309,7 @@ def test_what_is_stored(quantiser: KltQuantiser, levels: int, tmp_path: Path, mo
     """Half of the pages come quantised, the rest as values; both are in one segment, as the CPU makes it but for
     ties."""
     monkeypatch.setattr(plane_module, "_QUANTISED_BYTES", 3 * GEOMETRY.page_bytes)  # parts of three pages
+    monkeypatch.setattr(client_module, "_LINGER_S", WAIT_S)  # the interpreter takes a while from part to part
     quantiser.profile.save(tmp_path / "profile")
     pages = pages_of(quantiser)
     opened = pages.open_reads(slots_of(PLACES))
