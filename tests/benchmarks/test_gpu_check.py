@@ -51,14 +51,14 @@ def test_without_a_gpu_it_ends_well_and_names_what_it_skipped() -> None:
     done = subprocess.run([ROOT / "scripts" / "gpu_check"], capture_output=True, text=True, timeout=WAIT_S, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert [line.split()[:2] for line in lines[:-1]] == [["skipped", step.name] for step in STEPS]
+    assert [line.split()[:2] for line in lines[:-1]] == [["skipped", step.name] for step in STEPS if not step.is_extra]
     assert all("finds no usable CUDA GPU" in line for line in lines[:-1])
     assert lines[-1] == "no GPU: nothing was measured or written"
     assert sorted((ROOT / "docs" / "gpu").iterdir()) == before
 
 
 def test_all_steps_fit_into_the_time() -> None:
-    assert sum(step.limit_s for step in STEPS) <= TOTAL_S < 600 - _END_S
+    assert sum(step.limit_s for step in STEPS if not step.is_extra) <= TOTAL_S < 600 - _END_S
 
 
 # A step's process

@@ -314,12 +314,12 @@ def test_what_is_stored(quantiser: KltQuantiser, levels: int, tmp_path: Path, mo
     opened = pages.open_reads(slots_of(PLACES))
     heads, hashes, served = make_heads(GEOMETRY, quantiser), page_hashes(len(PLACES)), Served()
     # Beforehand: the data plane would cut the segment while it waits for the interpreter.
-    found = {part: require(quantised(opened, 0, part)) for part in (range(3), range(3, 6))}
+    made = {part: require(quantised(opened, 0, part)) for part in (range(3), range(3, 6))}
 
     def into(part: range, memory: torch.Tensor, offset: int) -> list[torch.Tensor] | None:
-        if part not in found:
+        if part not in made:
             return None
-        exponents, exact, integers = zip(*found[part], strict=True)
+        exponents, exact, integers = zip(*made[part], strict=True)
         rows = torch.cat([torch.stack(exponents), *integers])
         memory[offset:][: rows.numel()].copy_(rows.flatten())
         return list(exact)
