@@ -25,9 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: docs/gpu, if there is a GPU)")
     parser.add_argument("--only", nargs="+", metavar="STEP", choices=[step.name for step in others], help="these steps")
     parser.add_argument("--bundle", type=Path, metavar="DIR", help="pack this for a machine without a network, and end")
+    parser.add_argument("--with-sglang", action="store_true", help="with --bundle: pack SGLang, too, as a second part")
     options = parser.parse_args(arguments)
     if options.bundle:
-        print(*bundle.make(options.bundle), sep="\n")
+        print(*bundle.make(options.bundle, with_sglang=options.with_sglang), sep="\n")
         return 0
     chosen = [step for step in others if (step.name in options.only if options.only else not step.is_extra)]
     results: list[Result] = []
