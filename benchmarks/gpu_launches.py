@@ -1,4 +1,4 @@
-"""Measures the Python time and the launches that loading a prompt takes, without a GPU.
+"""Measures the Python time and the launches that loading and writing a prompt take, without a GPU.
 
     python -m benchmarks.gpu_launches [--tokens N]
 
@@ -10,14 +10,22 @@ checksums. They are measured for several sizes of scratch memory.
 Streams are stubs. Launches, of kernels and copies, are counted and not run, so the time lacks Triton's launcher and the
 driver. Torch's small operations run on the CPU in place of their launches. The time is CPU time of all threads, since
 all need the interpreter lock.
+
+Writing is what the copying thread does between SGLang's offload and the data plane: it quantises the prompt's pages
+into shared memory, and queues them. No token is kept exact.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from array import array
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -31,11 +39,13 @@ from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.quant import pack
 from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.rope import Rope
+from sgl_kvfetch.plane import DataPlane, Line, Quantising, Running, messages
 from sgl_kvfetch.plane.coded import CELL, StagedCode
+from sgl_kvfetch.plane.run import Run
 from sgl_kvfetch.plane.staging import StagedValues
-from sgl_kvfetch.triton_kernels import ans, restore_klt, xxh3
+from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_klt, xxh3
 from sgl_kvfetch.triton_kernels.xxh3 import SUMS, digests_of
-from sgl_kvfetch.types import CellGrid
+from sgl_kvfetch.types import CellGrid, KVGeometry, TensorName
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
@@ -67,7 +77,8 @@ def _make_profile() -> Profile:
         weight = torch.zeros(len(layers), CELL_HEADS * DIM, CELL_HEADS * DIM)
         inverse = torch.zeros(size, size, dtype=torch.bfloat16)
         number = torch.zeros(size)
-        cells[len(layers)] = CellProfile(inverse, weight, weight, number, number, reach, number)
+        sensitivity = torch.zeros(size + 2 * len(layers) * CELL_HEADS + 1)
+        cells[len(layers)] = CellProfile(inverse, weight, weight, number, number, reach, sensitivity)
     by_key = {key: cells[len(grid.layers(key[0]))] for key in grid.cells()}
     rope = Rope(inv_freq=tuple(10000.0 ** (-i / (DIM // 2)) for i in range(DIM // 2)))
     curve = (MeasuredStep(0.5, 1e-4, 1.0), MeasuredStep(2.0, 1e-2, 0.5))
@@ -171,6 +182,79 @@ def measure(num_tokens: int, scratch_bytes: int) -> dict[str, float]:
     return results
 
 
+def measure_writing(num_tokens: int) -> dict[str, float]:
+    """Return the launches, and the time of Python that writing a prompt takes."""
+    from sgl_kvfetch.plugin.device.klt_reads import KltReads
+
+    torch.set_num_threads(1)
+    pages, quantiser = _make_pages(), KltQuantiser(_make_profile(), step=1.0)
+    grid, kernel, others = quantiser.profile.grid, _Kernel(), _Kernel()
+
+    def product(centred: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        others()
+        return torch.empty(centred.shape)
+
+    def copy_(self: torch.Tensor, other: torch.Tensor, non_blocking: bool = False) -> None:
+        others()
+
+    with ExitStack() as patches:
+        for name in ("centre_kernel", "round_kernel"):
+            patches.enter_context(patch.object(quantise_klt, name, kernel))
+        patches.enter_context(patch.object(quantise_klt, "_product", product))
+        patches.enter_context(patch.object(quantise_klt, "use_kernels", lambda device: True))
+        patches.enter_context(patch.object(quantise_klt, "require_buffers", lambda *args: None))  # reads slots on CPUs
+        patches.enter_context(patch.object(KltReads, "trial", lambda self: ""))
+        places = [CellPlace(grid.layers(group), grid.heads(block), range(1)) for group, block in grid.cells()]
+        pages.prepare_writes(quantiser, places)
+        plane = _TakingPlane(pages.geometry)
+        hashes = [index.to_bytes(32, "big") for index in range(num_tokens // PAGE_TOKENS)]
+        results = {}
+        for _ in range(3):  # the first one touches memory
+            opened = pages.open_reads(torch.zeros(num_tokens, dtype=torch.int64))
+            quantising = Quantising(opened.num_rows, partial(opened.quantise, 0))
+            kernel.num_launches = others.num_launches = 0
+            with patch.object(torch.Tensor, "copy_", copy_):
+                started_s = time.thread_time()
+                num_queued = plane.write(0, None, hashes, range(len(hashes)), _no_values, quantising=quantising)
+                seconds = time.thread_time() - started_s
+            assert num_queued == len(hashes)
+            results = {
+                "cells": len(places),
+                "launches": kernel.num_launches + others.num_launches,
+                "of these, kernels": kernel.num_launches,
+                "ms": 1e3 * seconds,
+            }
+    return results
+
+
+def _no_values(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+    raise AssertionError("pages were not quantised")
+
+
+class _TakingRun(Run):
+    """The engine's side of a data plane that is not there: it has taken at once whatever is written."""
+
+    def ask(self, command: Any, lost: Any, *args: Any, **kwargs: Any) -> Any:
+        answer: Future[Any] = Future()
+        answer.set_result(messages.Taken(command.work))
+        return answer
+
+
+def _launch_nothing(line: Line) -> Running:
+    line.commands.close()
+    line.events.close()
+    return cast(Running, None)
+
+
+class _TakingPlane(DataPlane):
+    def __init__(self, geometry: KVGeometry) -> None:
+        self._numbers, self._refused_s, self._geometry = itertools.count(1), math.inf, geometry
+        self._queue_bytes = 128 << 20
+        self._run = _TakingRun(_launch_nothing, geometry, {}, self._queue_bytes, PAGE_TOKENS)
+        self._run.channel.close()
+        self._run._pages.whole.fill_(128)  # exponents: no token is exact
+
+
 class _SoundResults:
     """The results of kernels that found nothing wrong."""
 
@@ -186,7 +270,9 @@ def main() -> None:
     num_tokens = parser.parse_args().tokens
     for size in SCRATCH_MIB:
         found = measure(num_tokens, size << 20)
-        print(f"{size} MiB:", "  ".join(f"{key} {value:.1f}" for key, value in found.items()))
+        print(f"a load, {size} MiB:", "  ".join(f"{key} {value:.1f}" for key, value in found.items()))
+    written = measure_writing(num_tokens)
+    print("writing:", "  ".join(f"{key} {value:.1f}" for key, value in written.items()))
 
 
 if __name__ == "__main__":

@@ -99,7 +99,11 @@ def _quantise_klt(dtype: torch.dtype, rotary_dim: int, kernel: Literal["centre",
     rotation = _empty(TOKENS, rotary_dim, dtype=torch.float32) if rotary_dim else None
 
     def launch() -> None:
-        quantise_klt.quantise_klt(forward, buffers, buffers, slots, rotation, 4)
+        cells = quantise_klt.KltCells(
+            [quantise_klt.KltInput(forward, buffers, buffers)] * 2, lambda x: x.to(slots.device)
+        )
+        output = _empty(cells.output_rows, TOKENS, dtype=torch.uint8)
+        cells.quantise(slots, rotation, 4, output)
 
     kind = " rotated" if rotary_dim else ""
     name = "round" if kernel == "round" else f"centre{kind} {_name(dtype)} 2x128"

@@ -46,7 +46,7 @@ class Case:
 
 
 def run(record: Record) -> None:
-    device = torch.device("cuda")
+    device = torch.device("cuda", 0)
     check(record, device, CHECKED)
     measure(record, device, MEASURED)
 

@@ -74,6 +74,8 @@ class Device:
     """
 
     def __init__(self, device: torch.device) -> None:
+        # As in the device of each tensor, with which it is compared.
+        assert device.type != "cuda" or device.index is not None, f"{device} has no index"
         self.torch_device = device
         self._local = threading.local()
 

@@ -15,3 +15,13 @@ def test_what_a_load_takes() -> None:
     assert found["of these, kernels"] == 11 * 3  # for each layer group: decode, checksum, restore
     assert found["launches"] == 11 * 4 + 2  # the coded bytes of each, the tables before and the results after
     assert found["ms"] > 0
+
+
+def test_what_writing_takes() -> None:
+    """Parts of 256 tokens: a launch for K, and one for V; a product and a rounding for cells of three layers, and for
+    those of two; and a copy."""
+    found = gpu_launches.measure_writing(512)
+    assert found["cells"] == 11 * 4
+    assert found["of these, kernels"] == 2 * (2 + 2)
+    assert found["launches"] == 2 * (2 + 2 * 2 + 1)
+    assert found["ms"] > 0

@@ -123,7 +123,7 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec
 from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.triton_kernels.ans import AnsChunk, ans_decode
-from sgl_kvfetch.triton_kernels.quantise_klt import quantise_klt
+from sgl_kvfetch.triton_kernels.quantise_klt import KltCells, KltInput
 from sgl_kvfetch.triton_kernels.restore_klt import (
     KltCell, KltModel, KltPlaces, klt_shape, pack, region_pixels, restore_klt
 )
@@ -152,8 +152,11 @@ decoded = torch.zeros(288, dtype=torch.uint8)
 assert ans_decode(data, [AnsChunk(0, len(bitstream), 1, 96, 0)], decoded).tolist() == [0]
 assert torch.equal(decoded, rows.flatten())
 assert xxh3_sums(decoded, [(0, 288)]).shape == (1, 8)
-elsewhere = slots.to("meta")
-calls = lambda: xxh3_sums(decoded.to("meta"), [(0, 288)]), lambda: quantise_klt(None, [], [], elsewhere, None, 0)
+elsewhere = [output.to("meta")]
+calls = (
+    lambda: xxh3_sums(decoded.to("meta"), [(0, 288)]),
+    lambda: KltCells([KltInput(None, elsewhere, elsewhere)], None),
+)
 for call in calls:
     try:
         call()

@@ -225,9 +225,6 @@ class KltForward(NamedTuple):
     num_rows: int
     interleaved: bool
 
-    def to(self, device: torch.device) -> KltForward:
-        return KltForward(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in self))  # type: ignore[arg-type]
-
 
 class KltQuantiser(KltIntegers):
     """The quantiser ``klt`` of one model, at one step."""

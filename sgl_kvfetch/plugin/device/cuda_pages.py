@@ -197,6 +197,8 @@ class CudaPages(SlotPages):
     # Writing to the store
 
     def prepare_writes(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
+        if self._klt_reads is not None:
+            self._klt_reads.close()
         self._klt_reads = None
         if not quantiser.gpu_quantises:
             return
@@ -206,7 +208,7 @@ class CudaPages(SlotPages):
             layers = range(place.layers.start - self.first_layer, place.layers.stop - self.first_layer)
             heads = range(place.heads.start - first_head, place.heads.stop - first_head)
             cells.append(PoolCell(place, layers, heads, self._outputs(layers, heads)))
-        self._klt_reads, result = open_klt_reads(self.device, self._read_buffer, self._reads, quantiser, cells)
+        self._klt_reads, result = open_klt_reads(self.device, self._reads, quantiser, cells)
         logger.info("kvfetch: %s", result)
 
 
