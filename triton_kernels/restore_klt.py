@@ -271,11 +271,13 @@ def klt_rows(
     rows = np.empty((len(cells["data"]), shape.row_bytes // 8), dtype=np.int64)
     for field in _OWN_FIELDS:
         rows[:, getattr(_F, field)] = cells[field]
-    of_places = np.stack([np.frombuffer(each.words, dtype=np.int64) for each in places])
-    of_models = np.stack([np.frombuffer(each.words, dtype=np.int64) for each in models])
-    rows[:, _F.pixels : _F.coefficients] = of_places[cells["places"]]
-    rows[:, _F.coefficients :] = of_models[cells["models"]]
+    rows[:, _F.pixels : _F.coefficients] = _words_of(places)[cells["places"]]
+    rows[:, _F.coefficients :] = _words_of(models)[cells["models"]]
     return rows
+
+
+def _words_of(shared: Sequence[KltPlaces | KltModel]) -> np.ndarray:
+    return np.frombuffer(b"".join([each.words for each in shared]), dtype=np.int64).reshape(len(shared), -1)
 
 
 def region_pixels(layout: RegionLayout, num_coefficients: int) -> torch.Tensor:

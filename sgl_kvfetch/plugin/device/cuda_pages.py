@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sgl_kvfetch.codec import CellPlace, Device, Quantiser, Stream
+from sgl_kvfetch.codec import CellPlace, Device, Fence, Quantiser, Stream
 from sgl_kvfetch.codec.quant import Rope, TransformInverse, scales_of
 from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plugin.device.cuda_reads import CudaRun, SlotReader
@@ -87,8 +87,8 @@ class CudaPages(SlotPages):
         return CudaRun(self._reader, there, page_size, run)
 
     def _fence(self, stream: Stream, slots: torch.Tensor) -> None:
-        stream.wait_event(self.device.current_stream().record_event())  # slots are computed on this stream
-        stream.wait_event(self._forward_stream.record_event())
+        for fence in self.fences():
+            stream.wait_event(fence)
         self.device.used_on(slots, stream)
 
     def new_stream(self) -> Stream:
@@ -96,12 +96,16 @@ class CudaPages(SlotPages):
         self._pool_streams.append(self.device.new_stream())
         return self._pool_streams[-1]
 
-    def open_load(self, slots: torch.Tensor, stream: Stream) -> torch.Tensor:
-        """Return ``slots`` for work on ``stream``, int64 on the device, and order what is launched there from now on
-        after everything that the model was given to compute so far. Call this on the scheduler's thread."""
+    def open_load(self, slots: torch.Tensor, num_before: int = 0) -> torch.Tensor:
+        """Return ``slots`` behind ``num_before`` that are skipped, int64 on the device. Call this on the scheduler's
+        thread; nobody may use the result before `fences`, or forget it before the work with it is done."""
         there = slots.to(torch.int64)
-        self._fence(stream, there)
-        return there
+        return torch.cat([there.new_full((num_before,), -1), there]) if num_before else there
+
+    def fences(self) -> list[Fence]:
+        """Return the points after everything that the scheduler's thread and the model were given to compute so
+        far. Call this on the scheduler's thread."""
+        return [self.device.current_stream().record_event(), self._forward_stream.record_event()]
 
     def wait_until_unused(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
