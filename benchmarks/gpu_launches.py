@@ -27,7 +27,6 @@ from benchmarks.report import make_parser, whole_number
 from harness import stand_in_pool
 from harness.immediate_device import ImmediateDevice, ImmediateStream
 from sgl_kvfetch.codec import CellPlace, Device, KltQuantiser, Stream
-from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.quant import pack
 from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.rope import Rope
@@ -90,7 +89,7 @@ def _make_pages() -> CudaPages:
 def make_staged(num_tokens: int) -> StagedValues:
     """Return the cells of a prompt as they are staged: coded bytes that are all zeros, at 1.33 bits a value."""
     profile = _make_profile()
-    grid, layout = profile.grid, region_layout(COEFFICIENTS, SPAN_TOKENS, "flat")
+    grid = profile.grid
     spans, pages = range(0, num_tokens, SPAN_TOKENS), SPAN_TOKENS // PAGE_TOKENS
     exponents = np.full(SPAN_TOKENS, 128, dtype=np.uint8)
     rows, packed, start, end = [], [], 0, 0
@@ -108,10 +107,6 @@ def make_staged(num_tokens: int) -> StagedValues:
                     (
                         *place,
                         *sizes,
-                        layout.width,
-                        layout.height,
-                        layout.token_rows,
-                        layout.token_cols,
                         True,
                         np.zeros(16, np.uint8),
                     )

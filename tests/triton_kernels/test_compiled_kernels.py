@@ -121,17 +121,12 @@ sys.modules["triton"] = None
 import torch
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec
-from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.triton_kernels.ans import AnsChunk, ans_decode
 from sgl_kvfetch.triton_kernels.quantise_klt import quantise_klt
-from sgl_kvfetch.triton_kernels.restore_klt import (
-    KltCell, KltModel, KltPlaces, klt_shape, pack, region_pixels, restore_klt
-)
+from sgl_kvfetch.triton_kernels.restore_klt import KltCell, KltModel, klt_shape, pack, restore_klt
 from sgl_kvfetch.triton_kernels.xxh3 import xxh3_sums
 
 output, slots = torch.zeros(9, 2, 64), torch.arange(9)
-layout = region_layout(5, 9)
-places = KltPlaces(layout, 9, region_pixels(layout, 5))
 packed, _ = pack(bytes(4), torch.full((9,), 128, dtype=torch.uint8).numpy(), torch.empty(0, dtype=torch.uint8).numpy())
 data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 model = KltModel(
@@ -142,8 +137,8 @@ model = KltModel(
     [output],
     [output],
 )
-frames = layout.to_frames(torch.zeros((5, 9), dtype=torch.uint8))
-restore_klt([KltCell(model, places, frames, None, 1, 0, data, 0)], data, slots, 9)
+integers = torch.zeros((5, 9), dtype=torch.uint8)
+restore_klt([KltCell(model, integers, None, 1, 0, data, 0)], data, slots, 9)
 assert bool((output == 3.0).all())
 rows = torch.full((1, 3, 1, 96), 128, dtype=torch.uint8)
 bitstream = AnsCodec().encode(rows)

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from sgl_kvfetch.codec import CellPlace, Device, Stream
-from sgl_kvfetch.codec.layout import PLANES, RegionLayout
+from sgl_kvfetch.codec.layout import PLANES
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import StagedCode
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.device.pinned_memory import PinnedMemory, copy
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
-from sgl_kvfetch.triton_kernels.restore_klt import KltModel, KltPlaces, klt_rows, launch_klt, region_pixels
+from sgl_kvfetch.triton_kernels.restore_klt import KltModel, klt_rows, launch_klt, vector_of
 from sgl_kvfetch.triton_kernels.xxh3 import SUMS, digests_of, xxh3_sums_table
 
 N = TypeVar("N", int, np.ndarray)
@@ -32,7 +32,6 @@ _STATUS_BYTES, _SUM_BYTES = 4, 8 * SUMS
 _POINTER_BYTES = 16  # of what kernels get pointers to: for others, Triton would compile them again while SGLang serves
 
 _OF_MODELS = "first_layer", "num_layers", "first_head", "num_heads", "model_layer", "model_head"
-_OF_PLACES = "width", "height", "token_rows", "token_cols", "coefficients", "num_tokens"
 _OF_ROTATIONS = "first_token", "num_tokens"
 
 Work = Callable[[], object]  # launches something on the current stream
@@ -81,17 +80,16 @@ class CodedLoad:
         self._pages, self._quantiser = pages, pages.quantiser
         self._memory, self._slots = memory, slots
         self._cells = cells = code.cells
-        regions = (cells["height"] // cells["token_rows"]) * (cells["width"] // cells["token_cols"])
-        self._num_frames = -(-cells["coefficients"] // (regions * PLANES))
-        self._area = cells["width"] * cells["height"]
-        self._frames_bytes = np.where(cells["is_coded"], _rounded(self._num_frames * PLANES * self._area, ALIGNMENT), 0)
+        self._num_frames = -(-cells["coefficients"] // PLANES)
+        frames_bytes = _rounded(self._num_frames * PLANES * cells["num_tokens"], ALIGNMENT)
+        self._frames_bytes = np.where(cells["is_coded"], frames_bytes, 0)
         self._sizes = cells["coefficients"] * cells["num_tokens"]
         self._parts = list(_parts(cells, self._frames_bytes, scratch_bytes))
         sizes = len(cells), _rounded(self._parts[-1].status.stop, _POINTER_BYTES)
         self._results, self._on_host = _Results(device, stream, *sizes), _Results(device, None, *sizes)
         self._packed_on_host = code.packed
         self._packed = device.empty((code.packed.numel(),), stream)
-        self._models, self._places, self._rotations = _Made(self._model), _Made(self._place), _Made(self._rotation)
+        self._models, self._rotations = _Made(self._model), _Made(self._rotation)
         self._models.of(cells[:1], _OF_MODELS)
         (first,) = self._models.found
         self._shape, self._dtype = first.shape, first.dtype
@@ -124,40 +122,39 @@ class CodedLoad:
 
     def _works(self, part: _Part, scratch: torch.Tensor) -> Works:
         of, cells = part.cells, self._cells[part.cells]
-        code_start, area = cells["start"] - part.code.start, self._area[of]
+        code_start, tokens = cells["start"] - part.code.start, cells["num_tokens"]
         out_start = np.cumsum(self._frames_bytes[of]) - self._frames_bytes[of]
-        frames = (part.frames_at + out_start if part.is_coded else code_start) + scratch.data_ptr()
+        integers = (part.frames_at + out_start if part.is_coded else code_start) + scratch.data_ptr()
         tables = [
-            np.stack([code_start, cells["size"], self._num_frames[of], area, out_start], axis=1),
+            np.stack([code_start, cells["size"], self._num_frames[of], tokens, out_start], axis=1),
             np.stack([out_start, self._sizes[of]], axis=1),
-            self._klt_rows(cells, frames),
+            self._klt_rows(cells, integers),
         ]
         copy_tables, (ans, sums, klt) = self._uploaded(tables)
         code = self._memory.whole[part.code]
         copies: list[Work] = [copy_tables, self._memory.copy_of(code, scratch[: len(code)])]
-        shape = self._shape, self._dtype, min(place.vector for place in self._places.found)
-        most = int(cells["num_tokens"].max()), int(cells["num_exact"].max())
+        kind = self._shape, self._dtype, min(map(vector_of, np.unique(tokens).tolist())), self._pages.klt_options
+        most = int(tokens.max()), int(cells["num_exact"].max())
         rows = klt.view(-1).view(torch.uint8)
-        restore = partial(launch_klt, *shape, rows, self._slots, self._pages.geometry.page_size, *most)
+        restore = partial(launch_klt, *kind, rows, self._slots, self._pages.geometry.page_size, *most)
         if not part.is_coded:
             return Works(copies, [restore])
         data, out = scratch[: part.frames_at], scratch[part.frames_at :][: part.frames_bytes]
-        decode = partial(ans_decode_table, data, ans, int(area.max()), out, self._results.status[part.status])
+        decode = partial(ans_decode_table, data, ans, most[0], out, self._results.status[part.status])
         check = partial(xxh3_sums_table, out, sums, self._results.sums[of])
         return Works(copies, [decode, restore], [check])
 
-    def _klt_rows(self, cells: np.ndarray, frames: np.ndarray) -> np.ndarray:
+    def _klt_rows(self, cells: np.ndarray, integers: np.ndarray) -> np.ndarray:
         fields = {
             "data": cells["packed"] + self._packed.data_ptr(),
-            "frames": frames,
+            "integers": integers,
             "rotation": self._rotation_addresses(cells),
             "tokens": cells["num_tokens"],
             "pages": cells["num_pages"],
             "exact": cells["num_exact"],
             "models": self._models.of(cells, _OF_MODELS),
-            "places": self._places.of(cells, _OF_PLACES),
         }
-        return klt_rows(self._shape, fields, self._places.found, self._models.found)
+        return klt_rows(self._shape, fields, self._models.found)
 
     def _uploaded(self, tables: list[np.ndarray]) -> tuple[Work, list[torch.Tensor]]:
         """Put int64 tables into pinned memory. Return their copy to the device, and the tables there."""
@@ -180,12 +177,6 @@ class CodedLoad:
         )
         layers, heads = range(layer, layer + num_layers), range(head, head + num_heads)
         return self._pages.klt_model(self._quantiser, place, layers, heads)
-
-    def _place(
-        self, width: int, height: int, token_rows: int, token_cols: int, coefficients: int, num_tokens: int
-    ) -> KltPlaces:
-        layout = RegionLayout(width=width, height=height, token_rows=token_rows, token_cols=token_cols)
-        return KltPlaces(layout, num_tokens, self._pages.resident(region_pixels, layout, coefficients))
 
     def _rotation(self, first_token: int, num_tokens: int) -> torch.Tensor:
         assert self._quantiser.profile is not None

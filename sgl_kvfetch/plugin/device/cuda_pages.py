@@ -24,7 +24,8 @@ from sgl_kvfetch.plugin.device.cuda_reads import CudaRun, SlotReader
 from sgl_kvfetch.plugin.device.klt_reads import CellOutputs, KltReads, PoolCell, open_klt_reads
 from sgl_kvfetch.plugin.device.pages import SlotPages
 from sgl_kvfetch.plugin.device.pinned_buffer import PinnedBuffer
-from sgl_kvfetch.triton_kernels.restore_klt import VECTORS, KltModel, compile_klt, klt_shape
+from sgl_kvfetch.triton_kernels.klt_choice import choose_options
+from sgl_kvfetch.triton_kernels.restore_klt import OPTIONS, VECTORS, KltModel, KltShape, compile_klt, klt_shape
 from sgl_kvfetch.types import TENSORS
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class CudaPages(SlotPages):
         self._outputs_of: dict[tuple[range, range], CellOutputs] = {}
         self._models: dict[tuple[range, range], tuple[Quantiser, KltModel]] = {}
         self._compiled: set[Hashable] = set()
+        self.klt_options = OPTIONS[0]  # of restores
         # A team of OpenMP threads would spin.
         self._rotating = ThreadPoolExecutor(1, "kvfetch-rotate", use_one_thread)
         self._klt_reads: KltReads | None = None
@@ -135,12 +137,20 @@ class CudaPages(SlotPages):
             for token in range(0, _ROTATED_SPANS * num_tokens, num_tokens):
                 self.rotation_of(inverse.rope, range(token, token + num_tokens))
         model = self.klt_model(quantiser, first, range(len(first.layers)), range(len(first.heads)))
-        no_slots = torch.empty(0, dtype=torch.int64, device=self.device.torch_device)
-        for vector in VECTORS:
-            kind = model.shape, model.dtype, vector
+        with self.device.launching(self._uploads) as launch:
+            kind = model.shape, model.dtype
             if kind not in self._compiled:
-                self.device.launch(self._uploads, partial(compile_klt, *kind, no_slots))
                 self._compiled.add(kind)
+                launch(partial(self._compile, *kind, model.num_coefficients))
+
+    def _compile(self, shape: KltShape, dtype: torch.dtype, coefficients: int) -> None:
+        device = self.device.torch_device
+        if device.type == "cuda":
+            self.klt_options, about = choose_options(shape, dtype, coefficients, device)
+            logger.info("kvfetch: %s", about)
+        no_slots = torch.empty(0, dtype=torch.int64, device=device)
+        for vector in VECTORS:
+            compile_klt(shape, dtype, vector, self.klt_options, no_slots)
 
     def _inverse(self, quantiser: Quantiser, place: CellPlace) -> TransformInverse:
         """Return the inverse of a cell's quantiser. Its tensors stay on the device, for later cells."""
