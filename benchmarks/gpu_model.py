@@ -203,9 +203,9 @@ def predictions() -> Iterator[tuple[str, float, float]]:
     for restore_s, lanes, mib in [(RESTORE_S, *each) for each in SCRATCH] + [(GOAL_RESTORE_S, 2, 256)]:
         load = Load(700, 403e6, restore_s, checks_last=True, most_groups=LAYER_GROUPS)
         about = f"{lanes} x {mib} MiB, {len(load.parts(mib))} parts, {32e6 * restore_s:.0f} us a column"
-        times = [run(lanes, mib, kernel, load) for kernel in (best, worst)]
-        yield f"a load, {about}", *(1e3 * each.load_s for each in times)
-        yield f"passes lose by it, {about}", *(1e3 * each.lost_s for each in times)
+        at_best, at_worst = (run(lanes, mib, kernel, load) for kernel in (best, worst))
+        yield f"a load, {about}", 1e3 * at_best.load_s, 1e3 * at_worst.load_s
+        yield f"passes lose by it, {about}", 1e3 * at_best.lost_s, 1e3 * at_worst.lost_s
 
 
 def _ms(kernel: Kernel, cells: int) -> float:

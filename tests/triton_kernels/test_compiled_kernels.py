@@ -44,7 +44,7 @@ def test_compiles_klt(kernel: str, target: str, compiled: Facts) -> None:
     """With 128 registers a thread, two programs fit an SM; with more, one. An AMD unit has twice as many."""
     facts, is_amd = compiled[kernel, target], target == "gfx942"
     assert facts["stack_bytes"] <= (128 if is_amd else 8), "registers spill"
-    assert facts["registers"] <= (512 if is_amd else 232)
+    assert facts["registers"] <= (512 if is_amd else 255)
     assert facts["shared_bytes"] <= 99 << 10
     assert facts["access_bytes"] >= (8 if is_amd else 16)
     assert not is_amd or facts["loop"] is None

@@ -154,7 +154,8 @@ class CodedLoad:
             "exact": cells["num_exact"],
             "models": self._models.of(cells, _OF_MODELS),
         }
-        return klt_rows(self._shape, fields, self._models.found)
+        rows: np.ndarray = klt_rows(self._shape, fields, self._models.found)
+        return rows
 
     def _uploaded(self, tables: list[np.ndarray]) -> tuple[Work, list[torch.Tensor]]:
         """Put int64 tables into pinned memory. Return their copy to the device, and the tables there."""
@@ -189,7 +190,7 @@ class CodedLoad:
         if self._quantiser.profile.rope is None:
             return np.zeros(len(cells), dtype=np.int64)
         which = self._rotations.of(cells, _OF_ROTATIONS)
-        return np.array([table.data_ptr() for table in self._rotations.found], dtype=np.int64)[which]
+        return np.take(np.array([table.data_ptr() for table in self._rotations.found], dtype=np.int64), which)
 
 
 class _Made(Generic[V]):

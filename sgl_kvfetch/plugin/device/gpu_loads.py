@@ -111,7 +111,8 @@ class GpuLoader(Loader):
         self._copies = device.new_stream()
         scratch = self._allocate(scratch_bytes)
         self._lane_bytes = scratch.numel() // LANES // ALIGNMENT * ALIGNMENT
-        self._lanes = [_Lane(pages.new_stream(), x) for x in scratch.split(self._lane_bytes)[:LANES]]
+        begins = range(0, LANES * self._lane_bytes, self._lane_bytes)
+        self._lanes = [_Lane(pages.new_stream(), scratch[begin:][: self._lane_bytes]) for begin in begins]
         self._turns = itertools.cycle(self._lanes)
         self._running: dict[int, _Running] = {}
         self._memory: PinnedMemory | None = None  # that the last load was read from
