@@ -73,7 +73,9 @@ def _restore_klt(
     table, slots = _empty(2 * shape.row_bytes, dtype=torch.uint8), _empty(TOKENS, dtype=torch.int64)
 
     def launch() -> None:
-        restore_klt.launch_klt(shape, dtype, 8, table, slots, 64, TOKENS, 1)
+        restore_klt.launch_klt(
+            shape, dtype, restore_klt.VECTORS[0], restore_klt.OPTIONS[0], table, slots, 64, TOKENS, 1
+        )
 
     kind = f" {rotation}" if rotation else ""
     return Variant(f"{kernel}{kind} {_name(dtype)} {heads}x{dim}", restore_klt, f"{kernel}_kernel", launch)

@@ -124,6 +124,12 @@ class Device:
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
             return torch.empty(*shape, dtype=torch.uint8, device=self.torch_device)
 
+    def free_bytes(self) -> int:
+        """Return how many bytes of the device nobody has allocated."""
+        self._select()
+        free: int = torch.cuda.mem_get_info(self.torch_device)[0]
+        return free
+
     def upload(self, x: Any, stream: Stream) -> Any:
         """Copy a tensor, or what has tensors and a method ``to``, to the device on ``stream``, and wait for it. Any
         stream may use the copy."""

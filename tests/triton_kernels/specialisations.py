@@ -96,7 +96,9 @@ def launch_all() -> None:
             for num_cells in (1, 16):
                 table = torch.empty(num_cells * shape.row_bytes, dtype=torch.uint8)
                 for page_size in (1, 64):
-                    restore_klt.launch_klt(shape, torch.bfloat16, 8, table, slots, page_size, tokens, tokens % 5)
+                    restore_klt.launch_klt(
+                        shape, torch.bfloat16, 16, restore_klt.OPTIONS[0], table, slots, page_size, tokens, tokens % 5
+                    )
             for kinds in (((4, 700), (4, 701), (1, 64)), ((1, 64),)):
                 inputs = [
                     quantise_klt.KltInput(forward_of(layers, kept), buffers(layers), buffers(layers))
