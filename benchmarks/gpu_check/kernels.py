@@ -11,9 +11,12 @@ import torch
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import seconds_of
 from benchmarks.kernel_bytes import Span, restore_klt_bytes
+from sgl_kvfetch.triton_kernels.klt_choice import choose_options
 from sgl_kvfetch.triton_kernels.restore_klt import (
     KltCell,
     KltModel,
+    KltOptions,
+    KltShape,
     klt_shape,
     pack,
     restore_klt,
@@ -30,6 +33,7 @@ CHECKED = Span(1000, heads=2, coefficients=700), Span(63, heads=1, dim=80, coeff
 MEASURED = tuple(Span(tokens, heads=2, coefficients=700) for tokens in (1024, 8192, 32768))
 
 Launch = Callable[[], Sequence[torch.Tensor]]
+Choice = Callable[[KltShape, torch.dtype, int, torch.device], tuple[KltOptions, str]]
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ def run(record: Record) -> None:
     device = torch.device("cuda", 0)
     check(record, device, CHECKED)
     measure(record, device, MEASURED)
+    choose(record, device, MEASURED[0])
 
 
 def check(record: Record, device: torch.device, spans: Sequence[Span]) -> None:
@@ -78,6 +83,15 @@ def measure(record: Record, device: torch.device, spans: Sequence[Span]) -> None
             )
             if share < GOAL and span.tokens == longest:
                 record.note(f"{case.name}, {span}: {share:.0%} of a copy's speed; the goal is {GOAL:.0%}")
+
+
+def choose(record: Record, device: torch.device, span: Span, chosen: Choice = choose_options) -> None:
+    """Say how fast each of the ways is in which `restore_klt` may be compiled, and which a server takes here."""
+    for name, rotary_dim in ("", 0), (" NeoX", span.dim):
+        buffer = _buffers(span, device)[0]
+        shape = klt_shape(buffer, buffer, span.layers, rotary_dim, interleaved=False)
+        _, about = chosen(shape, DTYPE, span.coefficients, device)
+        record.row("Kernels: how restore_klt is compiled", kernel=f"restore_klt{name}", found=about)
 
 
 def difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> str:

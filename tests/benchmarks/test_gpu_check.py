@@ -38,6 +38,7 @@ from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.plugin.device import klt_reads
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.quantise_klt import KltCells
+from sgl_kvfetch.triton_kernels.restore_klt import OPTIONS, KltOptions, KltShape
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 
@@ -175,6 +176,22 @@ def test_kernels_are_held_against_their_references(record: Record, monkeypatch: 
     monkeypatch.setattr(kernels, "restore_klt", wrong)
     kernels.check(record, device, TINY)
     assert all(f"{name}, 17 tokens" in found_by(record)["reason"] for name in CASES)
+
+
+def test_how_kernels_are_compiled_is_told(record: Record) -> None:
+    asked = []
+
+    def chosen(shape: KltShape, *about: object) -> tuple[KltOptions, str]:
+        asked.append((shape.k.rotary_dim, *about))
+        return OPTIONS[0], f"tried {len(asked)}"
+
+    device = torch.device("cpu")
+    kernels.choose(record, device, TINY[0], chosen)
+    assert asked == [(0, torch.bfloat16, 20, device), (16, torch.bfloat16, 20, device)]
+    assert [(row["kernel"], row["found"]) for row in found_by(record)["rows"]] == [
+        ("restore_klt", "tried 1"),
+        ("restore_klt NeoX", "tried 2"),
+    ]
 
 
 def test_ans_is_held_against_the_cpu_and_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
