@@ -102,24 +102,34 @@ def _span_rows(reader: SegmentReader, span: int) -> np.ndarray:
     """Return the rows of a span's cells, without ``num_exact``, ``start`` and ``packed``. They are made once."""
     made = _made.setdefault(reader, {})
     if span not in made:
-        made[span] = np.array([_row(reader, cell) for cell in reader.span_cells(span)], dtype=CELL)
+        cells, (first_page, end_page) = list(reader.span_cells(span)), reader.manifest.span_range(span)
+        alike = next((rows for rows in made.values() if rows["num_pages"][0] == end_page - first_page), None)
+        rows = np.array([_place(reader, cell) for cell in cells], dtype=CELL) if alike is None else alike.copy()
+        rows["first_token"] = cell_place(reader.manifest, cells[0]).tokens.start
+        chunks = list(map(reader.last_chunk, cells))
+        digests = np.frombuffer(b"".join(chunk.decoded_checksum for chunk in chunks), dtype=np.uint8)
+        is_coded = np.array([stays_coded(reader, cell) for cell in cells])
+        rows["is_coded"] = is_coded
+        rows["size"] = np.where(
+            is_coded, [chunk.size_bytes for chunk in chunks], rows["coefficients"] * rows["num_tokens"]
+        )
+        rows["digest"] = digests.reshape(len(cells), -1) * is_coded[:, np.newaxis]
+        made[span] = rows
     return made[span]
 
 
-def _row(reader: SegmentReader, cell: Cell) -> tuple[object, ...]:
+def _place(reader: SegmentReader, cell: Cell) -> tuple[int, ...]:
+    """Return the part of a cell's row that all spans of as many tokens share."""
     manifest, place = reader.manifest, cell_place(reader.manifest, cell)
-    name = manifest.parts[-1].layout
-    coefficients, num_tokens = manifest.integers_shape(cell, name)
-    layers, heads, chunk = reader.grid.layers(cell.layer_group), reader.heads_of(cell), reader.last_chunk(cell)
+    coefficients, num_tokens = manifest.integers_shape(cell, manifest.parts[-1].layout)
+    layers, heads = reader.grid.layers(cell.layer_group), reader.heads_of(cell)
     first_page, end_page = manifest.span_range(cell.span)
-    is_coded = stays_coded(reader, cell)
     return (
         *(layers.start, len(layers), heads.start, len(heads)),
         *(place.layers.start, place.heads.start),
-        *(place.tokens.start, num_tokens, end_page - first_page, 0),
-        *(0, chunk.size_bytes if is_coded else coefficients * num_tokens, 0, coefficients),
-        is_coded,
-        np.frombuffer(chunk.decoded_checksum, dtype=np.uint8) if is_coded else 0,
+        *(0, num_tokens, end_page - first_page, 0),
+        *(0, 0, 0, coefficients),
+        *(0, 0),
     )
 
 

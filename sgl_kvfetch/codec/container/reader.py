@@ -44,6 +44,17 @@ class CodedChunk(NamedTuple):
         return self.levels[-1].row if self.levels else self.row
 
 
+class CellSize(NamedTuple):
+    """What cells of the same layers, heads and number of tokens have in common. ``is_one_bitstream``: whether the last
+    part has all integers, and its frames begin with them."""
+
+    num_tokens: int
+    value_bytes: int
+    num_integers: int
+    frames_bytes: int
+    is_one_bitstream: bool
+
+
 class SegmentReader:
     """Decodes the cells of one variant of a segment."""
 
@@ -74,6 +85,9 @@ class SegmentReader:
         self._offsets = [rows.offsets for rows in self._objects]
         self._head_blocks = manifest.head_blocks(self.rank_heads)
         self.grid = manifest.grid
+        self._num_blocks, self._cells_per_span = self.grid.num_head_blocks, manifest.cells_per_span
+        self._num_parts = manifest.chunks_per_cell
+        self._sizes: dict[tuple[int, int, int], CellSize] = {}
         self._span_bytes: dict[int, int] = {}
         self._coarser: dict[int, SegmentReader] = {}
 
@@ -108,16 +122,40 @@ class SegmentReader:
         """The data objects that have a cell's bytes: the variant's, and those of its levels."""
         return list(map(self.manifest.data_name, self._objects))
 
+    def _index(self, cell: Cell) -> int:
+        """Return what `Manifest.cell_index` does, for each of thousands of cells."""
+        return cell.span * self._cells_per_span + cell.layer_group * self._num_blocks + cell.head_block
+
+    def are_neighbours(self, cell: Cell, following: Cell) -> bool:
+        """Return whether no other cell's bytes are between those of two."""
+        return self._index(following) == self._index(cell) + 1
+
+    def _size(self, cell: Cell) -> CellSize:
+        """Return the sizes of a cell, which those of other spans of as many tokens share."""
+        num_tokens = self.manifest.span_tokens(cell.span)
+        key = cell.layer_group, cell.head_block, num_tokens
+        if (found := self._sizes.get(key)) is None:
+            laid_out = list(self._laid_out(cell))
+            last, shapes = self.manifest.parts[-1], [shape for _, shape in laid_out]
+            found = self._sizes[key] = CellSize(
+                num_tokens,
+                self.manifest.cell_values(cell) * self.geometry.torch_dtype.itemsize,
+                sum(map(prod, shapes)),
+                sum(prod(layout.frames_shape(shape)) for layout, shape in laid_out),
+                bool(last.layout) and len(laid_out) == 1 and laid_out[0][0].begins_with(shapes[0]),
+            )
+        return found
+
     def cell_ranges(self, cell: Cell) -> list[tuple[int, int]]:
         """Return bytes ``[start, end)`` of a cell in each of ``object_names``. Together they are the cell's bytes."""
-        index, each = self.manifest.cell_index(cell), self.manifest.chunks_per_cell
+        index, each = self._index(cell), self._num_parts
         first, *further = self._offsets
         levels = ((offsets[index], offsets[index + 1]) for offsets in further)
         return [(first[index * each], first[(index + 1) * each]), *levels]
 
     def coded_bytes(self, cell: Cell) -> int:
         """Return the size of a cell's bytes."""
-        return self._coded_bytes[self.manifest.cell_index(cell)]
+        return self._coded_bytes[self._index(cell)]
 
     @cached_property
     def _coded_bytes(self) -> list[int]:
@@ -164,7 +202,7 @@ class SegmentReader:
     def _chunk_numbers(self, cell: Cell) -> list[tuple[int, int]]:
         """Return the number of the object and the number there of each of a cell's chunks: one a part of the variant's,
         one of each level's."""
-        index, each = self.manifest.cell_index(cell), self.manifest.chunks_per_cell
+        index, each = self._index(cell), self._num_parts
         levels = range(1, len(self._objects))
         return [(0, i) for i in range(index * each, (index + 1) * each)] + [(number, index) for number in levels]
 
@@ -201,11 +239,11 @@ class SegmentReader:
 
     def num_integers(self, cell: Cell) -> int:
         """Return the number of integers in a cell, over all parts."""
-        return sum(prod(shape) for _, shape in self._laid_out(cell))
+        return self._size(cell).num_integers
 
     def frames_bytes(self, cell: Cell) -> int:
         """Return the size of a cell's frames in bytes, over all parts."""
-        return sum(prod(layout.frames_shape(shape)) for layout, shape in self._laid_out(cell))
+        return self._size(cell).frames_bytes
 
     def _laid_out(self, cell: Cell) -> Iterator[tuple[Layout, tuple[int, ...]]]:
         """Yield the layout and the shape of the integers of each part that has frames."""
@@ -252,27 +290,18 @@ class SegmentReader:
         return parts
 
     def _require_sound(self, cell: Cell, plain: Sequence[np.ndarray]) -> None:
-        num_tokens = self.manifest.span_tokens(cell.span)
+        num_tokens, num_bytes, *_ = self._size(cell)
         shape = num_tokens, len(self.grid.layers(cell.layer_group)), self.grid.cell_heads
-        self.quantiser.require_sound(plain, shape, self._cell_bytes(cell) // num_tokens)
-
-    def _cell_bytes(self, cell: Cell) -> int:
-        """Return the size of a cell's values."""
-        return self.manifest.cell_values(cell) * self.geometry.torch_dtype.itemsize
+        self.quantiser.require_sound(plain, shape, num_bytes // num_tokens)
 
     def is_in_one_bitstream(self, cell: Cell, codec: str) -> bool:
         """Return whether all integers of a cell are in one bitstream of ``codec``, the last part, whose frames begin
         with the integers."""
-        part = self.manifest.parts[-1]
-        if not part.layout or any(each.layout for each in self.manifest.parts[:-1]):
-            return False
-        return self.last_chunk(cell).codec == codec and self.variant.layouts[part.layout].begins_with(
-            self.manifest.integers_shape(cell, part.layout)
-        )
+        return self.last_chunk(cell).codec == codec and self._size(cell).is_one_bitstream
 
     def last_chunk(self, cell: Cell) -> Chunk:
         """Return the row of a cell's last part."""
-        return self.variant.chunks[(self.manifest.cell_index(cell) + 1) * self.manifest.chunks_per_cell - 1]
+        return self.variant.chunks[(self._index(cell) + 1) * self._num_parts - 1]
 
     def verified_cell(self, cell: Cell, stored: Sequence[memoryview]) -> tuple[list[np.ndarray], bytes | memoryview]:
         """Verify the chunks of a cell for which `is_in_one_bitstream` holds. Return its parts but for the last one, as
@@ -333,7 +362,8 @@ class SegmentReader:
     def _decode_bytes(self, cell: Cell, part: PartInfo, coded: CodedChunk) -> bytes:
         if coded.row.codec != BYTES_CODEC.name:
             raise FormatError(f"{cell} has {part.name} in codec {coded.row.codec!r}, expected {BYTES_CODEC.name!r}")
-        most = self._cell_bytes(cell) + self.manifest.span_tokens(cell.span) * _MOST_BYTES_A_TOKEN
+        size = self._size(cell)
+        most = size.value_bytes + size.num_tokens * _MOST_BYTES_A_TOKEN
         raw = BYTES_CODEC.decompress(coded.bitstream, min(most, MAX_CHUNK_BYTES))
         coded.row.require_decoded(raw, cell, part.name)
         return raw

@@ -157,7 +157,7 @@ def neighbours(reader: SegmentReader, cells: Sequence[Cell]) -> Iterator[Sequenc
     """Split cells, which are in storage order, into runs without other cells in between."""
     first = 0
     for i in range(1, len(cells) + 1):
-        if i == len(cells) or reader.cell_range(cells[i])[0] != reader.cell_range(cells[i - 1])[1]:
+        if i == len(cells) or not reader.are_neighbours(cells[i - 1], cells[i]):
             yield cells[first:i]
             first = i
 
