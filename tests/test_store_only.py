@@ -37,6 +37,7 @@ RUNS: dict[str, tuple[str, int, str]] = {
     "serve": ("FILE/store --port PORT", 2, "cannot make FILE/store"),  # the tests serve by it
     "estimate": ("--model CONFIG --link 10Gbps --prefill-tps 8000", 0, "exact"),
     "bench": ("--server http://127.0.0.1:1 --flush", 2, "no SGLang server answers there"),
+    "audit": ("--server http://127.0.0.1:1", 2, "no SGLang server answers there"),
     "inspect": ("STORE", 0, "stored in all"),
     "lookup": (f"STORE --prompt {json.dumps(TOKENS).replace(' ', '')} --page-size 1", 0, "8 pages; stored: 8 in"),
     "verify": ("STORE", 0, "nothing was decoded, only compared with digests: numpy is not installed here"),

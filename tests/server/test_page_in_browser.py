@@ -23,7 +23,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from harness.small_segments import make_segment, put_segment
 from harness.store_process import StoreProcess
-from harness.waiting import WAIT_S
+from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.prompts import page_hashes
 from sgl_kvfetch.stores.profiles import publish_profile
@@ -175,7 +175,9 @@ def test_failures_are_grouped_by_cause(page: Browser) -> None:
         "full 1 80 s ago b PUT 20:",
     ]
     page.click("#causes tbody a")
-    assert [row.text.split()[-2:] for row in page.all("#cause tbody tr")] == [["PUT", "30:"], ["PUT", "10:"]]
+    wait_until(
+        lambda: [row.text.split()[-2:] for row in page.all("#cause tbody tr")] == [["PUT", "30:"], ["PUT", "10:"]]
+    )
 
 
 def test_what_is_corrupt_comes_with_what_to_do(page: Browser, url: str) -> None:

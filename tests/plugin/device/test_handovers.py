@@ -88,6 +88,7 @@ def test_a_fetch_runs_through_few_modules(make: MakeRig, tmp_path: Path, monkeyp
         request = rig.arrive(tokens)
         rig.await_unparked(request)
         assert rig.admit(request) == [32]
-        modules = sorted(seen)
+        # The writer looks for halves to merge on its own, at any time.
+        modules = sorted(module for module in seen if not module.startswith("/plane/write/"))
         rig.cache.release_host_resources()
     assert len(modules) <= MOST_MODULES, "\n".join(modules)
