@@ -39,6 +39,7 @@ import trustme
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.flat_profile import flat_profile
 from benchmarks.machine import machine, versions
 from benchmarks.processes import usage
 from benchmarks.reads import find_units, read_all
@@ -48,11 +49,9 @@ from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys, read_encryption_keys
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.plane.client import SPAN_READ_BYTES
+from sgl_kvfetch.plane.client import READ_SIZE, WHOLE_SPANS
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from sgl_kvfetch.plane.launch import DataPlaneProcess, Line
 from sgl_kvfetch.plane.messages import Found, Start
@@ -63,7 +62,7 @@ from sgl_kvfetch.stores.keyed import with_keys
 from sgl_kvfetch.stores.open import open_hedged
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
 from sgl_kvfetch.stores.wire import Route
-from sgl_kvfetch.types import TENSORS, CellGrid, TensorName
+from sgl_kvfetch.types import TENSORS, TensorName
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128
 QUANTISER: Final = "uint8"
@@ -185,7 +184,7 @@ class Coded:
 
 
 def _measure_coded(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    profile = _profile()
+    profile = flat_profile(0.5)  # about 1.4 bits a value
     profile.save(folder / "profile")
     quantiser = KltQuantiser(profile)
     grid = profile.grid
@@ -229,39 +228,13 @@ def _measure_coded(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {"num_cells": num_cells, "wire_bytes": wire_bytes, "rounds": [asdict(each) for each in rounds]}
 
 
-def _profile() -> Profile:
-    """Return a profile of Llama-3.1-8B's shape that nobody calibrated: its transform changes nothing. As many
-    coefficients as a calibrated cell keeps are not zero, and random values take 1.4 bits each."""
-    grid = CellGrid(num_layers=32, num_heads=HEADS, cell_layers=3, cell_heads=2)
-
-    def cell(num_layers: int) -> CellProfile:
-        size = 2 * num_layers * grid.cell_heads * HEAD_DIM
-        spread = torch.ones(size)
-        spread[size * 700 // 1536 :] = 1e-3
-        weight = torch.eye(grid.cell_heads * HEAD_DIM).repeat(num_layers, 1, 1)
-        return CellProfile(
-            inverse=torch.eye(size, dtype=torch.bfloat16),
-            k_weight=weight,
-            v_weight=weight.clone(),
-            mean=torch.zeros(size),
-            spread=spread,
-            reach=torch.stack((2.6 * spread, 6 * spread)),
-            sensitivity=torch.zeros(size + 2 * num_layers * grid.cell_heads + 1),
-        )
-
-    cells = {(group, block): cell(len(grid.layers(group))) for group, block in grid.cells()}
-    curve = (MeasuredStep(0.25, 1e-4, 2.5), MeasuredStep(1.0, 1e-2, 0.7))
-    rope = Rope(inv_freq=tuple(500000.0 ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2)))
-    return Profile(grid, HEAD_DIM, HEAD_DIM, cells, rope, 0, curve, 1.0, Calibration("none", "0" * 32, "none", 1, 1, 1))
-
-
 async def _reads(
     url: str, heads: HeadSlice, hashes: Sequence[bytes], quantiser: Quantiser
 ) -> list[tuple[str, int, int]]:
     """Return the objects and ranges that a fetch reads."""
     store = open_hedged(url, options=HttpOptions(timeout_s=_TIMEOUT_S))
     try:
-        units = await find_units(store, heads, hashes, quantiser, SPAN_READ_BYTES, 1)
+        units = await find_units(store, heads, hashes, quantiser, WHOLE_SPANS)
     finally:
         await store.close()
     return [read for unit in units for read in unit.reads]
@@ -431,7 +404,7 @@ async def _read_alone(
     store = with_keys(open_hedged(url, options=options), None, keys)
     quantiser = make_quantiser(QUANTISER)
     try:
-        found = [await find_units(store, heads, hashes, quantiser, 4 << 20) for hashes in prefixes]
+        found = [await find_units(store, heads, hashes, quantiser, READ_SIZE) for hashes in prefixes]
         begin_s = time.perf_counter()
         size = await read_all(store, [unit for units in found for unit in units])
         return time.perf_counter() - begin_s, size

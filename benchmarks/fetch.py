@@ -46,7 +46,7 @@ from sgl_kvfetch.plane.adapt.decode_profile import load_decode_profile
 from sgl_kvfetch.plane.adapt.policy import LookAhead, Policy
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
-from sgl_kvfetch.plane.fetch.plan import CellChunks, PageSource, ReadUnit, read_units
+from sgl_kvfetch.plane.fetch.plan import CellChunks, PageSource, ReadSize, ReadUnit, read_units
 from sgl_kvfetch.plane.fetch.restore import restore_cells
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
@@ -58,7 +58,7 @@ from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128
 SPAN_TOKENS = 256
-READ_BYTES = 256 << 10
+READ_SIZE = ReadSize(256 << 10)
 CONNECTIONS = 16
 SETTINGS = {"link": 3.0, "decode": 1 / 3}  # transmit time divided by decode and restore time
 _TIMEOUT_S = 300.0
@@ -139,9 +139,7 @@ class Bench:
         self._segment = segment
         self._reader = SegmentReader(segment.manifest, make_quantiser(args.quantiser))
         manifest = segment.manifest
-        self._units = [
-            unit for span in range(manifest.num_spans) for unit in read_units(self._reader, span, READ_BYTES)
-        ]
+        self._units = [unit for span in range(manifest.num_spans) for unit in read_units(self._reader, span, READ_SIZE)]
         self._pool = MemoryPool(manifest.geometry, manifest.num_pages, 1.0)  # filled, so that no round has page faults
 
     def run(self, name: str, transmit_share: float) -> dict[str, Any]:
@@ -210,7 +208,7 @@ class Bench:
         fetcher = Fetcher(
             store,
             DecodePool([{}] * num_sessions, profile),
-            read_bytes=READ_BYTES,
+            read_size=READ_SIZE,
             inflight_bytes=256 << 20,
             may_delete=False,
             policy=policy,

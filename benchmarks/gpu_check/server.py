@@ -22,8 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.flat_profile import flat_profile
 from benchmarks.gpu_check.record import Record, SkippedError
 from harness import sglang_standins
 from harness.engine import Generation, SGLangServer, device_args
@@ -31,10 +30,6 @@ from harness.metrics import wait_until_written
 from harness.models import make_llama_8b_config, make_tiny_llama
 from harness.store_process import StoreProcess
 from harness.waiting import wait_until
-from sgl_kvfetch.codec import Profile
-from sgl_kvfetch.codec.quant import Calibration, Rope
-from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredStep
-from sgl_kvfetch.types import CellGrid
 
 PAGE_TOKENS = 64
 _NEEDED = ("sglang", "transformers", "tokenizers")
@@ -42,13 +37,12 @@ _FLAGS = ("--dtype", "bfloat16", "--disable-cuda-graph", "--skip-server-warmup",
 _START_S, _REQUEST_S, _WRITE_S = 100.0, 60.0, 40.0
 _NEW_TOKENS = 16
 _CONFIG: dict[str, Any] = {"fetch_timeout_s": 60.0}
-_KEPT = 700 / 1536  # share of a cell's coefficients that are kept at the default of calibrated models
 _STEP = 1.5  # about 1.5 bits a value, of values with a standard deviation of 1
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured of the large model, in tokens. ``gbps``: speeds of the link; 0 is no limit."""
+    """What the large model is measured with. Lengths are in tokens. ``gbps`` has speeds of the link; 0 is no limit."""
 
     prompts: Sequence[int] = (8192, 32768)
     gbps: Sequence[float] = (0, 10)
@@ -71,7 +65,7 @@ def run_large(record: Record) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder, sizes = Path(temporary), Sizes()
         env, flags = prepare(record, folder)
-        make_profile().save(folder / "profile")
+        flat_profile(_STEP).save(folder / "profile")
         with StoreProcess(folder / "store") as store:
             config: dict[str, Any] = dict(
                 quantiser="klt", codec="ans", profile=str(folder / "profile"), model_id="random-8b"
@@ -226,31 +220,3 @@ def _prompt(seed: int, num_tokens: int) -> list[int]:
 
 def _stored_mb(store: StoreProcess) -> float:
     return sum(path.stat().st_size for path in store.directory.rglob("*") if path.is_file()) / 1e6
-
-
-def make_profile(
-    num_layers: int = 32, heads: int = 8, dim: int = 128, *, cell_layers: int = 3, cell_heads: int = 2
-) -> Profile:
-    """Return a profile whose transform changes nothing, for K and V with a standard deviation of 1, as random weights
-    give them. As many coefficients are kept as of a calibrated cell."""
-    grid = CellGrid(num_layers, heads, cell_layers, cell_heads)
-
-    def cell(layers: int) -> CellProfile:
-        size = 2 * layers * cell_heads * dim
-        spread = torch.ones(size)
-        spread[int(_KEPT * size) :] = 1e-3
-        eye = torch.eye(cell_heads * dim).repeat(layers, 1, 1)
-        return CellProfile(
-            inverse=torch.eye(size, dtype=torch.bfloat16),
-            k_weight=eye,
-            v_weight=eye.clone(),
-            mean=torch.zeros(size),
-            spread=spread,
-            reach=torch.stack((2.6 * spread, 6 * spread)),
-            sensitivity=torch.zeros(size + 2 * layers * cell_heads + 1),
-        )
-
-    cells = {(group, block): cell(len(grid.layers(group))) for group, block in grid.cells()}  # share no memory
-    curve = (MeasuredStep(_STEP / 2, 1e-4, 2.5), MeasuredStep(2 * _STEP, 1e-2, 0.7))
-    rope = Rope(inv_freq=tuple(500000.0 ** (-i / (dim // 2)) for i in range(dim // 2)))
-    return Profile(grid, dim, dim, cells, rope, 0, curve, 1.0, Calibration("random", "0" * 32, "none", 1, 1, 1))

@@ -14,7 +14,7 @@ import numpy as np
 
 from sgl_kvfetch.keys import buddy_split
 from sgl_kvfetch.plane.client import MAX_SEGMENT_TOKENS
-from sgl_kvfetch.plane.fetch.plan import read_size
+from sgl_kvfetch.plane.fetch.plan import ReadSize
 from sgl_kvfetch.stores.s3 import MULTIPART_BYTES, PART_BYTES
 
 _THRESHOLD_TOKENS = 256  # SGLang looks up no shorter prompt
@@ -143,7 +143,7 @@ class Simulation:
         _, pages = segment
         spans = [min(self._span_pages, pages - page) for page in range(0, pages, self._span_pages)]
         sizes = [span * self._page_bytes for span in spans]
-        gets = 1 + sum(-(-size // read_size(size, self.workload.read_bytes)) for size in sizes)
+        gets = 1 + sum(-(-size // ReadSize(self.workload.read_bytes).of(size)) for size in sizes)
         self.costs.gets += gets * self.workload.ranks
         self.costs.read_bytes += sum(sizes) * self.workload.ranks
         self.segment_lengths[pages] += gets

@@ -48,7 +48,7 @@ from harness.waiting import until
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.plane.client import READ_BYTES, SPAN_TOKENS
+from sgl_kvfetch.plane.client import READ_SIZE, SPAN_TOKENS
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.processes import run_and_end
 from sgl_kvfetch.stores.base import Store
@@ -228,7 +228,7 @@ async def _hits(servers: Servers, kind: str, prefix: Prefix, num_hits: int, rela
 
 async def _hit(store: Store, prefix: Prefix, relays: Mapping[str, Relay]) -> Hit:
     begin_s = time.perf_counter()
-    units = await find_units(store, prefix.heads, prefix.page_hashes, QUANTISER, READ_BYTES)
+    units = await find_units(store, prefix.heads, prefix.page_hashes, QUANTISER, READ_SIZE)
     lookup_s = time.perf_counter() - begin_s
     lookup = _take(relays)
     begin_s, cpu_s = time.perf_counter(), time.process_time()

@@ -15,7 +15,7 @@ from .client import (
 )
 from .coded import StagedCode as StagedCode
 from .config import KVFetchConfig as KVFetchConfig, parse_config as parse_config
-from .fetch.plan import ReadUnit as ReadUnit, read_units as read_units
+from .fetch.plan import ReadSize as ReadSize, ReadUnit as ReadUnit, read_units as read_units
 from .fetch.sink import (
     Destination as Destination,
     GuardedSink as GuardedSink,

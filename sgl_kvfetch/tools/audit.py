@@ -244,6 +244,7 @@ class _Run:
         return AuditResult(self.server, engine.model, self.most_kl, num_skipped, audited)
 
     async def _case(self, engine: _Engine, prompt: Any) -> _Case:
+        # From the caches first: what is computed goes into them, too, and could push out what is to be audited.
         cached = await engine.ask(prompt, None)
         computed, again = [await engine.ask(prompt, f"kvfetch-audit-{secrets.token_hex(8)}") for _ in range(2)]
         if computed.num_cached or again.num_cached:
@@ -288,7 +289,7 @@ class _Engine:
     @classmethod
     async def find(cls, session: ClientSession, server: str, num_tokens: int) -> _Engine:
         """Raises ConfigError if neither API answers."""
-        from sgl_kvfetch.tools.sglang_server import ask_server, server_info
+        from sgl_kvfetch.tools.sglang_server import ask_server, served_model, server_info
 
         try:
             info = await server_info(session, server)
@@ -299,18 +300,19 @@ class _Engine:
                 return cls(session, server, models[0]["id"], False, longest - num_tokens - 1, num_tokens)
             except (StoreError, ValueError, LookupError, TypeError) as e:
                 raise ConfigError(f"--server {server} has neither SGLang's API nor OpenAI's /v1/models: {e}") from e
-        model = str(info.get("served_model_name") or info.get("model_path"))
-        return cls(session, server, model, True, longest_prompt(info, num_tokens), num_tokens)
+        return cls(session, server, served_model(info), True, longest_prompt(info, num_tokens), num_tokens)
 
     async def tokenise(self, text: str) -> list[int]:
-        from sgl_kvfetch.tools.sglang_server import ask_server
+        from sgl_kvfetch.tools.sglang_server import ask_server, tokenise_on
 
-        body = {"prompt": text} if self.is_sglang else {"model": self.model, "prompt": text}
+        if self.is_sglang:
+            return await tokenise_on(self.session, self.server, text)
+        body = {"model": self.model, "prompt": text}
         return list(json.loads(await ask_server(self.session, "POST", f"{self.server}/tokenize", body))["tokens"])
 
     async def ask(self, prompt: Sequence[int], cache_salt: str | None) -> TopAnswer:
         """Return the answer to a prompt, greedily. Raises StoreError."""
-        from sgl_kvfetch.tools.sglang_server import ask_server
+        from sgl_kvfetch.tools.sglang_server import ask_server, cached_by_tier
 
         salt = {} if cache_salt is None else {"cache_salt": cache_salt}
         if self.is_sglang:
@@ -320,9 +322,7 @@ class _Engine:
                 "meta_info"
             ]
             tops = [{token: logprob for logprob, token, _ in top} for top in meta["output_top_logprobs"]]
-            details = meta.get("cached_tokens_details") or {"device": meta.get("cached_tokens", 0)}
-            cached = {tier: count for tier, count in details.items() if isinstance(count, int)}
-            return TopAnswer([token for _, token, _ in meta["output_token_logprobs"]], tops, cached)
+            return TopAnswer([token for _, token, _ in meta["output_token_logprobs"]], tops, cached_by_tier(meta))
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": self.num_tokens, "temperature": 0.0,
             "ignore_eos": True, "logprobs": _TOP,

@@ -144,7 +144,14 @@ def bench(
 async def _bench(
     server: str, reader: str, lengths: Sequence[int], file: Path | None, count: int, concurrency: int, wait_s: float
 ) -> BenchResult:
-    from sgl_kvfetch.tools.sglang_server import ask_server, server_errors, server_info, server_session, tokenise_on
+    from sgl_kvfetch.tools.sglang_server import (
+        ask_server,
+        served_model,
+        server_errors,
+        server_info,
+        server_session,
+        tokenise_on,
+    )
 
     with server_errors(server):
         async with server_session() as session:
@@ -175,7 +182,7 @@ async def _bench(
         )
         for group, first, second in zip(groups, computed, fetched, strict=True)
     ]
-    model, version = str(info.get("served_model_name") or info.get("model_path")), str(info.get("version"))
+    model, version = served_model(info), str(info.get("version"))
     return BenchResult(server, reader, model, version, info["page_size"], concurrency, num_skipped, results)
 
 

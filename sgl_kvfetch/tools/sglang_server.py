@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,17 @@ def total(samples: Iterable[Sample], name: str, **labels: str) -> float:
     return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
 
 
+def cached_by_tier(meta: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many of a prompt's tokens were not computed, by an answer's ``meta_info``."""
+    details = meta.get("cached_tokens_details") or {"device": meta.get("cached_tokens", 0)}
+    return {tier: details.get(tier, 0) for tier in TIERS}
+
+
+def served_model(info: Mapping[str, Any]) -> str:
+    """Return the name of a server's model, by its ``/server_info``."""
+    return str(info.get("served_model_name") or info.get("model_path"))
+
+
 @dataclass
 class Answer:
     """``ttft_s`` is the time from sending to the first token. ``itl_s`` holds the gap before each later token; tokens
@@ -128,8 +139,7 @@ class Answer:
             self.itl_s += [(since_s - self.e2e_s) / num_new] * num_new
         self.e2e_s = since_s
         self.prompt_tokens = meta["prompt_tokens"]
-        details = meta.get("cached_tokens_details") or {"device": meta.get("cached_tokens", 0)}
-        self.cached = {tier: details.get(tier, 0) for tier in TIERS}
+        self.cached = cached_by_tier(meta)
 
 
 async def stream_generate(

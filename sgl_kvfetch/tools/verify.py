@@ -378,10 +378,10 @@ class Verifier:
         ]
 
     def _variant_pieces(self, reader: SegmentReader) -> Iterator[_Piece]:
-        from sgl_kvfetch.plane import read_units
+        from sgl_kvfetch.plane import ReadSize, read_units
 
         for span in range(reader.manifest.num_spans):
-            for unit in read_units(reader, span, self.read_bytes):
+            for unit in read_units(reader, span, ReadSize(self.read_bytes)):
                 num_chunks = len(unit.cells) * reader.manifest.chunks_per_cell
                 ((_, start, end),) = unit.reads
                 yield _Piece(start, end - start, num_chunks, [partial(_decode_cell, unit, c) for c in unit.cells])

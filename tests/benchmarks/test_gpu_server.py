@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.flat_profile import flat_profile
 from benchmarks.gpu_check import server as step
 from benchmarks.gpu_check.record import Record
 from harness.engine import SGLangServer, device_args
@@ -40,7 +41,7 @@ def test_what_is_fetched_answers_as_sglangs_own_cache(tmp_path: Path) -> None:
 
 def test_times_of_klt(tmp_path: Path) -> None:
     record, sizes = Record(tmp_path / "found.json"), step.Sizes((128, 512), (0, 1), running=200, alone=4)
-    profile = step.make_profile(4, 2, 64, cell_layers=2)
+    profile = flat_profile(1.5, 4, 2, 64, cell_layers=2)
     profile.save(tmp_path / "profile")
     config: dict[str, Any] = {
         "quantiser": "klt",

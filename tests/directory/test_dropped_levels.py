@@ -21,7 +21,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.finder import PageFinder
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy
+from sgl_kvfetch.plane.fetch.plan import LevelPolicy, ReadSize
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores import Pin
@@ -155,7 +155,7 @@ async def test_a_level_that_is_dropped_between_lookup_and_fetch(make: MakeStore)
     hashes = list(chain(0).manifest.page_hashes)
     with closing(DecodePool[Decoders]([{}])) as pool:
         levels = LevelPolicy(1, 1e9)
-        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=True, levels=levels)
+        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=True, levels=levels)
         finder = PageFinder(store, SPEC.heads, KLT, print, levels=LevelPolicy(1))
         sources = await finder.find_pages(hashes, WAIT_S)
         await fill(store, range(1, 7))

@@ -31,6 +31,7 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.finder import PageFinder
+from sgl_kvfetch.plane.fetch.plan import ReadSize
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.http import HttpStore
@@ -91,7 +92,7 @@ class World:
             raise AssertionError(f"the store named a segment that cannot be used: {error}")
 
         finder = PageFinder(self.store, HEADS, QUANTISER, on_fault)
-        fetcher = Fetcher(self.store, pool, read_bytes=64 << 10, inflight_bytes=64 << 20, may_delete=True)
+        fetcher = Fetcher(self.store, pool, read_size=ReadSize(64 << 10), inflight_bytes=64 << 20, may_delete=True)
         while True:
             stored = rng.choice(self.committed)
             began_s = asyncio.get_running_loop().time()

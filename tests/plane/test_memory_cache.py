@@ -10,11 +10,11 @@ from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane.arena import Arena
-from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, read_units, span_parts
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, read_units, span_parts
 from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
 from tests.segments import make_segment
 
-READ_BYTES = 2000  # several units a span
+READ_SIZE = ReadSize(2000)  # several units a span
 NUM_PAGES = 4  # in two spans
 
 
@@ -28,14 +28,14 @@ class Stored:
         self.num_bytes = len(self.segment.data)
 
     def units(self, span: int) -> Sequence[ReadUnit]:
-        return read_units(self.reader, span, READ_BYTES)
+        return read_units(self.reader, span, READ_SIZE)
 
     def data(self, unit: ReadUnit) -> bytes:
         ((_, start, end),) = unit.reads
         return self.segment.data[start:end]
 
     def put_in(self, cache: MemoryCache) -> None:
-        cache.put_segment(self.reader, self.segment, READ_BYTES)
+        cache.put_segment(self.reader, self.segment, READ_SIZE)
 
     @property
     def sources(self) -> list[PageSource]:

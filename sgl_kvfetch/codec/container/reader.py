@@ -160,7 +160,7 @@ class SegmentReader:
     @cached_property
     def _coded_bytes(self) -> list[int]:
         """The sizes of all cells' bytes, in storage order."""
-        each, (first, *further) = self.manifest.chunks_per_cell, self._offsets
+        each, (first, *further) = self._num_parts, self._offsets
         of_levels = ([end - start for start, end in pairwise(offsets)] for offsets in (first[::each], *further))
         return list(map(sum, zip(*of_levels, strict=True)))
 

@@ -44,11 +44,11 @@ from sgl_kvfetch.plane.fetch.ahead import AheadReader
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
 from sgl_kvfetch.plane.fetch.offers import Chooser
 from sgl_kvfetch.plane.fetch.plan import (
-    READS_A_SPAN,
     CellChunks,
     CellsKey,
     LevelPolicy,
     PageSource,
+    ReadSize,
     ReadUnit,
     SpanPart,
     UnitKey,
@@ -148,8 +148,7 @@ class Fetcher:
         store: Store,
         pool: DecodePool[Decoders],
         *,
-        read_bytes: int,
-        reads_a_span: int = READS_A_SPAN,
+        read_size: ReadSize,
         inflight_bytes: int,
         may_delete: bool,
         decode_bytes: int = sys.maxsize,
@@ -158,7 +157,7 @@ class Fetcher:
         link: Link | None = None,
         memory: MemoryCache | None = None,
     ) -> None:
-        """``read_bytes``, ``reads_a_span``: as in `plan.read_units`. ``may_delete``: report damaged segments to the
+        """``may_delete``: report damaged segments to the
         store, which deletes them if they are damaged there. ``decode_bytes`` bounds the memory for frames and values
         between bitstreams and pages; by default, only the number of sessions bounds it. ``policy`` chooses among a
         segment's variants, and needs a pool with a profile; if None, the first decodable variant is read. ``levels``:
@@ -167,12 +166,12 @@ class Fetcher:
         self._store = store
         self._memory = memory
         self.pool = pool
-        self._read_bytes = read_bytes
+        self._read_size = read_size
         # Two halves, so that bytes that wait for their fetch cannot block another one.
         self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2), self._report_queue)
         self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2), self._report_queue)
         self.link = link or Link()
-        self._chooser = Chooser(policy, pool, self.link, reads_a_span)
+        self._chooser = Chooser(policy, pool, self.link)
         self._restorer = Restorer(pool, self._chooser, decode_bytes)
         self.levels = levels or LevelPolicy()
         self._may_delete = may_delete
@@ -224,7 +223,7 @@ class Fetcher:
         """Measure the link again with the first bytes of pages that will not be fetched, if that is due."""
         if size_bytes := self.link.begin_probe():
             with contextlib.suppress(StoreError):
-                for unit in islice(read_units(sources[0].reader, 0, size_bytes), 2):
+                for unit in islice(read_units(sources[0].reader, 0, ReadSize(size_bytes)), 2):
                     await self._read_whole(unit)
 
     def _units_ahead(
@@ -388,7 +387,7 @@ class Fetcher:
         unless its cells are read ahead already. Cells for which ``is_taken`` returns True are left out. ``num_unasked``
         counts the cells not requested yet, including those of the next unit. ``due_s``: when the fetch should end."""
         reader = part.reader
-        for run in self._chooser.runs(reader, part.span, self._read_bytes):
+        for run in self._chooser.runs(reader, part.span, self._read_size):
             key = reader.stem, run[0]
             if is_taken(key):
                 continue

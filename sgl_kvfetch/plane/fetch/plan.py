@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from sgl_kvfetch.codec import Cell, SegmentReader
 
-# Read a span in this many pieces, unless they get too small: decoding starts when the first piece has arrived.
-READS_A_SPAN = 3
 _LEAST_READ_BYTES = 128 << 10
 
 CellsKey = tuple[str, Cell]  # a segment and the first cell of a run
@@ -117,30 +116,35 @@ def total_bytes(
     return sum(replace(part, reader=choose(part.reader)).size_bytes for part in span_parts(sources))
 
 
-def read_size(span_bytes: int, read_bytes: int, reads_a_span: int = READS_A_SPAN) -> int:
-    """Return about how many bytes of a span one read takes, if the configuration allows ``read_bytes``."""
-    return min(read_bytes, max(_LEAST_READ_BYTES, -(-span_bytes // reads_a_span)))
+class ReadSize(NamedTuple):
+    """How large reads are: ``a_span`` for each span, but of at most about ``most_bytes``, and no very small ones. With
+    several for a span, decoding starts when the first one has arrived."""
+
+    most_bytes: int
+    a_span: int = 3
+
+    def of(self, span_bytes: int) -> int:
+        """Return about how many bytes of a span one read takes."""
+        return min(self.most_bytes, max(_LEAST_READ_BYTES, -(-span_bytes // self.a_span)))
 
 
-def read_units(reader: SegmentReader, span: int, read_bytes: int, reads_a_span: int = READS_A_SPAN) -> list[ReadUnit]:
-    """Cut the bytes of a span's cells at cell boundaries into reads of about equal size, at most about ``read_bytes``.
-    Equal arguments give equal units, so that a read started for one caller can serve another."""
-    return [ReadUnit(reader, cells) for cells in read_runs(reader, span, read_bytes, reads_a_span)]
+def read_units(reader: SegmentReader, span: int, size: ReadSize) -> list[ReadUnit]:
+    """Cut the bytes of a span's cells at cell boundaries into reads of about equal size. Equal arguments give equal
+    units, so that a read started for one caller can serve another."""
+    return [ReadUnit(reader, cells) for cells in read_runs(reader, span, size)]
 
 
-_runs: WeakKeyDictionary[SegmentReader, dict[tuple[int, ...], list[tuple[Cell, ...]]]] = WeakKeyDictionary()
+_runs: WeakKeyDictionary[SegmentReader, dict[tuple[int, ReadSize], list[tuple[Cell, ...]]]] = WeakKeyDictionary()
 
 
-def read_runs(
-    reader: SegmentReader, span: int, read_bytes: int, reads_a_span: int = READS_A_SPAN
-) -> Sequence[tuple[Cell, ...]]:
+def read_runs(reader: SegmentReader, span: int, size: ReadSize) -> Sequence[tuple[Cell, ...]]:
     """Return the cells of `read_units`. They are computed once."""
-    made, asked = _runs.setdefault(reader, {}), (span, read_bytes, reads_a_span)
-    if asked not in made:
-        most = read_size(reader.span_bytes(span), read_bytes, reads_a_span)
+    made = _runs.setdefault(reader, {})
+    if (span, size) not in made:
+        most = size.of(reader.span_bytes(span))
         runs = neighbours(reader, list(reader.span_cells(span)))
-        made[asked] = [cells for run in runs for cells in _cut(reader, run, most)]
-    return made[asked]
+        made[span, size] = [cells for run in runs for cells in _cut(reader, run, most)]
+    return made[span, size]
 
 
 def _cut(reader: SegmentReader, run: Sequence[Cell], most: int) -> list[tuple[Cell, ...]]:

@@ -24,7 +24,7 @@ from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile, VariantProfile
 from sgl_kvfetch.plane.adapt.policy import Situation
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
-from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
@@ -98,7 +98,7 @@ async def segment(store: SpoiltStore) -> tuple[CodedSegment, dict[TensorName, to
 @pytest.fixture
 def fetcher(store: SpoiltStore) -> Iterator[Fetcher]:
     with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        yield Fetcher(store, pool, read_bytes=600, inflight_bytes=4000, may_delete=True)
+        yield Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=4000, may_delete=True)
 
 
 Segment = tuple[CodedSegment, dict[TensorName, torch.Tensor]]
@@ -171,7 +171,7 @@ def recorder() -> Recorder:
 def choosing(store: SpoiltStore, recorder: Recorder) -> Iterator[Fetcher]:
     """A fetcher that chooses among a segment's variants as the recorder says."""
     with closing(DecodePool[Decoders]([{}, {}], PROFILE)) as pool:
-        yield Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False, policy=recorder)
+        yield Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=False, policy=recorder)
 
 
 def wanted(made: CodedSegment) -> list[PageSource]:

@@ -10,7 +10,7 @@ from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
-from sgl_kvfetch.plane.fetch.plan import read_units
+from sgl_kvfetch.plane.fetch.plan import ReadSize, read_units
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
 from tests.plane.fetch.conftest import (
@@ -67,10 +67,10 @@ async def test_a_fetch_that_overtakes_leaves_nothing_to_be_read_twice(
 async def test_it_goes_on_as_fetches_make_room(store: SpoiltStore, segment: Segment) -> None:
     """SGLang fetches in batches: while one is restored, the next ones come."""
     all_pages = sources(segment, range(8))
-    units = [unit for span in range(4) for unit in read_units(all_pages[0].reader, span, 600)]
+    units = [unit for span in range(4) for unit in read_units(all_pages[0].reader, span, ReadSize(600))]
     largest = max(unit.size_bytes for unit in units)
     with closing(DecodePool[Decoders]([{}, {}])) as pool:
-        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=4 * largest, may_delete=False)
+        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=4 * largest, may_delete=False)
         fetcher.read_ahead(all_pages, expire_s=600)
         memory = PoisonedPool(8)
         for span in range(4):
@@ -87,7 +87,7 @@ async def test_it_goes_on_as_fetches_make_room(store: SpoiltStore, segment: Segm
 
 async def test_a_lookup_whose_fetch_never_comes_is_forgotten(store: SpoiltStore, segment: Segment) -> None:
     with closing(DecodePool[Decoders]([{}, {}])) as pool:
-        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=2000, may_delete=False)
+        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=2000, may_delete=False)
         clock = LoopClock()
         fetcher.read_ahead(sources(segment, range(8)), expire_s=60)
         await until(lambda: store.num_gets > 0 and fetcher.link.outstanding_bytes == 0)
@@ -102,7 +102,7 @@ async def test_a_lookup_whose_fetch_never_comes_is_forgotten(store: SpoiltStore,
 async def test_a_store_that_fails_is_not_asked_on(store: SpoiltStore, segment: Segment) -> None:
     store.fail_from = 0
     with closing(DecodePool[Decoders]([{}, {}])) as pool:
-        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False)
+        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=False)
         fetcher.read_ahead(sources(segment, range(8)), expire_s=60)
         await until_idle()
         assert store.num_gets <= 4

@@ -24,7 +24,7 @@ from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.link import Link
-from sgl_kvfetch.plane.fetch.plan import PageSource, read_units, span_parts
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, read_units, span_parts
 from sgl_kvfetch.plane.fetch.restore import working_bytes
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from sgl_kvfetch.plane.memory_cache import MemoryCache
@@ -57,7 +57,7 @@ async def test_pages_land_where_they_are_wanted(fetcher: Fetcher, segment: Segme
 
 
 async def test_only_the_spans_that_are_needed_are_read(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
-    units = {span: read_units(sources(segment, [0])[0].reader, span, 600) for span in range(4)}
+    units = {span: read_units(sources(segment, [0])[0].reader, span, ReadSize(600)) for span in range(4)}
     assert all(len(u) > 1 for u in units.values())
     await fetch(fetcher, sources(segment, [2, 3, 4]), PoisonedPool(3), [0, 1, 2])
     assert store.num_gets == len(units[1]) + len(units[2])
@@ -72,7 +72,7 @@ async def test_what_was_read_ahead_is_not_read_again(fetcher: Fetcher, segment: 
     assert (await fetch(fetcher, wanted, pool, [0, 1])).num_pages == 2
     assert holds(pool, segment, range(2), [0, 1])
     reader = wanted[0].reader
-    assert store.num_gets == len(read_units(reader, 0, 600))
+    assert store.num_gets == len(read_units(reader, 0, ReadSize(600)))
     await assert_nothing_held(fetcher)
 
 
@@ -85,16 +85,16 @@ async def test_a_span_that_two_batches_share_is_read_once(
     assert (await fetch(fetcher, sources(segment, [3, 4, 5]), pool, [3, 4, 5])).num_pages == 3
     assert holds(pool, segment, range(1, 6), range(1, 6))
     reader = sources(segment, [0])[0].reader
-    assert store.num_gets == sum(len(read_units(reader, span, 600)) for span in range(3))
+    assert store.num_gets == sum(len(read_units(reader, span, ReadSize(600))) for span in range(3))
 
 
 async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
     store: SpoiltStore, segment: Segment
 ) -> None:
     wanted = sources(segment, range(8))
-    largest = max(unit.size_bytes for span in range(4) for unit in read_units(wanted[0].reader, span, 600))
+    largest = max(unit.size_bytes for span in range(4) for unit in read_units(wanted[0].reader, span, ReadSize(600)))
     with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=8 * 20 * largest, may_delete=False)
+        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=8 * 20 * largest, may_delete=False)
         for page in (0, 2, 4):
             assert (await fetch(fetcher, wanted[page : page + 1], PoisonedPool(8), [page])).num_pages == 1
         num_gets = store.num_gets
@@ -104,7 +104,7 @@ async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
             assert holds(memory, segment, [page], [page])
         assert store.num_gets == num_gets
 
-        bounded = Fetcher(store, pool, read_bytes=600, inflight_bytes=8 * largest, may_delete=False)
+        bounded = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=8 * largest, may_delete=False)
         for page in (0, 2, 4):
             await fetch(bounded, wanted[page : page + 1], PoisonedPool(8), [page])
         for page, is_kept in ((5, True), (1, False)):  # only the last span
@@ -138,7 +138,7 @@ async def test_a_failed_read_ahead_is_not_kept_for_a_fetch(
 
 async def test_a_corrupt_span_ends_the_hit(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
     wanted = sources(segment, range(8))
-    store.flip_from = read_units(wanted[0].reader, 2, 600)[0].reads[0][1]
+    store.flip_from = read_units(wanted[0].reader, 2, ReadSize(600))[0].reads[0][1]
     pool = PoisonedPool(8)
     result = await fetch(fetcher, wanted, pool, list(range(8)))
     assert result.num_pages == 4
@@ -154,7 +154,7 @@ async def test_a_reader_whose_link_garbles_everything_deletes_nothing(store: Spo
     names = [coded.manifest.key.manifest_name for coded, _ in segments]
     store.flip_from = 0
     with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=4000, may_delete=True)
+        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=4000, may_delete=True)
         for segment in segments:
             assert (await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])).num_pages == 0
             await until_idle()
@@ -183,7 +183,9 @@ async def test_memory_keeps_nothing_of_a_segment_that_was_deleted_as_damaged(
     wanted, pool = sources(segment, range(8)), PoisonedPool(8)
     memory = MemoryCache(Arena.create(1 << 20))
     with closing(DecodePool[Decoders]([{}] * 2)) as decoders:
-        fetcher = Fetcher(store, decoders, read_bytes=600, inflight_bytes=1 << 20, may_delete=True, memory=memory)
+        fetcher = Fetcher(
+            store, decoders, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=True, memory=memory
+        )
         assert (await fetch(fetcher, wanted[:2], pool, [0, 1])).num_pages == 0
         fetcher.read_ahead(wanted, expire_s=60)
         await until(lambda: store.num_gets > 4 and fetcher.link.outstanding_bytes == 0)
@@ -210,7 +212,7 @@ async def test_reports_are_bounded(store: SpoiltStore) -> None:
     for coded, _ in segments:
         await commit_segment(store, coded)
     with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=4000, may_delete=True)
+        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=4000, may_delete=True)
         for segment in segments * 2:
             await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])
             await asyncio.sleep(0)
@@ -225,7 +227,7 @@ async def test_reports_are_bounded(store: SpoiltStore) -> None:
 async def test_who_may_not_write_reports_nothing(segment: Segment, store: SpoiltStore) -> None:
     store.flip_from = 0
     with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=4000, may_delete=False)
+        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=4000, may_delete=False)
         await fetch(fetcher, sources(segment, range(2)), PoisonedPool(2), [0, 1])
         await until_idle()
     assert store.reports == []
@@ -359,14 +361,16 @@ async def test_the_link_is_left_to_others_once_all_is_requested(
     monkeypatch.setattr(Link, "is_full", False)
     store.gate.clear()
     with closing(DecodePool[Decoders]([{}] * 2)) as pool:
-        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False)
+        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=False)
         destination, is_requested = Destination(range(8), GuardedSink(PoisonedPool(8))), asyncio.Event()
         task = asyncio.create_task(
             fetcher.fetch(sources(segment, range(8)), destination, WAIT_S, on_requested=is_requested.set)
         )
         await asyncio.wait_for(is_requested.wait(), WAIT_S)
         assert not task.done()
-        assert store.num_gets == sum(len(read_units(sources(segment, [0])[0].reader, span, 600)) for span in range(4))
+        assert store.num_gets == sum(
+            len(read_units(sources(segment, [0])[0].reader, span, ReadSize(600))) for span in range(4)
+        )
         store.gate.set()
         assert (await task).num_pages == 8
 
@@ -393,7 +397,7 @@ async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) 
 
     with closing(Watched([{}] * 4)) as pool:
         bounded = Fetcher(
-            store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False, decode_bytes=2 * largest
+            store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=False, decode_bytes=2 * largest
         )
         memory = PoisonedPool(8)
         result = await fetch_pages(bounded, wanted, range(8), GuardedSink(memory), WAIT_S)
@@ -408,7 +412,7 @@ async def test_what_would_come_too_late_is_not_asked_for(
     fetcher: Fetcher, segment: Segment, store: SpoiltStore, bytes_per_s: float, is_late: bool
 ) -> None:
     link = measured_link(1000, bytes_per_s)
-    fetcher = Fetcher(store, fetcher.pool, read_bytes=600, inflight_bytes=4000, may_delete=True, link=link)
+    fetcher = Fetcher(store, fetcher.pool, read_size=ReadSize(600), inflight_bytes=4000, may_delete=True, link=link)
     result = await fetch(fetcher, sources(segment, range(8)), PoisonedPool(8), range(8))
     assert (result.late, result.timed_out) == (is_late, False)
     assert (result.num_pages, store.num_gets > 0) == ((0, False) if is_late else (8, True))

@@ -27,7 +27,7 @@ from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.offers import Chooser, Offer, Supply, best_offer
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource, read_units
+from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource, ReadSize, read_units
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
@@ -53,7 +53,7 @@ def pool() -> Iterator[DecodePool[Decoders]]:
 
 
 def fetcher_of(store: SpoiltStore, pool: DecodePool[Decoders], levels: LevelPolicy) -> Fetcher:
-    return Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=True, levels=levels)
+    return Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=True, levels=levels)
 
 
 def sources(coded: CodedSegment) -> list[PageSource]:
@@ -127,7 +127,7 @@ async def test_levels_that_would_be_late_are_left_out_as_far_as_allowed(
 async def test_cells_of_one_unit_are_the_same_at_all_levels(laddered: CodedSegment) -> None:
     reader = SegmentReader(laddered.manifest, KLT)
     objects = [laddered.data, *laddered.level_data]
-    for unit in read_units(reader, 0, 600):
+    for unit in read_units(reader, 0, ReadSize(600)):
         for count in range(LEVELS):
             coarser = replace(unit, reader=reader.without_levels(count))
             data = b"".join(objects[i][start:end] for i, (_, start, end) in enumerate(coarser.reads))
@@ -251,6 +251,6 @@ def test_video_and_levels_are_chosen_together(bytes_per_s: float, within_s: floa
     reader = SegmentReader(msgspec.structs.replace(coded.manifest, variants=both), KLT)
     with closing(DecodePool[Decoders]([{}] * 2, profile)) as decoders:
         chooser = Chooser(LookAhead(), decoders, measured_link(10_000, bytes_per_s, 8))
-        run = chooser.runs(reader, 0, 600)[0]
+        run = chooser.runs(reader, 0, ReadSize(600))[0]
         chosen = chooser.choose(reader, run, LevelPolicy(LEVELS - 1), within_s, 8)
     assert (chosen.variant.codec, chosen.levels_left_out) == (codec, left_out)

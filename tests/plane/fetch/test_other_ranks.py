@@ -27,7 +27,7 @@ from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
-from sgl_kvfetch.plane.fetch.plan import PageSource, total_bytes
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, total_bytes
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Lookup
@@ -115,7 +115,9 @@ class Rank:
 
     async def fetch(self, sources: Sequence[PageSource]) -> FetchResult:
         with closing(DecodePool[Decoders]([{}] * 2)) as decoders:
-            fetcher = Fetcher(self.store, decoders, read_bytes=1 << 20, inflight_bytes=1 << 20, may_delete=False)
+            fetcher = Fetcher(
+                self.store, decoders, read_size=ReadSize(1 << 20), inflight_bytes=1 << 20, may_delete=False
+            )
             return await fetch_pages(fetcher, sources, range(len(sources)), GuardedSink(self.pool), WAIT_S)
 
     def holds(self, num_pages: int) -> bool:

@@ -27,7 +27,7 @@ from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.finder import PageFinder
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy
+from sgl_kvfetch.plane.fetch.plan import LevelPolicy, ReadSize
 from sgl_kvfetch.plane.fetch.sink import GuardedSink
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Store
@@ -101,7 +101,7 @@ async def manifests(store: Store) -> list[Manifest | None]:
 
 async def fetched(store: Store, number: int) -> CellValues:
     with closing(DecodePool[Decoders]([{}])) as pool:
-        fetcher = Fetcher(store, pool, read_bytes=600, inflight_bytes=1 << 20, may_delete=False)
+        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=False)
         finder = PageFinder(store, SPEC.heads, KLT, print, levels=LevelPolicy(1))
         sources = await finder.find_pages(list(chain(number).manifest.page_hashes), WAIT_S)
         memory = MemoryPool(GEOMETRY, 4, 0.0)

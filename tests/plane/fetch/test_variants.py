@@ -17,7 +17,7 @@ from sgl_kvfetch.plane.adapt.policy import LookAhead
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.offers import Chooser
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource
+from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource, ReadSize
 from tests.plane.fetch.conftest import (
     PROFILE,
     PoisonedPool,
@@ -78,7 +78,7 @@ async def test_slow_links_bring_small_chunks_and_fast_ones_easy_ones(
     with closing(DecodePool[Decoders]([{}, {}], PROFILE)) as pool:
         chooser = Chooser(LookAhead(), pool, link)
         reader = SegmentReader(made.manifest, make_quantiser("exact"))
-        chosen = chooser.choose(reader, chooser.runs(reader, 0, 600)[0], LevelPolicy(), WAIT_S, 8)
+        chosen = chooser.choose(reader, chooser.runs(reader, 0, ReadSize(600))[0], LevelPolicy(), WAIT_S, 8)
         assert chosen.variant.codec == expected
 
 
