@@ -9,7 +9,8 @@ import torch
 
 from harness.handovers import hand_overs, require_equal
 from harness.store_process import StoreProcess
-from tests.plugin.backends import DIM, HEADS, PAGE_SIZE, POOL_PAGES, Make, keys, make_pool, store_pages, tokens
+from harness.waiting import wait_until
+from tests.plugin.backends import DIM, HEADS, PAGE_SIZE, POOL_PAGES, Make, after, keys, make_pool, tokens
 from tests.plugin.planes import Served
 from tests.test_threads import assert_threads
 
@@ -20,7 +21,9 @@ def test_hand_overs_of_a_lookup_and_a_fetch_of_one_cell(make: Make, served: Serv
     pool = make_pool(layer_num=1, target_layer_num=1, kv_buffer=tuple(buffers))
     with StoreProcess(tmp_path / "store") as store, hand_overs() as seen:
         backend = make(pool, store=store.url, max_tp_size=1)
-        store_pages(backend, keys(8), list(range(8)))
+        # Not `store_pages`, which looks them up: what a lookup finds is read ahead, on a slow machine until later.
+        assert backend.batch_set_v1(keys(8), tokens(list(range(8))), after([])) == [True] * 8
+        wait_until(lambda: any(store.directory.rglob("*.kvm")))
         served.wait_until_idle()
         seen.clear()
         assert backend.batch_exists(keys(8)) == 8
