@@ -208,7 +208,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 result = found.result(self._config.lookup_timeout_s + _GRACE_S)
                 is_fetched = self.turns.looked_up(keys, result, time.monotonic())
                 num_fetched = result.num_pages if is_fetched else 0
-                reason = result.reason or ("sooner" if result.num_pages and not is_fetched else "")
+                reason = "sooner" if result.num_pages and not is_fetched else result.reason
                 status.note(self._looked_up_for, keys, result.num_pages, num_fetched, reason)
                 if not result.num_pages:
                     return result
