@@ -12,7 +12,6 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from sgl_kvfetch import __version__
 from tests.tools.conftest import kvfetch
 
 CHART = Path(__file__).parent.parent / "deploy" / "helm" / "kvfetch"
@@ -114,7 +113,3 @@ def test_what_is_missing_is_named(missing: str) -> None:
     found = run("template", "kv", str(CHART), **{key: value for key, value in LEAST.items() if key != missing})
     assert found.returncode != 0
     assert f"{missing}: name" in found.stderr
-
-
-def test_the_chart_has_the_package_s_version() -> None:
-    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == __version__
