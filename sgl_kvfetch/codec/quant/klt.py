@@ -373,6 +373,11 @@ class KltQuantiser(KltIntegers):
         shape = num_tokens, len(place.layers), len(place.heads)
         k, v = (torch.empty((*shape, dim), dtype=native) for dim in (self.profile.k_head_dim, self.profile.v_head_dim))
         restore_integers(self._matrix(place, dtype), integers, heads, self._shape_of_heads(), factors, (k, v))
+        for values in (k, v):
+            if not math.isfinite(
+                values.sum(dtype=torch.float32)
+            ):  # a profile's claims are not believed: answers would be wrong for good
+                raise FormatError("values are restored that are not finite: a profile, or scales, far too large")
         if native != dtype:
             largest = torch.finfo(dtype).max
             k, v = (t.clamp_(-largest, largest).to(dtype) for t in (k, v))
