@@ -241,9 +241,9 @@ def test_the_largest_values_stay_finite(dtype: torch.dtype) -> None:
     assert all(bool(torch.isfinite(x.float()).all()) for x in back)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_that_are_not_finite_are_not_restored(dtype: torch.dtype) -> None:
-    """A profile from a store may say anything of its cells."""
+    """A profile from a store may say anything of its cells. Values of fewer bits are clamped."""
     profile = make_profile()
     place = place_of(profile, ONLY, 30)
     quantised = KltQuantiser(profile, step=1.0).quantise(values_of(profile, 30), place)
