@@ -123,6 +123,8 @@ def doctor(
             for row in rows:
                 _print(row)
     missing = sum(check.status == "no" for check in found)
+    if missing and not store_only and store is not None and importlib.util.find_spec("sglang") is None and not as_json:
+        typer.echo(f"SGLang is not installed here. On a store's machine, type: kvfetch doctor {store} --store-only")
     verdict = "the store can be used from here" if store_only else "host mode can run here"
     show(found, as_json, [f"{verdict.replace('can', 'cannot')}: {missing} to fix" if missing else verdict])
     if missing:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.sizes import UNITS
+from sgl_kvfetch.sizes import format_size as format_size
 from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret, read_secret_lines
 
 if TYPE_CHECKING:
@@ -191,14 +191,6 @@ def make_progress(what: str, *columns: ProgressColumn) -> Progress:
     console = make_console(stderr=True)
     shown = (TextColumn(what), BarColumn(), *(columns or (MofNCompleteColumn(),)), TimeRemainingColumn())
     return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
-
-
-def format_size(num_bytes: int) -> str:
-    """Format a size with three significant digits, in powers of 1024."""
-    size, unit = float(num_bytes), 0
-    while size >= 1000 and unit < len(UNITS):
-        size, unit = size / 1024, unit + 1
-    return f"{size:.3g} {UNITS[unit - 1].upper()}iB" if unit else f"{num_bytes} B"
 
 
 def format_age(seconds: float) -> str:

@@ -319,7 +319,8 @@ def _labels_of(diagnosis: Diagnosis, digest: str) -> Labels:
 
 
 def _lines(number: int, e: Explained) -> Iterator[str]:
-    yield f"prompt {number}: {e.num_tokens} tokens, {e.num_pages} pages of {e.page_size or '?'}"
+    pages = f"{e.num_pages} pages of {e.page_size}" if e.page_size else "pages of a size that --server would tell"
+    yield f"prompt {number}: {e.num_tokens} tokens, {pages}"
     if e.namespace:
         yield f"  {e.stored_pages} pages are stored and sound in namespace {e.namespace} ({printable(e.called)})"
     yield from _finding_lines(e)

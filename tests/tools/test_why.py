@@ -139,6 +139,9 @@ def test_pages_that_were_never_written(tmp_path: Path) -> None:
     assert found["stored_pages"] == 4
     assert_why(why(tmp_path, prompt=[7, 7, 7]), Reason.NEVER_WRITTEN)
     text = kvfetch("why", str(tmp_path), "--prompt", str(TOKENS[:8])).output
+    assert (
+        "3 tokens, pages of a size that --server would" in kvfetch("why", str(tmp_path), "--prompt", "[7, 7, 7]").output
+    )
     assert "never_written: pages 4 to 7: the store has no trace of them" in text
     assert "what to do: see sgl_kvfetch_written_pages_total" in text
 

@@ -138,7 +138,8 @@ def _decode_bfloat16(bitstream: bytes | memoryview, num_bytes: int) -> bytes:
     view = memoryview(bitstream)
     exponents = _TABLES.decode(view[num_values:], (-(-num_values // _ROWS), 1, _WIDTH)).view(-1)[:num_values]
     mantissas = torch.frombuffer(bytearray(view[:num_values]), dtype=torch.uint8)
-    return from_planes(torch.stack([mantissas, exponents]), torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    values = from_planes(torch.stack([mantissas, exponents]), torch.bfloat16)
+    return bytes(values.view(torch.uint8).numpy())
 
 
 # By codec. Each gets the bytes that the chunk has when decoded, which it must not exceed.
