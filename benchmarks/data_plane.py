@@ -47,6 +47,7 @@ from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys, read_encryption_keys
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.rope import Rope
@@ -249,7 +250,17 @@ def _profile() -> Profile:
     cells = {(group, block): cell(len(grid.layers(group))) for group, block in grid.cells()}
     curve = (MeasuredStep(0.25, 1e-4, 2.5), MeasuredStep(1.0, 1e-2, 0.7))
     rope = Rope(inv_freq=tuple(500000.0 ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2)))
-    return Profile(grid, HEAD_DIM, HEAD_DIM, cells, rope, 0, curve, 1.0, Calibration("none", "0" * 32, "none", 1, 1, 1))
+    return Profile(
+        grid,
+        HEAD_DIM,
+        HEAD_DIM,
+        cells,
+        plain_layers(32, rope),
+        0,
+        curve,
+        1.0,
+        Calibration("none", "0" * 32, "none", 1, 1, 1),
+    )
 
 
 async def _reads(

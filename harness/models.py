@@ -53,10 +53,24 @@ def make_tiny_llama(directory: Path, shape: TinyLlama | None = None, **changes: 
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere2": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 2048,
+        "pad_token_id": 0,
+        "logit_scale": 1.0,
+    },
+    "gemma3_text": {
+        "head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 2048,
+        "query_pre_attn_scalar": 32,
+        "initializer_range": 0.08,  # its embeddings are tied: with more, it is certain of each token
+    },
     "glm4": {"head_dim": 32, "pad_token_id": 0},
     "phi3": {"pad_token_id": 0},
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 1], "pad_token_id": 0},
 }
 """Families with full attention, by their names in transformers, and what `make_tiny` adds to a model's config."""
 
@@ -76,8 +90,7 @@ def make_tiny(directory: Path, family: str) -> Path:
         max_position_embeddings=4096,
         bos_token_id=1,
         eos_token_id=2,
-        initializer_range=0.2,
-        **FAMILIES[family],
+        **{"initializer_range": 0.2} | FAMILIES[family],
     )
     return _save_random(AutoModelForCausalLM.from_config, config, directory)
 

@@ -45,7 +45,7 @@ def quantise_klt(
     k: Sequence[torch.Tensor],
     v: Sequence[torch.Tensor],
     slots: torch.Tensor,
-    rotation: torch.Tensor | None,
+    rotations: torch.Tensor | None,
     num_sinks: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the exponents of tokens' scales, uint8 ``(tokens,)``, and the integers, uint8 ``(rows, tokens)``. Rows of
@@ -59,8 +59,8 @@ def quantise_klt(
         k: Each layer's buffer, ``(num_slots, heads, dim)`` of the cell's heads, of equal shape, strides and dtype.
         v: The same for V.
         slots: int64 ``(tokens,)``, none negative.
-        rotation: float32 ``(tokens, rotary_dim)``, cosines, then sines, which is undone: of K's positions, divided by
-            the square of the rotation's ``attention_scaling``. None without one.
+        rotations: float32 ``(rotations, tokens, rotary_dim)``, cosines, then sines, of K's positions, divided by the
+            square of a rotation's ``attention_scaling``. Each layer's is undone. None without any.
         num_sinks: The first tokens that are kept exact.
 
     Raises:
@@ -82,9 +82,12 @@ def quantise_klt(
     ):
         require_tensor(name, x, x.dtype, size, device)
     rotary_dim = 0
-    if rotation is not None:
-        rotary_dim = rotation.shape[1]
-        require_tensor("rotation", rotation, torch.float32, (num_tokens, rotary_dim), device)
+    require(len(forward.turns) == len(k) == len(v), lambda: f"{len(k)} layers, expected {len(forward.turns)}")
+    if rotations is not None:
+        rotary_dim = rotations.shape[2]
+        require_tensor("rotations", rotations, torch.float32, (len(rotations), num_tokens, rotary_dim), device)
+        has_all = max(forward.turns) < len(rotations)
+        require(has_all, lambda: f"{len(rotations)} rotations, expected {max(forward.turns) + 1} or more")
         require(rotary_dim <= k[0].shape[2], lambda: f"rotation of {rotary_dim} of {k[0].shape[2]} values")
 
     centred = torch.empty((num_tokens, num_channels), dtype=forward.matrix.dtype, device=device)
@@ -103,9 +106,9 @@ def quantise_klt(
             (_, heads, dim), (slot, head, _) = buffers[0].shape, buffers[0].stride()
             first_channel = first_norm * k[0].shape[2]
             centre_kernel[(num_blocks * len(buffers) * heads,)](
-                table_on([[x.data_ptr() for x in buffers]], device),
+                table_on([[x.data_ptr(), turn] for x, turn in zip(buffers, forward.turns, strict=True)], device),
                 slots,
-                centred if rotation is None else rotation,
+                centred if rotations is None else rotations,
                 *(forward.mean, centred, log_norms),
                 *(num_tokens, num_channels, num_blocks, first_norm, first_channel),
                 DTYPE=_FLOATS[buffers[0].dtype],
@@ -159,9 +162,9 @@ if triton is not None:
 
 @jit
 def centre_kernel(
-    p_buffers,  # (layers,): addresses of (num_slots, heads, dim)
+    p_buffers,  # (layers, 2): the address of (num_slots, heads, dim), and which rotation a layer has
     p_slots,  # (tokens,)
-    p_rotation,  # (tokens, 2 * PAIRS)
+    p_rotations,  # (rotations, tokens, 2 * PAIRS)
     p_mean,  # (num_channels,)
     p_centred,  # (tokens, num_channels)
     p_log_norms,  # (norms, tokens)
@@ -189,7 +192,8 @@ def centre_kernel(
     o_token, o_dim = i_block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, BLOCK)
     m_token, m_dim = o_token < num_tokens, o_dim < DIM
     m_both = m_token[:, None] & m_dim[None, :]
-    p_head = tl.load(p_buffers + i_head // HEADS).to(tl.pointer_type(DTYPE)) + i_head % HEADS * HEAD
+    p_buffers += i_head // HEADS * 2
+    p_head = tl.load(p_buffers).to(tl.pointer_type(DTYPE)) + i_head % HEADS * HEAD
     p_head += (tl.load(p_slots + o_token, mask=m_token, other=0) * SLOT)[:, None]
     b_x = tl.load(p_head + o_dim[None, :], mask=m_both, other=0.0).to(tl.float32)
     b_squares = tl.minimum(tl.maximum(tl.sum(b_x * b_x, axis=1), 1e-12), 3e38)
@@ -202,7 +206,8 @@ def centre_kernel(
             o_pair, o_other, m_first = o_dim % PAIRS, (o_dim + PAIRS) % (2 * PAIRS), o_dim < PAIRS
         m_turned = m_token[:, None] & (o_dim < 2 * PAIRS)[None, :]
         b_other = tl.load(p_head + o_other[None, :], mask=m_turned, other=0.0).to(tl.float32)
-        p_cos = p_rotation + (o_token * (2 * PAIRS))[:, None] + o_pair[None, :]
+        p_rotations += tl.load(p_buffers + 1) * (num_tokens * (2 * PAIRS))
+        p_cos = p_rotations + (o_token * (2 * PAIRS))[:, None] + o_pair[None, :]
         b_cos = tl.load(p_cos, mask=m_turned, other=1.0)
         b_sin = tl.load(p_cos + PAIRS, mask=m_turned, other=0.0)
         b_x = b_x * b_cos + tl.where(m_first[None, :], b_other, -b_other) * b_sin

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import seconds_behind_work
 from sgl_kvfetch.codec import CellPlace, CellValues, Device, KltQuantiser, Profile
-from sgl_kvfetch.codec.quant import Calibration, Rope
+from sgl_kvfetch.codec.quant import Calibration, Rope, plain_layers
 from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredStep
 from sgl_kvfetch.plugin.device.klt_reads import KltReads, Others, PoolCell, others_in
 from sgl_kvfetch.plugin.device.pinned_buffer import PinnedBuffer
@@ -59,11 +59,10 @@ def check(record: Record, device: Device, num_tokens: int, dim: int) -> None:
             record.fail(f"quantise_klt: {share:.1%} of a cell's {name} are not the CPU's")
 
     forward = quantiser.forward(cells[0].place).to(device.torch_device)
-    rope = quantiser.profile.rope
-    assert rope is not None
-    rotation = rope.inverse_table(0, num_tokens, device.torch_device)
+    assert quantiser.profile.rotations is not None
+    rotations = quantiser.profile.rotations.inverse_table(0, num_tokens, device.torch_device)
     kernels_s = seconds_behind_work(
-        lambda: quantise_klt(forward, *cells[0].buffers, slots, rotation, 0), device.torch_device
+        lambda: quantise_klt(forward, *cells[0].buffers, slots, rotations, 0), device.torch_device
     )
     started_s, started_cpu_s = time.perf_counter(), time.thread_time()
     read()
@@ -86,7 +85,7 @@ def make_profile(dim: int, num_layers: int = LAYERS) -> Profile:
     curve = (MeasuredStep(0.5, 1e-4, 1.0), MeasuredStep(2.0, 1e-2, 0.5))
     calibration = Calibration("numbers", "0" * 32, "none", 1, 1, 1)
     rope = Rope(inv_freq=tuple(10000.0 ** (-i / (dim // 2)) for i in range(dim // 2)))
-    return Profile(grid, dim, dim, cells, rope, 0, curve, 1.0, calibration)
+    return Profile(grid, dim, dim, cells, plain_layers(num_layers, rope), 0, curve, 1.0, calibration)
 
 
 def _cell(num_layers: int, dim: int) -> CellProfile:

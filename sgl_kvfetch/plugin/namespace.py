@@ -184,7 +184,7 @@ def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeo
     _require_same_shape(config.profile, profile, geometry, first_layer, storage_config.tp_size)
     heads = rank_heads(storage_config, geometry, profile.grid.num_heads)
     require_grid(profile, first_layer, geometry.num_layers, heads.start, len(heads))
-    if profile.rope is None:
+    if profile.rotations is None:
         logger.warning(
             "kvfetch: profile %s keeps RoPE in K, which makes files larger: see the calibration's notes", config.profile
         )

@@ -86,6 +86,7 @@ def forward_of(layers: int, kept: int) -> KltForward:
         kept=kept,
         num_rows=kept + 3,
         interleaved=False,
+        turns=(0,) * layers,
     )
 
 
@@ -98,9 +99,9 @@ def launch_all() -> None:
                 for page_size in (1, 64):
                     restore_klt.launch_klt(shape, torch.bfloat16, 8, table, slots, page_size, tokens, tokens % 5)
             for layers, kept in ((4, 700), (4, 701), (1, 64)):
-                rotation = torch.empty((tokens, DIM))
+                rotations = torch.empty((1, tokens, DIM))
                 forward = forward_of(layers, kept)
-                quantise_klt.quantise_klt(forward, buffers(layers), buffers(layers), slots, rotation, tokens % 4)
+                quantise_klt.quantise_klt(forward, buffers(layers), buffers(layers), slots, rotations, tokens % 4)
         chunk = ans.AnsChunk(0, 4 * tokens, 2, tokens, 0)
         for chunks in ([chunk], [chunk] * 16):
             data, rows = (torch.empty(48 * tokens, dtype=torch.uint8) for _ in range(2))

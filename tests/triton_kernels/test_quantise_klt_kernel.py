@@ -13,6 +13,7 @@ from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
+from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, plain_layers
 from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.triton_kernels.quantise_klt import NOT_FINITE, quantise_klt
@@ -23,11 +24,17 @@ FIRST_TOKEN = 1234
 PLAIN = Rope(inv_freq=(1.0, 0.1, 0.01), attention_scaling=1.25)
 EVERY = Rope(inv_freq=tuple(10.0**-i for i in range(8)), interleaved=True)
 
+# Layers with two rotations, and without one; a cell has three of them, the other one the last.
+MIXED = LayerMap(
+    layers=(ModelLayer(rotation=1), ModelLayer(), ModelLayer(rotation=0), ModelLayer(rotation=1)),
+    rotations=(PLAIN, Rope(inv_freq=(0.7, 0.3, 0.2))),
+)
+
 
 @cache
-def profile_of(rope: Rope | None) -> Profile:
+def profile_of(layers: LayerMap) -> Profile:
     """Two cells, of three layers and of one. Tokens' scales differ, and tokens 0 and 1 are sinks."""
-    profile = make_profile(num_layers=4, num_heads=2, v_head_dim=24, cell_heads=2, rope=rope, num_sinks=2)
+    profile = make_profile(num_layers=4, num_heads=2, v_head_dim=24, cell_heads=2, layers=layers, num_sinks=2)
     generator = torch.Generator().manual_seed(0)
     cells = {
         key: dataclasses.replace(cell, sensitivity=0.1 * torch.randn(cell.sensitivity.shape, generator=generator))
@@ -38,7 +45,7 @@ def profile_of(rope: Rope | None) -> Profile:
 
 def quantised_there(quantiser: KltQuantiser, values: CellValues, place: CellPlace) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the exponents and integers of the kernels, for values in scattered slots of a larger pool."""
-    num_tokens, rope = len(place.tokens), quantiser.profile.rope
+    num_tokens, of_layers = len(place.tokens), quantiser.profile.rotations
     slots, heads = scattered_slots(num_tokens), values.k.shape[2]
     sides = []
     for x in values:
@@ -46,12 +53,10 @@ def quantised_there(quantiser: KltQuantiser, values: CellValues, place: CellPlac
         for index, buffer in enumerate(buffers):
             buffer[slots, 1:] = x[:, index].to(DEVICE)
         sides.append([buffer[:, 1:] for buffer in buffers])
-    rotation = None
-    if rope is not None:
-        rotation = rope.inverse_table(place.tokens.start, num_tokens, DEVICE)
+    rotations = None if of_layers is None else of_layers.inverse_table(place.tokens.start, num_tokens, DEVICE)
     sinks = max(0, quantiser.profile.num_sinks - place.tokens.start)
     forward = quantiser.forward(place).to(DEVICE)
-    exponents, integers = quantise_klt(forward, *sides, slots, rotation, sinks)
+    exponents, integers = quantise_klt(forward, *sides, slots, rotations, sinks)
     found = integers.cpu()[: forward.num_rows]
     frames = region_layout(forward.num_rows, num_tokens, FLAT).to_frames(found)
     assert torch.equal(integers.cpu().view(-1, 3, 1, num_tokens), frames)  # as codecs take them
@@ -81,10 +86,14 @@ def assert_as_the_quantiser(quantiser: KltQuantiser, values: CellValues, place: 
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("rope", [None, PLAIN, EVERY], ids=["plain", "NeoX", "GPT-J"])
-def test_the_quantisers_integers(rope: Rope | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "layers",
+    [plain_layers(4), plain_layers(4, PLAIN), plain_layers(4, EVERY), MIXED],
+    ids=["plain", "NeoX", "GPT-J", "mixed"],
+)
+def test_the_quantisers_integers(layers: LayerMap, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(klt, "_HAS_BFLOAT16", False)
-    quantiser = KltQuantiser(profile_of(rope), step=0.03)
+    quantiser = KltQuantiser(profile_of(layers), step=0.03)
     assert quantiser.coefficient_shares[1] > 0.3
     whole = CellValues(*(x.to(dtype) for x in values_of(quantiser.profile, 33, FIRST_TOKEN)))
     for key in quantiser.profile.cells:
@@ -96,7 +105,7 @@ def test_the_quantisers_integers(rope: Rope | None, dtype: torch.dtype, monkeypa
 @pytest.mark.parametrize("num_tokens", [1, 15, 17, 70])
 def test_products_in_bfloat16_at_any_number_of_tokens(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(klt, "_HAS_BFLOAT16", True)
-    quantiser = KltQuantiser(profile_of(PLAIN), step=1.0)
+    quantiser = KltQuantiser(profile_of(plain_layers(4, PLAIN)), step=1.0)
     place = place_of(quantiser.profile, (1, 0), num_tokens)
     assert quantiser.forward(place).matrix.dtype == torch.bfloat16
     values = values_of(quantiser.profile, num_tokens).cell(place.layers, place.heads)
@@ -106,7 +115,7 @@ def test_products_in_bfloat16_at_any_number_of_tokens(num_tokens: int, monkeypat
 def test_exact_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sinks, and tokens with a coefficient that integers cannot hold, kept or not; and values that are not finite."""
     monkeypatch.setattr(klt, "_HAS_BFLOAT16", False)
-    quantiser = KltQuantiser(profile_of(None), step=2.0)
+    quantiser = KltQuantiser(profile_of(plain_layers(4)), step=2.0)
     assert 0.2 < quantiser.coefficient_shares[0] < 0.9
     place = place_of(quantiser.profile, (0, 0), 40)
     values = values_of(quantiser.profile, 40).cell(place.layers, place.heads)
@@ -124,14 +133,18 @@ def test_exact_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
-    quantiser = KltQuantiser(profile_of(None), step=2.0)
+    quantiser = KltQuantiser(profile_of(plain_layers(4)), step=2.0)
     forward = quantiser.forward(place_of(quantiser.profile, (0, 0), 5)).to(DEVICE)
     k, v = (make_buffers(Shape(5, 3, 2, dim), torch.float32) for dim in (16, 24))
     slots = scattered_slots(5)
     with pytest.raises(ValueError, match="240 channels, expected 288"):
         quantise_klt(forward, k, [*v, v[0]], slots, None, 0)
     with pytest.raises(ValueError, match="rotation"):
-        quantise_klt(forward, k, v, slots, torch.zeros((4, 6), device=DEVICE), 0)
+        quantise_klt(forward, k, v, slots, torch.zeros((1, 4, 6), device=DEVICE), 0)
+    with pytest.raises(ValueError, match="1 rotations, expected 2 or more"):
+        quantise_klt(forward._replace(turns=(0, 1, 0)), k, v, slots, torch.zeros((1, 5, 6), device=DEVICE), 0)
+    with pytest.raises(ValueError, match="3 layers, expected 2"):
+        quantise_klt(forward._replace(turns=(0, 0)), k, v, slots, None, 0)
     with pytest.raises(ValueError, match="matrix"):
         quantise_klt(forward._replace(matrix=forward.matrix[1:]), k, v, slots, None, 0)
     with pytest.raises(ValueError, match="no buffers, expected one a layer"):

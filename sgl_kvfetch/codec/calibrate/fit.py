@@ -26,8 +26,8 @@ from sgl_kvfetch.codec.calibrate.transform import transform_of
 from sgl_kvfetch.codec.calibrate.unfinished import Unfinished
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import exponents_of, forward_of, head_norms, scales_of
+from sgl_kvfetch.codec.quant.layer_map import LayerMap
 from sgl_kvfetch.codec.quant.profile import DEFAULT_SHARE, Calibration, CellProfile, Profile
-from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.codec.quant.sensitivity import features, fit_log_cost, log_cost
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.types import TENSORS, CellGrid
@@ -55,13 +55,13 @@ class CalibrationOptions:
 def calibrate_model(
     model: LayeredModel,
     windows: Sequence[torch.Tensor],
-    rope: Rope | None,
+    layers: LayerMap,
     describe: Calibration,
     options: CalibrationOptions,
     progress: Progress = silent,
     unfinished: Path | None = None,
 ) -> Profile:
-    """Return the profile of a model.
+    """Return the profile of a model. ``layers``: its map.
 
     ``windows``: ``(tokens,)`` each: ``options.num_context`` tokens of context, then the continuation. The curve is
     measured on a fifth of the windows, at least one, which the fit does not see.
@@ -81,8 +81,8 @@ def calibrate_model(
     grid = options.grid or cell_grid(
         model.num_layers, model.num_heads, sum(dims), options.max_channels, options.tp_size
     )
-    save = Unfinished(unfinished, [describe, options, windows]) if unfinished else None
-    sweep = Sweep(model, fitted, held_out, options.num_context, rope, grid, options.seed)
+    save = Unfinished(unfinished, [describe, options, windows, layers]) if unfinished else None
+    sweep = Sweep(model, fitted, held_out, options.num_context, layers, grid, options.seed)
     num_channels = model.num_layers * model.num_heads * sum(dims)
     fit = _Fit(math.sqrt(_UNIT_KL * 24 / (num_channels * options.num_context)), options)
     contexts = _swept(sweep, fit, model.num_layers, progress, save)
@@ -92,7 +92,7 @@ def calibrate_model(
         k_head_dim=model.k_head_dim,
         v_head_dim=model.v_head_dim,
         cells=fit.cells,
-        rope=rope,
+        layers=layers,
         num_sinks=fit.num_sinks(),
         curve=placeholder(),
         context_kl=1.0,

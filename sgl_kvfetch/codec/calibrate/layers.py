@@ -71,7 +71,7 @@ class LayeredModel:
     """A causal language model with full attention, sliding windows or MLA. It computes in float32.
 
     Attributes: ``num_layers``, ``num_heads``, ``k_head_dim``, ``v_head_dim``: the shape of K and V. ``probe``: the keys
-    of one token that is repeated, float32 ``(tokens, layers, heads, dim)``; see ``find_rope``.
+    of one token that is repeated, float32 ``(tokens, layers, heads, dim)``; see `layer_map`.
     """
 
     def __init__(self, path: str, *, device: str = "cpu") -> None:
@@ -121,8 +121,10 @@ class LayeredModel:
         self.v_head_dim = keys[0].v.shape[2]
 
     def inverse_frequencies(self) -> list[torch.Tensor]:
-        """Return the model's buffers of rotary frequencies, one number a pair of channels. Most models have them."""
-        return [x for name, x in self._model.named_buffers() if name.rpartition(".")[2] == "inv_freq"]
+        """Return the model's buffers of rotary frequencies, one number a pair of channels. Most models have one, others
+        one for each type of layer."""
+        buffers = ((name.rpartition(".")[2], x) for name, x in self._model.named_buffers())
+        return [x for name, x in buffers if name.endswith("inv_freq") and "original" not in name]
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return what the first layer gets for a sequence, float32 ``(tokens, hidden)``."""
@@ -271,7 +273,7 @@ class LayeredModel:
         for layer, forward in zip(self._layers, layers, strict=True):
             layer.forward = forward
         try:
-            with _one_line(f"{self.path}: {self._names(range(self.num_layers))} cannot run one by one"):
+            with _one_line(f"{self.path}: {self.names_of(range(self.num_layers))} cannot run one by one"):
                 return self._model(
                     ids[None].to(self.device), past_key_values=_past(self.num_layers, num_past), use_cache=True
                 )
@@ -297,7 +299,7 @@ class LayeredModel:
             except _NotPlainError as e:
                 refused.setdefault(str(e), []).append(index)
         if refused:
-            reasons = "; ".join(f"{self._names(layers)} {reason}" for reason, layers in refused.items())
+            reasons = "; ".join(f"{self.names_of(layers)} {reason}" for reason, layers in refused.items())
             raise UnsupportedError(f"{self.path}: a profile needs keys and values of plain attention, but {reasons}")
         return found
 
@@ -305,7 +307,7 @@ class LayeredModel:
         with self._loaded(index, wanted) as module:
             return Layer(self, module, index).keys_and_values(hidden, calls)
 
-    def _names(self, indices: Sequence[int]) -> str:
+    def names_of(self, indices: Sequence[int]) -> str:
         """Return the numbers and kinds of some layers."""
         runs: list[list[int]] = []
         for i in indices:

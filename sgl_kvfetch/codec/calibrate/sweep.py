@@ -28,6 +28,7 @@ import torch
 from sgl_kvfetch.codec.calibrate.layers import KV, Layer, LayeredModel
 from sgl_kvfetch.codec.calibrate.statistics import Moments
 from sgl_kvfetch.codec.quant.base import CellValues
+from sgl_kvfetch.codec.quant.layer_map import LayerMap
 from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
 from sgl_kvfetch.types import CellGrid
 
@@ -49,11 +50,11 @@ class Sweep:
         fitted: Sequence[torch.Tensor],
         held_out: Sequence[torch.Tensor],
         num_context: int,
-        rope: Rope | None,
+        layers: LayerMap,
         grid: CellGrid,
         seed: int = 0,
     ) -> None:
-        self._model, self._rope, self._grid, self._num_context = model, rope, grid, num_context
+        self._model, self._layers, self._grid, self._num_context = model, layers, grid, num_context
         self._seed = seed
         self._generator = torch.Generator().manual_seed(seed)
         self._calls = model.calls(len(fitted[0]))
@@ -123,7 +124,7 @@ class Sweep:
         self._streams[i], kv = layer.forward(hidden, self._calls)
         following, stream = hidden[self._num_context :], self._streams[i][self._num_context :]
         k, v = (x[: self._num_context] for x in kv)
-        plain = CellValues(_turned(k, self._rope, unrotate), v)
+        plain = CellValues(_turned(k, self._layers.rope_of(layer.index), unrotate), v)
         self._group[i].append(CellValues(*(x[:, None].cpu() for x in plain)))
         moments.add_gradients(layer.index, i, self._gradients(layer, following, plain, stream))
 
@@ -132,7 +133,7 @@ class Sweep:
     ) -> list[CellValues]:
         """Return gradients of random projections of what attention adds to ``stream``, with respect to K and V."""
         leaves = CellValues(*(x.clone().requires_grad_(True) for x in plain))
-        past = KV(_turned(leaves.k, self._rope, rotate), leaves.v)
+        past = KV(_turned(leaves.k, self._layers.rope_of(layer.index), rotate), leaves.v)
         output = layer.attention_after(following, self._following_calls, past)
         lengths = stream.norm(dim=-1, keepdim=True).to(output.device) * math.sqrt(len(output) / _GAIN)
         draws = []

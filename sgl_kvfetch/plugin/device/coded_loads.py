@@ -136,7 +136,7 @@ class CodedLoad:
         addresses = {
             "data": cells["packed"] + self._tables.data_ptr(),
             "frames": frames + self._scratch.data_ptr(),
-            "rotation": self._rotations(),
+            "rotations": self._rotations(),
         }
         numbers = {"tokens": "num_tokens", "pages": "num_pages", "exact": "num_exact"}
         fields = addresses | {name: cells[field] for name, field in numbers.items()}
@@ -177,14 +177,15 @@ class CodedLoad:
         return places, which
 
     def _rotations(self) -> np.ndarray:
-        """Return the address of each cell's rotation; 0 without one."""
+        """Return the address of the rotations of each cell's span; 0 without any."""
         assert self._quantiser.profile is not None
-        rope = self._quantiser.profile.rope
-        if rope is None:
+        rotations = self._quantiser.profile.rotations
+        if rotations is None:
             return np.zeros(len(self._cells), dtype=np.int64)
         spans, which = _distinct(self._cells, ("first_token", "num_tokens"))
         self._rotation_tables = [
-            self._used(self._pages.rotation_of(rope, range(first, first + num_tokens))) for first, num_tokens in spans
+            self._used(self._pages.rotations_of(rotations, range(first, first + num_tokens)))
+            for first, num_tokens in spans
         ]
         addresses = np.array([table.data_ptr() for table in self._rotation_tables], dtype=np.int64)
         return np.take(addresses, which)

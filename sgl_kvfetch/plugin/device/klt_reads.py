@@ -84,8 +84,8 @@ class KltReads:
         return [self._quantiser.some_tokens(cell, tokens) for cell in cells]
 
     def _quantise(self, slots: torch.Tensor, first_token: int, read: ReadSlots) -> list[Quantised] | None:
-        rotation = self._rotation(first_token, len(slots))
-        found = [self._integers(forward, cell.buffers, slots, first_token, rotation) for cell, forward in self._cells]
+        rotations = self._rotations(first_token, len(slots))
+        found = [self._integers(forward, cell.buffers, slots, first_token, rotations) for cell, forward in self._cells]
         if any(bool((rows[0] == NOT_FINITE).any()) for rows in found):
             return None
         is_exact = torch.stack([rows[0] == EXACT for rows in found])
@@ -97,11 +97,11 @@ class KltReads:
             parts.append((rows[0], exact_bytes(own, which[some]), rows[1:]))
         return parts
 
-    def _rotation(self, first_token: int, num_tokens: int) -> torch.Tensor | None:
-        rope = self._profile.rope
-        if rope is None:
+    def _rotations(self, first_token: int, num_tokens: int) -> torch.Tensor | None:
+        rotations = self._profile.rotations
+        if rotations is None:
             return None
-        uploaded: torch.Tensor = self._device.upload(rope.inverse_table(first_token, num_tokens), self._stream)
+        uploaded: torch.Tensor = self._device.upload(rotations.inverse_table(first_token, num_tokens), self._stream)
         return uploaded
 
     def _integers(
@@ -110,7 +110,7 @@ class KltReads:
         buffers: CellOutputs,
         slots: torch.Tensor,
         first_token: int,
-        rotation: torch.Tensor | None,
+        rotations: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return a cell's exponents and integers on the host, uint8 ``(1 + rows, tokens)``."""
         shape = 1 + forward.num_rows, len(slots)
@@ -118,7 +118,7 @@ class KltReads:
 
         def work(host: torch.Tensor) -> None:
             rows = host.view(shape)
-            exponents, integers = quantise_klt(forward, *buffers, slots, rotation, sinks)
+            exponents, integers = quantise_klt(forward, *buffers, slots, rotations, sinks)
             rows[0].copy_(exponents, non_blocking=True)
             rows[1:].copy_(integers[: forward.num_rows], non_blocking=True)
 
@@ -154,8 +154,8 @@ class KltReads:
                 like = torch.empty_strided(x[:, layer].shape, buffer.stride(), dtype=x.dtype, device=buffer.device)
                 sides[-1].append(like.copy_(x[:, layer]))
         slots = self._device.upload(torch.arange(num_tokens), self._stream)
-        rotation = self._rotation(first_token, num_tokens)
-        found = self._integers(forward, (sides[0], sides[1]), slots, first_token, rotation)
+        rotations = self._rotations(first_token, num_tokens)
+        found = self._integers(forward, (sides[0], sides[1]), slots, first_token, rotations)
         others = others_in((found[0], found[1:]), quantiser.quantise(values, place))
         for name, share in others._asdict().items():
             if share > _MOST_OTHERS:

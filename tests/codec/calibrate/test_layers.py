@@ -17,6 +17,7 @@ from benchmarks.codec.kv_model import KVModel
 from harness.models import make_tiny_deepseek, make_tiny_lfm2, make_tiny_qwen3_5
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
 from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
+from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from tests.codec.quant.profiles import CALIBRATION
 
@@ -91,7 +92,9 @@ def test_language_models_inside_image_text_checkpoints(tokenizer_files: Path, tm
     names = [name for name, _ in model._model.named_parameters()]
     assert not [name for name in names if "vis" in name]
     windows = torch.randint(3, 256, (5, 288), generator=torch.Generator().manual_seed(0))
-    profile = calibrate_model(model, [*windows], None, CALIBRATION, CalibrationOptions(num_context=256))
+    profile = calibrate_model(
+        model, [*windows], plain_layers(model.num_layers), CALIBRATION, CalibrationOptions(num_context=256)
+    )
     assert profile.grid.num_layers == SHAPE["num_hidden_layers"]
 
 
