@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def make_tiny_deepseek(directory: Path) -> Path:
     return _save_random(DeepseekV3ForCausalLM, config, directory)
 
 
-def make_tiny_lfm2(directory: Path) -> Path:
+def make_tiny_lfm2(directory: Path, layer_types: Sequence[str] = ("conv", "full_attention") * 2) -> Path:
     """Write a random model with LFM2's short convolutions beside attention; return the directory."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
@@ -136,10 +137,10 @@ def make_tiny_lfm2(directory: Path) -> Path:
         vocab_size=2048,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=len(layer_types),
         num_attention_heads=4,
         num_key_value_heads=2,
-        layer_types=["conv", "full_attention"] * 2,
+        layer_types=[*layer_types],
         block_auto_adjust_ff_dim=False,
         conv_L_cache=3,
         max_position_embeddings=4096,

@@ -100,10 +100,10 @@ def test_a_profile_that_misses_the_default_is_not_published(
     assert list(store.iterdir()) == []
 
 
-def test_layers_without_keys_and_values_are_named(text: Path, tmp_path: Path) -> None:
-    result = run(make_tiny_lfm2(tmp_path / "m"), text, tmp_path / "p")
+def test_a_model_without_keys_and_values_is_named(text: Path, tmp_path: Path) -> None:
+    result = run(make_tiny_lfm2(tmp_path / "m", ["conv"] * 2), text, tmp_path / "p")
     assert result.exit_code == 2
-    assert "layers 0, 2 (conv) of 4 keep other states" in result.stderr
+    assert "it has no layer with keys and values of all tokens" in result.stderr
 
 
 def test_a_rotation_that_is_not_known_stays(

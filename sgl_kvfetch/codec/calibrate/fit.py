@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from sgl_kvfetch.codec.calibrate.curve import Progress, measure_contexts, placeholder, silent
+from sgl_kvfetch.codec.calibrate.curve import HeldOut, Progress, measure_contexts, placeholder, silent
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
 from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, HeadCosts, Moments, channels_of, count_sinks
 from sgl_kvfetch.codec.calibrate.sweep import Sweep
@@ -79,13 +79,14 @@ def calibrate_model(
         raise ConfigError(f"calibration needs more than {MOST_SINKS} tokens of context")
     dims = model.k_head_dim, model.v_head_dim
     grid = options.grid or cell_grid(
-        model.num_layers, model.num_heads, sum(dims), options.max_channels, options.tp_size
+        len(layers.coded), model.num_heads, sum(dims), options.max_channels, options.tp_size
     )
     save = Unfinished(unfinished, [describe, options, windows, layers]) if unfinished else None
     sweep = Sweep(model, fitted, held_out, options.num_context, layers, grid, options.seed)
-    num_channels = model.num_layers * model.num_heads * sum(dims)
+    num_channels = len(layers.coded) * model.num_heads * sum(dims)
     fit = _Fit(math.sqrt(_UNIT_KL * 24 / (num_channels * options.num_context)), options)
-    contexts = _swept(sweep, fit, model.num_layers, progress, save)
+    _pass_all(sweep, fit, model.num_layers, progress, save)
+    contexts = [HeldOut(*each) for each in zip(sweep.contexts, sweep.others, strict=True)]
     del sweep
     profile = Profile(
         grid=grid,
@@ -153,8 +154,8 @@ class _Fit:
         self._costs = [HeadCosts(*costs) for costs in state["costs"]]
 
 
-def _swept(sweep: Sweep, fit: _Fit, num_layers: int, progress: Progress, save: Unfinished | None) -> list[CellValues]:
-    """Pass all layers, from where ``save`` left off, and fit their cells; return the held-out contexts."""
+def _pass_all(sweep: Sweep, fit: _Fit, num_layers: int, progress: Progress, save: Unfinished | None) -> None:
+    """Pass all layers, from where ``save`` left off, and fit their cells."""
     first, state = 0, save.read() if save else None
     if state:
         first = sweep.restore(state["sweep"])
@@ -166,7 +167,6 @@ def _swept(sweep: Sweep, fit: _Fit, num_layers: int, progress: Progress, save: U
         del moments
         if save and save.is_due():
             save.write({"sweep": sweep.state(layer + 1), "fit": fit.state()})
-    return sweep.contexts
 
 
 def cell_grid(num_layers: int, num_heads: int, head_channels: int, max_channels: int, tp_size: int) -> CellGrid:

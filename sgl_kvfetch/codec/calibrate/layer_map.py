@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
-from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer
+from sgl_kvfetch.codec.calibrate.pools import type_of
+from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, Pool
 from sgl_kvfetch.codec.quant.rope import Rope, unrotate
 
 # A share of a key's length. On SmolLM2-135M, rounding to bfloat16 errs by at most 0.003, wrong pairs by 0.15 or more.
 _MOST_ROPE_ERROR = 0.05
 
-# SGLang and transformers compute these alike.
+# SGLang and transformers compute these alike, and others, such as "dynamic", differently.
 _SAME_IN_SGLANG = ("default", "linear", "llama3", "yarn", "proportional")
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
@@ -35,24 +36,23 @@ class _Found(NamedTuple):
 
 def map_layers(model: LayeredModel) -> tuple[LayerMap, tuple[str, ...]]:
     """Return a model's layer map, and notes for its profile: which layers' keys stay rotated, and why."""
-    found = [_rotation(model, layer) for layer in range(model.num_layers)]
-    found = _of_one_kind(found)
-    ropes = tuple(dict.fromkeys(x.rope for x in found if x.rope is not None))
-    layers = [
-        ModelLayer(window=_window(model.config, number), rotation=None if x.rope is None else ropes.index(x.rope))
-        for number, x in enumerate(found)
-    ]
-    notes = [
-        f"K of {model.names_of([i for i, x in enumerate(found) if x.problem == problem])} stays rotated, which costs "
-        f"bits: {problem}"
-        for problem in dict.fromkeys(x.problem for x in found if x.problem)
-    ]
+    found = _of_one_kind({number: _rotation(model, number) for number in model.probe})
+    ropes = tuple(dict.fromkeys(x.rope for x in found.values() if x.rope is not None))
+    layers = []
+    for number, pool in enumerate(model.pools):
+        rope = found[number].rope if number in found else None
+        window = _window(model.config, number) if pool in (Pool.KV, Pool.WINDOW) else None
+        layers.append(ModelLayer(pool=pool, window=window, rotation=None if rope is None else ropes.index(rope)))
+    notes = []
+    for problem in dict.fromkeys(x.problem for x in found.values() if x.problem):
+        names = model.names_of([number for number, x in found.items() if x.problem == problem])
+        notes.append(f"K of {names} stays rotated, which costs bits: {problem}")
     return LayerMap(layers=tuple(layers), rotations=ropes), tuple(notes)
 
 
 def _rotation(model: LayeredModel, layer: int) -> _Found:
     """Return the rotation that SGLang applies to a layer's keys."""
-    k = model.probe[:, layer]
+    k = model.probe[layer]
     parameters = _rope_parameters(model.config, layer)
     errors = {rope: _error(k, rope) for rope in (None, *_candidates(model, k.shape[-1]))}
     best = min(errors, key=lambda rope: errors[rope])
@@ -80,33 +80,28 @@ def _error(k: torch.Tensor, rope: Rope | None) -> float:
     return float(((plain - plain[:1]).norm(dim=-1) / k[:1].norm(dim=-1)).max())
 
 
-def _of_one_kind(found: list[_Found]) -> list[_Found]:
+def _of_one_kind(found: dict[int, _Found]) -> dict[int, _Found]:
     """Leave only rotations that turn the same pairs of channels: those that most layers have."""
-    kinds = Counter((x.rope.rotary_dim, x.rope.interleaved) for x in found if x.rope is not None)
+    kinds = Counter((x.rope.rotary_dim, x.rope.interleaved) for x in found.values() if x.rope is not None)
     if len(kinds) < 2:
         return found
     usual = kinds.most_common(1)[0][0]
-    return [
-        x
+    return {
+        number: x
         if x.rope is None or (x.rope.rotary_dim, x.rope.interleaved) == usual
         else _Found(None, f"most layers turn {usual[0]} channels, these turn {x.rope.rotary_dim}")
-        for x in found
-    ]
+        for number, x in found.items()
+    }
 
 
 def _rope_parameters(config: Any, layer: int) -> Mapping[str, Any]:
     """Return the parameters of a layer's rotation, as its type has them or all layers do."""
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    of_type = parameters.get(_type_of(config, layer))
+    of_type = parameters.get(type_of(config, layer))
     return of_type if isinstance(of_type, Mapping) else parameters
-
-
-def _type_of(config: Any, layer: int) -> str:
-    types = getattr(config, "layer_types", None) or ()
-    return str(types[layer]) if layer < len(types) else ""
 
 
 def _window(config: Any, layer: int) -> int | None:
     """Return how many tokens a layer attends to; None if all."""
-    kind = _type_of(config, layer)
+    kind = type_of(config, layer)
     return getattr(config, _WINDOWS.get(kind, "" if kind else "sliding_window"), None) or None

@@ -1,6 +1,8 @@
 """Calibration of a small random model: the weights foretell the divergence that is measured."""
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from harness.models import make_tiny_llama
+from harness.models import make_tiny_lfm2, make_tiny_llama, make_tiny_mellum
 from sgl_kvfetch.codec.calibrate import curve, unfinished
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
 from sgl_kvfetch.codec.calibrate.layer_map import map_layers
@@ -133,6 +135,29 @@ def test_a_calibration_that_was_interrupted_goes_on(
         calibrate(windows, file)
     calibrate(windows[:5], file)
     assert passed == [0, -1, 0, 1]  # other windows: from the beginning
+
+
+@pytest.mark.parametrize(
+    "make_model", [make_tiny_lfm2, partial(make_tiny_mellum, window=16)], ids=["states", "windows"]
+)
+def test_it_goes_on_with_what_layers_keep_that_are_not_coded(
+    make_model: Callable[[Path], Path], tmp_path: Path, passed: list[int]
+) -> None:
+    other = LayeredModel(str(make_model(tmp_path / "model")))
+    generator = torch.Generator().manual_seed(0)
+    windows = [torch.randint(3, 2048, (160,), generator=generator) for _ in range(5)]
+
+    def calibrate(file: Path | None) -> Profile:
+        options = CalibrationOptions(num_context=128)
+        return calibrate_model(other, windows, map_layers(other)[0], CALIBRATION, options, unfinished=file)
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(tmp_path / "unfinished")
+    resumed = calibrate(tmp_path / "unfinished")
+    assert passed == [0, -1, 1, 2, 3]
+    whole = calibrate(None)
+    assert resumed.grid.num_layers == 2
+    assert (resumed.digest, resumed.curve, resumed.layers) == (whole.digest, whole.curve, whole.layers)
 
 
 def test_one_window_is_too_little(model: LayeredModel, windows: list[torch.Tensor]) -> None:
