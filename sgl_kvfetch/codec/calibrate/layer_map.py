@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
@@ -24,8 +25,9 @@ from sgl_kvfetch.codec.quant.rope import Rope, unrotate
 # A share of a key's length. On SmolLM2-135M, rounding to bfloat16 errs by at most 0.003, wrong pairs by 0.15 or more.
 _MOST_ROPE_ERROR = 0.05
 
-# SGLang and transformers compute these alike, and others, such as "dynamic", differently.
-_SAME_IN_SGLANG = ("default", "linear", "llama3", "yarn", "proportional")
+# SGLang and transformers compute these alike. "longrope" they do up to the length that the model was trained for first:
+# behind it, SGLang takes other frequencies or not, by the other prompts of a batch, so K is larger there.
+_SAME_IN_SGLANG = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
@@ -61,10 +63,21 @@ def _rotation(model: LayeredModel, layer: int) -> _Found:
     if best is None:
         return _Found(None)
     rope_type = parameters.get("rope_type", "default")
+    if rope_type == "dynamic":
+        return _Found(best if "alpha" in parameters else _stretched(best, parameters))
     if rope_type not in _SAME_IN_SGLANG:
         known = ", ".join(_SAME_IN_SGLANG)
         return _Found(None, f"rope type {rope_type!r} is not known; known are {known}")
     return _Found(best)
+
+
+def _stretched(rope: Rope, parameters: Mapping[str, Any]) -> Rope:
+    """Return SGLang's rotation of the type "dynamic": that of prompts ``factor`` times the model's length, for all
+    prompts (``DynamicNTKScalingRotaryEmbedding``). transformers stretches by each prompt's length."""
+    dim, factor = rope.rotary_dim, parameters["factor"]
+    base = parameters["rope_theta"] * (factor * factor - (factor - 1)) ** (dim / (dim - 2))
+    frequencies = 1 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return msgspec.structs.replace(rope, inv_freq=tuple(frequencies.tolist()))
 
 
 def _candidates(model: LayeredModel, dim: int) -> Iterator[Rope]:

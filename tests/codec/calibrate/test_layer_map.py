@@ -41,6 +41,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "beta_fast": 24,
         "beta_slow": 2,
     },
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn not truncated": {
         "rope_type": "yarn",
         "factor": 32.0,
@@ -101,6 +102,22 @@ def test_llama_is_rotated_as_in_sglang(random_model: Any, monkeypatch: pytest.Mo
     torch.testing.assert_close(rope.table(0, NUM_POSITIONS), cache, rtol=0, atol=1e-2)
 
 
+def test_long_prompts_may_have_frequencies_of_their_own(random_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of Phi-3: the rotation is that of prompts of the first length, where SGLang has the same."""
+    monkeypatch.setattr(sglang_base, "_is_cpu", True)
+    factors = [1.0 + 0.1 * i for i in range(16)]
+    scaling = {
+        "short_factor": factors,
+        "long_factor": [4 * x for x in factors],
+        "original_max_position_embeddings": 4096,
+    }
+    parameters = {"rope_type": "longrope", "rope_theta": 10_000.0, **scaling}
+    rope = only_rope(random_model("phi3", rope_parameters=parameters, original_max_position_embeddings=4096))
+    theirs = get_rope(32, 32, NUM_POSITIONS, 10_000, True, {"rope_type": "longrope", **scaling}, torch.float32)
+    cache = theirs.long_short_cos_sin_cache[:4096] / theirs.long_short_cos_sin_cache[0, 0]
+    torch.testing.assert_close(rope.table(0, 4096), cache, rtol=0, atol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "rotary_dim", "interleaved"),
     [
@@ -151,7 +168,6 @@ def test_layers_without_a_rotation_have_none(random_model: Any, model_type: str,
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not known; known are"),
         ("gpt2", {"n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": 4096}, "no rotation by the model's freq"),
     ],
 )
