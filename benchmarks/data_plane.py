@@ -10,7 +10,8 @@ K and V, for the engine's process, the data plane's and the store's.
 
 `--coded` stages prompts for a GPU instead: cells of a model like Llama-3.1-8B stay coded (`klt` in `ans`, by a profile
 that nobody calibrated, about 1.4 bits a value). Each round also receives the same bytes with `http.client`, in one
-thread, into memory that is used again: that is what sockets alone take.
+thread, into memory that is used again: that is what sockets alone take. With many rounds of a short prompt it shows
+whether the data plane grows: `--coded --tokens 64 --rounds 20000`.
 
 `--security none tls signed encrypted` also measures a store that speaks TLS, signed manifests, whose chunks are
 verified with SHA-256, and chunks that AES-256-GCM encrypts.
@@ -52,7 +53,7 @@ from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredSt
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.plane.client import READ_BYTES
+from sgl_kvfetch.plane.client import SPAN_READ_BYTES
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from sgl_kvfetch.plane.launch import DataPlaneProcess, Line
 from sgl_kvfetch.plane.messages import Found, Start
@@ -180,6 +181,8 @@ class Coded:
     stage_s: float
     data_plane_cpu_s: float
     store_cpu_s: float
+    data_plane_rss_bytes: int  # after it
+    data_plane_open_files: int
 
 
 def _measure_coded(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -215,13 +218,13 @@ def _measure_coded(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             for _ in range(args.rounds):
                 sockets_s, sockets_cpu_s = _receive(store.url, asyncio.run(_reads(store.url, heads, hashes, quantiser)))
                 plane.flush()
-                before_s = usage(started[0].process.pid).cpu_s, usage(store.pid).cpu_s
+                before, before_s = usage(started[0].process.pid), usage(store.pid).cpu_s
                 begin_s = time.perf_counter()
                 num_cells, wire_bytes = _stage(plane, hashes)
                 stage_s = time.perf_counter() - begin_s
-                after_s = usage(started[0].process.pid).cpu_s, usage(store.pid).cpu_s
-                spent_s = (after - before for before, after in zip(before_s, after_s, strict=True))
-                rounds.append(Coded(sockets_s, sockets_cpu_s, stage_s, *spent_s))
+                after, after_s = usage(started[0].process.pid), usage(store.pid).cpu_s
+                spent_s = after.cpu_s - before.cpu_s, after_s - before_s
+                rounds.append(Coded(sockets_s, sockets_cpu_s, stage_s, *spent_s, after.rss_bytes, after.open_files))
         finally:
             plane.close()
     return {"num_cells": num_cells, "wire_bytes": wire_bytes, "rounds": [asdict(each) for each in rounds]}
@@ -269,7 +272,7 @@ async def _reads(
     """Return the objects and ranges that a fetch reads."""
     store = open_hedged(url, options=HttpOptions(timeout_s=_TIMEOUT_S))
     try:
-        units = await find_units(store, heads, hashes, quantiser, READ_BYTES)
+        units = await find_units(store, heads, hashes, quantiser, SPAN_READ_BYTES, 1)
     finally:
         await store.close()
     return [read for unit in units for read in unit.reads]
@@ -323,6 +326,13 @@ def _coded_table(coded: dict[str, Any], args: argparse.Namespace) -> Table:
         median(lambda r: 1e3 * r.store_cpu_s / mb),
     )
     table.add_row("ratio", median(lambda r: r.sockets_s / r.stage_s))
+    early, late = rounds[len(rounds) // 10], rounds[-1]  # until then, threads and their memory are made
+    table.caption = (
+        f"the data plane since round {len(rounds) // 10 + 1}: "
+        f"memory {(late.data_plane_rss_bytes - early.data_plane_rss_bytes) / 2**20:+.1f} MiB to "
+        f"{late.data_plane_rss_bytes / 2**20:.0f}, "
+        f"open files {late.data_plane_open_files - early.data_plane_open_files:+d} to {late.data_plane_open_files}"
+    )
     return table
 
 

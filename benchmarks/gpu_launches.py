@@ -1,23 +1,31 @@
-"""Measures the Python time and the launches that loading a prompt takes, without a GPU.
+"""Measures the Python time and the launches that loading and writing a prompt take, without a GPU.
 
     python -m benchmarks.gpu_launches [--tokens N]
 
 The cells are those of `klt` for a model like Llama-3.1-8B: three layers, two heads of 128, 1,114 coefficients, spans of
-1,024 tokens. They have been staged as they are coded, and one call loads them, a part of a layer group at a time. The
-figures are all that SGLang's process does for a prompt between parking its request and computing it: tables, launches,
-checksums. They are measured for several sizes of scratch memory.
+1,024 tokens. They have been staged as they are coded, and one call loads them, part by part. The figures are all that
+SGLang's process does for a prompt between parking its request and computing it: tables, launches, checksums; and what
+it does before the first kernel. They are measured for several sizes of scratch memory.
 
 Streams are stubs. Launches, of kernels and copies, are counted and not run, so the time lacks Triton's launcher and the
 driver. Torch's small operations run on the CPU in place of their launches. The time is CPU time of all threads, since
 all need the interpreter lock.
+
+Writing is what the copying thread does between SGLang's offload and the data plane: it quantises the prompt's pages
+into shared memory, and queues them. No token is kept exact.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from array import array
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -27,34 +35,37 @@ from benchmarks.report import make_parser, whole_number
 from harness import stand_in_pool
 from harness.immediate_device import ImmediateDevice, ImmediateStream
 from sgl_kvfetch.codec import CellPlace, Device, KltQuantiser, Stream
-from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.quant import pack
 from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.rope import Rope
+from sgl_kvfetch.plane import DataPlane, Line, Quantising, Running, messages
 from sgl_kvfetch.plane.coded import CELL, StagedCode
+from sgl_kvfetch.plane.run import Run
 from sgl_kvfetch.plane.staging import StagedValues
-from sgl_kvfetch.triton_kernels import ans, restore_klt, xxh3
+from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_klt, xxh3
 from sgl_kvfetch.triton_kernels.xxh3 import SUMS, digests_of
-from sgl_kvfetch.types import CellGrid
+from sgl_kvfetch.types import CellGrid, KVGeometry, TensorName
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 
 LAYERS, HEADS, DIM, CELL_LAYERS, CELL_HEADS = 32, 8, 128, 3, 2
 COEFFICIENTS, SPAN_TOKENS, PAGE_TOKENS = 1114, 1024, 64
-CODED_BITS, SCRATCH_MIB = 1.33, (64, 256)
+CODED_BITS, SCRATCH_MIB = 1.33, (64, 256, 512)
 
 
 class _Kernel:
-    """Does nothing, and counts its launches."""
+    """Does nothing, and counts its launches. ``first_s``: the process's CPU time at the first one."""
 
     num_launches = 0
+    first_s = 0.0
 
     def __getitem__(self, grid: tuple[int, ...]) -> _Kernel:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.first_s = self.first_s or time.process_time()
         self.num_launches += 1
 
 
@@ -68,7 +79,8 @@ def _make_profile() -> Profile:
         weight = torch.zeros(len(layers), CELL_HEADS * DIM, CELL_HEADS * DIM)
         inverse = torch.zeros(size, size, dtype=torch.bfloat16)
         number = torch.zeros(size)
-        cells[len(layers)] = CellProfile(inverse, weight, weight, number, number, reach, number)
+        sensitivity = torch.zeros(size + 2 * len(layers) * CELL_HEADS + 1)
+        cells[len(layers)] = CellProfile(inverse, weight, weight, number, number, reach, sensitivity)
     by_key = {key: cells[len(grid.layers(key[0]))] for key in grid.cells()}
     rope = Rope(inv_freq=tuple(10000.0 ** (-i / (DIM // 2)) for i in range(DIM // 2)))
     curve = (MeasuredStep(0.5, 1e-4, 1.0), MeasuredStep(2.0, 1e-2, 0.5))
@@ -99,7 +111,7 @@ def _make_pages() -> CudaPages:
 def make_staged(num_tokens: int) -> StagedValues:
     """Return the cells of a prompt as they are staged: coded bytes that are all zeros, at 1.33 bits a value."""
     profile = _make_profile()
-    grid, layout = profile.grid, region_layout(COEFFICIENTS, SPAN_TOKENS, "flat")
+    grid = profile.grid
     spans, pages = range(0, num_tokens, SPAN_TOKENS), SPAN_TOKENS // PAGE_TOKENS
     exponents = np.full(SPAN_TOKENS, 128, dtype=np.uint8)
     rows, packed, start, end = [], [], 0, 0
@@ -117,10 +129,6 @@ def make_staged(num_tokens: int) -> StagedValues:
                     (
                         *place,
                         *sizes,
-                        layout.width,
-                        layout.height,
-                        layout.token_rows,
-                        layout.token_cols,
                         True,
                         np.zeros(16, np.uint8),
                     )
@@ -130,8 +138,9 @@ def make_staged(num_tokens: int) -> StagedValues:
     cells = np.array(rows, dtype=CELL)
     sizes = cells["coefficients"] * cells["num_tokens"]
     cells["digest"] = digests_of(np.zeros((len(cells), SUMS), np.int64), sizes)
-    code = StagedCode(cells, torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8))
-    memory = torch.empty(start, dtype=torch.uint8)  # never touched
+    memory = torch.empty(start + end, dtype=torch.uint8)  # bitstreams are never touched
+    memory[start:] = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8)
+    code = StagedCode(cells, memory[start:])
     return StagedValues(num_tokens // PAGE_TOKENS, num_tokens // PAGE_TOKENS, "landed", memory, code=code)
 
 
@@ -168,6 +177,7 @@ def measure(num_tokens: int, scratch_bytes: int) -> dict[str, float]:
         patches.enter_context(patch.object(coded_loads, "_Results", _SoundResults))
         for _ in range(3):  # the first one makes and uploads tables of the model
             copies.num_launches = kernel.num_launches = 0
+            kernel.first_s = 0.0
             started_s = time.process_time()
             is_loaded = loader.finish(loader.begin([Load(staged, 0, slots, lambda is_sound: None)]))
             seconds = time.process_time() - started_s
@@ -176,10 +186,84 @@ def measure(num_tokens: int, scratch_bytes: int) -> dict[str, float]:
                 "cells": len(staged.code.cells),
                 "launches": kernel.num_launches + copies.num_launches,
                 "of these, kernels": kernel.num_launches,
+                "first ms": 1e3 * (kernel.first_s - started_s),
                 "ms": 1e3 * seconds,
             }
     loader.close()
     return results
+
+
+def measure_writing(num_tokens: int) -> dict[str, float]:
+    """Return the launches, and the time of Python that writing a prompt takes."""
+    from sgl_kvfetch.plugin.device.klt_reads import KltReads
+
+    torch.set_num_threads(1)
+    pages, quantiser = _make_pages(), KltQuantiser(_make_profile(), step=1.0)
+    grid, kernel, others = quantiser.profile.grid, _Kernel(), _Kernel()
+
+    def product(centred: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        others()
+        return torch.empty(centred.shape)
+
+    def copy_(self: torch.Tensor, other: torch.Tensor, non_blocking: bool = False) -> None:
+        others()
+
+    with ExitStack() as patches:
+        for name in ("centre_kernel", "round_kernel"):
+            patches.enter_context(patch.object(quantise_klt, name, kernel))
+        patches.enter_context(patch.object(quantise_klt, "_product", product))
+        patches.enter_context(patch.object(quantise_klt, "use_kernels", lambda device: True))
+        patches.enter_context(patch.object(quantise_klt, "require_buffers", lambda *args: None))  # reads slots on CPUs
+        patches.enter_context(patch.object(KltReads, "trial", lambda self: ""))
+        places = [CellPlace(grid.layers(group), grid.heads(block), range(1)) for group, block in grid.cells()]
+        pages.prepare_writes(quantiser, places)
+        plane = _TakingPlane(pages.geometry)
+        hashes = [index.to_bytes(32, "big") for index in range(num_tokens // PAGE_TOKENS)]
+        results = {}
+        for _ in range(3):  # the first one touches memory
+            opened = pages.open_reads(torch.zeros(num_tokens, dtype=torch.int64))
+            quantising = Quantising(opened.num_rows, partial(opened.quantise, 0))
+            kernel.num_launches = others.num_launches = 0
+            with patch.object(torch.Tensor, "copy_", copy_):
+                started_s = time.thread_time()
+                num_queued = plane.write(0, None, hashes, range(len(hashes)), _no_values, quantising=quantising)
+                seconds = time.thread_time() - started_s
+            assert num_queued == len(hashes)
+            results = {
+                "cells": len(places),
+                "launches": kernel.num_launches + others.num_launches,
+                "of these, kernels": kernel.num_launches,
+                "ms": 1e3 * seconds,
+            }
+    return results
+
+
+def _no_values(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+    raise AssertionError("pages were not quantised")
+
+
+class _TakingRun(Run):
+    """The engine's side of a data plane that is not there: it has taken at once whatever is written."""
+
+    def ask(self, command: Any, lost: Any, *args: Any, **kwargs: Any) -> Any:
+        answer: Future[Any] = Future()
+        answer.set_result(messages.Taken(command.work))
+        return answer
+
+
+def _launch_nothing(line: Line) -> Running:
+    line.commands.close()
+    line.events.close()
+    return cast(Running, None)
+
+
+class _TakingPlane(DataPlane):
+    def __init__(self, geometry: KVGeometry) -> None:
+        self._numbers, self._refused_s, self._geometry = itertools.count(1), math.inf, geometry
+        self._queue_bytes = 128 << 20
+        self._run = _TakingRun(_launch_nothing, geometry, {}, self._queue_bytes, PAGE_TOKENS)
+        self._run.channel.close()
+        self._run._pages.whole.fill_(128)  # exponents: no token is exact
 
 
 class _SoundResults:
@@ -197,7 +281,9 @@ def main() -> None:
     num_tokens = parser.parse_args().tokens
     for size in SCRATCH_MIB:
         found = measure(num_tokens, size << 20)
-        print(f"{size} MiB:", "  ".join(f"{key} {value:.1f}" for key, value in found.items()))
+        print(f"a load, {size} MiB:", "  ".join(f"{key} {value:.1f}" for key, value in found.items()))
+    written = measure_writing(num_tokens)
+    print("writing:", "  ".join(f"{key} {value:.1f}" for key, value in written.items()))
 
 
 if __name__ == "__main__":

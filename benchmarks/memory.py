@@ -298,7 +298,7 @@ def in_a_fresh_process(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> 
 
 def report(points: Sequence[Point], config: dict[str, Any]) -> dict[str, Any]:
     from sgl_kvfetch.plugin.device.cuda_pages import READ_BUFFER_BYTES
-    from sgl_kvfetch.plugin.device.gpu_loads import SCRATCH_BYTES
+    from sgl_kvfetch.plugin.device.gpu_loads import MOST_SCRATCH_BYTES
 
     longest = max(point.tokens for point in points)
     return {
@@ -306,7 +306,7 @@ def report(points: Sequence[Point], config: dict[str, Any]) -> dict[str, Any]:
         "versions": versions(),
         "config": config,
         "goal_bytes": GOAL_BYTES,
-        "device_bytes": READ_BUFFER_BYTES + SCRATCH_BYTES,
+        "device_bytes": READ_BUFFER_BYTES + MOST_SCRATCH_BYTES,
         "largest_decoded_bytes": max(point.decoded_bytes for point in points),
         "largest_decoded_bytes_of_longest": max(p.decoded_bytes for p in points if p.tokens == longest),
         "points": [asdict(point) for point in points],

@@ -33,5 +33,6 @@ def stage_coded(segments: Sequence[CodedSegment], quantiser: Quantiser) -> Stage
             region.decoded(part.reader, [(cell, chunks)], {})()
     num_cells, tables = region.tables(len(sources))
     cells = np.frombuffer(tables, dtype=CELL, count=num_cells)
-    code = StagedCode(cells, torch.frombuffer(bytearray(tables[cells.nbytes :]), dtype=torch.uint8))
-    return StagedValues(len(sources), len(sources), "landed", arena.whole, code=code)
+    packed = torch.frombuffer(bytearray(tables[cells.nbytes :]), dtype=torch.uint8)
+    memory = torch.cat([arena.whole, packed])
+    return StagedValues(len(sources), len(sources), "landed", memory, code=StagedCode(cells, memory[arena.num_bytes :]))

@@ -53,6 +53,36 @@ def make_tiny_llama(directory: Path, shape: TinyLlama | None = None, **changes: 
     return _save_random(LlamaForCausalLM, config, directory, shape.seed)
 
 
+def make_llama_8b_config(directory: Path, **changes: Any) -> Path:
+    """Write the config of Llama-3.1-8B's shape, with fewer words, and a tokenizer; return the directory. There are no
+    weights: SGLang's ``--load-format dummy`` makes random ones. ``changes`` replace entries of the config."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "bos_token_id": 1,
+        "dtype": "bfloat16",
+        "eos_token_id": 2,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    } | changes
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    _save_tokenizer(directory, config["vocab_size"])
+    return directory
+
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,

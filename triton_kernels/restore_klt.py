@@ -10,7 +10,6 @@ the host does not depend on the number of cells, and cells of any length and lay
 from __future__ import annotations
 
 import math
-import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sgl_kvfetch.codec.layout import PLANES, RegionLayout
 from sgl_kvfetch.codec.quant import from_planes, pack as pack
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
@@ -42,11 +40,11 @@ ZERO = 128  # the integer that represents zero
 EXACT = 0  # the exponent of tokens that are kept exact
 
 TOKENS = 128  # of one program
-_COEFFICIENTS = 64  # multiplied in one step of the loop
+COEFFICIENTS = 64  # multiplied in one step of the loop
 _MOST_PAIRS = 64  # pairs of channels that a program sums
 _LEAST_PAIRS = 8  # tensor cores multiply 16 columns or more
 NUM_WARPS = 8
-VECTORS = _VECTOR, _SCALAR = 8, 1  # neighbouring tokens whose integers a thread loads at once
+VECTORS = _VECTOR, _SCALAR = 16, 1  # neighbouring tokens whose integers a thread loads at once
 _ALIGNMENT = 16  # of channels, in values
 
 
@@ -109,20 +107,47 @@ def _heads_of(buffer: torch.Tensor, rotary_dim: int, *, interleaved: bool) -> _H
     return _Heads(dim, *buffer.stride()[:2], rotary_dim, pairs, run, next_power_of_2(heads * dim))
 
 
+class KltOptions(NamedTuple):
+    """How `restore_klt` is compiled. Which is fastest depends on the device and on Triton; the results do not.
+
+    Attributes:
+        is_transposed: Whether the product is computed as channels x tokens. Then integers are loaded, converted and
+            put into shared memory 16 neighbouring tokens at a time; else each thread reads its own from there one by
+            one, and multiplies them from registers.
+        num_stages: How many steps of the loop are in shared memory.
+        most_registers: Of a thread; 0 for as many as the compiler takes.
+    """
+
+    is_transposed: bool
+    num_stages: int
+    most_registers: int
+
+    @property
+    def launch(self) -> dict[str, int]:
+        """The arguments of a launch."""
+        limit = {"maxnreg": self.most_registers} if self.most_registers else {}
+        return {"num_stages": self.num_stages, **limit}
+
+
+# The first is the default. With 128 registers, two programs share a multiprocessor.
+OPTIONS = (
+    KltOptions(is_transposed=False, num_stages=2, most_registers=0),
+    KltOptions(is_transposed=False, num_stages=2, most_registers=128),
+    KltOptions(is_transposed=True, num_stages=2, most_registers=128),
+    KltOptions(is_transposed=True, num_stages=3, most_registers=128),
+)
+
+
 class _Fields(NamedTuple):
     """The position of each field in a table's row, in words of 8 bytes: a constant of the kernels. The first six fields
-    describe the cell, the next four its `KltPlaces`, the others its `KltModel`."""
+    describe the cell, the others its `KltModel`."""
 
     data: int  # address of the bytes of `pack`
     tokens: int  # number
     pages: int  # number
     exact: int  # number of exact tokens
-    frames: int  # address
+    integers: int  # address
     rotations: int  # address
-    pixels: int  # address
-    token_cols: int
-    width: int
-    region: int  # number of pixels
     coefficients: int  # number
     channels: int  # number
     matrix: int  # address
@@ -133,8 +158,7 @@ class _Fields(NamedTuple):
 
 
 _F = _Fields(*range(len(_Fields._fields)))
-_ADDRESS, _OWN_WORDS = struct.Struct("q"), struct.Struct("5q")
-_OWN_FIELDS = _Fields._fields[: _F.pixels]
+_OWN_FIELDS = _Fields._fields[: _F.coefficients]
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,102 +228,70 @@ class KltModel:
         return array("q", (*self.matrix.shape, *addresses, len(self.k), *outputs)).tobytes()
 
 
-@dataclass(frozen=True, eq=False)
-class KltPlaces:
-    """Where cells of one length have their integers. ``pixels``: int32 ``(coefficients,)`` on the device,
-    `region_pixels` of the layout. Raises FormatError if the layout cannot hold that many tokens."""
-
-    layout: RegionLayout
-    num_tokens: int
-    pixels: torch.Tensor
-
-    def __post_init__(self) -> None:
-        self.layout.require_fits((len(self.pixels), self.num_tokens))
-
-    @cached_property
-    def frames_shape(self) -> tuple[int, ...]:
-        return self.layout.frames_shape((len(self.pixels), self.num_tokens))
-
-    @cached_property
-    def vector(self) -> int:
-        """The number of neighbouring tokens whose integers can be loaded at once."""
-        return _VECTOR if self.layout.token_cols % _VECTOR == self.layout.width % _VECTOR == 0 else _SCALAR
-
-    @cached_property
-    def words(self) -> bytes:
-        """The part of a cell's row that describes its places."""
-        x = self.layout
-        return array("q", (self.pixels.data_ptr(), x.token_cols, x.width, x.token_rows * x.token_cols)).tobytes()
-
-
 @dataclass(eq=False, slots=True)
 class KltCell:
     """A cell to restore. Its tensors are on the device.
 
-    ``frames``: uint8 ``(n, 3, height, width)``, all frames of the cell, contiguous. ``rotations``: float32
-    ``(rotations, tokens, rotary_dim)``, the cosines of each token's position, then its sines (``Rotations.table``);
-    None without a rotation.
+    ``integers``: uint8 ``(coefficients, tokens)``, contiguous. ``rotations``: float32 ``(rotations, tokens,
+    rotary_dim)``, the cosines of each token's position, then its sines (``Rotations.table``); None without a rotation.
     ``data``: uint8 memory that has the bytes of `pack` from ``offset`` on, a multiple of 4.
     """
 
     model: KltModel
-    places: KltPlaces
-    frames: torch.Tensor
+    integers: torch.Tensor
     rotations: torch.Tensor | None
     num_pages: int
     num_exact: int
     data: torch.Tensor
     offset: int
 
-    def row(self, words: bytes = b"") -> bytes:
-        """Return the cell's row of a table. ``words``: what `words` has returned before, if it was called."""
-        return _ADDRESS.pack(self.data.data_ptr() + self.offset) + (words or self.words())
+    @property
+    def num_tokens(self) -> int:
+        return self.integers.shape[1]
 
-    def words(self) -> bytes:
-        """Return all but the beginning of the cell's row. Raises ValueError if the frames do not fit the layout."""
-        frames, places = self.frames, self.places
+    def row(self) -> bytes:
+        """Return the cell's row of a table. Raises ValueError if the integers do not fit the model."""
+        x = self.integers
+        expected = self.model.num_coefficients, x.shape[-1]
+        vector = vector_of(x.shape[-1])
         require(
-            frames.shape == places.frames_shape
-            and frames.dtype == torch.uint8
-            and frames.is_contiguous()
-            and frames.data_ptr() % places.vector == 0,
+            x.shape == expected and x.dtype == torch.uint8 and x.is_contiguous() and x.data_ptr() % vector == 0,
             lambda: (
-                f"frames are {frames.dtype} {tuple(frames.shape)} with strides {frames.stride()}, expected contiguous "
-                f"uint8 {places.frames_shape} at a multiple of {places.vector} bytes"
+                f"integers are {x.dtype} {tuple(x.shape)} with strides {x.stride()}, expected contiguous uint8 "
+                f"{expected} at a multiple of {vector} bytes"
             ),
         )
         rotations = 0 if self.rotations is None else self.rotations.data_ptr()
-        own = _OWN_WORDS.pack(places.num_tokens, self.num_pages, self.num_exact, frames.data_ptr(), rotations)
-        return own + places.words + self.model.words
+        own = self.num_tokens, self.num_pages, self.num_exact, x.data_ptr(), rotations
+        return array("q", (self.data.data_ptr() + self.offset, *own)).tobytes() + self.model.words
 
 
-def klt_rows(
-    shape: KltShape, cells: Mapping[str, np.ndarray], places: Sequence[KltPlaces], models: Sequence[KltModel]
-) -> np.ndarray:
+def vector_of(num_tokens: int) -> int:
+    """Return the number of neighbouring tokens whose integers can be loaded at once, if cells have so many tokens."""
+    return _VECTOR if num_tokens % _VECTOR == 0 else _SCALAR
+
+
+def klt_rows(shape: KltShape, cells: Mapping[str, np.ndarray], models: Sequence[KltModel]) -> np.ndarray:
     """Return the rows of many cells, int64 ``(cells, row_bytes / 8)``, as ``KltCell.row`` makes them one by one.
 
-    ``cells``: by name, int64 ``(cells,)`` each. ``data``, ``tokens``, ``pages``, ``exact``, ``frames`` and
-    ``rotations`` are as in `_Fields`; ``places`` and ``models`` are indices into the arguments of these names.
+    ``cells``: by name, int64 ``(cells,)`` each. ``data``, ``tokens``, ``pages``, ``exact``, ``integers`` and
+    ``rotations`` are as in `_Fields`; ``models`` are indices into the argument of this name.
     """
     rows = np.empty((len(cells["data"]), shape.row_bytes // 8), dtype=np.int64)
     for field in _OWN_FIELDS:
         rows[:, getattr(_F, field)] = cells[field]
-    of_places = np.stack([np.frombuffer(each.words, dtype=np.int64) for each in places])
-    of_models = np.stack([np.frombuffer(each.words, dtype=np.int64) for each in models])
-    rows[:, _F.pixels : _F.coefficients] = of_places[cells["places"]]
+    of_models = np.frombuffer(b"".join([each.words for each in models]), dtype=np.int64).reshape(len(models), -1)
     rows[:, _F.coefficients :] = of_models[cells["models"]]
     return rows
 
 
-def region_pixels(layout: RegionLayout, num_coefficients: int) -> torch.Tensor:
-    """Return where the region of each coefficient begins in a cell's frames: int32 ``(num_coefficients,)``."""
-    c = torch.arange(num_coefficients, dtype=torch.int32)
-    frame, region = c // layout.coefficients_per_frame, c // PLANES % (layout.region_rows * layout.region_cols)
-    y = (frame * PLANES + c % PLANES) * layout.height + region // layout.region_cols * layout.token_rows
-    return y * layout.width + region % layout.region_cols * layout.token_cols
-
-
-def restore_klt(cells: Sequence[KltCell], table: torch.Tensor, slots: torch.Tensor, page_size: int) -> None:
+def restore_klt(
+    cells: Sequence[KltCell],
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    page_size: int,
+    options: KltOptions = OPTIONS[0],
+) -> None:
     """Write K and V of cells' tokens, as ``KltQuantiser.dequantise`` does.
 
     CPU tensors use the reference, unless Triton's interpreter is on. All others use the kernels, on the current stream.
@@ -310,7 +302,7 @@ def restore_klt(cells: Sequence[KltCell], table: torch.Tensor, slots: torch.Tens
     one unit in the last place of the buffers if that changes their rounding. Exact tokens have the same bits.
 
     Args:
-        cells: One or more, of models of one shape and dtype and one ``places.vector``. No two write to the same place.
+        cells: One or more, of models of one shape and dtype. No two write to the same place.
         table: uint8 ``(cells * row_bytes,)`` on the device: their rows. A launch reads nothing else of ``cells``.
         slots: int64 ``(pages * page_size,)``: the buffers' rows of the pages that cells refer to. They must be unique,
             and within the buffers, which is not checked. -1 skips a token.
@@ -319,22 +311,21 @@ def restore_klt(cells: Sequence[KltCell], table: torch.Tensor, slots: torch.Tens
         for cell in cells:
             restore_klt_reference(cell, slots, page_size)
         return
-    first, num_exact = cells[0], max(x.num_exact for x in cells)
-    most_tokens = max(x.places.num_tokens for x in cells)
-    launch_klt(
-        first.model.shape, first.model.dtype, first.places.vector, table, slots, page_size, most_tokens, num_exact
-    )
+    shape, dtype = cells[0].model.shape, cells[0].model.dtype
+    vector = min(vector_of(cell.num_tokens) for cell in cells)
+    most = max(cell.num_tokens for cell in cells), max(cell.num_exact for cell in cells)
+    launch_klt(shape, dtype, vector, options, table, slots, page_size, *most)
 
 
 def restore_klt_reference(cell: KltCell, slots: torch.Tensor, page_size: int) -> None:
     """Restore one cell in PyTorch, on any device."""
-    model, shape, dtype, num_tokens = cell.model, cell.model.shape, cell.model.dtype, cell.places.num_tokens
+    model, shape, dtype, num_tokens = cell.model, cell.model.shape, cell.model.dtype, cell.num_tokens
     sizes = 4 * cell.num_pages, 4 * cell.num_exact, num_tokens
     pages, which, exponents = cell.data[cell.offset :][: sum(sizes)].split(sizes)
     token = torch.arange(num_tokens, device=slots.device)
     page = pages.view(torch.int32).long()[token // page_size]
     rows = torch.where(page >= 0, slots[page.clamp_min(0) * page_size + token % page_size], -1)
-    n = cell.places.layout.from_frames(cell.frames, (len(model.matrix), num_tokens)).to(torch.float32) - ZERO
+    n = cell.integers.to(torch.float32) - ZERO
     x = (n.T @ model.matrix.to(torch.float32)) * model.scales[exponents.int(), None] + model.mean
     exact = cell.data[cell.offset + sum(sizes) :][: cell.num_exact * x.shape[1] * dtype.itemsize]
     exact = from_planes(exact.view(cell.num_exact, dtype.itemsize, x.shape[1]).movedim(1, 0), dtype)
@@ -363,17 +354,18 @@ def _rotated(x: torch.Tensor, rotations: torch.Tensor, interleaved: bool) -> tor
     return y
 
 
-def compile_klt(shape: KltShape, dtype: torch.dtype, vector: int, slots: torch.Tensor) -> None:
+def compile_klt(shape: KltShape, dtype: torch.dtype, vector: int, options: KltOptions, slots: torch.Tensor) -> None:
     """Compile the kernels that `restore_klt` launches, on the current stream. Writes nothing."""
     if use_kernels(slots.device):
         table = torch.zeros(shape.row_bytes, dtype=torch.uint8, device=slots.device)
-        launch_klt(shape, dtype, vector, table, slots, 1, 1, 1)
+        launch_klt(shape, dtype, vector, options, table, slots, 1, 1, 1)
 
 
 def launch_klt(
     shape: KltShape,
     dtype: torch.dtype,
     vector: int,
+    options: KltOptions,
     table: torch.Tensor,
     slots: torch.Tensor,
     page_size: int,
@@ -381,7 +373,8 @@ def launch_klt(
     most_exact: int,
 ) -> None:
     """Launch the kernels: one for all tokens, then one for exact tokens if a cell has any. Cells have up to
-    ``most_tokens`` tokens and ``most_exact`` exact ones. Rows of zeros write nothing."""
+    ``most_tokens`` tokens and ``most_exact`` exact ones. Their numbers of tokens, and the addresses of their integers,
+    are multiples of ``vector``. Rows of zeros write nothing."""
     num_cells, num_blocks = table.numel() // shape.row_bytes, -(-most_tokens // TOKENS)  # triton.cdiv takes 4 us
     tiles = shape.layers * shape.heads * sum(-(-x.dim // (2 * x.pairs)) for x in (shape.k, shape.v))
     table = table.view(torch.int64)
@@ -400,9 +393,11 @@ def launch_klt(
             FACTOR=tl.float32 if INTERPRETED else tl.bfloat16,  # the interpreter would multiply bits as integers
             DTYPE=_FLOATS[dtype],
             LARGEST=torch.finfo(dtype).max,
-            COEFFICIENTS=_COEFFICIENTS,
+            COEFFICIENTS=COEFFICIENTS,
             TOKENS=TOKENS,
+            IS_TRANSPOSED=options.is_transposed,
             num_warps=NUM_WARPS,
+            **options.launch,
             **COMPILE_OPTIONS,
         )
         if most_exact:
@@ -457,6 +452,7 @@ def restore_klt_kernel(
     LARGEST: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
     TOKENS: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr,
 ):
     """Each program handles TOKENS tokens and the pairs of channels of one head of one layer, of K or V; of a large head
     some pairs."""
@@ -481,13 +477,13 @@ def restore_klt_kernel(
         _restore_tile(
             p_row, p_slots, page_size, num_tokens, o_token, p_output, i_layer * HEADS + i_tile // K_BLOCKS % HEADS,
             i_tile // K_BLOCKS % HEADS, i_tile % K_BLOCKS, 0, K, F, LAYERS, HEADS, INTERLEAVED, MIXED, ALIGN, VECTOR,
-            FACTOR, LARGEST, COEFFICIENTS, TOKENS,
+            FACTOR, LARGEST, COEFFICIENTS, TOKENS, IS_TRANSPOSED,
         )  # fmt: skip
     else:
         _restore_tile(
             p_row, p_slots, page_size, num_tokens, o_token, p_output, i_layer * HEADS + i_tile // V_BLOCKS % HEADS,
             i_tile // V_BLOCKS % HEADS, i_tile % V_BLOCKS, num_layers * (HEADS * K.dim), V, F, LAYERS, HEADS, False,
-            False, ALIGN, VECTOR, FACTOR, LARGEST, COEFFICIENTS, TOKENS,
+            False, ALIGN, VECTOR, FACTOR, LARGEST, COEFFICIENTS, TOKENS, IS_TRANSPOSED,
         )  # fmt: skip
 
 
@@ -515,6 +511,7 @@ def _restore_tile(
     LARGEST: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
     TOKENS: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr,
 ):
     """Restore TOKENS tokens of some pairs of channels of one head.
 
@@ -524,19 +521,15 @@ def _restore_tile(
     PAIRS: tl.constexpr = H.pairs
     RUN: tl.constexpr = H.run  # up to Triton 3.6, a named tuple's field is a plain number, which `multiple_of` refuses
     NUM_PAIRS: tl.constexpr = (H.dim + 1) // 2
+    IS_FULL: tl.constexpr = H.dim % (2 * H.pairs) == 0  # no column is without a channel
     num_coefficients = tl.load(p_row + F.coefficients).to(tl.int32)
     stride_row = tl.multiple_of(tl.load(p_row + F.channels).to(tl.int32), ALIGN)
     i_first = first_channel + i_layer_head * H.dim
-    p_frames = tl.multiple_of(tl.load(p_row + F.frames).to(tl.pointer_type(tl.uint8)), VECTOR)
-    p_pixels = tl.load(p_row + F.pixels).to(tl.pointer_type(tl.int32))
+    # Loaded here: what is said of an argument's multiples is lost.
+    stride_token = tl.multiple_of(tl.load(p_row + F.tokens).to(tl.int32), VECTOR)
+    p_integers = tl.multiple_of(tl.load(p_row + F.integers).to(tl.pointer_type(tl.uint8)), VECTOR)
     p_matrix = tl.multiple_of(tl.load(p_row + F.matrix).to(tl.pointer_type(tl.bfloat16)) + i_first, 2 * ALIGN)
     p_output = tl.multiple_of(p_output + i_head * H.head, p_output.dtype.element_ty.primitive_bitwidth // 8 * ALIGN)
-
-    # A region has room for whole vectors of tokens. What is read past the last token is not stored.
-    token_cols = tl.load(p_row + F.token_cols).to(tl.int32)
-    o_within = o_token // token_cols * tl.load(p_row + F.width).to(tl.int32) + o_token % token_cols
-    o_within = tl.max_contiguous(tl.multiple_of(o_within, VECTOR), VECTOR)
-    m_within = o_token < tl.multiple_of(tl.load(p_row + F.region).to(tl.int32), VECTOR)
 
     o_column, o_pair = tl.arange(0, 2 * PAIRS), i_block * PAIRS + tl.arange(0, PAIRS)
     if INTERLEAVED:
@@ -549,18 +542,30 @@ def _restore_tile(
         o_channel = tl.max_contiguous(tl.multiple_of(o_channel, RUN), RUN)
         m_channel = (o_both < NUM_PAIRS) & (o_channel < H.dim)
     o_coefficient = tl.arange(0, COEFFICIENTS)
-    b_sum = tl.zeros((TOKENS, 2 * PAIRS), dtype=tl.float32)
+    p_rows = p_matrix + (o_coefficient * stride_row)[:, None] + o_channel[None, :]
+    if IS_TRANSPOSED:
+        p_integers += (o_coefficient * stride_token)[:, None] + o_token[None, :]
+        m_within = (o_token < stride_token)[None, :]
+        b_sum = tl.zeros((2 * PAIRS, TOKENS), dtype=tl.float32)
+    else:
+        p_integers += (o_coefficient * stride_token)[None, :] + o_token[:, None]
+        m_within = (o_token < stride_token)[:, None]
+        b_sum = tl.zeros((TOKENS, 2 * PAIRS), dtype=tl.float32)
     for i_coefficient in range(0, num_coefficients, COEFFICIENTS):
-        o_c = i_coefficient + o_coefficient
-        m_c = o_c < num_coefficients
-        o_pixel = tl.multiple_of(tl.load(p_pixels + o_c, mask=m_c, other=0), VECTOR)
-        # A mask over coefficients would only cost time, since the matrix has zeros there. So would a default for masked
-        # tokens, since they are not stored.
-        b_integer = tl.load(p_frames + (o_within[:, None] + o_pixel[None, :]), mask=m_within[:, None])
-        b_n = (b_integer ^ 128).to(tl.int8, bitcast=True).to(tl.float32).to(FACTOR)
-        p_rows = p_matrix + (o_c.to(tl.int64) * stride_row)[:, None] + o_channel[None, :]
-        b_matrix = tl.load(p_rows, mask=m_c[:, None] & m_channel[None, :], other=0.0)
-        b_sum = tl.dot(b_n, b_matrix.to(FACTOR), b_sum)
+        m_c = o_coefficient < num_coefficients - i_coefficient
+        m_rows = m_c[:, None] if IS_FULL else m_c[:, None] & m_channel[None, :]
+        b_matrix = tl.load(p_rows, mask=m_rows, other=0.0).to(FACTOR)
+        # Masked tokens are not stored, and for masked coefficients the matrix has zeros: no default is needed.
+        if IS_TRANSPOSED:
+            b_n = _centred(tl.load(p_integers, mask=m_c[:, None] & m_within), FACTOR)
+            b_sum = tl.dot(tl.trans(b_matrix), b_n, b_sum)
+        else:
+            b_n = _centred(tl.load(p_integers, mask=m_c[None, :] & m_within), FACTOR)
+            b_sum = tl.dot(b_n, b_matrix, b_sum)
+        p_integers += COEFFICIENTS * stride_token
+        p_rows += COEFFICIENTS * stride_row
+    if IS_TRANSPOSED:
+        b_sum = tl.trans(b_sum)
 
     m_token = o_token < num_tokens
     p_exponents = tl.load(p_row + F.data) + 4 * (tl.load(p_row + F.pages) + tl.load(p_row + F.exact))
@@ -575,7 +580,7 @@ def _restore_tile(
     if H.rotary_dim > 0:
         m_turned = (o_pair < H.rotary_dim // 2)[None, :]
         p_cos = tl.load(p_row + F.rotations).to(tl.pointer_type(tl.float32))
-        if MIXED:  # the registers for this leave room for one program on an SM of an H100, not two
+        if MIXED:
             i_rotation = tl.load(p_row + F.outputs + 2 * LAYERS + i_layer_head // HEADS)
             p_cos += i_rotation * (num_tokens * H.rotary_dim)
         p_cos += (o_token.to(tl.int64) * H.rotary_dim)[:, None] + o_pair[None, :]
@@ -596,6 +601,12 @@ def _restore_tile(
         m_first = o_pair < NUM_PAIRS
         tl.store(p_rows + o_first[None, :], b_first, mask=m_token & m_first[None, :])
         tl.store(p_rows + o_second[None, :], b_second, mask=m_token & (m_first & (o_second < H.dim))[None, :])
+
+
+@jit
+def _centred(b_integer, FACTOR: tl.constexpr):
+    """Return ``integer - 128``, which is exact."""
+    return (b_integer ^ 128).to(tl.int8, bitcast=True).to(tl.float32).to(FACTOR)
 
 
 @jit

@@ -42,10 +42,11 @@ _VARYING = (
     "num_blocks",
     "most_exact",
     "page_size",
-    "num_kept",
     "num_sinks",
     "num_norms",
     "num_channels",
+    "first_cell",
+    "first_head",
     "first_norm",
     "first_channel",
 )
@@ -82,8 +83,12 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def table_on(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
     """Return rows of numbers as int64 on the device, without waiting for it."""
-    table = torch.tensor(rows, dtype=torch.int64)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+    return uploaded(torch.tensor(rows, dtype=torch.int64), device)
+
+
+def uploaded(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the host to the device, on the current stream, without waiting for it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def require(condition: bool, message: Callable[[], str]) -> None:

@@ -75,7 +75,9 @@ def _restore_klt(
     table, slots = _empty(2 * shape.row_bytes, dtype=torch.uint8), _empty(TOKENS, dtype=torch.int64)
 
     def launch() -> None:
-        restore_klt.launch_klt(shape, dtype, 8, table, slots, 64, TOKENS, 1)
+        restore_klt.launch_klt(
+            shape, dtype, restore_klt.VECTORS[0], restore_klt.OPTIONS[0], table, slots, 64, TOKENS, 1
+        )
 
     kind = f" {rotation}" if rotation else ""
     return Variant(f"{kernel}{kind} {_name(dtype)} {heads}x{dim}", restore_klt, f"{kernel}_kernel", launch)
@@ -102,7 +104,11 @@ def _quantise_klt(dtype: torch.dtype, rotary_dim: int, kernel: Literal["centre",
     rotations = _empty(1, TOKENS, rotary_dim, dtype=torch.float32) if rotary_dim else None
 
     def launch() -> None:
-        quantise_klt.quantise_klt(forward, buffers, buffers, slots, rotations, 4)
+        cells = quantise_klt.KltCells(
+            [quantise_klt.KltInput(forward, buffers, buffers)] * 2, lambda x: x.to(slots.device)
+        )
+        output = _empty(cells.output_rows, TOKENS, dtype=torch.uint8)
+        cells.quantise(slots, rotations, 4, output)
 
     kind = " rotated" if rotary_dim else ""
     name = "round" if kernel == "round" else f"centre{kind} {_name(dtype)} 2x128"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import benchmarks.gpu_check
@@ -25,27 +25,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: docs/gpu, if there is a GPU)")
     parser.add_argument("--only", nargs="+", metavar="STEP", choices=[step.name for step in others], help="these steps")
     parser.add_argument("--bundle", type=Path, metavar="DIR", help="pack this for a machine without a network, and end")
+    parser.add_argument("--with-sglang", action="store_true", help="with --bundle: pack SGLang, too, as a second part")
     options = parser.parse_args(arguments)
     if options.bundle:
-        print(*bundle.make(options.bundle), sep="\n")
+        print(*bundle.make(options.bundle, with_sglang=options.with_sglang), sep="\n")
         return 0
-    chosen = [step for step in others if not options.only or step.name in options.only]
-    results = []
+    chosen = [step for step in others if (step.name in options.only if options.only else not step.is_extra)]
+    results: list[Result] = []
+    written: list[Path] = []
+
+    def write(found: list[Result]) -> None:
+        gpu = gpu_of(found[0])
+        folder: Path | None = options.out or (_DOCS if gpu else None)
+        written[:] = [] if folder is None else report.write(found, folder, gpu)
+
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
-        for result in run(first, chosen, Path(scratch)):
+        # As soon as it is found: whoever lends the machine may end the run.
+        for result in run(first, chosen, Path(scratch), lambda part: write([*results, part])):
             print(report.summary([result]), flush=True)
             results.append(result)
-            gpu = gpu_of(results[0])
-            folder: Path | None = options.out or (_DOCS if gpu else None)
-            # After each step: whoever lends the machine may end the run.
-            written = [] if folder is None else report.write(results, folder, gpu)
+            write(results)
     print("wrote" if written else "no GPU: nothing was measured or written", *written)
     return 1 if any(result.outcome == "failed" for result in results) else 0
 
 
-def run(first: Step, others: Sequence[Step], folder: Path) -> Iterator[Result]:
+def run(first: Step, others: Sequence[Step], folder: Path, progress: Callable[[Result], object]) -> Iterator[Result]:
+    """Yield the results of the steps. ``progress``: see `run_step`."""
     deadline_s = time.monotonic() + TOTAL_S
-    machine = run_step(first, folder, first.limit_s)
+    machine = run_step(first, folder, first.limit_s, progress)
     if machine.outcome == "passed":
         machine.notes.extend(driver_libraries.complete(folder / "libraries"))
     yield machine
@@ -56,7 +63,7 @@ def run(first: Step, others: Sequence[Step], folder: Path) -> Iterator[Result]:
         elif left_s < _LEAST_S:
             yield skipped(step, f"the {TOTAL_S:.0f} s for the whole run are over")
         else:
-            yield run_step(step, folder, min(step.limit_s, left_s))
+            yield run_step(step, folder, min(step.limit_s, left_s), progress)
 
 
 def gpu_of(machine: Result) -> str | None:

@@ -33,7 +33,7 @@ MEASURED = Rows(1, 372, 1024), Rows(132, 372, 1024), Rows(1408, 372, 1024)
 
 
 def run(record: Record) -> None:
-    device = torch.device("cuda")
+    device = torch.device("cuda", 0)
     check(record, device, CHECKED)
     measure(record, device, MEASURED)
 

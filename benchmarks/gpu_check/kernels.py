@@ -11,14 +11,11 @@ import torch
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import seconds_of
 from benchmarks.kernel_bytes import Span, restore_klt_bytes
-from sgl_kvfetch.codec.layout.regions import RegionLayout, region_layout
 from sgl_kvfetch.triton_kernels.restore_klt import (
     KltCell,
     KltModel,
-    KltPlaces,
     klt_shape,
     pack,
-    region_pixels,
     restore_klt,
     restore_klt_reference,
 )
@@ -46,7 +43,7 @@ class Case:
 
 
 def run(record: Record) -> None:
-    device = torch.device("cuda")
+    device = torch.device("cuda", 0)
     check(record, device, CHECKED)
     measure(record, device, MEASURED)
 
@@ -97,11 +94,9 @@ def cases(span: Span, device: torch.device) -> Iterator[Case]:
     """Yield ``restore_klt`` of this span, without a rotation and with each kind."""
     torch.manual_seed(0)
     slots = torch.randperm(span.tokens + _SPARE_SLOTS, device=device)[: span.tokens]
-    layout = region_layout(span.coefficients, span.tokens)
     integers = torch.randint(0, 256, (span.coefficients, span.tokens), dtype=torch.uint8, device=device)
-    frames = layout.to_frames(integers)
     for name, rotary_dim, interleaved in (("", 0, False), (" NeoX", span.dim, False), (" GPT-J", span.dim, True)):
-        yield _klt_case(f"restore_klt{name}", span, frames, layout, slots, rotary_dim, interleaved)
+        yield _klt_case(f"restore_klt{name}", span, integers, slots, rotary_dim, interleaved)
 
 
 def _buffers(span: Span, device: torch.device) -> list[torch.Tensor]:
@@ -114,8 +109,7 @@ def _buffers(span: Span, device: torch.device) -> list[torch.Tensor]:
 def _klt_case(
     name: str,
     span: Span,
-    frames: torch.Tensor,
-    layout: RegionLayout,
+    integers: torch.Tensor,
     slots: torch.Tensor,
     rotary_dim: int,
     interleaved: bool,
@@ -129,7 +123,6 @@ def _klt_case(
     angles = torch.rand((span.tokens, rotary_dim // 2), device=device)
     rotations = torch.cat([angles.cos(), angles.sin()], dim=1)[None] if rotary_dim else None
     shape = klt_shape(ours[0], ours[0], span.layers, rotary_dim, interleaved=interleaved)
-    places = KltPlaces(layout, span.tokens, region_pixels(layout, span.coefficients).to(device))
     pages = torch.arange(span.tokens, dtype=torch.int32).numpy().tobytes()  # of one token
     packed, num_exact = pack(pages, exponents.numpy(), exponents[:0].numpy())
     data = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(device)
@@ -137,7 +130,7 @@ def _klt_case(
     def make_cell(buffers: list[torch.Tensor]) -> KltCell:
         k, v = buffers[: span.layers], buffers[span.layers :]
         model = KltModel(shape, matrix.to(torch.bfloat16), mean, steps, k, v, [0] * span.layers)
-        return KltCell(model, places, frames, rotations, span.tokens, num_exact, data, 0)
+        return KltCell(model, integers, rotations, span.tokens, num_exact, data, 0)
 
     mine, its = make_cell(ours), make_cell(theirs)
     table = torch.frombuffer(bytearray(mine.row()), dtype=torch.uint8).to(device)

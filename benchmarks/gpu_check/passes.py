@@ -38,6 +38,7 @@ def measure(
         with running_passes(device, forward, launch_pass) as ends:
             time.sleep(max(_MIN_S, _MIN_PASSES * seconds))
         pass_alone_s = _durations(ends)
+        usual_s = statistics.median(pass_alone_s)
         with running_passes(device, forward, launch_pass) as ends:
             last_before = len(ends) - 1
             with Ticker() as ticker:
@@ -52,7 +53,8 @@ def measure(
             alone_s,
             ticker,
             passes_meanwhile=len(pass_beside_s),
-            pass_alone_ms=1e3 * statistics.median(pass_alone_s),
+            passes_lose_ms=1e3 * (sum(pass_beside_s) - len(pass_beside_s) * usual_s),
+            pass_alone_ms=1e3 * usual_s,
             pass_beside_ms=1e3 * statistics.median(pass_beside_s),
             longest_alone_ms=1e3 * max(pass_alone_s),
             longest_beside_ms=1e3 * max(pass_beside_s),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +19,19 @@ class SkippedError(Exception):
 class Record:
     """A step's findings, written to ``path`` at each change. A step with recorded failures always ends as failed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, limit_s: float = math.inf) -> None:
+        """``limit_s``: the step is ended after so many seconds."""
         self.path = path
+        self._deadline_s = time.monotonic() + limit_s
         self._rows: list[dict[str, Any]] = []
         self._failures: list[str] = []
         self._notes: list[str] = []
         self._write()
+
+    @property
+    def left_s(self) -> float:
+        """The seconds until the step is ended."""
+        return self._deadline_s - time.monotonic()
 
     def row(self, table: str, **columns: Any) -> None:
         self._rows.append({"table": table, **columns})

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from harness.children import start_child
 
 _END_S = 20.0  # for a step to clean up after its time limit; an interpreter takes seconds on a busy machine
 _TAIL_LINES = 30
+_LOOK_S = 1.0  # between two looks at what a step has recorded
 
 
 @dataclass(frozen=True)
@@ -37,35 +39,46 @@ def skipped(step: Step, reason: str) -> Result:
     return Result(step.name, step.title, "skipped", reason)
 
 
-def run_step(step: Step, folder: Path, limit_s: float) -> Result:
-    """Run a step and kill all processes of its group. Always returns within about ``limit_s``."""
+def run_step(
+    step: Step, folder: Path, limit_s: float, progress: Callable[[Result], object] = lambda result: None
+) -> Result:
+    """Run a step and kill all processes of its group. Always returns within about ``limit_s``.
+
+    ``progress`` is called with what a step has recorded so far, as the result of one that was cut off: whoever lends
+    the machine may end the whole run before the step ends.
+    """
     found_path, log_path = folder / f"{step.name}.json", folder / f"{step.name}.log"
     started_s = time.monotonic()
+
+    def result(died: str) -> Result:
+        return _result(step, time.monotonic() - started_s, found_path, log_path, died)
+
     with log_path.open("wb") as log:
         process = start_child(
-            [sys.executable, "-m", "benchmarks.gpu_check.step", step.runs, str(found_path)],
+            [sys.executable, "-m", "benchmarks.gpu_check.step", step.runs, str(found_path), str(limit_s)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            died = _wait(process, limit_s)
+            died = _wait(process, started_s + limit_s, lambda: progress(result("cut off with the whole run")))
         finally:
             _end(process)
-    return _result(step, time.monotonic() - started_s, found_path, log_path, died)
+    return result(died or f"not done within {limit_s:.0f} s")
 
 
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
-    """Wait for the process. Return how it ended, which explains a step without an outcome."""
-    try:
-        code = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        process.terminate()
+def _wait(process: subprocess.Popen[bytes], deadline_s: float, look: Callable[[], object]) -> str:
+    """Wait for the process. Return how it ended, which explains a step without an outcome; empty if it was ended."""
+    while (left_s := deadline_s - time.monotonic()) > 0:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
-        return f"not done within {limit_s:.0f} s"
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            code = process.wait(min(_LOOK_S, left_s))
+            return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        look()
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+    return ""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

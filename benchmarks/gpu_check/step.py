@@ -1,4 +1,4 @@
-"""Runs one step in this process: ``python -m benchmarks.gpu_check.step MODULE:FUNCTION RESULT``."""
+"""Runs one step in this process: ``python -m benchmarks.gpu_check.step MODULE:FUNCTION RESULT SECONDS``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from benchmarks.gpu_check.record import Record, SkippedError
 _OURS = ("benchmarks", "sgl_kvfetch", "tests")
 
 
-def main(runs: str, path: Path) -> None:
+def main(runs: str, path: Path, limit_s: float) -> None:
     # Exit normally on SIGTERM, so that servers which the step started are stopped as well.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("time is over"))
-    record = Record(path)
+    record = Record(path, limit_s)
     module, _, function = runs.partition(":")
     try:
         getattr(importlib.import_module(module), function)(record)
@@ -34,4 +34,4 @@ def main(runs: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]))

@@ -1,4 +1,5 @@
-"""The steps, in the order in which they run. Their time limits add up to at most that of the whole run."""
+"""The steps, in the order in which they run. The time limits of those that are not extra add up to at most that of the
+whole run."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ TOTAL_S = 565.0
 
 @dataclass(frozen=True)
 class Step:
-    """``runs``: the step's function as ``module:name``. It takes a `Record`."""
+    """``runs``: the step's function as ``module:name``. It takes a `Record`. ``is_extra``: it runs if ``--only`` names
+    it."""
 
     name: str
     title: str
     runs: str
     limit_s: float
     needs_gpu: bool = True
+    is_extra: bool = False
 
 
 _HERE = "benchmarks.gpu_check"
@@ -30,6 +33,7 @@ STEPS = (
     Step("loads", "Loads of 32K tokens: values, time, memory, forward passes", f"{_HERE}.loads:run", 75),
     Step("interference", "A matrix product beside decoding", f"{_HERE}.interference:run", 45),
     Step("sglang", "SGLang in device mode", f"{_HERE}.server:run", 110),
+    Step("sglang_8b", "SGLang in device mode: times", f"{_HERE}.server:run_large", 280, is_extra=True),
     Step("tests", "pytest -m gpu", f"{_HERE}.tests:run", 45),
     # Last: it may leave the decoder or the driver in a bad state.
     Step("nvdec_damage", "NVDEC: damaged bitstreams", f"{_HERE}.nvdec_damage:run", 40),

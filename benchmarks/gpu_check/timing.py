@@ -11,7 +11,6 @@ from itertools import pairwise
 import torch
 
 _REPLAYS = 5
-_BUSY_S = 0.1  # much longer than launching some kernels takes
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, *, repeats: int = 20, warm_ups: int = 3) -> float:
@@ -34,22 +33,6 @@ def make_timer(
         return lambda: _seconds_on_cpu(work, repeats)
     replay = _captured(work, repeats)
     return lambda: _seconds_on_gpu(replay, repeats)
-
-
-def seconds_behind_work(work: Callable[[], object], device: torch.device, *, repeats: int = 20) -> float:
-    """Return the seconds of a run of ``work`` that no graph can capture, since it copies from the host. It is launched
-    while the device is busy with something else, so that the host's time does not count."""
-    work()
-    if device.type != "cuda":
-        return statistics.median(_seconds_on_cpu(work, repeats))
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    make_busy(_BUSY_S, device)()
-    begin.record()
-    for _ in range(repeats):
-        work()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1000 / repeats
 
 
 def make_product(device: torch.device, side: int) -> Callable[[], object]:

@@ -1,8 +1,8 @@
 """Decodes instructions that move and multiply matrices. Threads of a warp, or of four warps, hold parts of each.
 
 PTX's manual has the parts ("Matrix fragments"). A matrix of 8x8 has a row in four threads, two columns a thread.
-``wgmma`` multiplies 64 rows, which are in registers, by columns in shared memory. A descriptor of 64 bits has their
-place and how they are swizzled.
+``wgmma`` multiplies 64 rows, which are in registers or in shared memory, by columns in shared memory. A descriptor of
+64 bits has a place there and how it is swizzled.
 """
 
 from __future__ import annotations
@@ -131,11 +131,13 @@ def _multiply_groups(kernel: Kernel, instruction: Instruction) -> Act:
     """``wgmma``: 64x16 by 16xN, bfloat16, with sums in float32, for each four warps."""
     shape = next(filter(None, (re.fullmatch(r"m64n(\d+)k16", each) for each in instruction.op)))
     num_cols, is_left_shared = int(shape[1]), instruction.operands[1][0] != "{"
-    if is_left_shared or instruction.op[-3:] != ("f32", "bf16", "bf16") or kernel.num_threads % 128:
+    if instruction.op[-3:] != ("f32", "bf16", "bf16") or kernel.num_threads % 128:
         raise NotImplementedError(instruction.text)
     writers = [kernel.writer(each) for each in instruction.parts(0)]
     sums = [kernel.typed_reader(each, "f32") for each in instruction.parts(0)]
-    left = [kernel.reader(each, 32) for each in instruction.parts(1)]
+    left = [] if is_left_shared else [kernel.reader(each, 32) for each in instruction.parts(1)]
+    left_descriptor = kernel.reader(instruction.operands[1], 64) if is_left_shared else None
+    is_left_transposed = is_left_shared and instruction.operands[-2] == "1"
     descriptor, is_added = kernel.reader(instruction.operands[2], 64), kernel.reader(instruction.operands[3], 1)
     is_transposed = instruction.operands[-1] == "1"
     groups = kernel.num_threads // 128
@@ -143,22 +145,31 @@ def _multiply_groups(kernel: Kernel, instruction: Instruction) -> Act:
 
     def act(block: Block, mask: Values) -> None:
         assert mask.all()
-        descriptors = descriptor(block).reshape(groups, 128)
-        assert (descriptors == descriptors[:, :1]).all(), "descriptors differ within four warps"
-        a, b = np.empty((groups, 64, 16)), np.empty((groups, 16, num_cols))
+        a = np.empty((groups, 64, 16))
         for index, read in enumerate(left):
             at, cols = rows + 8 * (index % 2), _COLS + 8 * (index // 2)
             a[:, at, cols], a[:, at, cols + 1] = _floats(read(block).reshape(groups, 4, 32))
-        for group in range(groups):
-            places = _columns(int(descriptors[group, 0]), num_cols, is_transposed=is_transposed)
-            bits = np.ascontiguousarray(block.shared.multiply(places)).view(np.uint16)
-            b[group] = float_of_bfloat(bits).reshape(16, num_cols)
+        if left_descriptor is not None:  # 64 rows are the columns of the transposed matrix
+            a = _shared(block, left_descriptor(block), 64, is_transposed=is_left_transposed).transpose(0, 2, 1)
+        b = _shared(block, descriptor(block), num_cols, is_transposed=is_transposed)
         product, keeps = a @ b, is_added(block)
         for index, (put, read) in enumerate(zip(writers, sums, strict=True)):
             part = product[:, rows + 8 * (index // 2 % 2), 8 * (index // 4) + _COLS + index % 2].ravel()
             put(block, (np.where(keeps, read(block), np.float32(0)) + part).astype(np.float32), mask)
 
     return act
+
+
+def _shared(block: Block, descriptor: Values, num_cols: int, *, is_transposed: bool) -> Values:
+    """Return the 16 x ``num_cols`` numbers that each four warps read from shared memory."""
+    descriptors = descriptor.reshape(-1, 128)
+    assert (descriptors == descriptors[:, :1]).all(), "descriptors differ within four warps"
+    found = []
+    for each in descriptors[:, 0].tolist():
+        places = _columns(each, num_cols, is_transposed=is_transposed)
+        bits = np.ascontiguousarray(block.shared.multiply(places)).view(np.uint16)
+        found.append(float_of_bfloat(bits).reshape(16, num_cols))
+    return np.stack(found)
 
 
 def _columns(descriptor: int, num_cols: int, *, is_transposed: bool) -> Values:

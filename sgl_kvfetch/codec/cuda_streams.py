@@ -74,6 +74,8 @@ class Device:
     """
 
     def __init__(self, device: torch.device) -> None:
+        # As in the device of each tensor, with which it is compared.
+        assert device.type != "cuda" or device.index is not None, f"{device} has no index"
         self.torch_device = device
         self._local = threading.local()
 
@@ -121,6 +123,12 @@ class Device:
         self._select()
         with torch.cuda.stream(cast(torch.cuda.Stream, stream)):
             return torch.empty(*shape, dtype=torch.uint8, device=self.torch_device)
+
+    def free_bytes(self) -> int:
+        """Return how many bytes of the device nobody has allocated."""
+        self._select()
+        free: int = torch.cuda.mem_get_info(self.torch_device)[0]
+        return free
 
     def upload(self, x: Any, stream: Stream) -> Any:
         """Copy a tensor, or what has tensors and a method ``to``, to the device on ``stream``, and wait for it. Any

@@ -159,6 +159,7 @@ class Catalog:
         self._local = threading.local()
         self._writer: tuple[Identity, sqlite3.Connection | None] = _NONE, None
         self._write_error: str | None = None
+        self._is_checked = False
         self._readers: list[sqlite3.Connection] = []
         self._uses: dict[str, float] = {}  # of segments since they were last saved
 
@@ -308,9 +309,7 @@ class Catalog:
         self._writer = _NONE, None
         try:
             identity, db = self._connect()
-            if db.execute("PRAGMA user_version").fetchone() != (_VERSION,):
-                db.close()
-                raise sqlite3.DatabaseError("another version's")
+            self._require_sound(db)
         except FileNotFoundError:
             self._create()
             identity, db = self._connect()
@@ -324,6 +323,22 @@ class Catalog:
             self._on_uncounted()
         self._writer = identity, db
         return db
+
+    def _require_sound(self, db: sqlite3.Connection) -> None:
+        """Close a connection, and raise sqlite3.DatabaseError, if the database is another version's or damaged. All of
+        it is read, once: SQLite itself finds damage only in what it comes across."""
+        try:
+            if db.execute("PRAGMA user_version").fetchone() != (_VERSION,):
+                raise sqlite3.DatabaseError("another version's")
+            if not self._is_checked and db.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
+                raise sqlite3.DatabaseError("damaged")
+            totals = db.execute("SELECT * FROM totals").fetchone()
+            if totals is None or None in totals:
+                raise sqlite3.DatabaseError("without totals")
+        except sqlite3.Error:
+            db.close()
+            raise
+        self._is_checked = True
 
     def _connect(self) -> tuple[Identity, sqlite3.Connection]:
         """Connect to the database. Raises FileNotFoundError if there is none: SQLite would make an empty one."""

@@ -223,6 +223,10 @@ class TempFile:
         """Append some of ``data``, and return how many bytes."""
         return os.write(self._fd, data)
 
+    def resize(self, num_bytes: int) -> None:
+        """Set the file's size. What is larger than what is written counts as taken, without a byte on the disk."""
+        os.truncate(self._fd, num_bytes)
+
     def sync(self) -> None:
         """Make the bytes durable. Call it before ``commit``, so that no object has bytes that a crash can lose."""
         os.fsync(self._fd)

@@ -20,6 +20,7 @@ from sgl_kvfetch.stores import (
     MAX_HEAD_BYTES,
     MAX_PROFILE_BYTES,
     MAX_PROFILES,
+    MAX_PROFILES_OF_WEIGHTS,
     MAX_PROFILES_PART,
     ObjectInfo,
     is_profile_name,
@@ -27,6 +28,7 @@ from sgl_kvfetch.stores import (
 )
 
 _FOLDER = ".profiles"  # no namespace is called like this
+_beginning = threading.Lock()  # held until a new file counts: uploads that begin at once count each other
 
 
 def list_profiles(root: Path) -> list[ObjectInfo]:
@@ -91,8 +93,10 @@ class ProfileWriter:
             for file_name in files.file_names(self._root, weights):
                 if file_name.startswith(files.TEMP_PREFIX):
                     files.remove_temp(self._root, weights, file_name)
-            self._require_fits()
-            self._file = files.TempFile(self._root, weights, f"{files.TEMP_PREFIX}{secrets.token_hex(8)}")
+            with _beginning:
+                self._require_fits()
+                self._file = files.TempFile(self._root, weights, f"{files.TEMP_PREFIX}{secrets.token_hex(8)}")
+                self._file.resize(self._size_bytes)
 
     def _require_fits(self) -> None:
         if self._size_bytes > MAX_PROFILE_BYTES:
@@ -104,6 +108,10 @@ class ProfileWriter:
             raise StoreError("full", f"profiles would take {needed} bytes; the limit is {part}")
         if len(others) >= MAX_PROFILES:
             raise StoreError("full", f"the store has {len(others)} profiles, which is the limit")
+        weights = self._name.partition("/")[0]
+        of_weights = sum(info.name.startswith(f"{weights}/") for info in others)
+        if of_weights >= MAX_PROFILES_OF_WEIGHTS:
+            raise StoreError("full", f"the store has {of_weights} profiles of weights {weights}, which is the limit")
 
     def write(self, data: bytes) -> None:
         with self._lock:
@@ -128,6 +136,7 @@ class ProfileWriter:
                 parse_head(self._name, self._head, self._written_bytes)
             except FormatError as e:
                 raise StoreError("invalid", f"not the profile {self._name}: {e}") from e
+            self._file.resize(self._written_bytes)
             self._file.sync()
             self._file.commit(self._name.partition("/")[2], None)
             self._finished = True

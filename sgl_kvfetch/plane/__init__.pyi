@@ -36,7 +36,7 @@ from .profiles import (
     take_profile as take_profile,
 )
 from .quantiser import config_quantiser as config_quantiser
-from .run import ReadSide as ReadSide
+from .run import Quantising as Quantising, ReadSide as ReadSide
 from .service import run_data_plane as run_data_plane
 from .staging import StagedValues as StagedValues
 from .store_options import check_files as check_files

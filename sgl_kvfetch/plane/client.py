@@ -27,7 +27,7 @@ from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.link import Link
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy
+from sgl_kvfetch.plane.fetch.plan import READS_A_SPAN, LevelPolicy
 from sgl_kvfetch.plane.fetch.sides import SideFetcher
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.misses import miss
@@ -51,6 +51,9 @@ _RETIRE_S = 60.0  # minimum time to keep merged halves, for readers that do not 
 _HORIZON = 8  # cells to look ahead; a choice takes the event loop a few milliseconds
 _CONNECT_S = 5.0  # limit for one attempt to connect to the store
 READ_BYTES = 4 << 20  # most that one request reads, about
+# What an engine's GPU decodes is only verified here: no piece of a span is of use before the others, and fewer requests
+# take less.
+SPAN_READ_BYTES = 16 << 20
 _DECODE_BYTES = 64 << 20  # frames and values on their way to pages
 
 
@@ -110,11 +113,13 @@ def open_client(
         spec.require_readable()
     except FormatError as e:
         raise ConfigError(str(e)) from e
+    read_bytes, reads_a_span = (SPAN_READ_BYTES, 1) if engine_codecs else (READ_BYTES, READS_A_SPAN)
     memory = MemoryCache(Arena.create(config.memory_cache)) if config.memory_cache else None
     fetcher = Fetcher(
         store,
         _open_pool(config, nvdec),
-        read_bytes=READ_BYTES,
+        read_bytes=read_bytes,
+        reads_a_span=reads_a_span,
         inflight_bytes=config.inflight_bytes,
         may_delete=config.writes,
         decode_bytes=_DECODE_BYTES,
@@ -145,14 +150,20 @@ def open_client(
         refines=config.quantiser_name == "klt" and levels.most_left_out == 0,
     )
     if memory is not None:
-        writer.on_committed = partial(_keep_written, memory, finder)
+        writer.on_committed = partial(_keep_written, memory, finder, read_bytes, reads_a_span)
     side_fetcher = SideFetcher(store, fetcher.report_damage)
     return StoreClient(store, finder, fetcher, side_fetcher, writer, encode_pool, memory)
 
 
-def _keep_written(memory: MemoryCache, finder: PageFinder, segment: CodedSegment | EncodedSegment) -> None:
+def _keep_written(
+    memory: MemoryCache,
+    finder: PageFinder,
+    read_bytes: int,
+    reads_a_span: int,
+    segment: CodedSegment | EncodedSegment,
+) -> None:
     with contextlib.suppress(KVFetchError):  # a segment that this server cannot read itself
-        memory.put_segment(finder.own_reader(segment.manifest), segment, READ_BYTES)
+        memory.put_segment(finder.own_reader(segment.manifest), segment, read_bytes, reads_a_span)
 
 
 def writer_spec(

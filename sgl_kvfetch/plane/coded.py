@@ -18,7 +18,6 @@ import torch
 
 from sgl_kvfetch.codec import Cell, Decoders, SegmentReader
 from sgl_kvfetch.codec.container import cell_place
-from sgl_kvfetch.codec.layout import Layout, RegionLayout
 from sgl_kvfetch.codec.quant import pack
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.arena import Arena
@@ -29,15 +28,15 @@ ALIGNMENT = 16  # of bitstreams, in bytes
 CODEC = "ans"  # that GPUs decode
 _LEAST_INTEGERS = 241  # the checksum of fewer is not computed on GPUs
 
-# A cell of a staged prompt, with its integers at ``start`` of the arena, and what `pack` returns at ``packed`` of the
-# tables. Layers count from the rank's first one, heads from its first one, and tokens in the sequence.
+# A cell of a staged prompt. Its integers, ``(coefficients, num_tokens)``, are at ``start`` of the arena, and what
+# `pack` returns at ``packed`` of the tables. Layers count from the rank's first one, heads from its first one, and
+# tokens in the sequence.
 CELL = np.dtype(
     [
         *((name, "<i8") for name in ("first_layer", "num_layers", "first_head", "num_heads")),
         *((name, "<i8") for name in ("model_layer", "model_head")),  # the same firsts, counted in the model
         *((name, "<i8") for name in ("first_token", "num_tokens", "num_pages", "num_exact")),
         *((name, "<i8") for name in ("start", "size", "packed", "coefficients")),
-        *((name, "<i8") for name in ("width", "height", "token_rows", "token_cols")),
         ("is_coded", "<i8"),  # or 0: these are the integers themselves, which need no checksum
         ("digest", "u1", (16,)),  # of the integers
     ]
@@ -114,15 +113,11 @@ def _row(reader: SegmentReader, cell: Cell) -> tuple[object, ...]:
     layers, heads, chunk = reader.grid.layers(cell.layer_group), reader.heads_of(cell), reader.last_chunk(cell)
     first_page, end_page = manifest.span_range(cell.span)
     is_coded = stays_coded(reader, cell)
-    plain: Layout = RegionLayout(width=num_tokens, height=1, token_rows=1, token_cols=num_tokens)
-    layout = reader.variant.layouts[name] if is_coded else plain
-    assert isinstance(layout, RegionLayout)
     return (
         *(layers.start, len(layers), heads.start, len(heads)),
         *(place.layers.start, place.heads.start),
         *(place.tokens.start, num_tokens, end_page - first_page, 0),
         *(0, chunk.size_bytes if is_coded else coefficients * num_tokens, 0, coefficients),
-        *(layout.width, layout.height, layout.token_rows, layout.token_cols),
         is_coded,
         np.frombuffer(chunk.decoded_checksum, dtype=np.uint8) if is_coded else 0,
     )

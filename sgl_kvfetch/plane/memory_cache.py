@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import Cell, CodedSegment, EncodedSegment, SegmentReader
 from sgl_kvfetch.plane.arena import Arena, Room
-from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, SpanPart, read_units
+from sgl_kvfetch.plane.fetch.plan import READS_A_SPAN, PageSource, ReadUnit, SpanPart, read_units
 
 _SpanKey = tuple[str, int, int]  # data object, number of levels, span
 _UnitKey = tuple[Cell, int]  # first cell, number of cells
@@ -96,11 +96,17 @@ class MemoryCache:
         if not entry.missing_bytes:
             self._list_pages(entry)
 
-    def put_segment(self, reader: SegmentReader, segment: CodedSegment | EncodedSegment, read_bytes: int) -> None:
-        """Keep a segment that was written, in units of about ``read_bytes`` as they are read."""
+    def put_segment(
+        self,
+        reader: SegmentReader,
+        segment: CodedSegment | EncodedSegment,
+        read_bytes: int,
+        reads_a_span: int = READS_A_SPAN,
+    ) -> None:
+        """Keep a segment that was written, in the units in which it is read."""
         objects = dict(segment.data_objects())
         for span in range(reader.manifest.num_spans):
-            for unit in read_units(reader, span, read_bytes):
+            for unit in read_units(reader, span, read_bytes, reads_a_span):
                 self.put(unit, [objects[name][start:end] for name, start, end in unit.reads])
 
     def drop(self, data_name: str) -> None:

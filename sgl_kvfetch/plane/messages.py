@@ -142,8 +142,9 @@ class FetchSide(_Message, frozen=True):
 
 class Write(_Message, frozen=True):
     """Write pages that stay in shared memory until `Taken`: K of all pages at ``offset``, then V, then side pages in
-    the order of ``sides``: the name of the pool, and the page, counted from the first. ``cells``: the sizes of each
-    cell's parts, of which the last has a row for each integer, if these lie there instead of K and V."""
+    the order of ``sides``: the name of the pool, and the page, counted from the first. ``cells``: the integers of a
+    token and the bytes of exact tokens, of each cell in storage order, if the exponents of all cells lie there instead
+    of K and V, and then each cell's integers, a row each. Their exact tokens lie at ``exact``."""
 
     work: int
     first_page: int  # position in the sequence
@@ -151,7 +152,8 @@ class Write(_Message, frozen=True):
     hashes: bytes
     offset: int
     sides: tuple[tuple[str, int], ...] = ()
-    cells: tuple[tuple[int, ...], ...] = ()
+    cells: tuple[tuple[int, int], ...] = ()
+    exact: int = 0
 
 
 class FreePiece(_Message, frozen=True):

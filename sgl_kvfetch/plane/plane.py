@@ -11,18 +11,17 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 
 import msgspec
 
 from sgl_kvfetch import timeline
-from sgl_kvfetch.codec import Quantised, SideKey
+from sgl_kvfetch.codec import SideKey
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Launch
-from sgl_kvfetch.plane.run import ANSWER_S, ReadPages, ReadSide, TakeSide
+from sgl_kvfetch.plane.run import ANSWER_S, Quantising, ReadPages, ReadSide, TakeSide
 from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.plane.supervisor import Supervisor
 from sgl_kvfetch.types import KVGeometry
@@ -38,8 +37,7 @@ _WRITES_S = 4.0  # after which no further part of the pages is begun: SGLang wai
 _NO_ROOM_S, _PAUSE_S = 30.0, 0.1
 
 PART_BYTES = 16 << 20  # of pages that are copied at once
-
-ReadQuantised = Callable[[range], Sequence[Quantised] | None]
+_QUANTISED_BYTES = 32 << 20  # the same of their values, if they come quantised: a third of it is copied
 
 
 class DataPlane(Supervisor):
@@ -141,7 +139,7 @@ class DataPlane(Supervisor):
         pool_pages: Sequence[int],
         read: ReadPages,
         sides: Mapping[SideKey, ReadSide] | None = None,
-        read_quantised: ReadQuantised | None = None,
+        quantising: Quantising | None = None,
         may_wait: Callable[[], bool] = lambda: False,
     ) -> int:
         """Queue consecutive pages of a sequence for writing. Return how many, from the first on, were queued. Waits a
@@ -151,22 +149,21 @@ class DataPlane(Supervisor):
         ``first_page``: position in the sequence. ``previous_hash``: hash of the page before, None at the sequence's
         start. ``pool_pages``: their page numbers in the pool. ``read`` returns a copy of pages of the pool, or None if
         they are no longer available. ``sides``: how to read the side pages of some of these pages, which are counted
-        from the first. ``read_quantised`` goes before ``read``: it returns the parts of these pages, also counted from
-        the first, for each cell in storage order; None if ``read`` is to be used.
+        from the first. ``quantising`` goes before ``read``.
         """
         started_s = time.monotonic()
         sides = sides or {}
-        for part in self._parts(len(hashes), sides):
+        most_bytes = PART_BYTES if quantising is None else _QUANTISED_BYTES
+        for part in self._parts(len(hashes), sides, most_bytes):
             if part.start and time.monotonic() > started_s + _WRITES_S and not may_wait():
                 return part.start
             theirs = {(pool, page - part.start): x for (pool, page), x in sides.items() if page in part}
             run = slice(part.start, part.stop)
             command = m.Write(0, first_page + part.start, previous_hash, b"".join(hashes[run]), 0, tuple(theirs))
-            quantised = read_quantised and partial(read_quantised, part)
             while True:
                 command = msgspec.structs.replace(command, work=next(self._numbers))
                 left_s = max(0.0, started_s + _WRITE_S - time.monotonic())
-                if self._run.write(command, pool_pages[run], read, quantised, list(theirs.values()), left_s):
+                if self._run.write(command, pool_pages[run], read, quantising, part, list(theirs.values()), left_s):
                     self._refused_s = math.inf
                     break
                 if not may_wait() or not self._takes_pages():
@@ -181,9 +178,9 @@ class DataPlane(Supervisor):
         self._refused_s = min(self._refused_s, now_s)
         return now_s <= self._refused_s + _NO_ROOM_S and not self._run.has_lost
 
-    def _parts(self, num_pages: int, sides: Iterable[SideKey]) -> Iterator[range]:
-        """Cut pages into runs that take a quarter of the queue or `PART_BYTES` at most, or one page each."""
-        sizes, most_bytes = [self._geometry.page_bytes] * num_pages, min(PART_BYTES, self._queue_bytes // 4)
+    def _parts(self, num_pages: int, sides: Iterable[SideKey], most_bytes: int) -> Iterator[range]:
+        """Cut pages into runs that take a quarter of the queue or ``most_bytes`` at most, or one page each."""
+        sizes, most_bytes = [self._geometry.page_bytes] * num_pages, min(most_bytes, self._queue_bytes // 4)
         for pool, page in sides:
             sizes[page] += self._start.sides[pool]
         first = num_bytes = 0

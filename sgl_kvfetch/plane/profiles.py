@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -31,6 +30,7 @@ _WAIT_S = 10.0  # for the store's list; a profile itself may take longer, by its
 _MOST_TRIED = 4  # of the newest: a store cannot keep a server from its start
 _CONNECT_S = 5.0
 _SUFFIX = ".profile"
+_PLACE_CHARS = 16
 
 
 class TakenProfile(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ def take_profile(config: KVFetchConfig, weights: str, digest: str | None = None)
     ``digest``: the profile to take, by another rank's choice. Raises StoreError if the store cannot be asked and there
     is no copy here, and ConfigError if none can be kept.
     """
-    folder = cache_folder() / "profiles" / weights
+    folder = _copies_folder(config, weights)
     try:
         return asyncio.run(take_from_store(config, weights, digest))
     except StoreError as e:
@@ -76,9 +76,15 @@ def take_profile(config: KVFetchConfig, weights: str, digest: str | None = None)
         return TakenProfile(str(copy), copy.stem, f"profile {copy.stem}, the copy that this machine took last: {copy}")
 
 
+def _copies_folder(config: KVFetchConfig, weights: str) -> Path:
+    """Return where copies are of what this store had that holders of these keys published. Each was verified when it
+    was made, so no copy counts for another store, or for keys that it was not verified with."""
+    return cache_folder("profiles", weights, config.store, profile_keys(config).fingerprint)
+
+
 async def take_from_store(config: KVFetchConfig, weights: str, digest: str | None = None) -> TakenProfile | None:
     """Do as `take_profile`, but raise StoreError if the store cannot be asked."""
-    folder = cache_folder() / "profiles" / weights
+    folder = _copies_folder(config, weights)
     keys, store = profile_keys(config), open_profile_store(config)
     try:
         for listed in await _candidates(store, f"{weights}/{digest or ''}"):
@@ -184,8 +190,10 @@ def _newest_copy(folder: Path, digest: str | None) -> Path | None:
     return None
 
 
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return our folder in the user's cache, as the XDG base directories have it."""
-    base = environ.get("XDG_CACHE_HOME", "")
+def cache_folder(kind: str, weights: str, store: str, secret: bytes = b"") -> Path:
+    """Return the folder of the user's cache, as the XDG base directories have it, for what this machine keeps of this
+    kind, of a model's weights, and of a store. ``secret``: what else it depends on, which it does not tell."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
     cache = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
-    return Path(cache, "sgl_kvfetch")
+    place = hashlib.sha256(secret + store.rstrip("/").encode()).hexdigest()[:_PLACE_CHARS]
+    return Path(cache, "sgl_kvfetch", kind, f"{weights}-{place}")

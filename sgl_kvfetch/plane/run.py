@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import CellValues, Quantised
+from sgl_kvfetch.codec import CellValues
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, UnsupportedError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane import messages as m
@@ -67,6 +67,36 @@ class EndedError(KVFetchError):
 ReadPages = Callable[[TensorName, Sequence[int]], torch.Tensor | None]
 ReadSide = Callable[[], torch.Tensor]  # returns uint8, (bytes,)
 TakeSide = Callable[[int, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Quantising:
+    """Quantises the pages of a write into shared memory.
+
+    Attributes:
+        num_rows: The integers of a token, by cell in storage order.
+        into: ``into(pages, memory, offset)`` quantises some of the pages, which are counted from the write's first.
+            From a byte of ``memory`` on, uint8, it writes the exponents of all cells, ``(cells, tokens)``, and each
+            cell's integers, ``(rows, tokens)``. It returns each cell's exact tokens, uint8 ``(bytes,)``; None if the
+            pages are to be read as values.
+    """
+
+    num_rows: Sequence[int]
+    into: Callable[[range, torch.Tensor, int], Sequence[torch.Tensor] | None]
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of a token, without exact ones."""
+        return len(self.num_rows) + sum(self.num_rows)
+
+
+class _Quantised(NamedTuple):
+    """Pages that lie quantised in shared memory. ``cells`` and ``exact_offset``: as in `messages.Write`. ``num_bytes``:
+    without exact tokens."""
+
+    num_bytes: int
+    cells: tuple[tuple[int, int], ...]
+    exact_offset: int
 
 
 @dataclass(slots=True, eq=False)
@@ -155,51 +185,79 @@ class Run:
         command: m.Write,
         pool_pages: Sequence[int],
         read: ReadPages,
-        read_quantised: Callable[[], Sequence[Quantised] | None] | None,
+        quantising: Quantising | None,
+        part: range,
         read_sides: Sequence[ReadSide],
         timeout_s: float,
     ) -> bool:
-        """Queue pages for writing. Waits for room for them. Return whether they are queued."""
-        sizes = [self._sides[pool] for pool, _ in command.sides]
-        value_bytes = len(pool_pages) * self._geometry.page_bytes
-        # First: parts take a third of the room that values would. Where there is no room, they are read again later.
-        cells = (read_quantised() if read_quantised is not None else None) or ()
-        if cells and (num_bytes := sum(x.nbytes for cell in cells for x in cell)) <= value_bytes:
-            value_bytes = num_bytes
-        else:
-            cells = ()  # as where all tokens are exact
-        offset = self._room.allocate(value_bytes + sum(sizes), timeout_s)
-        if offset is None:
-            return False
+        """Queue pages for writing. Waits for room for them. Return whether they are queued. ``part``: which of those of
+        ``quantising`` they are."""
+        side_sizes = [self._sides[pool] for pool, _ in command.sides]
+        deadline_s = time.monotonic() + timeout_s
         with ExitStack() as undo:
-            undo.callback(self._room.free, offset)
-            if cells:
-                self._copy_quantised(offset, cells)
-            elif not self._copy(offset, pool_pages, read):
-                return False
-            views = self._pages.views(offset + value_bytes, torch.uint8, ((size,) for size in sizes))
-            for read_side, into in zip(read_sides, views, strict=True):
+            offsets: list[int] = []
+
+            def allocate(num_bytes: int) -> int | None:
+                offset = self._room.allocate(num_bytes, max(0.0, deadline_s - time.monotonic()))
+                if offset is not None:
+                    offsets.append(offset)
+                    undo.callback(self._room.free, offset)
+                return offset
+
+            quantised = None
+            if quantising is not None:
+                quantised = self._quantise(quantising, part, sum(side_sizes), allocate)
+                if quantised is None:  # as where all tokens are exact
+                    undo.pop_all().close()
+                    offsets.clear()
+            if quantised is not None:
+                command = msgspec.structs.replace(command, cells=quantised.cells, exact=quantised.exact_offset)
+                value_bytes = quantised.num_bytes
+            else:
+                value_bytes = len(pool_pages) * self._geometry.page_bytes
+                offset = allocate(value_bytes + sum(side_sizes))
+                if offset is None or not self._copy(offset, pool_pages, read):
+                    return False
+            sides = self._pages.views(offsets[0] + value_bytes, torch.uint8, ((size,) for size in side_sizes))
+            for read_side, into in zip(read_sides, sides, strict=True):
                 into.copy_(read_side())
             undo.pop_all()
-        sizes_of_cells = tuple(tuple(x.nbytes for x in cell) for cell in cells)
-        command = msgspec.structs.replace(command, offset=offset, cells=sizes_of_cells)
+        command = msgspec.structs.replace(command, offset=offsets[0])
         self._count_queued(len(pool_pages))  # now: the answers may come before this thread goes on
         taken = self.ask(command, m.Taken(command.work, is_lost=True))
-        taken.add_done_callback(lambda _: self._room.free(offset))
+        for each in offsets:
+            taken.add_done_callback(lambda _, each=each: self._room.free(each))  # type: ignore[misc]
         if taken.done() and taken.result().is_lost:
             self._count_queued(-len(pool_pages))
             return False
         return True
 
+    def _quantise(
+        self, quantising: Quantising, part: range, side_bytes: int, allocate: Callable[[int], int | None]
+    ) -> _Quantised | None:
+        """Let pages be quantised into the shared memory, with room for side pages behind them. None if there is no
+        room, or if the pages are to be read as values."""
+        value_bytes = len(part) * self._geometry.page_bytes
+        num_bytes = quantising.token_bytes * len(part) * self._geometry.page_size
+        if num_bytes > value_bytes or (offset := allocate(num_bytes + side_bytes)) is None:
+            return None
+        exact = quantising.into(part, self._pages.whole, offset)
+        if exact is None:
+            return None
+        sizes = [x.nbytes for x in exact]
+        exact_offset = 0
+        if exact_bytes := sum(sizes):  # which is rare
+            room = allocate(exact_bytes) if num_bytes + exact_bytes <= value_bytes else None
+            if room is None:
+                return None
+            exact_offset = room
+            torch.cat(list(exact), out=self._pages.view(exact_offset, torch.uint8, (exact_bytes,)))
+        cells = tuple(zip(quantising.num_rows, sizes, strict=True))
+        return _Quantised(num_bytes, cells, exact_offset)
+
     def _count_queued(self, num_pages: int) -> None:
         with self._lock:
             self._num_queued += num_pages
-
-    def _copy_quantised(self, offset: int, cells: Sequence[Quantised]) -> None:
-        """Copy the parts of cells into the shared memory."""
-        flat = [x for cell in cells for x in cell]
-        for x, into in zip(flat, self._pages.views(offset, torch.uint8, (x.shape for x in flat)), strict=True):
-            into.copy_(x)
 
     def _copy(self, offset: int, pool_pages: Sequence[int], read: ReadPages) -> bool:
         """Copy pages into the shared memory. Return False if they are no longer available."""

@@ -232,18 +232,24 @@ class Service:
 
     def _batch(self, command: m.Write, hashes: Sequence[bytes]) -> PageBatch:
         geometry = self._geometry
-        value_bytes = sum(map(sum, command.cells)) or len(hashes) * geometry.page_bytes
+        num_tokens, value_bytes = len(hashes) * geometry.page_size, len(hashes) * geometry.page_bytes
+        num_rows = [rows for rows, _ in command.cells]
+        if command.cells:
+            value_bytes = num_tokens * (len(num_rows) + sum(num_rows))
         sizes = [self._sides[pool] for pool, _ in command.sides]
         # Not emitted at once: tensors end at any point of this program, also while a message is being sent.
         emit = partial(self._call_soon, self._emit, m.Taken(command.work))
         memory = self._written.lend(command.offset, value_bytes + sum(sizes), emit)
         pages: Pages
         if command.cells:
-            shapes = [(size,) for sizes in command.cells for size in sizes]
-            parts = iter(tensors_in(memory, torch.uint8, shapes))
-            tokens = len(hashes) * geometry.page_size
-            cells = [(next(parts), next(parts), next(parts).view(-1, tokens)) for _ in command.cells]
-            pages = QuantisedPages(cells, range(len(hashes)), geometry.page_size, -(-value_bytes // len(hashes)))
+            rows = memory[:value_bytes].view(-1, num_tokens)
+            exponents, *integers = torch.split(rows, [len(num_rows), *num_rows])
+            sizes_of_exact = [size for _, size in command.cells]
+            # Copied, too: there are few.
+            exact = self._written.view(command.exact, torch.uint8, (sum(sizes_of_exact),)).clone()
+            cells = list(zip(exponents, torch.split(exact, sizes_of_exact), integers, strict=True))
+            page_bytes = -(-(value_bytes + len(exact)) // len(hashes))
+            pages = QuantisedPages(cells, range(len(hashes)), geometry.page_size, page_bytes)
         else:
             pages = RawPages(*pages_in(memory, geometry, len(hashes)))
         # Copies: they are encoded with their segment, which the memory of their pages should not wait for.

@@ -36,6 +36,7 @@ from .profiles import (
     MAX_HEAD_BYTES as MAX_HEAD_BYTES,
     MAX_PROFILE_BYTES as MAX_PROFILE_BYTES,
     MAX_PROFILES as MAX_PROFILES,
+    MAX_PROFILES_OF_WEIGHTS as MAX_PROFILES_OF_WEIGHTS,
     MAX_PROFILES_PART as MAX_PROFILES_PART,
     ListedProfile as ListedProfile,
     ProfileKeys as ProfileKeys,

@@ -58,6 +58,8 @@ def require_name(name: str) -> ObjectName:
 
 def left_of(into: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
     """Return what is to be filled when the first ``num_bytes`` of these pieces have come. None of it is empty."""
+    if not num_bytes:  # as for nearly every read
+        return [piece for piece in into if piece]
     left = []
     for piece in into:
         if num_bytes < len(piece):

@@ -41,6 +41,7 @@ from sgl_kvfetch.stores.base import AdminStore, ObjectInfo
 
 MAX_PROFILE_BYTES = 1 << 30  # with its header; of 405 billion weights it has about 1 GB
 MAX_PROFILES = 1024  # in a store
+MAX_PROFILES_OF_WEIGHTS = 64
 MAX_PROFILES_PART = 1 / 8  # of a capacity: a profile that needs more is refused
 MAX_HEAD_BYTES = 4096  # the header with its signature
 VERSION = 1
@@ -83,6 +84,12 @@ class ProfileKeys:
 
     manifest: ManifestKeys | None = None
     encryption: EncryptionKeys | None = None
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What tells these keys from others, and says nothing of them."""
+        every = (b"" if keys is None else keys.fingerprint for keys in (self.manifest, self.encryption))
+        return b"".join(hashlib.sha256(each).digest() for each in every)
 
 
 @dataclass(frozen=True, slots=True)

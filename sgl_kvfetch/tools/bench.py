@@ -7,6 +7,7 @@ import math
 import secrets
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.tools.bench_prompts import Group, cut_prompts, library_text, read_conversations
+from sgl_kvfetch.tools.bench_prompts import Group, longest_prompt, make_groups, parse_lengths
 from sgl_kvfetch.tools.target import require_scheme
 from sgl_kvfetch.tools.terminal import format_ratio, format_size, json_flag, make_progress, make_table, option, show
 
@@ -131,7 +132,7 @@ def bench(
 
         if plot.is_dir() or not plot.parent.is_dir():
             raise ConfigError(f"--plot {plot}: expected a file in an existing folder")
-    sizes = _parse_lengths(lengths)
+    sizes = parse_lengths(lengths)
     result = asyncio.run(_bench(server, reader, sizes, file, prompts, concurrency, wait_s))
     if plot is not None:
         _plot(plot, result)
@@ -140,16 +141,10 @@ def bench(
         raise typer.Exit(1)
 
 
-def _parse_lengths(text: str) -> list[int]:
-    if not all(part.isdecimal() and int(part) for part in text.split(",")):
-        raise ConfigError(f"--lengths {text!r}: expected numbers of tokens, such as 1024,4096")
-    return [int(part) for part in text.split(",")]
-
-
 async def _bench(
     server: str, reader: str, lengths: Sequence[int], file: Path | None, count: int, concurrency: int, wait_s: float
 ) -> BenchResult:
-    from sgl_kvfetch.tools.sglang_server import ask_server, server_errors, server_info, server_session
+    from sgl_kvfetch.tools.sglang_server import ask_server, server_errors, server_info, server_session, tokenise_on
 
     with server_errors(server):
         async with server_session() as session:
@@ -158,7 +153,8 @@ async def _bench(
                 raise ConfigError(
                     f"--server has pages of {info['page_size']} tokens, and --reader of {size}: it would find nothing"
                 )
-            groups, num_skipped = await _groups(session, server, info, lengths, file, count)
+            tokenise = partial(tokenise_on, session, server)
+            groups, num_skipped = await make_groups(file, lengths, count, longest_prompt(info, 1), tokenise)
             salt = f"kvfetch-bench-{secrets.token_hex(8)}"
             with make_progress("bench") as progress:
                 task = progress.add_task("bench", total=2 * sum(len(group.prompts) + 1 for group in groups))
@@ -181,30 +177,6 @@ async def _bench(
     ]
     model, version = str(info.get("served_model_name") or info.get("model_path")), str(info.get("version"))
     return BenchResult(server, reader, model, version, info["page_size"], concurrency, num_skipped, results)
-
-
-async def _groups(
-    session: ClientSession, server: str, info: dict[str, Any], lengths: Sequence[int], file: Path | None, count: int
-) -> tuple[list[Group], int]:
-    """Return the prompts as tokens, and how many of a file are longer than the server allows. Raises ConfigError."""
-    from sgl_kvfetch.tools.sglang_server import tokenise_on
-
-    limits = [info.get(key) for key in ("context_length", "max_req_input_len", "max_total_num_tokens")]
-    longest = min((limit for limit in limits if isinstance(limit, int)), default=1 << 62) - 2  # and a token to generate
-    if file is None:
-        if max(lengths) > longest:
-            raise ConfigError(f"--lengths: {max(lengths)} tokens are too long: the server takes up to {longest}")
-        return cut_prompts(await tokenise_on(session, server, library_text()), lengths, count), 0
-    groups, num_skipped = [], 0
-    for name, prompts in read_conversations(file, count):
-        tokens = [p if isinstance(p, list) else await tokenise_on(session, server, p) for p in prompts]
-        fitting = [prompt for prompt in tokens if 0 < len(prompt) <= longest]
-        num_skipped += len(tokens) - len(fitting)
-        if fitting:
-            groups.append(Group(name, fitting))
-    if not groups:
-        raise ConfigError(f"{file}: all prompts are longer than the {longest} tokens that the server takes")
-    return groups, num_skipped
 
 
 class _Run:

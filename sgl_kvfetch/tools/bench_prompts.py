@@ -1,10 +1,11 @@
-"""Reads or makes the prompts of ``kvfetch bench``."""
+"""Reads or makes the prompts of ``kvfetch bench`` and ``kvfetch audit``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -64,6 +65,44 @@ def cut_prompts(tokens: Tokens, lengths: Sequence[int], count: int) -> list[Grou
             start += length
         groups.append(Group(f"{length:,} tokens", prompts))
     return groups
+
+
+def longest_prompt(info: Mapping[str, Any], num_new_tokens: int) -> int:
+    """Return how many tokens a prompt may have, by an SGLang server's ``/server_info``."""
+    limits = [info.get(key) for key in ("context_length", "max_req_input_len", "max_total_num_tokens")]
+    return min((limit for limit in limits if isinstance(limit, int)), default=1 << 62) - num_new_tokens - 1
+
+
+async def make_groups(
+    file: Path | None,
+    lengths: Sequence[int],
+    count: int,
+    longest: int,
+    tokenise: Callable[[str], Awaitable[Tokens]],
+) -> tuple[list[Group], int]:
+    """Return the prompts of a file, or else of these lengths, and how many of the file are longer than ``longest``
+    tokens, which the server takes. ``count``: of each length, or at most of the file. Raises ConfigError."""
+    if file is None:
+        if max(lengths) > longest:
+            raise ConfigError(f"--lengths: {max(lengths)} tokens are too long: the server takes up to {longest}")
+        return cut_prompts(await tokenise(library_text()), lengths, count), 0
+    groups, num_skipped = [], 0
+    for name, prompts in read_conversations(file, count):
+        tokens = [p if isinstance(p, list) else await tokenise(p) for p in prompts]
+        fitting = [prompt for prompt in tokens if 0 < len(prompt) <= longest]
+        num_skipped += len(tokens) - len(fitting)
+        if fitting:
+            groups.append(Group(name, fitting))
+    if not groups:
+        raise ConfigError(f"{file}: all prompts are longer than the {longest} tokens that the server takes")
+    return groups, num_skipped
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Read ``--lengths``. Raises ConfigError."""
+    if not all(part.isdecimal() and int(part) for part in text.split(",")):
+        raise ConfigError(f"--lengths {text!r}: expected numbers of tokens, such as 1024,4096")
+    return [int(part) for part in text.split(",")]
 
 
 def read_conversations(file: Path, count: int) -> list[tuple[str, list[Prompt]]]:

@@ -262,7 +262,19 @@ def check_gpu() -> list[Check]:
     count = torch.cuda.device_count()
     found = f"{count} x {torch.cuda.get_device_name()}, compute capability {major}.{minor}, torch {torch.__version__}"
     torch.zeros(1, device="cuda")  # the video libraries need a current CUDA context
-    return [Check("CUDA GPU", "yes", found), *_check_nvdec(), _check_decoding()]
+    restoring = _check_restoring(torch.cuda.get_device_name())
+    return [Check("CUDA GPU", "yes", found), restoring, *_check_nvdec(), _check_decoding()]
+
+
+def _check_restoring(card: str) -> Check:
+    """Look how servers on this machine have compiled the kernel that restores `klt`."""
+    name = "restore_klt"
+    if importlib.util.find_spec("triton") is None:
+        return Check(name, "warn", "needs Triton", f"{_INSTALL_GPU}, to restore on the GPU")
+    from sgl_kvfetch.triton_kernels.klt_choice import chosen
+
+    found = chosen(card)
+    return Check(name, "yes", f"compiled with {'; '.join(found)}" if found else "the first server will choose how")
 
 
 def _without_gpu(torch_version: str) -> Check:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -109,3 +110,29 @@ def test_its_tree_checks_the_kernels(made: Path, env: dict[str, str], tmp_path: 
     found = json.loads((tmp_path / "found.json").read_text())
     assert not found["reason"]
     assert {row["found"] for row in found["rows"]} == {"as the reference's", "as the CPU's"}
+
+
+STARTS = """
+import sglang.launch_server, sglang.srt.entrypoints.http_server, sglang.srt.models.llama, sglang.version
+from pathlib import Path
+assert Path(sglang.__file__).is_relative_to(Path.cwd()), sglang.__file__
+print(sglang.version.__version__)
+"""
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_its_second_part_has_what_a_server_imports(env: dict[str, str], tmp_path: Path) -> None:
+    """But for packages, which are this environment's here. They are listed, or have to be there."""
+    bundle.pack_sglang(tmp_path / "sglang.tar.xz")
+    assert (tmp_path / "sglang.tar.xz").stat().st_size < bundle.MAX_SGLANG_BYTES / 2
+    with tarfile.open(tmp_path / "sglang.tar.xz") as archive:
+        names = archive.getnames()
+        archive.extractall(tmp_path, filter="data")
+    assert any(re.fullmatch(r"sglang-[^/]+\.dist-info/METADATA", name) for name in names)
+    assert not [name for name in names if name.endswith((".so", ".cu", ".pyc"))]
+    cpu = {"KVFETCH_CPU_ENGINE": "1", "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-c", STARTS]
+    done = subprocess.run(command, cwd=tmp_path, env=env | cpu, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1].startswith("0.5.")

@@ -76,3 +76,10 @@ def test_a_thread_that_asks_about_an_event_uses_the_ranks_own_gpu(ask: str, monk
     thread.start()
     thread.join()
     assert calls.mock_calls == [call.set_device(gpu), getattr(call.Event(), ask)()]
+
+
+def test_a_gpu_has_its_index() -> None:
+    """Tensors name theirs, and are compared with the device."""
+    with pytest.raises(AssertionError, match="cuda has no index"):
+        Device(torch.device("cuda"))
+    assert Device(torch.device("cuda", 1)).torch_device.index == 1

@@ -79,6 +79,10 @@ async def until_room(store: LocalStore, number: int) -> None:
     raise AssertionError("no room in a minute")
 
 
+def temporary(root: Path) -> list[Path]:
+    return list(root.rglob(".tmp-*"))
+
+
 def modes(root: Path) -> set[int]:
     return {path.stat().st_mode & 0o777 for path in root.rglob("*")}
 
@@ -289,12 +293,12 @@ async def test_a_writer_that_dies_before_its_row_is_kept_stops_no_other_one(make
     await put(store, 0)
     died = [sys.executable, "-c", DIES_BEFORE_ITS_ROW, str(tmp_path), data_object(b"x")]
     assert (await (await asyncio.create_subprocess_exec(*died)).wait()) == 3
-    assert len(list(tmp_path.rglob(".tmp-*"))) == 1
+    assert len(temporary(tmp_path)) == 1
     await put(store, 1)
     assert await found(store, range(2)) == 2
     store = make(orphan_age_s=0)
     await store.collect()
-    assert list(tmp_path.rglob(".tmp-*")) == []
+    assert temporary(tmp_path) == []
 
 
 async def test_a_full_disk_evicts_and_writes_again(

@@ -28,7 +28,7 @@ class Stored:
         self.num_bytes = len(self.segment.data)
 
     def units(self, span: int) -> Sequence[ReadUnit]:
-        return list(read_units(self.reader, span, READ_BYTES))
+        return read_units(self.reader, span, READ_BYTES)
 
     def data(self, unit: ReadUnit) -> bytes:
         ((_, start, end),) = unit.reads

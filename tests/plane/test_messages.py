@@ -24,6 +24,7 @@ COMMANDS: list[m.Command] = [
     m.Unstage(6),
     m.Flush(),
     m.Write(3, 0, None, b"h" * 32, 64, (("swa", 0),)),
+    m.Write(3, 4, b"p" * 32, b"h" * 32, 64, (), ((700, 0), (690, 3072)), 4096),
     m.FreePiece(128),
     m.Clear(4),
     m.ShowPrompts(((b"1234", b"5678"), (b"",))),

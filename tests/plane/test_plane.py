@@ -35,6 +35,7 @@ from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
 from sgl_kvfetch.plane.launch import DataPlaneProcess, DataPlaneThread, Line, Running
 from sgl_kvfetch.plane.messages import Found, Start
 from sgl_kvfetch.plane.plane import DataPlane
+from sgl_kvfetch.plane.run import Quantising
 from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.types import TENSORS, TensorName
@@ -230,12 +231,10 @@ def test_errors_of_reading_pages_are_raised(plane: DataPlane) -> None:
 def test_all_pieces_share_one_deadline_for_room(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, waits_s = 100.0, []
 
-    def write_slowly(
-        command: object, pool_pages: object, read: object, quantised: object, sides: object, timeout_s: float
-    ) -> bool:
+    def write_slowly(*args: Any) -> bool:
         nonlocal now_s
         now_s += 0.7
-        waits_s.append(timeout_s)
+        waits_s.append(args[-1])
         return True
 
     monkeypatch.setattr(plane_module, "PART_BYTES", 4 * SMALL.page_bytes)
@@ -243,6 +242,31 @@ def test_all_pieces_share_one_deadline_for_room(plane: DataPlane, monkeypatch: p
     monkeypatch.setattr(plane._run, "write", write_slowly)
     assert write(plane, page_hashes(10)) == 10
     assert waits_s == pytest.approx([1.0, 0.3, 0.0])
+
+
+@pytest.mark.parametrize("why", ["refused", "exact", "large"])
+def test_pages_that_do_not_come_quantised_come_as_values(plane: DataPlane, why: str) -> None:
+    """Because a value is not finite, as where all tokens are exact, and with integers that take more than values."""
+    hashes, values = page_hashes(4), page_values(4)
+    token_bytes = SMALL.page_bytes // SMALL.page_size
+    calls: list[tuple[range, int]] = []
+
+    def into(pages: range, memory: torch.Tensor, offset: int) -> list[torch.Tensor] | None:
+        calls.append((pages, memory.nbytes))
+        return None if why == "refused" else [torch.zeros(4 * SMALL.page_bytes, dtype=torch.uint8)]
+
+    quantising = Quantising((token_bytes if why == "large" else 1,), into)
+
+    def read(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        return values[tensor][list(pages)]
+
+    assert plane.write(0, None, hashes, range(4), read, quantising=quantising) == 4
+    assert calls == ([] if why == "large" else [(range(4), plane._run._pages.num_bytes)])
+    wait_until(lambda: look_up(plane, hashes).num_pages == 4)
+    num_pages, pool = fetch(plane, hashes)
+    assert num_pages == 4
+    assert all(torch.equal(pool.values[t][:4], values[t]) for t in TENSORS)
+    wait_until(lambda: not plane._run._room._taken)
 
 
 def test_writing_many_pieces_ends_in_time(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,8 +147,11 @@ def test_a_fault_of_any_kind_costs_one_profile(
     monkeypatch.setattr(profiles, "load_profile", load)
     assert taken(config).digest == good
     assert f"profile {WEIGHTS}/{bad} is passed over: {fault.__name__}: what it says" in caplog.text
-    (tmp_path / "cache" / "sgl_kvfetch" / "profiles" / WEIGHTS / f"{bad}.profile").write_bytes(b"")
-    assert taken(config.model_copy(update={"store": "http://127.0.0.1:1"})).digest == good
+    found = take_profile(config, WEIGHTS)
+    assert found is not None
+    Path(found.path).with_name(f"{bad}.profile").write_bytes(b"")
+    monkeypatch.setattr(profiles, "take_from_store", is_down)
+    assert taken(config).digest == good
     assert f"{bad}.profile cannot be read: {fault.__name__}: what it says" in caplog.text
 
 
@@ -161,17 +164,38 @@ def test_encrypted_profiles_have_copies_in_clear(tmp_path: Path, config: KVFetch
     assert take_profile(config, WEIGHTS) is None
 
 
-def test_a_store_that_is_down(tmp_path: Path, config: KVFetchConfig, caplog: pytest.LogCaptureFixture) -> None:
-    down = config.model_copy(update={"store": "http://127.0.0.1:1"})
+async def is_down(*args: object) -> None:
+    raise StoreError("refused", "it is down")
+
+
+def test_a_store_that_is_down(
+    tmp_path: Path, config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(StoreError, match=r"127\.0\.0\.1:1"):
-        take_profile(down, WEIGHTS)
+        take_profile(config.model_copy(update={"store": "http://127.0.0.1:1"}), WEIGHTS)
     old, new = (publish(tmp_path / "store", save(tmp_path, number), 20 - number) for number in (1, 2))
     assert taken(config).digest == new
     assert taken(config, old).digest == old
     caplog.set_level(logging.WARNING)
-    assert taken(down).digest == old  # the last one that was taken here
-    assert taken(down, new).digest == new
+    monkeypatch.setattr(profiles, "take_from_store", is_down)
+    assert taken(config).digest == old  # the last one that was taken here
+    assert taken(config, new).digest == new
     assert "cannot be asked for a profile" in caplog.text
+
+
+@pytest.mark.parametrize("key_file", ["manifest_key_file", "encryption_key_file"])
+def test_copies_count_for_their_store_and_keys(
+    tmp_path: Path, config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch, key_file: str
+) -> None:
+    """A server that wants keys takes no copy that was taken without, nor one of another store."""
+    digest = publish(tmp_path / "store", save(tmp_path), 0)
+    assert taken(config).digest == digest
+    (tmp_path / "key").write_text(f"ours {(b'e' * 32).hex()}\n" if "enc" in key_file else "k" * 32)
+    monkeypatch.setattr(profiles, "take_from_store", is_down)
+    assert taken(config).digest == digest
+    for changed in {key_file: str(tmp_path / "key")}, {"store": str(tmp_path / "other")}:
+        with pytest.raises(StoreError, match="it is down"):
+            take_profile(config.model_copy(update=changed), WEIGHTS)
 
 
 def test_a_store_that_does_not_answer(config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from harness.faults import Fault, FaultyProxy
 from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.signing import ManifestKeys
+from sgl_kvfetch.directory import local_profiles
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.stores.base import AdminStore
@@ -204,4 +206,36 @@ async def test_profiles_take_a_part_of_the_capacity(tmp_path: Path) -> None:
     assert usage.stored_bytes <= capacity
     assert [info.name for info in await store.profiles()] == [name]
     assert parts(await store.lookup(FOLDER, page_hashes(16, branch="7"))) == [(0, 16)]
+    await store.close()
+
+
+async def test_uploads_at_once_count_each_other_before_a_byte_is_sent(tmp_path: Path) -> None:
+    name, data = seal_profile(save(tmp_path), NO_KEYS)
+    weights = name.partition("/")[0]
+    store = LocalStore(tmp_path / "store", capacity_bytes=8 * 3 * len(data), min_free_bytes=0)
+    uploads = [store.upload_profile(f"{weights}/{i:032x}", len(data)) for i in range(12)]
+    begun = await asyncio.gather(*(upload.__aenter__() for upload in uploads), return_exceptions=True)
+    refused = [each for each in begun if isinstance(each, StoreError)]
+    assert [each.reason for each in refused] == ["full"] * 9
+    for upload, each in zip(uploads, begun, strict=True):
+        if not isinstance(each, BaseException):
+            await upload.__aexit__(None, None, None)
+    await store.put_profile(name, data)  # what was given up takes nothing
+    await store.close()
+
+
+async def test_profiles_of_some_weights_lock_out_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_profiles, "MAX_PROFILES_OF_WEIGHTS", 3)
+    name, data = seal_profile(save(tmp_path), NO_KEYS)
+    weights = name.partition("/")[0]
+    store = LocalStore(tmp_path / "store")
+    folder = tmp_path / "store" / ".profiles" / weights
+    await store.put_profile(name, data)
+    for i in range(2):
+        (folder / f"{i:032x}").write_bytes(b"x")
+    with pytest.raises(StoreError, match=f"the store has 3 profiles of weights {weights}"):
+        await store.put_profile(f"{weights}/{'f' * 32}", data)
+    await store.put_profile(name, data)  # again
+    with pytest.raises(StoreError, match="not the profile"):  # of other weights: there is room, were it one
+        await store.put_profile(f"{'1' * 32}/{'f' * 32}", data)
     await store.close()

@@ -23,6 +23,7 @@ from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.plugin.cpu.platform import ENV
 from sgl_kvfetch.tools import doctor
 from sgl_kvfetch.tools.doctor import Check, check_models, check_store, run_check
+from sgl_kvfetch.triton_kernels import klt_choice
 from tests.segments import make_segment
 from tests.tools.conftest import kvfetch, kvfetch_json, put
 
@@ -228,6 +229,14 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"set {ENV}=1" in check.advice
     monkeypatch.setenv(ENV, "1")
     assert f"{ENV}=1 is set" in doctor.check_gpu()[0].found
+
+
+def test_how_servers_restore_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"A card, Triton 3.9.0, 70 coefficients, torch.bfloat16, a shape": {"2 stages": 281.0}}
+    monkeypatch.setattr(klt_choice, "choices", lambda: kept)
+    found = "compiled with 2 stages (Triton 3.9.0, 70 coefficients; 281 us a column of cells)"
+    assert doctor._check_restoring("A card") == doctor.Check("restore_klt", "yes", found)
+    assert doctor._check_restoring("Another card").found == "the first server will choose how"
 
 
 class FakeNvcuvid:

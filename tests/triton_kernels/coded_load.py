@@ -6,6 +6,7 @@ every Triton.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,6 @@ from sgl_kvfetch.codec.container.segment import CodedSegment  # noqa: E402
 from sgl_kvfetch.codec.quant.base import Quantiser  # noqa: E402
 from sgl_kvfetch.plugin.device.coded_loads import CodedLoad  # noqa: E402
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages  # noqa: E402
-from sgl_kvfetch.plugin.device.loads import Load  # noqa: E402
 from sgl_kvfetch.plugin.device.pinned_memory import PinnedMemory  # noqa: E402
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName  # noqa: E402
 from tests.segments import make_segment, make_values, there_and_back  # noqa: E402
@@ -80,12 +80,15 @@ class CodedPrompt:
         wrongly."""
         device = self._pages.device
         scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
-        load = Load(self._staged, first_page, slots, lambda is_sound: None)
         assert self._staged.code is not None
         memory = PinnedMemory(device, self._staged.memory)
-        coded = CodedLoad(self._pages, device, device.new_stream(), scratch, load, self._staged.code, memory, slots)
+        slots = self._pages.open_load(slots, first_page * self._pages.geometry.page_size)
+        coded = CodedLoad(self._pages, device, device.new_stream(), scratch_bytes, self._staged.code, memory, slots)
+        for work in coded.begin():
+            work()
         for layer in range(self._pages.geometry.num_layers):
-            for work in coded.works(layer):
-                work()
+            for part in coded.parts(layer):
+                for work in itertools.chain(*part(scratch)):
+                    work()
         coded.fetch_results()
         return len(coded._parts), coded.num_wrong()

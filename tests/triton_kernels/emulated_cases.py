@@ -38,7 +38,7 @@ from tests.triton_kernels.cases import NUM_SLOTS
 from tests.triton_kernels.emulation import Emulator
 from tests.triton_kernels.test_xxh3_kernel import random_bytes
 
-KLT = restoring_klt.Case(33, 1, 1, 80, 48, coefficients=70, layout=restoring_klt.WASTEFUL, exact=(0, 32))
+KLT = restoring_klt.Case(33, 1, 1, 80, 48, coefficients=70, exact=(0, 32))
 
 
 def ans_decode_bits() -> None:
@@ -84,6 +84,12 @@ def restore_klt_slots_anywhere() -> None:
     assert span.slots.data_ptr() % 16
     restoring_klt.run_kernels([span.cell()], span.slots, 1)
     span.check()
+
+
+def restore_klt_options() -> None:
+    """Vectors of tokens, and more steps of the loop than are in shared memory."""
+    for options in restore_klt_module.OPTIONS[1:]:
+        restoring_klt.assert_options_agree(replace(KLT, tokens=48, coefficients=200, rotary_dim=80), options)
 
 
 def quantise_klt() -> None:
@@ -136,14 +142,14 @@ def slots_beyond_the_buffers(emulator: Emulator) -> None:
         restoring_klt.run_kernels([span.cell()], span.slots, 1)
 
 
-def frames_that_are_not_aligned(emulator: Emulator) -> None:
+def integers_that_are_not_aligned(emulator: Emulator) -> None:
     """As if the wrapper let them pass."""
-    span = restoring_klt.Span(KLT)
-    aligned = span.cell().frames
-    frames = torch.cat((aligned.flatten()[:4], aligned.flatten()))[4:].view(aligned.shape)
-    assert frames.data_ptr() % 8
+    span = restoring_klt.Span(replace(KLT, tokens=48))
+    flat = span.integers.flatten()
+    integers = torch.cat((flat[:4], flat))[4:].view(span.integers.shape)
+    assert integers.data_ptr() % 16
     with emulator.running(), patch.object(restore_klt_module, "require", lambda *_: None):
-        restoring_klt.run_kernels([span.cell(frames=frames)], span.slots, 1)
+        restoring_klt.run_kernels([span.cell(integers=integers)], span.slots, 1)
 
 
 def no_barriers(emulator: Emulator) -> None:
@@ -166,7 +172,7 @@ def restore_klt_without(emulator: Emulator, instruction: str) -> None:
 
 CONTROLS = {
     slots_beyond_the_buffers: "outside all tensors",
-    frames_that_are_not_aligned: "misaligned",
+    integers_that_are_not_aligned: "misaligned",
     no_barriers: "barrier",
     no_waits_for_copies: "shared memory",
 }
@@ -178,6 +184,7 @@ CASES: tuple[Callable[[], None], ...] = (
     restore_klt_rotated,
     restore_klt_interleaved,
     restore_klt_slots_anywhere,
+    restore_klt_options,
     quantise_klt,
     load_of_a_coded_prompt,
 )

@@ -97,11 +97,20 @@ def launch_all() -> None:
             for num_cells in (1, 16):
                 table = torch.empty(num_cells * shape.row_bytes, dtype=torch.uint8)
                 for page_size in (1, 64):
-                    restore_klt.launch_klt(shape, torch.bfloat16, 8, table, slots, page_size, tokens, tokens % 5)
-            for layers, kept in ((4, 700), (4, 701), (1, 64)):
-                rotations = torch.empty((1, tokens, DIM))
-                forward = forward_of(layers, kept)
-                quantise_klt.quantise_klt(forward, buffers(layers), buffers(layers), slots, rotations, tokens % 4)
+                    restore_klt.launch_klt(
+                        shape, torch.bfloat16, 16, restore_klt.OPTIONS[0], table, slots, page_size, tokens, tokens % 5
+                    )
+            for kinds in (((4, 700), (4, 701), (1, 64)), ((1, 64),)):
+                inputs = [
+                    quantise_klt.KltInput(forward_of(layers, kept), buffers(layers), buffers(layers))
+                    for layers, kept in kinds
+                ]
+                cells = quantise_klt.KltCells(inputs, lambda x: x)
+                rotations, output = (
+                    torch.empty((1, tokens, DIM)),
+                    torch.empty((cells.output_rows, tokens), dtype=torch.uint8),
+                )
+                cells.quantise(slots, rotations, tokens % 4, output)
         chunk = ans.AnsChunk(0, 4 * tokens, 2, tokens, 0)
         for chunks in ([chunk], [chunk] * 16):
             data, rows = (torch.empty(48 * tokens, dtype=torch.uint8) for _ in range(2))

@@ -45,7 +45,7 @@ def test_compiles_klt(kernel: str, target: str, compiled: Facts) -> None:
     """With 128 registers a thread, two programs fit an SM; with more, one. An AMD unit has twice as many."""
     facts, is_amd = compiled[kernel, target], target == "gfx942"
     assert facts["stack_bytes"] <= (128 if is_amd else 8), "registers spill"
-    assert facts["registers"] <= (512 if is_amd else 232)
+    assert facts["registers"] <= (512 if is_amd else 255)
     assert facts["shared_bytes"] <= 99 << 10
     assert facts["access_bytes"] >= (8 if is_amd else 16)
     assert not is_amd or facts["loop"] is None
@@ -122,17 +122,12 @@ sys.modules["triton"] = None
 import torch
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec
-from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.triton_kernels.ans import AnsChunk, ans_decode
-from sgl_kvfetch.triton_kernels.quantise_klt import quantise_klt
-from sgl_kvfetch.triton_kernels.restore_klt import (
-    KltCell, KltModel, KltPlaces, klt_shape, pack, region_pixels, restore_klt
-)
+from sgl_kvfetch.triton_kernels.quantise_klt import KltCells, KltInput
+from sgl_kvfetch.triton_kernels.restore_klt import KltCell, KltModel, klt_shape, pack, restore_klt
 from sgl_kvfetch.triton_kernels.xxh3 import xxh3_sums
 
 output, slots = torch.zeros(9, 2, 64), torch.arange(9)
-layout = region_layout(5, 9)
-places = KltPlaces(layout, 9, region_pixels(layout, 5))
 packed, _ = pack(bytes(4), torch.full((9,), 128, dtype=torch.uint8).numpy(), torch.empty(0, dtype=torch.uint8).numpy())
 data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 model = KltModel(
@@ -144,8 +139,8 @@ model = KltModel(
     [output],
     [0],
 )
-frames = layout.to_frames(torch.zeros((5, 9), dtype=torch.uint8))
-restore_klt([KltCell(model, places, frames, None, 1, 0, data, 0)], data, slots, 9)
+integers = torch.zeros((5, 9), dtype=torch.uint8)
+restore_klt([KltCell(model, integers, None, 1, 0, data, 0)], data, slots, 9)
 assert bool((output == 3.0).all())
 rows = torch.full((1, 3, 1, 96), 128, dtype=torch.uint8)
 bitstream = AnsCodec().encode(rows)
@@ -154,8 +149,11 @@ decoded = torch.zeros(288, dtype=torch.uint8)
 assert ans_decode(data, [AnsChunk(0, len(bitstream), 1, 96, 0)], decoded).tolist() == [0]
 assert torch.equal(decoded, rows.flatten())
 assert xxh3_sums(decoded, [(0, 288)]).shape == (1, 8)
-elsewhere = slots.to("meta")
-calls = lambda: xxh3_sums(decoded.to("meta"), [(0, 288)]), lambda: quantise_klt(None, [], [], elsewhere, None, 0)
+elsewhere = [output.to("meta")]
+calls = (
+    lambda: xxh3_sums(decoded.to("meta"), [(0, 288)]),
+    lambda: KltCells([KltInput(None, elsewhere, elsewhere)], None),
+)
 for call in calls:
     try:
         call()

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
 
-from sgl_kvfetch.codec.layout.frames import FLAT
-from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
-from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
+from sgl_kvfetch.codec.quant.klt import EXACT, KltForward, KltQuantiser
 from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, plain_layers
 from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.codec.quant.rope import Rope
-from sgl_kvfetch.triton_kernels.quantise_klt import NOT_FINITE, quantise_klt
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.triton_kernels import quantise_klt
+from sgl_kvfetch.triton_kernels.quantise_klt import NOT_FINITE, KltCells, KltInput
 from tests.codec.quant.profiles import make_profile, place_of, values_of
 from tests.triton_kernels.cases import DEVICE, FLOATS, Shape, make_buffers, scattered_slots
 
@@ -43,24 +44,50 @@ def profile_of(layers: LayerMap) -> Profile:
     return dataclasses.replace(profile, cells=cells)
 
 
-def quantised_there(quantiser: KltQuantiser, values: CellValues, place: CellPlace) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the exponents and integers of the kernels, for values in scattered slots of a larger pool."""
-    num_tokens, of_layers = len(place.tokens), quantiser.profile.rotations
-    slots, heads = scattered_slots(num_tokens), values.k.shape[2]
+def there(x: torch.Tensor) -> torch.Tensor:
+    return x.to(DEVICE)
+
+
+def inputs_there(
+    quantiser: KltQuantiser, values: CellValues, places: Sequence[CellPlace]
+) -> tuple[list[KltInput], torch.Tensor]:
+    """Return cells whose values are in scattered slots of a larger pool, and these slots. ``values``: of all layers and
+    heads that the places have."""
+    slots, (num_layers, heads) = scattered_slots(len(places[0].tokens)), values.k.shape[1:3]
     sides = []
     for x in values:
-        buffers = make_buffers(Shape(num_tokens, x.shape[1], heads + 1, x.shape[3]), x.dtype)
+        buffers = make_buffers(Shape(len(slots), num_layers, heads + 1, x.shape[3]), x.dtype)
         for index, buffer in enumerate(buffers):
             buffer[slots, 1:] = x[:, index].to(DEVICE)
         sides.append([buffer[:, 1:] for buffer in buffers])
-    rotations = None if of_layers is None else of_layers.inverse_table(place.tokens.start, num_tokens, DEVICE)
-    sinks = max(0, quantiser.profile.num_sinks - place.tokens.start)
-    forward = quantiser.forward(place).to(DEVICE)
-    exponents, integers = quantise_klt(forward, *sides, slots, rotations, sinks)
-    found = integers.cpu()[: forward.num_rows]
-    frames = region_layout(forward.num_rows, num_tokens, FLAT).to_frames(found)
-    assert torch.equal(integers.cpu().view(-1, 3, 1, num_tokens), frames)  # as codecs take them
-    return exponents.cpu(), found
+    first_layer, first_head = places[0].layers.start, places[0].heads.start
+    inputs = []
+    for place in places:
+        layers = slice(place.layers.start - first_layer, place.layers.stop - first_layer)
+        of_heads = slice(place.heads.start - first_head, place.heads.stop - first_head)
+        k, v = ([buffer[:, of_heads] for buffer in buffers[layers]] for buffers in sides)
+        inputs.append(KltInput(quantiser.forward(place), k, v))
+    return inputs, slots
+
+
+def quantised_all(
+    quantiser: KltQuantiser, values: CellValues, places: Sequence[CellPlace]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the exponents and integers that the kernels make of each cell."""
+    tokens, of_layers = places[0].tokens, quantiser.profile.rotations
+    inputs, slots = inputs_there(quantiser, values, places)
+    rotations = None if of_layers is None else of_layers.inverse_table(tokens.start, len(tokens), DEVICE)
+    cells = KltCells(inputs, there)
+    output = torch.full((cells.output_rows, len(tokens)), 0xAB, dtype=torch.uint8, device=DEVICE)
+    cells.quantise(slots, rotations, max(0, quantiser.profile.num_sinks - tokens.start), output)
+    exponents, *integers = output.cpu().split((len(inputs), *cells.num_rows))
+    return list(zip(exponents, integers, strict=True))
+
+
+def quantised_there(quantiser: KltQuantiser, values: CellValues, place: CellPlace) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the exponents and integers that the kernels make of one cell."""
+    (found,) = quantised_all(quantiser, values, [place])
+    return found
 
 
 def coefficients_of(quantiser: KltQuantiser, integers: torch.Tensor, place: CellPlace) -> torch.Tensor:
@@ -74,8 +101,15 @@ def coefficients_of(quantiser: KltQuantiser, integers: torch.Tensor, place: Cell
 
 def assert_as_the_quantiser(quantiser: KltQuantiser, values: CellValues, place: CellPlace) -> torch.Tensor:
     """But for roundings that the order of sums tips: few, and by one. Return the exponents."""
+    return assert_equal(quantiser, quantised_there(quantiser, values, place), values, place)
+
+
+def assert_equal(
+    quantiser: KltQuantiser, made: tuple[torch.Tensor, torch.Tensor], values: CellValues, place: CellPlace
+) -> torch.Tensor:
+    """The same, of what kernels have made."""
     wanted, _, integers = quantiser.quantise(values, place)
-    exponents, found = quantised_there(quantiser, values, place)
+    exponents, found = made
     same = exponents == wanted
     assert int((~same).sum()) <= len(same) // 50
     assert int((exponents.int() - wanted.int()).abs().max()) <= 1
@@ -100,6 +134,21 @@ def test_the_quantisers_integers(layers: LayerMap, dtype: torch.dtype, monkeypat
         place = place_of(quantiser.profile, key, 33, FIRST_TOKEN)
         exponents = assert_as_the_quantiser(quantiser, whole.cell(place.layers, place.heads), place)
         assert len(exponents.unique()) > 2
+
+
+@pytest.mark.parametrize("scratch_bytes", [1, 50_000, 1 << 20])
+def test_many_cells_in_few_launches(scratch_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of layers, the last of which has fewer, and two blocks of heads; whatever is in one launch."""
+    monkeypatch.setattr(klt, "_HAS_BFLOAT16", False)
+    monkeypatch.setattr(quantise_klt, "_SCRATCH_BYTES", scratch_bytes)
+    profile = make_profile(num_layers=4, num_heads=4, v_head_dim=24, cell_heads=2, layers=MIXED, num_sinks=2)
+    quantiser = KltQuantiser(profile, step=0.5)
+    places = [place_of(profile, key, 33, FIRST_TOKEN) for key in profile.cells]
+    values = CellValues(*(x.bfloat16() for x in values_of(profile, 33, FIRST_TOKEN)))
+    batches = list(KltCells(inputs_there(quantiser, values, places)[0], there)._batches(33))
+    assert len(batches) == {1: 4, 50_000: 3, 1 << 20: 1}[scratch_bytes]
+    for made, place in zip(quantised_all(quantiser, values, places), places, strict=True):
+        assert_equal(quantiser, made, values.cell(place.layers, place.heads), place)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 17, 70])
@@ -134,28 +183,36 @@ def test_exact_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
     quantiser = KltQuantiser(profile_of(plain_layers(4)), step=2.0)
-    forward = quantiser.forward(place_of(quantiser.profile, (0, 0), 5)).to(DEVICE)
+    forward = quantiser.forward(place_of(quantiser.profile, (0, 0), 5))
     k, v = (make_buffers(Shape(5, 3, 2, dim), torch.float32) for dim in (16, 24))
-    slots = scattered_slots(5)
-    with pytest.raises(ValueError, match="240 channels, expected 288"):
-        quantise_klt(forward, k, [*v, v[0]], slots, None, 0)
+
+    def refused(message: str, forward: KltForward, *sides: list[torch.Tensor]) -> None:
+        with pytest.raises(ValueError, match=message):
+            KltCells([KltInput(forward, *sides)], there)
+
+    refused("240 channels, expected 288", forward, k, [*v, v[0]])
+    refused("matrix", forward._replace(matrix=forward.matrix[1:]), k, v)
+    refused("3 layers, expected 2", forward._replace(turns=(0, 0)), k, v)
+    refused("no buffers, expected one a layer", forward, [], v)
+    refused(r"buffers differ: .*\(1024, 2, 16\).*\(1023, 2, 16\)", forward, [*k[:2], k[2][1:]], v)
+    refused("expected the last to be 1", forward, [x.mT for x in k], v)
+    with pytest.raises(UnsupportedError, match="only the exact quantiser"):
+        KltCells([KltInput(forward, [x.to(torch.float8_e4m3fn) for x in k], v)], there)
+
+    cells, slots = KltCells([KltInput(forward, k, v)], there), scattered_slots(5)
+    output = torch.empty((cells.output_rows, 5), dtype=torch.uint8, device=DEVICE)
     with pytest.raises(ValueError, match="rotation"):
-        quantise_klt(forward, k, v, slots, torch.zeros((1, 4, 6), device=DEVICE), 0)
+        cells.quantise(slots, torch.zeros((1, 4, 6), device=DEVICE), 0, output)
+    with pytest.raises(ValueError, match="rotation of 18 of 16 values"):
+        cells.quantise(slots, torch.zeros((1, 5, 18), device=DEVICE), 0, output)
+    mixed = KltCells([KltInput(forward._replace(turns=(0, 1, 0)), k, v)], there)
     with pytest.raises(ValueError, match="1 rotations, expected 2 or more"):
-        quantise_klt(forward._replace(turns=(0, 1, 0)), k, v, slots, torch.zeros((1, 5, 6), device=DEVICE), 0)
-    with pytest.raises(ValueError, match="3 layers, expected 2"):
-        quantise_klt(forward._replace(turns=(0, 0)), k, v, slots, None, 0)
-    with pytest.raises(ValueError, match="matrix"):
-        quantise_klt(forward._replace(matrix=forward.matrix[1:]), k, v, slots, None, 0)
-    with pytest.raises(ValueError, match="no buffers, expected one a layer"):
-        quantise_klt(forward, [], v, slots, None, 0)
-    with pytest.raises(ValueError, match=r"buffers differ: .*\(1024, 2, 16\).*\(1023, 2, 16\)"):
-        quantise_klt(forward, [*k[:2], k[2][1:]], v, slots, None, 0)
-    with pytest.raises(ValueError, match="expected the last to be 1"):
-        quantise_klt(forward, [x.mT for x in k], v, slots, None, 0)
+        mixed.quantise(slots, torch.zeros((1, 5, 6), device=DEVICE), 0, output)
+    with pytest.raises(ValueError, match="output"):
+        cells.quantise(slots, None, 0, output[:, 1:])
     with pytest.raises(ValueError, match="expected int64"):
-        quantise_klt(forward, k, v, slots.int(), None, 0)
+        cells.quantise(slots.int(), None, 0, output)
     if DEVICE.type == "cpu":
         with pytest.raises(ValueError, match=r"slot 1024 is outside a buffer of shape \(1024, 2, 16\)"):
-            quantise_klt(forward, k, v, torch.arange(1020, 1025), None, 0)
-    assert quantise_klt(forward, k, v, slots[:0], None, 0)[0].numel() == 0
+            cells.quantise(torch.arange(1020, 1025), None, 0, output)
+    cells.quantise(slots[:0], None, 0, output[:, :0].contiguous())

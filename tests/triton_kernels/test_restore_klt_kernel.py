@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvfetch.codec.layout.regions import RegionLayout, region_layout
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.exact import to_planes
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser, scales_of
 from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer
 from sgl_kvfetch.codec.quant.rope import Rope, Rotations, rotate
-from sgl_kvfetch.errors import FormatError, UnsupportedError
+from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.triton_kernels import restore_klt as kernels
 from sgl_kvfetch.triton_kernels.restore_klt import (
+    OPTIONS,
     KltCell,
     KltModel,
-    KltPlaces,
+    KltOptions,
     KltShape,
     klt_shape,
     pack,
-    region_pixels,
     restore_klt,
     restore_klt_reference,
+    vector_of,
 )
 from tests.codec.quant.profiles import make_profile, place_of, values_of
 from tests.triton_kernels.cases import (
@@ -43,17 +43,16 @@ from tests.triton_kernels.cases import (
 )
 
 FIRST_TOKEN = 1234
-# Room left everywhere: in a region for tokens, in the picture on both sides, and few regions a frame.
-WASTEFUL = RegionLayout(width=152, height=144, token_rows=30, token_cols=40)
-_NARROW = RegionLayout(width=32, height=24, token_rows=4, token_cols=8)
 STEP = 0.5
 
 Restore = Callable[[Sequence[KltCell], torch.Tensor, int], None]
 
 
-def run_kernels(cells: Sequence[KltCell], slots: torch.Tensor, page_size: int) -> None:
+def run_kernels(
+    cells: Sequence[KltCell], slots: torch.Tensor, page_size: int, options: KltOptions = OPTIONS[0]
+) -> None:
     table = torch.frombuffer(bytearray(b"".join(cell.row() for cell in cells)), dtype=torch.uint8).to(DEVICE)
-    restore_klt(cells, table, slots, page_size)
+    restore_klt(cells, table, slots, page_size, options)
 
 
 def run_reference(cells: Sequence[KltCell], slots: torch.Tensor, page_size: int) -> None:
@@ -71,12 +70,11 @@ class Case:
     heads: int
     k_dim: int
     v_dim: int = 0  # 0: as K's
-    coefficients: int = 100  # of WASTEFUL: three frames
+    coefficients: int = 100
     rotary_dim: int = 0
     interleaved: bool = False
     dtype: torch.dtype = torch.bfloat16
     largest_mean: float = 4.0
-    layout: RegionLayout | None = None
     exact: tuple[int, ...] = ()  # tokens
     page_size: int = 1
     most_layers: int = 0  # of the largest cell in a launch; 0: as many as this has
@@ -88,23 +86,18 @@ class Case:
         return f"{self.tokens}x{self.layers}x{self.heads}x{self.k_dim} {self.coefficients}"
 
 
-SMALL = Case(63, 2, 3, 80, 56, layout=WASTEFUL)
-
-
-def places_of(layout: RegionLayout, num_tokens: int, num_coefficients: int) -> KltPlaces:
-    return KltPlaces(layout, num_tokens, region_pixels(layout, num_coefficients).to(DEVICE))
+SMALL = Case(63, 2, 3, 80, 56)
 
 
 @dataclass
 class Span:
-    """A cell as frames, what it is restored with, and what it must become."""
+    """A cell, what it is restored with, and what it must become."""
 
     case: Case
     buffers: tuple[list[torch.Tensor], list[torch.Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
         case = self.case
-        self.layout = case.layout or region_layout(case.coefficients, case.tokens)
         self.buffers = tuple(make_buffers(shape, case.dtype) for shape in case.shapes())  # type: ignore[assignment]
         channels = [x.layers * x.heads * x.dim for x in case.shapes()]
         generator = torch.Generator().manual_seed(case.tokens + case.k_dim)
@@ -152,8 +145,7 @@ class Span:
         return KltCell(
             **{
                 "model": model,
-                "frames": self.layout.to_frames(self.integers).to(DEVICE),
-                "places": places_of(self.layout, case.tokens, case.coefficients),
+                "integers": self.integers.to(DEVICE),
                 "rotations": self.rotations,
                 "num_pages": len(pages),
                 "num_exact": num_exact,
@@ -248,7 +240,6 @@ def test_same_as_the_quantiser(rotary_dim: int, run: Restore, monkeypatch: pytes
     for place in (place_of(profile, key, 50, 0) for key in profile.cells):
         exponents, exact, integers = quantised = quantiser.quantise(values.cell(place.layers, place.heads), place)
         assert (exponents == EXACT).nonzero().flatten().tolist() == [0, 1]
-        layout = region_layout(len(integers), 50)
         wanted.append(quantiser.dequantise(quantised, torch.bfloat16, place))
         k, v = (make_buffers(Shape(50, *x.shape[1:]), torch.bfloat16) for x in wanted[-1])
         inverse, shape = (
@@ -261,8 +252,7 @@ def test_same_as_the_quantiser(rotary_dim: int, run: Restore, monkeypatch: pytes
         cells.append(
             KltCell(
                 KltModel(shape, inverse.matrix, inverse.mean, scales, k, v, inverse.turns),
-                places_of(layout, 50, len(integers)),
-                layout.to_frames(integers).to(DEVICE),
+                integers.to(DEVICE),
                 None if inverse.rotations is None else inverse.rotations.table(0, 50, DEVICE),
                 50,
                 num_exact,
@@ -293,7 +283,7 @@ def test_same_as_the_quantiser(rotary_dim: int, run: Restore, monkeypatch: pytes
         Case(7, 1, 6, 52, coefficients=90),
         Case(40, 1, 2, 67, coefficients=130),
         Case(17, 1, 1, 8, coefficients=15, rotary_dim=8),
-        Case(129, 1, 1, 16, 32, coefficients=10, layout=region_layout(10, 129, "flat"), exact=tuple(range(0, 129, 3))),
+        Case(129, 1, 1, 16, 32, coefficients=10, exact=tuple(range(0, 129, 3))),
     ],
     ids=str,
 )
@@ -310,11 +300,11 @@ def test_partial_rotation(rotary_dim: int, interleaved: bool, run: Restore) -> N
 
 @both
 def test_cells_of_any_size_in_one_launch(run: Restore) -> None:
-    """Of other lengths, layouts, coefficients, numbers of layers and exact tokens, each with its own slots."""
+    """Of other lengths, coefficients, numbers of layers and exact tokens, each with its own slots."""
     cases = [
         Case(64, 3, 2, 16, coefficients=70, page_size=4, rotary_dim=16),
         Case(256, 1, 2, 16, coefficients=9, exact=(0, 150), page_size=4, rotary_dim=16, most_layers=3),
-        Case(16, 2, 2, 16, coefficients=130, exact=(3,), layout=_NARROW, page_size=4, rotary_dim=16, most_layers=3),
+        Case(16, 2, 2, 16, coefficients=130, exact=(3,), page_size=4, rotary_dim=16, most_layers=3),
     ]
     spans = [Span(case) for case in cases]
     slots = scattered_slots(336)
@@ -322,7 +312,7 @@ def test_cells_of_any_size_in_one_launch(run: Restore) -> None:
     cells = [
         span.cell(range(first // 4, (first + span.case.tokens) // 4)) for span, first in zip(spans, firsts, strict=True)
     ]
-    assert {cell.places.vector for cell in cells} == {8}
+    assert {vector_of(cell.num_tokens) for cell in cells} == {16}
     run(cells, slots, 4)
     for span, first in zip(spans, firsts, strict=True):
         span.check(slots=slots.cpu()[first : first + span.case.tokens])
@@ -335,11 +325,28 @@ def test_values_past_the_largest_are_bounded(run: Restore) -> None:
     run_case(run, case)
 
 
-@pytest.mark.parametrize("layout", [WASTEFUL, region_layout(100, 63), region_layout(100, 63, "flat")])
-def test_regions_begin_at_these_pixels(layout: RegionLayout) -> None:
-    integers = torch.randint(0, 256, (100, 63), dtype=torch.uint8)
-    pixels = layout.to_frames(integers).flatten()
-    assert torch.equal(pixels[region_pixels(layout, 100)], integers[:, 0])
+@pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(144, 2, 1, 32, 16, coefficients=130, rotary_dim=32, exact=(3,)),
+        Case(63, 1, 2, 80, coefficients=70, rotary_dim=52),
+        Case(32, 1, 1, 64, coefficients=64, rotary_dim=64, interleaved=True),
+    ],
+    ids=str,
+)
+def test_all_options_give_the_same_bits(case: Case, options: KltOptions) -> None:
+    """In bfloat16: the interpreter multiplies with NumPy, which may add up a transposed product in another order."""
+    assert_options_agree(case, options)
+
+
+def assert_options_agree(case: Case, options: KltOptions) -> None:
+    expected, span = Span(case), Span(case)
+    run_kernels([expected.cell()], expected.slots, 1)
+    run_kernels([span.cell()], span.slots, 1, options)
+    for theirs, ours in zip(expected.buffers, span.buffers, strict=True):
+        for x, y in zip(theirs, ours, strict=True):
+            assert_same_bits(x, y)
 
 
 @both
@@ -394,7 +401,7 @@ def test_rows_of_zeros_write_nothing() -> None:
     """Kernels are compiled by launching them on one."""
     span = Span(SMALL)
     table = torch.zeros(2 * span.shape.row_bytes, dtype=torch.uint8, device=DEVICE)
-    kernels.launch_klt(span.shape, torch.bfloat16, 8, table, span.slots, 1, 1, 1)
+    kernels.launch_klt(span.shape, torch.bfloat16, 16, OPTIONS[0], table, span.slots, 1, 1, 1)
     span.check(torch.arange(0))
 
 
@@ -411,15 +418,18 @@ def test_a_rotation_of_nothing_changes_nothing() -> None:
 class TestArguments:
     """What does not fit together is named, both sides."""
 
-    def test_frames(self) -> None:
+    def test_integers(self) -> None:
         span = Span(SMALL)
-        for shape in ((3, 3, 144, 144), (2, 3, 144, 152), (4, 3, 144, 152)):
-            with pytest.raises(ValueError, match=r"frames are .*, expected contiguous uint8 \(3, 3, 144, 152\)"):
-                span.cell(frames=poisoned(*shape, dtype=torch.uint8)).row()
-        with pytest.raises(ValueError, match="expected contiguous"):
-            span.cell(frames=poisoned(3, 2, 3, 144, 152, dtype=torch.uint8)[:, 1]).row()
-        with pytest.raises(FormatError, match="region of 30x40 cannot hold 1201 tokens"):
-            places_of(WASTEFUL, 1201, 100)
+        expected = r"integers are .*, expected contiguous uint8 \(100, 63\) at a multiple of 1 bytes"
+        for integers in (
+            poisoned(99, 63, dtype=torch.uint8),
+            poisoned(100, 126, dtype=torch.uint8)[:, :63],
+            poisoned(100, 63, dtype=torch.int8),
+        ):
+            with pytest.raises(ValueError, match=expected):
+                span.cell(integers=integers).row()
+        with pytest.raises(ValueError, match=r"expected contiguous uint8 \(100, 64\) at a multiple of 16 bytes"):
+            span.cell(integers=poisoned(6404, dtype=torch.uint8)[4:].view(100, 64)).row()
 
     def refused(self, match: str, error: type[Exception] = ValueError, **changes: Any) -> None:
         model = Span(SMALL).cell().model

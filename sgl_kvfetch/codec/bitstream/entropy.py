@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from abc import abstractmethod
 
@@ -10,6 +11,17 @@ import zstandard
 
 from sgl_kvfetch.codec.bitstream.base import Codec, PictureShape
 from sgl_kvfetch.errors import CorruptError
+
+_kept = threading.local()
+
+
+def _of_this_thread() -> zstandard.ZstdDecompressor:
+    """Return a decompressor, which only one thread may use at a time. To make one takes longer than to decompress a few
+    kilobytes."""
+    found: zstandard.ZstdDecompressor | None = getattr(_kept, "decompressor", None)
+    if found is None:
+        found = _kept.decompressor = zstandard.ZstdDecompressor()
+    return found
 
 
 class _BytesCodec(Codec):
@@ -46,7 +58,7 @@ class ZstdCodec(_BytesCodec):
             claimed = zstandard.frame_content_size(data)
             if not 0 <= claimed <= max_bytes:
                 raise CorruptError(f"zstd frame claims {claimed} bytes (-1: unknown), expected at most {max_bytes}")
-            return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+            return _of_this_thread().decompress(data, allow_extra_data=False)
         except zstandard.ZstdError as e:
             raise CorruptError(f"zstd bitstream does not decode: {e}") from e
 

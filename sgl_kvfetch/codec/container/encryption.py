@@ -7,6 +7,7 @@ nonce. So no nonce repeats under a key, and a chunk decrypts nowhere but in its 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,6 +73,11 @@ class EncryptionKeys:
         assert keys
         self._keys = keys
         self.first = next(iter(keys))  # the name of the key that encrypts
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What tells these keys from others, and says nothing of them."""
+        return hashlib.sha256(b"".join(name.encode() + b"\0" + key for name, key in self._keys.items())).digest()
 
     def __contains__(self, name: str) -> bool:
         return name in self._keys

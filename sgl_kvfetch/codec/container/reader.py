@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -116,7 +117,14 @@ class SegmentReader:
 
     def coded_bytes(self, cell: Cell) -> int:
         """Return the size of a cell's bytes."""
-        return sum(end - start for start, end in self.cell_ranges(cell))
+        return self._coded_bytes[self.manifest.cell_index(cell)]
+
+    @cached_property
+    def _coded_bytes(self) -> list[int]:
+        """The sizes of all cells' bytes, in storage order."""
+        each, (first, *further) = self.manifest.chunks_per_cell, self._offsets
+        of_levels = ([end - start for start, end in pairwise(offsets)] for offsets in (first[::each], *further))
+        return list(map(sum, zip(*of_levels, strict=True)))
 
     def span_bytes(self, span: int) -> int:
         """Return the size of a span's bytes that the rank reads."""

@@ -39,6 +39,11 @@ class ManifestKeys:
         assert keys
         self._keys = keys
 
+    @property
+    def fingerprint(self) -> bytes:
+        """What tells these keys from others, and says nothing of them."""
+        return hashlib.sha256(b"\0".join(self._keys)).digest()
+
     def sign(self, manifest: bytes) -> bytes:
         """Return an unsigned manifest with its signature."""
         return manifest + _MAGIC + _signature(manifest, self._keys[0])

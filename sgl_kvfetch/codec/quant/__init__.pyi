@@ -1,6 +1,5 @@
 from .base import (
     TransformInverse as TransformInverse,
-    join_parts as join_parts,
 )
 from .exact import from_planes as from_planes
 from .klt import (

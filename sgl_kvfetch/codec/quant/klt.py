@@ -49,6 +49,7 @@ _MOST_ERROR = 0.05  # steps, rms, that a product in bfloat16 may add to a coeffi
 EXACT = 0  # instead of an exponent: the token's values are in the part "exact"
 UNIT = 128  # the exponent of scale 1
 _MOST_EXPONENT = 8
+_EXPONENTS = bytes([EXACT, *range(UNIT - _MOST_EXPONENT, UNIT + _MOST_EXPONENT + 1)])
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of the native half
 # Whether the CPU multiplies matrices in bfloat16, which is several times as fast as float32.
@@ -83,9 +84,9 @@ class KltIntegers(Quantiser):
         exponents, exact = plain
         if exponents.size != shape[0]:
             raise FormatError(f"{exponents.size} exponents, expected one for each of {shape[0]} tokens")
-        num_exact = exponents.size - np.count_nonzero(exponents)
-        num_scales = np.count_nonzero(np.abs(exponents.astype(np.int16) - UNIT) <= _MOST_EXPONENT)
-        if num_exact + num_scales != exponents.size:
+        found = exponents.tobytes()
+        num_exact = found.count(EXACT)
+        if found.translate(None, _EXPONENTS):
             raise FormatError(f"an exponent is not {UNIT - _MOST_EXPONENT} to {UNIT + _MOST_EXPONENT}, nor {EXACT}")
         if exact.size != num_exact * token_bytes:
             raise FormatError(
@@ -225,9 +226,6 @@ class KltForward(NamedTuple):
     num_rows: int
     interleaved: bool
     turns: tuple[int, ...]
-
-    def to(self, device: torch.device) -> KltForward:
-        return KltForward(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in self))  # type: ignore[arg-type]
 
 
 class KltQuantiser(KltIntegers):

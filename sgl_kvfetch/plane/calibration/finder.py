@@ -34,7 +34,7 @@ class ProfileFinder:
         self._watch = watch
         self._emit = emit
         self._news = asyncio.Event()
-        folder = cache_folder() / "calibrations" / watch.weights
+        folder = cache_folder("calibrations", watch.weights, config.store)
         self._own = OwnCalibration(folder, watch, config.codec_threads, self._news.set)
         self._tasks = Tasks()
         if watch.finds:
@@ -65,8 +65,7 @@ class ProfileFinder:
             if not await self._make_one():
                 await self._wait()
         was_made_here = self._own.profile is not None
-        await self._own.close()
-        await asyncio.to_thread(self._own.forget)
+        await self._own.forget()
         if not was_made_here:
             logger.info("kvfetch: the store has a profile now")
         self._emit(m.ProfileTaken(taken.digest, taken.path, taken.about))

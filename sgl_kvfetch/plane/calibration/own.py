@@ -1,13 +1,14 @@
 """A calibration on this machine: its files, its lock, and its process.
 
-What it needs and has done stands in a folder of the user's cache, one for each model's weights. So a server that was
-started again goes on where the last one was. Of all servers of these weights on this machine, the one that holds the
-lock calibrates. The folder is deleted once there is a profile.
+What it needs and has done stands in a folder of the user's cache, one for each model's weights and store. So a server
+that was started again goes on where the last one was. Of all servers of these on this machine, the one that holds the
+lock calibrates. The folder is deleted, by it, once there is a profile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import logging
 import os
@@ -104,16 +105,7 @@ class OwnCalibration:
         """Return whether there is something to do, and take the lock. Raises OSError."""
         if self._shown is None and not (self._folder / "prompts").exists():
             return False
-        if self._lock is None:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(lock)
-                return False
-            self._lock = lock
-        return True
+        return self._take_lock()
 
     def _job(self) -> Job:
         watch, at = self._watch, self._folder
@@ -140,15 +132,41 @@ class OwnCalibration:
 
     async def close(self) -> None:
         """End the process. What it has done stays."""
+        await self._end()
+        self._unlock()
+
+    async def forget(self) -> None:
+        """End the process, and delete the files: there is a profile. Another server that is at it deletes its own."""
+        await self._end()
+        await asyncio.to_thread(self._delete)
+
+    async def _end(self) -> None:
         self._is_closed = True
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
         if self._ended is not None:
             await self._ended
+
+    def _delete(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._folder.exists() and self._take_lock():
+                shutil.rmtree(self._folder, ignore_errors=True)
+        self._unlock()
+
+    def _take_lock(self) -> bool:
+        """Return whether no other server of this machine is at it. Raises OSError."""
+        if self._lock is None:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                return False
+            self._lock = lock
+        return True
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    def forget(self) -> None:
-        """Delete the files: there is a profile."""
-        shutil.rmtree(self._folder, ignore_errors=True)

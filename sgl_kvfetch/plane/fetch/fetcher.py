@@ -44,6 +44,7 @@ from sgl_kvfetch.plane.fetch.ahead import AheadReader
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
 from sgl_kvfetch.plane.fetch.offers import Chooser
 from sgl_kvfetch.plane.fetch.plan import (
+    READS_A_SPAN,
     CellChunks,
     CellsKey,
     LevelPolicy,
@@ -148,6 +149,7 @@ class Fetcher:
         pool: DecodePool[Decoders],
         *,
         read_bytes: int,
+        reads_a_span: int = READS_A_SPAN,
         inflight_bytes: int,
         may_delete: bool,
         decode_bytes: int = sys.maxsize,
@@ -156,12 +158,12 @@ class Fetcher:
         link: Link | None = None,
         memory: MemoryCache | None = None,
     ) -> None:
-        """``may_delete``: report damaged segments to the store, which deletes them if they are damaged there.
-        ``decode_bytes`` bounds the memory for frames and values between bitstreams and pages; by default, only the
-        number of sessions bounds it. ``policy`` chooses among a segment's variants, and needs a pool with a profile;
-        if None, the first decodable variant is read. ``levels``: which levels may be left out; by default none.
-        ``link`` hears what the store receives; without it, only whole transfers count. ``memory`` keeps what is
-        read."""
+        """``read_bytes``, ``reads_a_span``: as in `plan.read_units`. ``may_delete``: report damaged segments to the
+        store, which deletes them if they are damaged there. ``decode_bytes`` bounds the memory for frames and values
+        between bitstreams and pages; by default, only the number of sessions bounds it. ``policy`` chooses among a
+        segment's variants, and needs a pool with a profile; if None, the first decodable variant is read. ``levels``:
+        which levels may be left out; by default none. ``link`` hears what the store receives; without it, only whole
+        transfers count. ``memory`` keeps what is read."""
         self._store = store
         self._memory = memory
         self.pool = pool
@@ -170,7 +172,7 @@ class Fetcher:
         self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2), self._report_queue)
         self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2), self._report_queue)
         self.link = link or Link()
-        self._chooser = Chooser(policy, pool, self.link)
+        self._chooser = Chooser(policy, pool, self.link, reads_a_span)
         self._restorer = Restorer(pool, self._chooser, decode_bytes)
         self.levels = levels or LevelPolicy()
         self._may_delete = may_delete

@@ -23,7 +23,7 @@ from sgl_kvfetch.codec import Cell, Decoders, SegmentReader
 from sgl_kvfetch.plane.adapt.policy import Policy, Situation
 from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.link import Link
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy, neighbours, read_units
+from sgl_kvfetch.plane.fetch.plan import READS_A_SPAN, LevelPolicy, neighbours, read_runs
 
 # Runs per span. One choice serves a whole run of cells, since it takes milliseconds.
 _RUNS_A_SPAN = 4
@@ -72,18 +72,21 @@ def best_offer(
 class Chooser:
     """Chooses offers by the current state of link and decoders. Belongs to one event loop."""
 
-    def __init__(self, policy: Policy | None, pool: DecodePool[Decoders], link: Link) -> None:
+    def __init__(
+        self, policy: Policy | None, pool: DecodePool[Decoders], link: Link, reads_a_span: int = READS_A_SPAN
+    ) -> None:
         """``pool`` decodes what is chosen. With a ``policy``, it must have a profile; without one, variants are not
-        chosen."""
+        chosen, and a span is read in ``reads_a_span`` pieces."""
+        self._reads_a_span = reads_a_span
         self._policy = policy
         self._pool = pool
         self._link = link
         self._previous: int | None = None
 
-    def runs(self, reader: SegmentReader, span: int, read_bytes: int) -> list[tuple[Cell, ...]]:
+    def runs(self, reader: SegmentReader, span: int, read_bytes: int) -> Sequence[tuple[Cell, ...]]:
         """Return the cells of a span that the rank reads, in runs of neighbours. The cells of a run are read alike."""
         if self._policy is None:
-            return [unit.cells for unit in read_units(reader, span, read_bytes)]
+            return read_runs(reader, span, read_bytes, self._reads_a_span)
         cells = list(reader.span_cells(span))
         step = -(-len(cells) // _RUNS_A_SPAN)
         return [tuple(run[i : i + step]) for run in neighbours(reader, cells) for i in range(0, len(run), step)]
@@ -100,6 +103,8 @@ class Chooser:
         """Return the reader with which to read ``run``. ``reader``: of the segment's default variant. ``levels``: which
         may be left out. ``within_s``: when the fetch should end. ``num_cells_left``: cells not requested yet, of all
         fetches and of ``run``. ``is_here``: whether the bytes of a reader need no link."""
+        if self._policy is None and levels.coarsest(reader) is reader:
+            return reader
         offers = self._offers(reader, run, levels)
         if len(offers) == 1:
             return offers[0].reader

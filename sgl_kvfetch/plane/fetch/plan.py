@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
+from weakref import WeakKeyDictionary
 
 from sgl_kvfetch.codec import Cell, SegmentReader
 
 # Read a span in this many pieces, unless they get too small: decoding starts when the first piece has arrived.
-_READS_A_SPAN = 3
+READS_A_SPAN = 3
 _LEAST_READ_BYTES = 128 << 10
 
 CellsKey = tuple[str, Cell]  # a segment and the first cell of a run
@@ -114,26 +117,40 @@ def total_bytes(
     return sum(replace(part, reader=choose(part.reader)).size_bytes for part in span_parts(sources))
 
 
-def read_size(span_bytes: int, read_bytes: int) -> int:
+def read_size(span_bytes: int, read_bytes: int, reads_a_span: int = READS_A_SPAN) -> int:
     """Return about how many bytes of a span one read takes, if the configuration allows ``read_bytes``."""
-    return min(read_bytes, max(_LEAST_READ_BYTES, -(-span_bytes // _READS_A_SPAN)))
+    return min(read_bytes, max(_LEAST_READ_BYTES, -(-span_bytes // reads_a_span)))
 
 
-def read_units(reader: SegmentReader, span: int, read_bytes: int) -> Iterator[ReadUnit]:
-    """Cut the bytes of a span's cells at cell boundaries into reads of at most about ``read_bytes``. Equal arguments
-    give equal units, so that a read started for one caller can serve another."""
-    cells = list(reader.span_cells(span))
-    read_bytes = read_size(reader.span_bytes(span), read_bytes)
-    for run in neighbours(reader, cells):
-        taken: list[Cell] = []
-        num_bytes = 0
-        for cell in run:
-            num_bytes += reader.coded_bytes(cell)
-            if taken and num_bytes > read_bytes:
-                yield ReadUnit(reader, tuple(taken))
-                taken, num_bytes = [], reader.coded_bytes(cell)
-            taken.append(cell)
-        yield ReadUnit(reader, tuple(taken))
+def read_units(reader: SegmentReader, span: int, read_bytes: int, reads_a_span: int = READS_A_SPAN) -> list[ReadUnit]:
+    """Cut the bytes of a span's cells at cell boundaries into reads of about equal size, at most about ``read_bytes``.
+    Equal arguments give equal units, so that a read started for one caller can serve another."""
+    return [ReadUnit(reader, cells) for cells in read_runs(reader, span, read_bytes, reads_a_span)]
+
+
+_runs: WeakKeyDictionary[SegmentReader, dict[tuple[int, ...], list[tuple[Cell, ...]]]] = WeakKeyDictionary()
+
+
+def read_runs(
+    reader: SegmentReader, span: int, read_bytes: int, reads_a_span: int = READS_A_SPAN
+) -> Sequence[tuple[Cell, ...]]:
+    """Return the cells of `read_units`. They are computed once."""
+    made, asked = _runs.setdefault(reader, {}), (span, read_bytes, reads_a_span)
+    if asked not in made:
+        most = read_size(reader.span_bytes(span), read_bytes, reads_a_span)
+        runs = neighbours(reader, list(reader.span_cells(span)))
+        made[asked] = [cells for run in runs for cells in _cut(reader, run, most)]
+    return made[asked]
+
+
+def _cut(reader: SegmentReader, run: Sequence[Cell], most: int) -> list[tuple[Cell, ...]]:
+    """Cut neighbours into runs of about equal size in bytes, about ``most``: a cell is in the run in which its middle
+    is."""
+    ends = list(accumulate(map(reader.coded_bytes, run)))
+    count = -(-ends[-1] // most)
+    middles = ((start + end) / 2 for start, end in pairwise((0, *ends)))
+    where = [int(middle * count / ends[-1]) for middle in middles]
+    return [tuple(cell for _, cell in cells) for _, cells in groupby(zip(where, run, strict=True), key=itemgetter(0))]
 
 
 def neighbours(reader: SegmentReader, cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:

@@ -1,95 +1,111 @@
-"""A load of a prompt that the device restores: its tables, and what is launched for each layer group."""
+"""A load of a prompt that the device restores: its parts, and the tables of each.
+
+A part is cells that go through scratch memory together: a layer group, or several of a short prompt, or what of one
+fits. Its tables are made when its turn comes, so the first part is launched before those of the others are made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from sgl_kvfetch.codec import CellPlace, Device, Stream
-from sgl_kvfetch.codec.layout import PLANES, RegionLayout
+from sgl_kvfetch.codec.layout import PLANES
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import StagedCode
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
-from sgl_kvfetch.plugin.device.loads import Load
 from sgl_kvfetch.plugin.device.pinned_memory import PinnedMemory, copy
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
-from sgl_kvfetch.triton_kernels.restore_klt import KltModel, KltPlaces, klt_rows, launch_klt, region_pixels
+from sgl_kvfetch.triton_kernels.restore_klt import KltModel, klt_rows, launch_klt, vector_of
 from sgl_kvfetch.triton_kernels.xxh3 import SUMS, digests_of, xxh3_sums_table
 
 N = TypeVar("N", int, np.ndarray)
+V = TypeVar("V")
 
-_ALIGNMENT = 256  # of frames, in bytes
-_ANS_FIELDS, _SUM_FIELDS = 5, 2
+ALIGNMENT = 256  # of scratch memory, and of frames in it, in bytes
+_ANS_FIELDS, _SUM_FIELDS, _TABLES = 5, 2, 3
 _STATUS_BYTES, _SUM_BYTES = 4, 8 * SUMS
 _POINTER_BYTES = 16  # of what kernels get pointers to: for others, Triton would compile them again while SGLang serves
 
+_OF_MODELS = "first_layer", "num_layers", "first_head", "num_heads", "model_layer", "model_head"
+_OF_ROTATIONS = "first_token", "num_tokens"
+
+Work = Callable[[], object]  # launches something on the current stream
+
+
+class Works(NamedTuple):
+    """What to launch for a part. ``copies`` fill its scratch memory, ``restores`` read it and write slots. ``checks``
+    read it, too, and nothing waits for them but what uses the scratch memory next."""
+
+    copies: Sequence[Work]
+    restores: Sequence[Work]
+    checks: Sequence[Work] = ()
+
 
 class _Part(NamedTuple):
-    """Cells that go through scratch memory together, all of them coded or none. ``cells``: a slice of the prompt's.
-    ``status``: the range of their statuses. ``code``: bytes of the shared memory. ``frames_at``: where the decoded
-    frames begin in scratch memory, behind the code. ``most_area``: the most values of a row of these frames."""
+    """``cells``: a slice of the prompt's, all of them coded or none. ``status``: the range of their statuses.
+    ``code``: bytes of the shared memory. ``frames_at``: where the decoded frames begin in scratch memory, behind the
+    code."""
 
+    layer: int
     is_coded: bool
     cells: slice
     status: slice
     code: slice
     frames_at: int
     frames_bytes: int
-    most_area: int
-    most_tokens: int
-    most_exact: int
 
 
 class CodedLoad:
-    """Everything but ``works`` and ``fetch_results`` is done before anything is launched. Keeps the memory that the
-    device uses."""
+    """Keeps the memory that the device uses."""
 
     def __init__(
         self,
         pages: CudaPages,
         device: Device,
         stream: Stream,
-        scratch: torch.Tensor,
-        load: Load,
+        scratch_bytes: int,
         code: StagedCode,
         memory: PinnedMemory,
         slots: torch.Tensor,
     ) -> None:
-        """``scratch``: memory of the device that other work on ``stream`` may use before and after. ``memory``: that of
-        the prompt. ``slots``: those of the load, on the device. Raises UnsupportedError if a cell does not fit into
-        ``scratch``."""
+        """``stream``: of copies. ``scratch_bytes``: of a part, a multiple of `ALIGNMENT`. ``memory``: that of the
+        prompt. ``slots``: those of all its pages, on the device; -1 for pages that are in the pool already. Raises
+        UnsupportedError if a cell does not fit into the scratch memory."""
         assert pages.quantiser is not None
-        self._pages, self._device, self._stream, self._scratch = pages, device, stream, scratch
-        self._quantiser = pages.quantiser
-        self._memory = memory
+        self._pages, self._quantiser = pages, pages.quantiser
+        self._memory, self._slots = memory, slots
         self._cells = cells = code.cells
-        regions = (cells["height"] // cells["token_rows"]) * (cells["width"] // cells["token_cols"])
-        num_frames = -(-cells["coefficients"] // (regions * PLANES))
-        area = cells["width"] * cells["height"]
-        frames_bytes = np.where(cells["is_coded"], _aligned(num_frames * PLANES * area), 0)
-        self._parts = _parts(cells, frames_bytes, area, scratch.numel())
+        self._num_frames = -(-cells["coefficients"] // PLANES)
+        frames_bytes = _rounded(self._num_frames * PLANES * cells["num_tokens"], ALIGNMENT)
+        self._frames_bytes = np.where(cells["is_coded"], frames_bytes, 0)
         self._sizes = cells["coefficients"] * cells["num_tokens"]
-        self._make_tables(code, num_frames, frames_bytes, area)
-        # Pages that are in the pool already are left out.
-        before = torch.full((load.first_page * pages.geometry.page_size,), -1, dtype=torch.int64, device=slots.device)
-        self._slots = torch.cat([before, slots]) if len(before) else slots
-        sizes = len(cells), _aligned(self._parts[-1].status.stop)
+        self._parts = list(_parts(cells, self._frames_bytes, scratch_bytes))
+        sizes = len(cells), _rounded(self._parts[-1].status.stop, _POINTER_BYTES)
         self._results, self._on_host = _Results(device, stream, *sizes), _Results(device, None, *sizes)
+        self._packed_on_host = code.packed
+        self._packed = device.empty((code.packed.numel(),), stream)
+        self._models, self._rotations = _Made(self._model), _Made(self._rotation)
+        self._models.of(cells[:1], _OF_MODELS)
+        (first,) = self._models.found
+        self._shape, self._dtype = first.shape, first.dtype
+        row_bytes = 8 * (_ANS_FIELDS + _SUM_FIELDS) + self._shape.row_bytes
+        num_bytes = row_bytes * len(cells) + _TABLES * _POINTER_BYTES * len(self._parts)
+        self._tables_on_host, self._tables = device.pinned(num_bytes), device.empty((num_bytes,), stream)
+        self._tables_end = 0
 
-    def works(self, layer: int) -> Iterator[Callable[[], object]]:
-        """Yield what to launch before a layer can be read, if that was not yielded for a layer before."""
-        if layer == 0:
-            yield partial(copy, self._tables, self._tables_on_host)
-            yield self._results.status.zero_
-        for part in self._parts:
-            if self._cells["first_layer"][part.cells.start] == layer:
-                code = self._memory.whole[part.code]
-                yield self._memory.copy_of(code, self._scratch[: len(code)])
-                yield partial(self._restore, part)
+    def begin(self) -> list[Work]:
+        """Return what to launch on the stream of copies before any part."""
+        return [self._memory.copy_of(self._packed_on_host, self._packed), self._results.status.zero_]
+
+    def parts(self, layer: int) -> Iterator[Callable[[torch.Tensor], Works]]:
+        """Yield the parts without which a layer cannot be read, if they were not yielded for a layer before. A part is
+        a function of its scratch memory."""
+        return (partial(self._works, part) for part in self._parts if part.layer == layer)
 
     def fetch_results(self) -> None:
         """Copy to the host what `num_wrong` looks at. Launch this last."""
@@ -102,97 +118,100 @@ class CodedLoad:
         is_wrong = (status != 0) | (found != self._cells["digest"]).any(axis=1)
         return int((is_wrong & (self._cells["is_coded"] != 0)).sum())
 
-    def _restore(self, part: _Part) -> None:
-        if part.is_coded:
-            data, out = self._scratch[: part.frames_at], self._scratch[part.frames_at :][: part.frames_bytes]
-            ans_decode_table(data, self._ans[part.cells], part.most_area, out, self._results.status[part.status])
-            xxh3_sums_table(out, self._sums[part.cells], self._results.sums[part.cells])
-        rows, size = self._rows[part.cells].flatten(), self._pages.geometry.page_size
-        launch_klt(self._shape, self._dtype, self._vector, rows, self._slots, size, part.most_tokens, part.most_exact)
+    # Parts
 
-    # Tables
+    def _works(self, part: _Part, scratch: torch.Tensor) -> Works:
+        of, cells = part.cells, self._cells[part.cells]
+        code_start, tokens = cells["start"] - part.code.start, cells["num_tokens"]
+        out_start = np.cumsum(self._frames_bytes[of]) - self._frames_bytes[of]
+        integers = (part.frames_at + out_start if part.is_coded else code_start) + scratch.data_ptr()
+        tables = [
+            np.stack([code_start, cells["size"], self._num_frames[of], tokens, out_start], axis=1),
+            np.stack([out_start, self._sizes[of]], axis=1),
+            self._klt_rows(cells, integers),
+        ]
+        copy_tables, (ans, sums, klt) = self._uploaded(tables)
+        code = self._memory.whole[part.code]
+        copies: list[Work] = [copy_tables, self._memory.copy_of(code, scratch[: len(code)])]
+        kind = self._shape, self._dtype, min(map(vector_of, np.unique(tokens).tolist())), self._pages.klt_options
+        most = int(tokens.max()), int(cells["num_exact"].max())
+        rows = klt.view(-1).view(torch.uint8)
+        restore = partial(launch_klt, *kind, rows, self._slots, self._pages.geometry.page_size, *most)
+        if not part.is_coded:
+            return Works(copies, [restore])
+        data, out = scratch[: part.frames_at], scratch[part.frames_at :][: part.frames_bytes]
+        decode = partial(ans_decode_table, data, ans, most[0], out, self._results.status[part.status])
+        check = partial(xxh3_sums_table, out, sums, self._results.sums[of])
+        return Works(copies, [decode, restore], [check])
 
-    def _make_tables(
-        self, code: StagedCode, num_frames: np.ndarray, frames_bytes: np.ndarray, area: np.ndarray
-    ) -> None:
-        """Make the tables of all cells, in pinned memory. They follow what the cells have beside their integers."""
-        cells, parts = self._cells, self._parts
-        out_start = np.concatenate([_before(frames_bytes[part.cells]) for part in parts])
-        of_parts = np.repeat(np.arange(len(parts)), [part.cells.stop - part.cells.start for part in parts])
-        code_start = cells["start"] - np.array([part.code.start for part in parts])[of_parts]
-        decoded_at = np.array([part.frames_at for part in parts])[of_parts] + out_start
-        frames = np.where(cells["is_coded"], decoded_at, code_start)
-        ans = np.stack([code_start, cells["size"], num_frames, area, out_start], axis=1)
-        sums = np.stack([out_start, self._sizes], axis=1)
-        models, of_models = self._models()
-        places, of_places = self._places()
-        self._shape, self._dtype = models[0].shape, models[0].dtype
-        self._vector = min(place.vector for place in places)
-
-        packed_bytes = -(-code.packed.numel() // _POINTER_BYTES) * _POINTER_BYTES
-        num_bytes = packed_bytes + ans.nbytes + sums.nbytes + len(cells) * self._shape.row_bytes
-        self._tables_on_host = self._device.pinned(num_bytes)
-        self._tables = self._device.empty((num_bytes,), self._stream)
-        addresses = {
-            "data": cells["packed"] + self._tables.data_ptr(),
-            "frames": frames + self._scratch.data_ptr(),
-            "rotations": self._rotations(),
+    def _klt_rows(self, cells: np.ndarray, integers: np.ndarray) -> np.ndarray:
+        fields = {
+            "data": cells["packed"] + self._packed.data_ptr(),
+            "integers": integers,
+            "rotations": self._rotation_addresses(cells),
+            "tokens": cells["num_tokens"],
+            "pages": cells["num_pages"],
+            "exact": cells["num_exact"],
+            "models": self._models.of(cells, _OF_MODELS),
         }
-        numbers = {"tokens": "num_tokens", "pages": "num_pages", "exact": "num_exact"}
-        fields = addresses | {name: cells[field] for name, field in numbers.items()}
-        rows = klt_rows(self._shape, fields | {"places": of_places, "models": of_models}, places, models)
-        self._kept = models, places  # their tensors
+        rows: np.ndarray = klt_rows(self._shape, fields, self._models.found)
+        return rows
 
-        host = self._tables_on_host.numpy()
-        host[: code.packed.numel()] = code.packed.numpy()
-        made, end = [], packed_bytes
-        for table in (ans, sums, rows):
-            host[end : end + table.nbytes] = np.ascontiguousarray(table, dtype=np.int64).reshape(-1).view(np.uint8)
-            made.append(self._tables[end : end + table.nbytes].view(torch.int64).view(table.shape))
-            end += table.nbytes
-        self._ans, self._sums = made[:2]
-        self._rows = made[2].view(torch.uint8)
+    def _uploaded(self, tables: list[np.ndarray]) -> tuple[Work, list[torch.Tensor]]:
+        """Put int64 tables into pinned memory. Return their copy to the device, and the tables there."""
+        begin, made = self._tables_end, []
+        for table in tables:
+            here = slice(self._tables_end, self._tables_end + table.nbytes)
+            self._tables_on_host[here].view(torch.int64).numpy()[:] = table.reshape(-1)
+            made.append(self._tables[here].view(torch.int64).view(table.shape))
+            self._tables_end = _rounded(here.stop, _POINTER_BYTES)
+        all_of = slice(begin, self._tables_end)
+        return partial(copy, self._tables[all_of], self._tables_on_host[all_of]), made
 
-    def _models(self) -> tuple[list[KltModel], np.ndarray]:
-        """Return the models of the cells, and which of them each cell has."""
-        names = "first_layer", "num_layers", "first_head", "num_heads", "model_layer", "model_head"
-        keys, which = _distinct(self._cells, names)
-        models = []
-        for layer, num_layers, head, num_heads, model_layer, model_head in keys:
-            place = CellPlace(
-                range(model_layer, model_layer + num_layers), range(model_head, model_head + num_heads), range(0)
-            )
-            layers, heads = range(layer, layer + num_layers), range(head, head + num_heads)
-            models.append(self._pages.klt_model(self._quantiser, place, layers, heads))
-        return models, which
+    # What cells have in common
 
-    def _places(self) -> tuple[list[KltPlaces], np.ndarray]:
-        names = "width", "height", "token_rows", "token_cols", "coefficients", "num_tokens"
-        keys, which = _distinct(self._cells, names)
-        places = []
-        for width, height, token_rows, token_cols, coefficients, num_tokens in keys:
-            layout = RegionLayout(width=width, height=height, token_rows=token_rows, token_cols=token_cols)
-            pixels = self._used(self._pages.resident(region_pixels, layout, coefficients))
-            places.append(KltPlaces(layout, num_tokens, pixels))
-        return places, which
+    def _model(
+        self, layer: int, num_layers: int, head: int, num_heads: int, model_layer: int, model_head: int
+    ) -> KltModel:
+        place = CellPlace(
+            range(model_layer, model_layer + num_layers), range(model_head, model_head + num_heads), range(0)
+        )
+        layers, heads = range(layer, layer + num_layers), range(head, head + num_heads)
+        return self._pages.klt_model(self._quantiser, place, layers, heads)
 
-    def _rotations(self) -> np.ndarray:
-        """Return the address of the rotations of each cell's span; 0 without any."""
+    def _rotation(self, first_token: int, num_tokens: int) -> torch.Tensor:
         assert self._quantiser.profile is not None
         rotations = self._quantiser.profile.rotations
-        if rotations is None:
-            return np.zeros(len(self._cells), dtype=np.int64)
-        spans, which = _distinct(self._cells, ("first_token", "num_tokens"))
-        self._rotation_tables = [
-            self._used(self._pages.rotations_of(rotations, range(first, first + num_tokens)))
-            for first, num_tokens in spans
-        ]
-        addresses = np.array([table.data_ptr() for table in self._rotation_tables], dtype=np.int64)
-        return np.take(addresses, which)
+        assert rotations is not None
+        return self._pages.rotations_of(rotations, range(first_token, first_token + num_tokens))
 
-    def _used(self, table: torch.Tensor) -> torch.Tensor:
-        self._device.used_on(table, self._stream)
-        return table
+    def _rotation_addresses(self, cells: np.ndarray) -> np.ndarray:
+        """Return the address of the rotations of each cell's span; 0 without any."""
+        assert self._quantiser.profile is not None
+        if self._quantiser.profile.rotations is None:
+            return np.zeros(len(cells), dtype=np.int64)
+        which = self._rotations.of(cells, _OF_ROTATIONS)
+        return np.take(np.array([table.data_ptr() for table in self._rotations.found], dtype=np.int64), which)
+
+
+class _Made(Generic[V]):
+    """What several cells share, made once: ``make`` gets a cell's values of some fields. ``found``: all of it."""
+
+    def __init__(self, make: Callable[..., V]) -> None:
+        self._make = make
+        self._numbers: dict[bytes, int] = {}
+        self.found: list[V] = []
+
+    def of(self, cells: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        """Return where in ``found`` is what each cell has."""
+        values = np.stack([cells[name] for name in names], axis=1)
+        raw, size = values.tobytes(), values.itemsize * len(names)
+        keys = [raw[begin : begin + size] for begin in range(0, len(raw), size)]
+        for key in dict.fromkeys(keys):
+            if key not in self._numbers:
+                self.found.append(self._make(*np.frombuffer(key, dtype=np.int64).tolist()))
+                self._numbers[key] = len(self._numbers)
+        return np.array([self._numbers[key] for key in keys])
 
 
 class _Results:
@@ -205,55 +224,39 @@ class _Results:
         self.sums, self.status = sums.view(torch.int64).view(num_cells, SUMS), status.view(torch.int32)
 
 
-def _parts(cells: np.ndarray, frames_bytes: np.ndarray, area: np.ndarray, scratch_bytes: int) -> list[_Part]:
-    """Cut the cells into parts of one layer group each that fit into scratch memory with their frames."""
-    parts: list[_Part] = []
-    first = 0
-    is_coded = (cells["is_coded"] != 0).tolist()
-    layers, starts, ends = (x.tolist() for x in (cells["first_layer"], cells["start"], cells["start"] + cells["size"]))
-    frames = frames_bytes.tolist()
-    taken = frames[0] if frames else 0
-    for i in range(1, len(cells) + 1):
-        fits = i < len(cells) and taken + frames[i] + _aligned(ends[i] - starts[first]) <= scratch_bytes
-        if fits and (layers[i], is_coded[i]) == (layers[first], is_coded[first]):
-            taken += frames[i]
-            continue
-        code = slice(starts[first], max(ends[first:i]))
-        frames_at = _aligned(code.stop - code.start)
-        if frames_at + taken > scratch_bytes:
-            raise UnsupportedError(f"{frames_at + taken} bytes of a cell do not fit into {scratch_bytes} of the loader")
-        of, num_before = slice(first, i), parts[-1].status.stop if parts else 0
-        status = -(-num_before * _STATUS_BYTES // _POINTER_BYTES) * _POINTER_BYTES // _STATUS_BYTES
-        parts.append(
-            _Part(
-                is_coded[first],
-                of,
-                slice(status, status + i - first),
-                code,
-                frames_at,
-                taken,
-                int(area[of].max()),
-                int(cells["num_tokens"][of].max()),
-                int(cells["num_exact"][of].max()),
-            )
-        )
-        if i < len(cells):
-            first, taken = i, frames[i]
-    return parts
+def _parts(cells: np.ndarray, frames_bytes: np.ndarray, scratch_bytes: int) -> Iterator[_Part]:
+    """Cut the cells into parts that fit into scratch memory with their frames.
+
+    A layer group that fits is not cut. The first part has one, each later one up to twice as many as the one before:
+    few launches for a short prompt, whose first layers do not wait for the others.
+    """
+    ends = cells["start"] + cells["size"]
+    used = np.concatenate([[0], np.cumsum(frames_bytes)])  # bytes of frames, before each cell
+    needed = used[1:] + ends
+    is_coded, layers = cells["is_coded"] != 0, cells["first_layer"]
+    of_kinds = np.append(np.flatnonzero(is_coded[1:] != is_coded[:-1]) + 1, len(cells))
+    is_next = (layers[1:] != layers[:-1]) | (is_coded[1:] != is_coded[:-1])
+    groups = np.append(np.flatnonzero(is_next) + 1, len(cells))  # where layer groups end
+    first, most_groups, num_status = 0, 1, 0
+    while first < len(cells):
+        group = int(np.searchsorted(groups, first, "right"))
+        kind_end = of_kinds[np.searchsorted(of_kinds, first, "right")]
+        begin = int(cells["start"][first])
+        end = int(np.searchsorted(needed, scratch_bytes + used[first] + begin, "right"))  # of what fits
+        whole = int(np.searchsorted(groups, end, "right"))  # groups that end there
+        last = groups[min(whole - 1, group + most_groups - 1)] if whole > group else min(end, groups[group])
+        end = int(min(last, kind_end))
+        frames = int(used[max(end, first + 1)] - used[first])
+        code = slice(begin, int(ends[max(end, first + 1) - 1]))
+        frames_at = _rounded(code.stop - begin, ALIGNMENT)
+        if end == first:
+            raise UnsupportedError(f"{frames_at + frames} bytes of a cell do not fit into {scratch_bytes} of a part")
+        status = slice(num_status, num_status + end - first)
+        num_status = _rounded(status.stop * _STATUS_BYTES, _POINTER_BYTES) // _STATUS_BYTES
+        yield _Part(int(layers[first]), bool(is_coded[first]), slice(first, end), status, code, frames_at, frames)
+        first, most_groups = end, 2 * most_groups
 
 
-def _distinct(cells: np.ndarray, names: tuple[str, ...]) -> tuple[list[list[int]], np.ndarray]:
-    """Return the distinct values of some fields, and which of them each cell has."""
-    keys, which = np.unique(np.stack([cells[name] for name in names], axis=1), axis=0, return_inverse=True)
-    return keys.tolist(), which.reshape(-1)
-
-
-def _before(sizes: np.ndarray) -> np.ndarray:
-    """Return the sum of all sizes before each."""
-    before: np.ndarray = np.cumsum(sizes) - sizes
-    return before
-
-
-def _aligned(num_bytes: N) -> N:
-    """Return the next multiple of ``_ALIGNMENT``, for a number or an array."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+def _rounded(num_bytes: N, unit: int) -> N:
+    """Return the next multiple of ``unit``, for a number or an array."""
+    return -(-num_bytes // unit) * unit

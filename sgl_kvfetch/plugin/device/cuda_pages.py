@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
-from sgl_kvfetch.codec import CellPlace, Device, Quantiser, Stream
+from sgl_kvfetch.codec import CellPlace, Device, Fence, Quantiser, Stream
 from sgl_kvfetch.codec.quant import Rotations, TransformInverse, scales_of
 from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plugin.device.cuda_reads import CudaRun, SlotReader
 from sgl_kvfetch.plugin.device.klt_reads import CellOutputs, KltReads, PoolCell, open_klt_reads
 from sgl_kvfetch.plugin.device.pages import SlotPages
 from sgl_kvfetch.plugin.device.pinned_buffer import PinnedBuffer
-from sgl_kvfetch.triton_kernels.restore_klt import VECTORS, KltModel, compile_klt, klt_shape
+from sgl_kvfetch.triton_kernels.klt_choice import choose_options
+from sgl_kvfetch.triton_kernels.restore_klt import OPTIONS, VECTORS, KltModel, KltShape, compile_klt, klt_shape
 from sgl_kvfetch.types import TENSORS
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class CudaPages(SlotPages):
         self._outputs_of: dict[tuple[range, range], CellOutputs] = {}
         self._models: dict[tuple[range, range], tuple[Quantiser, KltModel]] = {}
         self._compiled: set[Hashable] = set()
+        self.klt_options = OPTIONS[0]  # of restores
         # A team of OpenMP threads would spin.
         self._rotating = ThreadPoolExecutor(1, "kvfetch-rotate", use_one_thread)
         self._klt_reads: KltReads | None = None
@@ -87,8 +89,8 @@ class CudaPages(SlotPages):
         return CudaRun(self._reader, there, page_size, run)
 
     def _fence(self, stream: Stream, slots: torch.Tensor) -> None:
-        stream.wait_event(self.device.current_stream().record_event())  # slots are computed on this stream
-        stream.wait_event(self._forward_stream.record_event())
+        for fence in self.fences():
+            stream.wait_event(fence)
         self.device.used_on(slots, stream)
 
     def new_stream(self) -> Stream:
@@ -96,12 +98,16 @@ class CudaPages(SlotPages):
         self._pool_streams.append(self.device.new_stream())
         return self._pool_streams[-1]
 
-    def open_load(self, slots: torch.Tensor, stream: Stream) -> torch.Tensor:
-        """Return ``slots`` for work on ``stream``, int64 on the device, and order what is launched there from now on
-        after everything that the model was given to compute so far. Call this on the scheduler's thread."""
+    def open_load(self, slots: torch.Tensor, num_before: int = 0) -> torch.Tensor:
+        """Return ``slots`` behind ``num_before`` that are skipped, int64 on the device. Call this on the scheduler's
+        thread; nobody may use the result before `fences`, or forget it before the work with it is done."""
         there = slots.to(torch.int64)
-        self._fence(stream, there)
-        return there
+        return torch.cat([there.new_full((num_before,), -1), there]) if num_before else there
+
+    def fences(self) -> list[Fence]:
+        """Return the points after everything that the scheduler's thread and the model were given to compute so
+        far. Call this on the scheduler's thread."""
+        return [self.device.current_stream().record_event(), self._forward_stream.record_event()]
 
     def wait_until_unused(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
@@ -131,12 +137,20 @@ class CudaPages(SlotPages):
             for token in range(0, _ROTATED_SPANS * num_tokens, num_tokens):
                 self.rotations_of(inverse.rotations, range(token, token + num_tokens))
         model = self.klt_model(quantiser, first, range(len(first.layers)), range(len(first.heads)))
-        no_slots = torch.empty(0, dtype=torch.int64, device=self.device.torch_device)
-        for vector in VECTORS:
-            kind = model.shape, model.dtype, vector
+        with self.device.launching(self._uploads) as launch:
+            kind = model.shape, model.dtype
             if kind not in self._compiled:
-                self.device.launch(self._uploads, partial(compile_klt, *kind, no_slots))
                 self._compiled.add(kind)
+                launch(partial(self._compile, *kind, model.num_coefficients))
+
+    def _compile(self, shape: KltShape, dtype: torch.dtype, coefficients: int) -> None:
+        device = self.device.torch_device
+        if device.type == "cuda":
+            self.klt_options, about = choose_options(shape, dtype, coefficients, device)
+            logger.info("kvfetch: %s", about)
+        no_slots = torch.empty(0, dtype=torch.int64, device=device)
+        for vector in VECTORS:
+            compile_klt(shape, dtype, vector, self.klt_options, no_slots)
 
     def _inverse(self, quantiser: Quantiser, place: CellPlace) -> TransformInverse:
         """Return the inverse of a cell's quantiser. Its tensors stay on the device, for later cells."""
@@ -200,6 +214,8 @@ class CudaPages(SlotPages):
     # Writing to the store
 
     def prepare_writes(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
+        if self._klt_reads is not None:
+            self._klt_reads.close()
         self._klt_reads = None
         if not quantiser.gpu_quantises:
             return
@@ -209,7 +225,7 @@ class CudaPages(SlotPages):
             layers = range(place.layers.start - self.first_layer, place.layers.stop - self.first_layer)
             heads = range(place.heads.start - first_head, place.heads.stop - first_head)
             cells.append(PoolCell(place, layers, heads, self._outputs(layers, heads)))
-        self._klt_reads, result = open_klt_reads(self.device, self._read_buffer, self._reads, quantiser, cells)
+        self._klt_reads, result = open_klt_reads(self.device, self._reads, quantiser, cells)
         logger.info("kvfetch: %s", result)
 
 

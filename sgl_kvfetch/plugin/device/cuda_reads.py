@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from sgl_kvfetch.codec import CellValues, Device, Quantised, Stream
+from sgl_kvfetch.codec import CellValues, Device, Stream
 from sgl_kvfetch.log import LimitedLogger, brief
 from sgl_kvfetch.plane import consecutive_runs
 from sgl_kvfetch.plugin.device.klt_reads import KltRun
@@ -74,6 +74,7 @@ class CudaRun(PageRun):
 
     def __init__(self, reader: SlotReader, slots: torch.Tensor, page_size: int, klt: KltRun | None) -> None:
         self._reader, self._slots, self._page_size, self._klt = reader, slots, page_size, klt
+        self.num_rows = () if klt is None else klt.num_rows
 
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
         """Waits for the device."""
@@ -82,11 +83,13 @@ class CudaRun(PageRun):
         rows = self._reader.read(tensor, runs)
         return rows.view(len(pages), size, *rows.shape[1:])
 
-    def quantise(self, first_page: int, pages: range) -> Sequence[Quantised] | None:
+    def quantise(
+        self, first_page: int, pages: range, memory: torch.Tensor, offset: int
+    ) -> Sequence[torch.Tensor] | None:
         if self._klt is None:
             return None
         try:
-            return self._klt.quantise(first_page, pages)
+            return self._klt.quantise(first_page, pages, memory, offset)
         except Exception as e:  # a compiler and a driver fail in many ways
             _limited.warning("quantise", f"pages are quantised on the CPU: {brief(e)}")
             return None

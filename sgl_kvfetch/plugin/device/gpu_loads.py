@@ -1,16 +1,29 @@
 """Loads staged prompts into a pool on a GPU, while the batch that needs them already computes.
 
-Coded cells cross the bus as they are, a layer group or a part of it at a time: one copy, one `ans_decode` for all their
-integers, one `xxh3` for their checksums, one `restore_klt`. They go through scratch memory of a fixed size, one part
-after the other on one stream. So the number of launches depends on the scratch memory, and not on the number of cells.
-Values that the data plane has restored, of other quantisers or codecs, are copied layer by layer.
+Coded cells cross the bus as they are, in parts of a layer group or more: two copies, one `ans_decode` for all their
+integers, one `restore_klt`, one `xxh3` for their checksums. What takes how long on an H200 says why it is done so
+(docs/gpu/model.md): a copy is the copy engine's, `ans_decode` mostly waits, and `restore_klt` fills the chip. So
+several parts are under way at once.
 
-A forward pass waits for the event after a layer. Checksums are compared when the pass has been launched: if one is
-wrong, SGLang aborts the requests of the load before their results are used.
+* **One stream copies**, and never waits for a kernel but those that used the scratch memory before.
+* **A lane** is a stream of kernels with scratch memory of its own. Parts go to the lanes in turn. The copy waits for
+  the lane's last use of its memory; the lane waits for the copy. So while one lane decodes, others copy and restore.
+* **A layer** is loaded when each lane has restored what was launched for it so far: a forward pass waits for one event
+  a lane. Checksums come after a part's restore, so that no pass waits for them.
+* **All are done** when the stream of copies, which fetches the results at the end, has waited for all lanes. Until then
+  the batch keeps whatever memory they use, also after a failure.
+
+The number of launches depends on the scratch memory, and not on the number of cells. Values that the data plane has
+restored, of other quantisers or codecs, go the same way, a layer at a time.
+
+Statuses and checksums are compared when the pass has been launched: if one is wrong, SGLang aborts the requests of the
+load before their results are used.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,10 +34,10 @@ import torch
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import Device, Event, Fence
+from sgl_kvfetch.codec import Device, Event, Fence, Stream
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.openmp import use_one_thread
-from sgl_kvfetch.plugin.device.coded_loads import CodedLoad
+from sgl_kvfetch.plugin.device.coded_loads import ALIGNMENT, CodedLoad, Works
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.device.loads import Load, Loader
 from sgl_kvfetch.plugin.device.pinned_memory import PinnedMemory
@@ -32,7 +45,12 @@ from sgl_kvfetch.plugin.device.pinned_memory import PinnedMemory
 logger = logging.getLogger(__name__)
 
 MiB = 1 << 20
-SCRATCH_BYTES = 64 * MiB
+LANES = 2
+MOST_SCRATCH_BYTES = 512 * MiB  # two layer groups of 32,768 tokens a lane, of a model like Llama-3.1-8B
+LEAST_SCRATCH_BYTES = 64 * MiB
+_FREE_SHARE = 8  # the scratch memory is at most that part of what is free at the start
+
+_Part = Callable[[torch.Tensor], Works]  # a part, as a function of its scratch memory
 
 
 class GpuLayerCounter(LayerWiseLoadCounter):  # type: ignore[misc]
@@ -42,25 +60,39 @@ class GpuLayerCounter(LayerWiseLoadCounter):  # type: ignore[misc]
         super().__init__(num_layers)
         self._device = device
 
-    def complete(self, index: int, layer: int, fence: Fence | None = None) -> None:
-        self.futures[index][layer].set_result(fence)
+    def complete(self, index: int, layer: int, fences: Sequence[Fence] = ()) -> None:
+        self.futures[index][layer].set_result(fences)
 
     def wait_until(self, threshold: int) -> None:
         futures = self.futures.get(self.consumer_index)
         if futures is None:
             return
         if futures[threshold].exception() is None:  # waits until the layer is launched, which takes milliseconds
-            self._device.current_stream().wait_event(futures[threshold].result())
+            stream = self._device.current_stream()
+            for fence in futures[threshold].result():
+                stream.wait_event(fence)
         if self.on_layer_ready is not None:
             self.on_layer_ready(self.consumer_index, threshold)
 
 
 @dataclass(eq=False)
+class _Lane:
+    """``free``: after the last use of ``scratch``."""
+
+    stream: Stream
+    scratch: torch.Tensor
+    free: Fence | None = None
+
+
+@dataclass(eq=False)
 class _Running:
-    """A batch's loads, until SGLang has finished them. ``coded`` keep memory that the device uses until ``done``.
-    ``launching`` is done when all was launched that will be; ``is_complete``: whether it was all."""
+    """A batch's loads, until SGLang has finished them. ``slots``: of each, on the device. ``after``: what the pool's
+    slots are written after. ``coded``, and ``slots``, keep memory that the device uses until ``done``. ``launching`` is
+    done when all was launched that will be; ``is_complete``: whether it was all."""
 
     loads: Sequence[Load]
+    slots: list[torch.Tensor] = field(default_factory=list)
+    after: list[Fence] = field(default_factory=list)
     launching: Future[None] | None = None
     done: Event | None = None
     coded: dict[Load, CodedLoad] = field(default_factory=dict)
@@ -68,33 +100,50 @@ class _Running:
 
 
 class GpuLoader(Loader):
-    """Loads on a stream of its own. ``begin`` and ``finish`` run on the scheduler's thread."""
+    """Loads on streams of its own. ``begin`` and ``finish`` run on the scheduler's thread."""
 
     def __init__(self, pages: CudaPages, device: Device, scratch_bytes: int | None = None) -> None:
-        """``scratch_bytes``: `SCRATCH_BYTES` by default. Raises UnsupportedError if the device has no room for them."""
+        """``scratch_bytes``: by default, what is free on the device decides. Raises UnsupportedError if the device has
+        no room for them."""
         self.counter = GpuLayerCounter(pages.geometry.num_layers, device)
         self._pages = pages
         self._device = device
-        self._stream = pages.new_stream()
-        self._scratch = self._allocate(scratch_bytes or SCRATCH_BYTES)
+        self._copies = device.new_stream()
+        scratch = self._allocate(scratch_bytes)
+        self._lane_bytes = scratch.numel() // LANES // ALIGNMENT * ALIGNMENT
+        begins = range(0, LANES * self._lane_bytes, self._lane_bytes)
+        self._lanes = [_Lane(pages.new_stream(), scratch[begin:][: self._lane_bytes]) for begin in begins]
+        self._turns = itertools.cycle(self._lanes)
         self._running: dict[int, _Running] = {}
         self._memory: PinnedMemory | None = None  # that the last load was read from
         self._thread = ThreadPoolExecutor(1, "kvfetch-load", use_one_thread)
 
-    def _allocate(self, num_bytes: int) -> torch.Tensor:
-        try:
-            return self._device.empty((num_bytes,), self._stream)
-        except torch.OutOfMemoryError as error:
-            raise UnsupportedError(
-                f"device mode needs {num_bytes / MiB:.0f} MiB on the GPU beside the KV pool, which are not free: lower "
-                "--mem-fraction-static"
-            ) from error
+    def _allocate(self, num_bytes: int | None) -> torch.Tensor:
+        """Allocate scratch memory. Of ``None``, a share of what is free, as forward passes need memory, too."""
+        free = self._device.free_bytes()
+        share = min(MOST_SCRATCH_BYTES, max(LEAST_SCRATCH_BYTES, free // _FREE_SHARE // MiB * MiB))
+        sizes = [num_bytes] if num_bytes else sorted({share, min(share, LEAST_SCRATCH_BYTES)}, reverse=True)
+        for size in sizes:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                scratch = self._device.empty((size,), self._copies)
+                about = f"{size / MiB:.0f} MiB of scratch memory on the GPU, where {free / MiB:.0f} were free"
+                logger.info("kvfetch: loads use %s", about)
+                return scratch
+        raise UnsupportedError(
+            f"device mode needs {sizes[-1] / MiB:.0f} MiB on the GPU beside the KV pool, where {free / MiB:.0f} are "
+            "free: lower --mem-fraction-static"
+        )
 
     def begin(self, loads: Sequence[Load]) -> int:
         index: int = self.counter.update_producer()
         self._running[index] = running = _Running(loads)
-        slots = [self._pages.open_load(load.slots, self._stream) for load in loads]
-        running.launching = self._thread.submit(self._run, index, running, slots)
+        page_size = self._pages.geometry.page_size
+        for load in loads:
+            # Coded cells say which pages of the prompt their tokens are; of values, those are taken that are wanted.
+            num_before = 0 if load.staged.code is None else load.first_page * page_size
+            running.slots.append(self._pages.open_load(load.slots, num_before))
+        running.after += self._pages.fences()
+        running.launching = self._thread.submit(self._run, index, running)
         return index
 
     def finish(self, index: int) -> bool:
@@ -140,55 +189,88 @@ class GpuLoader(Loader):
 
     # On the loading thread
 
-    def _run(self, index: int, running: _Running, slots: Sequence[torch.Tensor]) -> None:
+    def _run(self, index: int, running: _Running) -> None:
         try:
-            with self._device.launching(self._stream) as launch:
-                pairs = zip(running.loads, slots, strict=True)
-                works = [self._work(load, there, running) for load, there in pairs]
-                fence = None
-                for layer in range(self._pages.geometry.num_layers):
-                    launched = [launch(work) for works_of in works for work in works_of(layer)]
-                    if launched or fence is None:
-                        fence = self._stream.record_event()
-                    self.counter.complete(index, layer, fence)
+            restored: dict[int, Fence] = {}  # by lane
+            for lane, fence in itertools.product(self._lanes, running.after):
+                lane.stream.wait_event(fence)
+            parts_of = [
+                self._open(load, slots, running) for load, slots in zip(running.loads, running.slots, strict=True)
+            ]
+            for layer in range(self._pages.geometry.num_layers):
+                for part in itertools.chain.from_iterable(parts(layer) for parts in parts_of):
+                    lane = next(self._turns)
+                    restored[id(lane)] = self._launch(part(lane.scratch), lane)
+                self.counter.complete(index, layer, tuple(restored.values()))
+            self._join()
+            with self._device.launching(self._copies) as launch:
                 for coded in running.coded.values():
                     launch(coded.fetch_results)
-                running.is_complete = True
+            running.is_complete = True
         except Exception as error:
             logger.exception("kvfetch: loading failed; the CPU will decode these segments")
             self.counter.fail(index, error)
         finally:
-            running.done = self._device.mark(self._stream)  # also after a failure: what was launched may still run
+            if not running.is_complete:
+                self._join()  # what was launched may still run
+            running.done = self._device.mark(self._copies)
 
-    def _work(
-        self, load: Load, slots: torch.Tensor, running: _Running
-    ) -> Callable[[int], Iterator[Callable[[], object]]]:
-        """Return a function that yields what a load launches for a layer."""
-        memory = self._pinned(load.staged.memory)
-        if load.staged.code is None:
+    def _launch(self, works: Works, lane: _Lane) -> Fence:
+        """Launch a part. Return the fence after which its slots may be read."""
+        if lane.free is not None:
+            self._copies.wait_event(lane.free)
+        with self._device.launching(self._copies) as launch:
+            for work in works.copies:
+                launch(work)
+        lane.stream.wait_event(self._copies.record_event())
+        with self._device.launching(lane.stream) as launch:
+            for work in works.restores:
+                launch(work)
+            restored = lane.free = lane.stream.record_event()
+            for work in works.checks:
+                launch(work)
+        if works.checks:
+            lane.free = lane.stream.record_event()
+        return restored
+
+    def _join(self) -> None:
+        """Let the stream of copies wait for all lanes."""
+        for lane in self._lanes:
+            self._copies.wait_event(lane.stream.record_event())
+
+    def _open(self, load: Load, slots: torch.Tensor, running: _Running) -> Callable[[int], Iterator[_Part]]:
+        """Return a function that yields the parts of a load that a layer needs beside those of layers before."""
+        memory, code = self._pinned(load.staged.memory), load.staged.code
+        if code is None:
             return partial(self._copy_values, load, memory, slots)
-        coded = CodedLoad(self._pages, self._device, self._stream, self._scratch, load, load.staged.code, memory, slots)
+        coded = CodedLoad(self._pages, self._device, self._copies, self._lane_bytes, code, memory, slots)
         running.coded[load] = coded
-        return coded.works
+        with self._device.launching(self._copies) as launch:
+            for work in coded.begin():
+                launch(work)
+        return coded.parts
 
     def _pinned(self, memory: torch.Tensor) -> PinnedMemory:
         """Return the shared memory of a load; another data plane, after one has ended, has memory of its own."""
         if self._memory is None or self._memory.whole is not memory:
             if self._memory is not None:
-                self._device.mark(self._stream).synchronize()
+                self._device.mark(self._copies).synchronize()
                 self._memory.unpin()
             self._memory = PinnedMemory(self._device, memory)
         return self._memory
 
-    def _copy_values(
-        self, load: Load, memory: PinnedMemory, slots: torch.Tensor, layer: int
-    ) -> Iterator[Callable[[], object]]:
+    def _copy_values(self, load: Load, memory: PinnedMemory, slots: torch.Tensor, layer: int) -> Iterator[_Part]:
         first = load.first_page * self._pages.geometry.page_size
         for buffer, values in zip(self._pages.layer_buffers(layer), load.staged.values, strict=True):
             rows = values[layer, first : first + len(slots)].view(buffer.dtype)
-            at_once = self._scratch.numel() // rows[0].nbytes
+            at_once = self._lane_bytes // rows[0].nbytes
             for begin in range(0, len(rows), at_once):
-                part = rows[begin : begin + at_once]
-                there = self._scratch[: part.nbytes].view(part.dtype).view(part.shape)
-                yield memory.copy_of(part, there)
-                yield partial(buffer.index_copy_, 0, slots[begin : begin + at_once], there)
+                some = slice(begin, begin + at_once)
+                yield partial(_values_part, memory, rows[some], buffer, slots[some])
+
+
+def _values_part(
+    memory: PinnedMemory, rows: torch.Tensor, buffer: torch.Tensor, slots: torch.Tensor, scratch: torch.Tensor
+) -> Works:
+    there = scratch[: rows.nbytes].view(rows.dtype).view(rows.shape)
+    return Works([memory.copy_of(rows, there)], [partial(buffer.index_copy_, 0, slots, there)])

@@ -24,7 +24,7 @@ from typing import Any
 from sgl_kvfetch import metrics
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.openmp import use_one_thread
-from sgl_kvfetch.plane import DataPlane
+from sgl_kvfetch.plane import DataPlane, Quantising
 from sgl_kvfetch.plugin.device.pages import GuardedSource, SlotPages
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.waiting_queue import spare_tokens
@@ -156,6 +156,7 @@ class Offloads:
         size = self._pages.geometry.page_size
         slots = tree.path_device_indices(node)[new.start * size : new.stop * size]
         offload.source = GuardedSource(self._pages.open_reads(slots))
+        rows = offload.source.num_rows
         write = partial(
             self._plane.write,
             new.start,
@@ -163,7 +164,7 @@ class Offloads:
             hash_bytes(hashes),
             range(len(hashes)),
             offload.source.read,
-            read_quantised=partial(offload.source.quantise, new.start),
+            quantising=Quantising(rows, partial(offload.source.quantise, new.start)) if rows else None,
             may_wait=partial(self._may_wait, offload.source),
         )
         self._copies.put(partial(_copy, write, offload, hashes))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-from sgl_kvfetch.codec import CellPlace, Device, Quantised, Quantiser
+from sgl_kvfetch.codec import CellPlace, Device, Quantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import consecutive_runs
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
@@ -26,9 +26,13 @@ class PageRun(ABC):
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
         """Return a copy of all layers and heads of ``pages``: ``(pages, page_size, layers, heads, dim)``."""
 
-    def quantise(self, first_page: int, pages: range) -> Sequence[Quantised] | None:
-        """Return the parts of ``pages`` for each cell, in storage order; None if they are to be read as they are. This
-        default quantises nothing: the data plane does. ``first_page``: the run's position in the sequence."""
+    num_rows: Sequence[int] = ()  # integers of a token, by cell in storage order; none if it quantises nothing
+
+    def quantise(
+        self, first_page: int, pages: range, memory: torch.Tensor, offset: int
+    ) -> Sequence[torch.Tensor] | None:
+        """Quantise ``pages`` into shared memory, as `plane.Quantising` says. None if they are to be read as they are.
+        ``first_page``: the run's position in the sequence."""
         return None
 
 
@@ -114,7 +118,7 @@ def open_gpu(pool: Any) -> tuple[Device, bool] | None:
     if device.type != "cuda":
         raise UnsupportedError(f"device mode does not support {device}: add --enable-hierarchical-cache")
     logger.warning(
-        "kvfetch: device mode on a GPU has not been run by its authors yet, only tested without one; "
+        "kvfetch: device mode has run on one GPU so far, an H200, where a hit did not pay; "
         "--enable-hierarchical-cache gives host mode"
     )
     from sgl_kvfetch.codec.bitstream import try_gpu_ans
@@ -151,10 +155,16 @@ class GuardedSource:
         with self._lock:
             return None if self.is_closed else self._run.read(tensor, pages)
 
-    def quantise(self, first_page: int, pages: range) -> Sequence[Quantised] | None:
+    @property
+    def num_rows(self) -> Sequence[int]:
+        return self._run.num_rows
+
+    def quantise(
+        self, first_page: int, pages: range, memory: torch.Tensor, offset: int
+    ) -> Sequence[torch.Tensor] | None:
         """See `PageRun.quantise`. Also None if the source is closed."""
         with self._lock:
-            return None if self.is_closed else self._run.quantise(first_page, pages)
+            return None if self.is_closed else self._run.quantise(first_page, pages, memory, offset)
 
     def close(self) -> None:
         with self._lock:

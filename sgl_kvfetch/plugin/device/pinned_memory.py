@@ -1,7 +1,7 @@
-"""Shared memory that is pinned piece by piece, when a load first reads it.
+"""Shared memory that is pinned piece by piece, when a copy first needs it.
 
-It is as large as the KV pool, so that one prompt of any length fits, but little of it is in use. Pinning all of it
-would take that memory from the host, and seconds in which a forward pass waits.
+That of loads is as large as the KV pool, so that one prompt of any length fits, but little of it is in use. Pinning all
+of it would take that memory from the host, and seconds in which a forward pass waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PIECE_BYTES = 64 << 20
 
 
 class PinnedMemory:
-    """Belongs to the loading thread. ``whole``: the shared memory of one data plane."""
+    """Belongs to one thread. ``whole``: the shared memory of one data plane."""
 
     def __init__(self, device: Device, whole: torch.Tensor) -> None:
         self._device = device
@@ -31,14 +31,19 @@ class PinnedMemory:
     def copy_of(self, x: torch.Tensor, into: torch.Tensor) -> Callable[[], None]:
         """Pin ``x``, contiguous and in this memory. Return what launches its copy to ``into``, on the device. If it
         cannot be pinned, the copy waits for the device, and is slow."""
+        return partial(_copy_all, list(self._pinned_parts(x, into)))
+
+    def copy_into(self, x: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        """The same for a copy to ``x`` of ``source``, which is on the device."""
+        return partial(_copy_all, [(theirs, ours) for ours, theirs in self._pinned_parts(x, source)])
+
+    def _pinned_parts(self, x: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         begin = x.data_ptr() - self.whole.data_ptr()
-        source, target = (each.view(-1).view(torch.uint8) for each in (x, into))
-        parts = []
+        ours, theirs = (each.view(-1).view(torch.uint8) for each in (x, other))
         for number, part in _pieces(begin, begin + x.nbytes):
             self._pin(number)
             there = slice(part.start - begin, part.stop - begin)
-            parts.append((source[there], target[there]))
-        return partial(_copy_all, parts)
+            yield ours[there], theirs[there]
 
     def _pin(self, number: int) -> None:
         if self._is_refused or number in self._pinned:

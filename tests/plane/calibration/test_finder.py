@@ -26,7 +26,7 @@ from sgl_kvfetch.plane.calibration.finder import ProfileFinder
 from sgl_kvfetch.plane.calibration.job import Job, write_prompts
 from sgl_kvfetch.plane.calibration.own import OwnCalibration
 from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
-from sgl_kvfetch.plane.profiles import take_from_store
+from sgl_kvfetch.plane.profiles import cache_folder, take_from_store
 from sgl_kvfetch.stores.profiles import publish_profile
 from tests.stores.test_profiles import NO_KEYS, save
 
@@ -119,7 +119,8 @@ async def test_an_interrupted_calibration_goes_on_and_is_published(
     model: Path, config: KVFetchConfig, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the next server, whose token is not permitted to publish it at first."""
-    folder = cache / "calibrations" / fingerprint_model(str(model))
+    folder = cache_folder("calibrations", fingerprint_model(str(model)), config.store)
+    assert folder.is_relative_to(cache)
     async with finding(config, model) as first:
         await first.begin_paused()
         assert first.process is not None
@@ -169,7 +170,35 @@ async def test_a_neighbour_that_is_sooner_ends_the_calibration(
         taken = await found.taken()
     assert name == f"{weights}/{taken.digest}"
     assert not _exists(f"/proc/{pid}")
-    assert not (cache / "calibrations" / weights).exists()
+    assert not list((cache / "calibrations").iterdir())
+
+
+async def test_a_server_of_another_store_keeps_its_calibration(
+    model: Path, config: KVFetchConfig, cache: Path, tmp_path: Path
+) -> None:
+    weights = fingerprint_model(str(model))
+    other = config.model_copy(update={"store": f"file://{tmp_path}/other"})
+    async with finding(config, model) as found, finding(other, model) as of_other:
+        await found.begin_paused()
+        await of_other.begin_paused()
+        store = LocalStore(tmp_path / "other")
+        await publish_profile(store, save(tmp_path, weights=weights), NO_KEYS)
+        await store.close()
+        await of_other.taken()
+        assert found.process is not None
+        folder = cache_folder("calibrations", weights, config.store)
+        assert list((cache / "calibrations").iterdir()) == [folder]
+
+
+async def test_a_server_that_does_not_calibrate_deletes_nothing_of_its_neighbours(
+    model: Path, config: KVFetchConfig, cache: Path
+) -> None:
+    folder = cache_folder("calibrations", fingerprint_model(str(model)), config.store)
+    async with finding(config, model) as found:
+        await found.begin_paused()
+        async with finding(config, model) as neighbour:
+            await neighbour.finder._own.forget()
+        assert (folder / "prompts").exists()
 
 
 async def test_no_fault_ends_the_finder(

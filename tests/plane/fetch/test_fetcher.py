@@ -57,7 +57,7 @@ async def test_pages_land_where_they_are_wanted(fetcher: Fetcher, segment: Segme
 
 
 async def test_only_the_spans_that_are_needed_are_read(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
-    units = {span: list(read_units(sources(segment, [0])[0].reader, span, 600)) for span in range(4)}
+    units = {span: read_units(sources(segment, [0])[0].reader, span, 600) for span in range(4)}
     assert all(len(u) > 1 for u in units.values())
     await fetch(fetcher, sources(segment, [2, 3, 4]), PoisonedPool(3), [0, 1, 2])
     assert store.num_gets == len(units[1]) + len(units[2])
@@ -72,7 +72,7 @@ async def test_what_was_read_ahead_is_not_read_again(fetcher: Fetcher, segment: 
     assert (await fetch(fetcher, wanted, pool, [0, 1])).num_pages == 2
     assert holds(pool, segment, range(2), [0, 1])
     reader = wanted[0].reader
-    assert store.num_gets == len(list(read_units(reader, 0, 600)))
+    assert store.num_gets == len(read_units(reader, 0, 600))
     await assert_nothing_held(fetcher)
 
 
@@ -85,7 +85,7 @@ async def test_a_span_that_two_batches_share_is_read_once(
     assert (await fetch(fetcher, sources(segment, [3, 4, 5]), pool, [3, 4, 5])).num_pages == 3
     assert holds(pool, segment, range(1, 6), range(1, 6))
     reader = sources(segment, [0])[0].reader
-    assert store.num_gets == sum(len(list(read_units(reader, span, 600))) for span in range(3))
+    assert store.num_gets == sum(len(read_units(reader, span, 600)) for span in range(3))
 
 
 async def test_begun_spans_of_several_conversations_are_kept_within_bounds(
@@ -138,7 +138,7 @@ async def test_a_failed_read_ahead_is_not_kept_for_a_fetch(
 
 async def test_a_corrupt_span_ends_the_hit(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
     wanted = sources(segment, range(8))
-    store.flip_from = next(read_units(wanted[0].reader, 2, 600)).reads[0][1]
+    store.flip_from = read_units(wanted[0].reader, 2, 600)[0].reads[0][1]
     pool = PoisonedPool(8)
     result = await fetch(fetcher, wanted, pool, list(range(8)))
     assert result.num_pages == 4
@@ -366,9 +366,7 @@ async def test_the_link_is_left_to_others_once_all_is_requested(
         )
         await asyncio.wait_for(is_requested.wait(), WAIT_S)
         assert not task.done()
-        assert store.num_gets == sum(
-            len(list(read_units(sources(segment, [0])[0].reader, span, 600))) for span in range(4)
-        )
+        assert store.num_gets == sum(len(read_units(sources(segment, [0])[0].reader, span, 600)) for span in range(4))
         store.gate.set()
         assert (await task).num_pages == 8
 

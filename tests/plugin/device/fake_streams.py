@@ -81,6 +81,7 @@ class FakeDevice(Device):
         self.num_empty = self.num_pinned = 0  # allocations
         self.pinned_memory: list[torch.Tensor] = []  # arguments of `pin`
         self.num_launching = 0  # calls of `launching`
+        self.num_free_bytes = 1 << 29
         self.scheduler = cast(FakeStream, self.new_stream())
         self.forward = cast(FakeStream, self.new_stream())
 
@@ -107,6 +108,9 @@ class FakeDevice(Device):
 
     def _record(self, stream: Stream) -> Event:
         return cast(FakeStream, stream).record_event()
+
+    def free_bytes(self) -> int:
+        return self.num_free_bytes
 
     def empty(self, shape: Sequence[int], stream: Stream) -> torch.Tensor:
         self.num_empty += 1

@@ -24,7 +24,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("ref
 
 def load(pages: CudaPages, slots: torch.Tensor, stream: Stream, value: float, *, fences: bool = True) -> None:
     """Launch a write to slots, as a load does."""
-    there = pages.open_load(slots, stream) if fences else slots
+    there = pages.open_load(slots)
+    for fence in pages.fences() if fences else ():
+        stream.wait_event(fence)
 
     def write() -> None:
         for layer in range(pages.geometry.num_layers):
@@ -77,7 +79,9 @@ def test_writing_to_the_store_does_not_hold_up_loads() -> None:
     device = FakeDevice()
     pages = make_pages(device)
     stream = pages.new_stream()
-    slots = pages.open_load(slots_of(PLACES), stream)
+    slots = pages.open_load(slots_of(PLACES))
+    for fence in pages.fences():
+        stream.wait_event(fence)
     device.forward.wait_event(FakeEvent(device))  # its end never comes
     pages.open_reads(slots_of(PLACES))
     device.launch(stream, lambda: set_slots(pages, PLACES, 5.0))

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+from benchmarks import gpu_model
 from harness.waiting import wait_until
 from sgl_kvfetch.codec import Stream
 from sgl_kvfetch.codec.container.manifest import decode_manifest
@@ -32,7 +33,7 @@ from tests.plugin.device import rig as device_rig, rig as linker_rig
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.fake_streams import ClockedDevice, ClockedStream, FakeDevice
 from tests.plugin.device.gpu_models import DIM, HEADS, LAYERS, loaded, make_quantiser, use_small_model
-from tests.plugin.device.rig import Rig, prompt
+from tests.plugin.device.rig import Rig, key_of, prompt
 from tests.reasons import assert_counted
 from tests.test_threads import assert_threads
 
@@ -54,11 +55,11 @@ def quantiser() -> KltQuantiser:
     return make_quantiser()
 
 
-@pytest.mark.parametrize("scratch_bytes", [LARGE, 3 << 10])
+@pytest.mark.parametrize("scratch_bytes", [LARGE, 6 << 10])
 def test_coded_cells_are_restored_on_the_gpu(
     make: MakeRig, quantiser: KltQuantiser, scratch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_loads, "SCRATCH_BYTES", scratch_bytes)
+    monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", scratch_bytes)
     monkeypatch.setattr(runtime, "INTERPRETED", scratch_bytes != LARGE)
     tokens = prompt(0)
     cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
@@ -89,11 +90,11 @@ OTHERS = ({"codec": "hevc"}, {"codec": "zstd"}, {"codec": "ans", "levels": {"cou
 
 
 @pytest.mark.parametrize("config", OTHERS, ids=["video", "zstd", "levels"])
-@pytest.mark.parametrize("scratch_bytes", [LARGE, 3 << 10])
+@pytest.mark.parametrize("scratch_bytes", [LARGE, 6 << 10])
 def test_integers_that_the_cpu_decodes_are_restored_on_the_gpu(
     scratch_bytes: int, config: dict[str, Any], make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_loads, "SCRATCH_BYTES", scratch_bytes)
+    monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", scratch_bytes)
     tokens = prompt(0)
     cpu = make(quantiser=quantiser, num_layers=LAYERS, **config)
     cpu.stored(tokens)
@@ -266,7 +267,7 @@ def test_a_load_that_cannot_be_launched_aborts_its_request_and_the_cpu_decodes_f
     tokens, gpu = prompt(0), PoorDevice()
     make(quantiser=quantiser, codec="ans", num_layers=LAYERS).stored(tokens)
     if fault == "scratch memory too small":
-        monkeypatch.setattr(gpu_loads, "SCRATCH_BYTES", 512)
+        monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", 512)
     rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
     gpu.refuses_to_launch = fault == "a kernel that does not launch"
     gpu.lacks_memory = fault == "no memory left"
@@ -289,8 +290,84 @@ def test_a_load_that_cannot_be_launched_aborts_its_request_and_the_cpu_decodes_f
 def test_a_gpu_without_room_for_the_scratch_memory_is_named_at_the_start(make: MakeRig) -> None:
     gpu = PoorDevice()
     gpu.lacks_memory = True
-    with pytest.raises(UnsupportedError, match=r"needs 64 MiB on the GPU .* lower --mem-fraction-static"):
+    with pytest.raises(UnsupportedError, match=r"needs 64 MiB on the GPU .* 512 are free: lower --mem-fraction-static"):
         make(num_layers=LAYERS, gpu=gpu)
+
+
+class RoomyDevice(FakeDevice):
+    """Allocates memory that nobody touches."""
+
+    def __init__(self, free_mib: int, most_mib: int) -> None:
+        super().__init__()
+        self.num_free_bytes, self._most_bytes = free_mib << 20, most_mib << 20
+
+    def empty(self, shape: Sequence[int], stream: Stream) -> torch.Tensor:
+        if shape[0] > self._most_bytes:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.empty(*shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "most_mib", "used_mib"),
+    [(80 << 10, 1 << 10, 512), (2 << 10, 1 << 10, 256), (100, 1 << 10, 64), (80 << 10, 256, 64)],
+    ids=["much free", "some free", "little free", "free in pieces"],
+)
+def test_scratch_memory_is_a_share_of_what_is_free(
+    free_mib: int, most_mib: int, used_mib: int, make: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    rig = make(num_layers=LAYERS, gpu=RoomyDevice(free_mib, most_mib))
+    assert f"loads use {used_mib} MiB of scratch memory on the GPU, where {free_mib} were free" in caplog.text
+    loader = rig.linker._loader
+    assert isinstance(loader, GpuLoader)
+    assert [len(lane.scratch) for lane in loader._lanes] == [(used_mib << 20) // gpu_loads.LANES] * gpu_loads.LANES
+
+
+SEEDS = range(8)
+
+
+def test_parts_share_scratch_memory_and_layers_are_read_in_whatever_order_streams_run(
+    make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the streams of copies, of kernels or of the model do not wait, some orders give wrong values."""
+    monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", 6 << 10)  # a cell a lane
+    tokens = prompt(0)
+    cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
+    cpu.stored(tokens)
+    expected = loaded(cpu, tokens)
+
+    def is_right(seed: int, impatient: Callable[[FakeDevice, GpuLoader], Sequence[Stream]]) -> bool:
+        gpu = FakeDevice(seed)
+        rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
+        loader, counter = rig.linker._loader, rig.linker.layer_done_counter
+        assert isinstance(loader, GpuLoader)
+        request, seen, wait_until = rig.arrive(tokens), dict[int, list[torch.Tensor]](), counter.wait_until
+        rig.await_unparked(request)
+        for stream in impatient(gpu, loader):
+            monkeypatch.setattr(stream, "wait_event", lambda event: None)
+
+        def read(layer: int) -> None:
+            wait_until(layer)
+            buffers = rig.pool.k_buffer[layer], rig.pool.v_buffer[layer]
+            gpu.launch(gpu.current_stream(), lambda: seen.update({layer: [buffer.clone() for buffer in buffers]}))
+
+        monkeypatch.setattr(counter, "wait_until", read)
+        try:
+            rig.admit(request)
+        except RuntimeError:  # tables that are not there yet
+            return False
+        gpu.run()
+        if request.discard_output_reason is not None:  # wrong checksums
+            return False
+        matched = rig.cache.match_prefix(linker_rig.MatchPrefixParams(key=key_of(tokens)))
+        slots = rig.cache.path_device_indices(matched.last_device_node)
+        found = [seen[layer][tensor][slots] for tensor in range(2) for layer in range(LAYERS)]
+        return all(torch.allclose(x, y, rtol=1e-5, atol=1e-5) for x, y in zip(found, expected, strict=True))
+
+    assert all(is_right(seed, lambda gpu, loader: []) for seed in SEEDS)
+    assert not all(is_right(seed, lambda gpu, loader: [loader._copies]) for seed in SEEDS)
+    assert not all(is_right(seed, lambda gpu, loader: [lane.stream for lane in loader._lanes]) for seed in SEEDS)
+    assert not all(is_right(seed, lambda gpu, loader: [gpu.scheduler]) for seed in SEEDS)
 
 
 @pytest.mark.parametrize("codec", ["ans", "zstd"])
@@ -337,7 +414,7 @@ def test_only_the_memory_that_loads_read_is_pinned(
 
 
 def test_values_of_other_quantisers_are_copied_layer_by_layer(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_loads, "SCRATCH_BYTES", 1 << 10)
+    monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", 1 << 10)
     tokens = prompt(0)
     make(num_layers=LAYERS).stored(tokens)
     rig = make(num_layers=LAYERS, gpu=FakeDevice(seed=1), mode="read_only")
@@ -361,6 +438,7 @@ def test_layers_compute_while_later_ones_are_loaded(
     if is_coded:
         profile = make_profile(num_layers=layers, num_heads=HEADS, head_dim=DIM, cell_layers=3, cell_heads=HEADS)
         changes |= {"quantiser": KltQuantiser(profile, step=0.25), "codec": "ans"}
+        monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", gpu_loads.LANES * (8 << 10))  # a layer group each
     make(**changes).stored(prompt(0))
     gpu = ClockedDevice()
     rig = make(**changes, gpu=gpu, mode="read_only")
@@ -384,10 +462,21 @@ def test_layers_compute_while_later_ones_are_loaded(
     fences = [future.result() for future in counter.futures[index]]
     gpu.run()
     assert not rig.cache.finish_external_linker_loads([request])
-    loaded_ms = [fence.at_ms for fence in fences]
+    loaded_ms = [max(fence.at_ms for fence in of_lanes) for of_lanes in fences]
     began_ms = [ended_ms - 0.75 for ended_ms in computed_ms]
     for layer in range(layers):
         assert loaded_ms[layer] <= began_ms[layer], f"layer {layer} is computed before it is loaded"
     for layer in range(layers - 3):
         assert began_ms[layer] < loaded_ms[layer + 3], f"layer {layer} waits for layer {layer + 3}"
     assert computed_ms[-1] < loaded_ms[-1] + layers * 0.75, "nothing overlaps"
+
+
+def test_lanes_and_scratch_memory_are_what_the_model_of_a_load_finds_best() -> None:
+    num_mib = gpu_loads.MOST_SCRATCH_BYTES // gpu_loads.LANES >> 20
+    load = gpu_model.Load(700, 403e6, checks_last=True, most_groups=gpu_model.LAYER_GROUPS)
+    for kernel in gpu_model.NOW.values():
+        ours = gpu_model.run(gpu_loads.LANES, num_mib, kernel, load)
+        for lanes, mib in gpu_model.SCRATCH:
+            other = gpu_model.run(lanes, mib, kernel, load)
+            assert ours.load_s <= other.load_s
+            assert ours.lost_s <= other.lost_s

@@ -10,7 +10,7 @@ import torch
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.plugin.device import klt_reads
 from sgl_kvfetch.plugin.device.pages import GuardedSource
-from sgl_kvfetch.triton_kernels.quantise_klt import quantise_klt
+from sgl_kvfetch.triton_kernels.quantise_klt import KltCells
 from sgl_kvfetch.types import TENSORS
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.fake_streams import FakeDevice
@@ -37,19 +37,19 @@ def test_the_gpu_quantises_what_is_written(
     tokens, gpu = prompt(0), FakeDevice(seed=2)
     rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu)
     calls = {"quantised": 0, "read": 0}
-    read = GuardedSource.read
+    read, right = GuardedSource.read, KltCells.quantise
 
-    def quantise(*args: Any) -> Any:
+    def quantise(*args: Any) -> None:
         calls["quantised"] += 1
         if not is_sound:
             raise RuntimeError("the device is lost")
-        return quantise_klt(*args)
+        right(*args)
 
     def noted_read(*args: Any) -> Any:
         calls["read"] += 1
         return read(*args)
 
-    monkeypatch.setattr(klt_reads, "quantise_klt", quantise)
+    monkeypatch.setattr(KltCells, "quantise", quantise)
     monkeypatch.setattr(GuardedSource, "read", noted_read)
     rig.stored(tokens)
     assert calls["quantised"]

@@ -23,16 +23,17 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane import plane as plane_module
 from sgl_kvfetch.plane.messages import Start
 from sgl_kvfetch.plane.plane import DataPlane
-from sgl_kvfetch.plugin.device import cuda_reads, klt_reads
+from sgl_kvfetch.plane.run import Quantising
+from sgl_kvfetch.plugin.device import cuda_reads, klt_reads, pinned_memory
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.device.klt_reads import Others, others_in
-from sgl_kvfetch.plugin.device.pages import GuardedSource
-from sgl_kvfetch.triton_kernels import quantise_klt as quantise_klt_module
-from sgl_kvfetch.triton_kernels.quantise_klt import quantise_klt
+from sgl_kvfetch.plugin.device.pages import GuardedSource, PageRun
+from sgl_kvfetch.triton_kernels import quantise_klt
+from sgl_kvfetch.triton_kernels.quantise_klt import KltCells
 from sgl_kvfetch.types import TENSORS
 from tests.codec.quant.profiles import make_profile, place_of, values_of
 from tests.plugin.device.cuda_pages import GEOMETRY, PLACES, make_pages, slots_of, stored
-from tests.plugin.device.fake_streams import FakeDevice
+from tests.plugin.device.fake_streams import FakeDevice, FakeEvent
 from tests.plugin.planes import Served
 from tests.segments import make_heads, page_hashes
 
@@ -76,6 +77,23 @@ def of_the_cpu(quantiser: KltQuantiser, pages: CudaPages, first_page: int) -> li
     return found
 
 
+MEMORY = torch.empty(1 << 20, dtype=torch.uint8)  # shared, as far as reads know
+
+
+def quantised(run: PageRun | GuardedSource, first_page: int, pages: range, offset: int = 64) -> list[Quantised] | None:
+    """Quantise pages into shared memory, and return each cell's parts. Nothing else is written."""
+    MEMORY.fill_(0xEE)
+    exact = run.quantise(first_page, pages, MEMORY, offset)
+    if exact is None:
+        return None
+    num_tokens, num_rows = len(pages) * GEOMETRY.page_size, run.num_rows
+    end = offset + (len(num_rows) + sum(num_rows)) * num_tokens
+    assert bool((MEMORY[:offset] == 0xEE).all())
+    assert bool((MEMORY[end:] == 0xEE).all())
+    exponents, *integers = MEMORY[offset:end].clone().view(-1, num_tokens).split((len(num_rows), *num_rows))
+    return list(zip(exponents, exact, integers, strict=True))
+
+
 def require(found: Sequence[Quantised] | None) -> Sequence[Quantised]:
     assert found is not None
     return found
@@ -94,11 +112,14 @@ def assert_same_but_for_ties(found: Quantised, expected: Quantised) -> None:
 def test_the_same_parts_as_on_the_cpu(
     quantiser: KltQuantiser, first_page: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In blocks, of which callers take some pages at a time."""
-    monkeypatch.setattr(klt_reads, "_TOKENS", 12)
-    pages = pages_of(quantiser, first_page, FakeDevice(seed))
+    """In parts, and in launches of a few cells."""
+    monkeypatch.setattr(quantise_klt, "_SCRATCH_BYTES", 50_000)
+    monkeypatch.setattr(pinned_memory, "PIECE_BYTES", 1000)
+    device = FakeDevice(seed)
+    pages = pages_of(quantiser, first_page, device)
     opened = pages.open_reads(slots_of(PLACES))
-    pieces = [opened.quantise(first_page, part) for part in (range(2), range(2, 3), range(3, 8))]
+    pieces = [quantised(opened, first_page, part) for part in (range(2), range(2, 3), range(3, 8))]
+    assert 0 < sum(x.nbytes for x in device.pinned_memory) < MEMORY.nbytes
     joined = [join_parts(quantiser.parts(torch.bfloat16), each) for each in zip(*map(require, pieces), strict=True)]
     expected = of_the_cpu(quantiser, pages, first_page)
     for each, other in zip(joined, expected, strict=True):
@@ -112,33 +133,98 @@ def test_values_that_are_not_finite_are_left_to_the_cpu(
     pages = pages_of(quantiser)
     pages._buffers["v"][3][slots_of(PLACES)[9], 0, 0] = torch.inf
     opened = pages.open_reads(slots_of(PLACES))
-    assert opened.quantise(0, range(4)) is None
-    monkeypatch.setattr(klt_reads, "quantise_klt", pytest.fail)
-    assert opened.quantise(0, range(4, 8)) is None, "the block is not tried again"
+    assert quantised(opened, 0, range(4)) is None
+    assert quantised(opened, 0, range(4, 8)) is not None
     assert not caplog.records
+
+
+def test_a_part_waits_for_the_device_once(quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two more times if tokens are kept exact, whose K and V are read."""
+    device = FakeDevice()
+    opened = pages_of(quantiser, 5, device).open_reads(slots_of(PLACES))
+    waits: list[FakeEvent] = []
+
+    def synchronize(event: FakeEvent) -> None:
+        waits.append(event)
+        device.run()
+
+    monkeypatch.setattr(FakeEvent, "synchronize", synchronize)
+    assert quantised(opened, 5, range(1)) is not None
+    assert len(waits) == 1
+    assert quantised(opened, 5, range(1, 2)) is not None
+    assert len(waits) == 1 + 3
+
+
+def test_shared_memory_is_pinned_as_long_as_it_is_used(quantiser: KltQuantiser) -> None:
+    device = FakeDevice()
+    pages = pages_of(quantiser, 0, device)
+    opened = pages.open_reads(slots_of(PLACES))
+    assert quantised(opened, 0, range(2)) is not None
+    (first,) = device.pinned_memory
+    assert first.data_ptr() == MEMORY.data_ptr()
+    another = torch.empty_like(MEMORY)  # that of the next data plane
+    assert opened.quantise(0, range(2), another, 0) is not None
+    (second,) = device.pinned_memory
+    assert second.data_ptr() == another.data_ptr()
+    pages.prepare_writes(quantiser, [place_of(quantiser.profile, key, 16) for key in quantiser.profile.cells])
+    assert not device.pinned_memory
+
+
+def test_kernels_are_compiled_at_the_start(quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial launches all kernels that reads launch, of as many kinds."""
+
+    def kinds() -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for name in ("centre_kernel", "round_kernel"):
+            monkeypatch.setattr(quantise_klt, name, _Noting(getattr(quantise_klt, name), found.setdefault(name, set())))
+        return found
+
+    at_the_start = kinds()
+    opened = pages_of(quantiser).open_reads(slots_of(PLACES))
+    later = kinds()
+    assert quantised(opened, 0, range(3)) is not None
+    assert at_the_start == later
+    assert len(at_the_start["centre_kernel"]) == 2  # of K and V
+
+
+class _Noting:
+    """A kernel that notes the constants of its launches."""
+
+    def __init__(self, kernel: Any, found: set[str]) -> None:
+        self._kernel, self._found = kernel, found
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **constants: Any) -> None:
+            self._found.add(str(constants))
+            self._kernel[grid](*args, **constants)
+
+        return launch
 
 
 def test_a_source_that_is_closed_quantises_nothing(quantiser: KltQuantiser) -> None:
     source = GuardedSource(pages_of(quantiser).open_reads(slots_of(PLACES)))
-    assert source.quantise(0, range(8)) is not None
+    assert quantised(source, 0, range(8)) is not None
     source.close()
-    assert source.quantise(0, range(8)) is None
+    assert quantised(source, 0, range(8)) is None
 
 
 @pytest.mark.parametrize("fault", ["other integers", "other exponents", "no compiler", "disabled"])
 def test_without_a_trial_that_passes_the_cpu_quantises(
     quantiser: KltQuantiser, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def wrong(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    right = KltCells.quantise
+
+    def wrong(*args: Any) -> None:
         if fault == "no compiler":
             raise RuntimeError("no compiler")
-        exponents, integers = quantise_klt(*args)
-        return (exponents, integers + 1) if fault == "other integers" else (exponents + 1, integers)
+        right(*args)
+        output = args[-1]
+        output[slice(1, None) if fault == "other integers" else 0] += 1
 
     if fault == "disabled":
         monkeypatch.setenv("KVFETCH_GPU", "0")
     else:
-        monkeypatch.setattr(klt_reads, "quantise_klt", wrong)
+        monkeypatch.setattr(KltCells, "quantise", wrong)
     pages = make_pages(FakeDevice())
     with caplog.at_level("INFO"):
         pages.prepare_writes(quantiser, [place_of(quantiser.profile, key, 16) for key in quantiser.profile.cells])
@@ -148,17 +234,19 @@ def test_without_a_trial_that_passes_the_cpu_quantises(
         "disabled": "KVFETCH_GPU=0 is set",
     }
     assert f"klt is quantised on the CPU: {said.get(fault, 'RuntimeError: no compiler')}" in caplog.text
-    assert pages.open_reads(slots_of(PLACES)).quantise(0, range(8)) is None
+    opened = pages.open_reads(slots_of(PLACES))
+    assert not opened.num_rows
+    assert quantised(opened, 0, range(8)) is None
 
 
 def split_product(parts_type: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Multiply as cuBLAS does when it splits sums: add up parts that are rounded to a type."""
 
     def product(centred: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        total = torch.zeros((len(centred), matrix.shape[1]), dtype=parts_type)
-        for x, y in zip(centred.chunk(4, dim=1), matrix.chunk(4), strict=True):
+        total = torch.zeros(centred.shape, dtype=parts_type)
+        for x, y in zip(centred.chunk(4, dim=2), matrix.chunk(4, dim=1), strict=True):
             total += (x.float() @ y.float()).to(parts_type)
-        return total.to(matrix.dtype)
+        return total.float()
 
     return product
 
@@ -169,7 +257,7 @@ def test_a_trial_sees_sums_in_bfloat16(
 ) -> None:
     """Sums in float32 that are rounded once give the CPU's integers, whatever parts they are split into."""
     monkeypatch.setattr(klt, "_HAS_BFLOAT16", True)
-    monkeypatch.setattr(quantise_klt_module, "_product", split_product(parts_type))
+    monkeypatch.setattr(quantise_klt, "_product", split_product(parts_type))
     found: list[Others] = []
 
     def noted(*args: Any) -> Others:
@@ -197,9 +285,9 @@ def test_a_device_multiplies_with_sums_in_float32() -> None:
             return function(*args, **(kwargs or {}))
 
     with Noting():
-        there = torch.empty((48, 48), dtype=torch.bfloat16, device="meta")
-        assert quantise_klt_module._product(there, there).dtype == torch.bfloat16
-    assert asked == [("aten.mm.dtype", torch.float32)]
+        there = torch.empty((2, 48, 48), dtype=torch.bfloat16, device="meta")
+        assert quantise_klt._product(there, there).dtype == torch.float32
+    assert asked == [("aten.bmm.dtype", torch.float32)]
 
 
 def test_an_error_leaves_pages_to_the_cpu(
@@ -211,8 +299,8 @@ def test_an_error_leaves_pages_to_the_cpu(
     def fail(*args: Any) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(klt_reads, "quantise_klt", fail)
-    assert opened.quantise(0, range(8)) is None
+    monkeypatch.setattr(KltCells, "quantise", fail)
+    assert quantised(opened, 0, range(8)) is None
     assert "pages are quantised on the CPU: RuntimeError: the device is lost" in caplog.text
 
 
@@ -220,11 +308,22 @@ def test_an_error_leaves_pages_to_the_cpu(
 def test_what_is_stored(quantiser: KltQuantiser, levels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the pages come quantised, the rest as values; both are in one segment, as the CPU makes it but for
     ties."""
-    monkeypatch.setattr(plane_module, "PART_BYTES", 3 * GEOMETRY.page_bytes)  # parts of three pages
+    monkeypatch.setattr(plane_module, "_QUANTISED_BYTES", 3 * GEOMETRY.page_bytes)  # parts of three pages
     quantiser.profile.save(tmp_path / "profile")
     pages = pages_of(quantiser)
     opened = pages.open_reads(slots_of(PLACES))
     heads, hashes, served = make_heads(GEOMETRY, quantiser), page_hashes(len(PLACES)), Served()
+    # Beforehand: the data plane would cut the segment while it waits for the interpreter.
+    made = {part: require(quantised(opened, 0, part)) for part in (range(3), range(3, 6))}
+
+    def into(part: range, memory: torch.Tensor, offset: int) -> list[torch.Tensor] | None:
+        if part not in made:
+            return None
+        exponents, exact, integers = zip(*made[part], strict=True)
+        rows = torch.cat([torch.stack(exponents), *integers])
+        memory[offset:][: rows.numel()].copy_(rows.flatten())
+        return list(exact)
+
     settings = {
         "store": (tmp_path / "store").as_uri(),
         "profile": str(tmp_path / "profile"),
@@ -239,7 +338,7 @@ def test_what_is_stored(quantiser: KltQuantiser, levels: int, tmp_path: Path, mo
             hashes,
             range(len(PLACES)),
             opened.read,
-            read_quantised=lambda part: opened.quantise(0, part) if part.start < 4 else None,
+            quantising=Quantising(opened.num_rows, into),
         )
         assert num_queued == len(PLACES)
         wait_until(lambda: not plane._run._room._taken)

@@ -1,0 +1,392 @@
+"""``kvfetch audit``: whether a running server answers from its caches as it does when it computes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import secrets
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from msgspec import Struct
+from rich.table import Table
+
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.tools.bench_prompts import longest_prompt, make_groups, parse_lengths
+from sgl_kvfetch.tools.target import require_scheme
+from sgl_kvfetch.tools.terminal import json_flag, make_progress, make_table, option, show
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+_TOP = 20  # logprobs of a token: as many as engines give without a flag
+_LEAST = 1e-6  # probability; logprobs are rounded
+_FLUSH_TIMEOUT_S = 30.0
+_COMPUTED, _UNKNOWN = "computed", "unknown"
+
+
+class Audited(Struct, frozen=True):
+    """The prompts of a group that came from the same place. ``source``: the tier that most cached tokens came from;
+    ``computed`` if none was cached, ``unknown`` if the server does not say. Divergences are nats, means of all compared
+    positions; ``repeated_kl`` is that of two computations."""
+
+    name: str
+    source: str
+    num_prompts: int
+    prompt_tokens: int  # median
+    cached_tokens: int  # median
+    num_positions: int
+    kl: float
+    longest_kl: float  # the largest mean of a prompt
+    repeated_kl: float
+    same_first_tokens: int  # prompts
+    same_answers: int
+    is_sound: bool
+
+
+class AuditResult(Struct, frozen=True):
+    server: str
+    model: str
+    most_kl: float
+    skipped_prompts: int
+    groups: list[Audited]
+
+    @property
+    def is_sound(self) -> bool:
+        return all(group.is_sound for group in self.groups)
+
+    @property
+    def num_cached(self) -> int:
+        return sum(group.num_prompts for group in self.groups if group.source != _COMPUTED)
+
+
+def audit(
+    server: Annotated[str, option("URL", "The server, with its caches as they are.", show_default=False)],
+    prompts: Annotated[
+        Path | None,
+        option(
+            "FILE",
+            "Prompts that its users send: .json (ShareGPT) or .jsonl with 'prompt', 'messages' or 'conversations', or "
+            "a text, which is one prompt.",
+        ),
+    ] = None,
+    lengths: Annotated[str, option("TOKENS,...", "Without --prompts: lengths of prompts of our own.")] = "512,2048",
+    sample: Annotated[int, option("COUNT", "Prompts of each length, or at most of the file.", min=1)] = 10,
+    tokens: Annotated[int, option("COUNT", "Tokens of each answer that are compared.", min=1)] = 16,
+    most_kl: Annotated[
+        float, option("NATS", "How much answers from caches may diverge beyond what computing twice does.", min=0)
+    ] = 0.03,
+    flush: Annotated[
+        bool,
+        option(
+            None,
+            "Send each prompt before, and then empty the server's caches, also of its users' prompts: what is compared "
+            "comes from the store.",
+            "--flush",
+        ),
+    ] = False,
+    wait_s: Annotated[float, option("SECONDS", "With --flush: how long to wait before.", "--wait", min=0)] = 10.0,
+    every_s: Annotated[
+        float | None, option("SECONDS", "Go on, and begin again after so long.", "--every", min=1)
+    ] = None,
+    metrics: Annotated[
+        int | None, option("PORT", "With --every: serve metrics for Prometheus there.", min=1, max=65535)
+    ] = None,
+    as_json: Annotated[
+        bool,
+        json_flag(
+            "an object with server, model, most_kl, skipped_prompts and groups, each with name, source, num_prompts, "
+            "prompt_tokens, cached_tokens, num_positions, kl, longest_kl, repeated_kl, same_first_tokens, "
+            "same_answers and is_sound"
+        ),
+    ] = False,
+) -> None:
+    """Ask a running server twice for the same answers, from its caches and computed, and compare the probabilities.
+
+    Checksums cannot see that a cache is wrong: of another model, another adapter, shifted by a position, or coded too
+    coarsely. So each prompt is sent as it is, and the server takes from its caches what it has. Then it is sent twice
+    with a cache_salt that nobody used, and the server computes it. Answers are compared token by token, up to and with
+    the first that differs: the Kullback-Leibler divergence of the next token, from computing to the cache. That of the
+    two computations shows what is chance: sums in another order.
+
+    Of each token, only the 20 likeliest are known, so divergences are lower bounds: what is left is taken as one token.
+    A cache that is wrong is far beyond --most-kl, 0.03; the default target of `klt` is 0.001.
+
+    It needs no plugin in the server: it audits SGLang's own host tier and storage backends, too, and servers with
+    OpenAI's /v1/completions that know cache_salt, such as vLLM. Each audited prompt is computed twice, and takes room
+    in the caches. The exit code is 1 if answers from caches differ, or if nothing came from a cache.
+
+    Examples:
+
+        kvfetch audit --server http://127.0.0.1:30000 --prompts prompts.jsonl
+
+        kvfetch audit --server http://127.0.0.1:30000 --prompts prompts.jsonl --every 60 --metrics 9100
+    """
+    server = require_scheme(server).rstrip("/")
+    if metrics is not None and every_s is None:
+        raise ConfigError("--metrics needs --every SECONDS: an audit that ends serves nothing")
+    export = None if metrics is None else _Export(metrics)
+    run = _Run(server, prompts, parse_lengths(lengths), sample, tokens, most_kl, flush, wait_s)
+    while True:
+        result = asyncio.run(run.audit())
+        show(result, as_json, _report(result))
+        if every_s is None:
+            break
+        if export is not None:
+            export.add(result)
+        asyncio.run(asyncio.sleep(every_s))
+    if not (result.is_sound and result.num_cached):
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class TopAnswer:
+    """``tops``: for each token the logprobs of the likeliest, by token. ``cached``: tokens by tier; None if the server
+    does not say."""
+
+    tokens: list[Any]
+    tops: list[dict[Any, float]]
+    cached: Mapping[str, int] | None
+
+    @property
+    def source(self) -> str:
+        if self.cached is None:
+            return _UNKNOWN
+        return max(self.cached, key=lambda tier: self.cached[tier]) if any(self.cached.values()) else _COMPUTED  # type: ignore[index]
+
+    @property
+    def num_cached(self) -> int:
+        return sum((self.cached or {}).values())
+
+
+def divergence(p: Mapping[Any, float], q: Mapping[Any, float]) -> float:
+    """Return a lower bound of the Kullback-Leibler divergence from ``p`` to ``q``, in nats. Both are the logprobs of
+    some tokens, the likeliest.
+
+    Tokens that both have count each; those that only ``p`` has count as one, and all others as one. Joining outcomes
+    never adds divergence (Cover and Thomas, theorem 2.7.1). What ``q`` gives to those of ``p`` is not known, but each
+    is at most as likely as the least likely that ``q`` has: of what is possible, the least divergence counts.
+    """
+    shared = p.keys() & q.keys()
+    found = sum(math.exp(p[token]) * (p[token] - q[token]) for token in shared)
+    rest_q = max(_LEAST, 1 - sum(math.exp(q[token]) for token in shared))
+    alone_p = sum(math.exp(p[token]) for token in p.keys() - shared)
+    others_p = max(0.0, 1 - sum(map(math.exp, p.values())))
+    others_q = max(_LEAST, 1 - sum(map(math.exp, q.values())))
+    alone_most = min(others_q, len(p.keys() - shared) * math.exp(min(q.values(), default=0.0)))
+    alone_q = min(rest_q * alone_p / max(_LEAST, alone_p + others_p), alone_most)
+    for own, other in ((alone_p, alone_q), (others_p, rest_q - alone_q)):
+        if own > _LEAST:
+            found += own * math.log(own / max(_LEAST, other))
+    return max(0.0, found)
+
+
+def compared(computed: TopAnswer, other: TopAnswer) -> list[float]:
+    """Return the divergence at each position up to and with the first token that differs."""
+    found = []
+    for i, (token, p, q) in enumerate(zip(computed.tokens, computed.tops, other.tops, strict=False)):
+        found.append(divergence(p, q))
+        if other.tokens[i] != token:
+            break
+    return found
+
+
+@dataclass(frozen=True)
+class _Case:
+    """The answers to one prompt."""
+
+    prompt_tokens: int
+    cached: TopAnswer
+    computed: TopAnswer
+    again: TopAnswer
+
+
+@dataclass(frozen=True)
+class _Run:
+    server: str
+    file: Path | None
+    lengths: Sequence[int]
+    sample: int
+    num_tokens: int
+    most_kl: float
+    flush: bool
+    wait_s: float
+
+    async def audit(self) -> AuditResult:
+        from sgl_kvfetch.tools.sglang_server import ask_server, server_errors, server_session
+
+        with server_errors(self.server):
+            async with server_session() as session:
+                engine = await _Engine.find(session, self.server, self.num_tokens)
+                groups, num_skipped = await make_groups(
+                    self.file, self.lengths, self.sample, engine.longest, engine.tokenise
+                )
+                if self.flush:
+                    for group in groups:
+                        for prompt in group.prompts:
+                            await engine.ask(prompt, None)
+                    await asyncio.sleep(self.wait_s)
+                    await ask_server(session, "POST", f"{self.server}/flush_cache?timeout={_FLUSH_TIMEOUT_S:g}")
+                cases: dict[tuple[str, str], list[_Case]] = {}
+                with make_progress("audit") as progress:
+                    task = progress.add_task("audit", total=sum(len(group.prompts) for group in groups))
+                    for group in groups:
+                        for prompt in group.prompts:
+                            case = await self._case(engine, prompt)
+                            cases.setdefault((group.name, case.cached.source), []).append(case)
+                            progress.advance(task)
+        audited = [self._judged(*key, of_group) for key, of_group in cases.items()]
+        return AuditResult(self.server, engine.model, self.most_kl, num_skipped, audited)
+
+    async def _case(self, engine: _Engine, prompt: Any) -> _Case:
+        cached = await engine.ask(prompt, None)
+        computed, again = [await engine.ask(prompt, f"kvfetch-audit-{secrets.token_hex(8)}") for _ in range(2)]
+        if computed.num_cached or again.num_cached:
+            raise ConfigError(
+                f"--server {self.server} has {max(computed.num_cached, again.num_cached)} tokens cached for a "
+                "cache_salt that nobody used: it knows none, so nothing can be compared with computing"
+            )
+        return _Case(len(prompt), cached, computed, again)
+
+    def _judged(self, name: str, source: str, cases: Sequence[_Case]) -> Audited:
+        of_cached = [compared(case.computed, case.cached) for case in cases]
+        of_again = [compared(case.computed, case.again) for case in cases]
+        kl = statistics.mean([each for positions in of_cached for each in positions])
+        repeated_kl = statistics.mean([each for positions in of_again for each in positions])
+        return Audited(
+            name=name,
+            source=source,
+            num_prompts=len(cases),
+            prompt_tokens=round(statistics.median(case.prompt_tokens for case in cases)),
+            cached_tokens=round(statistics.median(case.cached.num_cached for case in cases)),
+            num_positions=sum(map(len, of_cached)),
+            kl=kl,
+            longest_kl=max(map(statistics.mean, of_cached)),
+            repeated_kl=repeated_kl,
+            same_first_tokens=sum(case.computed.tokens[0] == case.cached.tokens[0] for case in cases),
+            same_answers=sum(case.computed.tokens == case.cached.tokens for case in cases),
+            is_sound=source == _COMPUTED or kl <= repeated_kl + self.most_kl,
+        )
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """A server: SGLang by its own API, which says where tokens came from, and others by OpenAI's."""
+
+    session: ClientSession
+    server: str
+    model: str
+    is_sglang: bool
+    longest: int  # prompt, in tokens
+    num_tokens: int
+
+    @classmethod
+    async def find(cls, session: ClientSession, server: str, num_tokens: int) -> _Engine:
+        """Raises ConfigError if neither API answers."""
+        from sgl_kvfetch.tools.sglang_server import ask_server, server_info
+
+        try:
+            info = await server_info(session, server)
+        except ConfigError:
+            try:
+                models = json.loads(await ask_server(session, "GET", f"{server}/v1/models"))["data"]
+                longest = models[0].get("max_model_len") or 1 << 30
+                return cls(session, server, models[0]["id"], False, longest - num_tokens - 1, num_tokens)
+            except (StoreError, ValueError, LookupError, TypeError) as e:
+                raise ConfigError(f"--server {server} has neither SGLang's API nor OpenAI's /v1/models: {e}") from e
+        model = str(info.get("served_model_name") or info.get("model_path"))
+        return cls(session, server, model, True, longest_prompt(info, num_tokens), num_tokens)
+
+    async def tokenise(self, text: str) -> list[int]:
+        from sgl_kvfetch.tools.sglang_server import ask_server
+
+        body = {"prompt": text} if self.is_sglang else {"model": self.model, "prompt": text}
+        return list(json.loads(await ask_server(self.session, "POST", f"{self.server}/tokenize", body))["tokens"])
+
+    async def ask(self, prompt: Sequence[int], cache_salt: str | None) -> TopAnswer:
+        """Return the answer to a prompt, greedily. Raises StoreError."""
+        from sgl_kvfetch.tools.sglang_server import ask_server
+
+        salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+        if self.is_sglang:
+            sampling = {"max_new_tokens": self.num_tokens, "temperature": 0.0, "ignore_eos": True}
+            body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": _TOP}
+            meta = json.loads(await ask_server(self.session, "POST", f"{self.server}/generate", body | salt))[
+                "meta_info"
+            ]
+            tops = [{token: logprob for logprob, token, _ in top} for top in meta["output_top_logprobs"]]
+            details = meta.get("cached_tokens_details") or {"device": meta.get("cached_tokens", 0)}
+            cached = {tier: count for tier, count in details.items() if isinstance(count, int)}
+            return TopAnswer([token for _, token, _ in meta["output_token_logprobs"]], tops, cached)
+        body = {
+            "model": self.model, "prompt": prompt, "max_tokens": self.num_tokens, "temperature": 0.0,
+            "ignore_eos": True, "logprobs": _TOP,
+        }  # fmt: skip
+        answer = json.loads(await ask_server(self.session, "POST", f"{self.server}/v1/completions", body | salt))
+        logprobs = answer["choices"][0]["logprobs"]
+        about = (answer.get("usage") or {}).get("prompt_tokens_details")
+        cached_tokens = None if about is None else {"cache": about.get("cached_tokens") or 0}
+        return TopAnswer(logprobs["tokens"], logprobs["top_logprobs"], cached_tokens)
+
+
+class _Export:
+    """Metrics of audits that go on."""
+
+    def __init__(self, port: int) -> None:
+        """Raises ConfigError if the port is taken."""
+        import prometheus_client as prometheus
+
+        self._audits = prometheus.Counter(
+            "sgl_kvfetch_answers_audited", "Prompts whose answers were compared", ["source", "result"]
+        )
+        self._kl = prometheus.Gauge(
+            "sgl_kvfetch_answers_kl", "Divergence of answers in the last audit, in nats", ["source", "group"]
+        )
+        try:
+            prometheus.start_http_server(port)
+        except OSError as e:
+            raise ConfigError(f"--metrics {port}: {e.strerror}") from e
+
+    def add(self, result: AuditResult) -> None:
+        for group in result.groups:
+            self._audits.labels(group.source, "sound" if group.is_sound else "differs").inc(group.num_prompts)
+            self._kl.labels(group.source, group.name).set(group.kl)
+
+
+def _report(result: AuditResult) -> Iterator[Table | str]:
+    columns = ("prompts", "tokens", "cached", "KL", "worst", "computed twice", "first token", "answer")
+    table = make_table(("", "from", "found"), columns)
+    table.title = f"Answers from caches beside computed ones: {result.model}"
+    for group in result.groups:
+        table.add_row(
+            group.name,
+            group.source,
+            "sound" if group.is_sound else "differs",
+            f"{group.num_prompts:,}",
+            f"{group.prompt_tokens:,}",
+            f"{group.cached_tokens:,}",
+            f"{group.kl:.2g}",
+            f"{group.longest_kl:.2g}",
+            f"{group.repeated_kl:.2g}",
+            f"{group.same_first_tokens / group.num_prompts:.0%}",
+            f"{group.same_answers / group.num_prompts:.0%}",
+        )
+    yield table
+    yield "KL is a lower bound, in nats a token; the last columns are shares of prompts that got the same."
+    if result.skipped_prompts:
+        yield f"{result.skipped_prompts} prompts were left out: they are longer than the server takes"
+    if not result.num_cached:
+        yield (
+            "nothing came from a cache: send prompts that the server has seen (--prompts), or --flush, which stores "
+            "prompts first and empties the server's memory"
+        )
+    if not result.is_sound:
+        yield (
+            f"answers from caches diverge by more than {result.most_kl:g} nats beyond chance: do not serve from them. "
+            "kvfetch inspect says which namespaces the store has, kvfetch clear deletes one"
+        )

@@ -1,0 +1,60 @@
+"""`kvfetch audit` compares what a running server answers from its caches with what it computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.store_process import StoreProcess
+from sgl_kvfetch.errors import ConfigError
+from tests.e2e.conftest import make_prompt
+from tests.e2e.shared import Shared
+from tests.tools.conftest import kvfetch, kvfetch_json
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+
+async def is_no_sglang(*args: object) -> None:
+    raise ConfigError("it is another engine")
+
+
+def audited(url: str, *options: str, exit_code: int = 0) -> dict[str, Any]:
+    few = ("--sample", "3", "--tokens", "4", "--wait", "2")
+    return kvfetch_json("audit", "--server", url, *few, *options, exit_code=exit_code)
+
+
+def test_sound_caches_and_values_that_are_too_coarse(
+    host: Shared, store: StoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_API_KEY", "admin")
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": make_prompt(number)}) + "\n" for number in range(3)))
+    with host.attached(store.url, codec="zstd") as server:
+        (nothing,) = audited(server.url, "--prompts", str(file), exit_code=1)["groups"]
+        (of_server,) = audited(server.url, "--prompts", str(file))["groups"]
+        (stored,) = audited(server.url, "--prompts", str(file), "--flush")["groups"]
+    with host.attached(store.url, codec="zstd", quantiser="cachegen") as server:
+        (coarse,) = audited(server.url, "--prompts", str(file), "--flush", "--most-kl", "1e-6", exit_code=1)["groups"]
+        table = kvfetch("audit", "--server", server.url, "--prompts", str(file), "--sample", "1", "--most-kl", "0")
+        with monkeypatch.context() as patch:
+            patch.setattr("sgl_kvfetch.tools.sglang_server.server_info", is_no_sglang)
+            patch.setattr("sgl_kvfetch.tools.audit._Engine.tokenise", None)  # the prompts are tokens
+            (by_openai,) = audited(server.url, "--prompts", str(file), "--most-kl", "1")["groups"]
+    for group, source, num_cached in (nothing, "computed", 0), (of_server, "host", 624), (stored, "storage", 624):
+        assert (group["source"], group["cached_tokens"], group["num_prompts"]) == (source, num_cached, 3)
+        assert group["num_positions"] == 3 * 4
+        assert group["same_answers"] == 3
+        assert group["kl"] == pytest.approx(0, abs=1e-6)
+        assert group["is_sound"]
+    assert coarse["source"] == "storage"
+    assert not coarse["is_sound"]
+    assert coarse["longest_kl"] >= coarse["kl"] > 1000 * max(1e-6, coarse["repeated_kl"])
+    assert coarse["same_answers"] < 3
+    assert by_openai["source"] == "cache"
+    assert by_openai["kl"] == pytest.approx(coarse["kl"], rel=0.01)
+    assert table.exit_code == 1
+    assert "differs" in table.output
+    assert "answers from caches diverge by more than 0 nats beyond chance" in table.output

@@ -1,0 +1,66 @@
+"""How a load is cut into parts. `test_gpu_loads` has loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.plane.coded import CELL
+from sgl_kvfetch.plugin.device.coded_loads import ALIGNMENT, _Part, _parts
+
+CODE_BYTES, FRAMES_BYTES = 100, 1024  # of a cell
+PART_BYTES = 4 * FRAMES_BYTES + 2 * ALIGNMENT
+
+
+def parts_of(kinds: Sequence[Sequence[int]], scratch_bytes: int) -> list[_Part]:
+    """Return the parts of cells of which each is coded (1) or not, by layer group."""
+    cells = np.zeros(sum(map(len, kinds)), dtype=CELL)
+    cells["first_layer"] = np.repeat(3 * np.arange(len(kinds)), [len(each) for each in kinds])
+    cells["is_coded"] = np.concatenate(kinds)
+    cells["start"], cells["size"] = 64 + 112 * np.arange(len(cells)), CODE_BYTES
+    parts = list(_parts(cells, np.where(cells["is_coded"], FRAMES_BYTES, 0), scratch_bytes))
+    taken = np.concatenate([np.arange(part.cells.start, part.cells.stop) for part in parts])
+    assert taken.tolist() == list(range(len(cells)))
+    for part in parts:
+        some = cells[part.cells]
+        assert part.layer == some["first_layer"][0]
+        assert set(some["is_coded"]) == {int(part.is_coded)}
+        assert (part.code.start, part.code.stop) == (some["start"][0], some["start"][-1] + CODE_BYTES)
+        assert part.frames_bytes == FRAMES_BYTES * some["is_coded"].sum()
+        assert part.code.stop - part.code.start <= part.frames_at
+        assert part.frames_at + part.frames_bytes <= scratch_bytes
+        assert part.status.start % 4 == 0
+        assert part.status.stop - part.status.start == len(some)
+    assert all(x.status.stop <= y.status.start for x, y in pairwise(parts))
+    return parts
+
+
+def num_cells(parts: Sequence[_Part]) -> list[int]:
+    return [part.cells.stop - part.cells.start for part in parts]
+
+
+def test_a_short_prompt_has_few_parts_and_the_first_is_one_layer_group() -> None:
+    assert num_cells(parts_of([[1] * 2] * 11, 1 << 20)) == [2, 4, 8, 8]
+
+
+def test_parts_are_whole_layer_groups_as_many_as_fit() -> None:
+    assert num_cells(parts_of([[1] * 2] * 5, PART_BYTES)) == [2, 4, 4]
+    assert num_cells(parts_of([[1] * 3] * 3, PART_BYTES)) == [3, 3, 3]
+
+
+def test_a_layer_group_that_does_not_fit_is_cut() -> None:
+    assert num_cells(parts_of([[1] * 9] * 2, PART_BYTES)) == [4, 4, 1, 4, 4, 1]
+
+
+def test_cells_that_are_coded_and_others_are_parts_of_their_own() -> None:
+    assert num_cells(parts_of([[1, 1, 0, 0]] * 2, 1 << 20)) == [2, 2, 2, 2]
+    assert num_cells(parts_of([[0, 0]] * 3, 1 << 20)) == [2, 4]
+
+
+def test_a_cell_that_does_not_fit_is_named() -> None:
+    with pytest.raises(UnsupportedError, match="1280 bytes of a cell do not fit into 1024 of a part"):
+        parts_of([[1]], 1024)

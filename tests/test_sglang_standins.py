@@ -1,0 +1,109 @@
+"""Stand-ins for `sgl_kernel`: what they compute, and what a server's process sees of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import sglang_standins
+from harness.sglang_standins import finder, jit_kernels, kernels
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # a CPU's kernels run in Triton's interpreter
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+
+
+def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+@pytest.mark.parametrize("shape", [(5, 48), (0, 48), (1, 64)])
+def test_norms(shape: tuple[int, int]) -> None:
+    x, residual, weight = numbers(*shape), numbers(*shape) + 1, numbers(shape[1])
+    torch.testing.assert_close(kernels.rmsnorm(x, weight, 1e-5), normalised(x, weight))
+    added = residual + x
+    kernels.fused_add_rmsnorm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(residual, added)
+    torch.testing.assert_close(x, normalised(added, weight))
+
+
+def test_swiglu() -> None:
+    x = numbers(3, 96)
+    torch.testing.assert_close(kernels.silu_and_mul(x), torch.nn.functional.silu(x[:, :48]) * x[:, 48:])
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_rotations(is_neox: bool) -> None:
+    """Of three of four pairs of a head, in place, with heads that lie apart."""
+    angles = torch.arange(20.0)[:, None] * torch.tensor([1.0, 0.1, 0.01])
+    cache, positions = torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE), torch.tensor([3, 19], device=DEVICE)
+    whole = numbers(2, 5, 8)
+    x, before = whole[:, 1:4], whole.clone()
+    kernels.rope(x, cache, positions, is_neox)
+    pairs = [(i, i + 3) if is_neox else (2 * i, 2 * i + 1) for i in range(3)]
+    expected = before.clone()
+    for pair, (i, j) in enumerate(pairs):
+        cos, sin = cache[positions, pair, None], cache[positions, 3 + pair, None]
+        a, b = before[:, 1:4, i], before[:, 1:4, j]
+        expected[:, 1:4, i], expected[:, 1:4, j] = a * cos - b * sin, b * cos + a * sin
+    torch.testing.assert_close(whole, expected)
+
+
+def test_rows_are_stored_but_for_those_that_are_skipped() -> None:
+    k, v, slots = numbers(3, 2, 8), numbers(3, 2, 12), torch.tensor([4, -1, 0], device=DEVICE)
+    k_cache, v_cache = torch.zeros(6, 2, 8, device=DEVICE), torch.zeros(6, 2, 12, device=DEVICE)
+    kernels.store_rows(k, v, k_cache, v_cache, slots, -1)
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        assert torch.equal(cache[[4, 0]], x[[0, 2]])
+        assert not cache[[1, 2, 3, 5]].any()
+
+
+def test_a_kernel_without_a_stand_in_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STANDIN_LOG", str(tmp_path / "log"))
+    with pytest.raises(jit_kernels.NoStandInError, match="compiled kernel moe has no stand-in"):
+        jit_kernels.load("moe")
+    with pytest.raises(RuntimeError, match=r"sgl_kernel\.topk has no stand-in"):
+        finder.Missing("sgl_kernel.topk")()
+    said = (tmp_path / "log").read_text()
+    assert "compiled kernel moe (): NONE" in said
+    assert "CALLED sgl_kernel.topk" in said
+
+
+_IN_A_SERVER = """
+import sys
+import sgl_kernel, sgl_kernel.utils
+from sgl_kernel.elementwise import whatever
+assert sgl_kernel.rmsnorm.__module__ == "sglang_standins.kernels"
+assert not sgl_kernel.utils.is_arch_support_pdl()
+try:
+    whatever(1)
+except RuntimeError as e:
+    assert str(e) == "sgl_kernel.elementwise.whatever has no stand-in"
+else:
+    raise AssertionError
+assert "harness" not in sys.modules
+from sglang.srt.mem_cache.cpp_utils import native_hash
+print(*native_hash._load_native_hash_module().get_hash(range(8), 8, 1, False, None, 4))
+"""
+
+
+@pytest.mark.sglang
+def test_what_a_server_imports(tmp_path: Path) -> None:
+    """SGLang's page hash, too, which it would compile."""
+    env = sglang_standins.lay_out(tmp_path, tmp_path / "log")
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_A_SERVER], cwd=tmp_path, env=os.environ | env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    first = hashlib.sha256(b"".join(i.to_bytes(4, "little") for i in range(4)))
+    second = hashlib.sha256(first.digest() + b"".join(i.to_bytes(4, "little") for i in range(4, 8)))
+    assert done.stdout.split() == [first.hexdigest(), second.hexdigest()]
+    assert "made module sgl_kernel.elementwise" in (tmp_path / "log").read_text()
