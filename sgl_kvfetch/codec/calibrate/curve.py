@@ -127,7 +127,7 @@ def _context_restored(
     context: CellValues, group: int, quantisers: Sequence[KltQuantiser], bits: list[float]
 ) -> list[CellValues]:
     """Return a layer group's K and V: as they are, restored from each step, and with all tokens but the sinks replaced
-    by the mean. Add the entropy of the integers to ``bits``."""
+    by the mean. Add the entropy of the integers and exponents to ``bits``, and the size of exact tokens."""
     profile = quantisers[0].profile
     grid = profile.grid
     exact = context.cell(grid.layers(group), range(grid.num_heads))
@@ -137,7 +137,8 @@ def _context_restored(
         cell = context.cell(place.layers, place.heads)
         for i, quantiser in enumerate(quantisers):
             quantised = quantiser.quantise(cell, place)
-            bits[i] += _entropy_bits(quantised[-1])
+            exponents, exact_bytes, integers = quantised
+            bits[i] += _entropy_bits(exponents[None]) + 8 * exact_bytes.numel() + _entropy_bits(integers)
             _put(restored[i], block, grid.cell_heads, quantiser.dequantise(quantised, cell.k.dtype, place), 0)
         mean = quantisers[-1].mean_values(place, cell.k.dtype)
         _put(restored[-1], block, grid.cell_heads, mean, profile.num_sinks)

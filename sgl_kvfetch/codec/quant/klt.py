@@ -31,7 +31,7 @@ from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised,
 from sgl_kvfetch.codec.quant.exact import from_planes, to_planes
 from sgl_kvfetch.codec.quant.integer_matrix import IntegerMatrix
 from sgl_kvfetch.codec.quant.profile import CellProfile, Profile
-from sgl_kvfetch.codec.quant.sensitivity import LEAST_NORM, MOST_DEVIATIONS
+from sgl_kvfetch.codec.quant.sensitivity import LEAST_SPREAD, MOST_DEVIATIONS
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from sgl_kvfetch.types import KVGeometry, first_to_last
 
@@ -174,15 +174,15 @@ class _Forward(NamedTuple):
     @classmethod
     def of(cls, cell: CellProfile, step: float, kept: int) -> _Forward:
         whole = forward_of(cell.inverse, [*cell.k_weight, *cell.v_weight])
-        spread = cell.spread.clamp_min(LEAST_NORM)
         product_type = torch.float32
         if _HAS_BFLOAT16:
             # Both factors are rounded to eight bits, so the errors of their products are independent, and as large as
             # those of channels that have eight bits.
-            deviations = (spread[:, None] * cell.inverse.float()).norm(dim=0)
+            deviations = (cell.spread[:, None] * cell.inverse.float()).norm(dim=0)
             error = (deviations[:, None] * whole).norm(dim=0) * math.sqrt(2 / 3) * 2.0**-9
             if float(error.square().mean().sqrt()) <= _MOST_ERROR * step:
                 product_type = torch.bfloat16
+        spread = cell.spread.clamp_min(LEAST_SPREAD)
         others, weights = whole[:, kept:], cell.sensitivity[kept : len(whole)]
         signs = torch.randint(2, (others.shape[1], _RANDOM_SUMS), generator=torch.Generator().manual_seed(0))
         sums = others @ torch.cat(((weights / spread[kept:])[:, None], 2.0 * signs - 1), dim=1)
