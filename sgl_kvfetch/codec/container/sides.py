@@ -127,7 +127,7 @@ def _encode_bfloat16(piece: torch.Tensor) -> bytes:
     mantissas, exponents = to_planes(piece.view(torch.bfloat16))
     frames = torch.zeros((-(-len(exponents) // _ROWS), PLANES, 1, _WIDTH), dtype=torch.uint8)
     frames.view(-1)[: len(exponents)] = exponents
-    return mantissas.numpy().tobytes() + _TABLES.encode(frames)
+    return b"".join((mantissas.numpy().data, _TABLES.encode(frames)))
 
 
 def _decode_bfloat16(bitstream: bytes | memoryview, num_bytes: int) -> bytes:

@@ -417,7 +417,7 @@ def _edit_layers(metadata: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (_edit_metadata(lambda m: m["curve"][-1].update(step=1e304)), "numbers from"),
         (_edit_metadata(lambda m: m.update(context_kl=1e308)), "numbers from"),
         (
-            _edit_metadata(lambda m: m.update(rope={"inv_freq": [1.0], "attention_scaling": 1e308})),
+            _edit_metadata(lambda m: m["layers"].update(rotations=[{"inv_freq": [1.0], "attention_scaling": 1e308}])),
             "attention_scaling = 1e\\+308: expected a number from 1e-06 to 1e\\+06",
         ),
         (_edit_metadata(lambda m: m.update(cell_heads=3)), "cell_heads is 3, expected a divisor of num_heads = 4"),
