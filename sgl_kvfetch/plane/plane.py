@@ -51,7 +51,8 @@ class DataPlane(Supervisor):
         least_bytes = 2 * (geometry.page_bytes + sum(start.sides.values()))
         queue_bytes = max(start.config.get("write_queue_bytes", _QUEUE_BYTES), least_bytes)
         self._queue_bytes = queue_bytes
-        super().__init__(start, geometry, launch, queue_bytes, staging_bytes or max(SHARED_BYTES, least_bytes))
+        value_bytes = (staging_bytes or max(SHARED_BYTES, least_bytes)) + start.config.get("memory_cache", 0)
+        super().__init__(start, geometry, launch, queue_bytes, value_bytes)
 
     # Reading
 

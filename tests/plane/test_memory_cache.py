@@ -16,6 +16,7 @@ from tests.segments import make_segment
 
 READ_SIZE = ReadSize(2000)  # several units a span
 NUM_PAGES = 4  # in two spans
+BEFORE = 1 << 20  # bytes of the arena that are others'
 
 
 class Stored:
@@ -50,11 +51,12 @@ def stored() -> list[Stored]:
 def holds(held: Held, stored: Stored) -> bool:
     """Return whether the first span's bytes are held as they are stored."""
     units = stored.units(0)
-    return [bytes(held.data(unit) or b"") for unit in units] == [stored.data(unit) for unit in units]
+    return [held.chunks(unit) for unit in units] == [unit.split(stored.data(unit)) for unit in units]
 
 
 def make_cache(num_bytes: int) -> MemoryCache:
-    return MemoryCache(Arena.create(num_bytes + 4096))  # and what allocations are rounded up by
+    num_bytes += 4096  # what allocations are rounded up by
+    return MemoryCache(Arena.create(BEFORE + num_bytes), num_bytes)
 
 
 def test_a_span_is_found_when_all_its_units_are_there(stored: list[Stored]) -> None:
@@ -62,15 +64,15 @@ def test_a_span_is_found_when_all_its_units_are_there(stored: list[Stored]) -> N
     *first, last = one.units(0)
     assert first
     for unit in first:
-        cache.put(unit, [one.data(unit)])
+        cache.put(unit, unit.split(one.data(unit)))
     assert cache.find(one.hashes) == []
     assert not cache.has(one.reader, 0)
-    cache.put(last, [one.data(last)])
+    cache.put(last, last.split(one.data(last)))
     assert cache.find(one.hashes) == one.sources[:2]
     assert not cache.has(one.reader, 1)
     held = cache.hold(span_parts(one.sources))
     assert holds(held, one)
-    assert held.data(one.units(1)[0]) is None
+    assert held.chunks(one.units(1)[0]) is None
     held.let_go()
 
 
@@ -111,6 +113,6 @@ def test_a_damaged_object_is_forgotten(stored: list[Stored]) -> None:
 
 
 def test_a_span_that_is_larger_than_the_cache_is_not_kept(stored: list[Stored]) -> None:
-    one, cache = stored[0], MemoryCache(Arena.create(4096))
+    one, cache = stored[0], MemoryCache(Arena.create(4096), 4096)
     one.put_in(cache)
     assert cache.find(one.hashes) == []
