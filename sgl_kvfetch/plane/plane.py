@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 import msgspec
+import torch
 
 from sgl_kvfetch import timeline
 from sgl_kvfetch.codec import SideKey
@@ -53,6 +54,11 @@ class DataPlane(Supervisor):
         self._queue_bytes = queue_bytes
         value_bytes = (staging_bytes or max(SHARED_BYTES, least_bytes)) + start.config.get("memory_cache", 0)
         super().__init__(start, geometry, launch, queue_bytes, value_bytes)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The shared memory in which prompts are staged, uint8, and behind it that of `memory_cache`."""
+        return self._run.values.whole
 
     # Reading
 

@@ -88,9 +88,9 @@ class _Region(PagePool):
 @dataclass(slots=True, eq=False)
 class _Staging:
     """``turn``: done when the fetch may begin. ``needs_link``: whether not all bytes are in memory. ``num_bytes``: of
-    its region, which is at ``offset`` from its turn on. ``held``: what it needs of `memory_cache`. ``tables``: where the
-    tables of coded cells are, and their numbers of cells and bytes. ``data_names``: the objects that it is read from.
-    ``is_wanted``: whether the engine has not released it."""
+    its region, which is at ``offset`` from its turn on. ``held``: what it needs of `memory_cache`. ``tables``: where
+    the tables of coded cells are, and their numbers of cells and bytes. ``data_names``: the objects that it is read
+    from. ``is_wanted``: whether the engine has not released it."""
 
     turn: asyncio.Future[None]
     task: asyncio.Task[None] | None = None

@@ -8,10 +8,10 @@ from sgl_kvfetch.codec.quant.klt import EXACT
 
 
 def pack(exponents: np.ndarray, exact: np.ndarray) -> tuple[bytes, int]:
-    """Return what a cell has beside its frames and its page table, a multiple of 4 bytes, and its number of exact tokens.
+    """Return what a cell has beside its frames and its page table, and its number of exact tokens.
 
-    The kernels expect the page table before it: an int32 for each page of the span, its page among the slots of the
-    launch; -1 leaves it out.
+    The result is a multiple of 4 bytes. The kernels expect the page table before it: an int32 for each page of the
+    span, its page among the slots of the launch; -1 leaves it out.
 
     Args:
         exponents: uint8 ``(tokens,)``; 0 for an exact token.

@@ -254,7 +254,7 @@ def _parts(cells: np.ndarray, frames_bytes: np.ndarray, scratch_bytes: int) -> I
 
 
 def _runs(cells: np.ndarray) -> tuple[list[tuple[slice, slice]], np.ndarray]:
-    """Return the fewest copies that bring a part's code to scratch memory, and where each cell's code then begins, int64.
+    """Return the fewest copies that bring a part's code to scratch memory, and where each cell's code then begins.
 
     A copy is a slice of shared memory, and one of scratch memory. A part's cells lie together in a region; those that
     are held in memory lie together span by span.

@@ -117,6 +117,7 @@ class Rig:
     pool: MHATokenToKVPool
     served: Served
     num_slots: int
+    extra_config: str
     requests: list[Request] = field(default_factory=list)
 
     @property
@@ -360,7 +361,7 @@ def make_rig(
         linker._rank.tp_size = 2
         linker.detach()
         linker.connect(json.dumps(extra))
-    return Rig(cache, linker, pool, served, num_slots)
+    return Rig(cache, linker, pool, served, num_slots, json.dumps(extra))
 
 
 class Ranks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -308,20 +307,19 @@ def test_cells_that_the_gpu_decodes_wrongly_are_read_again_and_decoded_by_the_cp
     assert_nothing_held(rig)
 
 
-def test_another_profile_finds_nothing_of_the_former_one(
+def test_another_data_plane_finds_nothing_of_the_former_one(
     make: MakeRig, quantiser: KltQuantiser, work: Counter[str]
 ) -> None:
-    """It comes with another data plane, whose memory the loader pins instead."""
+    """As after a change of profile. The loader pins the memory of the new one instead."""
     expected = written(make, quantiser=quantiser)
     rig = reader(make, quantiser=quantiser)
     assert_equal(loaded(rig, TOKENS), expected)
     gpu = rig.linker._pages.device
     assert isinstance(gpu, FakeDevice)
     before = list(gpu.pinned_memory)
-    config = json.loads(rig.parts.extra_config)
     rig.evict()
     rig.linker.detach()
-    rig.linker.connect(json.dumps(config))
+    rig.linker.connect(rig.extra_config)
     assert not memory_of(rig)._entries
     work.clear()
     assert_equal(loaded(rig, TOKENS), expected)
