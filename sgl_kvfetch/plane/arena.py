@@ -95,9 +95,9 @@ class Room:
     """
 
     def __init__(self, num_bytes: int, first: int = 0) -> None:
-        """``first``: the offset from which on the bytes may be used."""
-        self.num_bytes = num_bytes
-        self._first = first
+        """``first``: the offset from which on the bytes may be used; it is rounded up."""
+        self._first = -(-first // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes = first + num_bytes - self._first
         self._taken: dict[int, int] = {}  # ends, by start
         self._changed = threading.Condition()
         self._closed = False
