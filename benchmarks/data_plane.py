@@ -9,8 +9,9 @@ and client on this machine. With `raw` nothing has to be decoded, so the two can
 K and V, for the engine's process, the data plane's and the store's.
 
 `--coded` stages prompts for a GPU instead: cells of a model like Llama-3.1-8B stay coded (`klt` in `ans`, by a profile
-that nobody calibrated, about 1.4 bits a value). Then it stages them again, from `memory_cache`. Each round also receives the same bytes with `http.client`, in one
-thread, into memory that is used again: that is what sockets alone take. With many rounds of a short prompt it shows
+that nobody calibrated, about 1.4 bits a value). Then it stages them again, from `memory_cache`. Each round also
+receives the same bytes with `http.client`, in one thread, into memory that is used again: that is what sockets alone
+take. With many rounds of a short prompt it shows
 whether the data plane grows: `--coded --tokens 64 --rounds 20000`.
 
 `--security none tls signed encrypted` also measures a store that speaks TLS, signed manifests, whose chunks are
