@@ -130,10 +130,9 @@ def test_an_opened_span_is_filled_by_who_opened_it(stored: list[Stored]) -> None
         cache.put(unit, unit.split(one.data(unit)))  # what another one has read: it is not taken
         places = held.places(unit)
         assert places is not None
-        for piece, content in zip(
-            unit.by_object(places)[0], unit.by_object(unit.split(one.data(unit)))[0], strict=True
-        ):
-            piece[:] = content
+        for place, cell in zip(places, unit.split(one.data(unit)), strict=True):
+            for piece, content in zip(place, cell, strict=True):
+                piece[:] = content
         assert cache.find(one.hashes) == []
         held.received(unit)
         assert held.places(unit) is None

@@ -267,7 +267,7 @@ def test_what_is_encrypted_stays_so_and_is_decrypted_each_time(
 ) -> None:
     key = tmp_path / "key"
     key.write_text("key " + "0f" * 32)
-    config = {"quantiser": quantiser, "encryption_key_file": str(key)}
+    config: dict[str, Any] = {"quantiser": quantiser, "encryption_key_file": str(key)}
     expected = written(make, **config)
     rig = reader(make, **config)
     assert_equal(loaded(rig, TOKENS), expected)
