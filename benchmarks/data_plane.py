@@ -227,11 +227,11 @@ def _measure_coded(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
                 plane.flush()
                 pid = started[0].process.pid
                 of_store_s, loop_s = usage(store.pid).cpu_s, main_thread_cpu_s(pid)
-                num_cells, wire_bytes, *first_s = _timed_stage(plane, hashes, pid)
-                others_s = main_thread_cpu_s(pid) - loop_s, usage(store.pid).cpu_s - of_store_s
-                *_, again_s, again_cpu_s = _timed_stage(plane, hashes, pid)
+                num_cells, wire_bytes, stage_s, cpu_s = _timed_stage(plane, hashes, pid)
+                loop_s, of_store_s = main_thread_cpu_s(pid) - loop_s, usage(store.pid).cpu_s - of_store_s
+                _, _, again_s, again_cpu_s = _timed_stage(plane, hashes, pid)
                 after = usage(pid)
-                spent_s = *first_s, *others_s, again_s, again_cpu_s
+                spent_s = stage_s, cpu_s, loop_s, of_store_s, again_s, again_cpu_s
                 rounds.append(Coded(sockets_s, sockets_cpu_s, *spent_s, after.rss_bytes, after.open_files))
         finally:
             plane.close()

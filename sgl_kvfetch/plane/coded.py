@@ -23,7 +23,7 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.fetch.plan import PageSource, SpanPart
 from sgl_kvfetch.plane.fetch.sink import CodedPool, Keep
-from sgl_kvfetch.plane.memory_cache import CODE_ALIGNMENT, Entry, Kept
+from sgl_kvfetch.plane.memory_cache import CODE_ALIGNMENT, CachedSpan, Kept
 
 CODEC = "ans"  # that GPUs decode
 _LEAST_INTEGERS = 241  # the checksum of fewer is not computed on GPUs
@@ -78,7 +78,7 @@ class RegionPlan:
     ``rows``: of `CELL`, ordered by layers, with all that is known before a cell has arrived; ``start`` counts from the
     region's for cells in it (``in_region``). ``num_bytes``: the region's size."""
 
-    def __init__(self, parts: Sequence[SpanPart], entries: Sequence[Entry | None] = ()) -> None:
+    def __init__(self, parts: Sequence[SpanPart], entries: Sequence[CachedSpan | None] = ()) -> None:
         """``entries``: of each part, if memory has one; without any, all cells lie in the region."""
         self.parts = parts
         self.entries = [
@@ -169,7 +169,7 @@ class CodedRegion(CodedPool):
         self._rows["start"] += offset * plan.in_region
         self._starts, self._sizes, self._is_coded = (self._rows[x].tolist() for x in ("start", "size", "is_coded"))
         self._kept: dict[int, Kept] = {}  # by row
-        self._of_entries: dict[int, tuple[Entry, int]] = {}  # by row: where a cell's entry keeps what it has, too
+        self._of_entries: dict[int, tuple[CachedSpan, int]] = {}  # by row: where a cell's entry keeps what it has, too
         self._is_whole = []
         for part, entry in enumerate(plan.entries):
             self._is_whole.append(entry is not None and None not in entry.kept)

@@ -9,7 +9,7 @@ The memory is shared with the engine, and a chunk lies where a GPU can take it. 
   meanwhile. Bytes that come another way are copied. A reader that fails leaves what has come to the next one.
 * **It is listed** once all bytes are there: `find` names its pages.
 * **It is verified** by whoever restores it. What a GPU decodes is verified once: the entry keeps what was unpacked
-  (`Entry.kept`), so the next prompt with the span takes it as it lies. All else, such as what is encrypted, is verified
+  (`CachedSpan.kept`), so the next prompt with the span takes it as it lies. All else, such as what is encrypted, is verified
   each time.
 * **It is held** while a fetch reads it, or while the engine may take it. What is evicted or dropped meanwhile is found
   no more, and its memory is freed by the last holder.
@@ -49,7 +49,7 @@ class _Layout(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class CachedSpan:
     """``units``: those whose bytes are here. ``missing_bytes``: of the others. ``kept``: of each cell in storage order,
     once it was verified and a GPU may take it as it lies; threads that verify write it.
 
@@ -81,7 +81,7 @@ class MemoryCache:
         """``num_bytes``: at the end of the arena, are the cache's."""
         self._memory = arena.buffer(0, arena.num_bytes)
         self._room = Room(num_bytes, arena.num_bytes - num_bytes)
-        self._entries: OrderedDict[_SpanKey, Entry] = OrderedDict()  # the least recently used first
+        self._entries: OrderedDict[_SpanKey, CachedSpan] = OrderedDict()  # the least recently used first
         self._pages: dict[bytes, PageSource] = {}  # by hash; those of which all bytes are here
         self._used_bytes = 0
         self._num_entries: Counter[SegmentReader] = Counter()
@@ -115,7 +115,7 @@ class MemoryCache:
                 self._hold(entry, held)
         return held
 
-    def _hold(self, entry: Entry, held: Held) -> None:
+    def _hold(self, entry: CachedSpan, held: Held) -> None:
         if entry.key not in held.entries:
             held.entries[entry.key] = entry
             entry.num_holders += 1
@@ -145,18 +145,18 @@ class MemoryCache:
                 entry.filler = held
             self._hold(entry, held)
 
-    def lacks(self, entry: Entry, unit: ReadUnit) -> bool:
+    def lacks(self, entry: CachedSpan, unit: ReadUnit) -> bool:
         """Return whether an entry could take a unit. One that overlaps with units of another size is not taken."""
         return _unit_key(unit) not in entry.units and unit.size_bytes <= entry.missing_bytes
 
-    def places(self, entry: Entry, unit: ReadUnit) -> list[CellChunks]:
+    def places(self, entry: CachedSpan, unit: ReadUnit) -> list[CellChunks]:
         """Return where the chunks of a unit's cells lie."""
         memory, chunks = self._memory, entry.layout.chunks
         return [
             [memory[entry.offset + begin : entry.offset + end] for begin, end in chunks[cell]] for cell in unit.cells
         ]
 
-    def copy(self, entry: Entry, unit: ReadUnit, chunks: Sequence[CellChunks]) -> list[CellChunks]:
+    def copy(self, entry: CachedSpan, unit: ReadUnit, chunks: Sequence[CellChunks]) -> list[CellChunks]:
         """Copy a unit's chunks to their places, which are returned."""
         places = self.places(entry, unit)
         for into, cell in zip(places, chunks, strict=True):
@@ -165,7 +165,7 @@ class MemoryCache:
         self.filled(entry, unit)
         return places
 
-    def filled(self, entry: Entry, unit: ReadUnit) -> None:
+    def filled(self, entry: CachedSpan, unit: ReadUnit) -> None:
         """Note that a unit's bytes are in their places."""
         entry.units.add(_unit_key(unit))
         entry.missing_bytes -= unit.size_bytes
@@ -184,7 +184,7 @@ class MemoryCache:
         for entry in list(self._entries.values()):
             self._evict(entry)
 
-    def let_go(self, entry: Entry, held: Held) -> None:
+    def let_go(self, entry: CachedSpan, held: Held) -> None:
         if entry.filler is held:
             entry.filler = None
         entry.num_holders -= 1
@@ -193,7 +193,7 @@ class MemoryCache:
         elif not entry.num_holders and entry.is_dropped:
             self._free(entry)
 
-    def _open(self, reader: SegmentReader, span: int) -> Entry | None:
+    def _open(self, reader: SegmentReader, span: int) -> CachedSpan | None:
         """Return a span's entry. Make room for one that is not here; return None if what is held, or the size of the
         cache, leaves too little."""
         key = _key(reader, span)
@@ -208,12 +208,12 @@ class MemoryCache:
                 return None
             self._evict(oldest)
         self._count(layout.num_bytes)
-        entry = Entry(key, reader, layout, offset, reader.span_bytes(span), kept=[None] * len(layout.chunks))
+        entry = CachedSpan(key, reader, layout, offset, reader.span_bytes(span), kept=[None] * len(layout.chunks))
         self._entries[key] = entry
         self._num_entries[reader] += 1
         return entry
 
-    def _list_pages(self, entry: Entry) -> None:
+    def _list_pages(self, entry: CachedSpan) -> None:
         manifest = entry.reader.manifest
         mine = entry.reader.rank_heads
         if mine.start < manifest.first_head or mine.stop > manifest.first_head + manifest.num_heads:
@@ -221,7 +221,7 @@ class MemoryCache:
         for page in range(*manifest.span_range(entry.key[2])):
             self._pages[manifest.page_hashes[page]] = PageSource(entry.reader, page)
 
-    def _evict(self, entry: Entry) -> None:
+    def _evict(self, entry: CachedSpan) -> None:
         del self._entries[entry.key]
         manifest = entry.reader.manifest
         for page in range(*manifest.span_range(entry.key[2])):
@@ -236,7 +236,7 @@ class MemoryCache:
         if not entry.num_holders:
             self._free(entry)
 
-    def _free(self, entry: Entry) -> None:
+    def _free(self, entry: CachedSpan) -> None:
         self._room.free(entry.offset)
         self._count(-entry.layout.num_bytes)
 
@@ -251,9 +251,9 @@ class Held:
     def __init__(self, cache: MemoryCache | None = None) -> None:
         """Without ``cache``, nothing is held."""
         self._cache = cache
-        self.entries: dict[_SpanKey, Entry] = {}
+        self.entries: dict[_SpanKey, CachedSpan] = {}
 
-    def entry(self, reader: SegmentReader, span: int) -> Entry | None:
+    def entry(self, reader: SegmentReader, span: int) -> CachedSpan | None:
         return self.entries.get(_key(reader, span))
 
     def has(self, reader: SegmentReader, span: int) -> bool:
@@ -295,7 +295,7 @@ class Held:
         entry = self._filling(unit)
         return chunks if self._cache is None or entry is None else self._cache.copy(entry, unit, chunks)
 
-    def _filling(self, unit: ReadUnit) -> Entry | None:
+    def _filling(self, unit: ReadUnit) -> CachedSpan | None:
         entry = self.entry(unit.reader, unit.cells[0].span)
         if self._cache is None or entry is None or entry.filler is not self:
             return None
@@ -308,7 +308,7 @@ class Held:
     def let_go(self) -> None:
         self._let_go(list(self.entries.values()))
 
-    def _let_go(self, entries: Sequence[Entry]) -> None:
+    def _let_go(self, entries: Sequence[CachedSpan]) -> None:
         for entry in entries:
             assert self._cache is not None
             del self.entries[entry.key]

@@ -438,11 +438,12 @@ class Fetcher:
             held.received(unit)
             return places
         else:
+            in_pool = None
             if isinstance(pool, CodedPool) and len(unit.reads) == 1 and not is_used_again:
-                places = pool.places(unit.reader, unit.cells)
-            if places is not None:
-                await self._transmit(unit, fetch.request, unit.by_object(places))
-                return places
+                in_pool = pool.places(unit.reader, unit.cells)
+            if in_pool is not None:
+                await self._transmit(unit, fetch.request, unit.by_object(in_pool))
+                return in_pool
             data = await self._read_whole(unit, fetch.request)
         chunks = unit.split(data)
         if (kept := held.put(unit, chunks)) is not chunks:
