@@ -89,8 +89,8 @@ class RegionPlan:
         rows, counts = np.concatenate(of_parts), [len(each) for each in of_parts]
         order = np.argsort(rows["first_layer"], kind="stable")
         self.rows = rows[order]
-        self._part_of = np.repeat(np.arange(len(parts)), counts)[order]
-        self.in_region = np.array([entry is None for entry in self.entries])[self._part_of]
+        part_of = np.repeat(np.arange(len(parts)), counts)[order]
+        self.in_region = np.array([entry is None for entry in self.entries])[part_of]
         rooms = -(-self.rows["size"] // CODE_ALIGNMENT) * CODE_ALIGNMENT * self.in_region
         nowhere = np.zeros(max(counts), dtype=np.int64)
         held = [
@@ -99,13 +99,9 @@ class RegionPlan:
         ]
         self.rows["start"] = np.where(self.in_region, np.cumsum(rooms) - rooms, np.concatenate(held)[order])
         self.num_bytes = int(rooms.sum())
-        self._order = order
-        self.part_of: list[int] = self._part_of.tolist()  # each row's
-
-    def rows_of(self, part: int) -> list[int]:
-        """Return the numbers of a part's rows, in storage order."""
-        found: list[int] = np.flatnonzero(self._part_of == part).tolist()
-        return found
+        self.part_of: list[int] = part_of.tolist()  # each row's
+        # The numbers of each part's rows, in storage order.
+        self.rows_of = [each.tolist() for each in np.split(np.argsort(order), np.cumsum(counts)[:-1])]
 
     def row(self, reader: SegmentReader, cell: Cell) -> int:
         """Return the number of a cell's row. Raises UnsupportedError if the cell was not planned for."""
@@ -117,8 +113,11 @@ class RegionPlan:
     @cached_property
     def _places(self) -> dict[tuple[str, Cell], int]:
         """The row of each data object's cells. A prompt that is all in memory needs none."""
-        cells = [(part.reader.data_name, cell) for part in self.parts for cell in part.reader.span_cells(part.span)]
-        return dict(zip(cells, np.argsort(self._order).tolist(), strict=True))
+        return {
+            (part.reader.data_name, cell): row
+            for part, rows in zip(self.parts, self.rows_of, strict=True)
+            for cell, row in zip(part.reader.span_cells(part.span), rows, strict=True)
+        }
 
 
 _made: WeakKeyDictionary[SegmentReader, dict[int, np.ndarray]] = WeakKeyDictionary()
@@ -175,7 +174,7 @@ class CodedRegion(CodedPool):
             self._is_whole.append(entry is not None and None not in entry.kept)
             if entry is None:
                 continue
-            for number, (row, kept) in enumerate(zip(plan.rows_of(part), entry.kept, strict=True)):
+            for number, (row, kept) in enumerate(zip(plan.rows_of[part], entry.kept, strict=True)):
                 if kept is None:
                     self._of_entries[row] = entry, number
                 else:

@@ -9,8 +9,8 @@ The memory is shared with the engine, and a chunk lies where a GPU can take it. 
   meanwhile. Bytes that come another way are copied. A reader that fails leaves what has come to the next one.
 * **It is listed** once all bytes are there: `find` names its pages.
 * **It is verified** by whoever restores it. What a GPU decodes is verified once: the entry keeps what was unpacked
-  (`CachedSpan.kept`), so the next prompt with the span takes it as it lies. All else, such as what is encrypted, is verified
-  each time.
+  (`CachedSpan.kept`), so the next prompt with the span takes it as it lies. All else, such as what is encrypted, is
+  verified each time.
 * **It is held** while a fetch reads it, or while the engine may take it. What is evicted or dropped meanwhile is found
   no more, and its memory is freed by the last holder.
 """
