@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 import msgspec
+import torch
 
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import SideKey
@@ -56,7 +57,13 @@ class DataPlane(Supervisor):
         least_bytes = 2 * (geometry.page_bytes + sum(start.sides.values()))
         queue_bytes = max(start.config.get("write_queue_bytes", _QUEUE_BYTES), least_bytes)
         self._queue_bytes = queue_bytes
-        super().__init__(start, geometry, launch, queue_bytes, staging_bytes or max(SHARED_BYTES, least_bytes))
+        value_bytes = (staging_bytes or max(SHARED_BYTES, least_bytes)) + start.config.get("memory_cache", 0)
+        super().__init__(start, geometry, launch, queue_bytes, value_bytes)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The shared memory in which prompts are staged, uint8, and behind it that of `memory_cache`."""
+        return self._run.values.whole
 
     # Reading
 

@@ -40,6 +40,15 @@ class Loader(ABC):
     counter: Any
 
     @abstractmethod
+    def attach(self, memory: torch.Tensor, cache_bytes: int) -> None:
+        """Get the shared memory of a data plane ready. ``cache_bytes``: at its end, in which prompts are kept. Never
+        waits."""
+
+    @abstractmethod
+    def prepare(self, staged: StagedValues) -> None:
+        """Get what was staged ready for its load. Never waits."""
+
+    @abstractmethod
     def begin(self, loads: Sequence[Load]) -> int:
         """Begin to load, and return the index for ``counter``. Every layer is completed, or the load fails as a whole.
         Never waits."""
@@ -64,6 +73,12 @@ class ValueLoader(Loader):
         self.counter = counter
         self._pages = pages
         self._thread = ThreadPoolExecutor(1, "kvfetch-load", use_one_thread)
+
+    def attach(self, memory: torch.Tensor, cache_bytes: int) -> None:
+        pass  # it is read as it is
+
+    def prepare(self, staged: StagedValues) -> None:
+        pass
 
     def begin(self, loads: Sequence[Load]) -> int:
         index: int = self.counter.update_producer()
