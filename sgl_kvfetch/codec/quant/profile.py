@@ -32,6 +32,9 @@ _HEADER_LENGTH = struct.Struct("<Q")  # which a safetensors file begins with
 _MOST_HEADER_BYTES = 8 << 20
 _MOST_METADATA_CHARS = 1 << 20
 
+# What a step of 1 in all coefficients should cost, in nats a token, as the weights foretell for fine steps.
+UNIT_KL = 1e-4
+
 # The default of target_kl, as a share of the value of the whole context to the model. docs/klt.md explains it.
 DEFAULT_SHARE = 1e-3
 
@@ -173,6 +176,12 @@ class Profile:
                 part = math.log(step / low.step) / math.log(high.step / low.step)
                 return low.kl * math.pow(high.kl / low.kl, part)
         return math.inf
+
+    def claimed_step(self, step: float) -> float:
+        """Return the step that would cost, as the weights foretell it, what the curve says that ``step`` costs; at most
+        ``step``. That of honest curves is hardly less: coarse errors cost about what is foretold, and fine ones more,
+        for sums are rounded as well."""
+        return min(step, math.sqrt(self.kl_of(step) / UNIT_KL))
 
     def save(self, path: Path) -> None:
         """Write the file atomically. Raises ConfigError."""
