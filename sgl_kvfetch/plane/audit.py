@@ -58,7 +58,7 @@ from sgl_kvfetch.plane.config import AuditConfig
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
-from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink, PagePool
+from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink, PagePool, consecutive_runs
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.profiles import cache_folder
 from sgl_kvfetch.plane.write.gather import PageBatch, SpanPages
@@ -86,7 +86,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Audited:
+class Compared:
     """The result of an audit. ``ratio``: of errors to those that are expected, where it is largest."""
 
     ratio: float
@@ -141,7 +141,10 @@ class _Kept(PagePool):
 
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
         for whole, x in zip(self.values.cell(layers, heads), values, strict=True):
-            whole.unflatten(0, (-1, self._page_size))[list(pages)] = x.unflatten(0, (-1, self._page_size))
+            size = self._page_size
+            for run, positions in consecutive_runs(pages):
+                tokens = slice(positions.start * size, positions.stop * size)
+                whole[run.start * size : run.stop * size] = x[tokens]
 
 
 class Auditor:
@@ -332,7 +335,7 @@ class Auditor:
             first += piece.num_tokens // size
         return values
 
-    def _judge(self, audited: Audited, stem: str) -> str:
+    def _judge(self, audited: Compared, stem: str) -> str:
         """Take in what was found of pages of a segment. Return the result, for the metrics."""
         metrics.AUDIT_RATIO.observe(audited.ratio)
         is_beyond, is_far = audited.ratio > self._config.most, audited.ratio > _FAR
@@ -359,7 +362,7 @@ def compare(
     heads: HeadSlice,
     tokens: range,
     coarser: float = 1.0,
-) -> Audited:
+) -> Compared:
     """Compare a rank's values, ``(tokens, layers, heads, dim)``. ``tokens``: in the sequence. ``coarser``: as in
     `Quantiser.error_ratios`."""
     found: list[torch.Tensor] = []
@@ -378,7 +381,7 @@ def compare(
                 ratios[where] = max(ratios.get(where, 0.0), ratio)
     ratios["all layers"] = torch.cat([x.flatten(0, 1) for x in found]).mean(0).median().item()
     where = max(ratios, key=lambda each: ratios[each])
-    return Audited(ratios[where], where)
+    return Compared(ratios[where], where)
 
 
 def _places(quantiser: Quantiser, rank: HeadSlice, tokens: range) -> list[tuple[range, range, CellPlace]]:

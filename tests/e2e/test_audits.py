@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ ALL = PATIENT | {"audit": {"share": 1}}
 
 def audits(server: SGLangServer, result: str) -> float:
     return read_metric(server.metrics(), "sgl_kvfetch_audits_total", result=result)
+
+
+def has_found(server: SGLangServer, count: int) -> bool:
+    return audits(server, "far") == count
 
 
 @pytest.mark.parametrize("mode", ["host", "device"])
@@ -59,7 +64,7 @@ def test_a_server_with_other_weights_under_the_same_name_stops_reading(
     with SGLangServer(other_model, extra_args=flags, env=env) as server:
         for count, prompt in enumerate(prompts[:3], start=1):
             assert from_storage(ask(server, prompt)) > 0
-            wait_until(lambda count=count: audits(server, "far") == count)
+            wait_until(partial(has_found, server, count))
         wait_until(lambda: read_metric(server.metrics(), "sgl_kvfetch_audited_off") == 1)
         assert "audits have failed" in server.log()
         assert from_storage(ask(server, prompts[3])) == 0

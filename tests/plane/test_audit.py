@@ -19,7 +19,6 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import MeasuredStep
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
-from sgl_kvfetch.plane import audit as audit_module
 from sgl_kvfetch.plane.audit import Auditor
 from sgl_kvfetch.plane.client import StoreClient, open_client
 from sgl_kvfetch.plane.config import parse_config
@@ -230,5 +229,5 @@ async def test_no_more_is_audited_in_a_minute_than_may_be(
     hashes = await bench.store(computed)
     assert [await bench.hit(hashes, computed) for _ in range(3)] == [PAGES - 8, PAGES - 8, PAGES]
     now_s = time.monotonic() + 61
-    monkeypatch.setattr(audit_module.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     assert await bench.hit(hashes, computed) == PAGES - 8
