@@ -326,7 +326,7 @@ class Auditor:
             else:
                 quantiser, begin = self._quantiser, piece.pages.start * size
                 for parts, (layers, heads, place) in zip(
-                    piece.cells, _places(self._quantiser, self._heads, tokens), strict=True
+                    piece.cells, places_of(self._quantiser, self._heads, tokens), strict=True
                 ):
                     some = quantiser.some_tokens(parts, slice(begin, begin + len(tokens)))
                     restored = quantiser.dequantise(some, values.k.dtype, place)
@@ -367,7 +367,7 @@ def compare(
     `Quantiser.error_ratios`."""
     found: list[torch.Tensor] = []
     ratios: dict[str, float] = {}
-    for layers, head_block, place in _places(quantiser, heads, tokens):
+    for layers, head_block, place in places_of(quantiser, heads, tokens):
         own, stored = (x.cell(layers, head_block) for x in (computed, restored))
         found.append(quantiser.error_ratios(own, stored, place, coarser))
         for tensor, of_layers in zip(TENSORS, found[-1].median(2).values, strict=True):
@@ -384,7 +384,7 @@ def compare(
     return Compared(ratios[where], where)
 
 
-def _places(quantiser: Quantiser, rank: HeadSlice, tokens: range) -> list[tuple[range, range, CellPlace]]:
+def places_of(quantiser: Quantiser, rank: HeadSlice, tokens: range) -> list[tuple[range, range, CellPlace]]:
     """Return the rank's layers and heads of each cell, and its place in the model, for some tokens of the sequence."""
     geometry, first_layer, first_head = rank.geometry, rank.namespace.first_layer, rank.heads.start
     num_heads = geometry.num_heads

@@ -158,7 +158,7 @@ def profile(
         return mine, f"{out}: {found.info.name}"
 
     rows, done = run_on_store(store, token, token_file, None, work)
-    show(rows, as_json, [done] if done else _lines(rows, store))
+    show(rows, as_json, [done] if done else _lines(rows))
 
 
 async def _read(store: AdminStore, listed: ListedProfile, keys: ProfileKeys) -> bytes:
@@ -184,13 +184,13 @@ def _named(listed: Sequence[ListedProfile], digest: str) -> ListedProfile:
     return found[0]
 
 
-def _lines(rows: Sequence[ProfileRow], store: str) -> Iterator[Table | str]:
+def _lines(rows: Sequence[ProfileRow]) -> Iterator[Table | str]:
     from sgl_kvfetch.plane import verdicts
 
     yield profiles_table(rows) if rows else "no profiles"
     for path, verdict in verdicts().items():
         for row in rows:
-            if (verdict.store, profile_digest(verdict.identity)) == (store, row.digest):
+            if profile_digest(verdict.identity) == row.digest:
                 age = format_age(time.time() - verdict.at_s)
                 yield (
                     f"{row.digest} is not used on this machine since audits failed {age} ago: "
