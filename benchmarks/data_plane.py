@@ -11,7 +11,9 @@ K and V, for the engine's process, the data plane's and the store's.
 `--coded` stages prompts for a GPU instead: cells of a model like Llama-3.1-8B stay coded (`klt` in `ans`, by a profile
 that nobody calibrated, about 1.4 bits a value). Each round also receives the same bytes with `http.client`, in one
 thread, into memory that is used again: that is what sockets alone take. With many rounds of a short prompt it shows
-whether the data plane grows: `--coded --tokens 64 --rounds 20000`.
+whether the data plane grows: `--coded --tokens 64 --rounds 20000`. `--without-link` shows how fast the data plane would
+be with a link, sockets and a store that are no limit: reads are copied from memory (`memory_link`). Its event loop's
+thread has Python's lock whenever it runs; the other threads have it for a part of their time.
 
 `--security none tls signed encrypted` also measures a store that speaks TLS, signed manifests, whose chunks are
 verified with SHA-256, and chunks that AES-256-GCM encrypts.
@@ -23,6 +25,7 @@ import argparse
 import asyncio
 import hashlib
 import http.client
+import os
 import statistics
 import sys
 import tempfile
@@ -33,6 +36,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 import trustme
@@ -41,7 +45,7 @@ from rich.table import Table
 
 from benchmarks.flat_profile import flat_profile
 from benchmarks.machine import machine, versions
-from benchmarks.processes import usage
+from benchmarks.processes import main_thread_cpu_s, usage
 from benchmarks.reads import find_units, read_all
 from benchmarks.report import write_json
 from harness.memory_pool import MemoryPool
@@ -107,6 +111,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--coded", action="store_true", help="stage cells that stay coded")
+    parser.add_argument("--without-link", action="store_true", help="with --coded: copy reads from memory")
     parser.add_argument("--codecs", default="raw,zstd,hevc", help="(default: %(default)s)")
     parser.add_argument("--security", nargs="+", choices=SECURITY, default=["none"], help="(default: none)")
     parser.add_argument("--prefixes", type=int, default=4, help="fetched together (default: %(default)s)")
@@ -178,6 +183,7 @@ class Coded:
     sockets_cpu_s: float
     stage_s: float
     data_plane_cpu_s: float
+    event_loop_cpu_s: float  # of it
     store_cpu_s: float
     data_plane_rss_bytes: int  # after it
     data_plane_open_files: int
@@ -197,7 +203,7 @@ def _measure_coded(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     started: list[DataPlaneProcess] = []
 
     def launch(line: Line) -> DataPlaneProcess:
-        started.append(DataPlaneProcess(line))
+        started.append((_WithoutLink if args.without_link else DataPlaneProcess)(line))
         return started[-1]
 
     with StoreProcess(folder / "store") as store:
@@ -216,16 +222,25 @@ def _measure_coded(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             for _ in range(args.rounds):
                 sockets_s, sockets_cpu_s = _receive(store.url, asyncio.run(_reads(store.url, heads, hashes, quantiser)))
                 plane.flush()
-                before, before_s = usage(started[0].process.pid), usage(store.pid).cpu_s
+                pid = started[0].process.pid
+                before, before_s, loop_s = usage(pid), usage(store.pid).cpu_s, main_thread_cpu_s(pid)
                 begin_s = time.perf_counter()
                 num_cells, wire_bytes = _stage(plane, hashes)
                 stage_s = time.perf_counter() - begin_s
-                after, after_s = usage(started[0].process.pid), usage(store.pid).cpu_s
-                spent_s = after.cpu_s - before.cpu_s, after_s - before_s
+                after, after_s = usage(pid), usage(store.pid).cpu_s
+                spent_s = after.cpu_s - before.cpu_s, main_thread_cpu_s(pid) - loop_s, after_s - before_s
                 rounds.append(Coded(sockets_s, sockets_cpu_s, stage_s, *spent_s, after.rss_bytes, after.open_files))
         finally:
             plane.close()
     return {"num_cells": num_cells, "wire_bytes": wire_bytes, "rounds": [asdict(each) for each in rounds]}
+
+
+class _WithoutLink(DataPlaneProcess):
+    module = "benchmarks.memory_link"
+
+    def __init__(self, line: Line) -> None:
+        with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parents[1])):  # this is not an installed package
+            super().__init__(line)
 
 
 async def _reads(
@@ -277,7 +292,7 @@ def _coded_table(coded: dict[str, Any], args: argparse.Namespace) -> Table:
         return f"{statistics.median(map(of, rounds)):.2f}"
 
     table = Table(title=f"{args.tokens} tokens, {cells} cells, {mb:.0f} MB coded, medians of {len(rounds)}")
-    for column in ("", "MB/s", "CPU ms a MB", "CPU ms a cell", "of the store, a MB"):
+    for column in ("", "MB/s", "CPU ms a MB", "CPU ms a cell", "of the event loop, a MB", "of the store, a MB"):
         table.add_column(column, justify="right" if column else "left")
     table.add_row("sockets alone", median(lambda r: mb / r.sockets_s), median(lambda r: 1e3 * r.sockets_cpu_s / mb))
     table.add_row(
@@ -285,6 +300,7 @@ def _coded_table(coded: dict[str, Any], args: argparse.Namespace) -> Table:
         median(lambda r: mb / r.stage_s),
         median(lambda r: 1e3 * r.data_plane_cpu_s / mb),
         median(lambda r: 1e3 * r.data_plane_cpu_s / cells),
+        median(lambda r: 1e3 * r.event_loop_cpu_s / mb),
         median(lambda r: 1e3 * r.store_cpu_s / mb),
     )
     table.add_row("ratio", median(lambda r: r.sockets_s / r.stage_s))

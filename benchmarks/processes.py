@@ -52,6 +52,10 @@ def _own_usage(process: psutil.Process) -> Usage:
         return Usage(cpu_s, process.memory_info().rss, process.num_fds())
 
 
+def main_thread_cpu_s(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
 def peak_rss_bytes(pid: int) -> int:
     """Return the largest resident set of a process since it began, without its children."""
     (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())

@@ -94,7 +94,7 @@ class _Connections:
         async with self._free:
             while self._idle:  # the server may have closed it at this moment: then a new one is opened
                 connection = self._idle.pop()
-                if connection.idle_since_s < time.monotonic() - _IDLE_S or connection.is_readable:
+                if connection.idle_since_s < time.monotonic() - _IDLE_S:
                     connection.close()
                     continue
                 try:
@@ -111,7 +111,7 @@ class _Connections:
         self._busy.add(connection)
         is_done = False
         try:
-            answer = await _on_thread(self._threads.submit(exchange.run, connection.sock), connection)
+            answer = await _on_thread(self._threads.submit(connection.run, exchange), connection)
             is_done = True
             return answer
         finally:
@@ -164,15 +164,17 @@ class _Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(True)  # its users have deadlines, and shut it down
         self.sock = sock
-        self.idle_since_s = 0.0
+        self.idle_since_s = 0.0  # 0 before the first request
 
     def begin_tls(self, context: ssl.SSLContext, host: str) -> None:
         self.sock = context.wrap_socket(self.sock, server_hostname=host)
 
-    @property
-    def is_readable(self) -> bool:
-        """Return whether bytes are there that nobody has asked for, or the end of the connection."""
-        return _is_readable(self.sock)
+    def run(self, exchange: _Exchange[T]) -> T:
+        """Raises OSError. Runs on a thread: to look at a socket gives Python's lock away, and the event loop would wait
+        for it."""
+        if self.idle_since_s and _is_readable(self.sock):
+            raise ConnectionResetError("the connection has ended, or has bytes that nobody has asked for")
+        return exchange.run(self.sock)
 
     def abort(self) -> None:
         """End what a thread waits for."""
