@@ -13,8 +13,8 @@ import torch
 
 from harness.metrics import own_metric
 from sgl_kvfetch.codec import SegmentReader
-from sgl_kvfetch.codec.container.pages import RawPages
-from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
+from sgl_kvfetch.codec.container.pages import QuantisedPages, RawPages
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import MeasuredStep
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -40,14 +40,14 @@ Computed = Callable[[CellValues], CellValues]
 class Bench:
     """A store, the client of a rank, and its auditor, which audits all that it may."""
 
-    def __init__(self, folder: Path, quantiser: Quantiser, **audit: Any) -> None:
+    def __init__(self, folder: Path, quantiser: Quantiser, config: dict[str, Any], **audit: Any) -> None:
         self.heads = make_heads(GEOMETRY, quantiser)
-        config = parse_config({"store": f"file://{folder}", "audit": {"share": 1} | audit})
-        self.client: StoreClient = open_client(config, self.heads, quantiser)
+        parsed = parse_config({"store": f"file://{folder}", "audit": {"share": 1} | audit} | config)
+        self.client: StoreClient = open_client(parsed, self.heads, quantiser)
         self.wrong: list[str] = []
         parts = quantiser, self.client.finder, self.client.fetcher
         self.auditor = Auditor(
-            config.audit,
+            parsed.audit,
             self.heads,
             *parts,
             store=self.client.store,
@@ -86,8 +86,8 @@ def batch(values: CellValues, hashes: Sequence[bytes], first: int = 0, before: S
 async def make(tmp_path: Path) -> AsyncIterator[Callable[..., Bench]]:
     made: list[Bench] = []
 
-    def build(quantiser: Quantiser, **audit: Any) -> Bench:
-        made.append(Bench(tmp_path / "store", quantiser, **audit))
+    def build(quantiser: Quantiser, config: dict[str, Any] | None = None, **audit: Any) -> Bench:
+        made.append(Bench(tmp_path / "store", quantiser, config or {}, **audit))
         return made[-1]
 
     yield build
@@ -125,6 +125,38 @@ async def test_pages_that_come_although_the_store_has_them_are_audited(make: Cal
     await bench.store(values)
     await bench.auditor.join()
     assert since(before) == {"sound": 1}
+
+
+@pytest.mark.parametrize("fault", [None, "layers"])
+async def test_what_a_gpu_has_quantised_is_audited(make: Callable[..., Bench], fault: str | None) -> None:
+    bench, computed = make(KLT), values_of(PROFILE, NUM_TOKENS)
+    hashes = await bench.store(computed)
+    if fault is not None:
+        computed = other_layers(computed)
+    sources = await bench.client.finder.find_pages(hashes, 60.0)
+    first = bench.auditor.served(hashes, sources)
+    # As it hands over batches: the integers of more pages than those that are left out.
+    tokens = range((first - 2) * SIZE, NUM_TOKENS)
+    place = CellPlace(range(3), range(4), tokens)
+    cell = KLT.quantise(computed.tokens(slice(tokens.start, None)), place)
+    pages = QuantisedPages([cell], range(2, 2 + PAGES - first), SIZE, GEOMETRY.page_bytes)
+    before = results()
+    bench.auditor.handed_over(PageBatch(first, hashes[first - 1], hashes[first:], [pages]))
+    await bench.auditor.join()
+    assert since(before) == {"sound" if fault is None else "far": 1}
+
+
+async def test_levels_that_are_left_out_are_allowed_for(make: Callable[..., Bench]) -> None:
+    config = {"quantiser": "klt", "profile": "unread", "target_kl": 1e-4, "levels": {"count": 2, "max_kl": 9e-3}}
+    bench, computed = make(KltQuantiser(PROFILE, 1e-4), config), values_of(PROFILE, NUM_TOKENS)
+    hashes = await bench.store(computed)
+    for which in (bench.client.fetcher.levels, replace(bench.client.fetcher.levels, least_left_out=1)):
+        bench.client.finder._levels = which
+        bench.client.finder.forget_pages()
+        bench.client.finder._readers.clear()
+        before = results()
+        await bench.hit(hashes, computed)
+        assert since(before) == {"sound": 1}
 
 
 def other_weights(values: CellValues) -> CellValues:
