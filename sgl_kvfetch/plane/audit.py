@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
 _AUDIT_TOKENS = 128  # of an audit, at most, or one page: the mean error of so many varies little
-_OF_A_LAYER, _OF_A_TOKEN = 8.0, 8.0  # how much larger the ratio of a layer, or of a token of the first layer, may be
+_OF_A_LAYER, _OF_A_TOKEN = 8.0, 6.0  # how much larger the ratio of a layer, or of a token of the first layer, may be
 _FAR = 100.0  # a ratio beyond it is no matter of accuracy
 _NUM_RECENT, _MOST_BEYOND = 10, 3  # audits that are remembered, and how many of them may be beyond before reads end
 _AT_ONCE = 3  # hits that are audited after one that was beyond

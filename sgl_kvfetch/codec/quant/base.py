@@ -29,7 +29,6 @@ Quantised = tuple[torch.Tensor, ...]
 # differ where they are rounded; those of float32 add up over all layers.
 _SUMS_NOISE = {torch.float32: 16.0}
 _SUMS_NOISE_OF_OTHERS = 2.0
-_REPEATED = 0.25  # of squared errors: other integers, where a sum in another order is rounded the other way
 VALUE_LAYERS = 3  # layers of a cell that is laid out in tiles: one a colour plane
 
 
@@ -124,11 +123,11 @@ class Quantiser(ABC):
         return _ratios(computed, restored, again, computed, coarser**2)
 
     def repeat_ratios(self, computed: CellValues, restored: CellValues, place: CellPlace) -> torch.Tensor:
-        """Return how much ``restored`` differs from what this quantiser makes of ``computed`` now, as `error_ratios`
-        does: 1 is a quarter of its own errors, as if 2% of all integers were others. Where nothing but sums in another
-        order can differ, as in a model's first layer, this shows much less than errors do."""
+        """Return how much ``restored`` differs from what this quantiser makes of ``computed`` now; its own errors are
+        1. Of the same values, two roundings differ by 2 at most, also where other layers of their cell differ. So this
+        shows faults that are small beside the values, but not beside what a coarse step leaves of them."""
         again = self.dequantise(self.quantise(computed, place), computed.k.dtype, place)
-        return _ratios(again, restored, again, computed, _REPEATED)
+        return _ratios(again, restored, again, computed, 1.0)
 
     def require_sound(  # noqa: B027, may be all
         self, plain: Sequence[np.ndarray], shape: tuple[int, int, int], token_bytes: int
