@@ -85,7 +85,9 @@ class _Bench:
                 stored = [self._kv(other, ids[1:]) for ids in self.windows]
                 self._say_least(name, f"weights changed by {share:.0%}", quantiser, stored)
             self._say_least(name, "the last token not restored", quantiser, exact, _without_last)
-        target = lying.curve[0].kl * 1.01
+        if not with_faults:
+            return
+        target = lying.curve[-1].kl * 0.99  # as a server that asks for little, and is given the coarsest step
         self._say_least("klt", f"a curve that says {_LIES:g} times less", KltQuantiser(lying, target), exact)
 
     def _say_least(
