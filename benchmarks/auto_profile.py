@@ -37,8 +37,8 @@ from benchmarks.real_model import real_model
 from benchmarks.real_profile import CALIBRATION_PART, PROMPTS_PART
 from benchmarks.report import make_parser, no_traceback, output_file, whole_number
 from harness.engine import SGLangServer, hicache_args
-from sgl_kvfetch.codec.calibrate.curve import measure_contexts
-from sgl_kvfetch.codec.calibrate.layers import LayeredModel
+from sgl_kvfetch.codec.calibrate.curve import HeldOut, measure_contexts
+from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
 from sgl_kvfetch.codec.calibrate.text import calibration_windows, part_of, tokenise
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.base import CellValues
@@ -191,14 +191,15 @@ def curve(model: LayeredModel, profile: Profile, windows: Sequence[torch.Tensor]
     return {f"{target:g}": bits_at(measured, target) for target in TARGETS}
 
 
-def context_of(model: LayeredModel, window: torch.Tensor) -> CellValues:
-    """Return K and V of a context, bfloat16 ``(tokens, layers, heads, dim)``."""
+def context_of(model: LayeredModel, window: torch.Tensor) -> HeldOut:
+    """Return what a model keeps of a context, all of whose layers are coded."""
     hidden, calls, parts = model.embed(window), model.calls(len(window)), []
     for index in range(model.num_layers):
         with model.layer(index) as layer:
             hidden, kv = layer.forward(hidden, calls)
+            assert isinstance(kv, KV)
             parts.append([x.bfloat16() for x in kv])
-    return CellValues(*(torch.stack(x, 1) for x in zip(*parts, strict=True)))
+    return HeldOut(CellValues(*(torch.stack(x, 1) for x in zip(*parts, strict=True))), {})
 
 
 def bits_at(profile: Profile, kl: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sgl_kvfetch.codec import Profile
-from sgl_kvfetch.codec.quant import Calibration, Rope
+from sgl_kvfetch.codec.quant import Calibration, Rope, plain_layers
 from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredStep
 from sgl_kvfetch.types import CellGrid
 
@@ -36,4 +36,5 @@ def flat_profile(
     cells = {(group, block): cell(len(grid.layers(group))) for group, block in grid.cells()}
     curve = (MeasuredStep(step / 2, 1e-4, 2.5), MeasuredStep(2 * step, 1e-2, 0.7))
     rope = Rope(inv_freq=tuple(500000.0 ** (-i / (dim // 2)) for i in range(dim // 2)))
-    return Profile(grid, dim, dim, cells, rope, 0, curve, 1.0, Calibration("random", "0" * 32, "none", 1, 1, 1))
+    layers = plain_layers(num_layers, rope)
+    return Profile(grid, dim, dim, cells, layers, 0, curve, 1.0, Calibration("random", "0" * 32, "none", 1, 1, 1))

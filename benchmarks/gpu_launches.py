@@ -36,6 +36,7 @@ from harness import stand_in_pool
 from harness.immediate_device import ImmediateDevice, ImmediateStream
 from sgl_kvfetch.codec import CellPlace, Device, KltQuantiser, Stream
 from sgl_kvfetch.codec.quant import pack
+from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.plane import DataPlane, Line, Quantising, Running, messages
@@ -83,7 +84,17 @@ def _make_profile() -> Profile:
     by_key = {key: cells[len(grid.layers(key[0]))] for key in grid.cells()}
     rope = Rope(inv_freq=tuple(10000.0 ** (-i / (DIM // 2)) for i in range(DIM // 2)))
     curve = (MeasuredStep(0.5, 1e-4, 1.0), MeasuredStep(2.0, 1e-2, 0.5))
-    return Profile(grid, DIM, DIM, by_key, rope, 0, curve, 1.0, Calibration("zeros", "0" * 32, "none", 1, 1, 1))
+    return Profile(
+        grid,
+        DIM,
+        DIM,
+        by_key,
+        plain_layers(LAYERS, rope),
+        0,
+        curve,
+        1.0,
+        Calibration("zeros", "0" * 32, "none", 1, 1, 1),
+    )
 
 
 def _make_pages() -> CudaPages:

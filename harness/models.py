@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,24 @@ def make_llama_8b_config(directory: Path, **changes: Any) -> Path:
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere2": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 2048,
+        "pad_token_id": 0,
+        "logit_scale": 1.0,
+    },
+    "gemma3_text": {
+        "head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 2048,
+        "query_pre_attn_scalar": 32,
+        "initializer_range": 0.08,  # its embeddings are tied: with more, it is certain of each token
+    },
     "glm4": {"head_dim": 32, "pad_token_id": 0},
     "phi3": {"pad_token_id": 0},
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 1], "pad_token_id": 0},
 }
 """Families with full attention, by their names in transformers, and what `make_tiny` adds to a model's config."""
 
@@ -106,8 +121,7 @@ def make_tiny(directory: Path, family: str) -> Path:
         max_position_embeddings=4096,
         bos_token_id=1,
         eos_token_id=2,
-        initializer_range=0.2,
-        **FAMILIES[family],
+        **{"initializer_range": 0.2} | FAMILIES[family],
     )
     return _save_random(AutoModelForCausalLM.from_config, config, directory)
 
@@ -145,7 +159,7 @@ def make_tiny_deepseek(directory: Path) -> Path:
     return _save_random(DeepseekV3ForCausalLM, config, directory)
 
 
-def make_tiny_lfm2(directory: Path) -> Path:
+def make_tiny_lfm2(directory: Path, layer_types: Sequence[str] = ("conv", "full_attention") * 2) -> Path:
     """Write a random model with LFM2's short convolutions beside attention; return the directory."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
@@ -153,10 +167,10 @@ def make_tiny_lfm2(directory: Path) -> Path:
         vocab_size=2048,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=len(layer_types),
         num_attention_heads=4,
         num_key_value_heads=2,
-        layer_types=["conv", "full_attention"] * 2,
+        layer_types=[*layer_types],
         block_auto_adjust_ff_dim=False,
         conv_L_cache=3,
         max_position_embeddings=4096,

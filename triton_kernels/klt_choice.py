@@ -162,13 +162,14 @@ def _cell(shape: KltShape, dtype: torch.dtype, coefficients: int, device: torch.
     channels = shape.layers * shape.heads * (shape.k.dim + shape.v.dim)
     matrix = torch.randn((coefficients, channels), generator=generator, device=device) / coefficients**0.5
     scales = torch.full((256,), 0.1, device=device)
-    model = KltModel(shape, matrix.to(torch.bfloat16), torch.zeros(channels, device=device), scales, k, v)
+    mean, turns = torch.zeros(channels, device=device), [i % 2 if shape.mixed else 0 for i in range(shape.layers)]
+    model = KltModel(shape, matrix.to(torch.bfloat16), mean, scales, k, v, turns)
     integers = torch.randint(0, 256, (coefficients, _TOKENS), generator=generator, dtype=torch.uint8, device=device)
-    rotation = torch.rand((_TOKENS, shape.k.rotary_dim), generator=generator, device=device)
+    rotations = torch.rand((1 + max(turns), _TOKENS, shape.k.rotary_dim), generator=generator, device=device)
     pages = np.arange(_TOKENS, dtype=np.int32).tobytes()  # of one token
     packed, num_exact = pack(pages, np.full(_TOKENS, 128, dtype=np.uint8), np.empty(0, dtype=np.uint8))
     data = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(device)
-    return KltCell(model, integers, rotation if shape.k.rotary_dim else None, _TOKENS, num_exact, data, 0)
+    return KltCell(model, integers, rotations if shape.k.rotary_dim else None, _TOKENS, num_exact, data, 0)
 
 
 def _seconds_on_gpu(launch: Callable[[], object]) -> float:

@@ -71,6 +71,7 @@ class _HeadRow(NamedTuple):
     channels: int  # of the cell
     channel: int  # the head's first in the cell
     norm: int  # the head's number among all cells' norms
+    turn: int  # which rotation K has
 
 
 class _CellRow(NamedTuple):
@@ -124,6 +125,7 @@ class KltCells:
             raise UnsupportedError(f"quantise_klt needs Triton's interpreter for tensors on {self.device}")
         for each in inputs:
             _require_fitting(each)
+        self._num_rotations = 1 + max(turn for each in inputs for turn in each.forward.turns)
         self.num_rows = tuple(each.forward.num_rows for each in inputs)
         self.output_rows = len(inputs) + sum(self.num_rows)
         self._inverse_steps = upload(self._first.forward.inverse_steps)
@@ -155,9 +157,9 @@ class KltCells:
                 channel, norm = 0, self._norms[i]
                 for buffers, of_side in zip((inputs[i].k, inputs[i].v), head_rows, strict=True):
                     _, heads, dim = buffers[0].shape
-                    for buffer in buffers:
+                    for buffer, turn in zip(buffers, inputs[i].forward.turns, strict=True):
                         for head in range(heads):
-                            place = self._channels[i], inputs[i].num_channels, channel, norm
+                            place = self._channels[i], inputs[i].num_channels, channel, norm, turn
                             of_side.append(_HeadRow(buffer[:, head].data_ptr(), mean + 4 * channel, *place))
                             channel, norm = channel + dim, norm + 1
         self._tables = [upload(torch.tensor(x, dtype=torch.int64)) for x in (*head_rows, cell_rows)]
@@ -174,7 +176,7 @@ class KltCells:
         yield range(first, len(self.num_rows))
 
     def quantise(
-        self, slots: torch.Tensor, rotation: torch.Tensor | None, num_sinks: int, output: torch.Tensor
+        self, slots: torch.Tensor, rotations: torch.Tensor | None, num_sinks: int, output: torch.Tensor
     ) -> None:
         """Quantise tokens of all cells. This does not wait for the device. All work is on the current stream.
 
@@ -183,8 +185,8 @@ class KltCells:
 
         Args:
             slots: int64 ``(tokens,)``, none negative.
-            rotation: float32 ``(tokens, rotary_dim)``, cosines, then sines, which is undone: of K's positions, divided
-                by the square of the rotation's ``attention_scaling``. None without one.
+            rotations: float32 ``(rotations, tokens, rotary_dim)``, cosines, then sines, of K's positions, divided by
+                the square of a rotation's ``attention_scaling``. Each layer's is undone. None without any.
             num_sinks: The first tokens that are kept exact.
             output: uint8 ``(output_rows, tokens)``.
 
@@ -195,18 +197,19 @@ class KltCells:
         for side in self._sides:
             require_buffers([side], slots)
         require_tensor("output", output, torch.uint8, (self.output_rows, num_tokens), self.device)
-        if rotation is not None:
-            rotary_dim, dim = rotation.shape[1], self._sides[0].shape[2]
-            require_tensor("rotation", rotation, torch.float32, (num_tokens, rotary_dim), self.device)
+        if rotations is not None:
+            found, rotary_dim, dim = len(rotations), rotations.shape[-1], self._sides[0].shape[2]
+            require_tensor("rotations", rotations, torch.float32, (found, num_tokens, rotary_dim), self.device)
+            require(found >= self._num_rotations, lambda: f"{found} rotations, expected {self._num_rotations} or more")
             require(rotary_dim <= dim, lambda: f"rotation of {rotary_dim} of {dim} values")
         if num_tokens == 0:
             return
         with on_device(self.device):
             for cells in self._batches(num_tokens):
-                self._launch(cells, slots, rotation, num_sinks, output)
+                self._launch(cells, slots, rotations, num_sinks, output)
 
     def _launch(
-        self, cells: range, slots: torch.Tensor, rotation: torch.Tensor | None, num_sinks: int, output: torch.Tensor
+        self, cells: range, slots: torch.Tensor, rotations: torch.Tensor | None, num_sinks: int, output: torch.Tensor
     ) -> None:
         num_tokens, num_blocks = len(slots), triton.cdiv(len(slots), _TOKENS)
         first_channel, end_channel = (self._channels[i] for i in (cells.start, cells.stop))
@@ -214,12 +217,12 @@ class KltCells:
         matrix_type = self._groups[0].matrix.dtype
         centred = torch.empty((end_channel - first_channel) * num_tokens, dtype=matrix_type, device=self.device)
         log_norms = torch.empty((end_norm - first_norm, num_tokens), dtype=torch.float32, device=self.device)
-        pairs = 0 if rotation is None else rotation.shape[1] // 2
+        pairs = 0 if rotations is None else rotations.shape[2] // 2
         *head_tables, cell_table = self._tables
         for buffer, table, starts, turned in zip(self._sides, head_tables, self._heads, (pairs, 0), strict=True):
             first_head, end_head = (starts[i] for i in (cells.start, cells.stop))
             centre_kernel[(num_blocks * (end_head - first_head),)](
-                *(table, slots, centred if rotation is None else rotation, centred, log_norms),
+                *(table, slots, centred if rotations is None else rotations, centred, log_norms),
                 *(num_tokens, num_blocks, first_head, first_channel, first_norm),
                 F=_H,
                 FIELDS=len(_H),
@@ -274,6 +277,8 @@ def _require_fitting(cell: KltInput) -> None:
     """Raise ValueError unless the transform is for as many channels as the buffers have."""
     found, expected = cell.num_channels, sum(len(x) * x[0].shape[1] * x[0].shape[2] for x in (cell.k, cell.v))
     require(found == expected, lambda: f"{found} channels, expected {expected} for these buffers")
+    turns = cell.forward.turns
+    require(len(turns) == len(cell.k) == len(cell.v), lambda: f"{len(cell.k)} layers, expected {len(turns)}")
     for name, size in (("matrix", (found, found)), ("sensitivity", (found + cell.num_norms + 1,))):
         x = getattr(cell.forward, name)
         require_tensor(name, x, x.dtype, size, cell.forward.mean.device)
@@ -304,7 +309,7 @@ if triton is not None:
 def centre_kernel(
     p_heads,  # (heads, fields): `_HeadRow`, those of all cells
     p_slots,  # (tokens,)
-    p_rotation,  # (tokens, 2 * PAIRS)
+    p_rotations,  # (rotations, tokens, 2 * PAIRS)
     p_centred,  # of each cell (tokens, channels)
     p_log_norms,  # (norms, tokens)
     num_tokens,
@@ -345,7 +350,8 @@ def centre_kernel(
             o_pair, o_other, m_first = o_dim % PAIRS, (o_dim + PAIRS) % (2 * PAIRS), o_dim < PAIRS
         m_turned = m_token[:, None] & (o_dim < 2 * PAIRS)[None, :]
         b_other = tl.load(p_buffer + o_other[None, :], mask=m_turned, other=0.0).to(tl.float32)
-        p_cos = p_rotation + (o_token * (2 * PAIRS))[:, None] + o_pair[None, :]
+        p_rotations += tl.load(p_head + F.turn) * (num_tokens * (2 * PAIRS))
+        p_cos = p_rotations + (o_token * (2 * PAIRS))[:, None] + o_pair[None, :]
         b_cos = tl.load(p_cos, mask=m_turned, other=1.0)
         b_sin = tl.load(p_cos + PAIRS, mask=m_turned, other=0.0)
         b_x = b_x * b_cos + tl.where(m_first[None, :], b_other, -b_other) * b_sin

@@ -66,6 +66,7 @@ class KltShape(NamedTuple):
     layers: int  # of the largest cell
     heads: int
     interleaved: bool  # whether pair i of K is channels (2i, 2i + 1), as in GPT-J, and not (i, i + rotary_dim / 2)
+    mixed: bool  # whether layers have rotations of their own
     align: int  # divides dims and strides
     k: _Heads
     v: _Heads
@@ -73,11 +74,17 @@ class KltShape(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """The size of a cell's row in a table."""
-        return 8 * (_F.outputs + 2 * self.layers)
+        return 8 * (_F.outputs + 3 * self.layers)
 
 
 def klt_shape(
-    k: torch.Tensor, v: torch.Tensor, layers: int, rotary_dim: int = 0, *, interleaved: bool = False
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layers: int,
+    rotary_dim: int = 0,
+    *,
+    interleaved: bool = False,
+    mixed: bool = False,
 ) -> KltShape:
     """Return the shape of cells of these heads. ``k`` and ``v``: a layer's buffers, ``(num_slots, heads, dim)``.
     ``layers``: of the largest cell. Raises ValueError for a rotation of an odd number of values, or of too many."""
@@ -89,7 +96,7 @@ def klt_shape(
     interleaved = interleaved and rotary_dim > 0
     align = math.gcd(k.shape[2], v.shape[2], *k.stride()[:2], *v.stride()[:2], _ALIGNMENT)
     sides = _heads_of(k, rotary_dim, interleaved=interleaved), _heads_of(v, 0, interleaved=False)
-    return KltShape(layers, k.shape[1], interleaved, align, *sides)
+    return KltShape(layers, k.shape[1], interleaved, mixed and rotary_dim > 0, align, *sides)
 
 
 def _heads_of(buffer: torch.Tensor, rotary_dim: int, *, interleaved: bool) -> _Heads:
@@ -140,14 +147,14 @@ class _Fields(NamedTuple):
     pages: int  # number
     exact: int  # number of exact tokens
     integers: int  # address
-    rotation: int  # address
+    rotations: int  # address
     coefficients: int  # number
     channels: int  # number
     matrix: int  # address
     mean: int  # address
     scales: int  # address
     layers: int  # number
-    outputs: int  # addresses of K's layers, then of V's, as many as the largest cell has
+    outputs: int  # addresses of K's layers, then of V's, as many as the largest cell has; then which rotations K has
 
 
 _F = _Fields(*range(len(_Fields._fields)))
@@ -166,6 +173,7 @@ class KltModel:
         k: Each layer's buffer, ``(num_slots, heads, dim)`` of the cell's heads, of equal shape, strides and dtype. Only
             ``dim`` must be contiguous.
         v: The same for V.
+        turns: Which rotation each layer's K has; all 0 if the shape is not mixed.
 
     Raises:
         ValueError: tensors that do not fit together.
@@ -178,6 +186,7 @@ class KltModel:
     scales: torch.Tensor
     k: Sequence[torch.Tensor]
     v: Sequence[torch.Tensor]
+    turns: Sequence[int]
 
     def __post_init__(self) -> None:
         shape, device = self.shape, self.matrix.device
@@ -190,7 +199,10 @@ class KltModel:
             is_aligned = all(x.data_ptr() % unit == 0 for x in buffers)
             require(is_aligned, lambda n=unit: f"a buffer does not begin at a multiple of {n} bytes")  # type: ignore[misc]
         require_scalable(self.dtype)
-        require(len(self.k) == len(self.v) <= shape.layers, lambda: f"{len(self.k)} layers of K, {len(self.v)} of V")
+        num_layers = len(self.k)
+        require(num_layers == len(self.v) <= shape.layers, lambda: f"{num_layers} layers of K, {len(self.v)} of V")
+        require(num_layers == len(self.turns), lambda: f"{num_layers} layers, rotations of {len(self.turns)}")
+        require(shape.mixed or not any(self.turns), lambda: "layers have rotations of their own, and the shape has one")
         channels = len(self.k) * shape.heads * (shape.k.dim + shape.v.dim)
         for name, x, dtype, size in (
             ("matrix", self.matrix, torch.bfloat16, (self.matrix.shape[0], channels)),
@@ -212,7 +224,7 @@ class KltModel:
         """The part of a cell's row that describes its model."""
         room = (0,) * (self.shape.layers - len(self.k))
         addresses = [x.data_ptr() for x in (self.matrix, self.mean, self.scales)]
-        outputs = (*(x.data_ptr() for x in self.k), *room, *(x.data_ptr() for x in self.v), *room)
+        outputs = (*(x.data_ptr() for x in self.k), *room, *(x.data_ptr() for x in self.v), *room, *self.turns, *room)
         return array("q", (*self.matrix.shape, *addresses, len(self.k), *outputs)).tobytes()
 
 
@@ -220,14 +232,14 @@ class KltModel:
 class KltCell:
     """A cell to restore. Its tensors are on the device.
 
-    ``integers``: uint8 ``(coefficients, tokens)``, contiguous. ``rotation``: float32 ``(tokens, rotary_dim)``, the
-    cosines of each token's position, then its sines (``Rope.table``); None without a rotation. ``data``: uint8 memory
-    that has the bytes of `pack` from ``offset`` on, a multiple of 4.
+    ``integers``: uint8 ``(coefficients, tokens)``, contiguous. ``rotations``: float32 ``(rotations, tokens,
+    rotary_dim)``, the cosines of each token's position, then its sines (``Rotations.table``); None without a rotation.
+    ``data``: uint8 memory that has the bytes of `pack` from ``offset`` on, a multiple of 4.
     """
 
     model: KltModel
     integers: torch.Tensor
-    rotation: torch.Tensor | None
+    rotations: torch.Tensor | None
     num_pages: int
     num_exact: int
     data: torch.Tensor
@@ -249,8 +261,8 @@ class KltCell:
                 f"{expected} at a multiple of {vector} bytes"
             ),
         )
-        rotation = 0 if self.rotation is None else self.rotation.data_ptr()
-        own = self.num_tokens, self.num_pages, self.num_exact, x.data_ptr(), rotation
+        rotations = 0 if self.rotations is None else self.rotations.data_ptr()
+        own = self.num_tokens, self.num_pages, self.num_exact, x.data_ptr(), rotations
         return array("q", (self.data.data_ptr() + self.offset, *own)).tobytes() + self.model.words
 
 
@@ -263,7 +275,7 @@ def klt_rows(shape: KltShape, cells: Mapping[str, np.ndarray], models: Sequence[
     """Return the rows of many cells, int64 ``(cells, row_bytes / 8)``, as ``KltCell.row`` makes them one by one.
 
     ``cells``: by name, int64 ``(cells,)`` each. ``data``, ``tokens``, ``pages``, ``exact``, ``integers`` and
-    ``rotation`` are as in `_Fields`; ``models`` are indices into the argument of this name.
+    ``rotations`` are as in `_Fields`; ``models`` are indices into the argument of this name.
     """
     rows = np.empty((len(cells["data"]), shape.row_bytes // 8), dtype=np.int64)
     for field in _OWN_FIELDS:
@@ -320,22 +332,22 @@ def restore_klt_reference(cell: KltCell, slots: torch.Tensor, page_size: int) ->
     num_k, largest = len(model.k) * shape.heads * shape.k.dim, torch.finfo(dtype).max
     for buffers, channels in ((model.k, slice(num_k)), (model.v, slice(num_k, None))):
         values = x[:, channels].reshape(num_tokens, len(buffers), *buffers[0].shape[1:])
-        if channels.start is None and cell.rotation is not None:
-            values = _rotated(values, cell.rotation, shape.interleaved)
+        if channels.start is None and cell.rotations is not None:
+            values = _rotated(values, cell.rotations[list(model.turns)], shape.interleaved)
         values = values.clamp(-largest, largest).to(dtype)
         values[which.view(torch.int32).long()] = exact[:, channels].reshape(cell.num_exact, *values.shape[1:])
         for i_layer, buffer in enumerate(buffers):
             buffer[rows[rows >= 0]] = values[rows >= 0, i_layer]
 
 
-def _rotated(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rotate ``(tokens, layers, heads, dim)`` by ``(tokens, rotary_dim)``."""
-    rotary_dim = rotation.shape[1]
+def _rotated(x: torch.Tensor, rotations: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rotate ``(tokens, layers, heads, dim)`` by ``(layers, tokens, rotary_dim)``."""
+    rotary_dim = rotations.shape[2]
     half = rotary_dim // 2
     first, second = slice(0, half), slice(half, rotary_dim)
     if interleaved:
         first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
-    cos, sin = rotation[:, None, None, :half], rotation[:, None, None, half:]
+    cos, sin = rotations.transpose(0, 1)[:, :, None].split(half, dim=-1)
     y = x.clone()
     y[..., first] = x[..., first] * cos - x[..., second] * sin
     y[..., second] = x[..., second] * cos + x[..., first] * sin
@@ -375,6 +387,7 @@ def launch_klt(
             num_blocks,
             **common,
             INTERLEAVED=shape.interleaved,
+            MIXED=shape.mixed,
             ALIGN=shape.align,
             VECTOR=vector,
             FACTOR=tl.float32 if INTERPRETED else tl.bfloat16,  # the interpreter would multiply bits as integers
@@ -431,6 +444,7 @@ def restore_klt_kernel(
     V: tl.constexpr,
     F: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    MIXED: tl.constexpr,
     ALIGN: tl.constexpr,
     VECTOR: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -449,7 +463,7 @@ def restore_klt_kernel(
     # Adjacent programs are the token blocks, which read the same columns of the matrix.
     i_block = tl.program_id(0) % num_blocks
     i_tile = tl.program_id(0) // num_blocks % TILES
-    p_row = p_table + tl.program_id(0) // num_blocks // TILES * (F.outputs + 2 * LAYERS)
+    p_row = p_table + tl.program_id(0) // num_blocks // TILES * (F.outputs + 3 * LAYERS)
     is_k = i_tile < K_TILES
     i_tile = tl.where(is_k, i_tile, i_tile - K_TILES)
     i_layer = i_tile // tl.where(is_k, HEADS * K_BLOCKS, HEADS * V_BLOCKS)
@@ -462,14 +476,14 @@ def restore_klt_kernel(
     if is_k:
         _restore_tile(
             p_row, p_slots, page_size, num_tokens, o_token, p_output, i_layer * HEADS + i_tile // K_BLOCKS % HEADS,
-            i_tile // K_BLOCKS % HEADS, i_tile % K_BLOCKS, 0, K, F, INTERLEAVED, ALIGN, VECTOR, FACTOR, LARGEST,
-            COEFFICIENTS, TOKENS, IS_TRANSPOSED,
+            i_tile // K_BLOCKS % HEADS, i_tile % K_BLOCKS, 0, K, F, LAYERS, HEADS, INTERLEAVED, MIXED, ALIGN, VECTOR,
+            FACTOR, LARGEST, COEFFICIENTS, TOKENS, IS_TRANSPOSED,
         )  # fmt: skip
     else:
         _restore_tile(
             p_row, p_slots, page_size, num_tokens, o_token, p_output, i_layer * HEADS + i_tile // V_BLOCKS % HEADS,
-            i_tile // V_BLOCKS % HEADS, i_tile % V_BLOCKS, num_layers * (HEADS * K.dim), V, F, False, ALIGN, VECTOR,
-            FACTOR, LARGEST, COEFFICIENTS, TOKENS, IS_TRANSPOSED,
+            i_tile // V_BLOCKS % HEADS, i_tile % V_BLOCKS, num_layers * (HEADS * K.dim), V, F, LAYERS, HEADS, False,
+            False, ALIGN, VECTOR, FACTOR, LARGEST, COEFFICIENTS, TOKENS, IS_TRANSPOSED,
         )  # fmt: skip
 
 
@@ -487,7 +501,10 @@ def _restore_tile(
     first_channel,  # of K or V in the matrix
     H: tl.constexpr,
     F: tl.constexpr,
+    LAYERS: tl.constexpr,
+    HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    MIXED: tl.constexpr,
     ALIGN: tl.constexpr,
     VECTOR: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -562,7 +579,10 @@ def _restore_tile(
         b_first, b_second = b_sum.reshape(TOKENS, 2, PAIRS).permute(0, 2, 1).split()
     if H.rotary_dim > 0:
         m_turned = (o_pair < H.rotary_dim // 2)[None, :]
-        p_cos = tl.load(p_row + F.rotation).to(tl.pointer_type(tl.float32))
+        p_cos = tl.load(p_row + F.rotations).to(tl.pointer_type(tl.float32))
+        if MIXED:
+            i_rotation = tl.load(p_row + F.outputs + 2 * LAYERS + i_layer_head // HEADS)
+            p_cos += i_rotation * (num_tokens * H.rotary_dim)
         p_cos += (o_token.to(tl.int64) * H.rotary_dim)[:, None] + o_pair[None, :]
         b_cos = tl.load(p_cos, mask=m_token[:, None] & m_turned, other=1.0)
         b_sin = tl.load(p_cos + H.rotary_dim // 2, mask=m_token[:, None] & m_turned, other=0.0)
@@ -610,7 +630,7 @@ def exact_tokens_kernel(
 ):
     """Each program restores one exact token in all layers. It joins byte planes as ``quant.exact`` does."""
     i_exact = tl.program_id(0) % most_exact
-    p_row = p_table + tl.program_id(0) // most_exact * (F.outputs + 2 * LAYERS)
+    p_row = p_table + tl.program_id(0) // most_exact * (F.outputs + 3 * LAYERS)
     if i_exact >= tl.load(p_row + F.exact):
         return
     p_data, o_which = tl.load(p_row + F.data), tl.load(p_row + F.pages) + i_exact

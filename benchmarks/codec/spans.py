@@ -32,8 +32,8 @@ from benchmarks.codec.windows import windows_of
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, run_and_report, settings, whole_number
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model, cell_grid
+from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
-from sgl_kvfetch.codec.calibrate.rope import find_rope
 from sgl_kvfetch.codec.calibrate.text import calibration_windows, part_of
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Calibration, Profile
@@ -214,7 +214,7 @@ def _run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _calibrated(model: LayeredModel, windows: Sequence[torch.Tensor], options: CalibrationOptions) -> Profile:
     describe = Calibration(model.path, "", "", len(windows), options.num_context, len(windows[0]) - options.num_context)
-    return calibrate_model(model, windows, find_rope(model), describe, options)
+    return calibrate_model(model, windows, map_layers(model)[0], describe, options)
 
 
 def _measured(model: KVModel, windows: Sequence[torch.Tensor], num_context: int, profile: Profile) -> list[Point]:

@@ -44,6 +44,7 @@ def all_variants() -> Iterator[Variant]:
     for dtype in FLOATS:
         yield _restore_klt(dtype, 2, 128, "rotated")
         yield _restore_klt(dtype, 2, 128, "interleaved")
+    yield _restore_klt(_BF16, 2, 128, "mixed")
     for heads, dim in ((3, 64), (2, 128), (2, 80), (2, 256)):
         yield _restore_klt(_BF16, heads, dim, "")
         if dim != 128:
@@ -64,12 +65,13 @@ def _restore_klt(
     dtype: torch.dtype,
     heads: int,
     dim: int,
-    rotation: Literal["", "rotated", "interleaved"],
+    rotation: Literal["", "rotated", "interleaved", "mixed"],
     kernel: Literal["restore_klt", "exact_tokens"] = "restore_klt",
 ) -> Variant:
     # The buffers hold all heads of a model, of which a cell has some.
     buffer = _empty(SLOTS, 4 * heads, dim, dtype=dtype)[:, :heads]
-    shape = restore_klt.klt_shape(buffer, buffer, LAYERS, dim if rotation else 0, interleaved=rotation == "interleaved")
+    of_k = {"interleaved": rotation == "interleaved", "mixed": rotation == "mixed"}
+    shape = restore_klt.klt_shape(buffer, buffer, LAYERS, dim if rotation else 0, **of_k)
     table, slots = _empty(2 * shape.row_bytes, dtype=torch.uint8), _empty(TOKENS, dtype=torch.int64)
 
     def launch() -> None:
@@ -96,16 +98,17 @@ def _quantise_klt(dtype: torch.dtype, rotary_dim: int, kernel: Literal["centre",
         kept=1000,
         num_rows=1100,
         interleaved=False,
+        turns=(0,) * LAYERS,
     )
     slots = _empty(TOKENS, dtype=torch.int64)
-    rotation = _empty(TOKENS, rotary_dim, dtype=torch.float32) if rotary_dim else None
+    rotations = _empty(1, TOKENS, rotary_dim, dtype=torch.float32) if rotary_dim else None
 
     def launch() -> None:
         cells = quantise_klt.KltCells(
             [quantise_klt.KltInput(forward, buffers, buffers)] * 2, lambda x: x.to(slots.device)
         )
         output = _empty(cells.output_rows, TOKENS, dtype=torch.uint8)
-        cells.quantise(slots, rotation, 4, output)
+        cells.quantise(slots, rotations, 4, output)
 
     kind = " rotated" if rotary_dim else ""
     name = "round" if kernel == "round" else f"centre{kind} {_name(dtype)} 2x128"

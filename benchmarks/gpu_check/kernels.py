@@ -135,7 +135,7 @@ def _klt_case(
     matrix = torch.randn((span.coefficients, 2 * span.num_channels), device=device) / math.sqrt(span.coefficients)
     mean = torch.randn(2 * span.num_channels, device=device)
     angles = torch.rand((span.tokens, rotary_dim // 2), device=device)
-    rotation = torch.cat([angles.cos(), angles.sin()], dim=1) if rotary_dim else None
+    rotations = torch.cat([angles.cos(), angles.sin()], dim=1)[None] if rotary_dim else None
     shape = klt_shape(ours[0], ours[0], span.layers, rotary_dim, interleaved=interleaved)
     pages = torch.arange(span.tokens, dtype=torch.int32).numpy().tobytes()  # of one token
     packed, num_exact = pack(pages, exponents.numpy(), exponents[:0].numpy())
@@ -143,8 +143,8 @@ def _klt_case(
 
     def make_cell(buffers: list[torch.Tensor]) -> KltCell:
         k, v = buffers[: span.layers], buffers[span.layers :]
-        model = KltModel(shape, matrix.to(torch.bfloat16), mean, steps, k, v)
-        return KltCell(model, integers, rotation, span.tokens, num_exact, data, 0)
+        model = KltModel(shape, matrix.to(torch.bfloat16), mean, steps, k, v, [0] * span.layers)
+        return KltCell(model, integers, rotations, span.tokens, num_exact, data, 0)
 
     mine, its = make_cell(ours), make_cell(theirs)
     table = torch.frombuffer(bytearray(mine.row()), dtype=torch.uint8).to(device)

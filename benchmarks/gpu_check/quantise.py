@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import seconds_of
 from sgl_kvfetch.codec import CellPlace, CellValues, Device, KltQuantiser, Profile, Quantised
-from sgl_kvfetch.codec.quant import Calibration, Rope
+from sgl_kvfetch.codec.quant import Calibration, Rope, plain_layers
 from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredStep
 from sgl_kvfetch.plugin.device.klt_reads import KltReads, Others, PoolCell, others_in
 from sgl_kvfetch.triton_kernels.quantise_klt import KltCells, KltInput
@@ -62,12 +62,11 @@ def check(record: Record, device: Device, num_tokens: int, dim: int) -> None:
         if share > _MOST_OTHERS:
             record.fail(f"quantise_klt: {share:.1%} of a cell's {name} are not the CPU's")
 
-    rope = quantiser.profile.rope
-    assert rope is not None
-    rotation = rope.inverse_table(0, num_tokens, device.torch_device)
+    assert quantiser.profile.rotations is not None
+    rotations = quantiser.profile.rotations.inverse_table(0, num_tokens, device.torch_device)
     kernels = KltCells([KltInput(quantiser.forward(c.place), *c.buffers) for c in cells], _copier_to(device))
     output = torch.empty((kernels.output_rows, num_tokens), dtype=torch.uint8, device=device.torch_device)
-    kernels_s = seconds_of(lambda: kernels.quantise(slots, rotation, 0, output), device.torch_device, repeats=5)
+    kernels_s = seconds_of(lambda: kernels.quantise(slots, rotations, 0, output), device.torch_device, repeats=5)
     started_s, started_cpu_s = time.perf_counter(), time.thread_time()
     for _ in range(_READS):
         read()
@@ -99,7 +98,7 @@ def make_profile(dim: int, num_layers: int = LAYERS) -> Profile:
     curve = (MeasuredStep(0.5, 1e-4, 1.0), MeasuredStep(2.0, 1e-2, 0.5))
     calibration = Calibration("numbers", "0" * 32, "none", 1, 1, 1)
     rope = Rope(inv_freq=tuple(10000.0 ** (-i / (dim // 2)) for i in range(dim // 2)))
-    return Profile(grid, dim, dim, cells, rope, 0, curve, 1.0, calibration)
+    return Profile(grid, dim, dim, cells, plain_layers(num_layers, rope), 0, curve, 1.0, calibration)
 
 
 def _cell(num_layers: int, dim: int) -> CellProfile:

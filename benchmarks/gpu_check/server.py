@@ -32,7 +32,11 @@ from harness.store_process import StoreProcess
 from harness.waiting import wait_until
 
 PAGE_TOKENS = 64
-_NEEDED = ("sglang", "transformers", "tokenizers")
+# SGLang's scheduler imports these, and the bundle has all of them but SGLang from the machine.
+_NEEDED = (
+    *("sglang", "transformers", "tokenizers", "torchvision", "PIL", "requests", "httpx", "einops", "sentencepiece"),
+    "traitlets",
+)
 _FLAGS = ("--dtype", "bfloat16", "--disable-cuda-graph", "--skip-server-warmup", "--page-size", str(PAGE_TOKENS))
 _START_S, _REQUEST_S, _WRITE_S = 100.0, 60.0, 40.0
 _NEW_TOKENS = 16

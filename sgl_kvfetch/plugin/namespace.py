@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from sgl_kvfetch.plugin.weight_updates import require_known_weights
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
 logger = logging.getLogger(__name__)
+
+_MOST_NUMBERS = 8  # of layers in a message
 
 # Load formats whose weights do not come from the model's files.
 _ELSEWHERE = {
@@ -182,9 +184,10 @@ def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeo
         return quantiser
     assert config.profile is not None
     _require_same_shape(config.profile, profile, geometry, first_layer, storage_config.tp_size)
+    _require_same_layers(config.profile, profile, first_layer, geometry.num_layers)
     heads = rank_heads(storage_config, geometry, profile.grid.num_heads)
     require_grid(profile, first_layer, geometry.num_layers, heads.start, len(heads))
-    if profile.rope is None:
+    if profile.rotations is None:
         logger.warning(
             "kvfetch: profile %s keeps RoPE in K, which makes files larger: see the calibration's notes", config.profile
         )
@@ -226,6 +229,38 @@ def _require_same_shape(path: str, profile: Profile, geometry: KVGeometry, first
             f"profile {path} is for another model: it has {profile.grid.num_layers} layers, the engine has "
             f"{end_layer} or more"
         )
+
+
+def _require_same_layers(path: str, profile: Profile, first: int, count: int) -> None:
+    """Raise ConfigError unless the profile's layers are those whose K and V SGLang has in its pool."""
+    layers = pool_layers()
+    wanted = tuple(range(first, first + count)) if layers is None else layers[first : first + count]
+    found = profile.layers.coded[first : first + count]
+    if found != wanted:
+        raise ConfigError(
+            f"profile {path} is for other layers: it has the model's layers {_numbers(found)}, and SGLang keeps K and "
+            f"V of layers {_numbers(wanted)} in this pool; calibrate again"
+        )
+
+
+def pool_layers() -> tuple[int, ...] | None:
+    """Return the model's layers that SGLang has in its pool of K and V. None if that has all layers."""
+    from sglang.srt.runtime_context import process_model_config
+
+    config = process_model_config()
+    if config.full_attention_layer_ids is not None:  # the others' windows are in a pool of their own
+        return tuple(config.full_attention_layer_ids)
+    for each in (config.hf_text_config, config.hf_config):  # the others have states
+        layers = getattr(each, "full_attention_layer_ids", None)
+        if layers is not None:
+            return tuple(layers)
+    return None
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Return how a message lists layers: some of the first, and how many more."""
+    more = f" and {len(numbers) - _MOST_NUMBERS} more" if len(numbers) > _MOST_NUMBERS else ""
+    return ", ".join(map(str, numbers[:_MOST_NUMBERS])) + more
 
 
 def engine_heads(

@@ -83,7 +83,7 @@ def open_engine_plane(
     ``tp_rank`` and ``tp_size``, and with ``sides`` also ``pp_rank`` and ``pp_size``. ``has_draft``: whether pages hold
     a draft model's KV cache, too. Other arguments as for `Opening`. Raises KVFetchError."""
     compile_hash_function()
-    asked, why_no_klt = config, _why_no_klt(pages, sides, has_draft=has_draft)
+    asked, why_no_klt = config, _why_no_klt(pages, sides, rank, has_draft=has_draft)
     config = engine_config(asked, why_no_klt)
     lacks_profile = asked.quantiser == "auto" and not why_no_klt and config.quantiser_name == "exact"
     try:
@@ -122,10 +122,11 @@ def open_engine_plane(
     return plane
 
 
-def _why_no_klt(pages: HostPages | SlotPages, sides: SidePools | None, *, has_draft: bool) -> str:
+def _why_no_klt(pages: HostPages | SlotPages, sides: SidePools | None, rank: Any, *, has_draft: bool) -> str:
     """Return why this engine cannot have ``klt``; "" if it can."""
-    if sides or has_draft:
-        what = "draft models" if has_draft else "models with side pools"
+    staged = sides and rank.pp_size > 1  # SGLang does not say which of the model's layers a stage has
+    if staged or has_draft:
+        what = "draft models" if has_draft else "models with side pools in pipeline stages"
         return f"quantiser 'klt' does not support {what}: use 'exact' or 'uint8'"
     if _is_on_gpu(pages) and pages.geometry.torch_dtype.itemsize == 1:
         return (

@@ -111,8 +111,8 @@ def calibrate(
         LayeredModel,
         calibrate_model,
         calibration_windows,
+        map_layers,
         part_of,
-        rope_or_note,
         tokenise,
     )
     from sgl_kvfetch.codec.quant import Calibration
@@ -137,7 +137,7 @@ def calibrate(
     most = getattr(loaded.config, "max_position_embeddings", None)
     if most is not None and window_tokens > most:
         raise ConfigError(f"--context and --continuation are {window_tokens} tokens, the model has {most} positions")
-    rope, notes = rope_or_note(loaded)
+    layers, notes = map_layers(loaded)
     for note in notes:
         make_console(stderr=True).print(f"kvfetch: {note}")
     tokens = [part_of(tokenise(loaded.tokenizer, prompt), part) for prompt in prompts]
@@ -154,7 +154,7 @@ def calibrate(
     )
     options = CalibrationOptions(num_context=context, max_channels=max_channels, tp_size=tp_size, seed=seed)
     unfinished = None if out is None else out.with_name(f".{out.name}.unfinished")
-    profile = calibrate_model(loaded, ids, rope, describe, options, _progress, unfinished)
+    profile = calibrate_model(loaded, ids, layers, describe, options, _progress, unfinished)
     where = save_and_publish(profile, out, publication)
     summary = _summary(profile)
     show(summary, as_json, _calibrate_lines(profile, summary, where))

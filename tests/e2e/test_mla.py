@@ -78,7 +78,7 @@ def test_sglang_goes_on_from_latent_vectors_that_klt_restores(
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     profile = load_profile(tmp_path / "profile")
-    assert profile.rope is not None
+    assert profile.rotations is not None
     target_kl = profile.curve[1].kl
     with one_rank.attached(store.url, profile=str(tmp_path / "profile"), target_kl=target_kl) as server:
         computed = _compute(server, 0)

@@ -18,6 +18,7 @@ from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, Pool
 from sgl_kvfetch.codec.quant.profile import Profile, load_profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.rope import Rope
@@ -171,8 +172,23 @@ def _klt_profile() -> Profile:
 def _klt_heads_profile() -> Profile:
     frequencies = torch.tensor([1.0, 0.1, 2.5e-5, 3e-7]).tolist()  # numbers whose text is not that simple
     rope = Rope(inv_freq=tuple(frequencies), attention_scaling=1.25, interleaved=True, position_divisor=4.0)
+    other = Rope(inv_freq=(1.0, 0.3, 0.02, 0.0), interleaved=True)
+    kinds = [  # of which the first, the third and the last are coded
+        ModelLayer(rotation=0),
+        ModelLayer(pool=Pool.WINDOW, window=128),
+        ModelLayer(rotation=1, window=64),
+        ModelLayer(pool=Pool.STATE),
+        ModelLayer(),
+    ]
     profile = make_profile(
-        num_layers=3, num_heads=6, head_dim=12, v_head_dim=8, cell_layers=2, cell_heads=2, rope=rope, num_sinks=4
+        num_layers=3,
+        num_heads=6,
+        head_dim=12,
+        v_head_dim=8,
+        cell_layers=2,
+        cell_heads=2,
+        layers=LayerMap(layers=tuple(kinds), rotations=(rope, other)),
+        num_sinks=4,
     )
     return _with_scales(profile, 0.1)
 
@@ -284,15 +300,15 @@ def write_encrypted_levels() -> None:
 
 
 def main() -> None:
+    for case in CASES.values():
+        if case.stem in sys.argv[1:] or not (sys.argv[1:] or case.path("kvm").exists()):
+            write(case)
     if not ENCRYPTED.exists():
         write_encrypted()
     if not LEVELS.exists():
         write_levels()
     if not ENCRYPTED_LEVELS.exists():
         write_encrypted_levels()
-    for case in CASES.values():
-        if case.stem in sys.argv[1:] or not (sys.argv[1:] or case.path("kvm").exists()):
-            write(case)
 
 
 if __name__ == "__main__":

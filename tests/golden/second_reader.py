@@ -514,7 +514,7 @@ def klt_values(cell: Cell, space: dict[str, Any], parts: dict[str, np.ndarray], 
     x += profile.tensors[f"{cell.profile_cell}.mean"]
     shape, dims = (len(cell.layers), len(cell.heads)), (space["k_head_dim"], space["v_head_dim"])
     split = math.prod(shape) * dims[0]
-    k = rotated(x[:, :split].reshape(-1, *shape, dims[0]), cell.tokens, profile.rope)
+    k = rotated(x[:, :split].reshape(-1, *shape, dims[0]), cell, profile)
     v = x[:, split:].reshape(-1, *shape, dims[1])
     largest = {"float16": 65504, "float8_e4m3fn": 448, "float8_e5m2": 57344}.get(space["kv_dtype"])
     if largest is not None:
@@ -530,11 +530,18 @@ def klt_values(cell: Cell, space: dict[str, Any], parts: dict[str, np.ndarray], 
     return values
 
 
-def rotated(k: np.ndarray, tokens: range, rope: dict[str, Any] | None) -> np.ndarray:
-    if rope is None:
-        return k
+def rotated(k: np.ndarray, cell: Cell, profile: Profile) -> np.ndarray:
+    out = k.copy()
+    for index, layer in enumerate(cell.layers):
+        rotation = profile.coded[layer]["rotation"]
+        if rotation is not None:
+            out[:, index] = turned(k[:, index], cell.tokens, profile.rotations[rotation])
+    return out
+
+
+def turned(k: np.ndarray, tokens: range, rope: dict[str, Any]) -> np.ndarray:
     positions = np.array(tokens, np.float32) / np.float32(rope["position_divisor"])
-    angles = (positions[:, None] * np.array(rope["inv_freq"], np.float32)).astype(float)[:, None, None]
+    angles = (positions[:, None] * np.array(rope["inv_freq"], np.float32)).astype(float)[:, None]
     cos, sin = (f(angles) * rope["attention_scaling"] for f in (np.cos, np.sin))
     size = 2 * len(rope["inv_freq"])
     first, second = (
@@ -580,7 +587,8 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 @dataclass
 class Profile:
     tensors: dict[str, np.ndarray]
-    rope: dict[str, Any] | None
+    coded: list[dict[str, Any]]
+    rotations: list[dict[str, Any]]
     digest: str
 
     @classmethod
@@ -589,14 +597,14 @@ class Profile:
         (size,) = struct.unpack_from("<Q", raw)
         header = json.loads(raw[8 : 8 + size])
         about = json.loads(header.pop("__metadata__")["kvfetch"])
-        assert about["version"] == 2
-        rope = about["rope"]
+        assert about["version"] == 3
+        layers = [{key: each[key] for key in ("pool", "window", "rotation")} for each in about["layers"]["layers"]]
         keys = ("inv_freq", "attention_scaling", "interleaved", "position_divisor")
-        whole = xxhash.xxh3_128(
-            json_text([2, None if rope is None else {k: rope[k] for k in keys}, about["num_sinks"]]).encode()
-        )
+        rotations = [{key: each[key] for key in keys} for each in about["layers"]["rotations"]]
+        whole = xxhash.xxh3_128(json_text([3, {"layers": layers, "rotations": rotations}, about["num_sinks"]]).encode())
+        coded = [each for each in layers if each["pool"] == "kv"]
         tensors = {}
-        for group in range(-(-about["num_layers"] // about["cell_layers"])):
+        for group in range(-(-len(coded) // about["cell_layers"])):
             for block in range(about["num_heads"] // about["cell_heads"]):
                 for field in ("inverse", "k_weight", "v_weight", "mean", "spread", "reach", "sensitivity"):
                     name = f"{group}.{block}.{field}"
@@ -607,7 +615,7 @@ class Profile:
                     kind = header[name]["dtype"]
                     assert kind == ("BF16" if field == "inverse" else "F32")
                     tensors[name] = (bfloat16(flat) if kind == "BF16" else flat.view("<f4")).reshape(shape)
-        return cls(tensors, rope, whole.hexdigest())
+        return cls(tensors, coded, rotations, whole.hexdigest())
 
 
 def json_text(value: Any) -> str:

@@ -40,13 +40,14 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served) -> Ite
         pool: HostKVCache | None = None,
         *,
         sides: Mapping[PoolName, Any] | None = None,
+        stages: int = 1,
         linger_s: float = 0.01,
         **config: Any,
     ) -> KVFetchStorage:
         monkeypatch.setattr(client, "_LINGER_S", linger_s)
         patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600, "recompute": "never"}  # on slow machines, too
         extra = {"store": f"file://{tmp_path}", "codec": "zstd"} | patient | config
-        place = storage_config(extra_config=extra, is_mla_model=isinstance(pool, MLATokenToKVPoolHost))
+        place = storage_config(extra_config=extra, is_mla_model=isinstance(pool, MLATokenToKVPoolHost), pp_size=stages)
         made.append(KVFetchStorage(place, pool or make_pool()))
         for name, side in (sides or {}).items():
             made[-1].register_mem_host_pool_v2(side, name)

@@ -140,7 +140,7 @@ PLACES: tuple[Place, ...] = (
     Place("sglang.srt.observability.trace.TraceNullContext", "a request that is not traced", has=("tracing_enable",)),
     Place(
         "sglang.srt.runtime_context.process_model_config",
-        "whether the model's code reads the length",
+        "whether the model's code reads the length, and which layers its pools have",
         params=(),
     ),
     Place(
@@ -629,6 +629,23 @@ PLACES: tuple[Place, ...] = (
         "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__",
         "the host pool's layout",
         mentions=("layout", "start_layer"),
+    ),
+    Place(
+        "sglang.srt.configs.model_config.ModelConfig._derive_hybrid_model",
+        "which layers share the pool of K and V, where others have a pool of windows",
+        mentions=("full_attention_layer_ids", "hf_text_config", "hf_config"),
+    ),
+    *(
+        Place(
+            path, "which layers share the pool of K and V, where others have states", has=("full_attention_layer_ids",)
+        )
+        for path in (
+            "sglang.srt.configs.lfm2.Lfm2Config",
+            "sglang.srt.configs.qwen3_next.Qwen3NextConfig",
+            "sglang.srt.configs.nemotron_h.NemotronHConfig",
+            "sglang.srt.configs.kimi_linear.KimiLinearConfig",
+            "sglang.srt.configs.granitemoehybrid.GraniteMoeHybridConfig",
+        )
     ),
     Place(
         "sglang.srt.managers.scheduler.Scheduler._process_hicache_events",

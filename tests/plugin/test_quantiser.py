@@ -3,17 +3,20 @@
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from sglang.srt import runtime_context
 
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, Pool
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
-from sgl_kvfetch.plugin import starting
+from sgl_kvfetch.plugin import namespace, starting
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
-from sgl_kvfetch.plugin.namespace import engine_quantiser, require_own_profile
+from sgl_kvfetch.plugin.namespace import engine_quantiser, pool_layers, require_own_profile
 from sgl_kvfetch.plugin.starting import open_engine_plane
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile
@@ -31,6 +34,14 @@ def config(tmp_path: Path) -> KVFetchConfig:
 
 def rank(index: int = 0, of: int = 1) -> SimpleNamespace:
     return SimpleNamespace(tp_rank=index, tp_size=of)
+
+
+@pytest.fixture(autouse=True)
+def in_the_pool(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...] | None]:
+    """The last of these are the layers that SGLang has in its pool; None if it has all."""
+    layers: list[tuple[int, ...] | None] = [None]
+    monkeypatch.setattr(namespace, "pool_layers", lambda: layers[-1])
+    return layers
 
 
 def test_a_profile_gives_its_quantiser(config: KVFetchConfig) -> None:
@@ -62,10 +73,45 @@ def test_another_models_profile_is_refused(
         engine_quantiser(config, rank(), geometry, first_layer)
 
 
+def test_a_profile_is_of_the_layers_that_sglangs_pool_has(
+    tmp_path: Path, in_the_pool: list[tuple[int, ...] | None]
+) -> None:
+    """SGLang keeps the others elsewhere: see `LayerMap`."""
+    kinds = [
+        ModelLayer(pool=Pool.STATE),
+        ModelLayer(),
+        ModelLayer(pool=Pool.WINDOW, window=8),
+        ModelLayer(),
+        ModelLayer(),
+    ]
+    make_profile(cell_heads=2, layers=LayerMap(layers=tuple(kinds))).save(tmp_path / "p")
+    config = parse_config({"store": "file:///nowhere", "profile": str(tmp_path / "p")}, {})
+    with pytest.raises(
+        ConfigError, match=r"has the model's layers 1, 3, 4, and SGLang keeps K and V of layers 0, 1, 2"
+    ):
+        engine_quantiser(config, rank(), GEOMETRY, 0)
+    in_the_pool.append((1, 3, 4))
+    assert isinstance(engine_quantiser(config, rank(), GEOMETRY, 0), KltQuantiser)
+
+
+@pytest.mark.parametrize(
+    ("windows_apart", "text_config", "expected"),
+    [([1, 3], {}, (1, 3)), (None, {"full_attention_layer_ids": [2]}, (2,)), (None, {}, None)],
+)
+def test_sglang_says_which_layers_its_pool_has(
+    monkeypatch: pytest.MonkeyPatch, windows_apart: list[int] | None, text_config: dict[str, Any], expected: Any
+) -> None:
+    config = SimpleNamespace(
+        full_attention_layer_ids=windows_apart, hf_text_config=SimpleNamespace(**text_config), hf_config=object()
+    )
+    monkeypatch.setattr(runtime_context, "process_model_config", lambda: config)
+    assert pool_layers() == expected
+
+
 def test_klt_of_fp8_is_refused_where_only_kernels_could_restore_it(config: KVFetchConfig) -> None:
-    pages = Mock(spec=CudaPages, geometry=replace(GEOMETRY, dtype="float8_e4m3fn"), first_layer=0)
+    there = Mock(spec=CudaPages, geometry=replace(GEOMETRY, dtype="float8_e4m3fn"), first_layer=0)
     with pytest.raises(UnsupportedError, match="float8_e4m3fn in device mode on a GPU"):
-        open_engine_plane(config, rank(), pages, None)
+        open_engine_plane(config, rank(), there, None)
 
 
 def test_auto_stores_exact_if_the_profile_does_not_fit(

@@ -16,7 +16,7 @@ from sgl_kvfetch.codec.calibrate import curve
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.errors import ConfigError, StoreError, UnsupportedError
+from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.prompts import text_digest
 from sgl_kvfetch.tools.app import app
 
@@ -46,7 +46,7 @@ def test_a_profile_is_written_and_described(model: Path, text: Path, tmp_path: P
     assert profile.digest in result.output
     assert profile.grid.cell_heads == 2
     assert f"default target_kl is {profile.default_target_kl:.2g}." in result.output
-    assert profile.rope is not None
+    assert profile.rotations is not None
     assert profile.calibration.weights == fingerprint_model(str(model))
     assert profile.calibration.model == model.name
     assert profile.calibration.text == f"words ({text_digest(text)})"
@@ -100,25 +100,22 @@ def test_a_profile_that_misses_the_default_is_not_published(
     assert list(store.iterdir()) == []
 
 
-def test_layers_without_keys_and_values_are_named(text: Path, tmp_path: Path) -> None:
-    result = run(make_tiny_lfm2(tmp_path / "m"), text, tmp_path / "p")
+def test_a_model_without_keys_and_values_is_named(text: Path, tmp_path: Path) -> None:
+    result = run(make_tiny_lfm2(tmp_path / "m", ["conv"] * 2), text, tmp_path / "p")
     assert result.exit_code == 2
-    assert "layers 0, 2 (conv) of 4 keep other states" in result.stderr
+    assert "it has no layer with keys and values of all tokens" in result.stderr
 
 
 def test_a_rotation_that_is_not_known_stays(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unknown(model: object) -> None:
-        raise UnsupportedError("rope type 'spiral' is not known")
-
-    monkeypatch.setattr("sgl_kvfetch.codec.calibrate.rope.find_rope", unknown)
+    monkeypatch.setattr("sgl_kvfetch.codec.calibrate.layer_map._SAME_IN_SGLANG", ("spiral",))
     result = run(model, text, tmp_path / "p")
     assert result.exit_code == 0, result.output
-    assert "K stays rotated, which costs bits: rope type 'spiral'" in result.stderr
+    assert "K of layer 0 (LlamaDecoderLayer) of 1 stays rotated, which costs bits: rope type" in result.stderr
     profile = load_profile(tmp_path / "p")
-    assert profile.rope is None
-    assert "spiral" in profile.calibration.notes[0]
+    assert profile.rotations is None
+    assert "known are spiral" in profile.calibration.notes[0]
 
 
 def windows_of(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:

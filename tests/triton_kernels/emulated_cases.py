@@ -22,6 +22,7 @@ from harness.ptx.values import Fault
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, plain_layers
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.triton_kernels import restore_klt as restore_klt_module
 from sgl_kvfetch.triton_kernels.xxh3 import MIN_BYTES, digest_of, xxh3_sums
@@ -92,11 +93,12 @@ def restore_klt_options() -> None:
 
 
 def quantise_klt() -> None:
-    """In bfloat16, with a rotation, and in float32 with neighbours that rotate."""
-    kinds = (quantising.PLAIN, torch.bfloat16, True), (quantising.EVERY, torch.float32, False)
-    for rope, dtype, has_bfloat16 in kinds:
+    """In bfloat16, with layers that rotate differently, and in float32 with neighbours that rotate."""
+    alike = plain_layers(4, quantising.EVERY)
+    kinds = (quantising.MIXED, torch.bfloat16, True), (alike, torch.float32, False)
+    for layers, dtype, has_bfloat16 in kinds:
         with patch.object(klt, "_HAS_BFLOAT16", has_bfloat16):
-            quantiser = KltQuantiser(quantising.profile_of(rope), step=1.0)
+            quantiser = KltQuantiser(quantising.profile_of(layers), step=1.0)
             place = place_of(quantiser.profile, (1, 0), 17)
             values = values_of(quantiser.profile, 17).cell(place.layers, place.heads)
             quantising.assert_as_the_quantiser(quantiser, CellValues(*(x.to(dtype) for x in values)), place)
@@ -107,8 +109,9 @@ def load_of_a_coded_prompt() -> None:
     first span is staged as integers."""
     from tests.triton_kernels.coded_load import CodedPrompt  # puts stand-ins in the place of SGLang
 
-    rope = Rope(inv_freq=tuple(100.0 ** (-i / 8) for i in range(8)))
-    profile = make_profile(num_layers=3, num_heads=2, head_dim=16, cell_layers=2, cell_heads=1, rope=rope, num_sinks=6)
+    ropes = tuple(Rope(inv_freq=tuple(base ** (-i / 8) for i in range(8))) for base in (100.0, 20.0))
+    layers = LayerMap(layers=(ModelLayer(rotation=0), ModelLayer(rotation=1), ModelLayer()), rotations=ropes)
+    profile = make_profile(num_heads=2, cell_layers=2, cell_heads=1, layers=layers, num_sinks=6)
     values = values_of(profile, 48)
     values.v[33, 1] *= 1e6
     with patch.multiple(klt, _HAS_BFLOAT16=False, _HAS_INTEGERS=False):  # these products round more than one in float32

@@ -86,6 +86,7 @@ def forward_of(layers: int, kept: int) -> KltForward:
         kept=kept,
         num_rows=kept + 3,
         interleaved=False,
+        turns=(0,) * layers,
     )
 
 
@@ -105,11 +106,11 @@ def launch_all() -> None:
                     for layers, kept in kinds
                 ]
                 cells = quantise_klt.KltCells(inputs, lambda x: x)
-                rotation, output = (
-                    torch.empty((tokens, DIM)),
+                rotations, output = (
+                    torch.empty((1, tokens, DIM)),
                     torch.empty((cells.output_rows, tokens), dtype=torch.uint8),
                 )
-                cells.quantise(slots, rotation, tokens % 4, output)
+                cells.quantise(slots, rotations, tokens % 4, output)
         chunk = ans.AnsChunk(0, 4 * tokens, 2, tokens, 0)
         for chunks in ([chunk], [chunk] * 16):
             data, rows = (torch.empty(48 * tokens, dtype=torch.uint8) for _ in range(2))

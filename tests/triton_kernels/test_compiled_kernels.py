@@ -22,6 +22,7 @@ KLT_KERNELS = [
     *(f"restore_klt {which} {dtype} 2x128" for which in ("rotated", "interleaved") for dtype in FLOATS),
     *(f"restore_klt {which}bfloat16 {shape}" for which in ("", "rotated ") for shape in ("3x64", "2x80", "2x256")),
     "restore_klt bfloat16 2x128",
+    "restore_klt mixed bfloat16 2x128",
 ]
 QUANTISING_KERNELS = [*(f"centre rotated {dtype} 2x128" for dtype in FLOATS), "centre bfloat16 2x128", "round"]
 
@@ -136,6 +137,7 @@ model = KltModel(
     torch.zeros(256),
     [output],
     [output],
+    [0],
 )
 integers = torch.zeros((5, 9), dtype=torch.uint8)
 restore_klt([KltCell(model, integers, None, 1, 0, data, 0)], data, slots, 9)

@@ -42,7 +42,7 @@ class Clock:
 
 def choose(clock: Clock, coefficients: int = 70) -> tuple[KltOptions, str]:
     k, v = (torch.empty((64, 4, dim), dtype=torch.bfloat16)[:, :2] for dim in (16, 8))
-    return choose_by(clock, klt_shape(k, v, 2, 16), torch.bfloat16, coefficients, CPU, "a card")
+    return choose_by(clock, klt_shape(k, v, 2, 16, mixed=True), torch.bfloat16, coefficients, CPU, "a card")
 
 
 def test_the_fastest_options_are_chosen_once(path: Path) -> None:

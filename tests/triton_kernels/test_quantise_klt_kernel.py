@@ -12,6 +12,7 @@ import torch
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import EXACT, KltForward, KltQuantiser
+from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, plain_layers
 from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.errors import UnsupportedError
@@ -24,11 +25,17 @@ FIRST_TOKEN = 1234
 PLAIN = Rope(inv_freq=(1.0, 0.1, 0.01), attention_scaling=1.25)
 EVERY = Rope(inv_freq=tuple(10.0**-i for i in range(8)), interleaved=True)
 
+# Layers with two rotations, and without one; a cell has three of them, the other one the last.
+MIXED = LayerMap(
+    layers=(ModelLayer(rotation=1), ModelLayer(), ModelLayer(rotation=0), ModelLayer(rotation=1)),
+    rotations=(PLAIN, Rope(inv_freq=(0.7, 0.3, 0.2))),
+)
+
 
 @cache
-def profile_of(rope: Rope | None) -> Profile:
+def profile_of(layers: LayerMap) -> Profile:
     """Two cells, of three layers and of one. Tokens' scales differ, and tokens 0 and 1 are sinks."""
-    profile = make_profile(num_layers=4, num_heads=2, v_head_dim=24, cell_heads=2, rope=rope, num_sinks=2)
+    profile = make_profile(num_layers=4, num_heads=2, v_head_dim=24, cell_heads=2, layers=layers, num_sinks=2)
     generator = torch.Generator().manual_seed(0)
     cells = {
         key: dataclasses.replace(cell, sensitivity=0.1 * torch.randn(cell.sensitivity.shape, generator=generator))
@@ -67,12 +74,12 @@ def quantised_all(
     quantiser: KltQuantiser, values: CellValues, places: Sequence[CellPlace]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the exponents and integers that the kernels make of each cell."""
-    tokens, rope = places[0].tokens, quantiser.profile.rope
+    tokens, of_layers = places[0].tokens, quantiser.profile.rotations
     inputs, slots = inputs_there(quantiser, values, places)
-    rotation = None if rope is None else rope.inverse_table(tokens.start, len(tokens), DEVICE)
+    rotations = None if of_layers is None else of_layers.inverse_table(tokens.start, len(tokens), DEVICE)
     cells = KltCells(inputs, there)
     output = torch.full((cells.output_rows, len(tokens)), 0xAB, dtype=torch.uint8, device=DEVICE)
-    cells.quantise(slots, rotation, max(0, quantiser.profile.num_sinks - tokens.start), output)
+    cells.quantise(slots, rotations, max(0, quantiser.profile.num_sinks - tokens.start), output)
     exponents, *integers = output.cpu().split((len(inputs), *cells.num_rows))
     return list(zip(exponents, integers, strict=True))
 
@@ -113,10 +120,14 @@ def assert_equal(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("rope", [None, PLAIN, EVERY], ids=["plain", "NeoX", "GPT-J"])
-def test_the_quantisers_integers(rope: Rope | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "layers",
+    [plain_layers(4), plain_layers(4, PLAIN), plain_layers(4, EVERY), MIXED],
+    ids=["plain", "NeoX", "GPT-J", "mixed"],
+)
+def test_the_quantisers_integers(layers: LayerMap, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(klt, "_HAS_BFLOAT16", False)
-    quantiser = KltQuantiser(profile_of(rope), step=0.03)
+    quantiser = KltQuantiser(profile_of(layers), step=0.03)
     assert quantiser.coefficient_shares[1] > 0.3
     whole = CellValues(*(x.to(dtype) for x in values_of(quantiser.profile, 33, FIRST_TOKEN)))
     for key in quantiser.profile.cells:
@@ -130,7 +141,7 @@ def test_many_cells_in_few_launches(scratch_bytes: int, monkeypatch: pytest.Monk
     """Two groups of layers, the last of which has fewer, and two blocks of heads; whatever is in one launch."""
     monkeypatch.setattr(klt, "_HAS_BFLOAT16", False)
     monkeypatch.setattr(quantise_klt, "_SCRATCH_BYTES", scratch_bytes)
-    profile = make_profile(num_layers=4, num_heads=4, v_head_dim=24, cell_heads=2, rope=PLAIN, num_sinks=2)
+    profile = make_profile(num_layers=4, num_heads=4, v_head_dim=24, cell_heads=2, layers=MIXED, num_sinks=2)
     quantiser = KltQuantiser(profile, step=0.5)
     places = [place_of(profile, key, 33, FIRST_TOKEN) for key in profile.cells]
     values = CellValues(*(x.bfloat16() for x in values_of(profile, 33, FIRST_TOKEN)))
@@ -143,7 +154,7 @@ def test_many_cells_in_few_launches(scratch_bytes: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("num_tokens", [1, 15, 17, 70])
 def test_products_in_bfloat16_at_any_number_of_tokens(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(klt, "_HAS_BFLOAT16", True)
-    quantiser = KltQuantiser(profile_of(PLAIN), step=1.0)
+    quantiser = KltQuantiser(profile_of(plain_layers(4, PLAIN)), step=1.0)
     place = place_of(quantiser.profile, (1, 0), num_tokens)
     assert quantiser.forward(place).matrix.dtype == torch.bfloat16
     values = values_of(quantiser.profile, num_tokens).cell(place.layers, place.heads)
@@ -153,7 +164,7 @@ def test_products_in_bfloat16_at_any_number_of_tokens(num_tokens: int, monkeypat
 def test_exact_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sinks, and tokens with a coefficient that integers cannot hold, kept or not; and values that are not finite."""
     monkeypatch.setattr(klt, "_HAS_BFLOAT16", False)
-    quantiser = KltQuantiser(profile_of(None), step=2.0)
+    quantiser = KltQuantiser(profile_of(plain_layers(4)), step=2.0)
     assert 0.2 < quantiser.coefficient_shares[0] < 0.9
     place = place_of(quantiser.profile, (0, 0), 40)
     values = values_of(quantiser.profile, 40).cell(place.layers, place.heads)
@@ -171,7 +182,7 @@ def test_exact_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
-    quantiser = KltQuantiser(profile_of(None), step=2.0)
+    quantiser = KltQuantiser(profile_of(plain_layers(4)), step=2.0)
     forward = quantiser.forward(place_of(quantiser.profile, (0, 0), 5))
     k, v = (make_buffers(Shape(5, 3, 2, dim), torch.float32) for dim in (16, 24))
 
@@ -181,6 +192,7 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
 
     refused("240 channels, expected 288", forward, k, [*v, v[0]])
     refused("matrix", forward._replace(matrix=forward.matrix[1:]), k, v)
+    refused("3 layers, expected 2", forward._replace(turns=(0, 0)), k, v)
     refused("no buffers, expected one a layer", forward, [], v)
     refused(r"buffers differ: .*\(1024, 2, 16\).*\(1023, 2, 16\)", forward, [*k[:2], k[2][1:]], v)
     refused("expected the last to be 1", forward, [x.mT for x in k], v)
@@ -190,9 +202,12 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
     cells, slots = KltCells([KltInput(forward, k, v)], there), scattered_slots(5)
     output = torch.empty((cells.output_rows, 5), dtype=torch.uint8, device=DEVICE)
     with pytest.raises(ValueError, match="rotation"):
-        cells.quantise(slots, torch.zeros((4, 6), device=DEVICE), 0, output)
+        cells.quantise(slots, torch.zeros((1, 4, 6), device=DEVICE), 0, output)
     with pytest.raises(ValueError, match="rotation of 18 of 16 values"):
-        cells.quantise(slots, torch.zeros((5, 18), device=DEVICE), 0, output)
+        cells.quantise(slots, torch.zeros((1, 5, 18), device=DEVICE), 0, output)
+    mixed = KltCells([KltInput(forward._replace(turns=(0, 1, 0)), k, v)], there)
+    with pytest.raises(ValueError, match="1 rotations, expected 2 or more"):
+        mixed.quantise(slots, torch.zeros((1, 5, 6), device=DEVICE), 0, output)
     with pytest.raises(ValueError, match="output"):
         cells.quantise(slots, None, 0, output[:, 1:])
     with pytest.raises(ValueError, match="expected int64"):

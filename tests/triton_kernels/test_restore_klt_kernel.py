@@ -13,7 +13,8 @@ from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.exact import to_planes
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser, scales_of
-from sgl_kvfetch.codec.quant.rope import Rope, rotate
+from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer
+from sgl_kvfetch.codec.quant.rope import Rope, Rotations, rotate
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.triton_kernels import restore_klt as kernels
 from sgl_kvfetch.triton_kernels.restore_klt import (
@@ -116,21 +117,27 @@ class Span:
             if case.rotary_dim
             else None
         )
-        self.rotation = None if self.rope is None else self.rope.table(FIRST_TOKEN, case.tokens, DEVICE)
+        # Layers have two rotations in turns, of which the second turns nothing. A single layer needs no choice.
+        self.turns = [i % 2 if case.rotary_dim else 0 for i in range(case.layers)]
+        self.rotations = None
+        if self.rope is not None:
+            still = Rope(inv_freq=(0.0,) * len(self.rope.inv_freq), interleaved=case.interleaved)
+            rotations = Rotations((self.rope, still), tuple(self.turns))
+            self.rotations = rotations.table(FIRST_TOKEN, case.tokens, DEVICE)
         self.slots = scattered_slots(-(-case.tokens // case.page_size) * case.page_size)
 
     @property
     def shape(self) -> KltShape:
         (k, *_), (v, *_) = self.buffers
         most = self.case.most_layers or self.case.layers
-        return klt_shape(k, v, most, self.case.rotary_dim, interleaved=self.case.interleaved)
+        return klt_shape(k, v, most, self.case.rotary_dim, interleaved=self.case.interleaved, mixed=any(self.turns))
 
     def cell(self, pages: Sequence[int] | None = None, **changes: Any) -> KltCell:
         """``pages``: of the span's pages among the slots; by default all in order."""
         case = self.case
         pages = range(-(-case.tokens // case.page_size)) if pages is None else pages
         scales = scales_of(torch.arange(256, dtype=torch.uint8)) * STEP
-        model = KltModel(self.shape, self.matrix, self.mean, scales.to(DEVICE), *self.buffers)
+        model = KltModel(self.shape, self.matrix, self.mean, scales.to(DEVICE), *self.buffers, self.turns)
         exact = to_planes(self.exact).movedim(0, 1).flatten()
         table = torch.tensor(pages, dtype=torch.int32).numpy().tobytes()
         packed, num_exact = pack(table, self.exponents.numpy(), exact.numpy())
@@ -139,7 +146,7 @@ class Span:
             **{
                 "model": model,
                 "integers": self.integers.to(DEVICE),
-                "rotation": self.rotation,
+                "rotations": self.rotations,
                 "num_pages": len(pages),
                 "num_exact": num_exact,
                 "data": data.to(DEVICE),
@@ -164,13 +171,13 @@ class Span:
             part = slice(first, first := first + size[1] * size[2] * size[3])
             values, off = (x[:, part].reshape(size) for x in (all_values, all_off))
             if self.rope is not None and tensor == "k":
-                assert self.rotation is not None
-                table = self.rotation.double().cpu()
-                values = rotate(values, table, self.rope)
-                half = self.case.rotary_dim // 2
-                off = rotate(off, torch.cat((table[:, :half].abs(), -table[:, half:].abs()), 1), self.rope).maximum(
-                    rotate(off, table.abs(), self.rope)
-                )
+                assert self.rotations is not None
+                for layer, turn in enumerate(self.turns):
+                    table, own = self.rotations[turn].double().cpu(), (slice(None), layer)
+                    values[own] = rotate(values[own], table, self.rope)
+                    half = self.case.rotary_dim // 2
+                    other_way = torch.cat((table[:, :half].abs(), -table[:, half:].abs()), 1)
+                    off[own] = rotate(off[own], other_way, self.rope).maximum(rotate(off[own], table.abs(), self.rope))
             exact = list(self.case.exact)
             values[exact], off[exact] = self.exact[:, part].double().view(-1, *size[1:]), 0.0
             found.append((values, off))
@@ -216,13 +223,16 @@ def test_right_up_to_the_order_of_sums(rotation: dict[str, Any], dtype: torch.dt
 
 
 @both
-@pytest.mark.parametrize("rope", [None, Rope(inv_freq=(1.0, 0.1, 0.01), attention_scaling=1.25)], ids=["plain", "rope"])
-def test_same_as_the_quantiser(rope: Rope | None, run: Restore, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rotary_dim", [0, 6])
+def test_same_as_the_quantiser(rotary_dim: int, run: Restore, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for a last bit here and there: both add in an order of their own. The last cells have one layer. All cells
     are restored in one launch."""
     for product in ("_HAS_BFLOAT16", "_HAS_INTEGERS"):
         monkeypatch.setattr(klt, product, False)  # these products round more than one in float32
-    profile = make_profile(num_layers=4, head_dim=16, v_head_dim=24, cell_heads=2, rope=rope, num_sinks=2)
+    ropes = Rope(inv_freq=(1.0, 0.1, 0.01), attention_scaling=1.25), Rope(inv_freq=(0.5, 0.3, 0.2))
+    kinds = (1, None, 0, 0) if rotary_dim else (None,) * 4
+    layers = LayerMap(layers=tuple(ModelLayer(rotation=x) for x in kinds), rotations=ropes if rotary_dim else ())
+    profile = make_profile(num_layers=4, head_dim=16, v_head_dim=24, cell_heads=2, layers=layers, num_sinks=2)
     quantiser = KltQuantiser(profile, step=0.03)
     assert quantiser.coefficient_shares[1] > 0.3  # so many need two integers
     values = CellValues(*(x.to(torch.bfloat16) for x in values_of(profile, 50, 0)))
@@ -234,16 +244,16 @@ def test_same_as_the_quantiser(rope: Rope | None, run: Restore, monkeypatch: pyt
         k, v = (make_buffers(Shape(50, *x.shape[1:]), torch.bfloat16) for x in wanted[-1])
         inverse, shape = (
             quantiser.inverse_of(place).to(DEVICE),
-            klt_shape(k[0], v[0], 3, rope.rotary_dim if rope else 0),
+            klt_shape(k[0], v[0], 3, rotary_dim, mixed=rotary_dim > 0),
         )
         scales = (scales_of(torch.arange(256, dtype=torch.uint8)) * quantiser.step).to(DEVICE)
         table = torch.arange(50, dtype=torch.int32).numpy().tobytes()
         packed, num_exact = pack(table, exponents.numpy(), exact.numpy())
         cells.append(
             KltCell(
-                KltModel(shape, inverse.matrix, inverse.mean, scales, k, v),
+                KltModel(shape, inverse.matrix, inverse.mean, scales, k, v, inverse.turns),
                 integers.to(DEVICE),
-                None if rope is None else rope.table(0, 50, DEVICE),
+                None if inverse.rotations is None else inverse.rotations.table(0, 50, DEVICE),
                 50,
                 num_exact,
                 torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(DEVICE),
@@ -397,9 +407,9 @@ def test_rows_of_zeros_write_nothing() -> None:
 
 def test_a_rotation_of_nothing_changes_nothing() -> None:
     span = Span(replace(SMALL, rotary_dim=80))
-    still = torch.zeros((SMALL.tokens, 80), device=DEVICE)
-    still[:, :40] = 1.0
-    run_kernels([span.cell(rotation=still)], span.slots, 1)
+    still = torch.zeros((2, SMALL.tokens, 80), device=DEVICE)
+    still[..., :40] = 1.0
+    run_kernels([span.cell(rotations=still)], span.slots, 1)
     unrotated = Span(SMALL)
     unrotated.buffers = span.buffers
     unrotated.check()
@@ -429,6 +439,8 @@ class TestArguments:
     def test_buffers(self) -> None:
         three = [poisoned(1024, 3, 80, dtype=torch.bfloat16)] * 3
         self.refused("3 layers of K, 2 of V", k=three)
+        self.refused("2 layers, rotations of 1", turns=[0])
+        self.refused("rotations of their own, and the shape has one", turns=[0, 1])
         self.refused("buffers are .*, expected", k=[poisoned(1024, 2, 80, dtype=torch.bfloat16)] * 2)
         self.refused("buffers are .*, expected", v=[poisoned(1024, 3, 56, dtype=torch.float16)] * 2)
         off = poisoned(1024 * 240 + 1, dtype=torch.bfloat16)[1:].view(1024, 3, 80)

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.codec.baselines.rotation import only_rope
 from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.method import KV_DTYPE, Shape, TensorMethod, from_bytes, to_bytes
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
-from sgl_kvfetch.codec.calibrate.rope import find_rope
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from sgl_kvfetch.types import TensorName
@@ -45,7 +45,7 @@ def gather(
     Raises ConfigError if a window has only sinks, UnsupportedError if transformers does not show the model's queries.
     """
     found: list[AttentionStatistics] = []
-    rope = find_rope(LayeredModel(model.path, device=model.device))
+    rope = only_rope(LayeredModel(model.path, device=model.device))
     for ids in windows:
         on_step("attention")
         if len(ids) <= SINK_TOKENS:

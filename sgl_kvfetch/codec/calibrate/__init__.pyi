@@ -2,8 +2,8 @@ from .fit import (
     CalibrationOptions as CalibrationOptions,
     calibrate_model as calibrate_model,
 )
+from .layer_map import map_layers as map_layers
 from .layers import LayeredModel as LayeredModel
-from .rope import rope_or_note as rope_or_note
 from .text import (
     calibration_windows as calibration_windows,
     part_of as part_of,

@@ -10,19 +10,21 @@ The predictions p after the exact context, and q after another, give the cost: t
 windows. That of the forgotten context is what the context is worth to the model; the default ``target_kl`` is a share
 of it.
 
+Layers that a profile is not of, such as those with states, find what they kept of the exact context, as on a server.
+
 Steps are kept as far as the cost grows with them. That of the finest ones may be lost in rounding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
+from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel, Past
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import MeasuredStep, Profile
@@ -33,6 +35,14 @@ _STEPS = tuple(2.0 ** (1.5 * i - 5) for i in range(8))
 
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 """Wraps a loop to report its progress. Arguments: the steps, their number, and the name of the work."""
+
+
+class HeldOut(NamedTuple):
+    """A context, as layers have kept it. ``coded``: K and V of the layers that a profile is of, bfloat16 ``(tokens,
+    layers, heads, dim)``. ``others``: what other layers have kept, by number."""
+
+    coded: CellValues
+    others: Mapping[int, Past]
 
 
 def silent(steps: Iterable[Any], total: int, what: str) -> Iterable[Any]:
@@ -48,37 +58,40 @@ def placeholder() -> tuple[MeasuredStep, ...]:
 def measure_contexts(
     model: LayeredModel,
     profile: Profile,
-    contexts: Sequence[CellValues],
+    contexts: Sequence[HeldOut],
     continuations: Sequence[torch.Tensor],
     progress: Progress = silent,
 ) -> Profile:
     """Return the profile with its curve, the KL divergence and entropy at each step, and with the value of the context
     to the model (``context_kl``).
 
-    ``contexts``: K and V, bfloat16 ``(tokens, layers, heads, dim)``. ``continuations``: the tokens that follow each.
+    ``continuations``: the tokens that follow each context.
     Raises ConfigError for a KL divergence that does not grow.
     """
-    calls = model.calls(len(continuations[0]), len(contexts[0].k))
+    calls = model.calls(len(continuations[0]), len(contexts[0].coded.k))
     # Of each continuation: after the exact context, after that of each step, after one that is forgotten.
     streams = [[model.embed(c)] * (len(_STEPS) + 2) for c in continuations]
     bits = [0.0] * len(_STEPS)
     grid = profile.grid
-    groups = ((g, layer) for g in range(grid.num_layer_groups) for layer in grid.layers(g))
+    coded = {number: index for index, number in enumerate(profile.layers.coded)}
     restored: list[list[CellValues]] = []
-    for group, index in progress(groups, grid.num_layers, "accuracy"):
-        layers = grid.layers(group)
-        if index == layers[0]:
-            restored = _group_restored(contexts, group, profile, bits)
-        with model.layer(index) as layer, torch.no_grad():
-            for of_window, pasts in zip(streams, restored, strict=True):
-                for i, past in enumerate(pasts):
-                    kv = KV(*(x[:, index - layers[0]] for x in past))
-                    of_window[i] = layer.after(of_window[i], calls, kv).cpu()
+    for number in progress(range(model.num_layers), model.num_layers, "accuracy"):
+        within = coded[number] % grid.cell_layers if number in coded else 0
+        if number in coded and within == 0:
+            group = coded[number] // grid.cell_layers
+            restored = _group_restored([each.coded for each in contexts], group, profile, bits)
+        with model.layer(number) as layer, torch.no_grad():
+            for which, of_window in enumerate(streams):
+                for i, hidden in enumerate(of_window):
+                    past = contexts[which].others.get(number)
+                    if number in coded:
+                        past = KV(*(x[:, within] for x in restored[which][i]))
+                    of_window[i] = layer.after(hidden, calls, past).cpu()
     kls = [0.0] * (len(_STEPS) + 1)
     for exact, *others in streams:
         for i, kl in enumerate(_divergences(model, exact, others)):
             kls[i] += kl / len(streams)
-    num_values = sum(x.numel() for x in contexts[0]) * len(contexts)
+    num_values = sum(x.numel() for x in contexts[0].coded) * len(contexts)
     curve = [MeasuredStep(step, kl, b / num_values) for step, kl, b in zip(_STEPS, kls, bits, strict=False)]
     rising = [p for i, p in enumerate(curve) if p.kl > max((0.0, *(q.kl for q in curve[:i])))]
     if len(rising) < 2 or kls[-1] <= 0:
@@ -114,7 +127,7 @@ def _context_restored(
     context: CellValues, group: int, quantisers: Sequence[KltQuantiser], bits: list[float]
 ) -> list[CellValues]:
     """Return a layer group's K and V: as they are, restored from each step, and with all tokens but the sinks replaced
-    by the mean. Add the entropy of the integers to ``bits``."""
+    by the mean. Add the entropy of the integers and exponents to ``bits``, and the size of exact tokens."""
     profile = quantisers[0].profile
     grid = profile.grid
     exact = context.cell(grid.layers(group), range(grid.num_heads))
@@ -124,7 +137,8 @@ def _context_restored(
         cell = context.cell(place.layers, place.heads)
         for i, quantiser in enumerate(quantisers):
             quantised = quantiser.quantise(cell, place)
-            bits[i] += _entropy_bits(quantised[-1])
+            exponents, exact_bytes, integers = quantised
+            bits[i] += _entropy_bits(exponents[None]) + 8 * exact_bytes.numel() + _entropy_bits(integers)
             _put(restored[i], block, grid.cell_heads, quantiser.dequantise(quantised, cell.k.dtype, place), 0)
         mean = quantisers[-1].mean_values(place, cell.k.dtype)
         _put(restored[-1], block, grid.cell_heads, mean, profile.num_sinks)

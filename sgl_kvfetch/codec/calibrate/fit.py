@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from sgl_kvfetch.codec.calibrate.curve import Progress, measure_contexts, placeholder, silent
+from sgl_kvfetch.codec.calibrate.curve import HeldOut, Progress, measure_contexts, placeholder, silent
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
 from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, HeadCosts, Moments, channels_of, count_sinks
 from sgl_kvfetch.codec.calibrate.sweep import Sweep
@@ -26,8 +26,8 @@ from sgl_kvfetch.codec.calibrate.transform import transform_of
 from sgl_kvfetch.codec.calibrate.unfinished import Unfinished
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import exponents_of, forward_of, head_norms, scales_of
+from sgl_kvfetch.codec.quant.layer_map import LayerMap
 from sgl_kvfetch.codec.quant.profile import DEFAULT_SHARE, UNIT_KL, Calibration, CellProfile, Profile
-from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.codec.quant.sensitivity import features, fit_log_cost, log_cost
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.types import TENSORS, CellGrid
@@ -53,13 +53,13 @@ class CalibrationOptions:
 def calibrate_model(
     model: LayeredModel,
     windows: Sequence[torch.Tensor],
-    rope: Rope | None,
+    layers: LayerMap,
     describe: Calibration,
     options: CalibrationOptions,
     progress: Progress = silent,
     unfinished: Path | None = None,
 ) -> Profile:
-    """Return the profile of a model.
+    """Return the profile of a model. ``layers``: its map.
 
     ``windows``: ``(tokens,)`` each: ``options.num_context`` tokens of context, then the continuation. The curve is
     measured on a fifth of the windows, at least one, which the fit does not see.
@@ -77,20 +77,21 @@ def calibrate_model(
         raise ConfigError(f"calibration needs more than {MOST_SINKS} tokens of context")
     dims = model.k_head_dim, model.v_head_dim
     grid = options.grid or cell_grid(
-        model.num_layers, model.num_heads, sum(dims), options.max_channels, options.tp_size
+        len(layers.coded), model.num_heads, sum(dims), options.max_channels, options.tp_size
     )
-    save = Unfinished(unfinished, [describe, options, windows]) if unfinished else None
-    sweep = Sweep(model, fitted, held_out, options.num_context, rope, grid, options.seed)
-    num_channels = model.num_layers * model.num_heads * sum(dims)
+    save = Unfinished(unfinished, [describe, options, windows, layers]) if unfinished else None
+    sweep = Sweep(model, fitted, held_out, options.num_context, layers, grid, options.seed)
+    num_channels = len(layers.coded) * model.num_heads * sum(dims)
     fit = _Fit(math.sqrt(UNIT_KL * 24 / (num_channels * options.num_context)), options)
-    contexts = _swept(sweep, fit, model.num_layers, progress, save)
+    _pass_all(sweep, fit, model.num_layers, progress, save)
+    contexts = [HeldOut(*each) for each in zip(sweep.contexts, sweep.others, strict=True)]
     del sweep
     profile = Profile(
         grid=grid,
         k_head_dim=model.k_head_dim,
         v_head_dim=model.v_head_dim,
         cells=fit.cells,
-        rope=rope,
+        layers=layers,
         num_sinks=fit.num_sinks(),
         curve=placeholder(),
         context_kl=1.0,
@@ -151,8 +152,8 @@ class _Fit:
         self._costs = [HeadCosts(*costs) for costs in state["costs"]]
 
 
-def _swept(sweep: Sweep, fit: _Fit, num_layers: int, progress: Progress, save: Unfinished | None) -> list[CellValues]:
-    """Pass all layers, from where ``save`` left off, and fit their cells; return the held-out contexts."""
+def _pass_all(sweep: Sweep, fit: _Fit, num_layers: int, progress: Progress, save: Unfinished | None) -> None:
+    """Pass all layers, from where ``save`` left off, and fit their cells."""
     first, state = 0, save.read() if save else None
     if state:
         first = sweep.restore(state["sweep"])
@@ -164,7 +165,6 @@ def _swept(sweep: Sweep, fit: _Fit, num_layers: int, progress: Progress, save: U
         del moments
         if save and save.is_due():
             save.write({"sweep": sweep.state(layer + 1), "fit": fit.state()})
-    return sweep.contexts
 
 
 def cell_grid(num_layers: int, num_heads: int, head_channels: int, max_channels: int, tp_size: int) -> CellGrid:

@@ -16,7 +16,8 @@ experts, and restores most kinds of quantised weights; `packed.py` restores thos
 
 Keys and values are what a layer hands its cache: a cache of one layer (``_layer_cache``) takes them, and hands back
 those of a given past. So it does not matter how attention is written, as long as it has keys and values to cache, and
-caches nothing else.
+caches nothing else. Layers of another kind, such as convolutions and linear attention, keep states instead, which the
+cache takes and hands back as well.
 
 A checkpoint may hold more than a language model, such as an encoder of images. Text does not pass through it, and the K
 and V of the language model are ordinary ones. So modules beside the language model are emptied, and their weights are
@@ -40,11 +41,14 @@ import torch
 
 from sgl_kvfetch.codec.calibrate.addend import Addend, SmallPass, find_addend, main_output
 from sgl_kvfetch.codec.calibrate.packed import Packing, take_packing
+from sgl_kvfetch.codec.calibrate.pools import keeps_nothing, pool_of_keys
 from sgl_kvfetch.codec.calibrate.text import prompt_start
+from sgl_kvfetch.codec.quant.layer_map import Pool
 from sgl_kvfetch.errors import ConfigError, KVFetchError, UnsupportedError
 
 _PROBE_TOKENS = 64
 _SMALL_TOKENS = 16
+_MOST_STATES = 4  # of a layer; models have one of each kind, or a few
 _VOCABULARY_AT_ONCE = 8192  # rows of the output matrix that are in float32 at once
 # What tells transformers to restore weights that are quantised in the checkpoint while it loads them.
 _PLAIN_WEIGHTS = {
@@ -63,15 +67,26 @@ class KV(NamedTuple):
     v: torch.Tensor
 
 
+class States(NamedTuple):
+    """What a layer keeps that has no keys and values: states, which stand for all tokens before them, by number."""
+
+    conv: dict[int, torch.Tensor]
+    recurrent: dict[int, torch.Tensor]
+
+
+Past = KV | States | None
+"""What a layer keeps of a sequence. None: nothing, as a layer that is an MLP alone."""
+
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 """How a model calls each of its layers: arguments behind the hidden states, and named ones."""
 
 
 class LayeredModel:
-    """A causal language model with full attention, sliding windows or MLA. It computes in float32.
+    """A causal language model. Its layers have full attention, sliding windows, MLA or states. It computes in float32.
 
-    Attributes: ``num_layers``, ``num_heads``, ``k_head_dim``, ``v_head_dim``: the shape of K and V. ``probe``: the keys
-    of one token that is repeated, float32 ``(tokens, layers, heads, dim)``; see ``find_rope``.
+    Attributes: ``num_layers``. ``pools``: where SGLang has what each keeps. ``num_heads``, ``k_head_dim``,
+    ``v_head_dim``: the shape of K and V in the layers that a profile is of. ``probe``: for these, by number, the keys
+    of one token that is repeated, float32 ``(tokens, heads, dim)``; see `layer_map`.
     """
 
     def __init__(self, path: str, *, device: str = "cpu") -> None:
@@ -113,16 +128,23 @@ class LayeredModel:
         self._require_calls_of_any_tokens(small)
         # A few different tokens, as the first layer gets them, and how layers are called for them.
         self.small = self.embed(small), self.calls(_SMALL_TOKENS)
-        keys = self._probe_layers()
-        if len({(kv.k.shape, kv.v.shape) for kv in keys}) != 1:
+        found = self._probe_layers()
+        self.pools = [self._pool_of(number, past) for number, past in enumerate(found)]
+        keys = {n: past for n, past in enumerate(found) if isinstance(past, KV) and self.pools[n] == Pool.KV}
+        if not keys:
+            raise UnsupportedError(f"{path}: it has no layer with keys and values of all tokens")
+        if len({(kv.k.shape, kv.v.shape) for kv in keys.values()}) != 1:
             raise UnsupportedError(f"{path}: its layers have keys and values of different shapes")
-        self.probe = torch.stack([kv.k for kv in keys], dim=1).float().cpu()
-        self.num_heads, self.k_head_dim = keys[0].k.shape[1:]
-        self.v_head_dim = keys[0].v.shape[2]
+        self.probe = {number: kv.k.float().cpu() for number, kv in keys.items()}
+        first = next(iter(keys.values()))
+        self.num_heads, self.k_head_dim = first.k.shape[1:]
+        self.v_head_dim = first.v.shape[2]
 
     def inverse_frequencies(self) -> list[torch.Tensor]:
-        """Return the model's buffers of rotary frequencies, one number a pair of channels. Most models have them."""
-        return [x for name, x in self._model.named_buffers() if name.rpartition(".")[2] == "inv_freq"]
+        """Return the model's buffers of rotary frequencies, one number a pair of channels. Most models have one, others
+        one for each type of layer."""
+        buffers = ((name.rpartition(".")[2], x) for name, x in self._model.named_buffers())
+        return [x for name, x in buffers if name.endswith("inv_freq") and "original" not in name]
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return what the first layer gets for a sequence, float32 ``(tokens, hidden)``."""
@@ -271,7 +293,7 @@ class LayeredModel:
         for layer, forward in zip(self._layers, layers, strict=True):
             layer.forward = forward
         try:
-            with _one_line(f"{self.path}: {self._names(range(self.num_layers))} cannot run one by one"):
+            with _one_line(f"{self.path}: {self.names_of(range(self.num_layers))} cannot run one by one"):
                 return self._model(
                     ids[None].to(self.device), past_key_values=_past(self.num_layers, num_past), use_cache=True
                 )
@@ -279,14 +301,20 @@ class LayeredModel:
             for layer in self._layers:
                 del layer.forward
 
-    def _probe_layers(self) -> list[KV]:
-        """Return each layer's K and V of a token that is repeated. Only what a layer has up to its K and V is loaded.
+    def _pool_of(self, number: int, past: Past) -> Pool:
+        if isinstance(past, States):
+            return Pool.STATE
+        architectures = self._model.config.architectures or (type(self._model).__name__,)
+        return Pool.NONE if past is None else pool_of_keys(architectures, self.config, number)
+
+    def _probe_layers(self) -> list[Past]:
+        """Return what each layer keeps of a token that is repeated. Only what a layer has up to its K and V is loaded.
 
         Raises UnsupportedError, naming the layers, if any of them keep something else.
         """
         calls = self.calls(_PROBE_TOKENS)
         hidden = self.embed(torch.full((_PROBE_TOKENS,), self.config.vocab_size // 2))
-        found: list[KV] = []
+        found: list[Past] = []
         refused: dict[str, list[int]] = {}
         for index in range(self.num_layers):
             try:
@@ -297,15 +325,15 @@ class LayeredModel:
             except _NotPlainError as e:
                 refused.setdefault(str(e), []).append(index)
         if refused:
-            reasons = "; ".join(f"{self._names(layers)} {reason}" for reason, layers in refused.items())
+            reasons = "; ".join(f"{self.names_of(layers)} {reason}" for reason, layers in refused.items())
             raise UnsupportedError(f"{self.path}: a profile needs keys and values of plain attention, but {reasons}")
         return found
 
-    def _probe_layer(self, index: int, hidden: torch.Tensor, calls: Calls, wanted: Callable[[str], bool]) -> KV:
+    def _probe_layer(self, index: int, hidden: torch.Tensor, calls: Calls, wanted: Callable[[str], bool]) -> Past:
         with self._loaded(index, wanted) as module:
-            return Layer(self, module, index).keys_and_values(hidden, calls)
+            return Layer(self, module, index).kept(hidden, calls)
 
-    def _names(self, indices: Sequence[int]) -> str:
+    def names_of(self, indices: Sequence[int]) -> str:
         """Return the numbers and kinds of some layers."""
         runs: list[list[int]] = []
         for i in indices:
@@ -332,15 +360,17 @@ class Layer:
         del self._module
         self.__dict__.pop("_addend", None)
 
-    def forward(self, hidden: torch.Tensor, calls: Calls) -> tuple[torch.Tensor, KV]:
-        """Return the layer's output for the first tokens of a sequence, on the host, and their keys and values."""
+    def forward(self, hidden: torch.Tensor, calls: Calls) -> tuple[torch.Tensor, Past]:
+        """Return the layer's output for the first tokens of a sequence, on the host, and what it keeps of them."""
         cache = _layer_cache(None)
         with torch.no_grad():
-            return self._call(hidden, calls, cache).cpu(), self._kv_of(cache)
+            return self._call(hidden, calls, cache).cpu(), self._past_of(cache)
 
-    def after(self, hidden: torch.Tensor, calls: Calls, past: KV) -> torch.Tensor:
-        """Return the layer's output for tokens that follow ``past``. Gradients flow to ``past``."""
-        return self._call(hidden, calls, _layer_cache(self._to_cache(past)))
+    def after(self, hidden: torch.Tensor, calls: Calls, past: Past) -> torch.Tensor:
+        """Return the layer's output for tokens that follow ``past``. Gradients flow to K and V."""
+        if isinstance(past, KV):
+            return self._call(hidden, calls, _layer_cache(self._to_cache(past)))
+        return self._call(hidden, calls, _layer_cache(None, past))
 
     def attention_after(self, hidden: torch.Tensor, calls: Calls, past: KV) -> torch.Tensor:
         """Return what attention adds to the stream at tokens that follow ``past``, or what stands for it (see
@@ -371,10 +401,10 @@ class Layer:
         return find_addend(self._module, hidden[None].to(self._model.device), run)
 
     @torch.no_grad()
-    def keys_and_values(self, hidden: torch.Tensor, calls: Calls) -> KV:
-        """Return K and V of a sequence's first tokens. What the layer has behind its attention is not computed.
+    def kept(self, hidden: torch.Tensor, calls: Calls) -> Past:
+        """Return what the layer keeps of a sequence's first tokens. What it has behind its attention is not computed.
 
-        Raises _NotPlainError if the layer keeps no keys and values, or anything else.
+        Raises _NotPlainError if that is neither keys and values alone, nor states alone.
         """
         cache = _layer_cache(None)
         running: list[bool] = []  # of each module that runs, whether it began before K and V were there
@@ -394,7 +424,7 @@ class Layer:
                 hooks.callback(module.register_forward_hook(end).remove)
             with suppress(_Stop):
                 self._call(hidden, calls, cache)
-        return self._kv_of(cache)
+        return self._past_of(cache)
 
     def _call(self, hidden: torch.Tensor, calls: Calls, cache: Any) -> torch.Tensor:
         args, kwargs = calls[self.index]
@@ -404,7 +434,13 @@ class Layer:
             output = self._module(hidden[None].to(self._model.device), *args, **kwargs)
         return main_output(output)[0]
 
-    def _kv_of(self, cache: Any) -> KV:
+    def _past_of(self, cache: Any) -> Past:
+        if cache.states is not None:
+            if cache.new is not None:
+                raise _NotPlainError(_OTHER_STATES)
+            return States(*({n: x.cpu() for n, x in states.items()} for states in cache.states))
+        if cache.new is None and keeps_nothing(self._model.config, self.index):
+            return None
         if cache.new is None or any(x.ndim != 4 for x in cache.new):
             raise _NotPlainError("keep no keys and values")
         k, v = (x[0].transpose(0, 1) for x in cache.new)
@@ -468,19 +504,42 @@ def _stopped_by(hook: Any) -> Iterator[None]:
         hook.remove()
 
 
-def _layer_cache(past: tuple[torch.Tensor, torch.Tensor] | None, *, is_zero: bool = False) -> Any:
-    """Return a cache for one call of one layer. ``new``: the keys and values that the layer gave it.
+def _layer_cache(
+    past: tuple[torch.Tensor, torch.Tensor] | None, states: States | None = None, *, is_zero: bool = False
+) -> Any:
+    """Return a cache for one call of one layer. ``new``: the keys and values that the layer gave it. ``states``: the
+    states that it has now; None if it has none.
 
-    With ``is_zero``, they are replaced by zeros, which need gradients. Whatever else a layer does with its cache raises
-    _NotPlainError.
+    With ``is_zero``, keys and values are replaced by zeros, which need gradients. Whatever else a layer does with its
+    cache raises _NotPlainError.
     """
     from transformers import DynamicCache
+    from transformers.cache_utils import LinearAttentionLayer
 
     class LayerCache(DynamicCache):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.layers = _NoStates()
+            self._kept = LinearAttentionLayer(number_of_states=_MOST_STATES)
+            self.layers = _EveryLayer([self._kept])
             self.new: tuple[torch.Tensor, torch.Tensor] | None = None
+            for number, x in (states.conv if states else {}).items():
+                self._kept.lazy_initialization(conv_states=x, state_idx=number)
+                self._kept.conv_states[number].copy_(x)
+                self._kept.has_previous_state[number] = True
+            for number, x in (states.recurrent if states else {}).items():
+                self._kept.lazy_initialization(recurrent_states=x, state_idx=number)
+                self._kept.recurrent_states[number].copy_(x)
+                self._kept.has_previous_state[number] = True
+
+        @property
+        def states(self) -> States | None:
+            found = States(
+                *(
+                    {number: x for number, x in each.items() if x is not None}
+                    for each in (self._kept.conv_states, self._kept.recurrent_states)
+                )
+            )
+            return found if found.conv or found.recurrent else None
 
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -496,7 +555,11 @@ def _layer_cache(past: tuple[torch.Tensor, torch.Tensor] | None, *, is_zero: boo
                 return self.new
             return torch.cat((past[0], key_states), 2), torch.cat((past[1], value_states), 2)
 
-        def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        def has_previous_state(self, layer_idx: Any = None, state_idx: int | None = None) -> bool:
+            numbers = range(_MOST_STATES) if state_idx is None else (state_idx,)
+            return any(self._kept.has_previous_state[number] for number in numbers)
+
+        def update_indexer(self, *args: Any, **kwargs: Any) -> Any:
             raise _NotPlainError(_OTHER_STATES)
 
     return LayerCache()
@@ -507,11 +570,11 @@ def _is_cache(x: Any) -> bool:
     return hasattr(x, "get_seq_length")
 
 
-class _NoStates(list[Any]):
-    """In the place of a cache's states, one a layer, which only layers look up that keep more than keys and values."""
+class _EveryLayer(list[Any]):
+    """In the place of a cache's layers: the same one, whatever the number of the layer that runs."""
 
     def __getitem__(self, index: Any) -> Any:
-        raise _NotPlainError(_OTHER_STATES)
+        return super().__getitem__(0)
 
 
 def _past(num_layers: int, num_tokens: int) -> Any:

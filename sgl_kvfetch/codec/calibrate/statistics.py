@@ -87,7 +87,7 @@ class Moments:
 
     def add_gradients(self, layer: int, window: int, draws: Sequence[CellValues]) -> None:
         """Add gradients with respect to K and V of a layer of the group, ``(tokens, heads, dim)`` each; see `sweep`.
-        ``layer``: its number in the model."""
+        ``layer``: its number among the coded layers."""
         layer -= self.grid.layers(self.group).start
         kept = self._kept[window].to(draws[0].k.device)
         for i, sums in enumerate(self.weights):

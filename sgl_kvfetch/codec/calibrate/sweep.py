@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 
-from sgl_kvfetch.codec.calibrate.layers import KV, Layer, LayeredModel
+from sgl_kvfetch.codec.calibrate.layers import KV, Layer, LayeredModel, Past, States
 from sgl_kvfetch.codec.calibrate.statistics import Moments
 from sgl_kvfetch.codec.quant.base import CellValues
+from sgl_kvfetch.codec.quant.layer_map import LayerMap
 from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
 from sgl_kvfetch.types import CellGrid
 
@@ -40,7 +41,8 @@ class Sweep:
     """Passes windows of text through a model once.
 
     ``fitted``: ``(tokens,)`` each, of which the first ``num_context`` are the context. They make the moments.
-    ``held_out``: contexts. ``contexts`` gets their K and V, bfloat16 ``(tokens, layers, heads, dim)``.
+    ``held_out``: contexts. ``contexts`` gets their K and V in the coded layers, bfloat16 ``(tokens, layers, heads,
+    dim)``, and ``others`` what other layers keep of each, by number.
     """
 
     def __init__(
@@ -49,11 +51,11 @@ class Sweep:
         fitted: Sequence[torch.Tensor],
         held_out: Sequence[torch.Tensor],
         num_context: int,
-        rope: Rope | None,
+        layers: LayerMap,
         grid: CellGrid,
         seed: int = 0,
     ) -> None:
-        self._model, self._rope, self._grid, self._num_context = model, rope, grid, num_context
+        self._model, self._layers, self._grid, self._num_context = model, layers, grid, num_context
         self._seed = seed
         self._generator = torch.Generator().manual_seed(seed)
         self._calls = model.calls(len(fitted[0]))
@@ -64,23 +66,29 @@ class Sweep:
         # Of the layer group that is under way: K and V of each window, and the moments.
         self._group: list[list[CellValues]] = [[] for _ in fitted]
         self._moments: Moments | None = None
-        shape = num_context, model.num_layers, model.num_heads
+        self._coded = {number: index for index, number in enumerate(layers.coded)}
+        shape = num_context, len(self._coded), model.num_heads
         dims = model.k_head_dim, model.v_head_dim
         self.contexts = [CellValues(*(torch.empty(*shape, d, dtype=torch.bfloat16) for d in dims)) for _ in held_out]
+        self.others: list[dict[int, Past]] = [{} for _ in held_out]
 
     def pass_layer(self, index: int) -> Moments | None:
         """Pass all windows through a layer. Layers come in order. Return the moments of the layer group behind its last
         layer."""
-        group = index // self._grid.cell_layers
-        moments = self._moments or self._new_moments(group)
         with self._model.layer(index) as layer:
+            if index not in self._coded:
+                self._pass_other(layer)
+                return None
+            coded = self._coded[index]
+            group = coded // self._grid.cell_layers
+            moments = self._moments or self._new_moments(group)
             for i, hidden in enumerate(self._held_out):
-                self._held_out[i], kv = layer.forward(hidden, self._context_calls)
+                self._held_out[i], kv = _with_keys(layer.forward(hidden, self._context_calls))
                 for whole, x in zip(self.contexts[i], kv, strict=True):
-                    whole[:, index] = x
+                    whole[:, coded] = x
             for i in range(len(self._streams)):
                 self._pass_window(layer, i, moments)
-        if index != self._grid.layers(group)[-1]:
+        if coded != self._grid.layers(group)[-1]:
             self._moments = moments
             return None
         for i, parts in enumerate(self._group):
@@ -97,6 +105,7 @@ class Sweep:
             "held_out": self._held_out,
             "group": [[[*values] for values in parts] for parts in self._group],
             "contexts": [[*values] for values in self.contexts],
+            "others": [{number: _plain(past) for number, past in kept.items()} for kept in self.others],
             "generator": self._generator.get_state(),
             "moments": self._moments.state() if self._moments else None,
         }
@@ -106,10 +115,12 @@ class Sweep:
         self._streams, self._held_out = state["streams"], state["held_out"]
         self._group = [[CellValues(*values) for values in parts] for parts in state["group"]]
         self.contexts = [CellValues(*values) for values in state["contexts"]]
+        self.others = [{number: _past(plain) for number, plain in kept.items()} for kept in state["others"]]
         self._generator.set_state(state["generator"])
         num_layers = int(state["num_layers"])
         if state["moments"]:
-            self._moments = self._new_moments(num_layers // self._grid.cell_layers)
+            num_coded = sum(number < num_layers for number in self._coded)
+            self._moments = self._new_moments(num_coded // self._grid.cell_layers)
             self._moments.restore(state["moments"])
         return num_layers
 
@@ -118,21 +129,29 @@ class Sweep:
         sizes = model.k_head_dim, model.v_head_dim, len(self._streams), self._num_context
         return Moments(self._grid, group, *sizes, self._seed)
 
+    def _pass_other(self, layer: Layer) -> None:
+        """Pass all windows through a layer that is not coded."""
+        for i, hidden in enumerate(self._held_out):
+            self._held_out[i], past = layer.forward(hidden, self._context_calls)
+            self.others[i][layer.index] = KV(*(x.bfloat16().cpu() for x in past)) if isinstance(past, KV) else past
+        for i, hidden in enumerate(self._streams):
+            self._streams[i], _ = layer.forward(hidden, self._calls)
+
     def _pass_window(self, layer: Layer, i: int, moments: Moments) -> None:
         hidden = self._streams[i]
-        self._streams[i], kv = layer.forward(hidden, self._calls)
+        self._streams[i], kv = _with_keys(layer.forward(hidden, self._calls))
         following, stream = hidden[self._num_context :], self._streams[i][self._num_context :]
         k, v = (x[: self._num_context] for x in kv)
-        plain = CellValues(_turned(k, self._rope, unrotate), v)
+        plain = CellValues(_turned(k, self._layers.rope_of(layer.index), unrotate), v)
         self._group[i].append(CellValues(*(x[:, None].cpu() for x in plain)))
-        moments.add_gradients(layer.index, i, self._gradients(layer, following, plain, stream))
+        moments.add_gradients(self._coded[layer.index], i, self._gradients(layer, following, plain, stream))
 
     def _gradients(
         self, layer: Layer, following: torch.Tensor, plain: CellValues, stream: torch.Tensor
     ) -> list[CellValues]:
         """Return gradients of random projections of what attention adds to ``stream``, with respect to K and V."""
         leaves = CellValues(*(x.clone().requires_grad_(True) for x in plain))
-        past = KV(_turned(leaves.k, self._rope, rotate), leaves.v)
+        past = KV(_turned(leaves.k, self._layers.rope_of(layer.index), rotate), leaves.v)
         output = layer.attention_after(following, self._following_calls, past)
         lengths = stream.norm(dim=-1, keepdim=True).to(output.device) * math.sqrt(len(output) / _GAIN)
         draws = []
@@ -146,3 +165,22 @@ class Sweep:
 def _turned(k: torch.Tensor, rope: Rope | None, turn: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Apply ``rotate`` or ``unrotate`` to the keys of a sequence's first tokens. Without a rope, return ``k``."""
     return k if rope is None else turn(k, rope.table(0, len(k), k.device), rope)
+
+
+def _with_keys(passed: tuple[torch.Tensor, Past]) -> tuple[torch.Tensor, KV]:
+    """Return what a layer that has keys and values gave."""
+    output, past = passed
+    assert isinstance(past, KV), past
+    return output, past
+
+
+def _plain(past: Past) -> list[Any] | None:
+    """Return what a layer keeps as torch saves it: keys and values, or two dictionaries of states."""
+    return None if past is None else [*past]
+
+
+def _past(plain: list[Any] | None) -> Past:
+    """Undo `_plain`."""
+    if plain is None:
+        return None
+    return States(*plain) if isinstance(plain[0], dict) else KV(*plain)

@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 _EVERY_S = 60.0
-_STATE_VERSION = 2  # of what the state consists of; files of other versions are not used
+_STATE_VERSION = 3  # of what the state consists of; files of other versions are not used
 
 
 class Unfinished:

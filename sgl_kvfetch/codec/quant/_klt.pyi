@@ -1,11 +1,12 @@
 """Types: 0 float32, 1 bfloat16, 2 float16. A product is float32 or bfloat16. Numbers named after tensors are addresses;
 the tensors are contiguous, and float32 unless it says otherwise. ``heads``: of all layers of a cell. ``pairs``: of
-channels of a K head that rotate; ``table`` has ``(tokens, 2 * pairs)``, and is not read if there are none. A cell's
-``channels`` are those of K, then those of V."""
+channels of a K head that rotate; ``table`` has ``(rotations, tokens, 2 * pairs)``, and is not read if there are none.
+``turns``: int64 ``(layers,)``, which rotation each layer has. A cell's ``channels`` are those of K, then those of V."""
 
 def restore(
     tokens: int,
     heads: int,
+    layers: int,
     k_dim: int,
     v_dim: int,
     pairs: int,
@@ -18,6 +19,7 @@ def restore(
     table: int,
     k: int,
     v: int,
+    turns: int,
     /,
 ) -> None:
     """Write K and V, ``(tokens, heads, dim)``, from ``product``, ``(tokens, channels)``."""
@@ -25,6 +27,7 @@ def restore(
 def restore_integers(
     tokens: int,
     heads: int,
+    layers: int,
     k_dim: int,
     v_dim: int,
     pairs: int,
@@ -46,6 +49,7 @@ def restore_integers(
     frequent: int,
     rare_matrix: int,
     units: int,
+    turns: int,
     /,
 ) -> None:
     """Write K and V from ``integers``, uint8 ``(rows, tokens)``, whose rows are ``row_stride`` bytes apart. The rest:
@@ -55,6 +59,7 @@ def restore_integers(
 def centre(
     tokens: int,
     heads: int,
+    layers: int,
     k_dim: int,
     v_dim: int,
     pairs: int,
@@ -71,7 +76,7 @@ def centre(
     v_layer_stride: int,
     centred: int,
     log_norms: int,
-    layers: int,
+    turns: int,
     /,
 ) -> bool:
     """Write the values without rotation and mean, ``(tokens, channels)`` of ``product_type``, and the logarithms of

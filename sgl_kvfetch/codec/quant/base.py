@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from sgl_kvfetch.codec.bitstream.levels import Wide
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.layout.tiles import tile_layout
-from sgl_kvfetch.codec.quant.rope import Rope
+from sgl_kvfetch.codec.quant.rope import Rotations
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
@@ -74,17 +74,19 @@ class TransformInverse:
     """Inverts `klt`: integers are coefficients, in units of the token's scale.
 
     ``matrix``: bfloat16 ``(coefficients, channels)``, a row a coefficient. Channels are ordered by tensor (K, then V),
-    layer, head and dim. ``mean``: float32 ``(channels,)``. ``rope``: applied to K last; None if K is not rotated.
-    ``step``: of a coefficient, in units of the token's scale.
+    layer, head and dim. ``mean``: float32 ``(channels,)``. ``rotations``: of the model's layers, applied to K last;
+    None if K is not rotated. ``turns``: which of them each of the cell's layers has. ``step``: of a coefficient, in
+    units of the token's scale.
     """
 
     matrix: torch.Tensor
     mean: torch.Tensor
-    rope: Rope | None
+    rotations: Rotations | None
+    turns: tuple[int, ...]
     step: float
 
     def to(self, device: torch.device) -> TransformInverse:
-        return TransformInverse(self.matrix.to(device), self.mean.to(device), self.rope, self.step)
+        return replace(self, matrix=self.matrix.to(device), mean=self.mean.to(device))
 
 
 class Quantiser(ABC):

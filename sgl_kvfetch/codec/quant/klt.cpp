@@ -76,8 +76,10 @@ struct Cell {
     const void* product;  // (tokens, channels): those of K, then those of V; restore_integers makes its own
     const float* scales;  // (tokens,)
     const float* mean;    // (channels,)
-    const float* table;   // (tokens, 2 * pairs): cosines, then sines
+    const float* table;   // (rotations, tokens, 2 * pairs): cosines, then sines
     void *k, *v;          // (tokens, heads, dim)
+    size_t layers;
+    const int64_t* turns;  // (layers,): which rotation each layer has
 
     size_t channels() const { return heads * (k_dim + v_dim); }
 };
@@ -97,10 +99,11 @@ CLONES void scale_row(const Cell& c, size_t token, const void* product, float* r
 
 // direction: 1, or -1 to undo a rotation.
 CLONES void rotate_row(const Cell& c, size_t token, float direction, float* row) {
-    const size_t pairs = c.pairs;
-    const float *cos = c.table + token * 2 * pairs, *sin = cos + pairs;
+    const size_t pairs = c.pairs, layer_heads = c.heads / c.layers;
     const size_t step = c.is_interleaved ? 2 : 1, apart = c.is_interleaved ? 1 : pairs;
     for (size_t h = 0; h < c.heads; ++h) {
+        const float* cos = c.table + (c.turns[h / layer_heads] * c.tokens + token) * 2 * pairs;
+        const float* sin = cos + pairs;
         float* head = row + h * c.k_dim;
         for (size_t i = 0; i < pairs; ++i) {
             const float a = head[i * step], b = head[i * step + apart];
@@ -205,14 +208,14 @@ CLONES void subtract(const float* mean, size_t count, float* row) {
 }
 
 // Writes the product's left factor and the logarithms of norms, and returns whether all values are finite.
-bool centre(const Cell& c, size_t layers, const Values& k, const Values& v, void* centred, float* log_norms) {
+bool centre(const Cell& c, const Values& k, const Values& v, void* centred, float* log_norms) {
     std::vector<float> row(c.channels());
-    const size_t heads = c.heads / layers;
+    const size_t heads = c.heads / c.layers;
     for (size_t token = 0; token < c.tokens; ++token) {
         float* at = row.data();
         float* norm = log_norms + token * 2 * c.heads;
         for (const auto& [x, dim] : {std::pair(k, c.k_dim), std::pair(v, c.v_dim)})
-            for (size_t layer = 0; layer < layers; ++layer) {
+            for (size_t layer = 0; layer < c.layers; ++layer) {
                 load(x.data + token * x.token_stride + layer * x.layer_stride, heads * dim, c.type, at);
                 for (size_t head = 0; head < heads; ++head, at += dim)
                     *norm++ = std::log(std::max(squares(at, dim), kLeastNorm * kLeastNorm)) / 2;
@@ -313,8 +316,8 @@ void round_steps(const Cell& c, const Rows& r, size_t sinks, float step, const f
 
 PyObject* py_restore(PyObject*, PyObject* args) {
     Cell c{};
-    if (!PyArg_ParseTuple(args, "nnnnnpiiKKKKKK", &c.tokens, &c.heads, &c.k_dim, &c.v_dim, &c.pairs, &c.is_interleaved,
-                          &c.product_type, &c.type, &c.product, &c.scales, &c.mean, &c.table, &c.k, &c.v))
+    if (!PyArg_ParseTuple(args, "nnnnnnpiiKKKKKKK", &c.tokens, &c.heads, &c.layers, &c.k_dim, &c.v_dim, &c.pairs, &c.is_interleaved,
+                          &c.product_type, &c.type, &c.product, &c.scales, &c.mean, &c.table, &c.k, &c.v, &c.turns))
         return nullptr;
     Py_BEGIN_ALLOW_THREADS;
     restore(c);
@@ -325,10 +328,10 @@ PyObject* py_restore(PyObject*, PyObject* args) {
 PyObject* py_restore_integers(PyObject*, PyObject* args) {
     Cell c{};
     integer_product::Product p{};
-    if (!PyArg_ParseTuple(args, "nnnnnpinnnpKKKKKKKKKKKK", &c.tokens, &c.heads, &c.k_dim, &c.v_dim, &c.pairs,
+    if (!PyArg_ParseTuple(args, "nnnnnnpinnnpKKKKKKKKKKKKK", &c.tokens, &c.heads, &c.layers, &c.k_dim, &c.v_dim, &c.pairs,
                           &c.is_interleaved, &c.type, &p.row_stride, &p.pairs, &p.rare, &p.is_portable, &c.scales,
                           &c.mean, &c.table, &c.k, &c.v, &p.integers, &p.frequent_rows, &p.shifts, &p.rare_rows,
-                          &p.frequent, &p.rare_matrix, &p.units))
+                          &p.frequent, &p.rare_matrix, &p.units, &c.turns))
         return nullptr;
     p.tokens = c.tokens, p.channels = c.channels(), c.product_type = kFloat32;
     Py_BEGIN_ALLOW_THREADS;
@@ -339,17 +342,16 @@ PyObject* py_restore_integers(PyObject*, PyObject* args) {
 
 PyObject* py_centre(PyObject*, PyObject* args) {
     Cell c{};
-    size_t layers;
     Values k, v;
     void* centred;
     float* log_norms;
-    if (!PyArg_ParseTuple(args, "nnnnnpiiKKKnnKnnKKn", &c.tokens, &c.heads, &c.k_dim, &c.v_dim, &c.pairs,
+    if (!PyArg_ParseTuple(args, "nnnnnnpiiKKKnnKnnKKK", &c.tokens, &c.heads, &c.layers, &c.k_dim, &c.v_dim, &c.pairs,
                           &c.is_interleaved, &c.product_type, &c.type, &c.mean, &c.table, &k.data, &k.token_stride,
-                          &k.layer_stride, &v.data, &v.token_stride, &v.layer_stride, &centred, &log_norms, &layers))
+                          &k.layer_stride, &v.data, &v.token_stride, &v.layer_stride, &centred, &log_norms, &c.turns))
         return nullptr;
     bool is_finite;
     Py_BEGIN_ALLOW_THREADS;
-    is_finite = centre(c, layers, k, v, centred, log_norms);
+    is_finite = centre(c, k, v, centred, log_norms);
     Py_END_ALLOW_THREADS;
     return PyBool_FromLong(is_finite);
 }

@@ -41,7 +41,7 @@ from sgl_kvfetch.codec.quant.exact import from_planes, to_planes
 from sgl_kvfetch.codec.quant.integer_matrix import IntegerMatrix
 from sgl_kvfetch.codec.quant.profile import CellProfile, Profile
 from sgl_kvfetch.codec.quant.rope import unrotate
-from sgl_kvfetch.codec.quant.sensitivity import LEAST_NORM, MOST_DEVIATIONS
+from sgl_kvfetch.codec.quant.sensitivity import LEAST_SPREAD, MOST_DEVIATIONS
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from sgl_kvfetch.types import KVGeometry, first_to_last
 
@@ -184,15 +184,15 @@ class _Forward(NamedTuple):
     @classmethod
     def of(cls, cell: CellProfile, step: float, kept: int) -> _Forward:
         whole = forward_of(cell.inverse, [*cell.k_weight, *cell.v_weight])
-        spread = cell.spread.clamp_min(LEAST_NORM)
         product_type = torch.float32
         if _HAS_BFLOAT16:
             # Both factors are rounded to eight bits, so the errors of their products are independent, and as large as
             # those of channels that have eight bits.
-            deviations = (spread[:, None] * cell.inverse.float()).norm(dim=0)
+            deviations = (cell.spread[:, None] * cell.inverse.float()).norm(dim=0)
             error = (deviations[:, None] * whole).norm(dim=0) * math.sqrt(2 / 3) * 2.0**-9
             if float(error.square().mean().sqrt()) <= _MOST_ERROR * step:
                 product_type = torch.bfloat16
+        spread = cell.spread.clamp_min(LEAST_SPREAD)
         others, weights = whole[:, kept:], cell.sensitivity[kept : len(whole)]
         signs = torch.randint(2, (others.shape[1], _RANDOM_SUMS), generator=torch.Generator().manual_seed(0))
         sums = others @ torch.cat(((weights / spread[kept:])[:, None], 2.0 * signs - 1), dim=1)
@@ -220,7 +220,8 @@ class KltForward(NamedTuple):
         inverse_steps: float32 ``(256,)``, by a token's exponent.
         kept: The number of coefficients that are kept.
         num_rows: The number of integers of a token.
-        interleaved: Whether a rotation turns pairs of neighbours, as in GPT-J.
+        interleaved: Whether rotations turn pairs of neighbours, as in GPT-J.
+        turns: Which of the profile's rotations each layer of the cell has.
     """
 
     matrix: torch.Tensor
@@ -234,6 +235,7 @@ class KltForward(NamedTuple):
     kept: int
     num_rows: int
     interleaved: bool
+    turns: tuple[int, ...]
 
 
 class KltQuantiser(KltIntegers):
@@ -318,7 +320,8 @@ class KltQuantiser(KltIntegers):
         rows_of = limits, bits, high, inverse_steps, rows.kept, rows.count
         forward, is_interleaved = self._forward_at(key), self._shape_of_heads()[3]
         matrix = torch.cat((forward.matrix[:, : rows.kept], forward.others), dim=1)
-        return KltForward(matrix, cell.mean, forward.inverse_spread, cell.sensitivity, *rows_of, is_interleaved)
+        turns = tuple(self._turns(place).tolist())
+        return KltForward(matrix, cell.mean, forward.inverse_spread, cell.sensitivity, *rows_of, is_interleaved, turns)
 
     def _forward_at(self, key: tuple[int, int]) -> _Forward:
         if key not in self._forwards:
@@ -333,17 +336,18 @@ class KltQuantiser(KltIntegers):
             values = CellValues(*(x.float() for x in values))
         k, v = (x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in values)
         num_tokens, layers, heads, _ = k.shape
-        mean, rope = self.profile.cells[self._key(place)].mean, self.profile.rope
-        table = mean if rope is None else rope.inverse_table(place.tokens.start, num_tokens)
+        mean, rotations = self.profile.cells[self._key(place)].mean, self.profile.rotations
+        table = mean if rotations is None else rotations.inverse_table(place.tokens.start, num_tokens)
+        turns = self._turns(place)
         centred = torch.empty((num_tokens, len(mean)), dtype=product_type)
         log_norms = torch.empty((num_tokens, 2 * layers * heads))
         assert {x.device.type for x in values} == {"cpu"}
         assert k.dtype == v.dtype
         strides = [(x.data_ptr(), *(n * x.itemsize for n in x.stride()[:2])) for x in (k, v)]
         is_finite = _klt.centre(
-            *(num_tokens, layers * heads, *self._shape_of_heads()),
+            *(num_tokens, layers * heads, layers, *self._shape_of_heads()),
             *(_TYPES[product_type], _TYPES[k.dtype], *_addresses((mean, table)), *strides[0], *strides[1]),
-            *(*_addresses((centred, log_norms)), layers),
+            *_addresses((centred, log_norms, turns)),
         )
         if not is_finite:
             raise QuantiseError("values are not finite")
@@ -358,22 +362,35 @@ class KltQuantiser(KltIntegers):
         finest = torch.tensor(2.0 ** (-_MOST_EXPONENT / 2))  # for what is kept exact: it would need a step as fine
         scales = torch.where(exponents == EXACT, finest, scales_of(exponents))
         step = self.profile.claimed_step(self.step * coarser)
-        cell, rope = self.profile.cells[self._key(place)], self.profile.rope
+        cell = self.profile.cells[self._key(place)]
         found = []
         for x, y, w in zip(computed, restored, (cell.k_weight, cell.v_weight), strict=True):
             error, own = x.float() - y.float(), x.float()
-            if w is cell.k_weight and rope is not None:
-                table = rope.table(place.tokens.start, len(place.tokens))
-                error, own = unrotate(error, table, rope), unrotate(own, table, rope)
+            if w is cell.k_weight:
+                error, own = self._unrotated(error, place), self._unrotated(own, place)
             usual = w.shape[-1] * (step * scales) ** 2 / 12
             found.append(ratio(_cost(error, w), usual + sums_noise(x.dtype) * _cost(own, w)))
         return torch.stack(found)
 
     def _shape_of_heads(self) -> tuple[int, int, int, bool]:
         """Return the dimensions of K and V, the pairs of channels that rotate, and whether they are interleaved."""
-        rope = self.profile.rope
-        pairs, is_interleaved = (0, False) if rope is None else (rope.rotary_dim // 2, rope.interleaved)
+        x = self.profile.rotations
+        pairs, is_interleaved = (0, False) if x is None else (x.rotary_dim // 2, x.interleaved)
         return self.profile.k_head_dim, self.profile.v_head_dim, pairs, is_interleaved
+
+    def _unrotated(self, k: torch.Tensor, place: CellPlace) -> torch.Tensor:
+        """Return K, float32 ``(tokens, layers, heads, dim)``, without its rotation."""
+        x = self.profile.rotations
+        if x is None:
+            return k
+        tables = x.table(place.tokens.start, len(place.tokens))
+        layers = zip(k.unbind(1), x.of(place.layers), strict=True)
+        return torch.stack([unrotate(of_layer, tables[i], x.ropes[i]) for of_layer, i in layers], 1)
+
+    def _turns(self, place: CellPlace) -> torch.Tensor:
+        """Return which rotation each layer of a cell has, int64 ``(layers,)``."""
+        x = self.profile.rotations
+        return torch.zeros(len(place.layers), dtype=torch.int64) if x is None else torch.tensor(x.of(place.layers))
 
     def dequantise(
         self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
@@ -381,9 +398,9 @@ class KltQuantiser(KltIntegers):
         exponents, _, integers = quantised
         which, exact = self.exact_tokens(quantised, dtype, place)
         first, end, _ = tokens.indices(len(exponents))
-        mean, rope = self.profile.cells[self._key(place)].mean, self.profile.rope
+        mean, rotations = self.profile.cells[self._key(place)].mean, self.profile.rotations
         scales = scales_of(exponents[first:end]) * self.step
-        table = mean if rope is None else rope.table(place.tokens.start + first, end - first)
+        table = mean if rotations is None else rotations.table(place.tokens.start + first, end - first)
         values = self._restored(integers[:, first:end], (scales, mean, table), dtype, place)
         wanted = (which >= first) & (which < end)
         for restored, kept in zip(values, exact, strict=True):
@@ -397,12 +414,13 @@ class KltQuantiser(KltIntegers):
         dtype: torch.dtype,
         place: CellPlace,
     ) -> CellValues:
-        """Return the values of a cell's ``integers``. ``factors``: tokens' scales, the mean, and the rotation."""
+        """Return the values of a cell's ``integers``. ``factors``: tokens' scales, the mean, and the rotations."""
         num_tokens, heads = integers.shape[1], len(place.layers) * len(place.heads)
         native = dtype if dtype in _TYPES else torch.float32
         shape = num_tokens, len(place.layers), len(place.heads)
         k, v = (torch.empty((*shape, dim), dtype=native) for dim in (self.profile.k_head_dim, self.profile.v_head_dim))
-        restore_integers(self._matrix(place, dtype), integers, heads, self._shape_of_heads(), factors, (k, v))
+        of_heads = self._shape_of_heads()
+        restore_integers(self._matrix(place, dtype), integers, heads, of_heads, factors, (k, v), self._turns(place))
         if native != dtype:
             largest = torch.finfo(dtype).max
             k, v = (t.clamp_(-largest, largest).to(dtype) for t in (k, v))
@@ -421,7 +439,9 @@ class KltQuantiser(KltIntegers):
     def inverse_of(self, place: CellPlace) -> TransformInverse:
         key = self._key(place)
         cell = self.profile.cells[key]
-        return TransformInverse(self._rows[key].matrix(cell.inverse), cell.mean, self.profile.rope, self.step)
+        turns = tuple(self._turns(place).tolist())
+        matrix = self._rows[key].matrix(cell.inverse)
+        return TransformInverse(matrix, cell.mean, self.profile.rotations, turns, self.step)
 
     def mean_values(self, place: CellPlace, dtype: torch.dtype) -> CellValues:
         """Return a cell's values if all its coefficients are 0."""
@@ -472,22 +492,23 @@ def restore_integers(
     shape_of_heads: tuple[int, int, int, bool],
     factors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     values: tuple[torch.Tensor, torch.Tensor],
+    turns: torch.Tensor,
     *,
     is_portable: bool = False,
 ) -> None:
     """Write K and V of ``integers``, uint8 ``(count, tokens)``, to ``values``. The rest: see _klt.pyi."""
-    sizes, type_ = (integers.shape[1], heads, *shape_of_heads), _TYPES[values[0].dtype]
+    sizes, type_ = (integers.shape[1], heads, len(turns), *shape_of_heads), _TYPES[values[0].dtype]
     assert all(x.is_contiguous() and not x.is_cuda for x in (*factors, *values))
     if isinstance(matrix, IntegerMatrix):
         assert len(integers) == len(matrix.shifts), (len(integers), len(matrix.shifts))
         integers = integers if integers.stride(1) == 1 else integers.contiguous()
         of_matrix = integers.stride(0), len(matrix.frequent_rows), len(matrix.rare_rows), is_portable
-        tensors = *factors, *values, integers, *matrix
+        tensors = *factors, *values, integers, *matrix, turns
         _klt.restore_integers(*sizes, type_, *of_matrix, *_addresses(tensors))
     else:
         n = integers.T.to(matrix.dtype, memory_format=torch.contiguous_format).sub_(ZERO)  # exact
         product = n @ matrix
-        _klt.restore(*sizes, _TYPES[product.dtype], type_, *_addresses((product, *factors, *values)))
+        _klt.restore(*sizes, _TYPES[product.dtype], type_, *_addresses((product, *factors, *values, turns)))
 
 
 def forward_of(inverse: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,11 +21,12 @@ import torch
 import xxhash
 from msgspec import Meta
 
-from sgl_kvfetch.codec.quant.rope import Rope
+from sgl_kvfetch.codec.quant.layer_map import LayerMap
+from sgl_kvfetch.codec.quant.rope import Rotations
 from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, why
 from sgl_kvfetch.types import CellGrid, TensorName
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 _METADATA_KEY = "kvfetch"
 _HEADER_LENGTH = struct.Struct("<Q")  # which a safetensors file begins with
 # Seven tensors take 0.7 KB of the header, so a profile may have 12,000 cells. The metadata takes a few KB.
@@ -69,13 +70,12 @@ _Size = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 class _Metadata(msgspec.Struct, frozen=True):
     version: int
-    num_layers: _Size
     num_heads: _Size
     k_head_dim: _Size
     v_head_dim: _Size
     cell_layers: _Size
     cell_heads: _Size
-    rope: Rope | None
+    layers: LayerMap
     num_sinks: Annotated[int, Meta(ge=0, le=1 << 16)]
     curve: tuple[MeasuredStep, ...]
     context_kl: float
@@ -89,8 +89,11 @@ class _Metadata(msgspec.Struct, frozen=True):
             raise ValueError("its curve needs two or more points that rise in step and in kl, all above 0 and finite")
         if self.num_heads % self.cell_heads:
             raise ValueError(f"cell_heads is {self.cell_heads}, expected a divisor of num_heads = {self.num_heads}")
-        if self.rope is not None and self.rope.rotary_dim > self.k_head_dim:
-            raise ValueError(f"rope rotates {self.rope.rotary_dim} channels, but heads have {self.k_head_dim}")
+        if not self.layers.coded:
+            raise ValueError("its map has no layer that is coded")
+        for rope in self.layers.rotations:
+            if rope.rotary_dim > self.k_head_dim:
+                raise ValueError(f"a rotation turns {rope.rotary_dim} channels, but heads have {self.k_head_dim}")
 
 
 @dataclass(frozen=True)
@@ -126,15 +129,15 @@ class CellProfile:
 class Profile:
     """A model's calibrated transforms.
 
-    ``cells``: by layer group and head block. ``rope``: None if K is coded with its rotation. ``num_sinks``: tokens at
-    the start of a sequence that are kept exact. ``curve`` rises in ``step`` and in ``kl``. ``context_kl``: the KL
-    divergence when all tokens but the sinks are forgotten."""
+    ``grid``: of the layers that ``layers`` says are coded. ``cells``: by layer group and head block. ``num_sinks``:
+    tokens at the start of a sequence that are kept exact. ``curve`` rises in ``step`` and in ``kl``. ``context_kl``:
+    the KL divergence when all tokens but the sinks are forgotten."""
 
     grid: CellGrid
     k_head_dim: int
     v_head_dim: int
     cells: Mapping[tuple[int, int], CellProfile]
-    rope: Rope | None
+    layers: LayerMap
     num_sinks: int
     curve: tuple[MeasuredStep, ...]
     context_kl: float
@@ -148,9 +151,14 @@ class Profile:
         return _default_target(self.curve, self.context_kl)
 
     @cached_property
+    def rotations(self) -> Rotations | None:
+        """The rotations of the coded layers; None if K is coded as it is."""
+        return self.layers.coded_rotations()
+
+    @cached_property
     def digest(self) -> str:
         """32 hex digits over everything that affects coding: equal digests restore each other's coefficients."""
-        whole = xxhash.xxh3_128(msgspec.json.encode((PROFILE_VERSION, self.rope, self.num_sinks)))
+        whole = xxhash.xxh3_128(msgspec.json.encode((PROFILE_VERSION, self.layers, self.num_sinks)))
         for name, x in self._tensors().items():
             whole.update(f"{name} {tuple(x.shape)}".encode())
             whole.update(x.view(torch.uint8).numpy().data)
@@ -188,7 +196,8 @@ class Profile:
         from safetensors.torch import save
 
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("grid", "cells")}
-        metadata = _Metadata(version=PROFILE_VERSION, **asdict(self.grid), **own)
+        of_grid = {name: getattr(self.grid, name) for name in ("num_heads", "cell_layers", "cell_heads")}
+        metadata = _Metadata(version=PROFILE_VERSION, **of_grid, **own)
         partial = path.with_name(f".{path.name}.partial")
         try:
             partial.write_bytes(save(self._tensors(), {_METADATA_KEY: msgspec.json.encode(metadata).decode()}))
@@ -220,14 +229,14 @@ def load_profile(path: Path) -> Profile:
     no tensor is read before its shape is the expected one: a profile takes as much memory as its file has bytes.
     """
     with _opened(path) as (m, file):
-        grid = CellGrid(m.num_layers, m.num_heads, m.cell_layers, m.cell_heads)
+        grid = CellGrid(len(m.layers.coded), m.num_heads, m.cell_layers, m.cell_heads)
         found = frozenset(file.keys())
         try:
             _require_tensors(grid, len(found))
             cells = {(g, b): _cell_of(m, file, found, f"{g}.{b}.", len(grid.layers(g))) for g, b in grid.cells()}
         except ValueError as e:
             raise ConfigError(f"profile {path} is malformed: {e}") from e
-    return Profile(grid, m.k_head_dim, m.v_head_dim, cells, m.rope, m.num_sinks, m.curve, m.context_kl, m.calibration)
+    return Profile(grid, m.k_head_dim, m.v_head_dim, cells, m.layers, m.num_sinks, m.curve, m.context_kl, m.calibration)
 
 
 def _require_tensors(grid: CellGrid, found: int) -> None:

@@ -1,13 +1,14 @@
 """Rotary position embedding, as the engine applies it: removed from K before quantisation, applied again after.
 
 A rotated channel of K has no mean and a large spread; without the rotation, its spread is small. The order of
-operations is that of SGLang's PyTorch code (``srt/layers/rotary_embedding``). Calibration finds a model's rotation
-(`calibrate.rope.find_rope`).
+operations is that of SGLang's PyTorch code (``srt/layers/rotary_embedding``). Calibration finds each layer's rotation
+(`calibrate.layer_map`).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import msgspec
@@ -15,7 +16,7 @@ import torch
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
-    """One rotation for all layers and heads of a model.
+    """One rotation, of all heads of some layers of a model.
 
     Position p rotates pair i by ``p / position_divisor * inv_freq[i]`` and scales it by ``attention_scaling``.
     ``inv_freq`` has half the rotary dimension's entries, each a float32. ``interleaved``: pair i is channels
@@ -40,7 +41,6 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     def rotary_dim(self) -> int:
         return 2 * len(self.inv_freq)
 
-    @lru_cache(maxsize=64)  # noqa: B019 - there are few ropes, and all cells of a span need the same table
     def table(self, first_token: int, num_tokens: int, device: torch.device | str | None = None) -> torch.Tensor:
         """Return ``(tokens, rotary_dim)`` float32: cosines, then sines, of the positions from ``first_token`` on.
 
@@ -56,6 +56,48 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     ) -> torch.Tensor:
         """Return `table` as rotations by the opposite angles need it, which undo both the rotation and the scaling."""
         return self.table(first_token, num_tokens, device) / self.attention_scaling**2
+
+
+@dataclass(frozen=True, eq=False)
+class Rotations:
+    """The rotations of a model's layers.
+
+    They differ in their frequencies alone: all turn the same pairs of channels, so a kernel reads one layer's rows of a
+    table or another's. A layer that turns nothing turns by angles of 0.
+
+    ``ropes``: different ones. ``of_layers``: for each layer whose K and V are coded, which of ``ropes`` turns its K.
+    """
+
+    ropes: tuple[Rope, ...]
+    of_layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len({(rope.rotary_dim, rope.interleaved) for rope in self.ropes}) == 1, self.ropes
+        assert all(0 <= which < len(self.ropes) for which in self.of_layers), self.of_layers
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.ropes[0].rotary_dim
+
+    @property
+    def interleaved(self) -> bool:
+        return self.ropes[0].interleaved
+
+    def of(self, layers: range) -> tuple[int, ...]:
+        """Return which table turns each of some layers."""
+        return self.of_layers[layers.start : layers.stop]
+
+    @lru_cache(maxsize=32)  # noqa: B019 - there are few models, and all cells of a span need the same table
+    def table(self, first_token: int, num_tokens: int, device: torch.device | str | None = None) -> torch.Tensor:
+        """Return ``(ropes, tokens, rotary_dim)`` float32: the `Rope.table` of each."""
+        return torch.stack([rope.table(first_token, num_tokens, device) for rope in self.ropes])
+
+    def inverse_table(
+        self, first_token: int, num_tokens: int, device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        """Return the `Rope.inverse_table` of each."""
+        tables = self.table(first_token, num_tokens, device)
+        return torch.stack([x / rope.attention_scaling**2 for x, rope in zip(tables, self.ropes, strict=True)])
 
 
 def rotate(x: torch.Tensor, table: torch.Tensor, rope: Rope) -> torch.Tensor:

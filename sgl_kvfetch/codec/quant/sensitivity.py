@@ -4,6 +4,12 @@ A few tokens receive most of the attention to a context, and errors in them cost
 token in a thousand costs a hundred times the mean. Their keys and values reveal them, so calibration fits a linear
 model of the logarithm of the cost (`fit_log_cost`). The encoder gives a token whose errors cost n times the mean a
 step sqrt(n) times finer. Readers need only the steps.
+
+A coefficient tells the cost by how many standard deviations it is off. One that hardly varies tells nothing: what moves
+it is rounding, of values to bfloat16, and of products, which may add 5% of a step to a coefficient. In keys of Gemma 3,
+which are normalised, some channels are always 0 once the rotation is undone; as shares of their deviation, rounding
+would make them the largest features of all, and scales random. So no deviation counts as smaller than a step of 1, and
+the fit gives features that vary less small weights.
 """
 
 from __future__ import annotations
@@ -12,11 +18,13 @@ import torch
 
 # Limit of a coefficient in the features, in standard deviations: outliers would lead to absurd predictions.
 MOST_DEVIATIONS = 8.0
+LEAST_SPREAD = 1.0  # of a coefficient: a step of 1
 LEAST_NORM = 1e-6
 
 # Weight of the ridge penalty, in units of the deviance. A smaller one overfits the calibration windows. Values from 0.5
 # to 3 make no measurable difference.
 _RIDGE = 1.0
+_LEAST_DEVIATION = 0.1  # of a feature: the penalty keeps the weights of those that vary less small
 _FIT_STEPS = 40
 _MOST_LOG = 20.0
 
@@ -24,10 +32,10 @@ _MOST_LOG = 20.0
 def features(coefficients: torch.Tensor, spread: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
     """Return the features that predict tokens' costs, float32 ``(tokens, C + heads)``.
 
-    ``coefficients``: ``(tokens, C)``. ``spread``: ``(C,)``, their standard deviations. ``norms``: ``(tokens, heads)``,
-    the lengths of the keys and values of each layer and head.
+    ``coefficients``: ``(tokens, C)``. ``spread``: ``(C,)``, their standard deviations, in steps of 1. ``norms``:
+    ``(tokens, heads)``, the lengths of the keys and values of each layer and head.
     """
-    deviations = (coefficients / spread.clamp_min(LEAST_NORM)).clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS)
+    deviations = (coefficients / spread.clamp_min(LEAST_SPREAD)).clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS)
     return torch.cat((deviations, norms.clamp_min(LEAST_NORM).log()), dim=1)
 
 
@@ -48,7 +56,7 @@ def fit_log_cost(features: torch.Tensor, costs: torch.Tensor) -> torch.Tensor:
 
     ``features``: float32 ``(tokens, n)``. ``costs``: float32 ``(tokens,)``, none negative.
     """
-    centre, spread = features.mean(0), features.std(0).clamp_min(1e-6)
+    centre, spread = features.mean(0), features.std(0).clamp_min(_LEAST_DEVIATION)
     x = (features - centre) / spread
     mean = costs.mean().clamp_min(torch.finfo(torch.float32).tiny)
     costs = costs / mean

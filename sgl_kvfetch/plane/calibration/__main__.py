@@ -85,7 +85,7 @@ def calibrate(job: Job) -> None:
         LayeredModel,
         calibrate_model,
         calibration_windows,
-        rope_or_note,
+        map_layers,
     )
     from sgl_kvfetch.codec.quant import Calibration
 
@@ -98,7 +98,7 @@ def calibrate(job: Job) -> None:
         context, continuation = most * 2 // 3, most - most * 2 // 3
     texts = job.read_windows(model.tokenizer)
     windows = calibration_windows(model.tokenizer, texts, len(texts), context + continuation)
-    rope, notes = rope_or_note(model)
+    layers, notes = map_layers(model)
     describe = Calibration(
         model=job.model_name,
         weights=job.weights,
@@ -109,7 +109,7 @@ def calibrate(job: Job) -> None:
         notes=notes,
     )
     options = CalibrationOptions(num_context=context, tp_size=job.tp_size)
-    profile = calibrate_model(model, windows, rope, describe, options, _progress, Path(job.unfinished))
+    profile = calibrate_model(model, windows, layers, describe, options, _progress, Path(job.unfinished))
     partial = Path(job.profile).with_suffix(".new")
     profile.save(partial)
     partial.replace(job.profile)

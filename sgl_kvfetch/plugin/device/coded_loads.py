@@ -148,7 +148,7 @@ class CodedLoad:
         fields = {
             "data": cells["packed"] + self._packed.data_ptr(),
             "integers": integers,
-            "rotation": self._rotation_addresses(cells),
+            "rotations": self._rotation_addresses(cells),
             "tokens": cells["num_tokens"],
             "pages": cells["num_pages"],
             "exact": cells["num_exact"],
@@ -181,13 +181,14 @@ class CodedLoad:
 
     def _rotation(self, first_token: int, num_tokens: int) -> torch.Tensor:
         assert self._quantiser.profile is not None
-        assert self._quantiser.profile.rope is not None
-        return self._pages.rotation_of(self._quantiser.profile.rope, range(first_token, first_token + num_tokens))
+        rotations = self._quantiser.profile.rotations
+        assert rotations is not None
+        return self._pages.rotations_of(rotations, range(first_token, first_token + num_tokens))
 
     def _rotation_addresses(self, cells: np.ndarray) -> np.ndarray:
-        """Return the address of each cell's rotation; 0 without one."""
+        """Return the address of the rotations of each cell's span; 0 without any."""
         assert self._quantiser.profile is not None
-        if self._quantiser.profile.rope is None:
+        if self._quantiser.profile.rotations is None:
             return np.zeros(len(cells), dtype=np.int64)
         which = self._rotations.of(cells, _OF_ROTATIONS)
         return np.take(np.array([table.data_ptr() for table in self._rotations.found], dtype=np.int64), which)

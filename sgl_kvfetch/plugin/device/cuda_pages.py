@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sgl_kvfetch.codec import CellPlace, Device, Fence, Quantiser, Stream
-from sgl_kvfetch.codec.quant import Rope, TransformInverse, scales_of
+from sgl_kvfetch.codec.quant import Rotations, TransformInverse, scales_of
 from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plugin.device.cuda_reads import CudaRun, SlotReader
 from sgl_kvfetch.plugin.device.klt_reads import CellOutputs, KltReads, PoolCell, open_klt_reads
@@ -34,7 +34,7 @@ MiB = 1 << 20
 
 READ_BUFFER_BYTES = 8 * MiB  # of pinned memory on the host, and as much on the device
 
-_TABLES = 64  # kept: of rotations, 512 KiB for a span of 1024 tokens, and of pixels, a few KiB
+_TABLES = 64  # kept: of rotations, 512 KiB each for a span of 1024 tokens, and of pixels, a few KiB
 _ROTATED_SPANS = 32  # of which rotations are made at the start; each takes about a millisecond of a CPU
 _POLL_S = 0.001  # events have no wait with a deadline
 
@@ -132,10 +132,10 @@ class CudaPages(SlotPages):
         inverse = self._inverse(quantiser, first)
         for place in others:
             self._inverse(quantiser, place)
-        if inverse.rope is not None:
+        if inverse.rotations is not None:
             num_tokens = len(first.tokens)
             for token in range(0, _ROTATED_SPANS * num_tokens, num_tokens):
-                self.rotation_of(inverse.rope, range(token, token + num_tokens))
+                self.rotations_of(inverse.rotations, range(token, token + num_tokens))
         model = self.klt_model(quantiser, first, range(len(first.layers)), range(len(first.heads)))
         with self.device.launching(self._uploads) as launch:
             kind = model.shape, model.dtype
@@ -176,10 +176,13 @@ class CudaPages(SlotPages):
     ) -> KltModel:
         """``k`` and ``v``: each layer's buffer, reduced to the cell's heads."""
         inverse = self._inverse(quantiser, place)
-        rope = inverse.rope
-        rotary_dim, is_interleaved = (0, False) if rope is None else (rope.rotary_dim, rope.interleaved)
-        shape = klt_shape(k[0], v[0], quantiser.cell_layers, rotary_dim, interleaved=is_interleaved)
-        return KltModel(shape, inverse.matrix.contiguous(), inverse.mean, self.resident(_steps, inverse.step), k, v)
+        x, layers = inverse.rotations, quantiser.cell_layers
+        shape = klt_shape(k[0], v[0], layers)
+        if x is not None:
+            of_k = {"interleaved": x.interleaved, "mixed": len(x.ropes) > 1}
+            shape = klt_shape(k[0], v[0], layers, x.rotary_dim, **of_k)
+        scales = self.resident(_steps, inverse.step)
+        return KltModel(shape, inverse.matrix.contiguous(), inverse.mean, scales, k, v, inverse.turns)
 
     def resident(self, function: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
         """Return ``function(*args)`` on the device, which keeps the latest such tables for later cells."""
@@ -192,9 +195,9 @@ class CudaPages(SlotPages):
                 self._tables.popitem(last=False)
         return table
 
-    def rotation_of(self, rope: Rope, tokens: range) -> torch.Tensor:
-        """Return ``rope.table`` of a span, on the device."""
-        return self.resident(self._rotation, rope.table, tokens.start, len(tokens))
+    def rotations_of(self, rotations: Rotations, tokens: range) -> torch.Tensor:
+        """Return ``rotations.table`` of a span, on the device."""
+        return self.resident(self._rotation, rotations.table, tokens.start, len(tokens))
 
     def _rotation(self, table: Callable[[int, int], torch.Tensor], first_token: int, num_tokens: int) -> torch.Tensor:
         return self._rotating.submit(table, first_token, num_tokens).result()

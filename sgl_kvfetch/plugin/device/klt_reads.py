@@ -107,8 +107,8 @@ class KltReads:
     ) -> torch.Tensor:
         """Quantise tokens, and return the output in ``host``, uint8 ``(rows, tokens)``. ``copier`` returns what copies
         a tensor of the device there. Waits for the device."""
-        rope, device = self._profile.rope, self._device.torch_device
-        table = None if rope is None else rope.inverse_table(first_token, len(slots))
+        rotations, device = self._profile.rotations, self._device.torch_device
+        table = None if rotations is None else rotations.inverse_table(first_token, len(slots))
         sinks = max(0, self._profile.num_sinks - first_token)
         output = self._device.empty((cells.output_rows, len(slots)), self._stream)
         copy = copier(output)

@@ -18,6 +18,7 @@ from sgl_kvfetch.codec.calibrate import sweep
 from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
 from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS
 from sgl_kvfetch.codec.calibrate.sweep import Sweep
+from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.types import CellGrid
 
 CONTEXT, FOLLOWING, LAYERS = MOST_SINKS + 6, 10, 3
@@ -77,7 +78,9 @@ def test_weights_are_those_of_finite_differences(
         found = whole(ids[None], past_key_values=DynamicCache(), output_hidden_states=True)
     streams = [x[0] for x in found.hidden_states]
     model = LayeredModel(str(path))
-    gathered = Sweep(model, [ids], [], CONTEXT, None, CellGrid(LAYERS, model.num_heads, 1, model.num_heads))
+    gathered = Sweep(
+        model, [ids], [], CONTEXT, plain_layers(LAYERS), CellGrid(LAYERS, model.num_heads, 1, model.num_heads)
+    )
     calls = model.calls(FOLLOWING, CONTEXT)
     for index in range(LAYERS - 1):  # transformers shows what is behind the last layer only normed
         moments = gathered.pass_layer(index)

@@ -1,6 +1,8 @@
 """Calibration of a small random model: the weights foretell the divergence that is measured."""
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -9,14 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from harness.models import make_tiny_llama
+from harness.models import make_tiny_lfm2, make_tiny_llama, make_tiny_mellum
 from sgl_kvfetch.codec.calibrate import curve, unfinished
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
+from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
-from sgl_kvfetch.codec.calibrate.rope import find_rope
 from sgl_kvfetch.codec.calibrate.statistics import Moments
 from sgl_kvfetch.codec.calibrate.sweep import Sweep
 from sgl_kvfetch.codec.calibrate.text import cut_windows, part_of, prompt_start, tokenise
+from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.prompts import read_texts
@@ -49,7 +52,7 @@ def windows() -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def profile(model: LayeredModel, windows: list[torch.Tensor]) -> Profile:
-    return calibrate_model(model, windows, find_rope(model), CALIBRATION, OPTIONS)
+    return calibrate_model(model, windows, map_layers(model)[0], CALIBRATION, OPTIONS)
 
 
 def test_the_profile_has_the_models_shape(model: LayeredModel, profile: Profile) -> None:
@@ -69,7 +72,7 @@ def test_fine_steps_cost_by_their_square(profile: Profile) -> None:
 
 def test_wider_cells_need_fewer_bits(model: LayeredModel, windows: list[torch.Tensor], profile: Profile) -> None:
     narrow = calibrate_model(
-        model, windows, profile.rope, CALIBRATION, CalibrationOptions(num_context=CONTEXT, max_channels=1, tp_size=2)
+        model, windows, profile.layers, CALIBRATION, CalibrationOptions(num_context=CONTEXT, max_channels=1, tp_size=2)
     )
     assert narrow.grid.cell_heads == 1
     assert bits_at(profile, 2e-4) < bits_at(narrow, 2e-4) - 0.05
@@ -112,12 +115,12 @@ def test_a_calibration_that_was_interrupted_goes_on(
     model: LayeredModel, windows: list[torch.Tensor], tmp_path: Path, passed: list[int], cell_layers: int
 ) -> None:
     """Behind a layer group whose cells are fitted, and within one."""
-    rope, file = find_rope(model), tmp_path / "unfinished"
+    layers, file = map_layers(model)[0], tmp_path / "unfinished"
     options = CalibrationOptions(num_context=64, grid=CellGrid(2, 2, cell_layers, 2))
 
     def calibrate(part: list[torch.Tensor], file: Path | None) -> Profile:
         short = [window[:96] for window in part]
-        return calibrate_model(model, short, rope, CALIBRATION, options, unfinished=file)
+        return calibrate_model(model, short, layers, CALIBRATION, options, unfinished=file)
 
     with pytest.raises(KeyboardInterrupt):
         calibrate(windows, file)
@@ -134,9 +137,32 @@ def test_a_calibration_that_was_interrupted_goes_on(
     assert passed == [0, -1, 0, 1]  # other windows: from the beginning
 
 
+@pytest.mark.parametrize(
+    "make_model", [make_tiny_lfm2, partial(make_tiny_mellum, window=16)], ids=["states", "windows"]
+)
+def test_it_goes_on_with_what_layers_keep_that_are_not_coded(
+    make_model: Callable[[Path], Path], tmp_path: Path, passed: list[int]
+) -> None:
+    other = LayeredModel(str(make_model(tmp_path / "model")))
+    generator = torch.Generator().manual_seed(0)
+    windows = [torch.randint(3, 2048, (160,), generator=generator) for _ in range(5)]
+
+    def calibrate(file: Path | None) -> Profile:
+        options = CalibrationOptions(num_context=128)
+        return calibrate_model(other, windows, map_layers(other)[0], CALIBRATION, options, unfinished=file)
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(tmp_path / "unfinished")
+    resumed = calibrate(tmp_path / "unfinished")
+    assert passed == [0, -1, 1, 2, 3]
+    whole = calibrate(None)
+    assert resumed.grid.num_layers == 2
+    assert (resumed.digest, resumed.curve, resumed.layers) == (whole.digest, whole.curve, whole.layers)
+
+
 def test_one_window_is_too_little(model: LayeredModel, windows: list[torch.Tensor]) -> None:
     with pytest.raises(ConfigError, match="two windows"):
-        calibrate_model(model, windows[:1], None, CALIBRATION, OPTIONS)
+        calibrate_model(model, windows[:1], plain_layers(model.num_layers), CALIBRATION, OPTIONS)
 
 
 def test_texts(tmp_path: Path) -> None:
@@ -208,7 +234,7 @@ def test_a_model_that_no_transform_can_be_made_from_is_named(
     _scale(path, "model.layers.0.self_attn.o_proj.weight", scale)
     _scale(path, "model.layers.1.self_attn.o_proj.weight", scale)
     with pytest.raises(ConfigError, match=message):
-        calibrate_model(LayeredModel(str(path)), windows[:2], None, CALIBRATION, OPTIONS)
+        calibrate_model(LayeredModel(str(path)), windows[:2], plain_layers(model.num_layers), CALIBRATION, OPTIONS)
 
 
 def test_a_default_that_no_step_reaches_is_no_profile(
@@ -216,7 +242,7 @@ def test_a_default_that_no_step_reaches_is_no_profile(
 ) -> None:
     monkeypatch.setattr(curve, "_STEPS", (16.0, 32.0))
     with pytest.raises(ConfigError, match=r"no profile: the finest step .*, 16, costs .* expected at most .* default"):
-        calibrate_model(model, windows, find_rope(model), CALIBRATION, OPTIONS)
+        calibrate_model(model, windows, map_layers(model)[0], CALIBRATION, OPTIONS)
 
 
 def test_parts() -> None:
@@ -233,4 +259,4 @@ def test_a_model_that_overflows_is_named(model: LayeredModel, windows: list[torc
     shutil.copytree(model.path, path)
     _scale(path, "lm_head.weight", float("nan"))
     with pytest.raises(ConfigError, match="log probabilities contain NaN"):
-        calibrate_model(LayeredModel(str(path)), windows[:2], None, CALIBRATION, OPTIONS)
+        calibrate_model(LayeredModel(str(path)), windows[:2], plain_layers(model.num_layers), CALIBRATION, OPTIONS)

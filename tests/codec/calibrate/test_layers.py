@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.codec.kv_model import KVModel
-from harness.models import make_tiny_deepseek, make_tiny_lfm2, make_tiny_qwen3_5
+from harness.models import make_tiny_deepseek, make_tiny_lfm2, make_tiny_mellum, make_tiny_qwen3_5
+from sgl_kvfetch.codec.calibrate import pools
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
 from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
+from sgl_kvfetch.codec.quant.layer_map import Pool, plain_layers
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from tests.codec.quant.profiles import CALIBRATION
 
@@ -32,6 +36,41 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GEMMA4 = {"layer_types": ["sliding_attention", *["full_attention"] * 2], "sliding_window": 16, "global_head_dim": 32}
+NARROW = {"hidden_size_per_layer_input": 0, "global_head_dim": 16}
+GPT_OSS = {
+    "layer_types": GEMMA4["layer_types"],
+    "sliding_window": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+MIMO = {
+    "layer_types": GEMMA4["layer_types"],
+    "sliding_window": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+NEMOTRON = {
+    "layers_block_type": ["mamba", "attention", "moe"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+}
+GRANITE = {
+    "layer_types": ["mamba", "attention", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 64,
+}
 
 
 def make(tokenizer_files: Path, path: Path, model_type: str, **changes: Any) -> Path:
@@ -91,8 +130,18 @@ def test_language_models_inside_image_text_checkpoints(tokenizer_files: Path, tm
     names = [name for name, _ in model._model.named_parameters()]
     assert not [name for name in names if "vis" in name]
     windows = torch.randint(3, 256, (5, 288), generator=torch.Generator().manual_seed(0))
-    profile = calibrate_model(model, [*windows], None, CALIBRATION, CalibrationOptions(num_context=256))
+    profile = calibrate_model(
+        model, [*windows], plain_layers(model.num_layers), CALIBRATION, CalibrationOptions(num_context=256)
+    )
     assert profile.grid.num_layers == SHAPE["num_hidden_layers"]
+
+
+MADE: dict[str, Callable[[Path], Path]] = {
+    "deepseek_v3": make_tiny_deepseek,
+    "lfm2": make_tiny_lfm2,
+    "qwen3_5": make_tiny_qwen3_5,
+    "mellum": partial(make_tiny_mellum, window=16),
+}
 
 
 @pytest.mark.parametrize(
@@ -107,14 +156,22 @@ def test_language_models_inside_image_text_checkpoints(tokenizer_files: Path, tm
         ("gpt_neox", {}),  # its layers return tuples, and know the cache by another name
         ("bloom", {"n_head": 4}),
         ("deepseek_v3", {}),
+        ("lfm2", {}),  # convolutions
+        ("qwen3_5", {}),  # a gated delta rule
+        ("mellum", {}),  # windows apart
+        ("gpt_oss", GPT_OSS),  # learned sinks
+        ("gemma4_text", GEMMA4 | {"hidden_size_per_layer_input": 0}),
+        ("mimo_v2_flash", MIMO),  # windows with heads of another size
+        ("nemotron_h", NEMOTRON),  # Mamba 2, and layers that are an MLP alone
+        ("granitemoehybrid", GRANITE),
     ],
 )
 def test_layers_compute_what_the_whole_model_does(
     tokenizer_files: Path, tmp_path: Path, model_type: str, changes: dict[str, Any]
 ) -> None:
     path = tmp_path / "model"
-    if model_type == "deepseek_v3":
-        make_tiny_deepseek(path)
+    if model_type in MADE:
+        MADE[model_type](path)
     else:
         make(tokenizer_files, path, model_type, **changes)
     _require_equal(path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
@@ -127,13 +184,17 @@ def _require_equal(path: Path, whole: Any) -> LayeredModel:
         expected = torch.log_softmax(whole(ids[None]).logits[0].float(), -1)
     model = LayeredModel(str(path))
     hidden, calls = model.embed(ids), model.calls(60)
+    first, first_calls = hidden[:40], model.calls(40)
     after, after_calls = hidden[40:], model.calls(20, 40)
     for index in range(model.num_layers):
         with model.layer(index) as layer, torch.no_grad():
-            hidden, kv = layer.forward(hidden, calls)
-            after = layer.after(after, after_calls, KV(kv.k[:40], kv.v[:40]))
-        assert kv.k.shape == (60, model.num_heads, model.k_head_dim)
-        assert kv.v.shape == (60, model.num_heads, model.v_head_dim)
+            hidden, whole_past = layer.forward(hidden, calls)
+            first, past = layer.forward(first, first_calls)
+            after = layer.after(after, after_calls, past)
+        if model.pools[index] == Pool.KV:
+            assert isinstance(whole_past, KV)
+            assert whole_past.k.shape == (60, model.num_heads, model.k_head_dim)
+            assert whole_past.v.shape == (60, model.num_heads, model.v_head_dim)
     torch.testing.assert_close(model.log_probabilities(hidden), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.log_probabilities(after), expected[40:], rtol=1e-4, atol=1e-4)
     return model
@@ -213,6 +274,7 @@ def test_latent_vectors_are_as_in_a_cache(tmp_path: Path) -> None:
     model = LayeredModel(str(path))
     with model.layer(0) as layer:
         kv = layer.forward(model.embed(ids), model.calls(len(ids)))[1]
+    assert isinstance(kv, KV)
     torch.testing.assert_close(kv.k, k[:, 0])
     torch.testing.assert_close(kv.v, v[:, 0])
 
@@ -229,6 +291,7 @@ def test_one_layer_at_a_time_is_in_memory(tokenizer_files: Path, tmp_path: Path)
         assert loaded() == [1]
         weights = [weakref.ref(p) for p in model._model.model.layers[1].parameters()]
         past = layer.forward(model.embed(torch.arange(8)), model.calls(8))[1]
+        assert isinstance(past, KV)
         layer.attention_after(model.embed(torch.arange(4)), model.calls(4, 8), past)
     assert loaded() == []
     assert all(weight() is None for weight in weights), f"layer {layer.index} still has its weights"
@@ -246,6 +309,7 @@ def test_weights_in_bfloat16_are_computed_with_in_float32(tokenizer_files: Path,
     with model.layer(0) as layer:
         assert {p.dtype for p in model._model.model.layers[0].parameters()} == {torch.float32}
         hidden, kv = layer.forward(hidden, calls)
+    assert isinstance(kv, KV)
     assert hidden.dtype == kv.k.dtype == model.log_probabilities(hidden).dtype == torch.float32
 
 
@@ -276,6 +340,7 @@ def test_a_damaged_checkpoint_is_named(tokenizer_files: Path, tmp_path: Path) ->
         LayeredModel(str(path))
 
 
+FALCON_H1 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16}
 LATENT = {
     "head_dim": 8,
     "num_key_value_heads": 4,
@@ -289,16 +354,14 @@ LATENT = {
     "index_head_dim": 16,
     "index_topk": 16,
 }
-GEMMA4 = {"layer_types": ["sliding_attention", *["full_attention"] * 2], "sliding_window": 16, "global_head_dim": 32}
 
 
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("lfm2", {}, r"layers 0, 2 \(conv\) of 4 keep other states"),
-        ("qwen3_5", {}, r"layers 0, 2 \(linear_attention\) of 4 keep other states"),
+        ("falcon_h1", FALCON_H1, r"layers 0 to 2 \(hybrid\) of 3 keep other states, beside keys and values"),
         ("deepseek_v32", LATENT, r"layers 0 to 2 \(indexed_attention\) of 3 keep other states"),
-        ("mamba", {"state_size": 16}, "layers 0 to 2 .* of 3 keep"),
+        ("mamba", {"state_size": 16}, "no layer with keys and values of all tokens"),
         (
             "gemma4_text",
             GEMMA4 | {"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 0},
@@ -309,7 +372,6 @@ GEMMA4 = {"layer_types": ["sliding_attention", *["full_attention"] * 2], "slidin
             GEMMA4 | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 256},
             "more of each token than hidden states",
         ),
-        ("gemma4_text", GEMMA4 | {"hidden_size_per_layer_input": 0, "global_head_dim": 16}, "of different shapes"),
         (
             "minimax",
             MIXTURE | {"num_local_experts": 4},
@@ -322,16 +384,21 @@ def test_layers_without_plain_keys_and_values_are_named(
     tokenizer_files: Path, tmp_path: Path, model_type: str, changes: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "model"
-    if model_type == "lfm2":
-        make_tiny_lfm2(path)
-    elif model_type == "qwen3_5":
-        make_tiny_qwen3_5(path)
-    else:
-        make(tokenizer_files, path, model_type, **changes)
+    make(tokenizer_files, path, model_type, **changes)
     with pytest.raises(UnsupportedError, match=message) as e:
         LayeredModel(str(path))
     assert str(e.value).startswith(f"{path}: ")
     assert "\n" not in str(e.value)
+
+
+def test_coded_layers_of_different_shapes_are_named(
+    tokenizer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Gemma 4's would be if SGLang had its windows in the same pool."""
+    path = make(tokenizer_files, tmp_path / "model", "gemma4_text", **GEMMA4 | NARROW)
+    monkeypatch.setattr(pools, "WINDOWS_APART", frozenset())
+    with pytest.raises(UnsupportedError, match="its layers have keys and values of different shapes"):
+        LayeredModel(str(path))
 
 
 def test_what_is_no_language_model_is_named(tokenizer_files: Path, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from harness.models import make_tiny_llama
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
+from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
-from sgl_kvfetch.codec.calibrate.rope import find_rope
 from tests.codec.quant.profiles import CALIBRATION
 
 CONTEXT, CONTINUATION = 256, 16
@@ -29,7 +29,7 @@ def peak_and_kept_bytes(folder: Path, num_layers: int) -> tuple[int, int]:
     profile, and the held-out context's K and V."""
     path = make_tiny_llama(folder, num_layers=num_layers, hidden_size=64, head_dim=32, vocab_size=64)
     model = LayeredModel(str(path))
-    rope = find_rope(model)
+    layers, _ = map_layers(model)
     windows = list(torch.randint(3, 64, (2, CONTEXT + CONTINUATION), generator=torch.Generator().manual_seed(0)))
     before = live_storages()
     peak = 0
@@ -41,7 +41,7 @@ def peak_and_kept_bytes(folder: Path, num_layers: int) -> tuple[int, int]:
             peak = max(peak, sum(size for address, size in live_storages().items() if address not in before))
 
     options = CalibrationOptions(num_context=CONTEXT, max_channels=3 * 64, tp_size=2)  # three layers of one head a cell
-    profile = calibrate_model(model, windows, rope, CALIBRATION, options, watched)
+    profile = calibrate_model(model, windows, layers, CALIBRATION, options, watched)
     assert profile.grid.num_layer_groups == num_layers // 3
     context_bytes = CONTEXT * num_layers * model.num_heads * 64 * 2
     return peak, sum(x.nbytes for x in profile._tensors().values()) + context_bytes

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
+from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
-from sgl_kvfetch.codec.calibrate.rope import find_rope
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from tests.codec.calibrate.test_layers import MIXTURE, make
 from tests.codec.quant.profiles import CALIBRATION
@@ -143,7 +143,7 @@ def test_a_packed_checkpoint_has_the_profile_of_its_weights(tokenizer_files: Pat
     digests = set()
     for model in (LayeredModel(str(path)) for path in paths):
         options = CalibrationOptions(num_context=64)
-        digests.add(calibrate_model(model, windows, find_rope(model), CALIBRATION, options).digest)
+        digests.add(calibrate_model(model, windows, map_layers(model)[0], CALIBRATION, options).digest)
     assert len(digests) == 1
 
 

@@ -13,8 +13,8 @@ from benchmarks.codec.methods import all_methods, select
 from benchmarks.codec.segments import SegmentMethod
 from benchmarks.prose import prose
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
+from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
-from sgl_kvfetch.codec.calibrate.rope import find_rope
 from sgl_kvfetch.codec.calibrate.text import calibration_windows, cut_windows
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Profile
@@ -40,7 +40,9 @@ def profile(model: KVModel, tokens: torch.Tensor) -> Profile:
     """Of far fewer tokens than one would calibrate on."""
     windows = calibration_windows(model.tokenizer, [tokens[: len(tokens) // 2]], 8, CONTEXT + CONTINUATION)
     layered = LayeredModel(model.path)
-    return calibrate_model(layered, windows, find_rope(layered), CALIBRATION, CalibrationOptions(num_context=CONTEXT))
+    return calibrate_model(
+        layered, windows, map_layers(layered)[0], CALIBRATION, CalibrationOptions(num_context=CONTEXT)
+    )
 
 
 def test_the_first_token_is_a_sink(profile: Profile) -> None:

@@ -8,7 +8,7 @@ from sgl_kvfetch.codec.calibrate.fit import cell_grid
 from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, Moments, count_sinks
 from sgl_kvfetch.codec.calibrate.transform import transform_of
 from sgl_kvfetch.codec.quant.base import CellValues
-from sgl_kvfetch.codec.quant.sensitivity import fit_log_cost
+from sgl_kvfetch.codec.quant.sensitivity import features as features_of, fit_log_cost, log_cost
 from sgl_kvfetch.types import CellGrid
 
 SIZES = (4, 8)
@@ -153,6 +153,20 @@ def test_costs_that_nothing_tells_give_every_token_the_mean() -> None:
     features = torch.randn((4000, 3), generator=generator)
     told = features @ (weights := fit_log_cost(features, torch.full((4000,), 7.0)))[:-1] + weights[-1]
     assert torch.allclose(told, torch.zeros(4000), atol=0.01)
+
+
+def test_rounding_in_coefficients_that_hardly_vary_does_not_change_costs() -> None:
+    """Costs follow them in calibration, as any costs follow some of a thousand coefficients by chance."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.tensor([100.0, 3.0, 1e-2, 0.0])
+    coefficients = torch.randn((4000, 4), generator=generator) * spread
+    norms = torch.ones((4000, 1))
+    told_from = features_of(coefficients, spread, norms)
+    costs = (coefficients[:, :3] / spread[:3]).sum(1).exp()
+    weights = fit_log_cost(told_from, costs)
+    rounding = 0.05 * torch.randn((4000, 4), generator=generator)
+    moved = log_cost(features_of(coefficients + rounding, spread, norms), weights)
+    assert float((moved - log_cost(told_from, weights)).square().mean().sqrt()) < 0.1  # of a scale's step of 0.35
 
 
 @pytest.mark.parametrize(

@@ -228,5 +228,5 @@ DIGESTS = {
     "exact-hevc": "75e4d282f6f453e5b6084435109154f0",
     "uint8-hevc": "dc563d52a6beb25040ef615ec5f36383",
     "cachegen-hevc": "34c62d012e0ea3db4e7f22ecd0f53aad",
-    "klt-hevc": "add37a96bfa7895acd13c23efeda3d1c",
+    "klt-hevc": "669d84fd00eb3771cc1775c52e0dc8d1",
 }

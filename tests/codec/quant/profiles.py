@@ -7,6 +7,7 @@ import torch
 from sgl_kvfetch.codec.calibrate.transform import transform_of
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import forward_of
+from sgl_kvfetch.codec.quant.layer_map import LayerMap, plain_layers
 from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.rope import Rope, rotate
 from sgl_kvfetch.types import CellGrid
@@ -24,13 +25,16 @@ def make_profile(
     cell_layers: int = 3,
     cell_heads: int = 4,
     rope: Rope | None = None,
+    layers: LayerMap | None = None,
     num_sinks: int = 0,
 ) -> Profile:
-    """Channels as ``values_of`` draws them. Errors in them cost differently, and in all tokens alike."""
+    """Channels as ``values_of`` draws them. Errors in them cost differently, and in all tokens alike. ``layers``: by
+    default, all rotate by ``rope``."""
     v_head_dim = v_head_dim or head_dim
     grid = CellGrid(num_layers, num_heads, cell_layers, cell_heads)
     cells = {key: _cell(grid, key, head_dim, v_head_dim) for key in grid.cells()}
-    return Profile(grid, head_dim, v_head_dim, cells, rope, num_sinks, CURVE, 1.0, CALIBRATION)
+    layers = layers or plain_layers(num_layers, rope)
+    return Profile(grid, head_dim, v_head_dim, cells, layers, num_sinks, CURVE, 1.0, CALIBRATION)
 
 
 def _cell(grid: CellGrid, key: tuple[int, int], k_head_dim: int, v_head_dim: int) -> CellProfile:
@@ -66,8 +70,10 @@ def values_of(profile: Profile, num_tokens: int, first_token: int = 0) -> CellVa
         part = CellValues(k, v).cell(grid.layers(key[0]), grid.heads(key[1]))
         for whole, channels in zip(part, torch.split(x, [y[0].numel() for y in part], dim=1), strict=True):
             whole.copy_(channels.view(whole.shape))
-    if profile.rope is not None:
-        k = rotate(k, profile.rope.table(first_token, num_tokens), profile.rope)
+    for index, number in enumerate(profile.layers.coded):
+        rope = profile.layers.rope_of(number)
+        if rope is not None:
+            k[:, index] = rotate(k[:, index], rope.table(first_token, num_tokens), rope)
     return CellValues(k, v)
 
 

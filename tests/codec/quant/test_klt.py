@@ -30,6 +30,7 @@ from sgl_kvfetch.codec.quant.klt import (
     restore_integers,
     scales_of,
 )
+from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, Pool, plain_layers
 from sgl_kvfetch.codec.quant.profile import CellProfile, Profile, load_profile, require_targets
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
 from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
@@ -202,13 +203,48 @@ def test_scales_are_half_octaves_from_a_sixteenth_to_sixteen() -> None:
     assert scales_of(torch.tensor([UNIT, UNIT - 2, UNIT - 8, UNIT + 8])).tolist() == [1, 0.5, 1 / 16, 16]
 
 
+NEOX = Rope(inv_freq=tuple(0.7**i for i in range(8)))
+# Of a model of five layers: the coded ones have two rotations, with a scaling in one of them, and none.
+MIXED = LayerMap(
+    layers=(
+        ModelLayer(rotation=1, window=16),
+        ModelLayer(pool=Pool.WINDOW, window=8),
+        ModelLayer(),
+        ModelLayer(pool=Pool.STATE),
+        ModelLayer(rotation=0),
+    ),
+    rotations=(NEOX, Rope(inv_freq=tuple(0.3**i for i in range(8)), attention_scaling=1.3)),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_layer_is_turned_by_its_own_rotation(dtype: torch.dtype) -> None:
+    """Far into the sequence, and in a part of it."""
+    assert MIXED.coded == (0, 2, 4)
+    profile = make_profile(layers=MIXED)
+    quantiser, plain = KltQuantiser(profile, step=0.5), KltQuantiser(make_profile(), step=0.5)
+    place, tokens = place_of(profile, ONLY, 64, 5000), slice(9, 40)
+    turned = CellValues(*(x.to(dtype) for x in values_of(profile, 64, 5000)))
+    quantised = quantiser.quantise(turned, place)
+    same = quantised[2] == plain.quantise(values_of(make_profile(), 64), place)[2]
+    assert same.float().mean() > (0.9 if dtype == torch.bfloat16 else 0.98)
+    back = quantiser.dequantise(quantised, dtype, place, tokens)
+    still = plain.dequantise(quantised, torch.float32, place, tokens)
+    for index, number in enumerate(MIXED.coded):
+        rope, expected = MIXED.rope_of(number), still.k[:, index]
+        if rope is not None:
+            expected = rotate(expected, rope.table(5009, 31), rope)
+        torch.testing.assert_close(back.k[:, index].float(), expected, rtol=1e-2, atol=1e-2)
+    assert torch.equal(back.v.float(), still.v.to(dtype).float())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_k_is_restored_where_it_stood(dtype: torch.dtype) -> None:
     """Far into the sequence, and in a part of it: the rotation is that of the position."""
     rope = Rope(inv_freq=tuple(10000.0 ** (-i / 8) for i in range(8)))
     profile = make_profile(rope=rope)
     quantiser = KltQuantiser(profile, step=0.5)
-    plain = values_of(replace(profile, rope=None), 64)
+    plain = values_of(replace(profile, layers=plain_layers(3)), 64)
     place = place_of(profile, ONLY, 64, 5000)
     values = CellValues(rotate(plain.k, rope.table(5000, 64), rope).to(dtype), plain.v.to(dtype))
     quantised = quantiser.quantise(values, place)
@@ -321,7 +357,7 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     profile.save(tmp_path / "p")
     again = load_profile(tmp_path / "p")
     assert again.digest == profile.digest
-    for field in ("grid", "k_head_dim", "v_head_dim", "rope", "num_sinks", "curve", "context_kl", "calibration"):
+    for field in ("grid", "k_head_dim", "v_head_dim", "layers", "num_sinks", "curve", "context_kl", "calibration"):
         assert getattr(again, field) == getattr(profile, field)
     for key, cell in profile.cells.items():
         for name in CellProfile.__dataclass_fields__:
@@ -345,22 +381,39 @@ def _edit_metadata(change: Callable[[dict[str, Any]], object]) -> Callable[[Path
     return edit
 
 
+def _edit_layers(metadata: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Change all layers of the map; return the map."""
+    layer_map: dict[str, Any] = metadata["layers"]
+    for layer in layer_map["layers"]:
+        layer.update(changes)
+    return layer_map
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda p: p.unlink(), "cannot be read"),
         (lambda p: p.write_bytes(b"no tensors"), "cannot be read"),
         (lambda p: p.write_bytes(p.read_bytes()[:-9]), "cannot be read"),
-        (_edit_metadata(lambda m: m.update(version=1)), "has version 1, expected 2; calibrate again"),
+        (_edit_metadata(lambda m: m.update(version=2)), "has version 2, expected 3; calibrate again"),
         (_edit_metadata(lambda m: m.pop("curve")), "malformed.*curve"),
         (_edit_metadata(lambda m: m["curve"].reverse()), "rise in step and in kl"),
         (_edit_metadata(lambda m: m.update(curve=[])), "two or more points"),
         (_edit_metadata(lambda m: m["curve"][0].update(kl=0.0)), "above 0"),
         (_edit_metadata(lambda m: m.update(cell_heads=3)), "cell_heads is 3, expected a divisor of num_heads = 4"),
-        (_edit_metadata(lambda m: m.update(num_layers=0)), "num_layers`"),
+        (_edit_metadata(lambda m: m["layers"].update(layers=[])), "layers.layers`"),
         (
-            _edit_metadata(lambda m: m.update(num_layers=6)),
+            _edit_metadata(lambda m: m["layers"].update(layers=2 * m["layers"]["layers"])),
             "it has 7 tensors, expected 7 for each of 2 cells of 6 layers",
+        ),
+        (_edit_metadata(lambda m: _edit_layers(m, pool="window")), "its map has no layer that is coded"),
+        (_edit_metadata(lambda m: _edit_layers(m, pool="disk")), "Invalid enum value 'disk'"),
+        (_edit_metadata(lambda m: _edit_layers(m, window=0)), "window`"),
+        (_edit_metadata(lambda m: _edit_layers(m, rotation=0)), r"its layers have the rotations \[0\] of 0"),
+        (_edit_metadata(lambda m: m["layers"].update(rotations=[{"inv_freq": [1.0]}])), r"the rotations \[\] of 1"),
+        (
+            _edit_metadata(lambda m: _edit_layers(m, rotation=0).update(rotations=[{"inv_freq": [1.0] * 9}])),
+            "a rotation turns 18 channels, but heads have 16",
         ),
         (lambda p: p.write_bytes(p.read_bytes().replace(b"0.0.inv", b"0.1.inv")), r"0\.0\.inverse is missing"),
         (_edit_metadata(lambda m: m.update(k_head_dim=8)), r"0\.0\.inverse is BF16 \(384, 384\), expected BF16 \(288"),
@@ -369,7 +422,6 @@ def _edit_metadata(change: Callable[[dict[str, Any]], object]) -> Callable[[Path
             lambda p: p.write_bytes(struct.pack("<Q", 1 << 24) + bytes(1 << 24)),
             "header would have 16777216 bytes, expected",
         ),
-        (_edit_metadata(lambda m: m.update(rope={"inv_freq": [1.0] * 9})), "rotates 18 channels, but heads have 16"),
     ],
 )
 def test_a_damaged_profile_is_named(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
@@ -385,7 +437,8 @@ def test_a_small_profile_of_many_cells_takes_little_memory(tmp_path: Path) -> No
     """Whoever may write into a store chooses how many layers and heads it says to have."""
     path = tmp_path / "p"
     make_profile().save(path)
-    _edit_metadata(lambda m: m.update(num_layers=1 << 10, num_heads=1 << 12, cell_layers=1, cell_heads=1))(path)
+    many: dict[str, Any] = {"layers": [{}] * (1 << 10)}
+    _edit_metadata(lambda m: m.update(layers=many, num_heads=1 << 12, cell_layers=1, cell_heads=1))(path)
     tracemalloc.start()
     try:
         with pytest.raises(
@@ -398,7 +451,7 @@ def test_a_small_profile_of_many_cells_takes_little_memory(tmp_path: Path) -> No
     assert most_bytes < 4 << 20
 
 
-@pytest.mark.parametrize("text", ['{"version":2,"later":%s}', '{"version":%s}', '{"version":2,"rope":%s}', "%s"])
+@pytest.mark.parametrize("text", ['{"version":3,"later":%s}', '{"version":%s}', '{"version":3,"layers":%s}', "%s"])
 @pytest.mark.parametrize("depth", [900, 1000, 100_000])
 def test_a_profile_that_nests_without_end_is_named(tmp_path: Path, text: str, depth: int) -> None:
     path = tmp_path / "p"
@@ -458,8 +511,8 @@ def test_the_native_half_rounds_as_torch_does(dtype: torch.dtype) -> None:
     values = torch.cat((values, -values, torch.zeros(1), torch.tensor([65503.0])))
     k, v = torch.empty(len(values), dtype=dtype), torch.empty(len(values), dtype=dtype)
     product = torch.stack((values, -values), dim=1)
-    tensors = product, torch.ones(len(values)), torch.zeros(2), product, k, v
-    _klt.restore(len(values), 1, 1, 1, 0, False, 0, DTYPES.index(dtype), *(x.data_ptr() for x in tensors))
+    tensors = product, torch.ones(len(values)), torch.zeros(2), product, k, v, torch.zeros(1).long()
+    _klt.restore(len(values), 1, 1, 1, 1, 0, False, 0, DTYPES.index(dtype), *(x.data_ptr() for x in tensors))
     assert torch.equal(k, values.to(dtype))
     assert torch.equal(v, (-values).to(dtype))
 
@@ -500,7 +553,9 @@ def test_products_of_integers_are_exact_whatever_the_integers(step: float, v_hea
         k, v = (torch.empty((num_tokens, 12, dim)) for dim in (16, v_head_dim))
         factors_of_none = torch.ones(num_tokens), torch.zeros(cell.num_channels), torch.empty(0)
         shape = 16, v_head_dim, 0, False
-        restore_integers(matrix, integers, 12, shape, factors_of_none, (k, v), is_portable=is_portable)
+        restore_integers(
+            matrix, integers, 12, shape, factors_of_none, (k, v), torch.zeros(3).long(), is_portable=is_portable
+        )
         assert torch.equal(torch.cat((k.flatten(1), v.flatten(1)), dim=1), expected)
 
 
@@ -515,7 +570,9 @@ def test_rows_may_all_be_rare_or_frequent_or_missing(num_rows: int, spread: floa
     for is_portable in (False, True):
         k, v = (torch.full((64, 12, 16), torch.nan) for _ in range(2))
         no_factors = torch.ones(64), torch.zeros(inverse.shape[1]), torch.empty(0)
-        restore_integers(matrix, integers, 12, (16, 16, 0, False), no_factors, (k, v), is_portable=is_portable)
+        restore_integers(
+            matrix, integers, 12, (16, 16, 0, False), no_factors, (k, v), torch.zeros(3).long(), is_portable=is_portable
+        )
         torch.testing.assert_close(k.flatten(1), inverse.sum(0)[: 12 * 16].float().expand(64, -1), rtol=1e-3, atol=0)
         assert not v.any()
 
@@ -563,9 +620,11 @@ def _as_specified(quantiser: KltQuantiser, values: CellValues, place: CellPlace)
     """The exponents, and the coefficients in steps, in float64 and without the native half."""
     profile = quantiser.profile
     cell = profile.cells[ONLY]
-    k, v = (x.float() for x in values)
-    if profile.rope is not None:
-        k = unrotate(k, profile.rope.table(place.tokens.start, len(k)), profile.rope)
+    k, v = (x.float().clone() for x in values)
+    for index, number in enumerate(profile.layers.coded):
+        rope = profile.layers.rope_of(number)
+        if rope is not None:
+            k[:, index] = unrotate(k[:, index], rope.table(place.tokens.start, len(k)), rope)
     channels = torch.cat((k.flatten(1), v.flatten(1)), dim=1)
     forward = forward_of(cell.inverse, [*cell.k_weight, *cell.v_weight])
     coefficients = (channels - cell.mean).double() @ forward.double()
@@ -578,15 +637,17 @@ def _as_specified(quantiser: KltQuantiser, values: CellValues, place: CellPlace)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("step", [0.05, 1.0])
 @pytest.mark.parametrize(
-    "rope",
+    "layers",
     [
-        None,
-        Rope(inv_freq=(0.5, 0.01), interleaved=True, attention_scaling=1.3),
-        Rope(inv_freq=tuple(0.7**i for i in range(8))),
+        plain_layers(3),
+        plain_layers(3, Rope(inv_freq=(0.5, 0.01), interleaved=True, attention_scaling=1.3)),
+        plain_layers(3, NEOX),
+        MIXED,
     ],
+    ids=["plain", "interleaved", "NeoX", "mixed"],
 )
-def test_the_native_half_quantises_as_specified(rope: Rope | None, step: float, dtype: torch.dtype) -> None:
-    profile = make_profile(rope=rope, v_head_dim=24, num_sinks=1)
+def test_the_native_half_quantises_as_specified(layers: LayerMap, step: float, dtype: torch.dtype) -> None:
+    profile = make_profile(layers=layers, v_head_dim=24, num_sinks=1)
     cell = profile.cells[ONLY]
     sensitivity = torch.randn(len(cell.sensitivity), generator=torch.Generator().manual_seed(1)) / 30
     profile = replace(profile, cells={ONLY: replace(cell, sensitivity=sensitivity)})

@@ -385,6 +385,6 @@ def test_the_identity_tells_pools_apart_whose_pages_cannot_be_exchanged() -> Non
     assert SidePools().identity(0, 2, is_mla=False) == ""
 
 
-def test_klt_is_refused(make: Make) -> None:
-    with pytest.raises(UnsupportedError, match="'klt' does not support models with side pools"):
-        make(make_pool(), sides={SWA: make_side_pool()}, quantiser="klt")
+def test_klt_is_refused_in_pipeline_stages(make: Make) -> None:
+    with pytest.raises(UnsupportedError, match="'klt' does not support models with side pools in pipeline stages"):
+        make(make_pool(), sides={SWA: make_side_pool()}, stages=2, quantiser="klt")

@@ -10,9 +10,9 @@ import torch
 from benchmarks.codec.baselines.kvtc.allocation import allocate, measure_errors
 from benchmarks.codec.baselines.kvtc.components import Components, principal_components
 from benchmarks.codec.baselines.kvtc.groups import Group
+from benchmarks.codec.baselines.rotation import only_rope
 from benchmarks.codec.kv_model import KVModel
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
-from sgl_kvfetch.codec.calibrate.rope import find_rope
 from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.types import TENSORS, TensorName
@@ -49,7 +49,7 @@ def calibrate(
     ``on_step`` is called before each step: one per window, and two each for K and V. Raises ConfigError if the windows
     hold only sinks, UnsupportedError if the model's rotation of K is not known.
     """
-    rope = find_rope(LayeredModel(model.path, device=model.device))
+    rope = only_rope(LayeredModel(model.path, device=model.device))
     samples = _samples(model, windows, rope, on_step)
     tensors: dict[TensorName, TensorFit] = {}
     for tensor in TENSORS:

@@ -1,4 +1,4 @@
-"""A model's rotation is found in its keys, whatever the model's type, or refused."""
+"""What each layer of a model keeps, and how it rotates keys, is found whatever the model's type."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from sglang.srt.layers.rotary_embedding import base as sglang_base, get_rope
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.models import make_tiny_llama
+from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
-from sgl_kvfetch.codec.calibrate.rope import find_rope
-from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.codec.quant.layer_map import LayerMap
+from sgl_kvfetch.codec.quant.rope import Rope
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -40,6 +41,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "beta_fast": 24,
         "beta_slow": 2,
     },
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn not truncated": {
         "rope_type": "yarn",
         "factor": 32.0,
@@ -79,16 +81,41 @@ def random_model(tokenizer_files: Path, tmp_path: Path) -> Any:
     return make
 
 
+def only_rope(model: LayeredModel) -> Rope:
+    """The rotation of all layers, which have the same one."""
+    layers, notes = map_layers(model)
+    assert not notes
+    (rope,) = {layers.rope_of(number) for number in range(model.num_layers)}
+    assert rope is not None
+    return rope
+
+
 @pytest.mark.parametrize("name", SCALINGS)
 def test_llama_is_rotated_as_in_sglang(random_model: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(sglang_base, "_is_cpu", True)
     scaling = SCALINGS[name]
-    rope = find_rope(random_model("llama", rope_parameters={**scaling, "rope_theta": 10_000.0}))
+    rope = only_rope(random_model("llama", rope_parameters={**scaling, "rope_theta": 10_000.0}))
     assert not rope.interleaved
     theirs = get_rope(32, 32, NUM_POSITIONS, 10_000, True, None if name == "default" else scaling, torch.float32)
     cache = theirs.cos_sin_cache[:NUM_POSITIONS] / theirs.cos_sin_cache[0, 0]  # without a factor, as YaRN's
     # Transformers divides the frequencies of linear scaling, SGLang the positions, which round differently.
     torch.testing.assert_close(rope.table(0, NUM_POSITIONS), cache, rtol=0, atol=1e-2)
+
+
+def test_long_prompts_may_have_frequencies_of_their_own(random_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of Phi-3: the rotation is that of prompts of the first length, where SGLang has the same."""
+    monkeypatch.setattr(sglang_base, "_is_cpu", True)
+    factors = [1.0 + 0.1 * i for i in range(16)]
+    scaling = {
+        "short_factor": factors,
+        "long_factor": [4 * x for x in factors],
+        "original_max_position_embeddings": 4096,
+    }
+    parameters = {"rope_type": "longrope", "rope_theta": 10_000.0, **scaling}
+    rope = only_rope(random_model("phi3", rope_parameters=parameters, original_max_position_embeddings=4096))
+    theirs = get_rope(32, 32, NUM_POSITIONS, 10_000, True, {"rope_type": "longrope", **scaling}, torch.float32)
+    cache = theirs.long_short_cos_sin_cache[:4096] / theirs.long_short_cos_sin_cache[0, 0]
+    torch.testing.assert_close(rope.table(0, 4096), cache, rtol=0, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -106,26 +133,48 @@ def test_llama_is_rotated_as_in_sglang(random_model: Any, monkeypatch: pytest.Mo
 def test_pairs_are_found(
     random_model: Any, model_type: str, changes: dict[str, Any], rotary_dim: int, interleaved: bool
 ) -> None:
-    rope = find_rope(random_model(model_type, **changes))
+    rope = only_rope(random_model(model_type, **changes))
     assert (rope.rotary_dim, rope.interleaved) == (rotary_dim, interleaved)
+
+
+def rotations_of(layers: LayerMap) -> list[int | None]:
+    return [layer.rotation for layer in layers.layers]
+
+
+def test_layers_rotate_by_their_own_bases(random_model: Any) -> None:
+    """Gemma 3 has one base for its windows, and another for its full layers."""
+    types = ["sliding_attention", "full_attention"] * 2
+    layers, notes = map_layers(random_model("gemma3_text", layer_types=types, sliding_window=512))
+    assert not notes
+    assert rotations_of(layers) == [0, 1, 0, 1]
+    assert [layer.window for layer in layers.layers] == [512, None] * 2
+    bases = [rope.inv_freq[1] ** -16 for rope in layers.rotations]
+    assert bases == pytest.approx([10_000, 1_000_000], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}),
+        ("cohere2", {"layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]}),
+    ],
+)
+def test_layers_without_a_rotation_have_none(random_model: Any, model_type: str, changes: dict[str, Any]) -> None:
+    layers, notes = map_layers(random_model(model_type, **changes))
+    assert not notes
+    assert rotations_of(layers) == [0, 0, None, 0]
 
 
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-            "'dynamic' is not known; known are",
-        ),
-        ("smollm3", {}, "no rotation by the model's frequencies"),  # some layers have none
-        ("cohere2", {}, "no rotation by the model's frequencies"),
-        ("gemma3_text", {}, "no rotation by the model's frequencies"),  # two bases
         ("gpt2", {"n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": 4096}, "no rotation by the model's freq"),
     ],
 )
-def test_a_rotation_that_is_not_alike_in_all_layers_is_refused(
+def test_keys_whose_rotation_is_not_known_stay_rotated(
     random_model: Any, model_type: str, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        find_rope(random_model(model_type, **changes))
+    layers, (note,) = map_layers(random_model(model_type, **changes))
+    assert message in note
+    assert "K of layers 0 to " in note
+    assert not layers.rotations
