@@ -19,9 +19,9 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -337,7 +337,8 @@ class Run:
             case m.SidePiece():
                 try:
                     if (asked := self._work(event.work)) is not None and asked.take is not None:
-                        asked.take(event.page, self._values.view(event.offset, torch.uint8, (event.num_bytes,)))
+                        with self._failing(event.work):
+                            asked.take(event.page, self._values.view(event.offset, torch.uint8, (event.num_bytes,)))
                 finally:
                     self.channel.send(m.FreePiece(event.offset))
             case m.Found() | m.Staged() | m.FetchOver() | m.SideOver() | m.Taken() | m.ClearOver():
@@ -393,12 +394,22 @@ class Run:
         common = len(piece.pages) * geometry.page_size, len(layers), len(heads)
         shapes = ((*common, geometry.head_dim(t)) for t in TENSORS)
         values = self._values.views(piece.offset, geometry.torch_dtype, shapes)
-        try:
+        with self._failing(piece.work):
             pages = [destination.pool_pages[i] for i in piece.pages]
             destination.sink.write(layers, heads, pages, CellValues(*values))
-        except BaseException:
-            self._answer(m.FetchOver(piece.work, 0))
-            raise
+
+    @contextmanager
+    def _failing(self, work: int) -> Iterator[None]:
+        """End a piece of work, as if nothing had come, if the engine cannot take what has come of it."""
+        try:
+            yield
+        except Exception:
+            logger.exception("kvfetch: pages that were fetched could not be put into the engine's pool")
+            with self._lock:
+                asked = self._asked.pop(work, None)
+            if asked is not None:
+                asked.lose(Reason.INTERNAL)
+            self.channel.send(m.Cancel(work))
 
     def end(self) -> bool:
         """End the data plane, and complete all its work under way as misses. Return whether it has lost pages that it

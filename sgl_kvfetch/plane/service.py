@@ -45,7 +45,7 @@ from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.plane.fetch.sides import KV_POOL, Usable, usable_runs
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Line
-from sgl_kvfetch.plane.misses import miss, note, noted_here
+from sgl_kvfetch.plane.misses import miss, note, noted_here, shortfall
 from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plane.staging import Stager
 from sgl_kvfetch.plane.write.gather import PageBatch
@@ -207,7 +207,7 @@ class Service:
                 if len(self._found) > _MOST_FOUND:
                     self._found.popitem(last=False)
             cost = self.client.fetcher.cost(sources)
-            reason = reasons[0] if reasons and len(sources) < len(hashes) else ""
+            reason = shortfall(reasons) if len(sources) < len(hashes) else ""
             self._emit(m.Found(command.work, len(sources), cost, usable.lengths, usable.stored, reason))
 
     def _audited(self, hashes: Sequence[bytes], sources: list[PageSource]) -> list[PageSource]:
@@ -238,7 +238,7 @@ class Service:
         finally:
             count_fetch(result, len(hashes), timeout_s, self._geometry.page_bytes)
             del self._fetches[command.work]
-            self._emit(m.FetchOver(command.work, result.num_pages, next(iter(reasons), "")))
+            self._emit(m.FetchOver(command.work, result.num_pages, shortfall(reasons)))
 
     async def _fetch_side(self, command: m.FetchSide) -> None:
         finder, hashes = self.client.finder, split_hashes(command.hashes)

@@ -30,7 +30,7 @@ from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink, PagePool, consecutive_runs
 from sgl_kvfetch.plane.memory_cache import Held
-from sgl_kvfetch.plane.misses import miss, note, noted_here
+from sgl_kvfetch.plane.misses import miss, note, noted_here, shortfall
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import TENSORS, KVGeometry
@@ -339,7 +339,7 @@ class Stager:
             if not num_pages:
                 tables = (0, 0, 0)
             place, num_cells, tables_bytes = tables
-            reason = reasons[0] if reasons and num_pages < len(hashes) else ""
+            reason = shortfall(reasons) if num_pages < len(hashes) else ""
             self._emit(
                 m.Staged(command.work, num_pages, num_found, offset, end, num_cells, place, tables_bytes, reason)
             )

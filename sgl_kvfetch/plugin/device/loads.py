@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sgl_kvfetch import metrics
 from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import StagedValues
 from sgl_kvfetch.plugin.device.pages import DevicePages
@@ -76,14 +77,24 @@ class ValueLoader(Loader):
         try:
             for layer in range(self._pages.geometry.num_layers):
                 for load in loads:
-                    self._copy(layer, load)
+                    self._copy_twice_at_most(layer, load)
                 self.counter.complete(index, layer)
         except Exception as error:
-            logger.exception("kvfetch: loading failed")
+            logger.exception("kvfetch: loading failed; SGLang aborts the requests of this batch's loads")
+            metrics.MISSES.labels("load", "internal").inc()
             self.counter.fail(index, error)
         finally:
             for load in loads:
                 load.on_end(True)
+
+    def _copy_twice_at_most(self, layer: int, load: Load) -> None:
+        """Copy a layer, and once more if that fails: its values are still staged, and SGLang aborts requests whose
+        loads fail."""
+        try:
+            self._copy(layer, load)
+        except Exception:
+            logger.exception("kvfetch: loading layer %d failed; it is tried once more", layer)
+            self._copy(layer, load)
 
     def _copy(self, layer: int, load: Load) -> None:
         first = load.first_page * self._pages.geometry.page_size
