@@ -274,8 +274,8 @@ class Stager:
         takes_code: bool = False,
         audited: Callable[[Sequence[bytes], list[PageSource]], list[PageSource]] = lambda hashes, sources: sources,
     ) -> None:
-        """``room`` allocates bytes of ``arena``. ``takes_code``: as in `messages.Start`. ``audited`` returns the sources
-        of those pages that are to be served."""
+        """``room`` allocates bytes of ``arena``. ``takes_code``: as in `messages.Start`. ``audited`` returns the
+        sources of those pages that are to be served."""
         self._audited = audited
         self._config = config
         # A decode profile chooses the variant of each read when it begins, too late for a region's layout.
