@@ -70,6 +70,7 @@ NAMED = {
     "states beside attention": {
         "lfm2": "LFM2",
         "qwen3_5": "Qwen3.5",
+        "kimi_linear": "Kimi Linear",
         "nemotron_h": "Nemotron-H",
         "granitemoehybrid": "Granite 4",
     },
@@ -93,11 +94,9 @@ POOLS = {
     "layers without a rotation": FULL,
     "[image-text models](#images)": FULL,
     "MLA": Row(MLATokenToKVPoolHost, device_pools.MLATokenToKVPool),
-    "windows in a pool of their own": Row(
-        MHATokenToKVPoolHost, SWAKVPool, (ComponentType.FULL, ComponentType.SWA)
-    ),
+    "windows in a pool of their own": Row(MHATokenToKVPoolHost, SWAKVPool, (ComponentType.FULL, ComponentType.SWA)),
     "states beside attention": STATES,
-    "states that calibration does not know": STATES,
+    "attention and a state in each layer": STATES,
     "MLA with an indexer": Row(MLATokenToKVPoolHost, device_pools.DSATokenToKVPool),
     "K and V with an indexer": Row(MHATokenToKVPoolHost, device_pools.MiniMaxSparseKVPool),
     "a KV cache in fp8 (`e4m3`, `e5m2`)": FULL,
@@ -125,9 +124,7 @@ def test_every_model_of_the_tests_is_named_in_its_row_and_no_other_is() -> None:
     calibrated |= {*test_layers.WITH_IMAGES, *test_addend.FAMILIES} | served
     assert {name for models in NAMED.values() for name in models} == calibrated
     for family, (_, _, _, tried) in rows().items():
-        found = {
-            label: set(names.split(", ")) for label, names in re.findall(r"(SGLang|calibration): ([^;]*)", tried)
-        }
+        found = {label: set(names.split(", ")) for label, names in re.findall(r"(SGLang|calibration): ([^;]*)", tried)}
         models = NAMED.get(family, {})
         expected = {"SGLang": {name for model, name in models.items() if model in served}}
         expected["calibration"] = {name for model, name in models.items() if model not in served}
