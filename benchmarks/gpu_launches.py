@@ -108,8 +108,9 @@ def _make_pages() -> CudaPages:
         return CudaPages(pool, PAGE_TOKENS, ImmediateDevice(), ImmediateStream())
 
 
-def make_staged(num_tokens: int) -> StagedValues:
-    """Return the cells of a prompt as they are staged: coded bytes that are all zeros, at 1.33 bits a value."""
+def make_staged(num_tokens: int, *, from_memory: bool = False) -> StagedValues:
+    """Return the cells of a prompt as they are staged: coded bytes that are all zeros, at 1.33 bits a value. They lie
+    together by layers; ``from_memory``: by spans, as in `memory_cache`."""
     profile = _make_profile()
     grid = profile.grid
     spans, pages = range(0, num_tokens, SPAN_TOKENS), SPAN_TOKENS // PAGE_TOKENS
@@ -122,7 +123,7 @@ def make_staged(num_tokens: int) -> StagedValues:
             for block in range(HEADS // CELL_HEADS):
                 heads = grid.heads(block)
                 table = array("i", range(first // PAGE_TOKENS, first // PAGE_TOKENS + pages)).tobytes()
-                content, _ = pack(table, exponents, np.empty(0, dtype=np.uint8))
+                content = table + pack(exponents, np.empty(0, dtype=np.uint8))[0]
                 place = layers.start, len(layers), heads.start, len(heads), layers.start, heads.start
                 sizes = first, SPAN_TOKENS, pages, 0, start, size, end, _coefficients(len(layers))
                 rows.append(
@@ -136,6 +137,9 @@ def make_staged(num_tokens: int) -> StagedValues:
                 packed.append(content)
                 start, end = start + size, end + len(content)
     cells = np.array(rows, dtype=CELL)
+    if from_memory:
+        by_span = np.argsort(cells["first_token"], kind="stable")
+        cells["start"][by_span] = np.cumsum(cells["size"][by_span]) - cells["size"][by_span]
     sizes = cells["coefficients"] * cells["num_tokens"]
     cells["digest"] = digests_of(np.zeros((len(cells), SUMS), np.int64), sizes)
     memory = torch.empty(start + end, dtype=torch.uint8)  # bitstreams are never touched
@@ -148,15 +152,16 @@ def _coefficients(num_layers: int) -> int:
     return min(2 * num_layers * CELL_HEADS * DIM, COEFFICIENTS)
 
 
-def measure(num_tokens: int, scratch_bytes: int) -> dict[str, float]:
-    """Return the cells, the launches, and the time of Python that a load takes, once tables are uploaded."""
+def measure(num_tokens: int, scratch_bytes: int, *, from_memory: bool = False) -> dict[str, float]:
+    """Return the cells, the launches, and the time of Python that a load takes, once tables are uploaded. Other
+    arguments as for `make_staged`."""
     from sgl_kvfetch.plugin.device import coded_loads, pinned_memory
     from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
     from sgl_kvfetch.plugin.device.loads import Load
 
     torch.set_num_threads(1)
     pages, quantiser = _make_pages(), KltQuantiser(_make_profile(), step=1.0)
-    staged, copies, kernel = make_staged(num_tokens), _Kernel(), _Kernel()
+    staged, copies, kernel = make_staged(num_tokens, from_memory=from_memory), _Kernel(), _Kernel()
     assert staged.code is not None
     grid = quantiser.profile.grid
     pages.prepare(quantiser, (CellPlace(grid.layers(0), grid.heads(0), range(SPAN_TOKENS)) for _ in range(1)))
@@ -279,9 +284,10 @@ def main() -> None:
     parser = make_parser("benchmarks.gpu_launches", __doc__)
     parser.add_argument("--tokens", type=whole_number, default=32768)
     num_tokens = parser.parse_args().tokens
-    for size in SCRATCH_MIB:
-        found = measure(num_tokens, size << 20)
-        print(f"a load, {size} MiB:", "  ".join(f"{key} {value:.1f}" for key, value in found.items()))
+    for from_memory, size in itertools.product((False, True), SCRATCH_MIB):
+        found = measure(num_tokens, size << 20, from_memory=from_memory)
+        name = "a load from memory_cache" if from_memory else "a load"
+        print(f"{name}, {size} MiB:", "  ".join(f"{key} {value:.1f}" for key, value in found.items()))
     written = measure_writing(num_tokens)
     print("writing:", "  ".join(f"{key} {value:.1f}" for key, value in written.items()))
 

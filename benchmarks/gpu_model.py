@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 MULTIPROCESSORS, CLOCK_HZ = 132, 1.98e9
-LANES, SPAN_TOKENS = 32, 1024
+LANES, SPAN_TOKENS, TOKENS = 32, 1024, 32768
 MiB = 1 << 20
 
 # Of the kernel without groups.
@@ -66,13 +66,16 @@ def norm(power: float, *seconds: float) -> float:
 @dataclass(frozen=True)
 class Load:
     """32,768 tokens. ``restore_s``: of a cell. ``checks_last``: whether `xxh3` comes after `restore_klt`.
-    ``most_groups``: how many layer groups a part may have; each part up to twice as many as the one before."""
+    ``most_groups``: how many layer groups a part may have; each part up to twice as many as the one before.
+    ``copies``: that bring a part; from `memory_cache`, one a span. Each is taken to begin when its launch has ended and
+    the one before it, too: at worst."""
 
     rows: int = ROWS
     coded_bytes: float = CODED_BYTES
     restore_s: float = RESTORE_S
     checks_last: bool = False
     most_groups: int = 1
+    copies: int = 1
 
     @property
     def cell_bytes(self) -> float:
@@ -113,7 +116,8 @@ def run(lanes: int, lane_mib: int, kernel: Kernel, load: Load) -> Times:
         while next_part < len(parts) and not in_use[next_part % lanes]:
             lane = next_part % lanes
             in_use[lane] = True
-            copied_s = max(copied_s, free_s[lane]) + LAUNCH_S + parts[next_part] * load.cell_bytes / COPY_BYTES_S
+            copy_s = load.copies * LAUNCH_S + parts[next_part] * load.cell_bytes / COPY_BYTES_S
+            copied_s = max(copied_s, free_s[lane]) + copy_s
             heapq.heappush(ready, (copied_s, next_part, 0))
             next_part += 1
         now_s, part, stage = heapq.heappop(ready)
@@ -206,6 +210,9 @@ def predictions() -> Iterator[tuple[str, float, float]]:
         at_best, at_worst = (run(lanes, mib, kernel, load) for kernel in (best, worst))
         yield f"a load, {about}", 1e3 * at_best.load_s, 1e3 * at_worst.load_s
         yield f"passes lose by it, {about}", 1e3 * at_best.lost_s, 1e3 * at_worst.lost_s
+    spread = Load(700, 403e6, checks_last=True, most_groups=LAYER_GROUPS, copies=TOKENS // SPAN_TOKENS)
+    of_spread = [1e3 * run(2, 256, kernel, spread).load_s for kernel in (best, worst)]
+    yield "a load from memory_cache, 2 x 256 MiB, 32 copies a part", of_spread[0], of_spread[1]
 
 
 def _ms(kernel: Kernel, cells: int) -> float:

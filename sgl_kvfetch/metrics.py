@@ -57,6 +57,10 @@ STAGE_SECONDS = Histogram(
     ["stage"],
     buckets=_STAGE_BUCKETS,
 )
+DIVERGED_PAGES = Counter(
+    "sgl_kvfetch_diverged_pages",
+    "Pages not found behind a beginning that is stored, where the stored prompt goes on with other tokens",
+)
 WRITTEN_PAGES = Counter("sgl_kvfetch_written_pages", "Pages submitted for writing", ["result"])
 # stored, known (the store had them), dropped_full, dropped_invalid, dropped_error, dropped_data_plane (it ended)
 MERGES = Counter("sgl_kvfetch_merges", "Pairs of segments merged into one of twice the length")

@@ -89,6 +89,11 @@ def tokenise(model: str, prompts: Sequence[Prompt]) -> list[Tokens]:
     return [prompt if isinstance(prompt, list) else list(tokenizer(prompt).input_ids) for prompt in prompts]
 
 
+def text_of(model: str, tokens: Tokens) -> str:
+    """Return what the model's tokenizer makes of tokens. Raises ConfigError without one."""
+    return str(_load_tokenizer(model).decode(tokens))
+
+
 def _load_tokenizer(model: str) -> Any:
     """Load the tokenizer of a model's folder, or of its name at Hugging Face. Raises ConfigError.
 

@@ -40,6 +40,7 @@ class Reason(StrEnum):
     NEVER_WRITTEN = "never_written"
     EVICTED = "evicted"
     EXPIRED = "expired"
+    DIVERGES = "diverges"  # prompts that begin alike are stored, and go on with other tokens
 
     # The store has them, and they cannot be used.
     COARSE = "coarse"
@@ -89,6 +90,7 @@ ADVICE: dict[Reason, str] = {
     Reason.NEVER_WRITTEN: "see sgl_kvfetch_written_pages_total by result, and mode and --hicache-write-policy",
     Reason.EVICTED: "a larger --capacity; kvfetch pin keeps a prompt",
     Reason.EXPIRED: "a longer ttl_s on the servers that write",
+    Reason.DIVERGES: "move what changes (a date, an id, a list) to the end; nothing if prompts should differ there",
     Reason.COARSE: "a larger --capacity, a smaller --drop-levels, or a larger levels.max_kl",
     Reason.CORRUPT: "kvfetch verify names the damage; delete the segment, and servers write it again",
     Reason.FORMAT: "kvfetch verify names the damage; if all segments have it, update this server",

@@ -7,6 +7,7 @@ import re
 from sgl_kvfetch.errors import ConfigError
 
 UNITS = "kmgtp"
+_TOO_MANY_BYTES = 1 << 63
 _DURATIONS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) *(?:(?P<unit>[kmgtp])(?P<binary>i)?)?(?P<bytes>b)?", re.IGNORECASE)
 
@@ -20,10 +21,19 @@ def parse_size(text: str) -> int:
     if match is None or (match["unit"] and not match["bytes"]):
         raise ConfigError(f"invalid size {text!r}; expected a form such as 10GiB, 500MB or a number of bytes")
     power = UNITS.index(match["unit"].lower()) + 1 if match["unit"] else 0
-    size = int(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
-    if size < 1:
-        raise ConfigError(f"invalid size {text!r}; expected at least one byte")
-    return size
+    size = float(match["number"]) * (1024 if match["binary"] else 1000) ** power
+    if not 1 <= size < _TOO_MANY_BYTES:
+        shown = text if len(text) < 40 else f"{text[:40]}..."
+        raise ConfigError(f"invalid size {shown!r}; expected at least one byte, and less than 8 EiB")
+    return int(size)
+
+
+def format_size(num_bytes: int) -> str:
+    """Format a size with three significant digits, in powers of 1024."""
+    size, unit = float(num_bytes), 0
+    while size >= 1000 and unit < len(UNITS):
+        size, unit = size / 1024, unit + 1
+    return f"{size:.3g} {UNITS[unit - 1].upper()}iB" if unit else f"{num_bytes} B"
 
 
 def parse_duration(text: str) -> float:

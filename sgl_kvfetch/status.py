@@ -24,6 +24,7 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     at_s: float  # in seconds since the epoch
     first_hash: str  # of the first page that was looked up
+    found_hash: str  # of the last page that was found, which stands for all before it; "" if there is none
     num_pages: int  # looked up
     num_found: int
     num_served: int

@@ -109,7 +109,7 @@ def test_the_servers_find_the_store_of_the_chart() -> None:
     deployment, service = yaml.safe_load_all(text)
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     (secret,) = {each["valueFrom"]["secretKeyRef"]["name"] for each in container["env"]}
-    chart = rendered(image="REGISTRY/kvfetch:0.2.0", tokenSecret=secret)["Service"]
+    chart = rendered(image="REGISTRY/kvfetch:VERSION", tokenSecret=secret)["Service"]
     (port,) = chart["spec"]["ports"]
     assert config_in(container["args"])["store"] == f"http://{chart['metadata']['name']}:{port['port']}"
     assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()

@@ -12,7 +12,6 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from sgl_kvfetch import __version__
 from tests.tools.conftest import kvfetch
 
 CHART = Path(__file__).parent.parent / "deploy" / "helm" / "kvfetch"
@@ -25,6 +24,7 @@ ALL = {
     "options": "{--max-uploads=8}",
     **{f"{part}.enabled": "true" for part in ("serviceMonitor", "prometheusRule", "dashboard", "networkPolicy")},
 }
+BIG = {"capacity": "2TiB"}  # more than the volume
 OF_THE_OPERATOR = {"ServiceMonitor", "PrometheusRule"}
 
 helm = shutil.which("helm")
@@ -109,12 +109,61 @@ def test_only_peers_that_are_named_reach_the_store_and_it_reaches_nobody() -> No
     assert "name who may connect" in nobody.stderr
 
 
+MORE = {
+    "priorityClassName": "high",
+    "podLabels.team": "kv",
+    "extraEnv[0].name": "MALLOC_ARENA_MAX",
+    "extraEnv[0].value": "two",
+    "extraVolumes[0].name": "client-ca",
+    "extraVolumes[0].configMap.name": "client-ca",
+    "extraVolumeMounts[0].name": "client-ca",
+    "extraVolumeMounts[0].mountPath": "/secrets/client-ca",
+    "options": "{--tls-client-ca=/secrets/client-ca/ca.crt}",
+}
+
+
+def test_a_store_may_demand_certificates_of_its_clients() -> None:
+    template = rendered(**LEAST, **ALL | MORE)["StatefulSet"]["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    assert "--tls-client-ca=/secrets/client-ca/ca.crt" in container["args"]
+    assert {"name": "client-ca", "mountPath": "/secrets/client-ca"} in container["volumeMounts"]
+    assert {"name": "client-ca", "configMap": {"name": "client-ca"}} in template["spec"]["volumes"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):  # the kubelet has no certificate
+        assert container[probe]["tcpSocket"] == {"port": "store"}
+        assert "httpGet" not in container[probe]
+    assert container["env"] == [{"name": "MALLOC_ARENA_MAX", "value": "two"}]
+    assert template["spec"]["priorityClassName"] == "high"
+    assert template["metadata"]["labels"]["team"] == "kv"
+    for version in KUBERNETES:
+        kubernetes_validate.validate(rendered(**LEAST, **ALL | MORE)["StatefulSet"], version, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"capcity": "10GiB"}, "capcity"),
+        ({"service.prot": "1"}, "prot"),
+        ({"capacity": "10G"}, "capacity"),
+        ({"volume": "10GiB"}, "volume"),
+        ({"options": "{max-uploads}"}, "options"),
+        ({"capacity": "600GiB"}, "capacity: 600GiB does not fit into a volume of 500Gi"),
+        ({"capacity": "537GB"}, "capacity: 537GB does not fit into a volume of 500Gi"),
+        ({"volume": "450Gi"}, "capacity: 450GiB does not fit into a volume of 450Gi"),
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused(values: dict[str, str], message: str) -> None:
+    found = run("template", "kv", str(CHART), **LEAST | values)
+    assert found.returncode != 0
+    assert message in found.stderr
+
+
+def test_what_fits_is_taken() -> None:
+    for values in ({"capacity": "536GB"}, {"volume": "1Ti", "capacity": "1000GiB"}, {"existingClaim": "mine"} | BIG):
+        assert run("template", "kv", str(CHART), **LEAST | values).returncode == 0
+
+
 @pytest.mark.parametrize("missing", ["image", "tokenSecret"])
 def test_what_is_missing_is_named(missing: str) -> None:
     found = run("template", "kv", str(CHART), **{key: value for key, value in LEAST.items() if key != missing})
     assert found.returncode != 0
     assert f"{missing}: name" in found.stderr
-
-
-def test_the_chart_has_the_package_s_version() -> None:
-    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == __version__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,39 @@ def test_a_release_has_a_wheel_for_each_processor() -> None:
     assert "{project}/deploy/requirements-store.txt" in settings["before-test"]
 
 
+def newest_release() -> str:
+    """By the changelog."""
+    return re.findall(r"^## \[(\d.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+
+
 def test_all_parts_of_a_release_have_one_version() -> None:
-    version = PROJECT["project"]["version"]
+    version = sgl_kvfetch.__version__
+    assert PROJECT["project"]["dynamic"] == ["version"]
     chart = load("deploy/helm/kvfetch/Chart.yaml")
-    assert sgl_kvfetch.__version__ == chart["version"] == chart["appVersion"] == version
-    assert f"kvfetch:{version}" in (ROOT / "docs" / "deploy.md").read_text()
-    assert f"`main`, {version.rpartition('.')[0]}.x" in (ROOT / "SECURITY.md").read_text()
+    assert chart["appVersion"] == version
+    assert chart["version"] == version.replace(".dev", "-dev")
+    for path in ("docs/deploy.md", "examples/kubernetes/sglang.yaml"):
+        assert set(re.findall(r"kvfetch:(\d+\.[\w.]+)", (ROOT / path).read_text())) == {version}
+    assert f"`main`, {'.'.join(newest_release().split('.')[:2])}.x" in (ROOT / "SECURITY.md").read_text()
+
+
+def test_what_is_not_released_says_so() -> None:
+    """A checkout would else pass for the release, whose stores and servers do less (docs/upgrading.md)."""
+    version = sgl_kvfetch.__version__
+    if version != newest_release():
+        numbers = re.fullmatch(r"(\d+\.\d+\.\d+)\.dev0", version)
+        assert numbers, version
+        assert [int(n) for n in numbers[1].split(".")] > [int(n) for n in newest_release().split(".")]
+
+
+def test_a_tag_names_the_version() -> None:
+    jobs = load(".github/workflows/release.yml")["jobs"]
+    (check,) = {step["run"] for step in jobs["sources"]["steps"] if "GITHUB_REF_NAME" in step.get("run", "")}
+    for ref, is_right in ((f"v{sgl_kvfetch.__version__}", True), ("v0.0.1", False), ("main", True)):
+        kind = "tag" if ref.startswith("v") else "branch"
+        variables = {"GITHUB_REF_NAME": ref, "GITHUB_REF_TYPE": kind, "PATH": os.environ["PATH"]}
+        done = subprocess.run(["bash", "-c", check], cwd=ROOT, env=variables, check=False)
+        assert (done.returncode == 0) == is_right
 
 
 def test_workflows_run_each_release_of_sglang() -> None:
@@ -84,10 +112,10 @@ def test_hooks_are_the_tools_of_the_environment() -> None:
     assert all(hook["language"] == "system" for hook in repository["hooks"])
 
 
-def test_the_changelog_has_this_version_below_what_is_unreleased() -> None:
+def test_the_changelog_has_the_newest_release_below_what_is_unreleased() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
-    version = PROJECT["project"]["version"]
-    assert re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)[:2] == ["Unreleased", version]
+    version = newest_release()
+    assert re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)[0] == "Unreleased"
     assert re.search(rf"^## \[{version}\] - \d{{4}}-\d\d-\d\d$", text, re.MULTILINE)
     kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     assert set(re.findall(r"^### (.+)", text, re.MULTILINE)) <= kinds

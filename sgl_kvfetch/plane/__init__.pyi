@@ -29,6 +29,7 @@ from .launch import (
     Line as Line,
     Running as Running,
 )
+from .memory_cache import CODE_ALIGNMENT as CODE_ALIGNMENT, MemoryCache as MemoryCache
 from .messages import Cost as Cost, Found as Found, SideOver as SideOver, Start as Start, Watch as Watch
 from .plane import DataPlane as DataPlane
 from .profiles import (

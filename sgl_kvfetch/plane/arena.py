@@ -94,16 +94,18 @@ class Room:
     allocation.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
+    def __init__(self, num_bytes: int, first: int = 0) -> None:
+        """``first``: the offset from which on the bytes may be used; it is rounded up."""
+        self._first = -(-first // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes = first + num_bytes - self._first
         self._taken: dict[int, int] = {}  # ends, by start
         self._changed = threading.Condition()
         self._closed = False
 
     def allocate(self, num_bytes: int, timeout_s: float | None = None) -> int | None:
         """Wait for ``num_bytes`` free bytes and return their offset, or None after ``timeout_s`` or once closed."""
-        assert num_bytes <= self._num_bytes, num_bytes
-        size = -(-max(1, num_bytes) // _ALIGNMENT) * _ALIGNMENT
+        assert num_bytes <= self.num_bytes, num_bytes
+        size = _rounded(num_bytes)
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._gap(size) is not None, timeout_s)
             offset = None if self._closed else self._gap(size)
@@ -113,12 +115,19 @@ class Room:
 
     def _gap(self, size: int) -> int | None:
         """Return the offset of the first gap of at least ``size`` bytes, or None."""
-        offset = 0
+        offset = self._first
         for start, end in sorted(self._taken.items()):
             if start - offset >= size:
                 break
             offset = end
-        return offset if offset + size <= self._num_bytes else None
+        return offset if offset + size <= self._first + self.num_bytes else None
+
+    def shrink(self, offset: int, num_bytes: int) -> None:
+        """Free all but the first ``num_bytes`` of what was allocated at ``offset``."""
+        with self._changed:
+            assert offset + _rounded(num_bytes) <= self._taken[offset], num_bytes
+            self._taken[offset] = offset + _rounded(num_bytes)
+            self._changed.notify_all()
 
     def free(self, offset: int) -> None:
         with self._changed:
@@ -130,6 +139,10 @@ class Room:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-max(1, num_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 def arena_destination(arena: Arena, room: Room, emit: Emit, work: int, num_pages: int) -> Destination:

@@ -22,7 +22,6 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane.adapt.decode_profile import load_decode_profile
 from sgl_kvfetch.plane.adapt.policy import LookAhead
 from sgl_kvfetch.plane.adapt.pool import DecodePool
-from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
@@ -100,10 +99,11 @@ def open_client(
     nvdec: Nvdec | None = None,
     max_span_pages: int | None = None,
     engine_codecs: Collection[str] = (),
+    memory: MemoryCache | None = None,
 ) -> StoreClient:
     """Open the store; call this on the event loop. ``nvdec`` decodes what it can, the CPU the rest.
     ``max_span_pages``: upper limit for the pages of a span. ``engine_codecs``: those that the engine decodes; variants
-    that leave no video to the CPU are preferred. Raises ConfigError."""
+    that leave no video to the CPU are preferred. ``memory`` keeps what is read and written. Raises ConfigError."""
     levels = level_policy(config, quantiser)
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     link = Link()
@@ -114,7 +114,6 @@ def open_client(
     except FormatError as e:
         raise ConfigError(str(e)) from e
     read_size = WHOLE_SPANS if engine_codecs else READ_SIZE
-    memory = MemoryCache(Arena.create(config.memory_cache)) if config.memory_cache else None
     fetcher = Fetcher(
         store,
         _open_pool(config, nvdec),

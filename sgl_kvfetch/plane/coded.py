@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from sgl_kvfetch.codec import Cell, Decoders, SegmentReader
-from sgl_kvfetch.codec.container import cell_place
+from sgl_kvfetch.codec.container import TAG_BYTES, cell_place
 from sgl_kvfetch.codec.quant import pack
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.fetch.plan import PageSource, SpanPart
 from sgl_kvfetch.plane.fetch.sink import CodedPool, Keep
+from sgl_kvfetch.plane.memory_cache import CODE_ALIGNMENT, CachedSpan, Kept
 
-ALIGNMENT = 16  # of bitstreams, in bytes
 CODEC = "ans"  # that GPUs decode
 _LEAST_INTEGERS = 241  # the checksum of fewer is not computed on GPUs
 
@@ -67,25 +67,41 @@ def stays_coded(reader: SegmentReader, cell: Cell) -> bool:
     )
 
 
-class RegionPlan:
-    """Where the cells of a prompt's spans lie in a region, ordered by layers. ``rows``: of `CELL`, with all that is
-    known before a cell has arrived; ``start`` counts from the region's. ``num_bytes``: the region's size."""
+def lies_as_taken(reader: SegmentReader, span: int) -> bool:
+    """Return whether an engine's GPU takes all cells of a span as they are stored."""
+    return not reader.manifest.is_encrypted and bool(_span_rows(reader, span)["is_coded"].all())
 
-    def __init__(self, parts: Sequence[SpanPart]) -> None:
+
+class RegionPlan:
+    """Where the cells of a prompt's spans lie: some spans in `memory_cache`, the others in a region, ordered by layers.
+
+    ``rows``: of `CELL`, ordered by layers, with all that is known before a cell has arrived; ``start`` counts from the
+    region's for cells in it (``in_region``). ``num_bytes``: the region's size."""
+
+    def __init__(self, parts: Sequence[SpanPart], entries: Sequence[CachedSpan | None] = ()) -> None:
+        """``entries``: of each part, if memory has one; without any, all cells lie in the region."""
         self.parts = parts
+        self.entries = [
+            entry if entry is not None and lies_as_taken(part.reader, part.span) else None
+            for part, entry in zip(parts, entries or [None] * len(parts), strict=True)
+        ]
         of_parts = [_span_rows(part.reader, part.span) for part in parts]
-        rows = np.concatenate(of_parts)
+        rows, counts = np.concatenate(of_parts), [len(each) for each in of_parts]
         order = np.argsort(rows["first_layer"], kind="stable")
         self.rows = rows[order]
-        rooms = -(-self.rows["size"] // ALIGNMENT) * ALIGNMENT
-        self.rows["start"] = np.cumsum(rooms) - rooms
+        part_of = np.repeat(np.arange(len(parts)), counts)[order]
+        self.in_region = np.array([entry is None for entry in self.entries])[part_of]
+        rooms = -(-self.rows["size"] // CODE_ALIGNMENT) * CODE_ALIGNMENT * self.in_region
+        nowhere = np.zeros(max(counts), dtype=np.int64)
+        held = [
+            nowhere[:count] if entry is None else entry.integers
+            for entry, count in zip(self.entries, counts, strict=True)
+        ]
+        self.rows["start"] = np.where(self.in_region, np.cumsum(rooms) - rooms, np.concatenate(held)[order])
         self.num_bytes = int(rooms.sum())
-        self.part_of = np.repeat(np.arange(len(parts)), [len(each) for each in of_parts])[order].tolist()  # each row's
-        self._places: dict[tuple[str, Cell], int] = {}  # the row of each data object's cells
-        places = np.argsort(order).tolist()
-        for part in parts:
-            for cell in part.reader.span_cells(part.span):
-                self._places[part.reader.data_name, cell] = places[len(self._places)]
+        self.part_of: list[int] = part_of.tolist()  # each row's
+        # The numbers of each part's rows, in storage order.
+        self.rows_of = [each.tolist() for each in np.split(np.argsort(order), np.cumsum(counts)[:-1])]
 
     def row(self, reader: SegmentReader, cell: Cell) -> int:
         """Return the number of a cell's row. Raises UnsupportedError if the cell was not planned for."""
@@ -93,6 +109,15 @@ class RegionPlan:
         if row is None:
             raise UnsupportedError(f"{cell} of {reader.data_name} has no place in its prompt's region")
         return row
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, Cell], int]:
+        """The row of each data object's cells. A prompt that is all in memory needs none."""
+        return {
+            (part.reader.data_name, cell): row
+            for part, rows in zip(self.parts, self.rows_of, strict=True)
+            for cell, row in zip(part.reader.span_cells(part.span), rows, strict=True)
+        }
 
 
 _made: WeakKeyDictionary[SegmentReader, dict[int, np.ndarray]] = WeakKeyDictionary()
@@ -110,9 +135,8 @@ def _span_rows(reader: SegmentReader, span: int) -> np.ndarray:
         digests = np.frombuffer(b"".join(chunk.decoded_checksum for chunk in chunks), dtype=np.uint8)
         is_coded = np.array([stays_coded(reader, cell) for cell in cells])
         rows["is_coded"] = is_coded
-        rows["size"] = np.where(
-            is_coded, [chunk.size_bytes for chunk in chunks], rows["coefficients"] * rows["num_tokens"]
-        )
+        coded_bytes = np.array([chunk.size_bytes for chunk in chunks]) - TAG_BYTES * reader.manifest.is_encrypted
+        rows["size"] = np.where(is_coded, coded_bytes, rows["coefficients"] * rows["num_tokens"])
         rows["digest"] = digests.reshape(len(cells), -1) * is_coded[:, np.newaxis]
         made[span] = rows
     return made[span]
@@ -134,14 +158,30 @@ def _place(reader: SegmentReader, cell: Cell) -> tuple[int, ...]:
 
 
 class CodedRegion(CodedPool):
-    """A region of shared memory with the cells of one prompt. Threads may keep cells at once."""
+    """Shared memory with the cells of one prompt. Threads may keep cells at once."""
 
     def __init__(self, arena: Arena, offset: int, plan: RegionPlan) -> None:
-        self._memory = arena.buffer(offset, plan.num_bytes)
-        self._offset = offset
+        """``offset``: of the plan's region. What `memory_cache` has verified before is kept from the start."""
+        self._memory = arena.buffer(0, arena.num_bytes)
         self._plan = plan
-        self._starts, self._sizes, self._is_coded = (plan.rows[x].tolist() for x in ("start", "size", "is_coded"))
-        self._kept: dict[int, Sequence[np.ndarray]] = {}  # by row: what a cell has beside its integers
+        self._rows = plan.rows.copy()
+        self._rows["start"] += offset * plan.in_region
+        self._starts, self._sizes, self._is_coded = (self._rows[x].tolist() for x in ("start", "size", "is_coded"))
+        self._kept: dict[int, Kept] = {}  # by row
+        self._of_entries: dict[int, tuple[CachedSpan, int]] = {}  # by row: where a cell's entry keeps what it has, too
+        self._is_whole = []
+        for part, entry in enumerate(plan.entries):
+            self._is_whole.append(entry is not None and None not in entry.kept)
+            if entry is None:
+                continue
+            for number, (row, kept) in enumerate(zip(plan.rows_of[part], entry.kept, strict=True)):
+                if kept is None:
+                    self._of_entries[row] = entry, number
+                else:
+                    self._kept[row] = kept
+
+    def is_kept(self, part: int) -> bool:
+        return self._is_whole[part]
 
     def places(self, reader: SegmentReader, cells: Sequence[Cell]) -> list[list[memoryview]] | None:
         rows = [self._plan.row(reader, cell) for cell in cells]
@@ -168,7 +208,7 @@ class CodedRegion(CodedPool):
     def decoded(
         self, reader: SegmentReader, cells: Sequence[tuple[Cell, Sequence[memoryview]]], decoders: Decoders
     ) -> Keep:
-        found = []
+        found: list[tuple[int, Kept, bytes | memoryview]] = []
         for cell, chunks in cells:
             row = self._plan.row(reader, cell)
             if self._is_coded[row]:
@@ -177,31 +217,43 @@ class CodedRegion(CodedPool):
                 *tensors, decoded = reader.decode_chunks(cell, chunks, decoders)
                 parts = [x.numpy() for x in tensors]
                 integers = decoded.contiguous().view(torch.uint8).flatten().numpy().data
-            found.append((row, parts, integers))
+            found.append((row, pack(*parts), integers))
         return partial(self._keep, found)
 
     def working_bytes(self, reader: SegmentReader, cells: Sequence[Cell]) -> int:
         decoded = (cell for cell in cells if not self._is_coded[self._plan.row(reader, cell)])
         return sum(2 * reader.frames_bytes(cell) for cell in decoded)
 
-    def _keep(self, cells: Sequence[tuple[int, Sequence[np.ndarray], bytes | memoryview]]) -> None:
-        for row, parts, integers in cells:
-            if not isinstance(integers, memoryview) or integers.obj is not self._memory.obj:
-                self._place(row, len(integers))[:] = integers
-            self._kept[row] = parts
+    def _keep(self, cells: Sequence[tuple[int, Kept, bytes | memoryview]]) -> None:
+        for row, kept, integers in cells:
+            place = self._place(row, len(integers))
+            if not _is_at(integers, place):
+                place[:] = integers
+            self._kept[row] = kept
+            if row in self._of_entries:
+                entry, number = self._of_entries[row]
+                entry.kept[number] = kept
 
     def tables(self, num_pages: int) -> tuple[int, bytes]:
         """Return the number of cells that have some of the first ``num_pages`` pages, and their rows with what they
         have beside their integers."""
         pages = [_page_table(part, num_pages) for part in self._plan.parts]
         wanted = [row for row in sorted(self._kept) if pages[self._plan.part_of[row]]]
-        packed = [pack(pages[self._plan.part_of[row]], *self._kept[row]) for row in wanted]
-        rows = self._plan.rows[wanted]
-        rows["start"] += self._offset
-        sizes = np.array([len(content) for content, _ in packed], dtype=np.int64)
+        tables = [pages[self._plan.part_of[row]] for row in wanted]
+        kept = [self._kept[row] for row in wanted]
+        rows = self._rows[wanted]
+        sizes = np.fromiter(map(len, tables), np.int64) + np.fromiter((len(content) for content, _ in kept), np.int64)
         rows["packed"] = np.cumsum(sizes) - sizes
-        rows["num_exact"] = [num_exact for _, num_exact in packed]
-        return len(rows), rows.tobytes() + b"".join(content for content, _ in packed)
+        rows["num_exact"] = [num_exact for _, num_exact in kept]
+        packed = (x for table, (content, _) in zip(tables, kept, strict=True) for x in (table, content))
+        return len(rows), b"".join((rows.tobytes(), *packed))
+
+
+def _is_at(integers: bytes | memoryview, place: memoryview) -> bool:
+    if not isinstance(integers, memoryview) or integers.obj is not place.obj:
+        return False
+    ours, theirs = (np.frombuffer(x, np.uint8).__array_interface__["data"][0] for x in (place, integers))
+    return bool(ours == theirs)
 
 
 def _page_table(part: SpanPart, num_pages: int) -> bytes:

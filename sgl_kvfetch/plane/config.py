@@ -352,6 +352,8 @@ def _fault(error: dict[str, Any]) -> str:
     match error["type"]:
         case "extra_forbidden" if key in _MOVED:
             return f"{key} {_MOVED[key]}"
+        case "extra_forbidden" if group and len(error["loc"]) == 1 and (field := key.partition(".")[2]) in known:
+            return f'unknown key {key!r}; write it as {{"{key.partition(".")[0]}": {{"{field}": ...}}}}'
         case "extra_forbidden":
             close = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}"

@@ -67,13 +67,13 @@ class _Activity:
 class DataPlaneProcess:
     """A separate process. When the engine's process ends, however it ends, the socket closes, and this ends too."""
 
-    module = "sgl_kvfetch.plane"
+    module = "-m", "sgl_kvfetch.plane"
 
     def __init__(self, line: Line) -> None:
         fds = line.commands.fileno(), line.events.fileno(), line.values.fd, line.pages.fd
         numbers = map(str, (*fds, line.values.num_bytes, line.pages.num_bytes))
         # -P: the installed package, and not a folder of this name where SGLang was started, such as a checkout.
-        command = [sys.executable, "-P", "-m", self.module, *numbers]
+        command = [sys.executable, "-P", *self.module, *numbers]
         self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
         self._activity = _Activity(self.process.pid, self.process.pid)
         line.commands.close()

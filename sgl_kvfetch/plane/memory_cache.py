@@ -1,8 +1,18 @@
-"""Keeps coded bytes in memory: what was read or written lately is found, and decoded again, without the network.
+"""Keeps coded bytes in memory: what was read or written lately is found, and restored again, without the network.
 
-An entry is a span of a segment, in one variant and with so many levels. It holds the units in which a span is read, as
-they are stored; so they are verified, and decrypted, each time they are decoded. The least recently used entry goes
-first; entries that a request waits for stay.
+An entry is a span of a segment, in one variant and with so many levels. It holds the chunks of the span's cells as they
+are stored. The least recently used entry goes first; entries that a request waits for stay.
+
+The memory is shared with the engine, and a chunk lies where a GPU can take it. So an entry has a life:
+
+* **It is filled.** Whoever reads a span opens an entry, into which the bytes are received; nobody else fills it
+  meanwhile. Bytes that come another way are copied. A reader that fails leaves what has come to the next one.
+* **It is listed** once all bytes are there: `find` names its pages.
+* **It is verified** by whoever restores it. What a GPU decodes is verified once: the entry keeps what was unpacked
+  (`CachedSpan.kept`), so the next prompt with the span takes it as it lies. All else, such as what is encrypted, is
+  verified each time.
+* **It is held** while a fetch reads it, or while the engine may take it. What is evicted or dropped meanwhile is found
+  no more, and its memory is freed by the last holder.
 """
 
 from __future__ import annotations
@@ -11,40 +21,67 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import Cell, CodedSegment, EncodedSegment, SegmentReader
 from sgl_kvfetch.plane.arena import Arena, Room
-from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, SpanPart, read_units
+from sgl_kvfetch.plane.fetch.plan import CellChunks, PageSource, ReadSize, ReadUnit, SpanPart, read_units
 
+CODE_ALIGNMENT = 16  # of a cell's integers, in bytes: GPUs read them from there
+
+Kept = tuple[bytes, int]  # what a cell has beside its integers, and its number of exact tokens
 _SpanKey = tuple[str, int, int]  # data object, number of levels, span
 _UnitKey = tuple[Cell, int]  # first cell, number of cells
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """``places``: the offset of each unit that is here. ``missing_bytes``: of the units that are not.
+class _Layout(NamedTuple):
+    """Where the chunks of a span's cells lie in its entry. ``chunks``: the begin and the end of each. ``integers``:
+    where each cell's last part begins, int64, in storage order: they lie together, so that a few copies take them."""
 
-    ``num_holders``: how many keep the entry. ``is_dropped``: its memory is freed when the last of them lets go.
+    chunks: dict[Cell, list[tuple[int, int]]]
+    integers: np.ndarray
+    num_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class CachedSpan:
+    """``units``: those whose bytes are here. ``missing_bytes``: of the others. ``kept``: of each cell in storage order,
+    once it was verified and a GPU may take it as it lies; threads that verify write it.
+
+    ``filler``: who fills it. ``num_holders``: how many keep the entry. ``is_dropped``: the last of them frees its
+    memory.
     """
 
     key: _SpanKey
     reader: SegmentReader
+    layout: _Layout
     offset: int
-    num_bytes: int
     missing_bytes: int
-    places: dict[_UnitKey, int] = field(default_factory=dict)
+    units: set[_UnitKey] = field(default_factory=set)
+    kept: list[Kept | None] = field(default_factory=list)
+    filler: Held | None = None
     num_holders: int = 0
     is_dropped: bool = False
+
+    @property
+    def integers(self) -> np.ndarray:
+        """Where each cell's last part begins in shared memory, int64, in storage order."""
+        return self.offset + self.layout.integers
 
 
 class MemoryCache:
     """Belongs to one event loop."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._room = Room(arena.num_bytes)
-        self._entries: OrderedDict[_SpanKey, _Entry] = OrderedDict()  # the least recently used first
+    def __init__(self, arena: Arena, num_bytes: int) -> None:
+        """``num_bytes``: at the end of the arena, are the cache's."""
+        self._memory = arena.buffer(0, arena.num_bytes)
+        self._room = Room(num_bytes, arena.num_bytes - num_bytes)
+        self._entries: OrderedDict[_SpanKey, CachedSpan] = OrderedDict()  # the least recently used first
         self._pages: dict[bytes, PageSource] = {}  # by hash; those of which all bytes are here
         self._used_bytes = 0
         self._num_entries: Counter[SegmentReader] = Counter()
@@ -71,37 +108,72 @@ class MemoryCache:
 
     def hold(self, parts: Iterable[SpanPart]) -> Held:
         """Keep those of these spans that are here, until the result is let go."""
-        keys = (_key(part.reader, part.span) for part in parts)
-        entries = {key: entry for key in keys if (entry := self._entries.get(key)) and not entry.missing_bytes}
-        for key, entry in entries.items():
-            entry.num_holders += 1
-            self._entries.move_to_end(key)
-        return Held(self, entries)
+        held = Held(self)
+        for part in parts:
+            entry = self._entries.get(_key(part.reader, part.span))
+            if entry is not None and not entry.missing_bytes:
+                self._hold(entry, held)
+        return held
 
-    def put(self, unit: ReadUnit, data: Iterable[bytes | memoryview]) -> None:
-        """Keep a unit's bytes, if there is room or something can be evicted for its span. ``data``: they, in pieces."""
-        span = unit.cells[0].span
-        entry = self._entries.get(_key(unit.reader, span)) or self._open(unit.reader, span)
-        place = unit.cells[0], len(unit.cells)
-        if entry is None or place in entry.places or unit.size_bytes > entry.missing_bytes:
-            return  # the last: it overlaps with units of another size
-        # Units lie one behind another in the order in which they came, whatever their place in the span.
-        offset = entry.offset + entry.num_bytes - entry.missing_bytes
-        into = self.buffer(offset, unit.size_bytes)
-        for piece in data:
-            into[: len(piece)], into = piece, into[len(piece) :]
-        entry.places[place] = offset
-        entry.missing_bytes -= unit.size_bytes
-        self._entries.move_to_end(entry.key)
-        if not entry.missing_bytes:
-            self._list_pages(entry)
+    def _hold(self, entry: CachedSpan, held: Held) -> None:
+        if entry.key not in held.entries:
+            held.entries[entry.key] = entry
+            entry.num_holders += 1
+            self._entries.move_to_end(entry.key)
+
+    def put(self, unit: ReadUnit, chunks: Sequence[CellChunks]) -> None:
+        """Copy a unit's bytes, if there is room or something can be evicted for its span."""
+        entry = self._open(unit.reader, unit.cells[0].span)
+        if entry is not None and entry.filler is None and self.lacks(entry, unit):
+            self.copy(entry, unit, chunks)
 
     def put_segment(self, reader: SegmentReader, segment: CodedSegment | EncodedSegment, size: ReadSize) -> None:
-        """Keep a segment that was written, in the units in which it is read."""
+        """Copy a segment that was written, in the units in which it is read."""
         objects = dict(segment.data_objects())
         for span in range(reader.manifest.num_spans):
             for unit in read_units(reader, span, size):
-                self.put(unit, [objects[name][start:end] for name, start, end in unit.reads])
+                self.put(unit, unit.split_objects([objects[name][start:end] for name, start, end in unit.reads]))
+
+    def open(self, parts: Iterable[SpanPart], held: Held) -> None:
+        """Open entries for spans that are not here, as far as there is room or something can be evicted, and nobody
+        else fills them. They are held, too."""
+        for part in parts:
+            entry = self._open(part.reader, part.span)
+            if entry is None or entry.filler is not None:
+                continue
+            if entry.missing_bytes:
+                entry.filler = held
+            self._hold(entry, held)
+
+    def lacks(self, entry: CachedSpan, unit: ReadUnit) -> bool:
+        """Return whether an entry could take a unit. One that overlaps with units of another size is not taken."""
+        return _unit_key(unit) not in entry.units and unit.size_bytes <= entry.missing_bytes
+
+    def places(self, entry: CachedSpan, unit: ReadUnit) -> list[CellChunks]:
+        """Return where the chunks of a unit's cells lie."""
+        memory, chunks = self._memory, entry.layout.chunks
+        return [
+            [memory[entry.offset + begin : entry.offset + end] for begin, end in chunks[cell]] for cell in unit.cells
+        ]
+
+    def copy(self, entry: CachedSpan, unit: ReadUnit, chunks: Sequence[CellChunks]) -> list[CellChunks]:
+        """Copy a unit's chunks to their places, which are returned."""
+        places = self.places(entry, unit)
+        for into, cell in zip(places, chunks, strict=True):
+            for place, chunk in zip(into, cell, strict=True):
+                place[:] = chunk
+        self.filled(entry, unit)
+        return places
+
+    def filled(self, entry: CachedSpan, unit: ReadUnit) -> None:
+        """Note that a unit's bytes are in their places."""
+        entry.units.add(_unit_key(unit))
+        entry.missing_bytes -= unit.size_bytes
+        if entry.is_dropped:
+            return
+        self._entries.move_to_end(entry.key)
+        if not entry.missing_bytes:
+            self._list_pages(entry)
 
     def drop(self, data_name: str) -> None:
         """Forget what is here of a data object, which is damaged."""
@@ -112,31 +184,36 @@ class MemoryCache:
         for entry in list(self._entries.values()):
             self._evict(entry)
 
-    def buffer(self, offset: int, num_bytes: int) -> memoryview:
-        return self._arena.buffer(offset, num_bytes)
-
-    def let_go(self, entry: _Entry) -> None:
+    def let_go(self, entry: CachedSpan, held: Held) -> None:
+        if entry.filler is held:
+            entry.filler = None
         entry.num_holders -= 1
-        if entry.is_dropped and not entry.num_holders:
+        if not entry.num_holders and not entry.is_dropped and not entry.units:  # nothing has come
+            self._evict(entry)
+        elif not entry.num_holders and entry.is_dropped:
             self._free(entry)
 
-    def _open(self, reader: SegmentReader, span: int) -> _Entry | None:
-        """Make room for a span. Return None if what is held, or the size of the cache, leaves too little."""
-        num_bytes = reader.span_bytes(span)
-        if num_bytes > self._arena.num_bytes:
+    def _open(self, reader: SegmentReader, span: int) -> CachedSpan | None:
+        """Return a span's entry. Make room for one that is not here; return None if what is held, or the size of the
+        cache, leaves too little."""
+        key = _key(reader, span)
+        if (found := self._entries.get(key)) is not None:
+            return found
+        layout = _layout(reader, span)
+        if layout.num_bytes > self._room.num_bytes:
             return None
-        while (offset := self._room.allocate(num_bytes, 0)) is None:
+        while (offset := self._room.allocate(layout.num_bytes, 0)) is None:
             oldest = next((each for each in self._entries.values() if not each.num_holders), None)
             if oldest is None:
                 return None
             self._evict(oldest)
-        self._count(num_bytes)
-        entry = _Entry(_key(reader, span), reader, offset, num_bytes, num_bytes)
-        self._entries[entry.key] = entry
+        self._count(layout.num_bytes)
+        entry = CachedSpan(key, reader, layout, offset, reader.span_bytes(span), kept=[None] * len(layout.chunks))
+        self._entries[key] = entry
         self._num_entries[reader] += 1
         return entry
 
-    def _list_pages(self, entry: _Entry) -> None:
+    def _list_pages(self, entry: CachedSpan) -> None:
         manifest = entry.reader.manifest
         mine = entry.reader.rank_heads
         if mine.start < manifest.first_head or mine.stop > manifest.first_head + manifest.num_heads:
@@ -144,7 +221,7 @@ class MemoryCache:
         for page in range(*manifest.span_range(entry.key[2])):
             self._pages[manifest.page_hashes[page]] = PageSource(entry.reader, page)
 
-    def _evict(self, entry: _Entry) -> None:
+    def _evict(self, entry: CachedSpan) -> None:
         del self._entries[entry.key]
         manifest = entry.reader.manifest
         for page in range(*manifest.span_range(entry.key[2])):
@@ -159,9 +236,9 @@ class MemoryCache:
         if not entry.num_holders:
             self._free(entry)
 
-    def _free(self, entry: _Entry) -> None:
+    def _free(self, entry: CachedSpan) -> None:
         self._room.free(entry.offset)
-        self._count(-entry.num_bytes)
+        self._count(-entry.layout.num_bytes)
 
     def _count(self, num_bytes: int) -> None:
         self._used_bytes += num_bytes
@@ -169,36 +246,102 @@ class MemoryCache:
 
 
 class Held:
-    """Spans that a fetch keeps in the cache. Call ``let_go`` once, at its end."""
+    """Spans that are kept in the cache for one request. Call ``let_go`` at its end."""
 
-    def __init__(self, cache: MemoryCache | None = None, entries: dict[_SpanKey, _Entry] | None = None) -> None:
+    def __init__(self, cache: MemoryCache | None = None) -> None:
+        """Without ``cache``, nothing is held."""
         self._cache = cache
-        self._entries = entries or {}
+        self.entries: dict[_SpanKey, CachedSpan] = {}
+
+    def entry(self, reader: SegmentReader, span: int) -> CachedSpan | None:
+        return self.entries.get(_key(reader, span))
 
     def has(self, reader: SegmentReader, span: int) -> bool:
-        return _key(reader, span) in self._entries
+        """Return whether all bytes of a span are here."""
+        entry = self.entry(reader, span)
+        return entry is not None and not entry.missing_bytes
+
+    def open(self, parts: Iterable[SpanPart]) -> None:
+        """Open entries for what is missing, to be filled."""
+        if self._cache is not None:
+            self._cache.open(parts, self)
 
     def has_unit(self, unit: ReadUnit) -> bool:
-        return self._offset(unit) is not None
+        entry = self.entry(unit.reader, unit.cells[0].span)
+        return entry is not None and _unit_key(unit) in entry.units
 
-    def _offset(self, unit: ReadUnit) -> int | None:
-        entry = self._entries.get(_key(unit.reader, unit.cells[0].span))
-        return None if entry is None else entry.places.get((unit.cells[0], len(unit.cells)))
-
-    def data(self, unit: ReadUnit) -> memoryview | None:
-        """Return a unit's bytes, which stay as they are until ``let_go``; None if they are not here."""
-        offset = self._offset(unit)
-        if self._cache is None or offset is None:
+    def chunks(self, unit: ReadUnit) -> list[CellChunks] | None:
+        """Return the chunks of a unit's cells, which stay as they are until ``let_go``; None if they are not here."""
+        entry = self.entry(unit.reader, unit.cells[0].span)
+        if self._cache is None or entry is None or _unit_key(unit) not in entry.units:
             return None
         metrics.MEMORY_CACHE_READ_BYTES.inc(unit.size_bytes)
-        return self._cache.buffer(offset, unit.size_bytes)
+        return self._cache.places(entry, unit)
+
+    def places(self, unit: ReadUnit) -> list[CellChunks] | None:
+        """Return where the chunks of a unit's cells are to be received, before `received`; None if they are not wanted
+        here."""
+        entry = self._filling(unit)
+        return None if self._cache is None or entry is None else self._cache.places(entry, unit)
+
+    def received(self, unit: ReadUnit) -> None:
+        """Note that a unit's bytes are in their `places`."""
+        entry = self._filling(unit)
+        if self._cache is not None and entry is not None:
+            self._cache.filled(entry, unit)
+
+    def put(self, unit: ReadUnit, chunks: list[CellChunks]) -> list[CellChunks]:
+        """Copy a unit's chunks to their places, if they are wanted here. Return the chunks that are to be used."""
+        entry = self._filling(unit)
+        return chunks if self._cache is None or entry is None else self._cache.copy(entry, unit, chunks)
+
+    def _filling(self, unit: ReadUnit) -> CachedSpan | None:
+        entry = self.entry(unit.reader, unit.cells[0].span)
+        if self._cache is None or entry is None or entry.filler is not self:
+            return None
+        return entry if self._cache.lacks(entry, unit) else None
+
+    def end_filling(self) -> None:
+        """Let go of what is not all here: others may fill it."""
+        self._let_go([entry for entry in self.entries.values() if entry.missing_bytes])
 
     def let_go(self) -> None:
-        for entry in self._entries.values():
+        self._let_go(list(self.entries.values()))
+
+    def _let_go(self, entries: Sequence[CachedSpan]) -> None:
+        for entry in entries:
             assert self._cache is not None
-            self._cache.let_go(entry)
-        self._entries = {}
+            del self.entries[entry.key]
+            self._cache.let_go(entry, self)
 
 
 def _key(reader: SegmentReader, span: int) -> _SpanKey:
     return reader.data_name, reader.num_levels, span
+
+
+def _unit_key(unit: ReadUnit) -> _UnitKey:
+    return unit.cells[0], len(unit.cells)
+
+
+_layouts: WeakKeyDictionary[SegmentReader, dict[int, _Layout]] = WeakKeyDictionary()
+
+
+def _layout(reader: SegmentReader, span: int) -> _Layout:
+    """Return the layout of a span's entry: integers first, which are most of it. It is computed once."""
+    made = _layouts.setdefault(reader, {})
+    if span not in made:
+        cells, last = list(reader.span_cells(span)), reader.manifest.chunks_per_cell - 1
+        sizes = [reader.chunk_sizes(cell) for cell in cells]
+        rooms = [-(-each[last] // CODE_ALIGNMENT) * CODE_ALIGNMENT for each in sizes]
+        *begins, end = accumulate(rooms, initial=0)
+        chunks: dict[Cell, list[tuple[int, int]]] = {}
+        for cell, begin, each in zip(cells, begins, sizes, strict=True):
+            place = chunks[cell] = []
+            for number, size in enumerate(each):
+                if number == last:
+                    place.append((begin, begin + size))
+                else:
+                    place.append((end, end + size))
+                    end += size
+        made[span] = _Layout(chunks, np.array(begins, dtype=np.int64), end)
+    return made[span]

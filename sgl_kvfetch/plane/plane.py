@@ -7,16 +7,19 @@ methods whose docstrings say so wait.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 import msgspec
+import torch
 
-from sgl_kvfetch import timeline
+from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import SideKey
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.sink import Destination
@@ -25,6 +28,9 @@ from sgl_kvfetch.plane.run import ANSWER_S, Quantising, ReadPages, ReadSide, Tak
 from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.plane.supervisor import Supervisor
 from sgl_kvfetch.types import KVGeometry
+
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
 
 # Shared memory for values on their way to the engine: this, or twice the size of a page with all its side pages. That
 # for pages on their way to the store is the write queue. Memory that is never used takes no space.
@@ -51,7 +57,13 @@ class DataPlane(Supervisor):
         least_bytes = 2 * (geometry.page_bytes + sum(start.sides.values()))
         queue_bytes = max(start.config.get("write_queue_bytes", _QUEUE_BYTES), least_bytes)
         self._queue_bytes = queue_bytes
-        super().__init__(start, geometry, launch, queue_bytes, staging_bytes or max(SHARED_BYTES, least_bytes))
+        value_bytes = (staging_bytes or max(SHARED_BYTES, least_bytes)) + start.config.get("memory_cache", 0)
+        super().__init__(start, geometry, launch, queue_bytes, value_bytes)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The shared memory in which prompts are staged, uint8, and behind it that of `memory_cache`."""
+        return self._run.values.whole
 
     # Reading
 
@@ -142,21 +154,49 @@ class DataPlane(Supervisor):
         quantising: Quantising | None = None,
         may_wait: Callable[[], bool] = lambda: False,
     ) -> int:
-        """Queue consecutive pages of a sequence for writing. Return how many, from the first on, were queued. Waits a
-        little for room, and longer while ``may_wait`` returns True, which is asked about once a second, but not for a
-        store that takes nothing.
+        """Queue consecutive pages of a sequence for writing. Return how many, from the first on, were queued; the rest
+        is counted as dropped. Waits a little for room, and longer while ``may_wait`` returns True, which is asked about
+        once a second, but not for a store that takes nothing. Raises nothing: SGLang's thread goes on if the pool
+        cannot be read.
 
         ``first_page``: position in the sequence. ``previous_hash``: hash of the page before, None at the sequence's
         start. ``pool_pages``: their page numbers in the pool. ``read`` returns a copy of pages of the pool, or None if
         they are no longer available. ``sides``: how to read the side pages of some of these pages, which are counted
         from the first. ``quantising`` goes before ``read``.
         """
+        num_queued, result = 0, "dropped_full"
+        try:
+            parts = self._queued(first_page, previous_hash, hashes, pool_pages, read, sides or {}, quantising, may_wait)
+            for part in parts:
+                num_queued = part.stop
+        except Exception:
+            logger.exception("kvfetch: reading pages from the engine's pool failed")
+            metrics.MISSES.labels("write", "internal").inc()
+            result = "dropped_error"
+        if dropped := len(hashes) - num_queued:
+            metrics.WRITTEN_PAGES.labels(result).inc(dropped)
+            if result == "dropped_full":
+                why = "the write queue is full, or the engine has emptied its cache"
+                _limited.warning("full", f"kvfetch: {dropped} pages not written: {why}")
+        return num_queued
+
+    def _queued(
+        self,
+        first_page: int,
+        previous_hash: bytes | None,
+        hashes: Sequence[bytes],
+        pool_pages: Sequence[int],
+        read: ReadPages,
+        sides: Mapping[SideKey, ReadSide],
+        quantising: Quantising | None,
+        may_wait: Callable[[], bool],
+    ) -> Iterator[range]:
+        """Queue pages. Yield each part that is queued. Arguments as for `write`."""
         started_s = time.monotonic()
-        sides = sides or {}
         most_bytes = PART_BYTES if quantising is None else _QUANTISED_BYTES
         for part in self._parts(len(hashes), sides, most_bytes):
             if part.start and time.monotonic() > started_s + _WRITES_S and not may_wait():
-                return part.start
+                return
             theirs = {(pool, page - part.start): x for (pool, page), x in sides.items() if page in part}
             run = slice(part.start, part.stop)
             command = m.Write(0, first_page + part.start, previous_hash, b"".join(hashes[run]), 0, tuple(theirs))
@@ -167,10 +207,10 @@ class DataPlane(Supervisor):
                     self._refused_s = math.inf
                     break
                 if not may_wait() or not self._takes_pages():
-                    return part.start
+                    return
                 time.sleep(_PAUSE_S)
             previous_hash = hashes[run][-1]
-        return len(hashes)
+            yield part
 
     def _takes_pages(self) -> bool:
         """Return whether the store still seems to take pages, just after there was no room for some."""

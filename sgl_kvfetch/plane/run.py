@@ -19,9 +19,9 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -138,7 +138,7 @@ class Run:
         commands, events = socket.socketpair(), socket.socketpair()
         self.launch = launch
         self.channel = Channel(commands[0], events[0])
-        self._values, self._pages = Arena.create(value_bytes), Arena.create(page_bytes)
+        self.values, self._pages = Arena.create(value_bytes), Arena.create(page_bytes)
         self._room = Room(page_bytes)
         self._geometry = geometry
         self._sides = sides
@@ -149,7 +149,7 @@ class Run:
         self._on_loss = on_loss
         self.has_lost = False  # the store has failed to take pages, and has taken none since
         self._num_queued = 0  # pages that the data plane has taken and not yet written or dropped
-        self.running = launch(Line(commands[1], events[1], self._values, self._pages, self.destination))
+        self.running = launch(Line(commands[1], events[1], self.values, self._pages, self.destination))
 
     # Commands, which fail at once after the end
 
@@ -337,7 +337,8 @@ class Run:
             case m.SidePiece():
                 try:
                     if (asked := self._work(event.work)) is not None and asked.take is not None:
-                        asked.take(event.page, self._values.view(event.offset, torch.uint8, (event.num_bytes,)))
+                        with self._failing(event.work):
+                            asked.take(event.page, self.values.view(event.offset, torch.uint8, (event.num_bytes,)))
                 finally:
                     self.channel.send(m.FreePiece(event.offset))
             case m.Found() | m.Staged() | m.FetchOver() | m.SideOver() | m.Taken() | m.ClearOver():
@@ -371,16 +372,16 @@ class Run:
     def staged_values(self, staged: m.Staged) -> StagedValues:
         """Return what was staged. It stays readable when the data plane has ended."""
         if staged.num_cells:
-            tables = self._values.view(staged.tables, torch.uint8, (staged.tables_bytes,))
+            tables = self.values.view(staged.tables, torch.uint8, (staged.tables_bytes,))
             cells = np.frombuffer(tables.numpy().data, dtype=CELL, count=staged.num_cells)
             code = StagedCode(cells, tables[cells.nbytes :])
             return StagedValues(
-                staged.num_pages, staged.num_found, staged.end, self._values.whole, code=code, reason=staged.reason
+                staged.num_pages, staged.num_found, staged.end, self.values.whole, code=code, reason=staged.reason
             )
         room_pages = staged.num_found if staged.num_pages else 0
-        values = region_views(self._values, staged.offset, self._geometry, room_pages)
+        values = region_views(self.values, staged.offset, self._geometry, room_pages)
         return StagedValues(
-            staged.num_pages, staged.num_found, staged.end, self._values.whole, values, reason=staged.reason
+            staged.num_pages, staged.num_found, staged.end, self.values.whole, values, reason=staged.reason
         )
 
     def _land(self, piece: m.Piece) -> None:
@@ -392,13 +393,23 @@ class Run:
         layers, heads = range(piece.first_layer, piece.end_layer), range(piece.first_head, piece.end_head)
         common = len(piece.pages) * geometry.page_size, len(layers), len(heads)
         shapes = ((*common, geometry.head_dim(t)) for t in TENSORS)
-        values = self._values.views(piece.offset, geometry.torch_dtype, shapes)
-        try:
+        values = self.values.views(piece.offset, geometry.torch_dtype, shapes)
+        with self._failing(piece.work):
             pages = [destination.pool_pages[i] for i in piece.pages]
             destination.sink.write(layers, heads, pages, CellValues(*values))
-        except BaseException:
-            self._answer(m.FetchOver(piece.work, 0))
-            raise
+
+    @contextmanager
+    def _failing(self, work: int) -> Iterator[None]:
+        """End a piece of work, as if nothing had come, if the engine cannot take what has come of it."""
+        try:
+            yield
+        except Exception:
+            logger.exception("kvfetch: pages that were fetched could not be put into the engine's pool")
+            with self._lock:
+                asked = self._asked.pop(work, None)
+            if asked is not None:
+                asked.lose(Reason.INTERNAL)
+            self.channel.send(m.Cancel(work))
 
     def end(self) -> bool:
         """End the data plane, and complete all its work under way as misses. Return whether it has lost pages that it
@@ -412,7 +423,7 @@ class Run:
             lost, self._asked = self._asked, {}
         for each in lost.values():
             each.lose()
-        self._values.close()
+        self.values.close()
         self._pages.close()
         if self._num_queued > 0:
             metrics.WRITTEN_PAGES.labels("dropped_data_plane").inc(self._num_queued)

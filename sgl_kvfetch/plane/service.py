@@ -44,7 +44,8 @@ from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.plane.fetch.sides import KV_POOL, Usable, usable_runs
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Line
-from sgl_kvfetch.plane.misses import miss, noted_here
+from sgl_kvfetch.plane.memory_cache import MemoryCache
+from sgl_kvfetch.plane.misses import miss, noted_here, shortfall
 from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plane.staging import Stager
 from sgl_kvfetch.plane.write.gather import PageBatch
@@ -58,7 +59,7 @@ _CLOSE_S = 3.0  # how long each step of closing may take
 _CLEAR_S = 5.0
 
 GetDestination = Callable[[int, int], Destination | None]
-OpenClient = Callable[[KVFetchConfig, HeadSlice, m.Start], StoreClient]
+OpenClient = Callable[[KVFetchConfig, HeadSlice, m.Start, MemoryCache | None], StoreClient]
 
 
 class Service:
@@ -75,9 +76,9 @@ class Service:
         emit: Emit,
         destination: GetDestination | None,
     ) -> None:
-        """``room`` allocates the bytes of ``line.values``. ``emit`` may be called on any thread. ``destination``
-        returns where the pages of a fetch go, from its number and how many they are; None if the engine has given it
-        up. Without ``destination``, pages go into ``line.values``."""
+        """``room`` allocates those bytes of ``line.values`` that are not the cache's. ``emit`` may be called on any
+        thread. ``destination`` returns where the pages of a fetch go, from its number and how many they are; None if
+        the engine has given it up. Without ``destination``, pages go into ``line.values``."""
         self.client = client
         self._config = config
         self._heads = heads
@@ -165,7 +166,7 @@ class Service:
                 if len(self._found) > _MOST_FOUND:
                     self._found.popitem(last=False)
             cost = self.client.fetcher.cost(sources)
-            reason = reasons[0] if reasons and len(sources) < len(hashes) else ""
+            reason = shortfall(reasons) if len(sources) < len(hashes) else ""
             self._emit(m.Found(command.work, len(sources), cost, usable.lengths, usable.stored, reason))
 
     # Fetches
@@ -189,7 +190,7 @@ class Service:
         finally:
             count_fetch(result, len(hashes), timeout_s, self._geometry.page_bytes)
             del self._fetches[command.work]
-            self._emit(m.FetchOver(command.work, result.num_pages, next(iter(reasons), "")))
+            self._emit(m.FetchOver(command.work, result.num_pages, shortfall(reasons)))
 
     async def _fetch_side(self, command: m.FetchSide) -> None:
         finder, hashes = self.client.finder, split_hashes(command.hashes)
@@ -293,13 +294,15 @@ async def run_data_plane(
 
     commands: m.MessageReader[m.Command] = m.MessageReader(m.Command)
     service: Service | None = None
-    room = Room(line.values.num_bytes)
+    room: Room | None = None
     try:
         while data := await loop.sock_recv(line.commands, 1 << 18):
             for command in commands.feed(data):
                 match command:
                     case m.Start():
-                        service = Service(command, *_open(command, open_), line, room, emit, destination)
+                        config, heads, client = _open(command, line, open_)
+                        room = Room(line.values.num_bytes - config.memory_cache)
+                        service = Service(command, config, heads, client, line, room, emit, destination)
                         on_service(service)
                         emit(m.Ready())
                     case m.Close():
@@ -315,7 +318,8 @@ async def run_data_plane(
     except ConnectionError as e:
         logger.error("kvfetch: the data plane lost its connection to the engine: %s", e)
     finally:
-        room.close()
+        if room is not None:
+            room.close()
         if service is not None:
             await service.close()
         for outbox in outboxes:
@@ -334,17 +338,19 @@ def _outbox(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> Outbox:
     return outbox
 
 
-def _open(command: m.Start, open_: OpenClient) -> tuple[KVFetchConfig, HeadSlice, StoreClient]:
+def _open(command: m.Start, line: Line, open_: OpenClient) -> tuple[KVFetchConfig, HeadSlice, StoreClient]:
     """Open the store for ``Start``. Raises KVFetchError."""
     if command.version != m.VERSION:
         raise FormatError(f"expected message version {m.VERSION} from the engine, found {command.version}")
     timeline.start(f"{command.rank}.data")
     config = KVFetchConfig.model_validate(command.config)
     heads = HeadSlice(command.namespace, range(command.first_head, command.end_head), command.labels)
-    return config, heads, open_(config, heads, command)
+    # Behind what the engine takes from, in the same memory: a GPU may take what is there, too.
+    memory = MemoryCache(line.values, config.memory_cache) if config.memory_cache else None
+    return config, heads, open_(config, heads, command, memory)
 
 
-def open_alone(config: KVFetchConfig, heads: HeadSlice, start: m.Start) -> StoreClient:
+def open_alone(config: KVFetchConfig, heads: HeadSlice, start: m.Start, memory: MemoryCache | None) -> StoreClient:
     """Open the store for a data plane in a process of its own. Raises KVFetchError."""
     nvdec = None
     if start.gpu is not None:
@@ -352,4 +358,12 @@ def open_alone(config: KVFetchConfig, heads: HeadSlice, start: m.Start) -> Store
         logger.info("kvfetch: %s", about)
     codecs = (CODEC,) if start.takes_code else ()
     most = start.most_span_pages
-    return open_client(config, heads, config_quantiser(config), nvdec=nvdec, max_span_pages=most, engine_codecs=codecs)
+    return open_client(
+        config,
+        heads,
+        config_quantiser(config),
+        nvdec=nvdec,
+        max_span_pages=most,
+        engine_codecs=codecs,
+        memory=memory,
+    )

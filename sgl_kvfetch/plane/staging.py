@@ -27,10 +27,10 @@ from sgl_kvfetch.plane.client import StoreClient, count_fetch, counted
 from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, StagedCode, gpu_restores
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
-from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
+from sgl_kvfetch.plane.fetch.plan import PageSource, SpanPart, span_parts
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink, PagePool, consecutive_runs
 from sgl_kvfetch.plane.memory_cache import Held
-from sgl_kvfetch.plane.misses import miss, note, noted_here
+from sgl_kvfetch.plane.misses import miss, note, noted_here, shortfall
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import TENSORS, KVGeometry
@@ -88,9 +88,9 @@ class _Region(PagePool):
 @dataclass(slots=True, eq=False)
 class _Staging:
     """``turn``: done when the fetch may begin. ``needs_link``: whether not all bytes are in memory. ``num_bytes``: of
-    its region, which is at ``offset`` from its turn on. ``tables``: where the tables of coded cells are, and their
-    numbers of cells and bytes. ``data_names``: the objects that it is read from. ``is_wanted``: whether the engine has
-    not released it."""
+    its region, which is at ``offset`` from its turn on. ``held``: what it needs of `memory_cache`. ``tables``: where
+    the tables of coded cells are, and their numbers of cells and bytes. ``data_names``: the objects that it is read
+    from. ``is_wanted``: whether the engine has not released it."""
 
     turn: asyncio.Future[None]
     task: asyncio.Task[None] | None = None
@@ -98,6 +98,7 @@ class _Staging:
     needs_link: bool = True
     num_bytes: int = 0
     offset: int | None = None
+    held: Held = field(default_factory=Held)
     tables: tuple[int, int, int] | None = None
     data_names: set[str] = field(default_factory=set)
     is_wanted: bool = True
@@ -172,12 +173,12 @@ class _Turns:
     """Lets stagings begin one after another, in the order of a `LinkQueue`, when link and memory have room for them.
     Those that do not need the link wait for memory alone, and go first."""
 
-    def __init__(self, config: KVFetchConfig, geometry: KVGeometry, room: Room, room_bytes: int) -> None:
-        """``room_bytes``: the size of the pool that the engine loads into. A staging may take all of it if there is no
-        other one, and else the config's share."""
+    def __init__(self, config: KVFetchConfig, geometry: KVGeometry, room: Room) -> None:
+        """``room``: as large as the pool that the engine loads into. A staging may take all of it if there is no other
+        one, and else the config's share."""
         self._queue: LinkQueue[_Staging] = LinkQueue(max(1, _SHARED_TOKENS // geometry.page_size))
         self._room = room
-        self._most_bytes = config.device.pool_share * room_bytes
+        self._most_bytes = config.device.pool_share * room.num_bytes
         self._used_bytes = 0
         self._num_arrived = 0
         self._without_link: dict[_Staging, None] = {}
@@ -213,6 +214,14 @@ class _Turns:
             self._room.free(staging.tables[0])
         self.end(staging)
 
+    def shrink(self, staging: _Staging, num_bytes: int) -> None:
+        """Free all but the first ``num_bytes`` of a staging's region."""
+        assert staging.offset is not None
+        self._room.shrink(staging.offset, num_bytes)
+        self._used_bytes -= staging.num_bytes - num_bytes
+        staging.num_bytes = num_bytes
+        self._serve()
+
     def link_has_room(self, staging: _Staging) -> None:
         self._queue.give_back(staging)
         self._serve()
@@ -236,7 +245,8 @@ class _Turns:
 
     def _serve(self) -> None:
         while (staging := self._next()) is not None:
-            if self._used_bytes and self._used_bytes + staging.num_bytes > self._most_bytes:
+            used_bytes = self._used_bytes + staging.num_bytes
+            if self._used_bytes and staging.num_bytes and used_bytes > self._most_bytes:
                 return
             staging.offset = self._room.allocate(staging.num_bytes, 0)
             if staging.offset is None:
@@ -263,7 +273,7 @@ class Stager:
         *,
         takes_code: bool = False,
     ) -> None:
-        """``room`` allocates the bytes of ``arena``. ``takes_code``: as in `messages.Start`."""
+        """``room`` allocates bytes of ``arena``. ``takes_code``: as in `messages.Start`."""
         self._config = config
         # A decode profile chooses the variant of each read when it begins, too late for a region's layout.
         self._takes_code = takes_code and config.decode_profile is None
@@ -272,11 +282,11 @@ class Stager:
         self._client = client
         self._emit = emit
         self._arena = arena
-        self._most_pages = arena.num_bytes // heads.geometry.page_bytes
+        self._most_pages = room.num_bytes // heads.geometry.page_bytes
         self._tasks = Tasks()
         self._stagings: dict[int, _Staging] = {}  # by number
         self._decoded_here: set[str] = set()  # objects that the engine could not decode
-        self._turns = _Turns(config, heads.geometry, room, arena.num_bytes)
+        self._turns = _Turns(config, heads.geometry, room)
         self._choice = FetchOrRecompute()
         self._lag = FetchLag()
         self._engine = EngineQueue()  # prompts that were left to the engine
@@ -294,6 +304,9 @@ class Stager:
             return
         if not is_sound:
             self._decoded_here |= staging.data_names
+            if self._client.memory is not None:
+                for name in staging.data_names:
+                    self._client.memory.drop(name)
         staging.is_wanted = False
         if staging.task is None:
             self._forget(work, staging)
@@ -303,6 +316,7 @@ class Stager:
 
     def _forget(self, work: int, staging: _Staging) -> None:
         del self._stagings[work]
+        staging.held.let_go()
         self._turns.free(staging)
 
     async def close(self) -> None:
@@ -311,11 +325,11 @@ class Stager:
     async def _stage(self, command: m.Stage, staging: _Staging) -> None:
         hashes = split_hashes(command.hashes)
         request = timeline.Request(command.request_id, command.traceparent)
-        num_pages, end, held = 0, "missed", Held()
+        num_pages, end = 0, "missed"
         reasons = noted_here()
         try:
             sources = (await self._look_up(hashes, request))[: self._most_pages]
-            held = self._client.fetcher.hold(sources)
+            staging.held = self._client.fetcher.hold(sources)
             staging.num_pages = len(sources)
             if not staging.is_wanted:
                 pass
@@ -324,10 +338,12 @@ class Stager:
             else:
                 num_pages, end = await self._fetch(command, staging, hashes[: len(sources)], sources, request)
         finally:
-            held.let_go()
             staging.task = None
             num_found, offset, tables = staging.num_pages, staging.offset or 0, staging.tables or (0, 0, 0)
             if staging.is_wanted and num_pages:
+                if staging.tables is None:  # it is restored: nothing of it lies there
+                    staging.held.let_go()
+                staging.held.end_filling()
                 self._turns.end(staging)
             else:
                 self._forget(command.work, staging)
@@ -336,7 +352,7 @@ class Stager:
             if not num_pages:
                 tables = (0, 0, 0)
             place, num_cells, tables_bytes = tables
-            reason = reasons[0] if reasons and num_pages < len(hashes) else ""
+            reason = shortfall(reasons) if num_pages < len(hashes) else ""
             self._emit(
                 m.Staged(command.work, num_pages, num_found, offset, end, num_cells, place, tables_bytes, reason)
             )
@@ -367,8 +383,8 @@ class Stager:
         parts = span_parts(sources)
         staging.data_names = {part.reader.data_name for part in parts}
         is_coded = self._takes_code and gpu_restores(sources) and not staging.data_names & self._decoded_here
-        plan = RegionPlan(parts) if is_coded else None
-        if plan is not None and plan.num_bytes > self._arena.num_bytes:  # a manifest may say so of its cells
+        plan = self._plan(parts, staging) if is_coded else None
+        if plan is not None and plan.num_bytes > self._room.num_bytes:  # a manifest may say so of its cells
             plan = None
         staging.num_bytes = len(sources) * self._geometry.page_bytes if plan is None else plan.num_bytes
         num_ahead = self._turns.pages_ahead if staging.needs_link else 0
@@ -384,7 +400,10 @@ class Stager:
             return 0, "failed"
         assert staging.offset is not None
         pool: CodedRegion | _Region
+        self._client.fetcher.open(staging.held, parts)
         if plan is not None:
+            plan = self._plan(parts, staging)
+            self._turns.shrink(staging, plan.num_bytes)
             pool = CodedRegion(self._arena, staging.offset, plan)
         else:
             views = region_views(self._arena, staging.offset, self._geometry, len(sources))
@@ -403,6 +422,9 @@ class Stager:
             if cost.seconds is not None:
                 self._lag.ended(time.monotonic(), found_s + cost.seconds)
         return num_pages, "landed" if num_pages == len(sources) else "partly" if num_pages else "failed"
+
+    def _plan(self, parts: Sequence[SpanPart], staging: _Staging) -> RegionPlan:
+        return RegionPlan(parts, [staging.held.entry(part.reader, part.span) for part in parts])
 
     def _compute_s(self, saved_s: _Points, num_pages: int, now_s: float) -> float | None:
         """Return how much longer a request would take without so many pages: it waits for the engine, which computes
@@ -448,6 +470,7 @@ class Stager:
                 request=request,
                 on_requested=partial(self._turns.link_has_room, staging),
                 compute_s=compute_s,
+                held=staging.held,
             )
             self._client.finder.fetched(hashes, sources, result)
         count_fetch(result, len(sources), timeout_s, self._geometry.page_bytes)
@@ -456,7 +479,7 @@ class Stager:
     def _put_tables(self, staging: _Staging, region: CodedRegion, num_pages: int) -> bool:
         """Put the tables of coded cells into shared memory. Return whether there is room for them."""
         num_cells, tables = region.tables(num_pages)
-        fits = len(tables) <= self._arena.num_bytes  # those of a whole span, all of whose tokens are exact, may not
+        fits = len(tables) <= self._room.num_bytes  # those of a whole span, all of whose tokens are exact, may not
         place = self._room.allocate(len(tables), 0) if fits else None
         if place is None:
             return False

@@ -23,6 +23,7 @@ from sgl_kvfetch.plane import (
     KVFetchConfig,
     Launch,
     Line,
+    MemoryCache,
     Running,
     Start,
     StoreClient,
@@ -200,8 +201,9 @@ class Opening:
             if config.writes:
                 pages.prepare_writes(quantiser, places)
 
-        def open_here(config: KVFetchConfig, heads: HeadSlice, start: Start) -> StoreClient:
-            return open_client(config, heads, quantiser, nvdec=nvdec, max_span_pages=start.most_span_pages)
+        def open_here(config: KVFetchConfig, heads: HeadSlice, start: Start, memory: MemoryCache | None) -> StoreClient:
+            most = start.most_span_pages
+            return open_client(config, heads, quantiser, nvdec=nvdec, max_span_pages=most, memory=memory)
 
         def launch_thread(line: Line) -> Running:
             return DataPlaneThread(run_data_plane(line, open_here, lambda work, num_pages: line.destination(work)))

@@ -46,6 +46,7 @@ def note(request_id: str, hashes: Sequence[str], num_found: int, num_served: int
         request_id=request_id,
         at_s=time.time(),
         first_hash=hashes[0],
+        found_hash=hashes[num_found - 1] if num_found else "",
         num_pages=len(hashes),
         num_found=num_found,
         num_served=num_served,

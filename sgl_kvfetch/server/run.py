@@ -30,6 +30,7 @@ from sgl_kvfetch.server.app import METRICS, TOKENS, create_app
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.tokens import TokenFile
+from sgl_kvfetch.sizes import format_size
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -151,25 +152,21 @@ def _say_how(config: ServerConfig) -> None:
     """Log version, capacity and access, and warn of a capacity that the disk does not have."""
     root = config.root.absolute()  # the first write makes it
     disk_bytes, _, free_bytes = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists()))
-    capacity = "no limit" if config.capacity_bytes is None else _gib(config.capacity_bytes)
+    capacity = "no limit" if config.capacity_bytes is None else format_size(config.capacity_bytes)
     logger.info(
         "version %s; capacity: %s, on a disk of %s with %s free; access: %s",
         __version__,
         capacity,
-        _gib(disk_bytes),
-        _gib(free_bytes),
+        format_size(disk_bytes),
+        format_size(free_bytes),
         config.access,
     )
     if config.capacity_bytes is not None and config.capacity_bytes > disk_bytes:
         logger.warning(
             "the capacity of %s is more than the disk's %s: segments are evicted before it is reached",
             capacity,
-            _gib(disk_bytes),
+            format_size(disk_bytes),
         )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"
 
 
 def run_server(config: ServerConfig) -> None:

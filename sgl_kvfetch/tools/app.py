@@ -7,11 +7,14 @@ A command's module is imported only when the command runs, and imports torch and
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -20,6 +23,7 @@ from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import ConfigError, KVFetchError
 from sgl_kvfetch.processes import run_and_end
 from sgl_kvfetch.tools.packages import needs_package
+from sgl_kvfetch.tools.terminal import CLIENT_CERTIFICATE_OPTIONS, show_client_certificate
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -70,7 +74,38 @@ def import_command(name: str) -> Callable[..., None]:
     function: Callable[..., None] = getattr(
         importlib.import_module(f"sgl_kvfetch.tools.{_MODULES.get(name, name)}"), name
     )
-    return function
+    return _with_client_certificate(function)
+
+
+def _with_client_certificate(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that may open a store over HTTP the options for a client's certificate, behind those for the
+    token. They say how the store is reached, and no command cares."""
+    parameters = inspect.signature(function).parameters
+    if "token_file" not in parameters:
+        return function
+
+    @functools.wraps(function)
+    def run(*, tls_client_cert: Path | None = None, tls_client_key: Path | None = None, **others: Any) -> None:
+        show_client_certificate(tls_client_cert, tls_client_key)
+        function(**others)
+
+    hints = get_type_hints(function, include_extras=True) | CLIENT_CERTIFICATE_OPTIONS
+    names = list(parameters)
+    behind = names.index("token_file") + 1
+    new: Any = run
+    new.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=parameters[name].default if name in parameters else None,
+                annotation=hints[name],
+            )
+            for name in (*names[:behind], *CLIENT_CERTIFICATE_OPTIONS, *names[behind:])
+        ]
+    )
+    new.__annotations__ = hints
+    return run
 
 
 def _without_types(params: list[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from itertools import pairwise
 
 from msgspec import Struct
 
@@ -20,7 +21,7 @@ from sgl_kvfetch.errors import FormatError, NamespaceMismatchError, StoreError, 
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.reasons import Reason, reason_of
 from sgl_kvfetch.stores import AdminStore, Lookup
-from sgl_kvfetch.stores.upkeep import StoredSegment, decode_named_manifest, whole_pages
+from sgl_kvfetch.stores.upkeep import StoredSegment, decode_named_manifest, read_manifest, whole_pages
 from sgl_kvfetch.tools.summary import NamespaceSummary, signature_of
 from sgl_kvfetch.tools.verify import Verifier
 from sgl_kvfetch.types import first_to_last
@@ -32,6 +33,8 @@ _FIELDS = {
     "quantiser": Reason.OTHER_QUANTISER,
     "model_dtype": Reason.OTHER_FLAGS,
 }
+
+_MOST_READ = 512  # manifests, the newest ones, to find prompts that begin like this one
 
 HashesAt = Callable[[int], list[bytes]]  # the hashes of the prompt's whole pages of so many tokens
 
@@ -62,6 +65,10 @@ def different_fields(theirs: Namespace, ours: Namespace) -> dict[str, tuple[obje
 def reason_of_difference(names: Mapping[str, object]) -> Reason:
     """Return the reason for namespaces that differ in these fields."""
     return next((reason for name, reason in _FIELDS.items() if name in names), Reason.OTHER_CACHE)
+
+
+def tokens_of_page(page: int, page_size: int) -> str:
+    return f"tokens {page * page_size} to {(page + 1) * page_size - 1}"
 
 
 def when(at_s: float) -> str:
@@ -109,7 +116,7 @@ class Diagnosis:
         for fault in faults.values():
             if fault is not None and fault.first_page == end:
                 return end, fault
-        for find in (self._missing_heads, self._traces, self._elsewhere, self._without_salt):
+        for find in (self._missing_heads, self._traces, self._elsewhere, self._without_salt, self._diverges):
             if (found_reason := await find(wanted, hashes, lookups, end)) is not None:
                 reason, detail = found_reason
                 return end, Finding(reason, end, len(hashes), detail)
@@ -244,6 +251,37 @@ class Diagnosis:
             return None
         num_pages = await self._num_pages(wanted, self.unsalted_at(wanted.page_size))
         return (Reason.OTHER_SALT, f"{num_pages} pages are stored without cache_salt") if num_pages > end else None
+
+    async def _diverges(
+        self, wanted: Namespace, hashes: Sequence[bytes], lookups: Mapping[str, Lookup], end: int
+    ) -> tuple[Reason, str] | None:
+        """Look for prompts that have the prompt's last stored page, and another one behind it. Their segments go on
+        behind that page, or begin there, and name the page before them."""
+        if not end:
+            return None
+        digest, last, following = wanted.digest(), hashes[end - 1], set()
+        chains = [decode_manifest(hit.manifest) for found in lookups.values() for hit in found.hits]
+        others = [s for s in self.segments if s.manifest and s.key.namespace.partition(".")[0] == digest]
+        for stored in sorted(others, key=lambda each: -each.modified_s)[:_MOST_READ]:
+            try:
+                manifest = await read_manifest(self.store, stored.key.manifest_name)
+            except FormatError:
+                continue  # `kvfetch verify` reports those
+            except StoreError as e:
+                if not e.concerns_object:
+                    raise
+                continue
+            chains += [] if manifest is None else [manifest]
+        for manifest in chains:
+            following |= {b for a, b in pairwise((manifest.previous_hash, *manifest.page_hashes)) if a == last}
+        following.discard(hashes[end])
+        if not following:
+            return None
+        are_many = len(following) > 1
+        return Reason.DIVERGES, (
+            f"the prompt shares pages {first_to_last(0, end)} with {len(following)} stored prompt{'s' * are_many}, "
+            f"and differs from {'each' if are_many else 'it'} in {tokens_of_page(end, wanted.page_size)}"
+        )
 
     def _compare(self, namespace: Namespace, difference: Mapping[str, tuple[object, object]]) -> Iterator[str]:
         digest = namespace.digest()

@@ -27,7 +27,16 @@ import typer
 from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.tools.terminal import STORE_HELP, TokenFileOption, TokenOption, json_flag, option, read_token, show
+from sgl_kvfetch.tools.terminal import (
+    STORE_HELP,
+    TokenFileOption,
+    TokenOption,
+    client_certificate,
+    json_flag,
+    option,
+    read_token,
+    show,
+)
 
 if TYPE_CHECKING:
     from sgl_kvfetch.stores import AdminStore
@@ -114,6 +123,8 @@ def doctor(
             for row in rows:
                 _print(row)
     missing = sum(check.status == "no" for check in found)
+    if missing and not store_only and store is not None and importlib.util.find_spec("sglang") is None and not as_json:
+        typer.echo(f"SGLang is not installed here. On a store's machine, type: kvfetch doctor {store} --store-only")
     verdict = "the store can be used from here" if store_only else "host mode can run here"
     show(found, as_json, [f"{verdict.replace('can', 'cannot')}: {missing} to fix" if missing else verdict])
     if missing:
@@ -350,7 +361,7 @@ def _open(url: str, token: str | None) -> tuple[AdminStore, str, bool]:
     url = store_url(url)
     if not takes_token(url):
         token = None
-    options = HttpOptions(timeout_s=TIMEOUT_S, max_attempts=2)
+    options = HttpOptions(timeout_s=TIMEOUT_S, max_attempts=2, tls=client_certificate())
     return open_store(url, token=token, options=options), url, token is not None
 
 

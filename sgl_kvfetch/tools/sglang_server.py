@@ -73,6 +73,12 @@ async def tokenise_on(session: aiohttp.ClientSession, server: str, text: str) ->
     return list(json.loads(await ask_server(session, "POST", f"{server}/tokenize", {"prompt": text}))["tokens"])
 
 
+async def text_on(session: aiohttp.ClientSession, server: str, tokens: Sequence[int]) -> str:
+    """Return the text that the server's tokenizer makes of tokens."""
+    body = {"tokens": list(tokens), "skip_special_tokens": False}
+    return str(json.loads(await ask_server(session, "POST", f"{server}/detokenize", body))["text"])
+
+
 async def server_samples(session: aiohttp.ClientSession, server: str) -> list[Sample]:
     """Return what a server's ``/metrics`` has; nothing if the server has no metrics."""
     async with session.get(f"{server}/metrics") as response:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -17,7 +17,7 @@ from sgl_kvfetch.keys import DATA_SUFFIX, MANIFEST_SUFFIX, parse_object_name
 from sgl_kvfetch.stores import AdminStore, ListedProfile, ObjectInfo, ProfileKeys, list_profiles, read_profile
 from sgl_kvfetch.stores.upkeep import StoredSegment, list_segments
 from sgl_kvfetch.tools.advice import advice
-from sgl_kvfetch.tools.terminal import read_token, token_source
+from sgl_kvfetch.tools.terminal import client_certificate, read_token, token_source
 
 if TYPE_CHECKING:
     from sgl_kvfetch.stores.upkeep import Objects
@@ -52,7 +52,7 @@ def open_existing_store(text: str, token: str | None, index: str | None = None, 
     A directory must exist: a typo would look like an empty store. Raises ConfigError.
     """
     from sgl_kvfetch.directory import open_store
-    from sgl_kvfetch.stores import S3Options, takes_token
+    from sgl_kvfetch.stores import HttpOptions, S3Options, takes_token
 
     url = store_url(text)
     if index is not None and not url.startswith("s3:"):
@@ -62,8 +62,9 @@ def open_existing_store(text: str, token: str | None, index: str | None = None, 
         raise ConfigError(
             f"{url} is not a directory; another machine's store is http://HOST:PORT or s3://BUCKET/PREFIX"
         )
+    http = replace(options.pop("options", HttpOptions()), tls=client_certificate())
     s3 = S3Options(index=index, index_timeout_s=INDEX_TIMEOUT_S)
-    return open_store(url, token=token if takes_token(url) else None, s3=s3, **options)
+    return open_store(url, token=token if takes_token(url) else None, s3=s3, options=http, **options)
 
 
 def run_on_store(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,11 +16,13 @@ from rich.table import Table
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.sizes import UNITS
+from sgl_kvfetch.sizes import format_size as format_size
 from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret, read_secret_lines
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
+
+    from sgl_kvfetch.stores import TlsFiles
 
 _MAX_FAILURES_SHOWN = 20
 
@@ -61,12 +64,45 @@ TokenOption = Annotated[
     ),
 ]
 TokenFileOption = Annotated[Path | None, option("FILE", "A file that holds the token.")]
+# Of all commands that may open a store over HTTP: `app` adds them.
+CLIENT_CERTIFICATE_OPTIONS: dict[str, Any] = {
+    "tls_client_cert": Annotated[
+        Path | None,
+        option(
+            "FILE",
+            "Our certificate, for a store that demands one (--tls-client-ca).",
+            envvar="KVFETCH_TLS_CLIENT_CERT",
+        ),
+    ],
+    "tls_client_key": Annotated[
+        Path | None,
+        option("FILE", "Its key, if that is not in the same file.", envvar="KVFETCH_TLS_CLIENT_KEY"),
+    ],
+}
 KeyFileOption = Annotated[Path | None, option("FILE", "The key that manifests of this store are signed with.")]
 EncryptionKeyFileOption = Annotated[
     Path | None, option("FILE", "The named keys that this store's segments are encrypted with.")
 ]
 IndexOption = Annotated[str | None, option("URL", f"The index of an S3 store: {INDEX_HELP}")]
 DryRunOption = Annotated[bool, option(None, "Say what would be deleted or written, and change nothing.", "--dry-run")]
+
+
+_client_certificate: ContextVar[TlsFiles | None] = ContextVar("client_certificate", default=None)
+
+
+def show_client_certificate(cert: Path | None, key: Path | None) -> None:
+    """Show HTTP stores this certificate from now on. Raises ConfigError for a key alone."""
+    from sgl_kvfetch.stores import TlsFiles
+
+    if cert is None and key is not None:
+        raise ConfigError(f"--tls-client-key {key} needs --tls-client-cert, the certificate that it belongs to")
+    files = None if cert is None else TlsFiles(cert=str(cert), key=None if key is None else str(key))
+    _client_certificate.set(files)
+
+
+def client_certificate() -> TlsFiles | None:
+    """Return what `show_client_certificate` was told."""
+    return _client_certificate.get()
 
 
 def read_token(token: str | None, token_file: Path | None) -> str | None:
@@ -155,14 +191,6 @@ def make_progress(what: str, *columns: ProgressColumn) -> Progress:
     console = make_console(stderr=True)
     shown = (TextColumn(what), BarColumn(), *(columns or (MofNCompleteColumn(),)), TimeRemainingColumn())
     return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
-
-
-def format_size(num_bytes: int) -> str:
-    """Format a size with three significant digits, in powers of 1024."""
-    size, unit = float(num_bytes), 0
-    while size >= 1000 and unit < len(UNITS):
-        size, unit = size / 1024, unit + 1
-    return f"{size:.3g} {UNITS[unit - 1].upper()}iB" if unit else f"{num_bytes} B"
 
 
 def format_age(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -13,16 +13,16 @@ import typer
 from msgspec import Struct
 
 from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
-from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.errors import ConfigError, KVFetchError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.labels import Labels, label_of_request
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes
+from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, text_of
 from sgl_kvfetch.reasons import ADVICE, Reason
 from sgl_kvfetch.status import STATUS_KEY, Decided, ServerStatus
 from sgl_kvfetch.stores import AdminStore
 from sgl_kvfetch.stores.upkeep import list_segments
-from sgl_kvfetch.tools.diagnosis import Diagnosis, Finding, Stored, when
+from sgl_kvfetch.tools.diagnosis import Diagnosis, Finding, Stored, tokens_of_page, when
 from sgl_kvfetch.tools.prompts import (
     FileOption,
     PromptOption,
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
 _MOST_SHOWN = 3  # requests with a prompt
+_MOST_TEXT = 300  # characters of a page
 # Why pages were dropped, by `sgl_kvfetch_written_pages_total`. For the others, writes are counted by reason.
 _DROPPED = {
     "dropped_full": "the write queue was full",
@@ -162,7 +163,7 @@ def why(
                 status.most_left_out if status else 0,
                 range(status.first_head, status.end_head) if status else None,
             )
-            explained.append(await _explain(diagnosis, len(tokens), asked))
+            explained.append(await _with_text(await _explain(diagnosis, len(tokens), asked), tokens, model, server))
         return explained
 
     found = run_on_store(store, token, token_file, index, explain)
@@ -192,10 +193,41 @@ async def _explain(diagnosis: Diagnosis, num_tokens: int, asked: Asked | None) -
         if finding is not None:
             findings.append(_with_memory(_with_writes(finding, asked), decided, hashes))
     last = _of_request(decided[-1], hashes) if decided else None
-    if last is not None and last.reason not in [f.reason for f in findings]:
+    # The last request may have been another prompt's, which begins like this one: where they part was found above.
+    if last is not None and last.reason not in [Reason.DIVERGES, *(f.reason for f in findings)]:
         findings.append(last)
     called = _called(wanted, status.labels if status else _labels_of(diagnosis, digest)) if wanted else ""
     return Explained(num_tokens, len(hashes), page_size, digest, called, num_stored, findings, elsewhere, decided)
+
+
+async def _with_text(explained: Explained, tokens: Tokens, model: str | None, server: str | None) -> Explained:
+    """Return the same with the prompt's text where it leaves what is stored, if a tokenizer is known."""
+    text = partial(_text_at, tokens=tokens, page_size=explained.page_size, model=model, server=server)
+    findings = []
+    for each in explained.findings:
+        is_new = each.reason == Reason.NEVER_WRITTEN and not explained.stored_pages
+        if (each.reason == Reason.DIVERGES or is_new) and (found := await text(each.first_page)):
+            where = tokens_of_page(each.first_page, explained.page_size)
+            said = f"No stored prompt has its {where}: {found}" if is_new else f"Its {where} are {found}"
+            each = msgspec.structs.replace(each, detail=f"{each.detail}. {said}")
+        findings.append(each)
+    return msgspec.structs.replace(explained, findings=findings)
+
+
+async def _text_at(page: int, tokens: Tokens, page_size: int, model: str | None, server: str | None) -> str:
+    """Return the text of a page as a JSON string, cut; nothing without a tokenizer that can tell."""
+    tokens = tokens[page * page_size : (page + 1) * page_size]
+    text = ""
+    with suppress(KVFetchError):
+        if model is not None:
+            text = text_of(model, tokens)
+        elif server is not None and tokens:
+            from sgl_kvfetch.tools.sglang_server import text_on
+
+            async with _session(url := server.rstrip("/")) as session:
+                text = await text_on(session, url, tokens)
+    cut = text[:_MOST_TEXT] + "..." * (len(text) > _MOST_TEXT)
+    return msgspec.json.encode(cut).decode() if text else ""  # in quotes, without line breaks
 
 
 def _in_the_way(asked: Asked, num_tokens: int, page_size: int) -> Iterator[Finding]:
@@ -222,10 +254,10 @@ def _not_attached(num_pages: int) -> Finding:
 
 def _with_memory(finding: Finding, decided: Sequence[Decided], hashes: Sequence[bytes]) -> Finding:
     """Return the finding; if the server found these pages before, that they were evicted."""
-    if finding.reason != Reason.NEVER_WRITTEN:
+    if finding.reason not in (Reason.NEVER_WRITTEN, Reason.DIVERGES):
         return finding
     for each in reversed(decided):
-        if hashes.index(bytes.fromhex(each.first_hash)) + each.num_found > finding.first_page:
+        if bytes.fromhex(each.found_hash) in hashes[finding.first_page :]:
             detail = f"the server found them at {when(each.at_s)}: they were evicted or deleted since"
             return Finding(Reason.EVICTED, finding.first_page, finding.end_page, detail)
     return finding
@@ -233,8 +265,9 @@ def _with_memory(finding: Finding, decided: Sequence[Decided], hashes: Sequence[
 
 def _with_writes(finding: Finding, asked: Asked | None) -> Finding:
     """Return the finding, with what the server says of its writes if pages were never written, or may not have been:
-    they are taken for evicted where later ones are stored."""
-    if asked is None or not asked.unwritten or finding.reason not in (Reason.NEVER_WRITTEN, Reason.EVICTED):
+    they are taken for evicted where later ones are stored, and a prompt that diverges may have been sent before."""
+    could_be = Reason.NEVER_WRITTEN, Reason.EVICTED, Reason.DIVERGES
+    if asked is None or not asked.unwritten or finding.reason not in could_be:
         return finding
     detail = f"{finding.detail}. The server says of its writes: {'; '.join(asked.unwritten)}"
     return msgspec.structs.replace(finding, detail=detail)
@@ -286,7 +319,8 @@ def _labels_of(diagnosis: Diagnosis, digest: str) -> Labels:
 
 
 def _lines(number: int, e: Explained) -> Iterator[str]:
-    yield f"prompt {number}: {e.num_tokens} tokens, {e.num_pages} pages of {e.page_size or '?'}"
+    pages = f"{e.num_pages} pages of {e.page_size}" if e.page_size else "pages of a size that --server would tell"
+    yield f"prompt {number}: {e.num_tokens} tokens, {pages}"
     if e.namespace:
         yield f"  {e.stored_pages} pages are stored and sound in namespace {e.namespace} ({printable(e.called)})"
     yield from _finding_lines(e)

@@ -17,6 +17,14 @@ def test_what_a_load_takes() -> None:
     assert 0 < found["first ms"] < found["ms"]
 
 
+def test_what_a_load_from_memory_takes() -> None:
+    """A copy for each span of a part, instead of one."""
+    spread, together = (gpu_launches.measure(2048, 64 << 20, from_memory=x) for x in (True, False))
+    assert spread["of these, kernels"] == together["of these, kernels"]
+    num_parts = together["of these, kernels"] / 3
+    assert spread["launches"] == together["launches"] + num_parts
+
+
 def test_what_writing_takes() -> None:
     """Parts of 256 tokens: a launch for K, and one for V; a product and a rounding for cells of three layers, and for
     those of two; and a copy."""

@@ -58,6 +58,26 @@ def why(store: StoreProcess, server: SGLangServer, seed: int, exit_code: int = 1
     return kvfetch_json("why", store.url, "--server", server.url, "--prompt", prompt, exit_code=exit_code)[0]
 
 
+def assert_diverging_is_told(store: StoreProcess, server: SGLangServer, seed: int) -> None:
+    """Ask for a stored prompt with another id in its beginning, as agents' sessions have it."""
+    prompt = make_prompt(seed)
+    prompt[100:103] = 5, 6, 7
+    before = read_metric(server.metrics(), "sgl_kvfetch_diverged_pages_total")
+    server.flush()
+    sampling = {"max_new_tokens": 1, "temperature": 0.0}
+    server.request("POST", "/generate", {"input_ids": prompt, "rid": "diverges", "sampling_params": sampling})
+    wait_until_written(server, PAGES)
+    assert_why(why_request(store, server, "diverges"), Reason.DIVERGES, pages=range(6, USABLE))
+    assert read_metric(server.metrics(), "sgl_kvfetch_diverged_pages_total") - before == USABLE - 6
+    prompt[100] = 8
+    args = "why", store.url, "--server", server.url, "--prompt", str(prompt)
+    (found,) = kvfetch_json(*args, exit_code=1)
+    assert_why(found, Reason.DIVERGES, pages=range(6, PAGES))
+    assert ", and differs from each in tokens 96 to 111. " in detail_of(found)
+    assert " Its tokens 96 to 111 are " in detail_of(found)
+    assert " w8 w6 w7 " in detail_of(found)
+
+
 def why_request(store: StoreProcess, server: SGLangServer, rid: str, exit_code: int = 1) -> Any:
     return kvfetch_json("why", store.url, "--server", server.url, "--request", rid, exit_code=exit_code)[0]
 
@@ -72,6 +92,7 @@ def test_what_became_of_requests(device: Shared, store: StoreProcess, link: Prox
         (decided,) = why_request(store, server, "served", exit_code=0)["decided"]
         counts = [decided[f"num_{what}"] for what in ("pages", "found", "served")]
         assert (counts, decided["reason"]) == ([USABLE] * 3, "")
+        assert_diverging_is_told(store, server, 0)
 
         for size_bytes in (1 << 20, 70 << 20):  # users choose ids, of any length
             send(server, 0, "x" * size_bytes)
@@ -251,6 +272,8 @@ def test_host_mode(host: Shared, store: StoreProcess, link: Proxy) -> None:
         (decided,) = why_request(store, server, "served", exit_code=0)["decided"]
         assert (decided["num_pages"], decided["num_found"], decided["num_served"]) == (USABLE, USABLE, USABLE)
         assert why(store, server, 4, exit_code=0)["decided"][-1] == decided
+        store_prompt(server, 6)
+        assert_diverging_is_told(store, server, 6)
         send(server, 5, "new")
         assert_why(why_request(store, server, "new"), Reason.NEVER_WRITTEN)
         link.set(Fault("flip", after_bytes=500, only=is_data))

@@ -107,11 +107,11 @@ def read_sides(raw: bytes, objects: list[bytes]) -> dict[tuple[str, int], bytes]
             for number, (codec, size, coded, decoded) in enumerate(chunks):
                 bitstream = data[offset : offset + size]
                 offset += size
-                assert codec == "zstd"
                 assert xxhash.xxh3_128_digest(bitstream) == coded
-                part = unzstd(bitstream)
+                expected = min(4194304, num_bytes - 4194304 * number)
+                part = unzstd(bitstream) if codec == "zstd" else unbfloat16(codec, bitstream, expected)
                 assert xxhash.xxh3_128_digest(part) == decoded
-                assert len(part) == min(4194304, num_bytes - 4194304 * number)
+                assert len(part) == expected
                 content += part
             assert len(content) == num_bytes
             found[pool, page] = content
@@ -269,6 +269,15 @@ def cells_of(body: dict[str, Any]) -> list[Cell]:
 def unzstd(bitstream: bytes) -> bytes:
     assert zstandard.frame_content_size(bitstream) >= 0
     return zstandard.ZstdDecompressor().decompress(bitstream, allow_extra_data=False)
+
+
+def unbfloat16(codec: str, bitstream: bytes, num_bytes: int) -> bytes:
+    assert (codec, num_bytes % 2) == ("bfloat16", 0)
+    num_values = num_bytes // 2
+    tokens = -(-num_values // 384)
+    exponents = unans_tables(bitstream[num_values:], 384, tokens).T.reshape(-1)[:num_values].astype(np.uint16)
+    rotated = exponents << 8 | np.frombuffer(bitstream, np.uint8, num_values)
+    return bytes((rotated >> 1 | rotated << 15).astype("<u2").tobytes())
 
 
 def unans_tables(bitstream: bytes, num_rows: int, num_tokens: int) -> np.ndarray:

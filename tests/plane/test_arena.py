@@ -43,6 +43,22 @@ def test_allocations_never_overlap_and_all_bytes_are_freed() -> None:
     assert room.allocate(1 << 16, 0) == 0
 
 
+def test_a_room_may_be_a_part_of_the_memory() -> None:
+    room = Room(200, 1000)
+    assert [room.allocate(64, 0) for _ in range(3)] == [1024, 1088, None]
+    assert room.num_bytes == 176
+
+
+def test_what_is_not_needed_of_an_allocation_is_freed() -> None:
+    room = Room(1024)
+    assert room.allocate(1000, 0) == 0
+    assert room.allocate(64, 0) is None
+    room.shrink(0, 100)
+    assert room.allocate(896, 0) == 128
+    room.free(0)
+    assert room.allocate(128, 0) == 0
+
+
 def test_allocate_waits_for_room() -> None:
     room = Room(1024)
     first = room.allocate(1024)

@@ -73,6 +73,7 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         (S3 | {"index": {"url": "redis://x", "ttl_s": 0}}, r"index.ttl_s = \(hidden\): .*greater than or equal to 1"),
         (S3 | {"s3": {"region": 5.5}}, r"s3\.region.* = \(hidden\)"),
         ({"tls": {"key_file": "k"}}, "tls = .*: key_file needs a cert_file"),
+        ({"levels.count": 2}, r'unknown key .levels.count.; write it as {"levels": {"count": \.\.\.}}'),
         ({"device": {"poolshare": 1}}, r"unknown key 'device.poolshare' \(= 1\); did you mean 'pool_share'"),
         ({"recompute": "always"}, "recompute = 'always': .*'auto' or 'never'"),
         ({"device": {"recompute": "auto"}}, "device.recompute is now recompute, for both modes"),

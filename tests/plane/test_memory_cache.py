@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from sgl_kvfetch.codec.container.reader import SegmentReader
@@ -11,11 +12,12 @@ from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, read_units, span_parts
-from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
+from sgl_kvfetch.plane.memory_cache import CODE_ALIGNMENT, Held, MemoryCache
 from tests.segments import make_segment
 
 READ_SIZE = ReadSize(2000)  # several units a span
 NUM_PAGES = 4  # in two spans
+BEFORE = 1 << 20  # bytes of the arena that are others'
 
 
 class Stored:
@@ -50,11 +52,12 @@ def stored() -> list[Stored]:
 def holds(held: Held, stored: Stored) -> bool:
     """Return whether the first span's bytes are held as they are stored."""
     units = stored.units(0)
-    return [bytes(held.data(unit) or b"") for unit in units] == [stored.data(unit) for unit in units]
+    return [held.chunks(unit) for unit in units] == [unit.split(stored.data(unit)) for unit in units]
 
 
 def make_cache(num_bytes: int) -> MemoryCache:
-    return MemoryCache(Arena.create(num_bytes + 4096))  # and what allocations are rounded up by
+    num_bytes += 4096  # what allocations are rounded up by
+    return MemoryCache(Arena.create(BEFORE + num_bytes), num_bytes)
 
 
 def test_a_span_is_found_when_all_its_units_are_there(stored: list[Stored]) -> None:
@@ -62,15 +65,15 @@ def test_a_span_is_found_when_all_its_units_are_there(stored: list[Stored]) -> N
     *first, last = one.units(0)
     assert first
     for unit in first:
-        cache.put(unit, [one.data(unit)])
+        cache.put(unit, unit.split(one.data(unit)))
     assert cache.find(one.hashes) == []
     assert not cache.has(one.reader, 0)
-    cache.put(last, [one.data(last)])
+    cache.put(last, last.split(one.data(last)))
     assert cache.find(one.hashes) == one.sources[:2]
     assert not cache.has(one.reader, 1)
     held = cache.hold(span_parts(one.sources))
     assert holds(held, one)
-    assert held.data(one.units(1)[0]) is None
+    assert held.chunks(one.units(1)[0]) is None
     held.let_go()
 
 
@@ -111,6 +114,75 @@ def test_a_damaged_object_is_forgotten(stored: list[Stored]) -> None:
 
 
 def test_a_span_that_is_larger_than_the_cache_is_not_kept(stored: list[Stored]) -> None:
-    one, cache = stored[0], MemoryCache(Arena.create(4096))
+    one, cache = stored[0], MemoryCache(Arena.create(4096), 4096)
     one.put_in(cache)
     assert cache.find(one.hashes) == []
+
+
+def test_an_opened_span_is_filled_by_who_opened_it(stored: list[Stored]) -> None:
+    one, cache = stored[0], make_cache(stored[0].num_bytes)
+    parts, (first, *rest) = span_parts(one.sources), one.units(0)
+    held, other = Held(cache), Held(cache)
+    held.open(parts)
+    other.open(parts)
+    assert other.places(first) is None
+    for unit in (first, *rest):
+        cache.put(unit, unit.split(one.data(unit)))  # what another one has read: it is not taken
+        places = held.places(unit)
+        assert places is not None
+        for place, cell in zip(places, unit.split(one.data(unit)), strict=True):
+            for piece, content in zip(place, cell, strict=True):
+                piece[:] = content
+        assert cache.find(one.hashes) == []
+        held.received(unit)
+        assert held.places(unit) is None
+    assert cache.find(one.hashes) == one.sources[:2]
+    assert holds(held, one)
+    held.let_go()
+    other.open(parts)
+    assert holds(other, one)
+    assert other.places(one.units(1)[0]) is not None
+    other.let_go()
+
+
+def test_what_a_reader_leaves_is_completed_by_the_next_one(stored: list[Stored]) -> None:
+    one, cache = stored[0], make_cache(stored[0].num_bytes)
+    parts, (first, *rest) = span_parts(one.sources)[:1], one.units(0)
+    held = Held(cache)
+    held.open(parts)
+    chunks = first.split(one.data(first))
+    assert held.put(first, chunks) == chunks
+    held.end_filling()
+    assert not held.entries
+    held = Held(cache)
+    held.open(parts)
+    assert held.chunks(first) == chunks
+    assert held.places(first) is None
+    for unit in rest:
+        held.put(unit, unit.split(one.data(unit)))
+    assert holds(held, one)
+    held.let_go()
+
+
+def test_an_opened_span_of_which_nothing_comes_takes_no_room(stored: list[Stored]) -> None:
+    one, cache = stored[0], make_cache(stored[0].num_bytes)
+    held = Held(cache)
+    held.open(span_parts(one.sources))
+    assert cache.keeps(one.reader)
+    held.let_go()
+    assert not cache.keeps(one.reader)
+    assert not cache._used_bytes
+
+
+def test_chunks_lie_where_gpus_take_them(stored: list[Stored]) -> None:
+    """Behind what is others', the last part of each cell at a multiple of 16, one after another."""
+    one, cache = stored[0], make_cache(stored[0].num_bytes)
+    one.put_in(cache)
+    held = cache.hold(span_parts(one.sources))
+    for entry in held.entries.values():
+        assert entry.offset >= BEFORE
+        assert not (entry.integers % CODE_ALIGNMENT).any()
+        cells = list(one.reader.span_cells(entry.key[2]))
+        sizes = np.array([one.reader.chunk_sizes(cell)[one.reader.manifest.chunks_per_cell - 1] for cell in cells])
+        assert ((entry.integers[1:] - (entry.integers + sizes)[:-1]) < CODE_ALIGNMENT).all()
+    held.let_go()

@@ -159,7 +159,8 @@ def test_pages_that_cannot_be_copied_do_not_count(plane: DataPlane) -> None:
 
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes)
-    assert fetch_into(plane, hashes, BrokenPool(SMALL, NUM_PAGES, 0.0)) == 0
+    with assert_counted("fetch", Reason.INTERNAL):
+        assert fetch_into(plane, hashes, BrokenPool(SMALL, NUM_PAGES, 0.0)) == 0
     assert fetch(plane, hashes)[0] == NUM_PAGES
 
 
@@ -219,13 +220,25 @@ def test_writing_ends_at_unavailable_pages(plane: DataPlane, monkeypatch: pytest
     wait_until(lambda: not plane._run._room._taken)
 
 
-def test_errors_of_reading_pages_are_raised(plane: DataPlane) -> None:
-    def fail(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
-        raise RuntimeError("no device")
+def test_pages_that_cannot_be_read_are_dropped_by_that_reason(
+    plane: DataPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plane_module, "PART_BYTES", 4 * SMALL.page_bytes)
+    values = page_values(10)
 
-    with pytest.raises(RuntimeError, match="no device"):
-        plane.write(0, None, page_hashes(4), range(4), fail)
-    assert not plane._run._room._taken
+    def fail(tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
+        if pages[0] >= 4:
+            raise RuntimeError("no device")
+        return values[tensor][list(pages)]
+
+    def dropped(result: str) -> float:
+        return own_metric("sgl_kvfetch_written_pages_total", result=result)
+
+    before = dropped("dropped_error"), dropped("dropped_full")
+    with assert_counted("write", Reason.INTERNAL):
+        assert plane.write(0, None, page_hashes(10), range(10), fail) == 4
+    assert (dropped("dropped_error"), dropped("dropped_full")) == (before[0] + 6, before[1])
+    wait_until(lambda: not plane._run._room._taken)
 
 
 def test_all_pieces_share_one_deadline_for_room(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def test_staged_pages_stay_readable_when_the_data_plane_has_ended(plane: DataPla
 
 
 async def test_the_shortest_prompt_goes_first_while_another_one_fills_the_link() -> None:
-    turns = _Turns(parse_config({"store": "file:///kv", "model_id": "m"}), SMALL, Room(1 << 20), 1 << 20)
+    turns = _Turns(parse_config({"store": "file:///kv", "model_id": "m"}), SMALL, Room(1 << 20))
     order: list[int] = []
 
     async def take_turn(num_pages: int, **fields: Any) -> _Staging:

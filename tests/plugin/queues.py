@@ -12,7 +12,7 @@ from sgl_kvfetch.plane import DataPlane
 def fill_queue(plane: DataPlane) -> Callable[[], None]:
     """Leave no room for pages. Return what frees it all."""
     room = plane._run._room
-    offset = room.allocate(room._num_bytes, 0)
+    offset = room.allocate(room.num_bytes, 0)
     assert offset is not None
     return lambda: room.free(offset)
 

@@ -36,7 +36,7 @@ def test_hand_overs_of_a_lookup_and_a_fetch_of_one_cell(make: Make, served: Serv
                 "kvfetch-data -> SGLang: Found, by a future",
                 "SGLang -> event loop: ReadAhead",
                 "SGLang -> event loop: FetchPages",
-                "event loop -> kvfetch-receive: _Read.run",
+                "event loop -> kvfetch-receive: _Connection.run",
                 "kvfetch-receive -> event loop: _chain_future._set_state",
                 "event loop -> kvfetch-decode: DecodePool._run",
                 "kvfetch-decode -> kvfetch-data: Piece",

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import trustme
+from typer.testing import Result
 
 from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from sgl_kvfetch.errors import ConfigError, StoreError
@@ -13,6 +15,7 @@ from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
+from tests.tools.conftest import kvfetch
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,29 @@ async def test_large_objects_both_ways(url: str, certificates: Certificates) -> 
 
 async def test_a_client_refuses_a_server_that_its_ca_did_not_sign(url: str, certificates: Certificates) -> None:
     assert await reason_of_get(HttpStore(url, options=HttpOptions(max_attempts=1))) == "tls"
+
+
+@pytest.mark.parametrize("url", [True], indirect=True)
+@pytest.mark.parametrize("command", ["inspect", "doctor", "lookup", "pin"])
+async def test_commands_show_a_certificate(
+    url: str, certificates: Certificates, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates.ca))
+    more = {"doctor": ["--store-only"], "lookup": ["--prompt", "[1, 2]", "--page-size", "1"]}.get(command, [])
+    cert = ["--tls-client-cert", str(certificates.client)]
+
+    async def run(*args: str) -> Result:
+        return await asyncio.to_thread(kvfetch, command, url, *more, *args)
+
+    refused = await run()
+    assert refused.exit_code != 0, refused.output
+    shown = await run(*cert)
+    assert shown.exit_code == 0, shown.output
+    monkeypatch.setenv("KVFETCH_TLS_CLIENT_CERT", str(certificates.client))
+    assert (await run()).exit_code == 0
+    assert "cannot use the TLS files" in (await run("--tls-client-cert", "nosuch.pem")).output
+    monkeypatch.delenv("KVFETCH_TLS_CLIENT_CERT")
+    assert "needs --tls-client-cert" in (await run("--tls-client-key", "key.pem")).output
 
 
 async def test_a_tls_server_does_not_answer_plain_http(url: str) -> None:

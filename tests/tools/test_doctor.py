@@ -67,6 +67,17 @@ def test_the_table_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("healthy")
+def test_a_store_s_machine_is_told_of_the_option_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sglang" else find_spec(name))
+    monkeypatch.setattr(doctor, "check_codecs", lambda: [Check("codecs", "no", "torch is missing", "install it")])
+    result = kvfetch("doctor", str(tmp_path))
+    assert result.exit_code == 1
+    assert f"On a store's machine, type: kvfetch doctor {tmp_path} --store-only" in result.stdout
+    assert "--store-only" not in kvfetch("doctor").stdout
+
+
+@pytest.mark.usefixtures("healthy")
 def test_the_store_comes_first_and_rows_come_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[Check] = []
 

@@ -108,6 +108,12 @@ def test_serve_says_how_it_serves(tmp_path: Path, args: tuple[str, ...], access:
     assert "secret" not in line
 
 
+def test_a_small_capacity_is_shown_in_a_unit_that_fits(tmp_path: Path) -> None:
+    with serving(tmp_path / "store", "--capacity", "10MiB") as (_, process):
+        assert process.stderr is not None
+        assert "; capacity: 10 MiB, on a disk of " in process.stderr.readline()
+
+
 def test_serve_warns_of_a_capacity_that_the_disk_does_not_have(tmp_path: Path) -> None:
     for capacity, is_warned in (("1000000TiB", True), ("1MiB", False)):
         with serving(tmp_path / "store", "--capacity", capacity) as (_, process):

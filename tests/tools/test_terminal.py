@@ -36,7 +36,9 @@ def test_sizes_are_parsed(text: str, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "10G", "GiB", "-1GiB", "1e9", "0", "0.1B", "10 gigabytes", "1GiB1"])
+@pytest.mark.parametrize(
+    "text", ["", "10G", "GiB", "-1GiB", "1e9", "0", "0.1B", "10 gigabytes", "1GiB1", "9" * 400, "9" * 17 + "GiB"]
+)
 def test_sizes_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="size"):
         parse_size(text)

@@ -18,6 +18,7 @@ import pytest
 import torch
 import xxhash
 
+from harness.models import make_llama_8b_config
 from harness.small_segments import NAMESPACE, put_segment
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys
 from sgl_kvfetch.codec.container.partial import without_last_level
@@ -39,14 +40,19 @@ TOKENS = list(range(3, 19))
 
 
 def coded(
-    namespace: Namespace = NAMESPACE, pages: range = range(8), *, heads: range = range(1), salt: str | None = None
+    namespace: Namespace = NAMESPACE,
+    pages: range = range(8),
+    *,
+    heads: range = range(1),
+    salt: str | None = None,
+    tokens: Sequence[int] = TOKENS,
 ) -> CodedSegment:
     """A segment with some of the prompt's pages."""
     quantiser = make_quantiser("exact" if namespace.quantiser == "exact" else "uint8")
     spec = SegmentSpec(HeadSlice(namespace, heads), quantiser, "zstd", "240p", 8)
     shape = len(pages) * namespace.page_size, 1, len(heads), 48
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    hashes = page_hashes(TOKENS, namespace.page_size, salt)
+    hashes = page_hashes(tokens, namespace.page_size, salt)
     previous = hashes[pages.start - 1] if pages.start else None
     return encode_segment(spec, {"k": values, "v": values}, pages.start, previous, hashes[pages.start : pages.stop])
 
@@ -133,8 +139,47 @@ def test_pages_that_were_never_written(tmp_path: Path) -> None:
     assert found["stored_pages"] == 4
     assert_why(why(tmp_path, prompt=[7, 7, 7]), Reason.NEVER_WRITTEN)
     text = kvfetch("why", str(tmp_path), "--prompt", str(TOKENS[:8])).output
+    assert (
+        "3 tokens, pages of a size that --server would" in kvfetch("why", str(tmp_path), "--prompt", "[7, 7, 7]").output
+    )
     assert "never_written: pages 4 to 7: the store has no trace of them" in text
     assert "what to do: see sgl_kvfetch_written_pages_total" in text
+
+
+@pytest.mark.parametrize("segments", [[range(8)], [range(4), range(4, 8)]])
+def test_a_prompt_that_begins_like_a_stored_one(tmp_path: Path, segments: list[range]) -> None:
+    """Where a segment ends with the last shared page, the next one tells."""
+    other = [*TOKENS[:4], 99, *TOKENS[5:8]]
+    store(tmp_path, *(coded(pages=pages, tokens=other) for pages in segments))
+    found = why(tmp_path)
+    assert_why(found, Reason.DIVERGES, pages=range(4, 8))
+    detail = "the prompt shares pages 0-3 with 1 stored prompt, and differs from it in tokens 4 to 4"
+    assert found["findings"][0]["detail"] == detail
+    third = [*TOKENS[:4], 98, *TOKENS[5:8]]
+    store(tmp_path, *(coded(pages=pages, tokens=third) for pages in segments))
+    assert "with 2 stored prompts, and differs from each in" in why(tmp_path)["findings"][0]["detail"]
+    assert_why(why(tmp_path, prompt=other, exit_code=0))
+    store(tmp_path, coded())
+    assert_why(why(tmp_path, exit_code=0))
+
+
+def test_the_text_at_which_a_prompt_leaves_a_stored_one(tmp_path: Path) -> None:
+    model = str(make_llama_8b_config(tmp_path / "model"))
+    store(tmp_path / "store", coded())
+    said = why(tmp_path / "store", "--model", model, prompt=[*TOKENS[:3], 99, 98])["findings"][0]["detail"]
+    assert said.endswith('differs from it in tokens 3 to 3. Its tokens 3 to 3 are "w99"')
+    with told_by_a_server(status_of()) as url:
+        args = "--server", url, "--model", model
+        said = why(tmp_path / "store", *args, prompt=[99, 98])["findings"][0]["detail"]
+        assert said.endswith('no trace of them. No stored prompt has its tokens 0 to 0: "w99"')
+        told = why(tmp_path / "store", "--server", url, prompt=[99, 98])["findings"][0]["detail"]
+        assert told.endswith("the store has no trace of them")  # this server tells no text
+
+
+def test_a_request_that_leaves_a_stored_prompt(tmp_path: Path) -> None:
+    with told_by_a_server(status_of(recent=[decided("a", Reason.DIVERGES, 3, 3)])) as url:
+        (found,) = kvfetch_json("why", str(tmp_path), "--server", url, "--request", "a", exit_code=1)
+    assert only_reason(found) == (Reason.DIVERGES, 3, 8)
 
 
 def test_data_whose_manifest_was_not_written(tmp_path: Path) -> None:
@@ -329,6 +374,7 @@ def decided(request_id: str, reason: str, num_found: int, num_served: int, first
         request_id=request_id,
         at_s=1e9,
         first_hash=page_hashes(TOKENS, 1)[first_page].hex(),
+        found_hash=page_hashes(TOKENS, 1)[first_page + num_found - 1].hex() if num_found else "",
         num_pages=8 - first_page,
         num_found=num_found,
         num_served=num_served,
@@ -348,6 +394,10 @@ def test_what_a_server_did_with_a_prompt(tmp_path: Path) -> None:
     found = told(tmp_path, recent=[served])
     assert only_reason(found) == (Reason.EVICTED, 0, 8)
     assert "2001-09-09" in found["findings"][0]["detail"]
+    # Of a prompt that begins alike, other pages were found.
+    store(tmp_path, coded(pages=range(4)))
+    found = told(tmp_path, recent=[msgspec.structs.replace(served, found_hash="00" * 32)])
+    assert only_reason(found) == (Reason.NEVER_WRITTEN, 4, 8)
 
 
 def test_a_request(tmp_path: Path) -> None:

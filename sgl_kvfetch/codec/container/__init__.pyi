@@ -1,4 +1,4 @@
-from .encryption import SALT_BYTES as SALT_BYTES
+from .encryption import SALT_BYTES as SALT_BYTES, TAG_BYTES as TAG_BYTES
 from .manifest import (
     encryption_keys_of as encryption_keys_of,
     split_signature as split_signature,

@@ -1,7 +1,10 @@
 """Side pages: what SGLang keeps of a page in pools beside that of its KV, such as the states of a Mamba layer.
 
-They are opaque bytes, stored with the KV of their pages: in data objects of their own, which the segment's manifest
+They are bytes, stored with the KV of their pages: in data objects of their own, which the segment's manifest
 names. A segment has them for some of its pages, and more can be added later. No I/O: that is the caller's.
+
+Only SGLang knows what they mean. Most are values of bfloat16, keys and values of a window or a layer's states, of which
+general compression sees little. So each chunk is coded both ways, and stored in the smaller one.
 """
 
 from __future__ import annotations
@@ -14,14 +17,21 @@ import msgspec
 import torch
 import xxhash
 
+from sgl_kvfetch.codec.bitstream.ans import AnsTablesCodec
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.container.encryption import DataCipher
 from sgl_kvfetch.codec.container.manifest import Manifest
 from sgl_kvfetch.codec.container.objects import SIDE_CHUNK_BYTES, Chunk, Side, SidePage, nth_digest
 from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES
+from sgl_kvfetch.codec.layout.frames import PLANES
+from sgl_kvfetch.codec.quant.exact import from_planes, to_planes
 from sgl_kvfetch.errors import CorruptError, FormatError
 
-_CODEC = ZstdCodec()
+_ZSTD, _TABLES = ZstdCodec(), AnsTablesCodec()
+# Rows of the exponents: bytes whose places differ by a multiple of it share a row. The heads of most models have 64 or
+# 128 dimensions, so a row has values of one dimension.
+_WIDTH = 128
+_ROWS = PLANES * _WIDTH
 
 SideKey = tuple[str, int]  # a pool, and a page of a segment, counted from its start
 SideData = tuple[Side, bytes]  # an object and its content
@@ -59,11 +69,11 @@ class SidePlace:
         view = memoryview(data)
         for index, chunk in enumerate(self.page.chunks):
             piece, view = view[: chunk.size_bytes], view[chunk.size_bytes :]
-            if chunk.codec != _CODEC.name:
-                raise FormatError(f"{what} is in codec {chunk.codec!r}, expected {_CODEC.name!r}")
+            if chunk.codec not in _DECODE:
+                raise FormatError(f"{what} is in codec {chunk.codec!r}, expected one of {', '.join(_DECODE)}")
             chunk.require_coded(piece, nth_digest(self.chunk_digests, index), what)
             bitstream = self.cipher.decrypt(self.first_chunk + index, piece, what) if self.cipher else piece
-            raw = _CODEC.decompress(bitstream, SIDE_CHUNK_BYTES)
+            raw = _DECODE[chunk.codec](bitstream, min(left, SIDE_CHUNK_BYTES))
             chunk.require_decoded(raw, what)
             if len(raw) != min(left, SIDE_CHUNK_BYTES):
                 raise CorruptError(f"{what}, chunk {index}: {len(raw)} bytes, expected {min(left, SIDE_CHUNK_BYTES)}")
@@ -105,8 +115,38 @@ def encode_side(pages: Mapping[SideKey, torch.Tensor], executor: Executor | None
 
 def _encode(piece: torch.Tensor) -> tuple[Chunk, bytes]:
     raw = piece.numpy().tobytes()
-    coded = _CODEC.compress(raw)
-    return Chunk.of(_CODEC.name, coded, raw), coded
+    coded = {"zstd": _ZSTD.compress(raw)}
+    if len(raw) % 2 == 0:
+        coded["bfloat16"] = _encode_bfloat16(piece)
+    codec = min(coded, key=lambda name: len(coded[name]))
+    return Chunk.of(codec, coded[codec], raw), coded[codec]
+
+
+def _encode_bfloat16(piece: torch.Tensor) -> bytes:
+    """Return the mantissas of values as they are, and their exponents as `ans-tables`. Both as `exact` splits them."""
+    mantissas, exponents = to_planes(piece.view(torch.bfloat16))
+    frames = torch.zeros((-(-len(exponents) // _ROWS), PLANES, 1, _WIDTH), dtype=torch.uint8)
+    frames.view(-1)[: len(exponents)] = exponents
+    return b"".join((mantissas.numpy().data, _TABLES.encode(frames)))
+
+
+def _decode_bfloat16(bitstream: bytes | memoryview, num_bytes: int) -> bytes:
+    """Raises CorruptError."""
+    num_values = num_bytes // 2
+    if num_bytes % 2 or len(bitstream) < num_values:
+        raise CorruptError(f"bfloat16 bitstream has {len(bitstream)} bytes for {num_bytes} bytes of values")
+    view = memoryview(bitstream)
+    exponents = _TABLES.decode(view[num_values:], (-(-num_values // _ROWS), 1, _WIDTH)).view(-1)[:num_values]
+    mantissas = torch.frombuffer(bytearray(view[:num_values]), dtype=torch.uint8)
+    values = from_planes(torch.stack([mantissas, exponents]), torch.bfloat16)
+    return bytes(values.view(torch.uint8).numpy())
+
+
+# By codec. Each gets the bytes that the chunk has when decoded, which it must not exceed.
+_DECODE: dict[str, Callable[[bytes | memoryview, int], bytes]] = {
+    "zstd": _ZSTD.decompress,
+    "bfloat16": _decode_bfloat16,
+}
 
 
 def join_sides(halves: Iterable[tuple[int, Iterable[SideData]]]) -> SideData | None:

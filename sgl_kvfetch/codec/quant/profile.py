@@ -33,6 +33,9 @@ _HEADER_LENGTH = struct.Struct("<Q")  # which a safetensors file begins with
 _MOST_HEADER_BYTES = 8 << 20
 _MOST_METADATA_CHARS = 1 << 20
 
+# Of steps and of KL divergences, far beyond what calibration measures: interpolating between two stays finite.
+_NUMBERS = 1e-9, 1e6
+
 # The default of target_kl, as a share of the value of the whole context to the model. docs/klt.md explains it.
 DEFAULT_SHARE = 1e-3
 
@@ -82,8 +85,12 @@ class _Metadata(msgspec.Struct, frozen=True):
         """Raise ValueError for numbers that do not fit together, which msgspec turns into a DecodeError."""
         numbers = [n for p in self.curve for n in (p.step, p.kl)] + [self.context_kl]
         rises = all(a.step < b.step and a.kl < b.kl for a, b in itertools.pairwise(self.curve))
-        if len(self.curve) < 2 or not rises or not all(math.isfinite(n) and n > 0 for n in numbers):
-            raise ValueError("its curve needs two or more points that rise in step and in kl, all above 0 and finite")
+        least, most = _NUMBERS
+        if len(self.curve) < 2 or not rises or not all(least <= n <= most for n in numbers):
+            raise ValueError(
+                f"its curve needs two or more points that rise in step and in kl, and they and context_kl numbers from "
+                f"{least:g} to {most:g}"
+            )
         if self.num_heads % self.cell_heads:
             raise ValueError(f"cell_heads is {self.cell_heads}, expected a divisor of num_heads = {self.num_heads}")
         if not self.layers.coded:

@@ -14,6 +14,8 @@ from functools import lru_cache
 import msgspec
 import torch
 
+_LEAST, _MOST = 1e-6, 1e6  # of factors: their squares are float32
+
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
     """One rotation, of all heads of some layers of a model.
@@ -34,8 +36,8 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"inv_freq has {len(self.inv_freq)} entries; expected one or more, all finite")
         for name in ("attention_scaling", "position_divisor"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} = {value}: expected a finite number above 0")
+            if not _LEAST <= value <= _MOST:
+                raise ValueError(f"{name} = {value}: expected a number from {_LEAST:g} to {_MOST:g}")
 
     @property
     def rotary_dim(self) -> int:

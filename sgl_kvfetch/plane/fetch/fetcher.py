@@ -110,6 +110,14 @@ class _RunningFetch:
     def restored(self, part: int, num_cells: int) -> None:
         self._cells_left[part] -= num_cells
 
+    def take_kept(self, part: int) -> None:
+        """Note that a part is in memory, as its pool takes it."""
+        taken = self.parts[part]
+        self.num_unasked -= taken.reader.cells_per_span
+        self.restored(part, taken.reader.cells_per_span)
+        metrics.MEMORY_CACHE_READ_BYTES.inc(taken.size_bytes)
+        metrics.READ_CELLS.labels(str(taken.reader.levels_left_out)).inc(taken.reader.cells_per_span)
+
     def fail(self, part: int, error: KVFetchError | None) -> None:
         """End the fetch before this part. ``error`` is None if the part is not wanted."""
         if error is not None:
@@ -198,6 +206,10 @@ class Fetcher:
         """Keep what is in memory of these pages until it is let go."""
         return Held() if self._memory is None else self._memory.hold(span_parts(sources))
 
+    def open(self, held: Held, parts: Sequence[SpanPart]) -> None:
+        """Open entries in memory for what is not there of these parts, if it is known how they will be read."""
+        held.open(part for part in parts if not self._chooser.is_free(part.reader, self.levels))
+
     def cost(self, sources: Sequence[PageSource]) -> Cost:
         """Estimate how long it takes to fetch these pages, if nothing else is fetched."""
         parts = span_parts(sources)
@@ -247,6 +259,7 @@ class Fetcher:
         request: timeline.Request = timeline.NOBODY,
         on_requested: Callable[[], None] | None = None,
         compute_s: float = math.inf,
+        held: Held | None = None,
     ) -> FetchResult:
         """Restore pages to ``destination``. When this returns or raises, its sink is closed.
 
@@ -255,9 +268,13 @@ class Fetcher:
         written in part. ``on_requested`` is called when the link could serve another fetch as well, unless this one
         ends first. Never raises a domain error. ``request`` is for the timeline. ``compute_s``: how long the engine
         would take to compute all pages; ends, as if the rest came too late, when the engine would compute the rest
-        sooner.
+        sooner. ``held``: what the caller holds of these pages, and has opened for them.
         """
-        fetch = _RunningFetch(sources, destination, self.hold(sources), request)
+        own = Held()
+        if held is None:
+            held = own = self.hold(sources)
+            self.open(held, span_parts(sources))
+        fetch = _RunningFetch(sources, destination, held, request)
         self._running.add(fetch)
         timed_out = False
         try:
@@ -269,7 +286,7 @@ class Fetcher:
         finally:
             destination.sink.close()
             self._running.remove(fetch)
-            fetch.held.let_go()
+            own.let_go()
             if fetch.is_late or timed_out:  # the rest is computed: leave the link to others
                 for name in {part.reader.data_name for part in fetch.parts}:
                     self._ahead.drop_units(name)
@@ -285,6 +302,9 @@ class Fetcher:
                 if math.isfinite(compute_s):
                     group.create_task(self._end_when_slow(fetch, compute_s))
                 for index, part in enumerate(fetch.parts):
+                    if isinstance(pool := fetch.destination.sink.pool, CodedPool) and pool.is_kept(index):
+                        fetch.take_kept(index)
+                        continue
                     if not fetch.held.has(part.reader, part.span) and self._comes_after(part, deadline_s):
                         fetch.is_late = True
                         fetch.fail(index, None)
@@ -402,27 +422,35 @@ class Fetcher:
         return self._memory is not None and self._memory.has(reader, span)
 
     async def _chunks_of(self, unit: ReadUnit, part: SpanPart, fetch: _RunningFetch) -> Sequence[CellChunks]:
-        if (data := fetch.held.data(unit)) is not None:
-            return unit.split(data)
+        held, pool = fetch.held, fetch.destination.sink.pool
+        if (chunks := held.chunks(unit)) is not None:
+            return chunks
         if unit.key in self._begun:
-            return unit.split(self._begun[unit.key])
+            return held.put(unit, unit.split(self._begun[unit.key]))
         is_used_again = part.is_begun and part.request_pages[-1] == fetch.num_asked - 1
         if task := self._ahead.take_read(unit):
             try:
                 data = await task
             finally:
                 self._ahead_budget.release(unit.size_bytes)
+        elif (places := held.places(unit)) is not None:
+            await self._transmit(unit, fetch.request, unit.by_object(places))
+            held.received(unit)
+            return places
         else:
-            pool, places = fetch.destination.sink.pool, None
+            in_pool = None
             if isinstance(pool, CodedPool) and len(unit.reads) == 1 and not is_used_again:
-                places = pool.places(unit.reader, unit.cells)
-            if places is not None:
-                await self._transmit(unit, fetch.request, [[piece for cell in places for piece in cell]])
-                return places
+                in_pool = pool.places(unit.reader, unit.cells)
+            if in_pool is not None:
+                await self._transmit(unit, fetch.request, unit.by_object(in_pool))
+                return in_pool
             data = await self._read_whole(unit, fetch.request)
+        chunks = unit.split(data)
+        if (kept := held.put(unit, chunks)) is not chunks:
+            return kept
         if is_used_again:
             self._keep_begun(unit, data)
-        return unit.split(data)
+        return chunks
 
     def _keep_begun(self, unit: ReadUnit, data: memoryview) -> None:
         """Keep these bytes, and evict older ones if there is no room, but never those of the same span."""
@@ -463,6 +491,8 @@ class Fetcher:
             begin, end = end, end + last - first
             into.append([data[begin:end]])
         await self._transmit(unit, request, into)
+        if self._memory is not None:
+            self._memory.put(unit, unit.split(data))
         return data
 
     async def _transmit(self, unit: ReadUnit, request: timeline.Request, into: Sequence[list[memoryview]]) -> None:
@@ -485,8 +515,6 @@ class Fetcher:
         metrics.STAGE_SECONDS.labels("transmit").observe(ended_s - started_s)
         metrics.WIRE_BYTES.labels("read").inc(unit.size_bytes)
         timeline.add(request, "transmit", started_s, ended_s, bytes=unit.size_bytes)
-        if self._memory is not None:
-            self._memory.put(unit, [piece for pieces in into for piece in pieces])
 
     async def _read(self, place: tuple[str, int, int], into: Sequence[memoryview]) -> None:
         name, start, _ = place

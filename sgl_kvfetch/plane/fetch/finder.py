@@ -33,6 +33,8 @@ from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource
 from sgl_kvfetch.plane.memory_cache import MemoryCache
+from sgl_kvfetch.plane.misses import note
+from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.stores import Breaker, SegmentHit, Store
 
 _MAX_KNOWN_PAGES = 1 << 15  # remembered between a lookup and its fetch
@@ -107,6 +109,9 @@ class PageFinder:
                 if not known:
                     raise
                 self._on_fault(e if isinstance(e, StoreError) else StoreError("timeout", "no answer to a lookup"))
+        if known and len(known) < len(hashes) and _leaves(known[-1], hashes[len(known)]):
+            note(Reason.DIVERGES)
+            metrics.DIVERGED_PAGES.inc(len(hashes) - len(known))
         self._remember(hashes, known)
         return known
 
@@ -301,6 +306,12 @@ class PageFinder:
             self._known.move_to_end(page_hash)
         while len(self._known) > _MAX_KNOWN_PAGES:
             self._known.popitem(last=False)
+
+
+def _leaves(last: PageSource, next_hash: bytes) -> bool:
+    """Return whether the segment of a prompt's last stored page goes on with another page than the prompt. Where the
+    segment ends with that page, nothing is known."""
+    return last.reader.manifest.page_hashes[last.page + 1 :][:1] not in ((), (next_hash,))
 
 
 def join_heads(heads: range, runs: Mapping[range, Sequence[PageSource]]) -> list[PageSource]:

@@ -100,7 +100,7 @@ class Chooser:
         """Return the reader with which to read ``run``. ``reader``: of the segment's default variant. ``levels``: which
         may be left out. ``within_s``: when the fetch should end. ``num_cells_left``: cells not requested yet, of all
         fetches and of ``run``. ``is_here``: whether the bytes of a reader need no link."""
-        if self._policy is None and levels.coarsest(reader) is reader:
+        if not self.is_free(reader, levels):
             return reader
         offers = self._offers(reader, run, levels)
         if len(offers) == 1:
@@ -115,6 +115,10 @@ class Chooser:
             return first.reader
         coarser = [offer for offer in offers if offer.levels_left_out > finest]
         return best_offer([first, *coarser], self.supply(num_cells_left), within_s, pick).reader
+
+    def is_free(self, reader: SegmentReader, levels: LevelPolicy) -> bool:
+        """Return whether `choose` may return another reader than ``reader``."""
+        return self._policy is not None or levels.coarsest(reader) is not reader
 
     def supply(self, num_cells_left: int) -> Supply:
         goodput_bps = self._link.goodput_bps  # an old one, too: the first cells correct it

@@ -82,20 +82,31 @@ class ReadUnit:
 
     def split(self, data: bytes | memoryview) -> list[CellChunks]:
         """Return the chunks of each cell. ``data``: the bytes of all objects, one behind the other."""
-        view, offsets = memoryview(data), []
+        view, contents = memoryview(data), []
         end = 0
         for _, first, last in self.reads:
-            offsets.append(end - first)
-            end += last - first
+            begin, end = end, end + last - first
+            contents.append(view[begin:end])
         assert end == len(view), (end, len(view))
+        return self.split_objects(contents)
+
+    def split_objects(self, contents: Sequence[bytes | memoryview]) -> list[CellChunks]:
+        """Return the chunks of each cell. ``contents``: what `reads` reads of each object."""
+        objects = [(memoryview(each), first) for each, (_, first, _) in zip(contents, self.reads, strict=True)]
         return [
             [
-                view[offset + start : offset + stop]
-                for offset, ranges in zip(offsets, self.reader.chunk_ranges(cell), strict=True)
+                view[start - first : stop - first]
+                for (view, first), ranges in zip(objects, self.reader.chunk_ranges(cell), strict=True)
                 for start, stop in ranges
             ]
             for cell in self.cells
         ]
+
+    def by_object(self, chunks: Sequence[CellChunks]) -> list[list[memoryview]]:
+        """Return the chunks of all cells by the objects in which they are stored, in their order there."""
+        num_levels = len(self.reads) - 1  # each further object has one chunk of a cell
+        first = [x for cell in chunks for x in cell[: len(cell) - num_levels]]
+        return [first, *([cell[len(cell) - num_levels + level] for cell in chunks] for level in range(num_levels))]
 
 
 def span_parts(sources: Sequence[PageSource]) -> list[SpanPart]:

@@ -40,6 +40,10 @@ class CodedPool(PagePool):
     """A pool that takes cells before they are restored: their integers, coded or not."""
 
     @abstractmethod
+    def is_kept(self, part: int) -> bool:
+        """Return whether the cells of a fetch's part were verified by another fetch, and need not be read."""
+
+    @abstractmethod
     def places(self, reader: SegmentReader, cells: Sequence[Cell]) -> list[list[memoryview]] | None:
         """Return where the chunks of some cells may be received: what the pool takes as it is coded, in its own memory.
         Return None if they must be decoded first."""

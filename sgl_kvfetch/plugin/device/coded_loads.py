@@ -16,7 +16,7 @@ import torch
 from sgl_kvfetch.codec import CellPlace, Device, Stream
 from sgl_kvfetch.codec.layout import PLANES
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plane import StagedCode
+from sgl_kvfetch.plane import CODE_ALIGNMENT, StagedCode
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.device.pinned_memory import PinnedMemory, copy
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
@@ -48,14 +48,12 @@ class Works(NamedTuple):
 
 class _Part(NamedTuple):
     """``cells``: a slice of the prompt's, all of them coded or none. ``status``: the range of their statuses.
-    ``code``: bytes of the shared memory. ``frames_at``: where the decoded frames begin in scratch memory, behind the
-    code."""
+    ``frames_at``: where the decoded frames begin in scratch memory, behind the code."""
 
     layer: int
     is_coded: bool
     cells: slice
     status: slice
-    code: slice
     frames_at: int
     frames_bytes: int
 
@@ -122,7 +120,7 @@ class CodedLoad:
 
     def _works(self, part: _Part, scratch: torch.Tensor) -> Works:
         of, cells = part.cells, self._cells[part.cells]
-        code_start, tokens = cells["start"] - part.code.start, cells["num_tokens"]
+        runs, code_start, tokens = *_runs(cells), cells["num_tokens"]
         out_start = np.cumsum(self._frames_bytes[of]) - self._frames_bytes[of]
         integers = (part.frames_at + out_start if part.is_coded else code_start) + scratch.data_ptr()
         tables = [
@@ -131,8 +129,9 @@ class CodedLoad:
             self._klt_rows(cells, integers),
         ]
         copy_tables, (ans, sums, klt) = self._uploaded(tables)
-        code = self._memory.whole[part.code]
-        copies: list[Work] = [copy_tables, self._memory.copy_of(code, scratch[: len(code)])]
+        copies: list[Work] = [copy_tables]
+        for here, there in runs:
+            copies.append(self._memory.copy_of(self._memory.whole[here], scratch[there]))
         kind = self._shape, self._dtype, min(map(vector_of, np.unique(tokens).tolist())), self._pages.klt_options
         most = int(tokens.max()), int(cells["num_exact"].max())
         rows = klt.view(-1).view(torch.uint8)
@@ -230,9 +229,9 @@ def _parts(cells: np.ndarray, frames_bytes: np.ndarray, scratch_bytes: int) -> I
     A layer group that fits is not cut. The first part has one, each later one up to twice as many as the one before:
     few launches for a short prompt, whose first layers do not wait for the others.
     """
-    ends = cells["start"] + cells["size"]
     used = np.concatenate([[0], np.cumsum(frames_bytes)])  # bytes of frames, before each cell
-    needed = used[1:] + ends
+    code = np.concatenate([[0], np.cumsum(_rounded(cells["size"], CODE_ALIGNMENT))])
+    needed = used[1:] + code[1:]
     is_coded, layers = cells["is_coded"] != 0, cells["first_layer"]
     of_kinds = np.append(np.flatnonzero(is_coded[1:] != is_coded[:-1]) + 1, len(cells))
     is_next = (layers[1:] != layers[:-1]) | (is_coded[1:] != is_coded[:-1])
@@ -241,20 +240,36 @@ def _parts(cells: np.ndarray, frames_bytes: np.ndarray, scratch_bytes: int) -> I
     while first < len(cells):
         group = int(np.searchsorted(groups, first, "right"))
         kind_end = of_kinds[np.searchsorted(of_kinds, first, "right")]
-        begin = int(cells["start"][first])
-        end = int(np.searchsorted(needed, scratch_bytes + used[first] + begin, "right"))  # of what fits
+        end = int(np.searchsorted(needed, scratch_bytes + used[first] + code[first], "right"))  # of what fits
         whole = int(np.searchsorted(groups, end, "right"))  # groups that end there
         last = groups[min(whole - 1, group + most_groups - 1)] if whole > group else min(end, groups[group])
         end = int(min(last, kind_end))
         frames = int(used[max(end, first + 1)] - used[first])
-        code = slice(begin, int(ends[max(end, first + 1) - 1]))
-        frames_at = _rounded(code.stop - begin, ALIGNMENT)
+        frames_at = _rounded(int(code[max(end, first + 1)] - code[first]), ALIGNMENT)
         if end == first:
             raise UnsupportedError(f"{frames_at + frames} bytes of a cell do not fit into {scratch_bytes} of a part")
         status = slice(num_status, num_status + end - first)
         num_status = _rounded(status.stop * _STATUS_BYTES, _POINTER_BYTES) // _STATUS_BYTES
-        yield _Part(int(layers[first]), bool(is_coded[first]), slice(first, end), status, code, frames_at, frames)
+        yield _Part(int(layers[first]), bool(is_coded[first]), slice(first, end), status, frames_at, frames)
         first, most_groups = end, 2 * most_groups
+
+
+def _runs(cells: np.ndarray) -> tuple[list[tuple[slice, slice]], np.ndarray]:
+    """Return the fewest copies that bring a part's code to scratch memory, and where each cell's code then begins.
+
+    A copy is a slice of shared memory, and one of scratch memory. A part's cells lie together in a region; those that
+    are held in memory lie together span by span.
+    """
+    order = np.argsort(cells["start"], kind="stable")
+    starts, sizes = cells["start"][order], cells["size"][order]
+    rooms = _rounded(sizes, CODE_ALIGNMENT)
+    places = np.cumsum(rooms) - rooms
+    first = np.concatenate([[0], np.flatnonzero(starts[1:] != (starts + rooms)[:-1]) + 1])
+    last = np.append(first[1:], len(cells)) - 1
+    ends, code_start = (starts + sizes)[last], np.empty_like(places)
+    code_start[order] = places
+    found = zip(*(x.tolist() for x in (starts[first], ends, places[first])), strict=True)
+    return [(slice(begin, end), slice(at, at + end - begin)) for begin, end, at in found], code_start
 
 
 def _rounded(num_bytes: N, unit: int) -> N:

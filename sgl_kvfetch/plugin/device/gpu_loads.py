@@ -10,6 +10,9 @@ several parts are under way at once.
   the lane's last use of its memory; the lane waits for the copy. So while one lane decodes, others copy and restore.
 * **A layer** is loaded when each lane has restored what was launched for it so far: a forward pass waits for one event
   a lane. Checksums come after a part's restore, so that no pass waits for them.
+* **Memory is pinned before it is loaded from**, on a thread of its own: half a GiB for the first prompts and all of
+  `memory_cache` from the start, little by little, and whatever else a prompt lies in once it was staged. A load pins
+  what is not pinned yet.
 * **All are done** when the stream of copies, which fetches the results at the end, has waited for all lanes. Until then
   the batch keeps whatever memory they use, also after a failure.
 
@@ -25,11 +28,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
 
@@ -37,6 +43,7 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import Device, Event, Fence, Stream
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.openmp import use_one_thread
+from sgl_kvfetch.plane import StagedValues
 from sgl_kvfetch.plugin.device.coded_loads import ALIGNMENT, CodedLoad, Works
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.device.loads import Load, Loader
@@ -48,6 +55,7 @@ MiB = 1 << 20
 LANES = 2
 MOST_SCRATCH_BYTES = 512 * MiB  # two layer groups of 32,768 tokens a lane, of a model like Llama-3.1-8B
 LEAST_SCRATCH_BYTES = 64 * MiB
+_FIRST_BYTES = 512 * MiB  # of the memory in which prompts are staged, pinned from the start: the first ones lie there
 _FREE_SHARE = 8  # the scratch memory is at most that part of what is free at the start
 
 _Part = Callable[[torch.Tensor], Works]  # a part, as a function of its scratch memory
@@ -115,7 +123,11 @@ class GpuLoader(Loader):
         self._lanes = [_Lane(pages.new_stream(), scratch[begin:][: self._lane_bytes]) for begin in begins]
         self._turns = itertools.cycle(self._lanes)
         self._running: dict[int, _Running] = {}
-        self._memory: PinnedMemory | None = None  # that the last load was read from
+        self._memories: list[PinnedMemory] = []  # the newest data plane's last, guarded by the lock
+        self._cache_bytes = 0
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._pins = ThreadPoolExecutor(1, "kvfetch-pin")
         self._thread = ThreadPoolExecutor(1, "kvfetch-load", use_one_thread)
 
     def _allocate(self, num_bytes: int | None) -> torch.Tensor:
@@ -133,6 +145,33 @@ class GpuLoader(Loader):
             f"device mode needs {sizes[-1] / MiB:.0f} MiB on the GPU beside the KV pool, where {free / MiB:.0f} are "
             "free: lower --mem-fraction-static"
         )
+
+    def attach(self, memory: torch.Tensor, cache_bytes: int) -> None:
+        self._cache_bytes = cache_bytes
+        self._memory_of(memory)
+
+    def prepare(self, staged: StagedValues) -> None:
+        if not staged.num_pages:
+            return
+        memory = self._memory_of(staged.memory)
+        tensors = staged.values if staged.code is None else [staged.code.packed]
+        begins = np.array([x.data_ptr() - memory.whole.data_ptr() for x in tensors])
+        ends = begins + [x.nbytes for x in tensors]
+        if staged.code is not None:
+            cells = staged.code.cells
+            begins, ends = np.append(begins, cells["start"]), np.append(ends, cells["start"] + cells["size"])
+        self._pins.submit(memory.pin_all, begins, ends)
+
+    def _pin_next(self, memory: PinnedMemory, numbers: Iterator[int]) -> None:
+        """Pin a piece, and wait as long again: meanwhile others use the driver. Then what was staged has its turn."""
+        number = next(numbers, None)
+        if number is None or self._closing.is_set():
+            return
+        began_s = time.monotonic()
+        memory.pin(number)
+        self._closing.wait(time.monotonic() - began_s)
+        with contextlib.suppress(RuntimeError):  # it was closed
+            self._pins.submit(self._pin_next, memory, numbers)
 
     def begin(self, loads: Sequence[Load]) -> int:
         index: int = self.counter.update_producer()
@@ -163,9 +202,11 @@ class GpuLoader(Loader):
         for running in self._running.values():
             self._end(running)
         self._running.clear()
-        if self._memory is not None:
-            self._memory.unpin()
-            self._memory = None
+        self._closing.set()
+        self._pins.shutdown(cancel_futures=True)
+        for memory in self._memories:
+            memory.unpin()
+        self._memories.clear()
 
     def _end(self, running: _Running) -> bool:
         """Wait until the device has finished with a batch's loads, and release what they held. Return whether their
@@ -252,12 +293,28 @@ class GpuLoader(Loader):
 
     def _pinned(self, memory: torch.Tensor) -> PinnedMemory:
         """Return the shared memory of a load; another data plane, after one has ended, has memory of its own."""
-        if self._memory is None or self._memory.whole is not memory:
-            if self._memory is not None:
-                self._device.mark(self._copies).synchronize()
-                self._memory.unpin()
-            self._memory = PinnedMemory(self._device, memory)
-        return self._memory
+        found = self._memory_of(memory)
+        with self._lock:
+            index = self._memories.index(found)
+            former, self._memories = self._memories[:index], self._memories[index:]
+        if former:
+            self._device.mark(self._copies).synchronize()
+            for each in former:
+                each.unpin()
+        return found
+
+    def _memory_of(self, whole: torch.Tensor) -> PinnedMemory:
+        """Return a data plane's shared memory. Of a new one, begin to pin what will be in use."""
+        with self._lock:
+            for memory in self._memories:
+                if memory.whole is whole:
+                    return memory
+            memory = PinnedMemory(self._device, whole)
+            self._memories.append(memory)
+        cache = whole.numel() - self._cache_bytes
+        first, kept = memory.pieces(0, min(_FIRST_BYTES, cache)), memory.pieces(cache, whole.numel())
+        self._pins.submit(self._pin_next, memory, itertools.chain(first, kept))
+        return memory
 
     def _copy_values(self, load: Load, memory: PinnedMemory, slots: torch.Tensor, layer: int) -> Iterator[_Part]:
         first = load.first_page * self._pages.geometry.page_size

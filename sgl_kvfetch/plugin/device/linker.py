@@ -121,7 +121,10 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
             page_size,
             -(-threshold_tokens // page_size),
             self._offloads.looked_up,
+            self._loader.prepare,
         )
+        # Of `klt` alone, a GPU takes what is kept.
+        self._loader.attach(plane.memory, config.memory_cache * (config.quantiser_name == "klt"))
         self._offloads.connect(plane, access)
         self._parts = _Parts(access, plane, board, prefixes, extra_config)
         weight_updates.register_access(access, config.model_id)

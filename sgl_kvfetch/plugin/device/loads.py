@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sgl_kvfetch import metrics
 from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import StagedValues
 from sgl_kvfetch.plugin.device.pages import DevicePages
@@ -37,6 +38,15 @@ class Loader(ABC):
     waits on."""
 
     counter: Any
+
+    @abstractmethod
+    def attach(self, memory: torch.Tensor, cache_bytes: int) -> None:
+        """Get the shared memory of a data plane ready. ``cache_bytes``: at its end, in which prompts are kept. Never
+        waits."""
+
+    @abstractmethod
+    def prepare(self, staged: StagedValues) -> None:
+        """Get what was staged ready for its load. Never waits."""
 
     @abstractmethod
     def begin(self, loads: Sequence[Load]) -> int:
@@ -64,6 +74,12 @@ class ValueLoader(Loader):
         self._pages = pages
         self._thread = ThreadPoolExecutor(1, "kvfetch-load", use_one_thread)
 
+    def attach(self, memory: torch.Tensor, cache_bytes: int) -> None:
+        pass  # it is read as it is
+
+    def prepare(self, staged: StagedValues) -> None:
+        pass
+
     def begin(self, loads: Sequence[Load]) -> int:
         index: int = self.counter.update_producer()
         self._thread.submit(self._run, index, loads)
@@ -76,14 +92,24 @@ class ValueLoader(Loader):
         try:
             for layer in range(self._pages.geometry.num_layers):
                 for load in loads:
-                    self._copy(layer, load)
+                    self._copy_twice_at_most(layer, load)
                 self.counter.complete(index, layer)
         except Exception as error:
-            logger.exception("kvfetch: loading failed")
+            logger.exception("kvfetch: loading failed; SGLang aborts the requests of this batch's loads")
+            metrics.MISSES.labels("load", "internal").inc()
             self.counter.fail(index, error)
         finally:
             for load in loads:
                 load.on_end(True)
+
+    def _copy_twice_at_most(self, layer: int, load: Load) -> None:
+        """Copy a layer, and once more if that fails: its values are still staged, and SGLang aborts requests whose
+        loads fail."""
+        try:
+            self._copy(layer, load)
+        except Exception:
+            logger.exception("kvfetch: loading layer %d failed; it is tried once more", layer)
+            self._copy(layer, load)
 
     def _copy(self, layer: int, load: Load) -> None:
         first = load.first_page * self._pages.geometry.page_size

@@ -12,7 +12,6 @@ room in the queue, as long as half of the pool is left for other requests, and t
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,17 +20,12 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from sgl_kvfetch import metrics
-from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import DataPlane, Quantising
 from sgl_kvfetch.plugin.device.pages import GuardedSource, SlotPages
 from sgl_kvfetch.plugin.page_hashes import hash_bytes
 from sgl_kvfetch.plugin.waiting_queue import spare_tokens
 from sgl_kvfetch.plugin.weight_updates import Access
-
-logger = logging.getLogger(__name__)
-_limited = LimitedLogger(logger)
 
 _MOST_KNOWN = 1 << 18  # pages
 
@@ -204,14 +198,6 @@ def _make_copies(copies: SimpleQueue[Callable[[], None] | None]) -> None:
 
 def _copy(write: Callable[[], int], offload: _Offload, hashes: Sequence[str]) -> None:
     """Copy pages out of the pool and queue them for writing, by ``write``, which returns how many were queued."""
-    num_queued = 0
-    try:
-        num_queued = write()
-    except Exception:
-        logger.exception("kvfetch copy failed")
-    finally:
-        if dropped := len(hashes) - num_queued:
-            metrics.WRITTEN_PAGES.labels("dropped_full").inc(dropped)
-            _limited.warning("full", f"{dropped} pages not written: the queue is full, or the cache was flushed")
-        offload.dropped = hashes[num_queued:]
-        offload.result = not dropped
+    num_queued = write()
+    offload.dropped = hashes[num_queued:]
+    offload.result = num_queued == len(hashes)

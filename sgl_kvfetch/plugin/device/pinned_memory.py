@@ -1,15 +1,17 @@
-"""Shared memory that is pinned piece by piece, when a copy first needs it.
+"""Shared memory that is pinned piece by piece, when a copy first needs it, or before.
 
 That of loads is as large as the KV pool, so that one prompt of any length fits, but little of it is in use. Pinning all
-of it would take that memory from the host, and seconds in which a forward pass waits.
+of it would take that memory from the host, and a load that pins waits: 5 ms for a piece.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from sgl_kvfetch.codec import Device
@@ -20,13 +22,14 @@ PIECE_BYTES = 64 << 20
 
 
 class PinnedMemory:
-    """Belongs to one thread. ``whole``: the shared memory of one data plane."""
+    """Any thread may pin, one piece at a time. ``whole``: the shared memory of one data plane."""
 
     def __init__(self, device: Device, whole: torch.Tensor) -> None:
         self._device = device
         self.whole = whole
         self._pinned: dict[int, torch.Tensor] = {}  # pieces, by number
-        self._is_refused = False
+        self._is_refused = self._is_closed = False
+        self._lock = threading.Lock()
 
     def copy_of(self, x: torch.Tensor, into: torch.Tensor) -> Callable[[], None]:
         """Pin ``x``, contiguous and in this memory. Return what launches its copy to ``into``, on the device. If it
@@ -41,27 +44,41 @@ class PinnedMemory:
         begin = x.data_ptr() - self.whole.data_ptr()
         ours, theirs = (each.view(-1).view(torch.uint8) for each in (x, other))
         for number, part in _pieces(begin, begin + x.nbytes):
-            self._pin(number)
+            self.pin(number)
             there = slice(part.start - begin, part.stop - begin)
             yield ours[there], theirs[there]
 
-    def _pin(self, number: int) -> None:
-        if self._is_refused or number in self._pinned:
-            return
-        piece = self.whole[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
-        try:
-            self._device.pin(piece)
-        except RuntimeError as error:
-            self._is_refused = True
-            logger.warning("kvfetch: shared memory cannot be pinned, so copies to the GPU are slow: %s", error)
-        else:
-            self._pinned[number] = piece
+    def pieces(self, begin: int, end: int) -> Sequence[int]:
+        """Return the numbers of the pieces in which some bytes lie."""
+        return range(begin // PIECE_BYTES, -(-end // PIECE_BYTES)) if begin < end else ()
+
+    def pin_all(self, begins: np.ndarray, ends: np.ndarray) -> None:
+        """Pin the pieces in which these ranges of bytes lie."""
+        ranges = zip(begins.tolist(), ends.tolist(), strict=True)
+        for number in sorted({number for begin, end in ranges for number in self.pieces(begin, end)}):
+            self.pin(number)
+
+    def pin(self, number: int) -> None:
+        """Pin a piece, unless it is pinned or the memory is not used any more."""
+        with self._lock:
+            if self._is_refused or self._is_closed or number in self._pinned:
+                return
+            piece = self.whole[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
+            try:
+                self._device.pin(piece)
+            except RuntimeError as error:
+                self._is_refused = True
+                logger.warning("kvfetch: shared memory cannot be pinned, so copies to the GPU are slow: %s", error)
+            else:
+                self._pinned[number] = piece
 
     def unpin(self) -> None:
-        """Call this when no copy is under way."""
-        for piece in self._pinned.values():
-            self._device.unpin(piece)
-        self._pinned.clear()
+        """Unpin everything, and pin no more. Call this when no copy is under way."""
+        with self._lock:
+            self._is_closed = True
+            for piece in self._pinned.values():
+                self._device.unpin(piece)
+            self._pinned.clear()
 
 
 def copy(into: torch.Tensor, x: torch.Tensor) -> None:

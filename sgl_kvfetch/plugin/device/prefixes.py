@@ -78,10 +78,12 @@ class Prefixes:
         page_size: int,
         threshold_pages: int,
         on_lookup: Callable[[Sequence[str], int], None],
+        on_staged: Callable[[StagedValues], None],
     ) -> None:
         """``threshold_pages``: the smallest number of pages that is worth a lookup. ``on_lookup`` is called with looked
-        up pages, and how many of them are stored, from the first on."""
+        up pages, and how many of them are stored, from the first on. ``on_staged`` is called with each result."""
         self._on_lookup = on_lookup
+        self._on_staged = on_staged
         self._plane = plane
         self._board = board
         self._speed = speed
@@ -246,6 +248,7 @@ class Prefixes:
 
     def _report(self, prefix: Prefix, ticket: Ticket, staged: StagedValues) -> None:
         prefix.staged = staged
+        self._on_staged(staged)
         self._board.report(ticket, staged.num_pages)
 
     def _staged(self, prefix: Prefix, num_pages: int) -> None:

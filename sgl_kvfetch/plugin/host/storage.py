@@ -208,7 +208,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
                 result = found.result(self._config.lookup_timeout_s + _GRACE_S)
                 is_fetched = self.turns.looked_up(keys, result, time.monotonic())
                 num_fetched = result.num_pages if is_fetched else 0
-                reason = result.reason or ("sooner" if result.num_pages and not is_fetched else "")
+                reason = "sooner" if result.num_pages and not is_fetched else result.reason
                 status.note(self._looked_up_for, keys, result.num_pages, num_fetched, reason)
                 if not result.num_pages:
                     return result
@@ -320,9 +320,6 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             self._sides.take_announced(keys),
             may_wait=self._may_wait,
         )
-        if num_queued < num_pages:
-            metrics.WRITTEN_PAGES.labels("dropped_full").inc(num_pages - num_queued)
-            _limited.warning("full", f"{num_pages - num_queued} pages not written: the write queue is full")
         if num_queued:
             self._count(self._writes, num_queued, started_s)
         return num_queued
@@ -352,12 +349,12 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             if transfer.name == PoolName.KV
         }
         for transfer, pages, over in calls:
-            come: tuple[int, ...] = ()
+            results[transfer.name] = [False] * len(pages)
             with counted("fetch"):
                 ended = _await(over, deadline_s + _GRACE_S, lambda: "cancelled" if self._prefetch.is_stopping() else "")
                 come = ended[0].pages if ended[0] is not None else ()
-            there = [page if index in come else None for index, page in enumerate(pages)]
-            results[transfer.name] = self._sides.write(transfer, there)
+                there = [page if index in come else None for index, page in enumerate(pages)]
+                results[transfer.name] = self._sides.write(transfer, there)
         return results
 
     def _begin_side(

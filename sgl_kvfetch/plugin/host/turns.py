@@ -19,7 +19,8 @@ from sgl_kvfetch.plane import Cost, Decision, FetchLag, FetchOrRecompute, Found
 from sgl_kvfetch.plugin.prefill import PrefillMeter
 
 # How long a prefix is expected to take the engine before it has computed anything like it: at least so long, and as
-# long as a fast GPU needs for it.
+# long as a fast GPU needs for it. It is only a guess, and ends no fetch over a link that is not measured either: a slow
+# machine may take thirty times as long to compute.
 FIRST_S = 2.0
 _FAST_TOKENS_S = 8192
 _MOST_WAITING = 1024
@@ -30,8 +31,9 @@ _TRIES_EVERY_S = 5.0
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """A prefix that is to be fetched. ``fetch_s``: how long that takes; None if the link is not measured.
-    ``compute_s``: how long the engine would take for it, from when the turn begins. ``within_s``: when the fetch must
-    end, after it began. ``expected_s``: when it should end; None if it waited for others."""
+    ``compute_s``: how long the engine would take for it, from when the turn begins; infinite if neither that nor the
+    link is measured. ``within_s``: when the fetch must end, after it began. ``expected_s``: when it should end; None if
+    it waited for others."""
 
     hashes: Collection[str]
     fetch_s: float | None
@@ -64,13 +66,17 @@ class Turns:
         with self._lock:
             num_tokens = found.num_pages * self._page_tokens
             if num_tokens:
-                saved_s = self._speed.seconds_saved(num_tokens)
+                fetch_s, saved_s = found.cost.seconds, self._speed.seconds_saved(num_tokens)
+                is_guess = saved_s is None
                 if saved_s is None:
                     saved_s = max(FIRST_S, num_tokens / _FAST_TOKENS_S)
                 decision = self._decide(num_tokens, found.cost, saved_s, now_s)
                 decision.count(num_tokens)
                 if decision.is_fetched:
-                    self._queue(hashes[: found.num_pages], found.cost.seconds, saved_s, now_s)
+                    compute_s = math.inf if is_guess and fetch_s is None else saved_s
+                    self._queue(hashes[: found.num_pages], fetch_s, compute_s, now_s)
+                    # Behind a fetch of unknown length, others compute, and measure the engine, for about so long.
+                    self._link_free_s = max(self._link_free_s, now_s) + (saved_s if fetch_s is None else fetch_s)
                     return True
             compute_s = self._speed.seconds_for(len(hashes) * self._page_tokens) or 0.0
             self._engine.add(compute_s, now_s)
@@ -89,11 +95,10 @@ class Turns:
         """Return whether a fetch that had about as much time did not measure the link a moment ago."""
         return now_s < self._tried_s + _TRIES_EVERY_S and compute_s <= 2 * self._tried_for_s
 
-    def _queue(self, hashes: Sequence[str], fetch_s: float | None, saved_s: float, now_s: float) -> None:
+    def _queue(self, hashes: Sequence[str], fetch_s: float | None, compute_s: float, now_s: float) -> None:
         is_first = now_s >= self._link_free_s
         expected_s = now_s + fetch_s if fetch_s is not None and is_first else None
-        self._waiting.append(Turn(frozenset(hashes), fetch_s, saved_s, expected_s=expected_s))
-        self._link_free_s = max(self._link_free_s, now_s) + (saved_s if fetch_s is None else fetch_s)
+        self._waiting.append(Turn(frozenset(hashes), fetch_s, compute_s, expected_s=expected_s))
 
     def begin(self, hashes: Sequence[str], now_s: float) -> Turn:
         """Return the turn of pages that SGLang fetches now, and forget those before it."""
@@ -114,7 +119,7 @@ class Turns:
     def end(self, turn: Turn, now_s: float, *, is_whole: bool) -> None:
         """Note that a fetch has ended, and whether all its pages are here."""
         with self._lock:
-            left_s = (each.compute_s if each.fetch_s is None else each.fetch_s for each in self._waiting)
-            self._link_free_s = now_s + sum(left_s)
+            left_s = [each.compute_s if each.fetch_s is None else each.fetch_s for each in self._waiting]
+            self._link_free_s = now_s + sum(FIRST_S if seconds == math.inf else seconds for seconds in left_s)
             if is_whole and turn.expected_s is not None:
                 self._lag.ended(now_s, turn.expected_s)

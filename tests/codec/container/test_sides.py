@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import torch
 
+from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.container import manifest as manifest_module
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.merge import merge_segments
@@ -59,6 +60,45 @@ def test_side_pages_come_back_as_they_were() -> None:
     assert segment.manifest.data_names == {name for name, _ in segment.data_objects()}
     assert segment.manifest.raw_bytes - segment.manifest.kv_bytes == 600 + LARGE
     assert len(side_places(segment.manifest)["mamba", 3].page.chunks) == 2
+
+
+def states(size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Values as keys of a window have them: channels differ in scale."""
+    generator = torch.Generator().manual_seed(5)
+    scales = torch.randn(128, generator=generator).exp()
+    values = torch.randn((-(-size // 128), 128), generator=generator) * scales
+    return values.to(dtype).view(-1)[:size].view(torch.uint8).contiguous()
+
+
+@pytest.mark.parametrize("num_bytes", [2, 600, 64 * 1024, LARGE])
+def test_values_of_bfloat16_are_coded_as_exact_codes_them(num_bytes: int) -> None:
+    pages = {("swa", 0): states(num_bytes // 2), ("swa", 1): random_bytes(num_bytes, 1)}
+    segment = with_sides(make_segment()[0], pages)
+    assert contents(segment) == expected(pages)
+    raw = segment.manifest.encode()
+    if num_bytes < LARGE:  # the second reader takes a minute for more
+        assert read_sides(raw, list(segment.side_data)) == contents(segment)
+    size = side_places(segment.manifest)["swa", 0].size_bytes
+    if num_bytes >= 64 * 1024:
+        assert size < 0.71 * num_bytes
+        assert size < 0.9 * len(ZstdCodec().compress(pages["swa", 0].numpy().tobytes()))
+    assert side_places(segment.manifest)["swa", 1].page.chunks[-1].codec == "zstd"
+
+
+def test_pages_of_an_odd_size_are_kept() -> None:
+    pages = {("mamba", 0): states(4096)[:8191]}
+    assert contents(with_sides(make_segment()[0], pages)) == expected(pages)
+
+
+def test_values_that_are_not_whole_are_refused() -> None:
+    segment = with_sides(make_segment()[0], {("swa", 0): states(4096)})
+    (side,) = segment.manifest.sides
+    (page,) = side.pages
+    assert page.chunks[0].codec == "bfloat16"
+    for num_bytes in (8191, 1 << 20):
+        other = msgspec.structs.replace(side, pages=(msgspec.structs.replace(page, num_bytes=num_bytes),))
+        with pytest.raises(CorruptError, match=r"bfloat16 bitstream has|ans-tables|ans bitstream"):
+            contents(replace(segment, manifest=msgspec.structs.replace(segment.manifest, sides=(other,))))
 
 
 def test_more_side_pages_are_added_later() -> None:

@@ -277,6 +277,18 @@ def test_the_largest_values_stay_finite(dtype: torch.dtype) -> None:
     assert all(bool(torch.isfinite(x.float()).all()) for x in back)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_are_not_finite_are_not_restored(dtype: torch.dtype) -> None:
+    """A profile from a store may say anything of its cells. Values of fewer bits are clamped."""
+    profile = make_profile()
+    place = place_of(profile, ONLY, 30)
+    quantised = KltQuantiser(profile, step=1.0).quantise(values_of(profile, 30), place)
+    cell = profile.cells[ONLY]
+    large = replace(profile, cells={ONLY: replace(cell, inverse=torch.full_like(cell.inverse, 3e38))})
+    with pytest.raises(FormatError, match="not finite"):
+        KltQuantiser(large, step=1.0).dequantise(quantised, dtype, place)
+
+
 def test_parts_that_do_not_fit_together_are_refused() -> None:
     profile = make_profile(num_sinks=1)
     quantiser = KltQuantiser(profile, step=1.0)
@@ -399,7 +411,15 @@ def _edit_layers(metadata: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (_edit_metadata(lambda m: m.pop("curve")), "malformed.*curve"),
         (_edit_metadata(lambda m: m["curve"].reverse()), "rise in step and in kl"),
         (_edit_metadata(lambda m: m.update(curve=[])), "two or more points"),
-        (_edit_metadata(lambda m: m["curve"][0].update(kl=0.0)), "above 0"),
+        (_edit_metadata(lambda m: m["curve"][0].update(kl=0.0)), "numbers from 1e-09 to 1e\\+06"),
+        # Interpolating would give a step of NaN, of 4.6e302, and an OverflowError.
+        (_edit_metadata(lambda m: m["curve"][0].update(kl=5e-324)), "numbers from"),
+        (_edit_metadata(lambda m: m["curve"][-1].update(step=1e304)), "numbers from"),
+        (_edit_metadata(lambda m: m.update(context_kl=1e308)), "numbers from"),
+        (
+            _edit_metadata(lambda m: m["layers"].update(rotations=[{"inv_freq": [1.0], "attention_scaling": 1e308}])),
+            "attention_scaling = 1e\\+308: expected a number from 1e-06 to 1e\\+06",
+        ),
         (_edit_metadata(lambda m: m.update(cell_heads=3)), "cell_heads is 3, expected a divisor of num_heads = 4"),
         (_edit_metadata(lambda m: m["layers"].update(layers=[])), "layers.layers`"),
         (

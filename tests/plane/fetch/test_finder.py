@@ -26,6 +26,7 @@ from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.fetcher import FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource
+from sgl_kvfetch.plane.misses import noted_here
 from sgl_kvfetch.stores.base import Lookup, SegmentHit
 from sgl_kvfetch.stores.remote import Breaker
 from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
@@ -51,6 +52,27 @@ def _unexpected(fault: KVFetchError) -> None:
 def finder(store: LocalStore, heads: HeadSlice | None = None) -> tuple[PageFinder, list[KVFetchError]]:
     faults: list[KVFetchError] = []
     return PageFinder(store, heads or make_heads(), make_quantiser("exact"), faults.append), faults
+
+
+@pytest.mark.parametrize(
+    ("shared", "others", "diverged"),
+    [
+        (3, 4, 4),
+        (3, 1, 1),
+        (0, 4, 0),  # no stored prompt begins with them
+        (NUM_PAGES, 4, 0),  # the stored segment ends there, as one does that a longer prompt goes on from
+        (3, 0, 0),
+    ],
+)
+async def test_pages_that_leave_a_stored_prompt_are_counted(
+    store: LocalStore, shared: int, others: int, diverged: int
+) -> None:
+    pages, faults = finder(store)
+    before, reasons = own_metric("sgl_kvfetch_diverged_pages_total"), noted_here()
+    hashes = [*page_hashes(NUM_PAGES)[:shared], *(bytes([i]) * 32 for i in range(others))]
+    assert len(await pages.find_pages(hashes, WAIT_S)) == shared
+    assert own_metric("sgl_kvfetch_diverged_pages_total") - before == diverged
+    assert (reasons, faults) == (["diverges"] if diverged else [], [])
 
 
 async def test_pages_are_found_and_recalled_without_asking(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ from sgl_kvfetch.plugin.device import linker as linker_module
 from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 from sgl_kvfetch.plugin.device.pages import DevicePages, SlotPages
+from sgl_kvfetch.stores.base import WrappedStore
 from sgl_kvfetch.types import TENSORS
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.device.gated_store import GatedStore
@@ -116,6 +117,7 @@ class Rig:
     pool: MHATokenToKVPool
     served: Served
     num_slots: int
+    extra_config: str
     requests: list[Request] = field(default_factory=list)
 
     @property
@@ -130,7 +132,9 @@ class Rig:
     @property
     def store(self) -> GatedStore:
         store = self.service.client.store
-        assert isinstance(store, GatedStore)
+        while not isinstance(store, GatedStore):  # one with keys
+            assert isinstance(store, WrappedStore)
+            store = store._store
         return store
 
     def arrive(self, tokens: Sequence[int], rid: str = "", *, is_idle: bool = False) -> Request:
@@ -357,7 +361,7 @@ def make_rig(
         linker._rank.tp_size = 2
         linker.detach()
         linker.connect(json.dumps(extra))
-    return Rig(cache, linker, pool, served, num_slots)
+    return Rig(cache, linker, pool, served, num_slots, json.dumps(extra))
 
 
 class Ranks:

@@ -10,7 +10,7 @@ import pytest
 
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.coded import CELL
-from sgl_kvfetch.plugin.device.coded_loads import ALIGNMENT, _Part, _parts
+from sgl_kvfetch.plugin.device.coded_loads import ALIGNMENT, _Part, _parts, _runs
 
 CODE_BYTES, FRAMES_BYTES = 100, 1024  # of a cell
 PART_BYTES = 4 * FRAMES_BYTES + 2 * ALIGNMENT
@@ -29,9 +29,12 @@ def parts_of(kinds: Sequence[Sequence[int]], scratch_bytes: int) -> list[_Part]:
         some = cells[part.cells]
         assert part.layer == some["first_layer"][0]
         assert set(some["is_coded"]) == {int(part.is_coded)}
-        assert (part.code.start, part.code.stop) == (some["start"][0], some["start"][-1] + CODE_BYTES)
+        ((here, there),), code_start = _runs(some)
+        assert (here.start, here.stop) == (some["start"][0], some["start"][-1] + CODE_BYTES)
+        assert there == slice(0, here.stop - here.start)
+        assert code_start.tolist() == (some["start"] - here.start).tolist()
         assert part.frames_bytes == FRAMES_BYTES * some["is_coded"].sum()
-        assert part.code.stop - part.code.start <= part.frames_at
+        assert there.stop <= part.frames_at
         assert part.frames_at + part.frames_bytes <= scratch_bytes
         assert part.status.start % 4 == 0
         assert part.status.stop - part.status.start == len(some)
@@ -64,3 +67,13 @@ def test_cells_that_are_coded_and_others_are_parts_of_their_own() -> None:
 def test_a_cell_that_does_not_fit_is_named() -> None:
     with pytest.raises(UnsupportedError, match="1280 bytes of a cell do not fit into 1024 of a part"):
         parts_of([[1]], 1024)
+
+
+def test_cells_that_lie_together_are_copied_together() -> None:
+    cells = np.zeros(6, dtype=CELL)
+    cells["start"] = [1024, 1136, 64, 176, 1248, 288]  # two layer groups of two spans, and a third group
+    cells["size"] = CODE_BYTES
+    runs, code_start = _runs(cells)
+    assert [(here.start, here.stop, there.start) for here, there in runs] == [(64, 388, 0), (1024, 1348, 336)]
+    assert code_start.tolist() == [336, 448, 0, 112, 560, 224]
+    assert all(there.stop - there.start == here.stop - here.start for here, there in runs)

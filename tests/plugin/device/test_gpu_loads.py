@@ -82,7 +82,7 @@ def test_coded_cells_are_restored_on_the_gpu(
     assert sum(decoded) == 4  # two layer groups, two heads
     assert len(decoded) == 2 if scratch_bytes == LARGE else len(decoded) > 2
     assert len(gpu.pinned_memory) == 1
-    assert_threads(before, {"kvfetch-load", "kvfetch-rotate"})
+    assert_threads(before, {"kvfetch-load", "kvfetch-pin", "kvfetch-rotate"})
     rig.assert_nothing_held()
 
 
@@ -391,6 +391,7 @@ def test_only_the_memory_that_loads_read_is_pinned(
 ) -> None:
     """Piece by piece, and no copy reaches from one piece into the next."""
     monkeypatch.setattr(pinned_memory, "PIECE_BYTES", 192)
+    monkeypatch.setattr(gpu_loads, "_FIRST_BYTES", 0)
     copied: list[tuple[int, int]] = []
 
     def copy(into: torch.Tensor, x: torch.Tensor) -> None:
@@ -409,6 +410,65 @@ def test_only_the_memory_that_loads_read_is_pinned(
     assert len(set(pinned)) == len(pinned) > 2
     assert sum(end - begin for begin, end in pinned) < rig.served.service._stager._arena.num_bytes
     assert all(any(begin <= x and y <= end for begin, end in pinned) for x, y in copied)
+    rig.linker.close()
+    assert not gpu.pinned_memory
+
+
+class WatchedDevice(FakeDevice):
+    """Notes the threads that pin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinning: list[str] = []
+
+    def pin(self, memory: torch.Tensor) -> None:
+        self.pinning.append(threading.current_thread().name)
+        super().pin(memory)
+
+    @property
+    def num_pinned_bytes(self) -> int:
+        return sum(memory.nbytes for memory in self.pinned_memory)
+
+
+@pytest.mark.parametrize("codec", ["ans", "zstd"])
+def test_a_staged_prompt_is_pinned_before_its_load(
+    codec: str, make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned_memory, "PIECE_BYTES", 192)
+    monkeypatch.setattr(gpu_loads, "_FIRST_BYTES", 0)
+    tokens, gpu = prompt(0), WatchedDevice()
+    make(quantiser=quantiser, codec=codec, num_layers=LAYERS).stored(tokens)
+    rig = make(quantiser=quantiser, codec=codec, num_layers=LAYERS, gpu=gpu, mode="read_only")
+    assert not gpu.pinning
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    loader = rig.linker._loader
+    assert isinstance(loader, GpuLoader)
+    loader._pins.submit(int).result()  # all that was asked for is pinned
+    num_pinned = len(gpu.pinning)
+    assert num_pinned > 2
+    assert rig.admit(request) == [len(tokens)]
+    assert len(gpu.pinning) == num_pinned
+    assert {name.rpartition("_")[0] for name in gpu.pinning} == {"kvfetch-pin"}
+
+
+def test_memory_that_will_be_in_use_is_pinned_from_the_start(
+    make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And that of a data plane which has ended is not pinned any more, once the next one's is loaded from."""
+    monkeypatch.setattr(pinned_memory, "PIECE_BYTES", 4 << 10)
+    monkeypatch.setattr(gpu_loads, "_FIRST_BYTES", 8 << 10)
+    make(quantiser=quantiser, codec="ans", num_layers=LAYERS).stored(prompt(0))
+    gpu = WatchedDevice()
+    config: dict[str, Any] = {"quantiser": quantiser, "codec": "ans", "num_layers": LAYERS, "mode": "read_only"}
+    rig = make(**config, gpu=gpu, memory_cache="64KiB")
+    wait_until(lambda: gpu.num_pinned_bytes >= 72 << 10)
+    assert gpu.num_pinned_bytes <= 80 << 10
+    former = {memory.data_ptr() for memory in gpu.pinned_memory}
+    rig.linker.detach()
+    rig.linker.connect(rig.extra_config)
+    loaded(rig, prompt(0))
+    assert not former & {memory.data_ptr() for memory in gpu.pinned_memory}
     rig.linker.close()
     assert not gpu.pinned_memory
 

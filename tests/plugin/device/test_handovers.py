@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 EIGHT = [
     "SGLang -> event loop: Stage",
-    "event loop -> kvfetch-receive: _Read.run",
+    "event loop -> kvfetch-receive: _Connection.run",
     "kvfetch-receive -> event loop: _chain_future._set_state",
     "event loop -> kvfetch-decode: DecodePool._run",
     "kvfetch-decode -> event loop: Restorer._run.end",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from sgl_kvfetch.plane import messages
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.device import prefixes
 from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.reasons import Reason
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import PAGE, Request, Rig, prompt
+from tests.reasons import assert_counted
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -155,6 +158,28 @@ def test_damage_is_a_miss_and_computed(make: MakeRig) -> None:
     rig.store.reads.error = None
     assert rig.admit(request) == [0]
     assert rig.holds(tokens, 32)
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_load_that_fails_is_tried_once_more(rig: Rig, monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
+    left, write_layer = [None] * num_failures, DevicePages.write_layer
+
+    def fail(self: DevicePages, layer: int, *args: Any) -> None:
+        if layer == 1 and left:
+            left.pop()
+            raise RuntimeError("no")
+        write_layer(self, layer, *args)
+
+    monkeypatch.setattr(DevicePages, "write_layer", fail)
+    tokens = prompt(0)
+    rig.stored(tokens)
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    with assert_counted("load", Reason.INTERNAL) if num_failures > 1 else nullcontext():
+        rig.admit(request)
+    if num_failures == 1:
+        assert rig.holds(tokens, 32)
     rig.assert_nothing_held()
 
 

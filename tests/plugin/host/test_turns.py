@@ -71,10 +71,18 @@ def test_the_first_fetch_measures_the_link_and_gives_up_after_what_computing_wou
     turn = turns.begin(keys(PAGES, "a"), 100.0)
     assert turn.within_s == turn.compute_s == pytest.approx(1.024)
     assert not ask(turns, "b", None)  # and others do not wait for that
+
+
+def test_with_neither_link_nor_engine_measured_only_the_timeout_ends_a_fetch() -> None:
+    """A busy machine took 63 s to compute what a guess of 2 s had not waited for."""
     turns = make_turns(None)
     assert ask(turns, "a", None)
+    assert not ask(turns, "b", None)  # it is computed, which measures the engine
     turn = turns.begin(keys(PAGES, "a"), 100.0)
-    assert turn.within_s == turn.compute_s == FIRST_S
+    assert (turn.compute_s, turn.within_s) == (math.inf, math.inf)
+    assert not ask(turns, "c", None, now_s=100.1)
+    turns.end(turn, 130.0, is_whole=False)
+    assert ask(turns, "d", 0.9 * FIRST_S, now_s=130.0)
 
 
 def test_an_engine_that_was_not_measured_is_not_waited_for_long() -> None:

@@ -1,0 +1,328 @@
+"""Prompts that are in `memory_cache` are loaded from where they lie: no byte is read, copied or verified again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness.store_process import StoreProcess
+from sgl_kvfetch import metrics
+from sgl_kvfetch.codec.container.reader import SegmentReader
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.plane import client
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.memory_cache import MemoryCache
+from sgl_kvfetch.plugin.device import coded_loads
+from sgl_kvfetch.reasons import Reason
+from sgl_kvfetch.triton_kernels import runtime
+from sgl_kvfetch.triton_kernels.ans import ans_decode_table
+from tests.plugin.device.conftest import MakeRig
+from tests.plugin.device.fake_streams import FakeDevice
+from tests.plugin.device.gpu_models import LAYERS, loaded, make_quantiser, use_small_model
+from tests.plugin.device.rig import Request, Rig, prompt
+from tests.reasons import assert_counted
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NUM_PAGES = 16  # in four spans
+TOKENS = prompt(0, NUM_PAGES)
+
+
+@pytest.fixture(autouse=True)
+def _small_model(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_model(monkeypatch)
+    monkeypatch.setattr(client, "SPAN_TOKENS", 16)
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+
+
+@pytest.fixture
+def quantiser() -> KltQuantiser:
+    return make_quantiser()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[str]:
+    with StoreProcess(tmp_path / "served") as store:
+        yield store.url
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What the data plane does with bytes: how many it reads, how many units it copies, how many cells it verifies."""
+    done = Counter[str]()
+    transmit, copy, verified = Fetcher._transmit, MemoryCache.copy, SegmentReader.verified_cell
+
+    async def count_transmit(self: Fetcher, unit: Any, *args: Any) -> None:
+        done["read"] += unit.size_bytes
+        await transmit(self, unit, *args)
+
+    def count_copy(*args: Any) -> Any:
+        done["copied"] += 1
+        return copy(*args)
+
+    def count_verified(*args: Any) -> Any:
+        done["verified"] += 1
+        return verified(*args)
+
+    monkeypatch.setattr(Fetcher, "_transmit", count_transmit)
+    monkeypatch.setattr(MemoryCache, "copy", count_copy)
+    monkeypatch.setattr(SegmentReader, "verified_cell", count_verified)
+    return done
+
+
+def written(make: MakeRig, tokens: list[int] = TOKENS, **config: Any) -> list[torch.Tensor]:
+    """Let a server without a GPU write a prompt, and return what it restores of it."""
+    cpu = make(codec="ans", num_layers=LAYERS, **config)
+    cpu.stored(tokens)
+    return loaded(cpu, tokens)
+
+
+def reader(make: MakeRig, memory_cache: int | str = "1MiB", **config: Any) -> Rig:
+    config = {"mode": "read_only"} | config
+    return make(codec="ans", num_layers=LAYERS, gpu=FakeDevice(), memory_cache=memory_cache, **config)
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # sums in another order
+
+
+def memory_of(rig: Rig) -> MemoryCache:
+    memory = rig.service.client.memory
+    assert memory is not None
+    return memory
+
+
+def staged(rig: Rig, tokens: list[int] = TOKENS) -> tuple[Request, np.ndarray]:
+    """Return a request that waits for admission, and the cells that it has."""
+    request = rig.arrive(tokens)
+    rig.await_unparked(request)
+    cells: np.ndarray = rig.parts.prefixes._prefixes[request.rid].staged.code.cells
+    return request, cells
+
+
+def left(rig: Rig, request: Request) -> None:
+    rig.linker.leave(request)
+    rig.hear_plane()
+
+
+def is_in_memory(rig: Rig, cells: np.ndarray) -> np.ndarray:
+    """Return which cells lie in the cache."""
+    found: np.ndarray = cells["start"] >= rig.service._room.num_bytes
+    return found
+
+
+def assert_nothing_held(rig: Rig) -> None:
+    rig.assert_nothing_held()
+    assert not [entry for entry in memory_of(rig)._entries.values() if entry.num_holders or entry.filler]
+
+
+def test_a_prompt_that_was_read_before_is_loaded_without_a_read_a_copy_or_a_check(
+    make: MakeRig, quantiser: KltQuantiser, store: str, work: Counter[str]
+) -> None:
+    expected = written(make, quantiser=quantiser, store=store)
+    rig = reader(make, quantiser=quantiser, store=store)
+    work.clear()
+    read_before = metrics.WIRE_BYTES.labels("read")._value.get()
+    assert_equal(loaded(rig, TOKENS), expected)
+    assert (work["copied"], work["verified"]) == (0, 16)  # two layer groups and two heads of four spans
+    assert work["read"] == metrics.WIRE_BYTES.labels("read")._value.get() - read_before > 0
+    rig.evict()
+    cells: list[np.ndarray] = []
+    for _ in range(2):
+        work.clear()
+        hits_before = metrics.MEMORY_CACHE_READ_BYTES._value.get()
+        request, here = staged(rig)
+        cells.append(here.copy())
+        assert is_in_memory(rig, here).all()
+        assert rig.admit(request) == [len(TOKENS)]
+        rig.evict()
+        assert not work
+        assert metrics.MEMORY_CACHE_READ_BYTES._value.get() - hits_before > here["size"].sum()
+    assert np.array_equal(cells[0]["start"], cells[1]["start"])
+    assert_equal(loaded(rig, TOKENS), expected)
+    assert_nothing_held(rig)
+
+
+def test_a_prompt_that_was_written_is_checked_once(
+    make: MakeRig, quantiser: KltQuantiser, work: Counter[str], tmp_path: Path
+) -> None:
+    expected = written(make, quantiser=quantiser)
+    rig = reader(make, quantiser=quantiser, mode="read_write", store=f"file://{tmp_path}/other")
+    rig.compute(TOKENS)
+    rig.write_all()
+    for num_verified in (16, 0, 0):
+        rig.evict()
+        work.clear()
+        assert_equal(loaded(rig, TOKENS), expected)
+        assert work == Counter(verified=num_verified)
+    assert_nothing_held(rig)
+
+
+def test_what_does_not_fit_is_loaded_from_staging(
+    make: MakeRig, quantiser: KltQuantiser, work: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = written(make, quantiser=quantiser)
+    whole = reader(make, quantiser=quantiser)
+    _, cells = staged(whole)
+    rig = reader(make, int(cells["size"].sum() * 0.8), quantiser=quantiser)
+    copies = list[int]()
+    runs = coded_loads._runs
+
+    def count_runs(cells: np.ndarray) -> Any:
+        found = runs(cells)
+        copies.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(coded_loads, "_runs", count_runs)
+    for _ in range(2):
+        request, cells = staged(rig)
+        is_here = is_in_memory(rig, cells)
+        assert 0 < is_here.sum() < len(cells)
+        assert set(is_here[cells["first_token"] == 0]) == {True}
+        left(rig, request)
+        assert_equal(loaded(rig, TOKENS), expected)
+        rig.evict()
+    assert max(copies) > 1
+    work.clear()
+    staged(rig)
+    assert 0 < work["verified"] < 16
+    rig.flush()
+
+
+def test_what_is_held_is_not_evicted(make: MakeRig, quantiser: KltQuantiser) -> None:
+    others = [prompt(seed, NUM_PAGES) for seed in range(1, 4)]
+    expected = [written(make, tokens, quantiser=quantiser) for tokens in (TOKENS, *others)]
+    whole = reader(make, quantiser=quantiser)
+    _, cells = staged(whole)
+    rig = reader(make, int(cells["size"].sum() * 1.5), quantiser=quantiser)
+    request, cells = staged(rig)
+    assert is_in_memory(rig, cells).all()
+    for tokens, theirs in zip(others, expected[1:], strict=True):
+        assert_equal(loaded(rig, tokens), theirs)
+    assert rig.admit(request) == [len(TOKENS)]
+    rig.evict()
+    assert_equal(loaded(rig, TOKENS), expected[0])
+    assert_nothing_held(rig)
+
+
+def test_a_request_that_leaves_lets_go(make: MakeRig, quantiser: KltQuantiser) -> None:
+    others = [prompt(seed, NUM_PAGES) for seed in range(1, 3)]
+    for tokens in (TOKENS, *others):
+        written(make, tokens, quantiser=quantiser)
+    rig = reader(make, 12 << 10, quantiser=quantiser)
+    request, _ = staged(rig)
+    assert any(entry.num_holders for entry in memory_of(rig)._entries.values())
+    left(rig, request)
+    assert_nothing_held(rig)
+    for tokens in others:
+        request, cells = staged(rig, tokens)
+        assert is_in_memory(rig, cells).any()
+        left(rig, request)
+    assert_nothing_held(rig)
+
+
+def test_a_request_that_leaves_while_its_prompt_is_read_leaves_memory_to_others(
+    make: MakeRig, quantiser: KltQuantiser
+) -> None:
+    expected = written(make, quantiser=quantiser)
+    rig = reader(make, quantiser=quantiser)
+    rig.store.reads.is_open = False
+    request = rig.arrive(TOKENS)
+    rig.settle(lambda: rig.store.reads.num_waiting > 0)
+    left(rig, request)
+    rig.store.reads.is_open = True
+    assert_nothing_held(rig)
+    assert not memory_of(rig)._used_bytes
+    assert_equal(loaded(rig, TOKENS), expected)
+    rig.evict()
+    _, cells = staged(rig)
+    assert is_in_memory(rig, cells).all()
+
+
+def test_emptied_caches_lose_what_is_in_memory_but_not_what_is_held(
+    make: MakeRig, quantiser: KltQuantiser, work: Counter[str]
+) -> None:
+    expected = written(make, quantiser=quantiser)
+    rig = reader(make, quantiser=quantiser)
+    request, _ = staged(rig)
+    rig.parts.plane.flush()
+    rig.hear_plane()
+    assert rig.admit(request) == [len(TOKENS)]
+    rig.evict()
+    work.clear()
+    assert_equal(loaded(rig, TOKENS), expected)
+    assert work["read"]
+    assert_nothing_held(rig)
+
+
+def test_what_is_encrypted_stays_so_and_is_decrypted_each_time(
+    make: MakeRig, quantiser: KltQuantiser, work: Counter[str], tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("key " + "0f" * 32)
+    config: dict[str, Any] = {"quantiser": quantiser, "encryption_key_file": str(key)}
+    expected = written(make, **config)
+    rig = reader(make, **config)
+    assert_equal(loaded(rig, TOKENS), expected)
+    for _ in range(2):
+        rig.evict()
+        work.clear()
+        request, cells = staged(rig)
+        assert not is_in_memory(rig, cells).any()
+        assert work == Counter(verified=16)
+        assert rig.admit(request) == [len(TOKENS)]
+    rig.evict()
+    assert_equal(loaded(rig, TOKENS), expected)
+    assert_nothing_held(rig)
+
+
+def test_cells_that_the_gpu_decodes_wrongly_are_read_again_and_decoded_by_the_cpu(
+    make: MakeRig, quantiser: KltQuantiser, work: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = written(make, quantiser=quantiser)
+    rig = reader(make, quantiser=quantiser)
+
+    def decode(data: torch.Tensor, table: torch.Tensor, num_energies: int, out: torch.Tensor, *args: Any) -> None:
+        ans_decode_table(data, table, num_energies, out, *args)
+        out[0] ^= 1
+
+    monkeypatch.setattr(coded_loads, "ans_decode_table", decode)
+    request, _ = staged(rig)
+    with assert_counted("load", Reason.CORRUPT):
+        rig.admit(request)
+    rig.hear_plane()
+    assert not memory_of(rig)._entries
+    for is_read in (True, False):
+        work.clear()
+        assert_equal(loaded(rig, TOKENS), expected)
+        assert bool(work["read"]) == is_read
+        rig.evict()
+    assert_nothing_held(rig)
+
+
+def test_another_data_plane_finds_nothing_of_the_former_one(
+    make: MakeRig, quantiser: KltQuantiser, work: Counter[str]
+) -> None:
+    """As after a change of profile. The loader pins the memory of the new one instead."""
+    expected = written(make, quantiser=quantiser)
+    rig = reader(make, quantiser=quantiser)
+    assert_equal(loaded(rig, TOKENS), expected)
+    gpu = rig.linker._pages.device
+    assert isinstance(gpu, FakeDevice)
+    before = list(gpu.pinned_memory)
+    rig.evict()
+    rig.linker.detach()
+    rig.linker.connect(rig.extra_config)
+    assert not memory_of(rig)._entries
+    work.clear()
+    assert_equal(loaded(rig, TOKENS), expected)
+    assert work["read"]
+    assert not {x.data_ptr() for x in before} & {x.data_ptr() for x in gpu.pinned_memory}
+    assert_nothing_held(rig)
