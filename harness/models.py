@@ -126,6 +126,61 @@ def make_tiny(directory: Path, family: str) -> Path:
     return _save_random(AutoModelForCausalLM.from_config, config, directory)
 
 
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+_ENCODER = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+IMAGE_TEXT: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen2_5_vl": {"text": {}, "vision": {"fullatt_block_indexes": [1]}},
+    "qwen3_vl": {
+        "text": {"head_dim": 32, "rope_parameters": MROPE | {"mrope_interleaved": True}},
+        "vision": {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    },
+}
+"""Families that take images as well, and what `make_tiny_image_text` adds to the configs of their two parts."""
+
+
+def make_tiny_image_text(directory: Path, family: str) -> Path:
+    """Write a random model of one of ``IMAGE_TEXT`` with its encoder, and what SGLang needs to take images; return the
+    directory."""
+    import transformers
+
+    text = {
+        "vocab_size": 2048,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "rope_parameters": MROPE,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.2,
+    }
+    config = transformers.AutoConfig.for_model(
+        family,
+        text_config=text | IMAGE_TEXT[family]["text"],
+        vision_config=_ENCODER | IMAGE_TEXT[family]["vision"],
+        image_token_id=3,
+        video_token_id=4,
+        vision_start_token_id=5,
+        vision_end_token_id=6,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.AutoModelForImageTextToText.from_config(config).float().save_pretrained(directory)
+    _save_tokenizer(directory, text["vocab_size"])
+    images = transformers.Qwen2VLImageProcessor(patch_size=config.vision_config.patch_size)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    if family == "qwen2_5_vl":
+        videos = transformers.Qwen2VLVideoProcessor()
+        transformers.Qwen2_5_VLProcessor(images, tokenizer, videos).save_pretrained(directory)
+    else:
+        videos = transformers.Qwen3VLVideoProcessor()
+        transformers.Qwen3VLProcessor(images, tokenizer, videos).save_pretrained(directory)
+    return directory
+
+
 def make_tiny_deepseek(directory: Path) -> Path:
     """Write a random model with DeepSeek V3's attention (MLA), without its mixture of experts; return the directory."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM

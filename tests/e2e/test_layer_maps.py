@@ -9,9 +9,16 @@ from typing import Any
 
 import pytest
 
-from harness.engine import SGLangServer, device_args, hicache_args
+from harness.engine import Generation, SGLangServer, device_args, hicache_args
 from harness.metrics import read_metric, wait_until_written
-from harness.models import make_tiny, make_tiny_lfm2, make_tiny_mellum, make_tiny_qwen3_5
+from harness.models import (
+    IMAGE_TEXT,
+    make_tiny,
+    make_tiny_image_text,
+    make_tiny_lfm2,
+    make_tiny_mellum,
+    make_tiny_qwen3_5,
+)
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.calibrate import CalibrationOptions, LayeredModel, calibrate_model, map_layers
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
@@ -45,6 +52,29 @@ def test_layers_that_rotate_differently(family: str, store: StoreProcess, tmp_pa
     model = make_tiny(tmp_path / family, family)
     profile = calibrated(model)
     assert len({layer.rotation for layer in profile.layers.layers}) == 2
+    answer, quantiser = restored_in_both_modes(model, profile, store)
+    tokens, logprobs = continue_from_quantised(
+        model, make_prompt(0), from_storage(answer), quantiser, len(answer.output_ids)
+    )
+    assert answer.output_ids == tokens
+    assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)  # a coefficient may be rounded to its other neighbour
+
+
+@pytest.mark.parametrize("family", IMAGE_TEXT)
+def test_language_models_inside_image_text_checkpoints(family: str, store: StoreProcess, tmp_path: Path) -> None:
+    """SGLang loads the encoder as well, and positions have three parts, which are equal for text."""
+    model = make_tiny_image_text(tmp_path / family, family)
+    profile = calibrated(model)
+    assert {layer.rotation for layer in profile.layers.layers} == {0}
+    answer, quantiser = restored_in_both_modes(model, profile, store)
+    tokens, logprobs = continue_by_layers(model, make_prompt(0), from_storage(answer), quantiser, answer.output_ids)
+    assert answer.output_ids == tokens
+    assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)
+
+
+def restored_in_both_modes(model: Path, profile: Profile, store: StoreProcess) -> tuple[Generation, KltQuantiser]:
+    """Store a prompt in host mode, and go on from what is restored in both modes. Return the answer, which is equal in
+    both, and what the prompt was stored with."""
     target_kl = profile.curve[1].kl  # a step that shows
     config: dict[str, Any] = {"profile": str(model.with_suffix(".profile")), "target_kl": target_kl}
     with SGLangServer(model, extra_args=hicache_args(store.url, **config)) as server:
@@ -53,19 +83,14 @@ def test_layers_that_rotate_differently(family: str, store: StoreProcess, tmp_pa
         server.flush()
         answer = ask(server, make_prompt(0))
         assert read_metric(server.metrics(), "sgl_kvfetch_misses_total") == 0
-    num_cached = from_storage(answer)
-    assert num_cached >= 0.9 * 640
+    assert from_storage(answer) >= 0.9 * 640
     assert answer.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-5)  # quantising was at work
-    quantiser = KltQuantiser(profile, target_kl)
-    tokens, logprobs = continue_from_quantised(model, make_prompt(0), num_cached, quantiser, len(answer.output_ids))
-    assert answer.output_ids == tokens
-    assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)  # a coefficient may be rounded to its other neighbour
-
     with SGLangServer(model, extra_args=device_args(store.url, **config, mode="read_only")) as server:
         again = ask(server, make_prompt(0))
         assert read_metric(server.metrics(), "sgl_kvfetch_misses_total") == 0
-    assert from_storage(again) == num_cached
+    assert from_storage(again) == from_storage(answer)
     assert same_answer(again, answer)
+    return answer, KltQuantiser(profile, target_kl)
 
 
 WINDOW = 64

@@ -72,6 +72,19 @@ GRANITE = {
     "shared_intermediate_size": 64,
 }
 
+KIMI = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 32,
+}
+
 
 def make(tokenizer_files: Path, path: Path, model_type: str, **changes: Any) -> Path:
     shutil.copytree(tokenizer_files, path)
@@ -164,6 +177,7 @@ MADE: dict[str, Callable[[Path], Path]] = {
         ("mimo_v2_flash", MIMO),  # windows with heads of another size
         ("nemotron_h", NEMOTRON),  # Mamba 2, and layers that are an MLP alone
         ("granitemoehybrid", GRANITE),
+        ("kimi_linear", KIMI),  # MLA without a rotation, and Kimi's delta attention
     ],
 )
 def test_layers_compute_what_the_whole_model_does(

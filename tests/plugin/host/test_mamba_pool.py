@@ -12,10 +12,11 @@ import pytest
 import torch
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKOnlyPool
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost
 
 from harness.waiting import wait_until
 from sgl_kvfetch.plane import run_data_plane
@@ -37,8 +38,8 @@ def make_states(conv_dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Mam
 
 
 def make_indexer(kv_pool: HostKVCache, layout: str) -> DSAIndexerPoolHost:
-    """Return a pool of random indexer keys beside a pool of latent vectors. SGLang's device pool needs a GPU: its
-    constructor is not called."""
+    """Return a pool of random indexer keys beside a pool of latent vectors, as DeepSeek V3.2 has them. SGLang's device
+    pool needs a GPU: its constructor is not called."""
     device = object.__new__(DSATokenToKVPool)
     buffers = [torch.zeros(1, dtype=torch.uint8) for _ in range(3)]
     attributes: dict[str, Any] = dict(
@@ -58,6 +59,15 @@ def make_indexer(kv_pool: HostKVCache, layout: str) -> DSAIndexerPoolHost:
     kv_pool.layout, kv_pool.page_num, kv_pool.size = layout, POOL_PAGES, POOL_PAGES * kv_pool.page_size
     pool = DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), kv_pool, pin_memory=False)
     fill(pool.index_k_with_scale_buffer)
+    return pool
+
+
+def make_minimax_indexer(kv_pool: HostKVCache, layout: str) -> MHATokenToKOnlyPoolHost:
+    """Return a pool of random indexer keys beside a pool of K and V, as MiniMax M3 has them."""
+    device = MHATokenToKOnlyPool(8, kv_pool.page_size, torch.bfloat16, 1, 16, 2, "cpu", False)
+    kv_pool.layout, kv_pool.page_num, kv_pool.size = layout, POOL_PAGES, POOL_PAGES * kv_pool.page_size
+    pool = MHATokenToKOnlyPoolHost(device, kv_pool, layout, pin_memory=False)
+    fill(pool.k_buffer)
     return pool
 
 
@@ -124,10 +134,15 @@ def test_a_state_is_restored_byte_by_byte_and_bounds_the_hit(open_backend: Any) 
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
-def test_the_keys_of_an_indexer_are_restored_with_each_page(open_backend: Any, layout: str) -> None:
-    kv_pool, names = make_mla_pool(layout), keys(5)
-    indexer = make_indexer(kv_pool, layout)
-    writer = open_backend(kv_pool, is_mla=True, indexer=indexer)
+@pytest.mark.parametrize(
+    ("is_mla", "make_kv", "make_keys"), [(True, make_mla_pool, make_indexer), (False, make_pool, make_minimax_indexer)]
+)
+def test_the_keys_of_an_indexer_are_restored_with_each_page(
+    open_backend: Any, layout: str, is_mla: bool, make_kv: Any, make_keys: Any
+) -> None:
+    kv_pool, names = make_kv(layout), keys(5)
+    indexer = make_keys(kv_pool, layout)
+    writer = open_backend(kv_pool, is_mla=is_mla, indexer=indexer)
     write(writer, names[:3], [0, 1, 2], [], indexer_keys(names[:3], [0, 1, 2]))
     assert all(writer.batch_set_v1(names[3:], tokens([3, 4]), after(names[:3])))  # without the indexer's keys
     wait_until(lambda: writer.batch_exists(names) == 5)
@@ -135,16 +150,17 @@ def test_the_keys_of_an_indexer_are_restored_with_each_page(open_backend: Any, l
     expected = [indexer.get_data_page(page * size) for page in range(3)]
     writer.close()
 
-    kv_pool = make_mla_pool(layout)
-    others = make_indexer(kv_pool, layout)
-    reader = open_backend(kv_pool, is_mla=True, indexer=others)
+    kv_pool = make_kv(layout)
+    others = make_keys(kv_pool, layout)
+    reader = open_backend(kv_pool, is_mla=is_mla, indexer=others)
     found = reader.batch_exists_v2(names, [indexer_keys(names)])
     assert (found.kv_hit_pages, found.restorable_prefix_pages) == (3, [1, 2, 3])
     elsewhere = [30, 8, 12]
     assert all(reader.batch_get_v1(names[:3], tokens(elsewhere)))
     assert reader.batch_get_v2([indexer_keys(names[:3], elsewhere)]) == {PoolName.INDEXER: [True] * 3}
     for page, content in zip(elsewhere, expected, strict=True):
-        assert torch.equal(others.get_data_page(page * size), content)
+        restored = others.get_data_page(page * size)
+        assert torch.equal(restored.view(torch.uint8), content.view(torch.uint8))  # some are NaN
 
 
 def indexer_keys(names: list[str], pages: list[int] | None = None) -> PoolTransfer:
