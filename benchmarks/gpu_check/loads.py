@@ -7,6 +7,7 @@ Without SGLang, stand-ins for its pool and its counter of layers are used.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,10 @@ NUM_TOKENS = 32768
 MiB = 1 << 20
 SCRATCH_MIB = 64, 256, 512
 _READ_PAGES = 64
+_ORDERS = 8
+_ORDERED_TOKENS = 8192  # several parts with the least scratch memory
+_LATE_SHARE = 0.2  # of the launches
+_LATE_CYCLES = 2_000_000  # about a millisecond
 _CHECKED_SPANS = 3
 _ROUNDING = 2.0**-7  # of bfloat16, where the order of sums tips it
 
@@ -60,7 +65,10 @@ def run(record: Record) -> None:
     device = Device(torch.device("cuda", 0))
     forward = cast(Stream, torch.cuda.Stream(device.torch_device))  # type: ignore[no-untyped-call]
     make_pass = partial(make_busy, device=device.torch_device)
-    measure(record, Model("klt", "ans", layers=32), NUM_TOKENS, device, forward, make_pass)
+    model = Model("klt", "ans", layers=32)
+    measure(record, model, NUM_TOKENS, device, forward, make_pass)
+    for seed in range(_ORDERS):
+        check_order(record, model, _ORDERED_TOKENS, LateDevice(device.torch_device, seed), forward, str(seed))
 
 
 def measure(
@@ -115,6 +123,40 @@ def measure(
         prompt.check(record, "values", num_spans=1)
     if wrong := wrong_reads(pages, min(_READ_PAGES, num_tokens // PAGE_TOKENS)):
         record.fail(wrong)
+
+
+class LateDevice(Device):
+    """Holds work up at random, so that whatever should wait for it, and does not, runs before it."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        super().__init__(device)
+        self._random = random.Random(seed)
+
+    @contextmanager
+    def launching(self, stream: Stream) -> Iterator[Callable[[Callable[[], object]], object]]:
+        def late(work: Callable[[], object]) -> object:
+            if self._random.random() < _LATE_SHARE:
+                torch.cuda._sleep(_LATE_CYCLES)  # type: ignore[no-untyped-call]
+            return launch(work)
+
+        with super().launching(stream) as launch:
+            yield late
+
+
+def check_order(record: Record, model: Model, num_tokens: int, device: Device, forward: Stream, order: str) -> None:
+    """Check the values of two loads, of which the second takes the scratch memory of the first. ``order``: for the
+    message, if they are wrong."""
+    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+
+    quantiser, segments = model.make_quantiser(), repeated_segments(model, num_tokens)
+    pages = CudaPages(make_pool(model, num_tokens, str(device.torch_device)), PAGE_TOKENS, device, forward)
+    manifest = segments[0].manifest
+    pages.prepare(quantiser, [cell_place(manifest, cell) for cell in manifest.span_cells(0)])
+    prompt, coded = Prompt(segments, quantiser, pages), stage_coded(segments, quantiser)
+    with opened(pages, SCRATCH_MIB[0] * MiB) as loader:
+        for _ in range(2):
+            prompt.load(loader, coded)
+            prompt.check(record, f"coded cells, streams held up in order {order}")
 
 
 @contextmanager

@@ -98,8 +98,8 @@ class Device:
 
     def launch(self, stream: Stream, work: Callable[[], object]) -> None:
         """Enqueue the work that ``work`` launches. It may run at any later time that the stream allows."""
-        with self.launching(stream):
-            work()
+        with self.launching(stream) as launch:
+            launch(work)
 
     @contextmanager
     def launching(self, stream: Stream) -> Iterator[Callable[[Callable[[], object]], object]]:

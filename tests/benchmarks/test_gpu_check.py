@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from benchmarks.kernel_bytes import Span
 from harness import stand_in_pool
 from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
+from sgl_kvfetch.codec.cuda_streams import Device
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.plugin.device import klt_reads
 from sgl_kvfetch.triton_kernels import runtime
@@ -308,6 +310,7 @@ def test_loads_are_checked_and_measured(record: Record, monkeypatch: pytest.Monk
         return launch
 
     loads.measure(record, model, num_tokens, device, device.forward, make_pass)
+    loads.check_order(record, model, num_tokens, device, device.forward, "1")
     found = found_by(record)
     assert not found["reason"]
     assert list(launched) == list(passes.PASS_SECONDS)
@@ -331,10 +334,28 @@ def test_loads_are_checked_and_measured(record: Record, monkeypatch: pytest.Monk
     monkeypatch.setattr(GpuLoader, "_copy_values", lambda *args: iter(()))
     monkeypatch.setattr(CudaRun, "read", lambda *_: torch.ones(2, loads.PAGE_TOKENS, 3, 8, 16))
     loads.measure(record, model, num_tokens, device, device.forward, make_pass)
+    loads.check_order(record, model, num_tokens, device, device.forward, "2")
     reason = found_by(record)["reason"]
-    for what in ("coded cells, 1 MiB of scratch memory", "coded cells beside forward passes", "values"):
+    held_up = "coded cells, streams held up in order 2"
+    for what in ("coded cells, 1 MiB of scratch memory", held_up, "coded cells beside forward passes", "values"):
         assert f"{what}: k of layer 0 differs by up to" in reason
     assert "k of pages that were read differs from the pool's" in reason
+
+
+def test_a_late_device_holds_some_work_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    @contextmanager
+    def launching(self: Device, stream: object) -> Iterator[Callable[[Callable[[], object]], object]]:
+        yield lambda work: work()
+
+    monkeypatch.setattr(Device, "launching", launching)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("held up"))
+    device = loads.LateDevice(CPU, 0)
+    for _ in range(100):
+        device.launch(FakeDevice().forward, lambda: done.append("work"))
+    assert done.count("work") == 100
+    assert 5 < done.count("held up") < 40
 
 
 def test_tests_that_need_a_gpu_are_found() -> None:
