@@ -21,7 +21,7 @@ READ_CELLS = Counter(
 WIRE_BYTES = Counter("sgl_kvfetch_wire_bytes", "Bytes on the wire", ["direction"])  # read, write
 RAW_BYTES = Counter("sgl_kvfetch_raw_bytes", "Size of the same pages in the pool", ["direction"])
 CORRUPT_CHUNKS = Counter("sgl_kvfetch_corrupt_chunks", "Cells that failed a checksum or did not decode")
-DELETED_SEGMENTS = Counter("sgl_kvfetch_deleted_segments", "Damaged segments that the store deleted after our report")
+DELETED_SEGMENTS = Counter("sgl_kvfetch_deleted_segments", "Segments deleted as damaged, or as an audit found them")
 RETRIES = Counter("sgl_kvfetch_retries", "Retried requests to the store")
 HEDGED_READS = Counter(
     "sgl_kvfetch_hedged_reads",
@@ -50,6 +50,20 @@ MEMORY_CACHE_READ_BYTES = Counter(
     "sgl_kvfetch_memory_cache_read_bytes", "Coded bytes read from memory_cache instead of the store"
 )
 DATA_PLANE_STARTS = Counter("sgl_kvfetch_data_plane_restarts", "Data planes replaced because they died or hung")
+AUDITS = Counter(
+    "sgl_kvfetch_audits", "Comparisons of stored pages with what the engine computed, by result", ["result"]
+)
+# sound, beyond (audit.most), far (so far beyond that the segment was deleted), failed (it could not be read)
+AUDIT_RATIO = Histogram(
+    "sgl_kvfetch_audit_ratio",
+    "Squared errors of audited pages, as a multiple of what is expected, in the layer where they are worst",
+    buckets=(0.01, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 8, 16, 100, 1000, 10000),
+)
+AUDITED_OFF = Gauge(
+    "sgl_kvfetch_audited_off",
+    "1 while nothing is read or written because audits have found that it would be wrong",
+    multiprocess_mode="livemax",
+)
 SUSPENSIONS = Counter("sgl_kvfetch_suspensions", "Backends switched off because of weight updates")
 STAGE_SECONDS = Histogram(
     "sgl_kvfetch_stage_seconds",
@@ -62,7 +76,8 @@ DIVERGED_PAGES = Counter(
     "Pages not found behind a beginning that is stored, where the stored prompt goes on with other tokens",
 )
 WRITTEN_PAGES = Counter("sgl_kvfetch_written_pages", "Pages submitted for writing", ["result"])
-# stored, known (the store had them), dropped_full, dropped_invalid, dropped_error, dropped_data_plane (it ended)
+# stored, known (the store had them), dropped_full, dropped_invalid, dropped_error, dropped_data_plane (it ended),
+# dropped_audited (audits have ended writing)
 MERGES = Counter("sgl_kvfetch_merges", "Pairs of segments merged into one of twice the length")
 QUEUED_BYTES = Gauge(
     "sgl_kvfetch_queued_bytes",

@@ -60,6 +60,8 @@ class Reason(StrEnum):
     POLICY = "policy"
     CANCELLED = "cancelled"
     DATA_PLANE = "data_plane"  # it ended
+    AUDIT = "audit"  # the engine computes a few pages, which are compared with the stored ones
+    AUDITED = "audited"  # such comparisons have found that what is stored is wrong
     FAILED = "failed"  # loading into the GPU's pool
     INTERNAL = "internal"
 
@@ -106,6 +108,8 @@ ADVICE: dict[Reason, str] = {
     Reason.POLICY: "leave out --hicache-storage-prefetch-policy and prefetch_timeout_*",
     Reason.CANCELLED: "nothing: the request was aborted, or the cache flushed",
     Reason.DATA_PLANE: "look for the out-of-memory killer, and leave the data plane some cores",
+    Reason.AUDIT: "nothing: one hit in a hundred is compared with computing (audit.share)",
+    Reason.AUDITED: "see docs/audits.md: calibrate with prompts like yours, or a new model_id if weights have changed",
     Reason.FAILED: "the error is in SGLang's log; for want of memory, a smaller --mem-fraction-static",
     Reason.INTERNAL: "a bug: report the traceback in SGLang's log",
     Reason.REFUSED: "is the store running? address, firewall, proxy: kvfetch doctor STORE",

@@ -1,5 +1,6 @@
 from .adapt.decode_profile import DecodeProfile as DecodeProfile
 from .adapt.pool import Sample as Sample, measure_profile as measure_profile
+from .audit import verdicts as verdicts
 from .choice import (
     Decision as Decision,
     EngineQueue as EngineQueue,

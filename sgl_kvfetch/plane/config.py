@@ -119,6 +119,32 @@ class LevelsConfig(_Keys):
     )
 
 
+class AuditConfig(_Keys):
+    """Comparisons of what is stored with what the server computes."""
+
+    share: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="share of hits, and of computed segments that the store has, that are audited",
+    )
+    most: float = Field(
+        default=4.0,
+        ge=1,
+        le=1e6,
+        description="how many times as large as expected errors may be; after three such audits of ten, the server "
+        "neither reads nor writes what this quantiser makes",
+    )
+    per_minute: int = Field(
+        default=256 * MiB, description="size, such as 256MiB, of the values that are compared in a minute, at most"
+    )
+
+    @field_validator("per_minute", mode="before")
+    @classmethod
+    def _size(cls, value: object) -> int:
+        return parse_size(str(value))
+
+
 class DeviceModeConfig(_Keys):
     """What only device mode needs."""
 
@@ -226,6 +252,7 @@ class KVFetchConfig(_Keys):
         None,
         description="write klt in levels, and read fewer where the link is slow: count, max_kl and more",
     )
+    audit: AuditConfig = Field(AuditConfig(), description="whether hits are right: share, most, per_minute")
     decode_profile: Text | None = Field(
         None,
         description="file from `kvfetch decoders` on this machine, for choosing among a segment's variants",
@@ -311,6 +338,7 @@ GROUPS: dict[str, type[_Keys]] = {
     "cachegen": CacheGenConfig,
     "local_cache": LocalCache,
     "levels": LevelsConfig,
+    "audit": AuditConfig,
     "device": DeviceModeConfig,
 }
 

@@ -34,6 +34,7 @@ from sgl_kvfetch.errors import FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice, split_hashes
 from sgl_kvfetch.plane import messages as m
 from sgl_kvfetch.plane.arena import Emit, Room, arena_destination, pages_in, send_side_page, tensors_in
+from sgl_kvfetch.plane.audit import Auditor, FailedAudits, keep_verdict, read_verdict, verdict_file
 from sgl_kvfetch.plane.calibration.finder import ProfileFinder
 from sgl_kvfetch.plane.channel import Outbox
 from sgl_kvfetch.plane.client import StoreClient, count_fetch, count_miss, counted, open_client
@@ -45,10 +46,11 @@ from sgl_kvfetch.plane.fetch.sides import KV_POOL, Usable, usable_runs
 from sgl_kvfetch.plane.fetch.sink import Destination
 from sgl_kvfetch.plane.launch import Line
 from sgl_kvfetch.plane.memory_cache import MemoryCache
-from sgl_kvfetch.plane.misses import miss, noted_here, shortfall
+from sgl_kvfetch.plane.misses import miss, note, noted_here, shortfall
 from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plane.staging import Stager
 from sgl_kvfetch.plane.write.gather import PageBatch
+from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import KVGeometry
 
@@ -89,11 +91,29 @@ class Service:
         self._written = line.pages  # where the engine puts pages that are to be written
         self._send_side = partial(send_side_page, line.values, room, emit)
         self._sides = start.sides
-        self._stager = Stager(config, heads, client, emit, line.values, room, takes_code=start.takes_code)
+        self._verdict = verdict_file(config.store, heads)
+        self._auditor = Auditor(
+            config.audit,
+            heads,
+            client.writer.quantiser,
+            client.finder,
+            client.fetcher,
+            store=client.store,
+            memory=client.memory,
+            writes=config.writes,
+            on_wrong=self._condemn,
+        )
+        if (verdict := read_verdict(self._verdict)) is not None:
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(verdict.at_s))
+            self._turn_off(f"{verdict.why} (found on {at})")
+        self._stager = Stager(
+            config, heads, client, emit, line.values, room, takes_code=start.takes_code, audited=self._audited
+        )
         self._finder = None if start.watch is None else ProfileFinder(config, start.watch, emit)
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._found: OrderedDict[int, list[PageSource]] = OrderedDict()
         self._tasks = Tasks()
+        client.writer.on_known = self._auditor.known
         client.writer.on_settled = lambda num_pages, is_lost: emit(m.Settled(num_pages, is_lost))
         self._loop = asyncio.get_running_loop()
 
@@ -136,10 +156,30 @@ class Service:
             case m.Start() | m.Close():
                 raise AssertionError(f"a running service does not accept {command}")
 
+    def _condemn(self, why: str) -> None:
+        namespace, labels = self._heads.namespace, self._heads.labels
+        names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
+        keep_verdict(self._verdict, FailedAudits(self._config.store, *names, namespace.quantiser, why, time.time()))
+        self._turn_off(why)
+
+    def _turn_off(self, why: str) -> None:
+        """Read and write nothing any more: audits have failed, now or before this start."""
+        self.client.finder.turn_off()
+        self.client.writer.turn_off()
+        metrics.AUDITED_OFF.set(1)
+        logger.error(
+            "kvfetch: audits have failed, so nothing is read or written, and all is computed: %s. If weights have "
+            "changed, attach with a new model_id. Else kvfetch calibrate --publish with prompts like yours, or "
+            "quantiser exact. To try again all the same, delete %s and attach again. See docs/audits.md",
+            why,
+            self._verdict,
+        )
+
     async def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and sockets."""
         await self._tasks.cancel()
         await self._stager.close()
+        await self._auditor.close()
         if self._finder is not None:
             await self._finder.close()
         await self.client.close(_CLOSE_S)
@@ -154,7 +194,9 @@ class Service:
         try:
             with counted("lookup"):
                 sources = await self.client.finder.find_pages(hashes, self._config.lookup_timeout_s)
-                if command.trailing:
+                if not command.trailing:
+                    sources = self._audited(hashes, sources)
+                else:
                     usable = await asyncio.to_thread(usable_runs, sources, command.trailing)
                     usable.stored[KV_POOL] = len(sources)
                     sources = sources[: max(usable.lengths, default=0)]
@@ -168,6 +210,13 @@ class Service:
             cost = self.client.fetcher.cost(sources)
             reason = shortfall(reasons) if len(sources) < len(hashes) else ""
             self._emit(m.Found(command.work, len(sources), cost, usable.lengths, usable.stored, reason))
+
+    def _audited(self, hashes: Sequence[bytes], sources: list[PageSource]) -> list[PageSource]:
+        """Return the sources of the pages that are to be served: fewer if a hit is to be audited."""
+        num_served = self._auditor.served(hashes, sources)
+        if num_served < len(sources):
+            note(Reason.AUDIT)
+        return sources[:num_served]
 
     # Fetches
 
@@ -226,7 +275,9 @@ class Service:
         """Queue pages. They are read from shared memory until they are encoded: then it is the engine's again."""
         hashes = split_hashes(command.hashes)
         try:
-            self.client.writer.add(self._batch(command, hashes))
+            batch = self._batch(command, hashes)
+            self._auditor.handed_over(batch)
+            self.client.writer.add(batch)
         except Exception:
             logger.exception("kvfetch: taking pages for writing failed")
             self._emit(m.Settled(len(hashes)))

@@ -10,7 +10,7 @@ import asyncio
 import bisect
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
@@ -272,8 +272,11 @@ class Stager:
         room: Room,
         *,
         takes_code: bool = False,
+        audited: Callable[[Sequence[bytes], list[PageSource]], list[PageSource]] = lambda hashes, sources: sources,
     ) -> None:
-        """``room`` allocates bytes of ``arena``. ``takes_code``: as in `messages.Start`."""
+        """``room`` allocates bytes of ``arena``. ``takes_code``: as in `messages.Start`. ``audited`` returns the
+        sources of those pages that are to be served."""
+        self._audited = audited
         self._config = config
         # A decode profile chooses the variant of each read when it begins, too late for a region's layout.
         self._takes_code = takes_code and config.decode_profile is None
@@ -328,7 +331,7 @@ class Stager:
         num_pages, end = 0, "missed"
         reasons = noted_here()
         try:
-            sources = (await self._look_up(hashes, request))[: self._most_pages]
+            sources = self._audited(hashes, (await self._look_up(hashes, request))[: self._most_pages])
             staging.held = self._client.fetcher.hold(sources)
             staging.num_pages = len(sources)
             if not staging.is_wanted:

@@ -111,6 +111,7 @@ def doctor(
             "CUDA GPU": check_gpu,
             "Triton": check_triton,
             "codecs": check_codecs,
+            "audits": check_audits,
         }
     found: list[Check] = []
     for name, check in checks.items():
@@ -261,6 +262,21 @@ def check_codecs() -> list[Check]:
         else:
             checks.append(Check(label, "no", "the decoded frames differ", f"choose another codec than {name}"))
     return checks
+
+
+def check_audits() -> list[Check]:
+    """Say what servers of this machine do not use, since audits found it wrong."""
+    from sgl_kvfetch.plane import verdicts
+
+    return [
+        Check(
+            "audits",
+            "warn",
+            f"{verdict.model}, {verdict.quantiser}, in {verdict.store}, is not used here: {verdict.why}",
+            f"docs/audits.md says what to do; to try it again, delete {path} and attach the store again",
+        )
+        for path, verdict in verdicts().items()
+    ] or [Check("audits", "yes", "no server of this machine found that what is stored is wrong")]
 
 
 def check_gpu() -> list[Check]:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, why
+from sgl_kvfetch.labels import profile_digest
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import (
     AdminStore,
@@ -184,7 +185,17 @@ def _named(listed: Sequence[ListedProfile], digest: str) -> ListedProfile:
 
 
 def _lines(rows: Sequence[ProfileRow]) -> Iterator[Table | str]:
+    from sgl_kvfetch.plane import verdicts
+
     yield profiles_table(rows) if rows else "no profiles"
+    for path, verdict in verdicts().items():
+        for row in rows:
+            if profile_digest(verdict.identity) == row.digest:
+                age = format_age(time.time() - verdict.at_s)
+                yield (
+                    f"{row.digest} is not used on this machine since audits failed {age} ago: "
+                    f"{printable(verdict.why)}. Publish another one; or delete {path} and attach the store again"
+                )
 
 
 def profiles_table(rows: Sequence[ProfileRow], stored_bytes: Mapping[str, int] | None = None) -> Table:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import (
     attention,
+    audits,
     auto_profile,
     checksums,
     data_plane,
@@ -36,6 +37,7 @@ from harness.models import make_tiny_llama
 from harness.redis_server import REDIS, REDIS_MISSING
 from tests.benchmarks.conftest import Run
 from tests.codec.container.test_levels import SPEC, make as make_laddered
+from tests.codec.quant.profiles import make_profile
 
 PNG = b"\x89PNG"
 
@@ -246,6 +248,26 @@ def test_soak(run: Run) -> None:
     assert found["disturbances"]["full"] > 0
     for operation, result in (("read", "hit"), ("write", "done"), ("replace", "done"), ("delete", "done")):
         assert found["outcomes"][operation][result] > 0
+
+
+def test_audits(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny_llama(tmp_path / "model", hidden_size=64, intermediate_size=64, head_dim=16)
+    profile = make_profile(num_layers=4, num_heads=2, head_dim=16, cell_heads=2)
+    profile.save(tmp_path / "profile")
+    monkeypatch.setattr(audits, "prose", text.read_text)
+    arguments = ("--windows", "1", "--context", "64", "--model", str(model), "--profile", str(tmp_path / "profile"))
+    assert audits.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["exact", "sound", "median", "0.00,", "largest", "0.00"]
+    found = {
+        line[10:44].strip(): float(line[44:].split()[1])
+        for line in lines
+        if line.startswith("exact") and "least" in line
+    }
+    assert len(found) == 7
+    assert min(found.values()) > 1
 
 
 def test_real_model(real_model: Path) -> None:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sgl_kvfetch.plane.audit import FailedAudits, keep_verdict, verdict_file
+from sgl_kvfetch.tools.doctor import check_audits
+from tests.segments import make_heads
 from tests.stores.test_profiles import WEIGHTS, save
 from tests.tools.conftest import Stored, kvfetch, kvfetch_json
 
@@ -40,6 +43,27 @@ def test_publish_list_get_and_withdraw(tmp_path: Path, stored: Stored) -> None:
     assert f"withdrawn: {WEIGHTS}/{new}; new servers take {old}" in said("profile", "rm", str(root), new)
     assert "there is no other" in said("profile", "rm", str(root), old)
     assert "starts with '0', found none" in said("profile", "rm", str(root), "0", exit_code=2)
+
+
+def test_a_profile_that_audits_have_ended_is_named(
+    tmp_path: Path, stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    digest = put(stored.root, tmp_path, 1)
+    heads = make_heads()
+    path = verdict_file("http://store", heads)
+    identity = f"klt(profile={digest};step=2.0)"
+    keep_verdict(path, FailedAudits("http://store", "m", "klt step 2", identity, "errors are 9 times as large", 1e9))
+    found = " ".join(said("profile", "list", str(stored.root)).split())
+    assert f"{digest} is not used on this machine since audits failed" in found
+    assert "errors are 9 times as large" in found
+    assert str(path) in found.replace(" ", "")
+    (row,) = check_audits()
+    assert row.status == "warn"
+    assert "m, klt step 2, in http://store, is not used here" in row.found
+    path.unlink()
+    assert "audits" not in said("profile", "list", str(stored.root))
+    assert [each.status for each in check_audits()] == ["yes"]
 
 
 def test_keys(tmp_path: Path, stored: Stored) -> None:

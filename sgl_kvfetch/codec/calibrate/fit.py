@@ -27,13 +27,11 @@ from sgl_kvfetch.codec.calibrate.unfinished import Unfinished
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import exponents_of, forward_of, head_norms, scales_of
 from sgl_kvfetch.codec.quant.layer_map import LayerMap
-from sgl_kvfetch.codec.quant.profile import DEFAULT_SHARE, Calibration, CellProfile, Profile
+from sgl_kvfetch.codec.quant.profile import DEFAULT_SHARE, UNIT_KL, Calibration, CellProfile, Profile
 from sgl_kvfetch.codec.quant.sensitivity import features, fit_log_cost, log_cost
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.types import TENSORS, CellGrid
 
-# The KL divergence that a step of 1 should cost, as the weights foretell for fine steps.
-_UNIT_KL = 1e-4
 _MOST_LAYERS = 12  # in one cell: the restore kernel is unrolled over them
 _FEW_NEED_MORE = 0.99  # a coefficient that is zero in this fraction of the tokens is left out
 
@@ -84,7 +82,7 @@ def calibrate_model(
     save = Unfinished(unfinished, [describe, options, windows, layers]) if unfinished else None
     sweep = Sweep(model, fitted, held_out, options.num_context, layers, grid, options.seed)
     num_channels = len(layers.coded) * model.num_heads * sum(dims)
-    fit = _Fit(math.sqrt(_UNIT_KL * 24 / (num_channels * options.num_context)), options)
+    fit = _Fit(math.sqrt(UNIT_KL * 24 / (num_channels * options.num_context)), options)
     _pass_all(sweep, fit, model.num_layers, progress, save)
     contexts = [HeldOut(*each) for each in zip(sweep.contexts, sweep.others, strict=True)]
     del sweep

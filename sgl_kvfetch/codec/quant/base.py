@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 # The parts of a cell, as bytes or as integers: see `Part`.
 Quantised = tuple[torch.Tensor, ...]
 
+# What sums in another order change, units in the last place, root mean square: those of half types are in float32, and
+# differ where they are rounded; those of float32 add up over all layers.
+_SUMS_NOISE = {torch.float32: 16.0}
+_SUMS_NOISE_OF_OTHERS = 2.0
 VALUE_LAYERS = 3  # layers of a cell that is laid out in tiles: one a colour plane
 
 
@@ -110,6 +115,22 @@ class Quantiser(ABC):
     ) -> CellValues:
         """Return the values of a cell, or of some of its tokens, up to rounding. ``place`` is the whole cell's."""
 
+    def error_ratios(
+        self, computed: CellValues, restored: CellValues, place: CellPlace, coarser: float = 1.0
+    ) -> torch.Tensor:
+        """Return how many times larger the squared errors of ``restored`` are than this quantiser's should be: float32
+        ``(2, layers, tokens)``, of K and of V. ``computed``: the same values as a model computes them, perhaps with
+        sums in another order. ``coarser``: how many times as large steps may be, since levels were left out."""
+        again = self.dequantise(self.quantise(computed, place), computed.k.dtype, place)
+        return _ratios(computed, restored, again, computed, coarser**2)
+
+    def repeat_ratios(self, computed: CellValues, restored: CellValues, place: CellPlace) -> torch.Tensor:
+        """Return how much ``restored`` differs from what this quantiser makes of ``computed`` now; its own errors are
+        1. Of the same values, two roundings differ by 2 at most, also where other layers of their cell differ. So this
+        shows faults that are small beside the values, but not beside what a coarse step leaves of them."""
+        again = self.dequantise(self.quantise(computed, place), computed.k.dtype, place)
+        return _ratios(again, restored, again, computed, 1.0)
+
     def require_sound(  # noqa: B027, may be all
         self, plain: Sequence[np.ndarray], shape: tuple[int, int, int], token_bytes: int
     ) -> None:
@@ -171,6 +192,35 @@ class Quantiser(ABC):
         ``resolution``: a name in ``RESOLUTIONS``, or ``FLAT``.
         """
         return {t: tile_layout(cell_heads, geometry.head_dim(t), span_tokens, resolution) for t in TENSORS}
+
+
+def sums_noise(dtype: torch.dtype) -> float:
+    """Return what sums in another order may change, as a share of values' squares."""
+    return (_SUMS_NOISE.get(dtype, _SUMS_NOISE_OF_OTHERS) * torch.finfo(dtype).eps) ** 2
+
+
+def ratio(found: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:
+    """Return ``found / usual``, infinite for what is not finite, and 0 where nothing was found."""
+    divided = torch.where(found == 0, 0.0, found / usual)
+    return torch.where(divided.isfinite(), divided, math.inf)
+
+
+def _ratios(
+    expected: CellValues, restored: CellValues, again: CellValues, computed: CellValues, allowed: float
+) -> torch.Tensor:
+    """Return the squares of the differences of ``restored`` from ``expected``, as multiples of those of ``again`` from
+    ``computed`` times ``allowed``, and of what sums in another order change."""
+    found = []
+    for x, y, z, own in zip(expected, restored, again, computed, strict=True):
+        usual = allowed * _squares(own, z) + sums_noise(own.dtype) * _squares(own)
+        found.append(ratio(_squares(x, y), usual.mean(1, keepdim=True)))
+    return torch.stack(found)
+
+
+def _squares(x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the sums of the squares of ``x``, or of its difference from ``y``, ``(layers, tokens)``."""
+    difference = x.float() if y is None else x.float() - y.float()
+    return difference.square().sum((2, 3)).T
 
 
 def join_parts(parts: Sequence[Part], pieces: Sequence[Quantised]) -> Quantised:

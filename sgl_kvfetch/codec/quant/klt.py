@@ -27,10 +27,20 @@ from sgl_kvfetch.codec.bitstream.levels import MOST_LEVELS, Wide
 from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.layout.regions import region_layout
 from sgl_kvfetch.codec.quant import _klt
-from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Part, Quantised, Quantiser, TransformInverse
+from sgl_kvfetch.codec.quant.base import (
+    CellPlace,
+    CellValues,
+    Part,
+    Quantised,
+    Quantiser,
+    TransformInverse,
+    ratio,
+    sums_noise,
+)
 from sgl_kvfetch.codec.quant.exact import from_planes, to_planes
 from sgl_kvfetch.codec.quant.integer_matrix import IntegerMatrix
 from sgl_kvfetch.codec.quant.profile import CellProfile, Profile
+from sgl_kvfetch.codec.quant.rope import unrotate
 from sgl_kvfetch.codec.quant.sensitivity import LEAST_SPREAD, MOST_DEVIATIONS
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from sgl_kvfetch.types import KVGeometry, first_to_last
@@ -343,11 +353,39 @@ class KltQuantiser(KltIntegers):
             raise QuantiseError("values are not finite")
         return centred, log_norms
 
+    def error_ratios(
+        self, computed: CellValues, restored: CellValues, place: CellPlace, coarser: float = 1.0
+    ) -> torch.Tensor:
+        """As the profile weighs errors, and as it says what they cost at this step. W is block-diagonal, so the cost of
+        a cell's errors is the sum of those of its layers and tensors."""
+        exponents = self.quantise(computed, place)[0]
+        finest = torch.tensor(2.0 ** (-_MOST_EXPONENT / 2))  # for what is kept exact: it would need a step as fine
+        scales = torch.where(exponents == EXACT, finest, scales_of(exponents))
+        step = self.profile.claimed_step(self.step * coarser)
+        cell = self.profile.cells[self._key(place)]
+        found = []
+        for x, y, w in zip(computed, restored, (cell.k_weight, cell.v_weight), strict=True):
+            error, own = x.float() - y.float(), x.float()
+            if w is cell.k_weight:
+                error, own = self._unrotated(error, place), self._unrotated(own, place)
+            usual = w.shape[-1] * (step * scales) ** 2 / 12
+            found.append(ratio(_cost(error, w), usual + sums_noise(x.dtype) * _cost(own, w)))
+        return torch.stack(found)
+
     def _shape_of_heads(self) -> tuple[int, int, int, bool]:
         """Return the dimensions of K and V, the pairs of channels that rotate, and whether they are interleaved."""
         x = self.profile.rotations
         pairs, is_interleaved = (0, False) if x is None else (x.rotary_dim // 2, x.interleaved)
         return self.profile.k_head_dim, self.profile.v_head_dim, pairs, is_interleaved
+
+    def _unrotated(self, k: torch.Tensor, place: CellPlace) -> torch.Tensor:
+        """Return K, float32 ``(tokens, layers, heads, dim)``, without its rotation."""
+        x = self.profile.rotations
+        if x is None:
+            return k
+        tables = x.table(place.tokens.start, len(place.tokens))
+        layers = zip(k.unbind(1), x.of(place.layers), strict=True)
+        return torch.stack([unrotate(of_layer, tables[i], x.ropes[i]) for of_layer, i in layers], 1)
 
     def _turns(self, place: CellPlace) -> torch.Tensor:
         """Return which rotation each layer of a cell has, int64 ``(layers,)``."""
@@ -490,6 +528,12 @@ def forward_of(inverse: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.
     columns = torch.split(inverse.T, [len(weight) for weight in weights])
     forward = torch.cat([weight @ column for weight, column in zip(weights, columns, strict=True)])
     return forward @ (2 * torch.eye(len(inverse)) - inverse @ forward)
+
+
+def _cost(errors: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Return the cost of errors, ``(tokens, layers, heads, dim)``, in each layer and token. ``blocks``: those of W."""
+    x = errors.flatten(2).movedim(1, 0)
+    return (x @ blocks * x).sum(2)
 
 
 def head_norms(values: CellValues) -> torch.Tensor:

@@ -36,6 +36,9 @@ _MOST_METADATA_CHARS = 1 << 20
 # Of steps and of KL divergences, far beyond what calibration measures: interpolating between two stays finite.
 _NUMBERS = 1e-9, 1e6
 
+# What a step of 1 in all coefficients should cost, in nats a token, as the weights foretell for fine steps.
+UNIT_KL = 1e-4
+
 # The default of target_kl, as a share of the value of the whole context to the model. docs/klt.md explains it.
 DEFAULT_SHARE = 1e-3
 
@@ -188,6 +191,12 @@ class Profile:
                 part = math.log(step / low.step) / math.log(high.step / low.step)
                 return low.kl * math.pow(high.kl / low.kl, part)
         return math.inf
+
+    def claimed_step(self, step: float) -> float:
+        """Return the step that would cost, as the weights foretell it, what the curve says that ``step`` costs; at most
+        ``step``. That of honest curves is hardly less: coarse errors cost about what is foretold, and fine ones more,
+        for sums are rounded as well."""
+        return min(step, math.sqrt(self.kl_of(step) / UNIT_KL))
 
     def save(self, path: Path) -> None:
         """Write the file atomically. Raises ConfigError."""

@@ -195,6 +195,11 @@ class Fetcher:
         """Close the pool. All fetches must have ended. With ``wait``, return only when running jobs have ended."""
         self.pool.close(wait=wait)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a fetch is under way."""
+        return bool(self._running)
+
     def drop_unused(self) -> None:
         """Drop all bytes that running fetches do not use."""
         self._begun.clear()

@@ -40,6 +40,7 @@ from sgl_kvfetch.codec import (
     CodedSegment,
     EncodedSegment,
     Manifest,
+    Quantiser,
     SegmentSpec,
     Side,
     decode_manifest,
@@ -115,7 +116,9 @@ class Writer:
         self._coded_bytes = 0  # of them, those of chunks
         # Called when so many pages leave the queue, and with whether the store has failed to take them.
         self.on_settled: Callable[[int, bool], None] = lambda num_pages, is_lost: None
+        self.on_known: Callable[[PageBatch], None] = lambda segment: None  # called with what the store has already
         self.on_committed: Callable[[Segment], None] = lambda segment: None  # called with what the store has now
+        self._is_off = False
         self._loop = asyncio.get_running_loop()
         self._written_s = 0.0
         self._num_in_work = 0
@@ -123,6 +126,10 @@ class Writer:
         self._tasks = Tasks()
         self._merging = asyncio.Lock()
         self._merger = Merger(store, spec, max_segment_pages=max_segment_pages, retire_s=retire_s, executor=encode_pool)
+
+    @property
+    def quantiser(self) -> Quantiser:
+        return self._spec.quantiser
 
     def _count(self, num_bytes: int, coded_bytes: int = 0) -> None:
         """Count bytes on their way, of which ``coded_bytes`` are of chunks."""
@@ -135,9 +142,17 @@ class Writer:
 
     def add(self, batch: PageBatch) -> None:
         """Queue pages. Call on the event loop; never waits."""
+        if self._is_off:
+            metrics.WRITTEN_PAGES.labels("dropped_audited").inc(len(batch.page_hashes))
+            self.on_settled(len(batch.page_hashes), False)
+            return
         self._count(batch.size_bytes)
         self._start(self._gatherer.add_batch(batch, time.monotonic()))
         self._loop.call_later(self._linger_s + _TIMER_SLACK_S, self._cut_due)
+
+    def turn_off(self) -> None:
+        """Write nothing from now on but what is queued: audits have found it wrong."""
+        self._is_off = True
 
     def _cut_due(self) -> None:
         self._start(self._gatherer.due(time.monotonic()))
@@ -251,6 +266,7 @@ class Writer:
             if coarse:
                 break
             if await self._add_sides(found.hits, segment):
+                self.on_known(segment)
                 return None
         else:
             _limited.warning("sides", f"side pages not stored: others changed the segment {_ADD_ATTEMPTS} times")

@@ -1,0 +1,73 @@
+"""Audits of real servers: what is stored is compared with what they compute."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.engine import SGLangServer, device_args, hicache_args
+from harness.metrics import read_metric, wait_until_written
+from harness.store_process import StoreProcess
+from harness.waiting import WAIT_S, wait_until
+from sgl_kvfetch.reasons import Reason
+from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.shared import Shared
+from tests.e2e.test_why import why
+from tests.reasons import assert_why
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+TOKENS, AUDITED = 640, 128
+PATIENT: dict[str, Any] = {"fetch_timeout_s": WAIT_S, "lookup_timeout_s": WAIT_S, "prefetch_threshold": 64}
+ALL = PATIENT | {"audit": {"share": 1}}
+
+
+def audits(server: SGLangServer, result: str) -> float:
+    return read_metric(server.metrics(), "sgl_kvfetch_audits_total", result=result)
+
+
+def has_found(server: SGLangServer, count: int) -> bool:
+    return audits(server, "far") == count
+
+
+@pytest.mark.parametrize("mode", ["host", "device"])
+def test_the_end_of_a_hit_is_computed_and_compared(
+    mode: str, store: StoreProcess, request: pytest.FixtureRequest, expected: Expected
+) -> None:
+    shared: Shared = request.getfixturevalue(mode)
+    with shared.attached(store.url, **PATIENT) as server:
+        ask(server, make_prompt(0))
+        wait_until_written(server, TOKENS // PAGE_SIZE)
+    with shared.attached(store.url, **ALL) as server:
+        answer = ask(server, make_prompt(0))
+        assert from_storage(answer) == TOKENS - PAGE_SIZE - AUDITED  # SGLang does not look for the last page
+        assert same_answer(answer, expected[0])
+        wait_until(lambda: audits(server, "sound") == 1)
+        assert_why(why(store, server, 0), Reason.AUDIT)
+
+
+@pytest.mark.parametrize("mode", ["host", "device"])
+def test_a_server_with_other_weights_under_the_same_name_stops_reading(
+    mode: str, model: Path, other_model: Path, store: StoreProcess, tmp_path: Path
+) -> None:
+    arguments = hicache_args if mode == "host" else device_args
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    prompts = [make_prompt(seed) for seed in range(4)]
+    with SGLangServer(model, extra_args=arguments(store.url, **PATIENT, model_id="m")) as writer:
+        for prompt in prompts:
+            ask(writer, prompt)
+        wait_until_written(writer, len(prompts) * TOKENS // PAGE_SIZE)
+    flags = arguments(store.url, **ALL, model_id="m")
+    with SGLangServer(other_model, extra_args=flags, env=env) as server:
+        for count, prompt in enumerate(prompts[:3], start=1):
+            assert from_storage(ask(server, prompt)) > 0
+            wait_until(partial(has_found, server, count))
+        wait_until(lambda: read_metric(server.metrics(), "sgl_kvfetch_audited_off") == 1)
+        assert "audits have failed" in server.log()
+        assert from_storage(ask(server, prompts[3])) == 0
+        assert_why(why(store, server, 3), Reason.AUDITED)
+    with SGLangServer(other_model, extra_args=flags, env=env) as server:  # it remembers
+        assert from_storage(ask(server, prompts[3])) == 0

@@ -1,0 +1,265 @@
+"""Tests of audits: pages of a store are compared with what the engine computes, and what is wrong is not used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.metrics import own_metric
+from sgl_kvfetch.codec import SegmentReader
+from sgl_kvfetch.codec.container.pages import QuantisedPages, RawPages
+from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser
+from sgl_kvfetch.codec.quant.klt import KltQuantiser
+from sgl_kvfetch.codec.quant.profile import MeasuredStep
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
+from sgl_kvfetch.plane.audit import Auditor
+from sgl_kvfetch.plane.client import StoreClient, open_client
+from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plane.write.gather import PageBatch
+from sgl_kvfetch.types import KVGeometry
+from tests.codec.quant.profiles import make_profile, values_of
+from tests.segments import make_heads, page_hashes
+
+ROPE = Rope(inv_freq=tuple(10_000 ** (-i / 8) for i in range(8)))
+PROFILE = make_profile(rope=ROPE)
+GEOMETRY = KVGeometry(num_layers=3, num_heads=4, k_head_dim=16, v_head_dim=16, page_size=16, dtype="float32")
+SIZE, PAGES = GEOMETRY.page_size, 16
+NUM_TOKENS = PAGES * SIZE
+EXACT, KLT = make_quantiser("exact"), KltQuantiser(PROFILE)
+
+Computed = Callable[[CellValues], CellValues]
+
+
+class Bench:
+    """A store, the client of a rank, and its auditor, which audits all that it may."""
+
+    def __init__(self, folder: Path, quantiser: Quantiser, config: dict[str, Any], **audit: Any) -> None:
+        self.heads = make_heads(GEOMETRY, quantiser)
+        parsed = parse_config({"store": f"file://{folder}", "audit": {"share": 1} | audit} | config)
+        self.client: StoreClient = open_client(parsed, self.heads, quantiser)
+        self.wrong: list[str] = []
+        parts = quantiser, self.client.finder, self.client.fetcher
+        self.auditor = Auditor(
+            parsed.audit,
+            self.heads,
+            *parts,
+            store=self.client.store,
+            memory=self.client.memory,
+            writes=True,
+            on_wrong=self.wrong.append,
+        )
+
+    async def store(self, values: CellValues, seed: str = "") -> list[bytes]:
+        hashes = page_hashes(len(values.k) // SIZE, seed)
+        self.client.writer.add(batch(values, hashes))
+        await self.client.writer.drain()
+        return hashes
+
+    async def hit(self, hashes: Sequence[bytes], computed: CellValues) -> int:
+        """Look up a prompt; the engine computes what is not served, and hands it over. Return how much is served."""
+        sources = await self.client.finder.find_pages(hashes, 60.0)
+        num_served = self.auditor.served(hashes, sources)
+        if num_served < len(hashes):
+            rest = computed.tokens(slice(num_served * SIZE, None))
+            self.auditor.handed_over(batch(rest, hashes[num_served:], num_served, hashes[:num_served]))
+            await self.auditor.join()
+        return num_served
+
+    async def close(self) -> None:
+        await self.auditor.close()
+        await self.client.close(10.0)
+
+
+def batch(values: CellValues, hashes: Sequence[bytes], first: int = 0, before: Sequence[bytes] = ()) -> PageBatch:
+    pages = RawPages(*(x.unflatten(0, (-1, SIZE)) for x in values))
+    return PageBatch(first, before[-1] if before else None, list(hashes), [pages])
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def build(quantiser: Quantiser, config: dict[str, Any] | None = None, **audit: Any) -> Bench:
+        made.append(Bench(tmp_path / "store", quantiser, config or {}, **audit))
+        return made[-1]
+
+    yield build
+    for each in made:
+        await each.close()
+
+
+def results() -> dict[str, float]:
+    names = "sound", "beyond", "far", "failed"
+    return {name: own_metric("sgl_kvfetch_audits_total", result=name) for name in names}
+
+
+def since(before: dict[str, float]) -> dict[str, float]:
+    return {name: count - before[name] for name, count in results().items() if count > before[name]}
+
+
+@pytest.mark.parametrize("quantiser", [EXACT, KLT, make_quantiser("uint8")], ids=["exact", "klt", "uint8"])
+async def test_what_is_stored_as_it_was_computed_is_sound(make: Callable[..., Bench], quantiser: Quantiser) -> None:
+    bench, values = make(quantiser), values_of(PROFILE, NUM_TOKENS)
+    hashes = await bench.store(values)
+    before = results()
+    noise = torch.Generator().manual_seed(0)
+    for _ in range(6):  # sums in another order
+        again = CellValues(*(x * (1 + 1e-7 * torch.randn(x.shape, generator=noise)) for x in values))
+        assert await bench.hit(hashes, again) == PAGES - 8
+    assert since(before) == {"sound": 6}
+    assert bench.wrong == []
+
+
+async def test_pages_that_come_although_the_store_has_them_are_audited(make: Callable[..., Bench]) -> None:
+    bench, values = make(EXACT), values_of(PROFILE, NUM_TOKENS)
+    await bench.store(values)
+    bench.client.writer.on_known = bench.auditor.known
+    before = results()
+    await bench.store(values)
+    await bench.auditor.join()
+    assert since(before) == {"sound": 1}
+
+
+@pytest.mark.parametrize("fault", [None, "layers"])
+async def test_what_a_gpu_has_quantised_is_audited(make: Callable[..., Bench], fault: str | None) -> None:
+    bench, computed = make(KLT), values_of(PROFILE, NUM_TOKENS)
+    hashes = await bench.store(computed)
+    if fault is not None:
+        computed = other_layers(computed)
+    sources = await bench.client.finder.find_pages(hashes, 60.0)
+    first = bench.auditor.served(hashes, sources)
+    # As it hands over batches: the integers of more pages than those that are left out.
+    tokens = range((first - 2) * SIZE, NUM_TOKENS)
+    place = CellPlace(range(3), range(4), tokens)
+    cell = KLT.quantise(computed.tokens(slice(tokens.start, None)), place)
+    pages = QuantisedPages([cell], range(2, 2 + PAGES - first), SIZE, GEOMETRY.page_bytes)
+    before = results()
+    bench.auditor.handed_over(PageBatch(first, hashes[first - 1], hashes[first:], [pages]))
+    await bench.auditor.join()
+    assert since(before) == {"sound" if fault is None else "far": 1}
+
+
+async def test_levels_that_are_left_out_are_allowed_for(make: Callable[..., Bench]) -> None:
+    config = {"quantiser": "klt", "profile": "unread", "target_kl": 1e-4, "levels": {"count": 2, "max_kl": 9e-3}}
+    bench, computed = make(KltQuantiser(PROFILE, 1e-4), config), values_of(PROFILE, NUM_TOKENS)
+    hashes = await bench.store(computed)
+    for which in (bench.client.fetcher.levels, replace(bench.client.fetcher.levels, least_left_out=1)):
+        bench.client.finder._levels = which
+        bench.client.finder.forget_pages()
+        bench.client.finder._readers.clear()
+        before = results()
+        await bench.hit(hashes, computed)
+        assert since(before) == {"sound": 1}
+
+
+def other_weights(values: CellValues) -> CellValues:
+    """As after a training step that changes values by a tenth of their spread."""
+    noise = torch.Generator().manual_seed(1)
+    return CellValues(*(x + 0.1 * x.std(0) * torch.randn(x.shape, generator=noise) for x in values))
+
+
+def rotated_further(values: CellValues) -> CellValues:
+    count = len(values.k)
+    k = rotate(unrotate(values.k, ROPE.table(0, count), ROPE), ROPE.table(1, count), ROPE)
+    return CellValues(k, values.v)
+
+
+def other_layers(values: CellValues) -> CellValues:
+    return CellValues(*(x.roll(1, dims=1) for x in values))
+
+
+def other_pages(values: CellValues) -> CellValues:
+    """As if each page had a token less than it should have."""
+    which = torch.cat([torch.arange(SIZE) + page * (SIZE - 1) for page in range(len(values.k) // SIZE)])
+    return CellValues(*(x[which] for x in values))
+
+
+async def audits_until_over(bench: Bench, hashes: Sequence[bytes], stored: CellValues, computed: CellValues) -> int:
+    """Return how many hits of a prompt it takes until nothing is read. What audits have deleted is written again."""
+    for count in range(1, 100):
+        await bench.hit(hashes, computed)
+        if bench.wrong:
+            return count
+        bench.client.writer.add(batch(stored, hashes))
+        await bench.client.writer.drain()
+    raise AssertionError("not found")
+
+
+@pytest.mark.parametrize("quantiser", [EXACT, KLT], ids=["exact", "klt"])
+@pytest.mark.parametrize("fault", [other_weights, rotated_further, other_layers, other_pages])
+async def test_values_that_are_not_the_models_are_found(
+    make: Callable[..., Bench], quantiser: Quantiser, fault: Computed
+) -> None:
+    bench, computed = make(quantiser), values_of(PROFILE, NUM_TOKENS)
+    stored = fault(computed)
+    hashes = await bench.store(stored)
+    assert await audits_until_over(bench, hashes, stored, computed) == 3
+    assert "3 of the last 3 audits" in bench.wrong[0]
+
+
+@pytest.mark.parametrize("quantiser", [EXACT, KLT], ids=["exact", "klt"])
+async def test_a_token_that_is_not_restored_is_found(
+    make: Callable[..., Bench], quantiser: Quantiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, computed = make(quantiser), values_of(PROFILE, NUM_TOKENS)
+    hashes = await bench.store(computed)
+    restore = SegmentReader.dequantise_cell
+
+    def all_but_the_last(*args: Any) -> CellValues:
+        values = restore(*args)
+        for x in values:
+            x[-1] = 0
+        return values
+
+    monkeypatch.setattr(SegmentReader, "dequantise_cell", all_but_the_last)
+    assert await audits_until_over(bench, hashes, computed, computed) == 3
+
+
+async def test_a_profile_whose_curve_lies_is_found(make: Callable[..., Bench]) -> None:
+    lying = replace(PROFILE, curve=(MeasuredStep(1.0, 1e-7, 1.0), MeasuredStep(4.0, 1e-5, 0.3)))
+    bench, computed = make(KltQuantiser(lying, 1e-6)), values_of(PROFILE, NUM_TOKENS)
+    hashes = await bench.store(computed)
+    assert await audits_until_over(bench, hashes, computed, computed) == 3
+
+
+async def test_one_wrong_segment_is_deleted_and_the_others_are_read(make: Callable[..., Bench]) -> None:
+    bench, computed = make(KLT), values_of(PROFILE, NUM_TOKENS)
+    hashes = await bench.store(computed)
+    wrong = await bench.store(other_layers(computed), "wrong")
+    before = results()
+    await bench.hit(wrong, computed)
+    assert await bench.client.finder.find_pages(wrong, 60.0) == []
+    for _ in range(5):
+        await bench.hit(hashes, computed)
+    assert since(before) == {"far": 1, "sound": 5}
+    assert bench.wrong == []
+
+
+async def test_one_hit_in_a_hundred_is_audited_until_one_is_wrong(make: Callable[..., Bench]) -> None:
+    bench, computed = make(EXACT, share=0.01), values_of(PROFILE, NUM_TOKENS)
+    sound = await bench.store(computed)
+    wrong = await bench.store(other_weights(computed), "wrong")
+    served = [await bench.hit(sound, computed) for _ in range(200)]
+    assert [i for i, count in enumerate(served, start=1) if count < PAGES] == [100, 200]
+    assert [await bench.hit(wrong, computed) for _ in range(99)] == [PAGES] * 99
+    assert await audits_until_over(bench, wrong, other_weights(computed), computed) == 3
+    assert "3 of the last 5 audits" in bench.wrong[0]
+
+
+async def test_no_more_is_audited_in_a_minute_than_may_be(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_bytes = 8 * GEOMETRY.page_bytes
+    bench, computed = make(EXACT, per_minute=2 * num_bytes), values_of(PROFILE, NUM_TOKENS)
+    hashes = await bench.store(computed)
+    assert [await bench.hit(hashes, computed) for _ in range(3)] == [PAGES - 8, PAGES - 8, PAGES]
+    now_s = time.monotonic() + 61
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    assert await bench.hit(hashes, computed) == PAGES - 8
