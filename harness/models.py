@@ -143,7 +143,7 @@ def make_tiny_image_text(directory: Path, family: str) -> Path:
     directory."""
     import transformers
 
-    text = {
+    text: dict[str, Any] = {
         "vocab_size": 2048,
         "hidden_size": 128,
         "intermediate_size": 256,

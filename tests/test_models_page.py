@@ -24,10 +24,10 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from harness.models import FAMILIES, IMAGE_TEXT
 from sgl_kvfetch.codec.calibrate.pools import WINDOWS_APART
 from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device.linker import KVFetchLinker
 from sgl_kvfetch.plugin.device.pages import _kv_buffers
 from sgl_kvfetch.plugin.host.storage import _require_supported
-from sgl_kvfetch.plugin.starting import _why_no_klt
 from tests.codec.calibrate import test_addend, test_layers
 from tests.plugin.backends import storage_config
 
@@ -148,7 +148,7 @@ def test_modes_are_named_that_take_the_pools(family: str) -> None:
 
 
 def takes_host(kind: type) -> bool:
-    pool = object.__new__(kind)
+    pool: Any = object.__new__(kind)
     if issubclass(kind, MLATokenToKVPoolHost):
         vars(pool).update(kv_lora_rank=512, qk_rope_head_dim=64, kv_cache_dim=576)
     try:
@@ -159,7 +159,7 @@ def takes_host(kind: type) -> bool:
 
 
 def takes_device(row: Row) -> bool:
-    pool = object.__new__(row.device)
+    pool: Any = object.__new__(row.device)
     vars(pool).update(k_buffer=[], v_buffer=[], kv_buffer=[], kv_lora_rank=512, use_dsa=False, kv_cache_layout="nhd")
     vars(pool).update(quant_method=UnquantizedKVCacheMethod())
     with pytest.raises((UnsupportedError, AttributeError)) as e:  # the latter: it went on to what the linker is given
@@ -183,9 +183,13 @@ def test_every_family_is_compared() -> None:
     assert {*rows()} == {*POOLS, "a draft model"}
 
 
-def test_klt_is_refused_where_the_table_says_so() -> None:
-    pages = SimpleNamespace(geometry=SimpleNamespace(torch_dtype=torch.float8_e4m3fn, dtype="float8_e4m3fn"))
-    assert "draft models" in _why_no_klt(pages, None, None, has_draft=True)  # type: ignore[arg-type]
+def test_klt_is_refused_where_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "`klt` not on a GPU" in rows()["a KV cache in fp8 (`e4m3`, `e5m2`)"][2]
+    pages: Any = SimpleNamespace(geometry=SimpleNamespace(torch_dtype=torch.float8_e4m3fn, dtype="float8_e4m3fn"))
+    for is_on_gpu in (False, True):
+        monkeypatch.setattr(starting, "_is_on_gpu", lambda pages, answer=is_on_gpu: answer)
+        assert bool(starting._why_no_klt(pages, None, None, has_draft=False)) == is_on_gpu
+    assert "draft models" in starting._why_no_klt(pages, None, None, has_draft=True)
 
 
 def test_examples_with_windows_apart_are_those_of_the_table_of_pools() -> None:
