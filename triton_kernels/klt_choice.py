@@ -167,8 +167,8 @@ def _cell(shape: KltShape, dtype: torch.dtype, coefficients: int, device: torch.
     integers = torch.randint(0, 256, (coefficients, _TOKENS), generator=generator, dtype=torch.uint8, device=device)
     rotations = torch.rand((1 + max(turns), _TOKENS, shape.k.rotary_dim), generator=generator, device=device)
     pages = np.arange(_TOKENS, dtype=np.int32).tobytes()  # of one token
-    packed, num_exact = pack(pages, np.full(_TOKENS, 128, dtype=np.uint8), np.empty(0, dtype=np.uint8))
-    data = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(device)
+    packed, num_exact = pack(np.full(_TOKENS, 128, dtype=np.uint8), np.empty(0, dtype=np.uint8))
+    data = torch.frombuffer(bytearray(pages + packed), dtype=torch.uint8).to(device)
     return KltCell(model, integers, rotations if shape.k.rotary_dim else None, _TOKENS, num_exact, data, 0)
 
 

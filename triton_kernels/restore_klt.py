@@ -142,7 +142,7 @@ class _Fields(NamedTuple):
     """The position of each field in a table's row, in words of 8 bytes: a constant of the kernels. The first six fields
     describe the cell, the others its `KltModel`."""
 
-    data: int  # address of the bytes of `pack`
+    data: int  # address of the page table, and of the bytes of `pack` behind it
     tokens: int  # number
     pages: int  # number
     exact: int  # number of exact tokens
@@ -234,7 +234,7 @@ class KltCell:
 
     ``integers``: uint8 ``(coefficients, tokens)``, contiguous. ``rotations``: float32 ``(rotations, tokens,
     rotary_dim)``, the cosines of each token's position, then its sines (``Rotations.table``); None without a rotation.
-    ``data``: uint8 memory that has the bytes of `pack` from ``offset`` on, a multiple of 4.
+    ``data``: uint8 memory that has the page table and the bytes of `pack` from ``offset`` on, a multiple of 4.
     """
 
     model: KltModel

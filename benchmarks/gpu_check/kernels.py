@@ -138,8 +138,8 @@ def _klt_case(
     rotations = torch.cat([angles.cos(), angles.sin()], dim=1)[None] if rotary_dim else None
     shape = klt_shape(ours[0], ours[0], span.layers, rotary_dim, interleaved=interleaved)
     pages = torch.arange(span.tokens, dtype=torch.int32).numpy().tobytes()  # of one token
-    packed, num_exact = pack(pages, exponents.numpy(), exponents[:0].numpy())
-    data = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(device)
+    packed, num_exact = pack(exponents.numpy(), exponents[:0].numpy())
+    data = torch.frombuffer(bytearray(pages + packed), dtype=torch.uint8).to(device)
 
     def make_cell(buffers: list[torch.Tensor]) -> KltCell:
         k, v = buffers[: span.layers], buffers[span.layers :]

@@ -128,8 +128,8 @@ from sgl_kvfetch.triton_kernels.restore_klt import KltCell, KltModel, klt_shape,
 from sgl_kvfetch.triton_kernels.xxh3 import xxh3_sums
 
 output, slots = torch.zeros(9, 2, 64), torch.arange(9)
-packed, _ = pack(bytes(4), torch.full((9,), 128, dtype=torch.uint8).numpy(), torch.empty(0, dtype=torch.uint8).numpy())
-data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+packed, _ = pack(torch.full((9,), 128, dtype=torch.uint8).numpy(), torch.empty(0, dtype=torch.uint8).numpy())
+data = torch.frombuffer(bytearray(bytes(4) + packed), dtype=torch.uint8)
 model = KltModel(
     klt_shape(output, output, 1),
     torch.ones((5, 256), dtype=torch.bfloat16),

@@ -140,8 +140,8 @@ class Span:
         model = KltModel(self.shape, self.matrix, self.mean, scales.to(DEVICE), *self.buffers, self.turns)
         exact = to_planes(self.exact).movedim(0, 1).flatten()
         table = torch.tensor(pages, dtype=torch.int32).numpy().tobytes()
-        packed, num_exact = pack(table, self.exponents.numpy(), exact.numpy())
-        data = torch.frombuffer(bytearray(b"\xab" * 16 + packed), dtype=torch.uint8)
+        packed, num_exact = pack(self.exponents.numpy(), exact.numpy())
+        data = torch.frombuffer(bytearray(b"\xab" * 16 + table + packed), dtype=torch.uint8)
         return KltCell(
             **{
                 "model": model,
@@ -248,7 +248,7 @@ def test_same_as_the_quantiser(rotary_dim: int, run: Restore, monkeypatch: pytes
         )
         scales = (scales_of(torch.arange(256, dtype=torch.uint8)) * quantiser.step).to(DEVICE)
         table = torch.arange(50, dtype=torch.int32).numpy().tobytes()
-        packed, num_exact = pack(table, exponents.numpy(), exact.numpy())
+        packed, num_exact = pack(exponents.numpy(), exact.numpy())
         cells.append(
             KltCell(
                 KltModel(shape, inverse.matrix, inverse.mean, scales, k, v, inverse.turns),
@@ -256,7 +256,7 @@ def test_same_as_the_quantiser(rotary_dim: int, run: Restore, monkeypatch: pytes
                 None if inverse.rotations is None else inverse.rotations.table(0, 50, DEVICE),
                 50,
                 num_exact,
-                torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(DEVICE),
+                torch.frombuffer(bytearray(table + packed), dtype=torch.uint8).to(DEVICE),
                 0,
             )
         )  # fmt: skip
