@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sgl_kvfetch.codec.quant import pack
 from sgl_kvfetch.log import brief
 from sgl_kvfetch.triton_kernels.restore_klt import (
     OPTIONS,
@@ -27,7 +28,6 @@ from sgl_kvfetch.triton_kernels.restore_klt import (
     KltOptions,
     KltShape,
     launch_klt,
-    pack,
     vector_of,
 )
 from sgl_kvfetch.triton_kernels.runtime import triton

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sgl_kvfetch.codec.quant import from_planes, pack as pack
+from sgl_kvfetch.codec.quant import from_planes
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
     INTERPRETED,

@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import seconds_of
 from benchmarks.kernel_bytes import Span, restore_klt_bytes
+from sgl_kvfetch.codec.quant import pack
 from sgl_kvfetch.triton_kernels.klt_choice import choose_options
 from sgl_kvfetch.triton_kernels.restore_klt import (
     KltCell,
@@ -18,7 +19,6 @@ from sgl_kvfetch.triton_kernels.restore_klt import (
     KltOptions,
     KltShape,
     klt_shape,
-    pack,
     restore_klt,
     restore_klt_reference,
 )

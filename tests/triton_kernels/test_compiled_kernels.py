@@ -124,7 +124,8 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec
 from sgl_kvfetch.triton_kernels.ans import AnsChunk, ans_decode
 from sgl_kvfetch.triton_kernels.quantise_klt import KltCells, KltInput
-from sgl_kvfetch.triton_kernels.restore_klt import KltCell, KltModel, klt_shape, pack, restore_klt
+from sgl_kvfetch.codec.quant import pack
+from sgl_kvfetch.triton_kernels.restore_klt import KltCell, KltModel, klt_shape, restore_klt
 from sgl_kvfetch.triton_kernels.xxh3 import xxh3_sums
 
 output, slots = torch.zeros(9, 2, 64), torch.arange(9)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvfetch.codec.quant import klt
+from sgl_kvfetch.codec.quant import klt, pack
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.exact import to_planes
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser, scales_of
@@ -24,7 +24,6 @@ from sgl_kvfetch.triton_kernels.restore_klt import (
     KltOptions,
     KltShape,
     klt_shape,
-    pack,
     restore_klt,
     restore_klt_reference,
     vector_of,
