@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import tempfile
 import time
@@ -185,9 +186,11 @@ def _named(listed: Sequence[ListedProfile], digest: str) -> ListedProfile:
 
 
 def _lines(rows: Sequence[ProfileRow]) -> Iterator[Table | str]:
+    yield profiles_table(rows) if rows else "no profiles"
+    if importlib.util.find_spec("torch") is None:  # a store's machine: no server has audited anything here
+        return
     from sgl_kvfetch.plane import verdicts
 
-    yield profiles_table(rows) if rows else "no profiles"
     for path, verdict in verdicts().items():
         for row in rows:
             if profile_digest(verdict.identity) == row.digest:

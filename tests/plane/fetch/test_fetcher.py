@@ -146,6 +146,17 @@ async def test_a_corrupt_span_ends_the_hit(fetcher: Fetcher, segment: Segment, s
     assert holds(pool, segment, range(4), range(4))
 
 
+async def test_a_begun_span_that_came_damaged_is_read_again(
+    fetcher: Fetcher, segment: Segment, store: SpoiltStore
+) -> None:
+    wanted, pool = sources(segment, [2]), PoisonedPool(3)  # the first page of a span of two
+    store.flip_from = 0
+    assert (await fetch(fetcher, wanted, pool, [2])).num_pages == 0
+    store.flip_from = None
+    assert (await fetch(fetcher, wanted, pool, [2])).num_pages == 1
+    assert holds(pool, segment, [2], [2])
+
+
 async def test_a_reader_whose_link_garbles_everything_deletes_nothing(store: SpoiltStore) -> None:
     """It would find the same when it reads again: only the store can tell that its bytes are sound."""
     segments = [make_segment(SMALL, 2, seed=str(i)) for i in range(20)]
