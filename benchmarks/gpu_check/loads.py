@@ -82,14 +82,10 @@ def measure(
     """Record loads alone and beside passes: see `passes.measure`."""
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 
-    quantiser, segments = model.make_quantiser(), repeated_segments(model, num_tokens)
     pool = make_pool(model, num_tokens, str(device.torch_device))
     _, before = _held_bytes()
     pages = CudaPages(pool, PAGE_TOKENS, device, forward)
-    manifest = segments[0].manifest
-    pages.prepare(quantiser, [cell_place(manifest, cell) for cell in manifest.span_cells(0)])
-    prompt = Prompt(segments, quantiser, pages)
-    coded = stage_coded(segments, quantiser)
+    prompt, coded = staged_prompt(model, num_tokens, pages)
     for scratch_mib in SCRATCH_MIB:
         with opened(pages, scratch_mib * MiB) as loader:
             load = partial(prompt.load, loader, coded)
@@ -101,7 +97,7 @@ def measure(
             record.row(
                 "A load of coded cells",
                 tokens=num_tokens,
-                coded_mb=sum(len(segment.data) for segment in segments) / 1e6,
+                coded_mb=prompt.coded_bytes / 1e6,
                 scratch_mib=scratch_mib,
                 ms=1e3 * seconds,
                 launched_ms=1e3 * launched_s,
@@ -123,6 +119,14 @@ def measure(
         prompt.check(record, "values", num_spans=1)
     if wrong := wrong_reads(pages, min(_READ_PAGES, num_tokens // PAGE_TOKENS)):
         record.fail(wrong)
+
+
+def staged_prompt(model: Model, num_tokens: int, pages: CudaPages) -> tuple[Prompt, StagedValues]:
+    """Return a prompt that ``pages`` is ready for, and its coded cells in shared memory."""
+    quantiser, segments = model.make_quantiser(), repeated_segments(model, num_tokens)
+    manifest = segments[0].manifest
+    pages.prepare(quantiser, [cell_place(manifest, cell) for cell in manifest.span_cells(0)])
+    return Prompt(segments, quantiser, pages), stage_coded(segments, quantiser)
 
 
 class LateDevice(Device):
@@ -148,11 +152,8 @@ def check_order(record: Record, model: Model, num_tokens: int, device: Device, f
     message, if they are wrong."""
     from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
 
-    quantiser, segments = model.make_quantiser(), repeated_segments(model, num_tokens)
     pages = CudaPages(make_pool(model, num_tokens, str(device.torch_device)), PAGE_TOKENS, device, forward)
-    manifest = segments[0].manifest
-    pages.prepare(quantiser, [cell_place(manifest, cell) for cell in manifest.span_cells(0)])
-    prompt, coded = Prompt(segments, quantiser, pages), stage_coded(segments, quantiser)
+    prompt, coded = staged_prompt(model, num_tokens, pages)
     with opened(pages, SCRATCH_MIB[0] * MiB) as loader:
         for _ in range(2):
             prompt.load(loader, coded)
@@ -179,6 +180,10 @@ class Prompt:
         self._num_pages = sum(len(segment.manifest.page_hashes) for segment in segments)
         self._slots = _slots(pages, self._num_pages)
         self._expected: dict[int, list[tuple[range, range, CellValues]]] = {}  # by span
+
+    @property
+    def coded_bytes(self) -> int:
+        return sum(len(segment.data) for segment in self._segments)
 
     def load(self, loader: GpuLoader, staged: StagedValues) -> tuple[float, float]:
         """Load a prompt into a pool of zeros, and wait. Return the seconds in all, and those until all was launched:

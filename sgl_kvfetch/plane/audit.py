@@ -31,9 +31,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -54,12 +52,12 @@ from sgl_kvfetch.errors import KVFetchError, why
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.openmp import use_one_thread
+from sgl_kvfetch.plane.adapt.pool import lower_priority
 from sgl_kvfetch.plane.config import AuditConfig
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
 from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink, PagePool, consecutive_runs
-from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.profiles import cache_folder
 from sgl_kvfetch.plane.write.gather import PageBatch, SpanPages
 from sgl_kvfetch.plane.write.writer import delete_segment
@@ -159,7 +157,6 @@ class Auditor:
         fetcher: Fetcher,
         *,
         store: Store,
-        memory: MemoryCache | None,
         writes: bool,
         on_wrong: Callable[[str], None] = lambda why: None,
     ) -> None:
@@ -172,7 +169,6 @@ class Auditor:
         self._finder = finder
         self._fetcher = fetcher
         self._store = store
-        self._memory = memory
         self._writes = writes
         self._on_wrong = on_wrong
         self._num_pages = max(1, _AUDIT_TOKENS // self._geometry.page_size)
@@ -293,8 +289,7 @@ class Auditor:
         """Delete the segments of some pages, so that they are written again. Raises StoreError."""
         self._finder.fetched(hashes, sources, FetchResult())
         for part in span_parts(sources):
-            if self._memory is not None:
-                self._memory.drop(part.reader.data_name)
+            self._fetcher.drop_kept(part.reader.data_name)
         for reader in {part.reader.stem: part.reader for part in span_parts(sources)}.values():
             manifest = reader.manifest
             await delete_segment(self._store, manifest)
@@ -421,6 +416,4 @@ def _shifted(which: range, by: int) -> range:
 
 def _yield_to_others() -> None:
     use_one_thread()
-    with suppress(OSError, AttributeError):  # as in `pool`: only Linux has priorities of threads
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + _NICE, 19))
+    lower_priority(_NICE)

@@ -99,7 +99,6 @@ class Service:
             client.finder,
             client.fetcher,
             store=client.store,
-            memory=client.memory,
             writes=config.writes,
             on_wrong=self._condemn,
         )

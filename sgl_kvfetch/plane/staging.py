@@ -307,9 +307,8 @@ class Stager:
             return
         if not is_sound:
             self._decoded_here |= staging.data_names
-            if self._client.memory is not None:
-                for name in staging.data_names:
-                    self._client.memory.drop(name)
+            for name in staging.data_names:
+                self._client.fetcher.drop_kept(name)
         staging.is_wanted = False
         if staging.task is None:
             self._forget(work, staging)

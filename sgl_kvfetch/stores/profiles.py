@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from sgl_kvfetch.codec import EncryptionKeys, ManifestKeys
-from sgl_kvfetch.codec.container import SALT_BYTES, TRAILER_BYTES, split_trailer
+from sgl_kvfetch.codec.container import SALT_BYTES, TAG_BYTES, TRAILER_BYTES, split_trailer
 from sgl_kvfetch.errors import (
     DECODE_ERRORS,
     ConfigError,
@@ -49,7 +49,6 @@ VERSION = 1
 _NAME = re.compile(r"[0-9a-f]{32}/[0-9a-f]{32}")
 _MAGIC = b"KVFP"
 _HEAD = struct.Struct("<4sI")
-_TAG_BYTES = 16  # that AES-GCM adds
 _READS_AT_ONCE = 8
 
 _Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -192,7 +191,7 @@ def parse_head(name: str, data: bytes, size_bytes: int) -> ProfileHead:
         raise CorruptError(f"its header is malformed: {e}") from e
     if name != f"{header.weights}/{header.digest}":
         raise CorruptError(f"its header belongs to {header.weights}/{header.digest}")
-    num_bytes = header.num_bytes + (0 if header.encryption is None else _TAG_BYTES)
+    num_bytes = header.num_bytes + (0 if header.encryption is None else TAG_BYTES)
     found = size_bytes - end
     signed, signature = data[:end], b""
     if found == num_bytes + TRAILER_BYTES:

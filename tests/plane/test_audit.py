@@ -51,7 +51,6 @@ class Bench:
             self.heads,
             *parts,
             store=self.client.store,
-            memory=self.client.memory,
             writes=True,
             on_wrong=self.wrong.append,
         )

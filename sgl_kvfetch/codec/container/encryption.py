@@ -21,7 +21,7 @@ from sgl_kvfetch.user_files import read_secret_lines
 
 ENCRYPTED = "aes-256-gcm"  # stands in place of an encrypted chunk's codec
 SALT_BYTES = 32
-TAG_BYTES = 16  # by which an encrypted chunk is longer than its content
+TAG_BYTES = 16  # by which what AES-GCM has encrypted is longer than its content
 TABLE_NONCE = (1 << 96) - 1  # of the encrypted table; the chunks' nonces count from 0
 _KEY_BYTES = 32
 _NONCE_BYTES = 12

@@ -149,7 +149,7 @@ class DecodePool(Generic[S]):
         self._tracker = PoolTracker(profile, self.num_sessions)
         self._num_usual = self.num_sessions - num_yielding
         self._usual = ThreadPoolExecutor(self._num_usual, "kvfetch-decode")
-        self._yielding = ThreadPoolExecutor(max(1, num_yielding), "kvfetch-spare", _lower_priority)
+        self._yielding = ThreadPoolExecutor(max(1, num_yielding), "kvfetch-spare", lower_priority, (_YIELDING_NICE,))
         self._closed = False
 
     def submit(
@@ -225,11 +225,12 @@ class DecodePool(Generic[S]):
             future.set_result(result)
 
 
-def _lower_priority() -> None:
-    """Lower the priority of the calling thread, where that is allowed. On Linux a thread has a priority of its own."""
+def lower_priority(nice: int) -> None:
+    """Lower the priority of the calling thread by ``nice``, where that is allowed. On Linux a thread has a
+    priority of its own."""
     thread = threading.get_native_id()
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + _YIELDING_NICE, 19))
+        os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + nice, 19))
 
 
 @dataclass(frozen=True, slots=True)

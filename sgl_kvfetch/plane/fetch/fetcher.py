@@ -373,7 +373,7 @@ class Fetcher:
                 is_damage = isinstance(e, FormatError) or reason_of(e) == Reason.MISSING
                 if isinstance(e, FormatError):
                     metrics.CORRUPT_CHUNKS.inc()
-                    self._drop_kept(unit.reader.data_name)
+                    self.drop_kept(unit.reader.data_name)
                 if is_damage:
                     self.report_damage(unit.reader)
                 if not is_damage or self.levels.coarsest(unit.reader) is unit.reader:
@@ -466,8 +466,8 @@ class Fetcher:
                 return
             del self._begun[oldest]
 
-    def _drop_kept(self, data_name: str) -> None:
-        """Drop the bytes of a data object that are kept for later: they may have been damaged on their way here."""
+    def drop_kept(self, data_name: str) -> None:
+        """Drop the bytes of a data object that are kept for later: they have been found wrong."""
         for key in [key for key in self._begun if key[0] == data_name]:
             del self._begun[key]
         if self._memory is not None:
@@ -486,7 +486,7 @@ class Fetcher:
                 logger.warning("the store has deleted the damaged segment %s", name)
                 metrics.DELETED_SEGMENTS.inc()
                 self._ahead.drop_units(data_name)
-                self._drop_kept(data_name)  # of what came since the damage was found
+                self.drop_kept(data_name)  # of what came since the damage was found
         except StoreError as e:
             logger.debug("cannot report the damaged segment %s: %s", name, e)
         finally:
