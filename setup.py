@@ -18,8 +18,18 @@ extensions = [
         [f"sgl_kvfetch/codec/{folder}/{name}.cpp"],
         depends=[str(header) for header in Path("sgl_kvfetch/codec", folder).glob("*.h")],
         py_limited_api=True,
-        # No fused multiply-adds: results are the same on every CPU.
-        extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-ffp-contract=off"],
+        # No fused multiply-adds: results are the same on every CPU. These modules parse what stores have: where one has
+        # a fault, the process had better end than do what somebody else wants.
+        extra_compile_args=[
+            "-std=c++17",
+            "-O3",
+            "-fvisibility=hidden",
+            "-ffp-contract=off",
+            "-fstack-protector-strong",
+            "-U_FORTIFY_SOURCE",
+            "-D_FORTIFY_SOURCE=2",
+        ],
+        extra_link_args=["-Wl,-z,relro,-z,now,-z,noexecstack"],
     )
     for folder, name in (("bitstream", "ans"), ("quant", "exact"), ("quant", "klt"))
 ]

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import trustme
 from rich.console import Console
@@ -47,22 +48,24 @@ from rich.table import Table
 from benchmarks.flat_profile import flat_profile
 from benchmarks.machine import machine, versions
 from benchmarks.processes import main_thread_cpu_s, usage
-from benchmarks.reads import find_units, read_all
 from benchmarks.report import write_json
-from harness.memory_pool import MemoryPool
 from harness.store_process import StoreProcess
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys, read_encryption_keys
+from sgl_kvfetch.codec.container.encryption import StoreKeys
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.protect import open_manifest
+from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
-from sgl_kvfetch.plane.client import READ_SIZE, WHOLE_SPANS
-from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
-from sgl_kvfetch.plane.launch import DataPlaneProcess, Line
-from sgl_kvfetch.plane.messages import Found, Start
-from sgl_kvfetch.plane.plane import DataPlane
-from sgl_kvfetch.plane.run import ReadPages
+from sgl_kvfetch.plane.arena import SharedPool
+from sgl_kvfetch.plane.engine_end import DataPlane
+from sgl_kvfetch.plane.fetch.plan import ReadSize, ReadUnit, read_units
+from sgl_kvfetch.plane.process import DataPlaneProcess, Line, ReadPages
+from sgl_kvfetch.plane.protocol import Staged, Start
 from sgl_kvfetch.plane.staging import StagedValues
+from sgl_kvfetch.plane.store import READ_SIZE, WHOLE_SPANS
+from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.keyed import with_keys
 from sgl_kvfetch.stores.open import open_hedged
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
@@ -74,6 +77,7 @@ QUANTISER: Final = "uint8"
 _CODED_PAGE_SIZE, _CODED_TOKEN_BYTES = 64, 12 << 10
 SECURITY = ("none", "tls", "signed", "encrypted")
 _TIMEOUT_S = 300.0
+_NO_AUDITS = {"share": 0}  # waiting until all is stored asks often, and each time is a hit
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def _measure(codec: str, security: str, folder: Path, args: argparse.Namespace) 
         return started[-1]
 
     extra_args, ca_file, secure = _secure(security, folder)
-    keys = read_encryption_keys(secure.get("encryption_key_file"))
+    keys = StoreKeys.read(None, secure.get("encryption_key_file"))
     with StoreProcess(folder / "store", extra_args=extra_args, ca_file=ca_file) as store:
         config = {
             **secure,
@@ -146,11 +150,14 @@ def _measure(codec: str, security: str, folder: Path, args: argparse.Namespace) 
             "codec": codec,
             "max_connections": args.connections,
             "fetch_timeout_s": _TIMEOUT_S,
+            "recompute": "never",
+            "audit": _NO_AUDITS,
         }
-        plane = DataPlane(Start(config, namespace, 0, HEADS, 0, None), heads.geometry, launch)
+        pool = SharedPool.create(heads.geometry, num_pages * args.prefixes)
+        start = Start(config, namespace, 0, HEADS, 0, None, pool=pool.places)
+        plane = DataPlane(start, heads.geometry, launch, pool_files=pool.files)
         try:
             _store(plane, prefixes, heads)
-            pool = MemoryPool(heads.geometry, num_pages * args.prefixes, 0.0)
             rounds, sizes = [], set()
             for _ in range(args.rounds):
                 client_s, wire_bytes = asyncio.run(
@@ -159,7 +166,7 @@ def _measure(codec: str, security: str, folder: Path, args: argparse.Namespace) 
                 sizes.add(wire_bytes)
                 begin_s, engine_s = time.perf_counter(), time.process_time()
                 data_plane_s, store_s = usage(started[0].process.pid).cpu_s, usage(store.pid).cpu_s
-                _fetch(plane, prefixes, pool)
+                _fetch(plane, prefixes)
                 rounds.append(
                     Round(
                         client_s,
@@ -212,7 +219,7 @@ def _measure_coded(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     with StoreProcess(folder / "store") as store:
         config = {
             "store": store.url, "quantiser": "klt", "profile": str(folder / "profile"), "fetch_timeout_s": _TIMEOUT_S,
-            "recompute": "never", "memory_cache": 4 * _CODED_TOKEN_BYTES * args.tokens,
+            "recompute": "never", "memory_cache": 4 * _CODED_TOKEN_BYTES * args.tokens, "audit": _NO_AUDITS,
         }  # fmt: skip
         command = Start(config, namespace, 0, grid.num_heads, 0, None, takes_code=True)
         staging_bytes = len(hashes) * heads.geometry.page_bytes
@@ -397,21 +404,16 @@ def _pages_of(values: Mapping[TensorName, torch.Tensor], tensor: TensorName, pag
     return values[tensor][list(pages)]
 
 
-def _find(plane: DataPlane, hashes: Sequence[bytes]) -> Found:
-    found: list[Found] = []
-    plane.look_up(hashes, found.append)
-    while not found:
-        time.sleep(1e-4)
-    return found[0]
+def _find(plane: DataPlane, hashes: Sequence[bytes]) -> Staged:
+    return plane.look_up(hashes).result()
 
 
-def _fetch(plane: DataPlane, prefixes: Sequence[Sequence[bytes]], pool: MemoryPool) -> None:
+def _fetch(plane: DataPlane, prefixes: Sequence[Sequence[bytes]]) -> None:
     plane.flush()
     fetches, first = [], 0
     for hashes in prefixes:
         _find(plane, hashes)
-        destination = Destination(range(first, first + len(hashes)), GuardedSink(pool))
-        _, over = plane.fetch(hashes, time.monotonic() + _TIMEOUT_S, destination)
+        over = plane.fetch(hashes, range(first, first + len(hashes)), time.monotonic() + _TIMEOUT_S).over
         first += len(hashes)
         fetches.append((over, len(hashes)))
     for over, num_pages in fetches:
@@ -422,7 +424,7 @@ def _fetch(plane: DataPlane, prefixes: Sequence[Sequence[bytes]], pool: MemoryPo
 async def _read_alone(
     url: str,
     ca_file: Path | None,
-    keys: EncryptionKeys | None,
+    keys: StoreKeys,
     heads: HeadSlice,
     prefixes: Sequence[Sequence[bytes]],
     connections: int,
@@ -430,7 +432,7 @@ async def _read_alone(
     """Return the seconds that reading the same bytes takes, and the number of bytes."""
     tls = None if ca_file is None else TlsFiles(ca=str(ca_file))
     options = HttpOptions(timeout_s=_TIMEOUT_S, max_connections=connections, tls=tls)
-    store = with_keys(open_hedged(url, options=options), None, keys)
+    store = with_keys(open_hedged(url, options=options), keys)
     quantiser = make_quantiser(QUANTISER)
     try:
         found = [await find_units(store, heads, hashes, quantiser, READ_SIZE) for hashes in prefixes]
@@ -462,6 +464,31 @@ def _table(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> Table:
             f"{row['engine_share_of_cpu']:.1%}",
         )
     return table
+
+
+async def find_units(
+    store: Store, heads: HeadSlice, page_hashes: Sequence[bytes], quantiser: Quantiser, size: ReadSize
+) -> list[ReadUnit]:
+    """Look pages up. Return the reads that fetch what is stored of them."""
+    units: list[ReadUnit] = []
+    for hit in (await store.lookup(heads.folder, page_hashes)).hits:
+        reader = SegmentReader(open_manifest(decode_manifest(hit.manifest), store.keys), quantiser)
+        units += [unit for span in range(reader.manifest.num_spans) for unit in read_units(reader, span, size)]
+    return units
+
+
+async def read_all(store: Store, units: Sequence[ReadUnit]) -> int:
+    """Read all at once, as far as the client has connections. Return the number of bytes."""
+    return sum(await asyncio.gather(*(_size(store, unit) for unit in units)))
+
+
+async def _size(store: Store, unit: ReadUnit) -> int:
+    size = 0
+    for name, start, end in unit.reads:
+        if not await store.read(name, start, [np.empty(end - start, dtype=np.uint8).data]):
+            raise SystemExit(f"{name} is not in the store")
+        size += end - start
+    return size
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Demonstrates the project end to end, on a real language model: SGLang answers a question about a long text.
 
     python -m benchmarks.demo [--model NAME|PATH] [--text FILE --question TEXT] [--profile FILE] [--link-gbps X]
+        [--picture FILE] [--recording FILE]
 
 A server computes the prompt's KV cache and stores it. Then a fresh server, which has never seen the prompt, fetches it
 over a slow link. This is done twice: with raw bytes, and as we code it. Prints and draws the times to first token and
@@ -16,8 +17,11 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,15 +30,12 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from rich.console import Console
 
-from benchmarks.demo_picture import draw
 from benchmarks.machine import fast_dtype
-from benchmarks.prose import prose
-from benchmarks.real_model import MODELS, SMOLLM2, is_available, real_model
+from benchmarks.real_model import MODELS, SMOLLM2, is_available, prose, real_model
 from benchmarks.real_profile import real_profile
-from benchmarks.report import make_parser, make_table, no_traceback, positive
-from benchmarks.traffic import kvfetch_traffic
+from benchmarks.report import COLOURS, figure, make_parser, make_table, no_traceback, output_file, positive
 from harness.engine import Generation, SGLangServer, device_args, free_port, hicache_args
-from harness.metrics import wait_until_written
+from harness.metrics import kvfetch_traffic, wait_until_written
 from harness.models import make_tiny_llama
 from harness.store_process import StoreProcess
 
@@ -51,6 +52,34 @@ _NUM_FETCHES = 2
 _TIMEOUT_S = 300
 _RANDOM_PROMPT_TOKENS = 1600
 _NEW_TOKENS = 48
+_RECORDED_WIDTH = 96  # columns
+_LONGEST_WAIT_S = 1.5  # in a recording
+
+
+class RecordedConsole(Console):
+    """A console that notes when it has printed each line, for a recording."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, record=True, width=_RECORDED_WIDTH)
+        self._printed_s: list[float] = []  # of each line
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*objects, **options)
+        num_lines = len(self.export_text(clear=False).splitlines())
+        self._printed_s += [time.monotonic()] * (num_lines - len(self._printed_s))
+
+    def save(self, path: Path) -> None:
+        """Write an SVG in which the lines appear one after another, as they did in the run; waits are shortened.
+
+        Whatever does not animate SVGs shows all lines.
+        """
+        rules, at_s = ["@keyframes appear { from { opacity: 0 } to { opacity: 1 } }"], 0.0
+        for line, (before, now) in enumerate(zip(self._printed_s[:1] + self._printed_s, self._printed_s, strict=False)):
+            at_s += min(now - before, _LONGEST_WAIT_S)
+            rules.append(f'[clip-path$="-line-{line})"] {{ animation: appear 0.1s {at_s:.1f}s backwards }}')
+        picture = self.export_svg(title="scripts/demo", unique_id="demo")
+        picture = re.sub(r"@font-face {.*?}", "", picture, flags=re.DOTALL)  # of another host
+        path.write_text(picture.replace("</style>", "\n".join([*rules, "</style>"])))
 
 
 @dataclass(frozen=True)
@@ -86,7 +115,7 @@ class Run:
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
-    console = Console(highlight=False, soft_wrap=True)
+    console = RecordedConsole() if args.recording else Console(highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="kvfetch-demo-") as folder:
         with no_traceback():
             subject = _subject(args, Path(folder), console)
@@ -99,7 +128,9 @@ def main(argv: list[str] | None = None) -> int:
     where = f"{len(subject.prompt):,} tokens of {subject.name}, a store behind {args.link_gbps:g} Gbps"
     busy = f"{os.cpu_count()} CPU cores, {load:.0f}% busy with other programs when this began"
     _report(console, subject, answers, wire_bytes, f"{where}; {busy}")
-    draw(args.picture, {name: answer.ttft_s for name, answer in answers.items()}, wire_bytes, f"{where}\n{busy}")
+    _draw(args.picture, {name: answer.ttft_s for name, answer in answers.items()}, wire_bytes, f"{where}\n{busy}")
+    if isinstance(console, RecordedConsole):
+        console.save(args.recording)
     console.print(f"wrote {args.picture}: these times and bytes as a picture")
     return _judge(console, subject, raw, ours)
 
@@ -116,6 +147,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--question", help="about the text")
     parser.add_argument("--link-gbps", type=positive, default=0.2, help="the store's link")
     parser.add_argument("--picture", type=Path, default=Path("demo.png"), help="where to draw it")
+    parser.add_argument(
+        "--recording", type=output_file, help="an SVG to write, in which the output appears line by line"
+    )
     args = parser.parse_args(argv)
     if args.profile and (args.model is None or args.model in MODELS):
         parser.error("--profile needs a directory as --model")
@@ -189,7 +223,7 @@ def _random_prompt(seed: int, num_tokens: int) -> list[int]:
 
 def _run(console: Console, title: str, subject: Subject, config: dict[str, Any], folder: Path, gbps: float) -> Run:
     port = free_port()
-    # Device mode restores into the pool itself. Nobody has run it on a GPU yet, so GPUs take host mode.
+    # Device mode has run on one GPU alone, with `exact` and `klt` of full attention, so GPUs take host mode.
     mode_args = hicache_args if torch.accelerator.is_available() else device_args
     flags = [*subject.flags, *mode_args(f"http://127.0.0.1:{port}", fetch_timeout_s=_TIMEOUT_S, **config)]
     # The machine may be busy.
@@ -202,6 +236,7 @@ def _run(console: Console, title: str, subject: Subject, config: dict[str, Any],
         num_pages = len(subject.prompt) // PAGE_SIZE
         _store(server, warm_up, num_pages, max_new_tokens=1)
         computed = _store(server, subject.prompt, 2 * num_pages, **sampling)
+    console.print(f"{title}: the first token was computed in {computed.ttft_s:.2f} s")
     console.print(f"{title}: a fresh SGLang starts and fetches")
     with (
         StoreProcess(folder, port=port, link_gbps=[gbps]),
@@ -212,6 +247,7 @@ def _run(console: Console, title: str, subject: Subject, config: dict[str, Any],
         for _ in range(_NUM_FETCHES):
             server.flush()
             fetches.append(server.generate(input_ids=subject.prompt, **sampling))
+            console.print(f"{title}: the first token came after {fetches[-1].ttft_s:.2f} s")
         return Run(computed, fetches, kvfetch_traffic(before, server.metrics()).wire_bytes // _NUM_FETCHES)
 
 
@@ -259,6 +295,22 @@ def _report(
         console.print(
             "This machine has no GPU. A CPU computes a hundred times slower, so the link is slowed down as well."
         )
+
+
+def _draw(path: Path, times_s: Mapping[str, float], wire_bytes: Mapping[str, int], title: str) -> None:
+    """Draw the times to first token, and beside them the bytes on the wire. Ways keep their colours."""
+    megabytes = {name: number / 1e6 for name, number in wire_bytes.items()}
+    with figure(path, title, columns=2, figsize=(11, 3)) as (_, (panels,)):
+        for axes, values, form, label in (
+            (panels[0], times_s, "%.2f s", "time to first token (s)"),
+            (panels[1], megabytes, "%.1f MB", "bytes on the wire (MB)"),
+        ):
+            bars = axes.barh(list(values), list(values.values()), color=COLOURS[: len(values)])
+            axes.bar_label(bars, fmt=form, padding=4)
+            axes.margins(x=0.15)
+            axes.invert_yaxis()
+            axes.set(xlabel=label)
+            axes.spines[["top", "right"]].set_visible(False)
 
 
 def verdict(times_s: dict[str, float]) -> str:

@@ -1,11 +1,11 @@
 """Measures how close a fetch comes to the time of its longest stage.
 
-    python -m benchmarks.fetch --json out.json [--trace bandwidth.jsonl] [--decode-profile FILE --policy ours]
+    python -m benchmarks.fetch --json out.json [--decode-profile FILE]
 
 A prefix is stored as video and fetched with the client that both modes of SGLang use. The store is real and runs in
 another process, sockets and decoding are real, and values are restored into a pool's pages. The link's speed is
 limited, so that transmitting takes three times as long as decoding and restoring (`link`), or a third of it (`decode`).
-With ``--trace``, the speed varies around the same mean, along a line of the file with one sample per second.
+With a profile that ``kvfetch decoders`` made, the fetch chooses among the prefix's variants.
 
 Each round times every stage alone, then the fetch. ``ideal_s`` is the longest stage's time, and ``efficiency`` is
 ``ideal_s / actual_s``. Decoding and restoring count as one stage, because the same threads do both.
@@ -28,32 +28,34 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.adaptive.policies import MinimalBubble
-from benchmarks.adaptive.scenarios import read_traces
 from benchmarks.heads import make_heads
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, settings, whole_number, write_json
-from harness.fetching import fetch_pages
 from harness.memory_pool import MemoryPool
-from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.manifest import Cell
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.plane.adapt.decode_profile import load_decode_profile
-from sgl_kvfetch.plane.adapt.policy import LookAhead, Policy
-from sgl_kvfetch.plane.adapt.pool import DecodePool
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher
-from sgl_kvfetch.plane.fetch.plan import CellChunks, PageSource, ReadSize, ReadUnit, read_units
-from sgl_kvfetch.plane.fetch.restore import restore_cells
-from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages, restore_cells
+from sgl_kvfetch.plane.fetch.plan import (
+    CellChunks,
+    LookAhead,
+    PageSource,
+    Policy,
+    ReadSize,
+    ReadUnit,
+    read_units,
+    span_parts,
+)
+from sgl_kvfetch.plane.fetch.pool import DecodePool, load_decode_profile
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.open import open_hedged
 from sgl_kvfetch.stores.remote import HttpOptions
-from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
+from sgl_kvfetch.testing import page_hashes
+from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128
@@ -87,22 +89,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("benchmarks.fetch", __doc__)
     parser.add_argument("--json", type=Path, help="where to write the figures")
-    parser.add_argument("--trace", type=Path, help='lines {"bw": [Gbps, ...]}, one sample per second')
-    parser.add_argument("--trace-line", type=whole_number, default=1, help="of it")
     parser.add_argument("--tokens", type=whole_number, default=4096, help="a power of two")
     parser.add_argument("--codecs", default="hevc", help="the prefix's variants, such as hevc,zstd")
     parser.add_argument("--quantiser", default="uint8", choices=["uint8", "exact"], help="of the prefix")
     parser.add_argument("--threads", type=whole_number, default=1, help="for decoding and restoring")
     parser.add_argument("--rounds", type=whole_number, default=5, help="how many")
     parser.add_argument("--settings", default=",".join(SETTINGS), help="which to measure")
-    parser.add_argument("--decode-profile", type=Path, help="made by kvfetch decoders; needed for --policy")
-    parser.add_argument("--policy", choices=["ours", "algorithm1"], help="choose among variants; default: the first")
+    parser.add_argument("--decode-profile", type=Path, help="choose among variants; default: the first one")
     args = parser.parse_args(argv)
     args.settings = args.settings.split(",")
     if unknown := set(args.settings) - set(SETTINGS):
         parser.error(f"--settings: unknown are {', '.join(sorted(unknown))}; known are {', '.join(SETTINGS)}")
-    if (args.policy is None) != (args.decode_profile is None):
-        parser.error("--policy and --decode-profile need each other")
     return args
 
 
@@ -138,6 +135,7 @@ class Bench:
         self._folder, self._threads, self._args = folder, threads, args
         self._segment = segment
         self._reader = SegmentReader(segment.manifest, make_quantiser(args.quantiser))
+        self._sources = [PageSource(self._reader, page) for page in range(segment.manifest.num_pages)]
         manifest = segment.manifest
         self._units = [unit for span in range(manifest.num_spans) for unit in read_units(self._reader, span, READ_SIZE)]
         self._pool = MemoryPool(manifest.geometry, manifest.num_pages, 1.0)  # filled, so that no round has page faults
@@ -145,8 +143,7 @@ class Bench:
     def run(self, name: str, transmit_share: float) -> dict[str, Any]:
         self._decode_restore_s()  # warm up
         gbps = len(self._segment.data) * 8 / (transmit_share * self._decode_restore_s()) / 1e9
-        samples = self._samples(gbps)
-        rounds = [self._round(samples) for _ in range(self._args.rounds)]
+        rounds = [self._round(gbps) for _ in range(self._args.rounds)]
         medians = {stage: statistics.median(each[stage] for each in rounds) for stage in rounds[0]}
         efficiencies = [ideal_s(each) / each["actual"] for each in rounds]
         return {
@@ -160,26 +157,19 @@ class Bench:
             "efficiencies": efficiencies,
         }
 
-    def _samples(self, gbps: float) -> list[float]:
-        if self._args.trace is None:
-            return [gbps]
-        trace = dict(read_traces(self._args.trace))[self._args.trace_line]
-        mean = statistics.fmean(trace)
-        return [gbps * value / mean for value in trace]
-
-    def _round(self, samples: Sequence[float]) -> dict[str, float]:
+    def _round(self, gbps: float) -> dict[str, float]:
         """Return the seconds of each stage alone, with as many threads as the fetch has, and of the whole fetch."""
         return {
-            "transmit": self._over_link(samples, self._transmit),
+            "transmit": self._over_link(gbps, self._transmit),
             "decode": self._decode_s(),
             "restore": self._restore_s(),
             "decode_restore": self._decode_restore_s(),
-            "actual": self._over_link(samples, self._fetch),
+            "actual": self._over_link(gbps, self._fetch),
         }
 
-    def _over_link(self, samples: Sequence[float], work: Callable[[Store], Any]) -> float:
-        """Return the seconds of ``work``. Each call starts a fresh store, whose link starts with the same sample."""
-        with StoreProcess(self._folder, link_gbps=samples) as store:
+    def _over_link(self, gbps: float, work: Callable[[Store], Any]) -> float:
+        """Return the seconds of ``work``. Each call starts a fresh store."""
+        with StoreProcess(self._folder, link_gbps=[gbps]) as store:
             return asyncio.run(self._timed(store.url, work))
 
     async def _timed(self, url: str, work: Callable[[Store], Any]) -> float:
@@ -201,8 +191,8 @@ class Bench:
         args = self._args
         policy: Policy | None = None
         profile, num_sessions = None, args.threads
-        if args.policy is not None:
-            policy = LookAhead(horizon=8) if args.policy == "ours" else MinimalBubble()
+        if args.decode_profile is not None:
+            policy = LookAhead(horizon=8)
             profile = load_decode_profile(args.decode_profile)
             num_sessions = profile.num_sessions
         fetcher = Fetcher(
@@ -214,8 +204,7 @@ class Bench:
             policy=policy,
         )
         num_pages = self._segment.manifest.num_pages
-        sources = [PageSource(self._reader, page) for page in range(num_pages)]
-        result = await fetch_pages(fetcher, sources, range(num_pages), GuardedSink(self._pool), _TIMEOUT_S)
+        result = await fetcher.fetch(self._sources, PoolPages(self._pool, range(num_pages)), _TIMEOUT_S)
         await asyncio.to_thread(fetcher.close)
         if result.num_pages != num_pages:
             raise SystemExit(f"only {result.num_pages} of {num_pages} pages were fetched: {result.failures}")
@@ -239,18 +228,11 @@ class Bench:
         return self._on_threads(restore)
 
     def _decode_restore_s(self) -> float:
-        sink = GuardedSink(self._pool)
+        pages = PoolPages(self._pool, range(self._segment.manifest.num_pages))
+        parts = {part.span: part for part in span_parts(self._sources)}
 
         def restore(unit: ReadUnit, cell: Any) -> None:
-            first, end = self._segment.manifest.span_range(cell.span)
-            restore_cells(
-                self._reader,
-                [(cell, self._chunks(unit, cell))],
-                {},
-                span_pages=range(end - first),
-                pool_pages=range(first, end),
-                sink=sink,
-            )
+            restore_cells(pages, parts[cell.span], self._reader, [(cell, self._chunks(unit, cell))], {})
 
         return self._on_threads(restore)
 

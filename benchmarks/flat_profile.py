@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kvfetch.codec import Profile
-from sgl_kvfetch.codec.quant import Calibration, Rope, plain_layers
+from sgl_kvfetch.codec import Calibration, Profile
+from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredStep
+from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.types import CellGrid
 
 

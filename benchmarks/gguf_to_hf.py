@@ -14,7 +14,7 @@ from sgl_kvfetch.errors import ConfigError
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-VERSION = 1  # increase it when the written files change, so that cached folders of older code are not used
+VERSION = 2  # increase it when the written files change, so that cached folders of older code are not used
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -47,7 +47,6 @@ def convert(source: Path, folder: Path, say: Callable[[str], None]) -> None:
     """
     from gguf import GGUFReader
     from safetensors.torch import save_file
-    from transformers import AutoTokenizer
 
     say(f"reading {source.name}")
     reader = GGUFReader(source)
@@ -56,7 +55,17 @@ def convert(source: Path, folder: Path, say: Callable[[str], None]) -> None:
     save_file(_weights(reader, config), folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)
     say("converting the tokenizer")
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
+    _tokenizer(reader, source).save_pretrained(folder)
+
+
+def _tokenizer(reader: GGUFReader, source: Path) -> Any:
+    """Return the model's tokenizer, of transformers. It puts BOS before each text if the file says so: transformers
+    does not look, and no server computes a prompt of Gemma without it."""
+    from transformers import AutoTokenizer
+
+    field = reader.get_field("tokenizer.ggml.add_bos_token")
+    own = {"add_bos_token": True} if field is not None and field.contents() else {}
+    return AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, **own)
 
 
 def _config(reader: GGUFReader) -> Any:

@@ -17,6 +17,7 @@ into shared memory, and queues them. No token is kept exact.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import time
@@ -34,25 +35,48 @@ import torch
 from benchmarks.report import make_parser, whole_number
 from harness import stand_in_pool
 from harness.immediate_device import ImmediateDevice, ImmediateStream
-from sgl_kvfetch.codec import CellPlace, Device, KltQuantiser, Stream
-from sgl_kvfetch.codec.quant import pack
+from sgl_kvfetch.codec import CellPlace, Device, KltQuantiser, Stream, pack
+from sgl_kvfetch.codec.cuda_streams import BATCH_ARGUMENTS, copy_batch
 from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.rope import Rope
-from sgl_kvfetch.plane import DataPlane, Line, Quantising, Running, messages
+from sgl_kvfetch.plane import DataPlane, protocol
 from sgl_kvfetch.plane.coded import CELL, StagedCode
-from sgl_kvfetch.plane.run import Run
+from sgl_kvfetch.plane.process import Line, Quantising, Run, Running
 from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_klt, xxh3
 from sgl_kvfetch.triton_kernels.xxh3 import SUMS, digests_of
 from sgl_kvfetch.types import CellGrid, KVGeometry, TensorName
 
 if TYPE_CHECKING:
-    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+    from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 
 LAYERS, HEADS, DIM, CELL_LAYERS, CELL_HEADS = 32, 8, 128, 3, 2
 COEFFICIENTS, SPAN_TOKENS, PAGE_TOKENS = 1114, 1024, 64
 CODED_BITS, SCRATCH_MIB = 1.33, (64, 256, 512)
+
+
+class _CountingDevice(ImmediateDevice):
+    """Counts copies of ranges, and calls a function of C's for each with the driver's arguments, which does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_copies = 0
+        self._nothing = ctypes.CDLL(None).abs  # looks at no more than its first argument
+        self._nothing.argtypes, self._nothing.restype = BATCH_ARGUMENTS, None
+
+    def copy_ranges(
+        self,
+        into: torch.Tensor,
+        places: np.ndarray,
+        source: torch.Tensor,
+        begins: np.ndarray,
+        sizes: np.ndarray,
+        *,
+        is_pinned: bool = True,
+    ) -> None:
+        self.num_copies += 1
+        copy_batch(self._nothing, 1, into.data_ptr() + places, source.data_ptr() + begins, sizes)
 
 
 class _Kernel:
@@ -100,12 +124,12 @@ def _make_profile() -> Profile:
 def _make_pages() -> CudaPages:
     stand_in_pool.install_if_missing()
     from sgl_kvfetch.plugin.device import pages as device_pages
-    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+    from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 
     stand_in = stand_in_pool.MHATokenToKVPool
     pool = stand_in(PAGE_TOKENS, PAGE_TOKENS, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False, v_head_dim=DIM)
     with patch.object(device_pages, "MHATokenToKVPool", stand_in):
-        return CudaPages(pool, PAGE_TOKENS, ImmediateDevice(), ImmediateStream())
+        return CudaPages(pool, PAGE_TOKENS, _CountingDevice(), ImmediateStream())
 
 
 def make_staged(num_tokens: int, *, from_memory: bool = False) -> StagedValues:
@@ -145,7 +169,7 @@ def make_staged(num_tokens: int, *, from_memory: bool = False) -> StagedValues:
     memory = torch.empty(start + end, dtype=torch.uint8)  # bitstreams are never touched
     memory[start:] = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8)
     code = StagedCode(cells, memory[start:])
-    return StagedValues(num_tokens // PAGE_TOKENS, num_tokens // PAGE_TOKENS, "landed", memory, code=code)
+    return StagedValues(num_tokens // PAGE_TOKENS, num_tokens // PAGE_TOKENS, memory, code=code)
 
 
 def _coefficients(num_layers: int) -> int:
@@ -155,9 +179,9 @@ def _coefficients(num_layers: int) -> int:
 def measure(num_tokens: int, scratch_bytes: int, *, from_memory: bool = False) -> dict[str, float]:
     """Return the cells, the launches, and the time of Python that a load takes, once tables are uploaded. Other
     arguments as for `make_staged`."""
-    from sgl_kvfetch.plugin.device import coded_loads, pinned_memory
+    from sgl_kvfetch.plugin.device import gpu_loads
     from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
-    from sgl_kvfetch.plugin.device.loads import Load
+    from sgl_kvfetch.plugin.device.pages import EnginePools, Load
 
     torch.set_num_threads(1)
     pages, quantiser = _make_pages(), KltQuantiser(_make_profile(), step=1.0)
@@ -165,7 +189,9 @@ def measure(num_tokens: int, scratch_bytes: int, *, from_memory: bool = False) -
     assert staged.code is not None
     grid = quantiser.profile.grid
     pages.prepare(quantiser, (CellPlace(grid.layers(0), grid.heads(0), range(SPAN_TOKENS)) for _ in range(1)))
-    loader = GpuLoader(pages, pages.device, scratch_bytes)
+    device = pages.device
+    assert isinstance(device, _CountingDevice)
+    loader = GpuLoader(pages, EnginePools(None, range(LAYERS)), scratch_bytes)
     slots = torch.zeros(num_tokens, dtype=torch.int64)  # no kernel reads them
     results = {}
     with ExitStack() as patches:
@@ -177,11 +203,10 @@ def measure(num_tokens: int, scratch_bytes: int, *, from_memory: bool = False) -
             for name in names:
                 patches.enter_context(patch.object(module, name, kernel))
             patches.enter_context(patch.object(module, "use_kernels", lambda device: True))
-        for module in (coded_loads, pinned_memory):
-            patches.enter_context(patch.object(module, "copy", copies))
-        patches.enter_context(patch.object(coded_loads, "_Results", _SoundResults))
+        patches.enter_context(patch.object(gpu_loads, "copy", copies))
+        patches.enter_context(patch.object(gpu_loads, "_Results", _SoundResults))
         for _ in range(3):  # the first one makes and uploads tables of the model
-            copies.num_launches = kernel.num_launches = 0
+            copies.num_launches = kernel.num_launches = device.num_copies = 0
             kernel.first_s = 0.0
             started_s = time.process_time()
             is_loaded = loader.finish(loader.begin([Load(staged, 0, slots, lambda is_sound: None)]))
@@ -189,7 +214,7 @@ def measure(num_tokens: int, scratch_bytes: int, *, from_memory: bool = False) -
             assert is_loaded
             results = {
                 "cells": len(staged.code.cells),
-                "launches": kernel.num_launches + copies.num_launches,
+                "launches": kernel.num_launches + copies.num_launches + device.num_copies,
                 "of these, kernels": kernel.num_launches,
                 "first ms": 1e3 * (kernel.first_s - started_s),
                 "ms": 1e3 * seconds,
@@ -200,7 +225,7 @@ def measure(num_tokens: int, scratch_bytes: int, *, from_memory: bool = False) -
 
 def measure_writing(num_tokens: int) -> dict[str, float]:
     """Return the launches, and the time of Python that writing a prompt takes."""
-    from sgl_kvfetch.plugin.device.klt_reads import KltReads
+    from sgl_kvfetch.plugin.device.gpu_pages import KltReads
 
     torch.set_num_threads(1)
     pages, quantiser = _make_pages(), KltQuantiser(_make_profile(), step=1.0)
@@ -221,6 +246,8 @@ def measure_writing(num_tokens: int) -> dict[str, float]:
         patches.enter_context(patch.object(quantise_klt, "require_buffers", lambda *args: None))  # reads slots on CPUs
         patches.enter_context(patch.object(KltReads, "trial", lambda self: ""))
         places = [CellPlace(grid.layers(group), grid.heads(block), range(1)) for group, block in grid.cells()]
+        device = pages.device
+        assert isinstance(device, _CountingDevice)
         pages.prepare_writes(quantiser, places)
         plane = _TakingPlane(pages.geometry)
         hashes = [index.to_bytes(32, "big") for index in range(num_tokens // PAGE_TOKENS)]
@@ -228,7 +255,7 @@ def measure_writing(num_tokens: int) -> dict[str, float]:
         for _ in range(3):  # the first one touches memory
             opened = pages.open_reads(torch.zeros(num_tokens, dtype=torch.int64))
             quantising = Quantising(opened.num_rows, partial(opened.quantise, 0))
-            kernel.num_launches = others.num_launches = 0
+            kernel.num_launches = others.num_launches = device.num_copies = 0
             with patch.object(torch.Tensor, "copy_", copy_):
                 started_s = time.thread_time()
                 num_queued = plane.write(0, None, hashes, range(len(hashes)), _no_values, quantising=quantising)
@@ -236,7 +263,7 @@ def measure_writing(num_tokens: int) -> dict[str, float]:
             assert num_queued == len(hashes)
             results = {
                 "cells": len(places),
-                "launches": kernel.num_launches + others.num_launches,
+                "launches": kernel.num_launches + others.num_launches + device.num_copies,
                 "of these, kernels": kernel.num_launches,
                 "ms": 1e3 * seconds,
             }
@@ -252,7 +279,7 @@ class _TakingRun(Run):
 
     def ask(self, command: Any, lost: Any, *args: Any, **kwargs: Any) -> Any:
         answer: Future[Any] = Future()
-        answer.set_result(messages.Taken(command.work))
+        answer.set_result(protocol.Taken(command.work))
         return answer
 
 

@@ -23,12 +23,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import torch
@@ -37,8 +38,6 @@ from rich.console import Console
 from benchmarks.heads import make_heads
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, write_json
-from benchmarks.sampler import Sampler
-from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.bitstream.registry import resolution_for
 from sgl_kvfetch.codec.container.reader import CodedChunk
@@ -52,11 +51,13 @@ from sgl_kvfetch.keys import HeadSlice, buddy_split
 from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.write.writer import commit_segment
+from sgl_kvfetch.testing import page_hashes
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, torch_dtype
 
 if TYPE_CHECKING:
-    from sgl_kvfetch.plane.client import StoreClient
+    from sgl_kvfetch.plane.store import StoreClient
 
+_SAMPLE_S = 0.001
 GOAL_BYTES = 64 << 20  # bound on decoded data, for any length
 PAGE_TOKENS = 64
 SPAN_TOKENS = 1024
@@ -70,6 +71,32 @@ _ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(64 << 10),
     "PYTHONWARNINGS": "ignore",
 }
+
+
+class Sampler:
+    """Reads several numbers of bytes every millisecond. ``peaks`` holds each one's largest growth since the start."""
+
+    def __init__(self, read: Callable[[], Sequence[int]]) -> None:
+        self._read = read
+        self._base = read()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.peaks = [0] * len(self._base)
+        self.num_samples = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(_SAMPLE_S):
+            grown = (now - base for now, base in zip(self._read(), self._base, strict=True))
+            self.peaks = list(map(max, self.peaks, grown))
+            self.num_samples += 1
 
 
 @dataclass(frozen=True)
@@ -201,8 +228,8 @@ def make_pool(setup: Setup, num_tokens: int, device: str) -> Any:
 
 async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point:
     """Measure one fetch. The process must not have fetched anything before."""
-    from sgl_kvfetch.plane.client import open_client
     from sgl_kvfetch.plane.fetch.plan import total_bytes
+    from sgl_kvfetch.plane.store import open_client
 
     quantiser = setup.make_quantiser()
     geometry = setup.geometry(quantiser)
@@ -243,10 +270,9 @@ class _Engine:
     def __init__(self, setup: Setup, config: KVFetchConfig, client: StoreClient, num_tokens: int) -> None:
         from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
 
-        from sgl_kvfetch.plane.arena import Arena, Room
+        from sgl_kvfetch.plane.arena import Arena, Room, StridedPages
         from sgl_kvfetch.plane.staging import Stager
-        from sgl_kvfetch.plugin.device.loads import ValueLoader
-        from sgl_kvfetch.plugin.device.pages import DevicePages
+        from sgl_kvfetch.plugin.device.pages import DevicePages, EnginePools, ValueLoader
 
         heads = setup.heads(setup.make_quantiser())
         pool = make_pool(setup, num_tokens, "cpu")
@@ -256,19 +282,21 @@ class _Engine:
         self._geometry, self._arena = heads.geometry, Arena.create(num_bytes)
         self._arena.whole.fill_(1)
         self._staged: asyncio.Queue[Any] = asyncio.Queue()
-        self._stager = Stager(config, heads, client, self._staged.put_nowait, self._arena, Room(num_bytes))
-        self._loader = ValueLoader(DevicePages(pool, PAGE_TOKENS), LayerWiseLoadCounter(heads.geometry.num_layers))
+        emit, room = self._staged.put_nowait, Room(num_bytes)
+        self._stager = Stager(config, heads, client, emit, emit, self._arena, room, pool=StridedPages(()))
+        layers = range(heads.geometry.num_layers)
+        counter = LayerWiseLoadCounter(len(layers))
+        self._loader = ValueLoader(DevicePages(pool, PAGE_TOKENS), counter, EnginePools(pool, layers))
 
     async def fetch(self, hashes: Sequence[bytes]) -> None:
-        from sgl_kvfetch.plane.messages import Stage
-        from sgl_kvfetch.plane.staging import StagedValues, region_views
-        from sgl_kvfetch.plugin.device.loads import Load
+        from sgl_kvfetch.plane.protocol import Stage
+        from sgl_kvfetch.plane.staging import StagedValues
+        from sgl_kvfetch.plugin.device.pages import Load
 
         self._stager.begin(Stage(1, b"".join(hashes)))
         answer = await self._staged.get()
         assert answer.num_pages == len(hashes), answer
-        values = region_views(self._arena, answer.offset, self._geometry, answer.num_found)
-        staged = StagedValues(answer.num_pages, answer.num_found, answer.end, self._arena.whole, values)
+        staged = StagedValues.of(answer, self._arena, self._geometry)
         slots = torch.arange(PAGE_TOKENS, (1 + len(hashes)) * PAGE_TOKENS)
         assert self._loader.finish(self._loader.begin([Load(staged, 0, slots, lambda is_sound: None)]))
         self._stager.release(1, is_sound=True)
@@ -297,8 +325,8 @@ def in_a_fresh_process(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> 
 
 
 def report(points: Sequence[Point], config: dict[str, Any]) -> dict[str, Any]:
-    from sgl_kvfetch.plugin.device.cuda_pages import READ_BUFFER_BYTES
     from sgl_kvfetch.plugin.device.gpu_loads import MOST_SCRATCH_BYTES
+    from sgl_kvfetch.plugin.device.gpu_pages import READ_BUFFER_BYTES
 
     longest = max(point.tokens for point in points)
     return {

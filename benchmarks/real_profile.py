@@ -13,8 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.prose import prose
-from benchmarks.real_model import MODELS, SMOLLM2, ModelSource, Say, one_at_a_time, real_model, say_on_stderr
+from benchmarks.real_model import MODELS, SMOLLM2, ModelSource, Say, one_at_a_time, prose, real_model, say_on_stderr
 from benchmarks.report import make_parser, no_traceback
 from sgl_kvfetch.codec.quant.profile import PROFILE_VERSION
 from sgl_kvfetch.errors import ConfigError

@@ -46,8 +46,9 @@ class Estimate:
         return None if self.margin is None else (self.mean - self.margin, self.mean + self.margin)
 
     def show(self, form: str, margin_form: str | None = None) -> str:
-        margin = "" if self.margin is None else f" ±{self.margin:{margin_form or form}}"
-        return f"{self.mean:{form}}{margin}"
+        """Return the mean, and the margin unless it rounds to 0."""
+        margin = "" if self.margin is None else f"{self.margin:{margin_form or form}}"
+        return f"{self.mean:{form}}{f' ± {margin}' if margin.strip('+-0.e%') else ''}"
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -36,8 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import fast_dtype, machine, versions
-from benchmarks.prose import prose
-from benchmarks.real_model import real_model
+from benchmarks.real_model import prose, real_model
 from benchmarks.real_profile import PROMPTS_PART, real_profile
 from benchmarks.report import (
     COLOURS,
@@ -49,9 +48,8 @@ from benchmarks.report import (
     whole_numbers,
     write_json,
 )
-from benchmarks.traffic import kvfetch_traffic
 from harness.engine import SGLangServer, device_args, free_port, hicache_args
-from harness.metrics import wait_until_written
+from harness.metrics import kvfetch_traffic, wait_until_written
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.calibrate.text import cut_windows, part_of, prompt_start, tokenise
 from sgl_kvfetch.errors import ConfigError

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 QUESTIONS = ("What is this text about? One sentence.", "Which word in it is the longest?")
 
@@ -45,4 +45,7 @@ def main(url: str, document: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    main(sys.argv[1], Path(sys.argv[2]).read_text())
+    try:
+        main(sys.argv[1], Path(sys.argv[2]).read_text())
+    except (OSError, OpenAIError) as e:
+        sys.exit(f"openai_client.py: {sys.argv[1]}, {sys.argv[2]}: {e}")

@@ -17,6 +17,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.prompts import page_hashes, read_prompts, tokenise
 
 PAGE_SIZE = 64
@@ -33,7 +34,10 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     options = ("--model", args.model, "--link", args.link, "--prefill-tps", str(args.prefill_tps), "--json")
-    estimated = json.loads(subprocess.run(["kvfetch", "estimate", *options], check=True, capture_output=True).stdout)
+    result = subprocess.run(["kvfetch", "estimate", *options], stdout=subprocess.PIPE)
+    if result.returncode:
+        raise SystemExit(result.returncode)  # it has said why
+    estimated = json.loads(result.stdout)
     coding = estimated["codings"][args.coding]
     shared = shared_tokens(tokenise(args.model, read_prompts(args.log)))
     fetch_s = seconds_by_tokens(coding["ttft_s"])
@@ -90,4 +94,7 @@ def draw(path: Path, computed: Sequence[float], fetched: Sequence[float]) -> Non
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KVFetchError as e:
+        raise SystemExit(f"traffic.py: {e}") from None

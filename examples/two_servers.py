@@ -105,7 +105,7 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     model = sys.argv[1]
     main(str(Path(model).resolve()) if Path(model).exists() else model, sys.argv[2:])

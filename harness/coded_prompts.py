@@ -30,9 +30,9 @@ def stage_coded(segments: Sequence[CodedSegment], quantiser: Quantiser) -> Stage
         for cell in part.reader.span_cells(part.span):
             unit = ReadUnit(part.reader, (cell,))
             (chunks,) = unit.split(part.reader.cell_data(cell, [content]))
-            region.decoded(part.reader, [(cell, chunks)], {})()
+            region.decode(part, part.reader, [(cell, chunks)], {})()
     num_cells, tables = region.tables(len(sources))
     cells = np.frombuffer(tables, dtype=CELL, count=num_cells)
     packed = torch.frombuffer(bytearray(tables[cells.nbytes :]), dtype=torch.uint8)
     memory = torch.cat([arena.whole, packed])
-    return StagedValues(len(sources), len(sources), "landed", memory, code=StagedCode(cells, memory[arena.num_bytes :]))
+    return StagedValues(len(sources), len(sources), memory, code=StagedCode(cells, memory[arena.num_bytes :]))

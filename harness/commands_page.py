@@ -21,7 +21,6 @@ _GROUPS = {
     "Prompts in a store": ("warm", "lookup", "pin", "unpin"),
     "A model's profile": ("calibrate", "profile"),
     "Video, and how fast machines decode": ("encode", "decoders"),
-    "Device mode": ("timeline",),
 }
 _PAGES = {
     "estimate": "sizing.md",
@@ -37,7 +36,6 @@ _PAGES = {
     "profile": "calibrating.md",
     "encode": "adaptive.md",
     "decoders": "adaptive.md",
-    "timeline": "operations.md#timelines",
     **dict.fromkeys(("gc", "clear", "warm", "lookup", "pin", "unpin"), "retention.md"),
 }
 _SHARED_BY = 3  # commands, from which on an option is described once

@@ -24,8 +24,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-import torch
-
 from harness.children import note_cpu_time, start_child
 from harness.imported_sglang import ForkedProcess, ImportedSGLang, common_environment
 from harness.waiting import WAIT_S, polls
@@ -45,8 +43,8 @@ CPU_ARGS: tuple[str, ...] = (
 )
 COMMON_ARGS: tuple[str, ...] = ("--page-size", "16", "--enable-cache-report", "--enable-metrics")
 
+_DEVICES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "dxg", "davinci[0-9]*", "accel*")  # of drivers, in /dev
 _LOG_TAIL_LINES = 60
-_EXIT_S = 60.0
 
 
 class ServerError(RuntimeError):
@@ -122,8 +120,8 @@ def device_args(store_url: str, *, prefetch_threshold: int = 16, **config: Any) 
 
 def extra_config(store_url: str, *, prefetch_threshold: int = 16, **config: Any) -> dict[str, Any]:
     """Return a config for tests. Nothing is computed that is stored, since a small model computes its KV faster than a
-    link transfers it. A lookup may take long: on a busy machine it does."""
-    patient = {"lookup_timeout_s": WAIT_S, "recompute": "never"}
+    link transfers it. Lookups and fetches may take long: on a busy machine they do."""
+    patient = {"lookup_timeout_s": WAIT_S, "fetch_timeout_s": WAIT_S, "recompute": "never"}
     return {"store": store_url, "prefetch_threshold": prefetch_threshold, **patient, **config}
 
 
@@ -148,6 +146,16 @@ def other_models(model_path: str) -> str:
     modules = {path.stem: path.read_text() for path in Path(package.origin).parent.glob("srt/models/*.py")}
     others = [name for name, text in modules.items() if not any(each in text for each in classes)]
     return ",".join(others) if len(others) < len(modules) else ""
+
+
+@functools.cache
+def has_accelerator() -> bool:
+    """Return whether torch finds an accelerator. Torch is imported only where a driver has a device: it takes 2 s."""
+    if not any(any(Path("/dev").glob(pattern)) for pattern in _DEVICES):
+        return False
+    import torch
+
+    return torch.accelerator.is_available()
 
 
 @contextlib.contextmanager
@@ -200,7 +208,7 @@ class SGLangServer:
         if admin_api_key is not None:
             args += ["--admin-api-key", admin_api_key]
             self._headers["Authorization"] = f"Bearer {admin_api_key}"
-        if not torch.accelerator.is_available():
+        if not has_accelerator():
             args = [*CPU_ARGS, *args]
             self._env["KVFETCH_CPU_ENGINE"] = "1"
         self._own_env = dict(env or {})
@@ -267,16 +275,19 @@ class SGLangServer:
         logprobs: bool = False,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        image: str | None = None,
         **sampling: Any,
     ) -> Generation:
         """Generate from a text or from token ids, greedily by default. ``adapter`` is the name of a LoRA adapter that
-        the server has; ``sampling`` holds more sampling parameters."""
+        the server has, ``image`` the URL of one that the text has a place for; ``sampling`` holds more sampling
+        parameters."""
         assert (prompt is None) != (input_ids is None), "give either a prompt or input_ids"
         params = {"max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": True}
         body: dict[str, Any] = {"sampling_params": params | sampling, "return_logprob": logprobs, "stream": True}
         body |= {"text": prompt} if prompt is not None else {"input_ids": list(input_ids or ())}
         body |= {} if cache_salt is None else {"cache_salt": cache_salt}
         body |= {} if adapter is None else {"lora_path": adapter}
+        body |= {} if image is None else {"image_data": image}
         answer, ttft_s = self._last_event("/generate", body)
         meta = answer["meta_info"]
         return Generation(
@@ -345,7 +356,7 @@ class SGLangServer:
                 # Signal only the server: it would take a signalled scheduler for a crash, and diagnose it for seconds.
                 self._process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_EXIT_S)
+                    self._process.wait(WAIT_S)
         finally:
             self.kill()
 

@@ -3,7 +3,8 @@
 Work passes through few primitives, and these are watched: jobs for a thread pool, calls into an event loop of another
 thread, messages between the engine and its data plane, reports to the board, and futures that a thread waits for. The
 data plane must run on a thread of this process, so that both ends are seen, and its store in another process, because
-the threads of a store in a directory would be counted, too. The main thread is SGLang's.
+the threads of a store in a directory would be counted, too. The main thread is SGLang's. Reads are not hedged: where a
+machine is slow, some are asked for twice.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from harness.waiting import wait_until
-from sgl_kvfetch.plane import channel, messages
-from sgl_kvfetch.plugin.device.board import Board
+from sgl_kvfetch.plane import protocol, store
+from sgl_kvfetch.plugin.device.parking import Board
+from sgl_kvfetch.stores.open import open_hedged
 
 _NAMES = {"kvfetch": "event loop", "MainThread": "SGLang"}
-_LIVENESS = (messages.Ping, messages.Pong)
+_LIVENESS = (protocol.Ping, protocol.Pong)
 
 
 class HandOver(NamedTuple):
@@ -92,19 +94,20 @@ def hand_overs() -> Iterator[list[HandOver]]:
             note(setters.pop(self), _here(), f"{type(got).__name__}, by a future")
         return got
 
-    real_encode = messages.encode
+    real_encode = protocol.encode
     with ExitStack() as stack:
         for owner, name, watched in (
             (ThreadPoolExecutor, "submit", submit),
             (asyncio.BaseEventLoop, "call_soon_threadsafe", call_soon),
-            (messages, "encode", encode),
-            (channel, "encode", encode),
-            (messages.MessageReader, "feed", feed),
+            (protocol, "encode", encode),
+            (protocol, "encode", encode),
+            (protocol.MessageReader, "feed", feed),
             (Board, "report", report),
             (Future, "set_result", set_result),
             (Future, "result", result),
         ):
             stack.enter_context(mock.patch.object(owner, name, _around(getattr(owner, name), watched)))
+        stack.enter_context(mock.patch.object(store, "open_hedged", partial(open_hedged, max_hedges=0)))
         yield seen
 
 

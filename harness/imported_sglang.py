@@ -26,7 +26,7 @@ from harness.waiting import WAIT_S
 _SCRIPT = Path(__file__).with_name("sglang_importer.py")
 # Environment variables that nothing reads before SGLang has read its arguments. So forks may have values of their own.
 _READ_LATE = {
-    *("KVFETCH_SGLANG", "KVFETCH_TIMELINE", "MOONCAKE_PROTOCOL", "PYTEST_CURRENT_TEST", "XDG_CACHE_HOME"),
+    *("KVFETCH_SGLANG", "MOONCAKE_PROTOCOL", "PYTEST_CURRENT_TEST", "XDG_CACHE_HOME"),
     *("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_DISABLED_MODEL_ARCHS", "SGLANG_MAMBA_CONV_DTYPE"),
     "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND",
 }

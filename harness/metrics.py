@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 from prometheus_client import generate_latest
 
 from harness.engine import SGLangServer
@@ -22,24 +26,62 @@ def own_metric(name: str, **labels: str) -> float:
     return read_metric(generate_latest().decode(), name, **labels)
 
 
-def wait_until_written(server: SGLangServer, num_pages: int, timeout_s: float = WAIT_S) -> None:
+@contextmanager
+def written(server: SGLangServer, num_pages: int) -> Iterator[None]:
+    """Wait at the block's end until it has brought ``num_pages`` more pages to the store.
+
+    For a server that has written before: :func:`wait_until_written` could not tell a write that is not queued yet
+    from one that has ended. Before the block, wait for what is queued: it would count as the block's.
+    """
+    wait_until_written(server, 0)
+    before = written_pages(server)
+    yield
+    wait_until_written(server, before + num_pages)
+
+
+def wait_until_written(server: SGLangServer, num_pages: float, timeout_s: float = WAIT_S) -> None:
     """Wait until at least ``num_pages`` pages, of all ranks together, are in the store and no write is queued.
 
     Raises TimeoutError, with both counts and the end of the server's log, after ``timeout_s``.
     """
-    text, written, queued_bytes = "", 0.0, 0.0
+    text, queued_bytes = "", 0.0
 
     def is_written() -> bool:
-        nonlocal text, written, queued_bytes
+        nonlocal text, queued_bytes
         text = server.metrics()
-        results = ("stored", "known")  # the others are pages that were dropped
-        written = sum(read_metric(text, "sgl_kvfetch_written_pages_total", result=result) for result in results)
         queued_bytes = read_metric(text, "sgl_kvfetch_queued_bytes", queue="write")
-        return written >= num_pages and queued_bytes == 0
+        return _written_pages(text) >= num_pages and queued_bytes == 0
 
     def found() -> str:
         dropped = [line for line in text.splitlines() if line.startswith("sgl_kvfetch_written_pages_total")]
-        counts = f"{written:g} of {num_pages} pages written, {queued_bytes:g} bytes queued"
+        counts = f"{_written_pages(text):g} of {num_pages:g} pages written, {queued_bytes:g} bytes queued"
         return "\n".join([counts, *dropped, server.log_tail()])
 
     wait_until(is_written, timeout_s=timeout_s, poll_s=0.1, found=found)
+
+
+def written_pages(server: SGLangServer) -> float:
+    """The pages that are in the store because of this server, of all ranks together."""
+    return _written_pages(server.metrics())
+
+
+def _written_pages(text: str) -> float:
+    results = ("stored", "known")  # the others are pages that were dropped
+    return sum(read_metric(text, "sgl_kvfetch_written_pages_total", result=result) for result in results)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes between store and server: on the wire, and in the pool's format."""
+
+    wire_bytes: int
+    raw_bytes: int
+
+
+def kvfetch_traffic(before: str, after: str, direction: str = "read") -> Traffic:
+    """Return the bytes transferred between two texts of ``/metrics``."""
+
+    def moved(name: str) -> int:
+        return round(read_metric(after, name, direction=direction) - read_metric(before, name, direction=direction))
+
+    return Traffic(moved("sgl_kvfetch_wire_bytes_total"), moved("sgl_kvfetch_raw_bytes_total"))

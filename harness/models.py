@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,28 +106,190 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Families with full attention, by their names in transformers, and what `make_tiny` adds to a model's config."""
 
 
-def make_tiny(directory: Path, family: str) -> Path:
-    """Write a random model of one of ``FAMILIES``; return the directory."""
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_IN_TURN = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
+_THREE_OF_FOUR = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 64}
+_LATENT = {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 4,
+    "index_n_heads": 12,
+    "index_head_dim": 32,
+    "index_topk": 64,
+}
+OTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v32": _LATENT,
+    "exaone4": {
+        "head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},  # SGLang knows no other, with transformers 5
+        **_THREE_OF_FOUR,
+    },
+    "gemma4_text": {
+        "head_dim": 32,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "initializer_range": 0.08,
+        **_IN_TURN,
+    },
+    "glm_moe_dsa": _LATENT,
+    "gpt_oss": {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, **_IN_TURN},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"] * 2,
+        "mamba_n_heads": 16,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 64,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 64,
+    },
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["dense"] * 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 32,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 32,
+    },
+    "mimo_v2_flash": {"head_dim": 32, "v_head_dim": 32, "mlp_layer_types": ["dense"] * 4, **_IN_TURN},
+    "nemotron_h": {
+        "head_dim": 32,
+        "layers_block_type": ["mamba", "attention", "mlp", "attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 64,
+        "time_step_min": 1e-9,  # transformers takes no smaller steps, and SGLang does
+    },
+    "olmo3": _THREE_OF_FOUR,
+    "phi3": {
+        "original_max_position_embeddings": 2048,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1 + 0.1 * i for i in range(16)],
+            "long_factor": [4 + 0.4 * i for i in range(16)],
+            "original_max_position_embeddings": 2048,
+        },
+    },
+    "qwen3_next": {
+        "head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+        **_EXPERTS,
+    },
+}
+"""More families, whose layers differ, or which SGLang serves here only in Triton's interpreter, as ``FAMILIES`` has
+them. Phi-3 has another rotation than there."""
+
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "exaone4": {"sliding_window_pattern": "LLLG"},
+    "gemma4_text": {"swa_num_key_value_heads": 2},
+    "kimi_linear": {
+        "linear_attn_config": {
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2, 4],
+            "num_heads": 4,
+            "head_dim": 32,
+            "short_conv_kernel_size": 4,
+        },
+        "first_k_dense_replace": 4,
+        "mla_use_nope": True,
+    },
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [1, 0] * 2,
+        "sliding_window_size": 63,  # without the token itself
+        "moe_layer_freq": [0] * 4,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 32,
+        "swa_v_head_dim": 32,
+        "swa_rope_theta": 1e4,
+        "rope_theta": 5e6,
+        "partial_rotary_factor": 0.334,
+        "layernorm_epsilon": 1e-5,
+    },
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "attention"], "mamba_n_groups": 2},
+    "olmo3": {"rope_theta": 5e5},
+}
+"""What SGLang reads in a model's config, and transformers does not write there."""
+
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+"""What the config of a random model says, unless its family needs something else."""
+
+
+def make_tiny(directory: Path, family: str, changes: Mapping[str, Any] | None = None) -> Path:
+    """Write a random model of one of ``FAMILIES``; return the directory. ``changes``: what to add to its config in
+    place of what those have."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
         family,
-        vocab_size=2048,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        bos_token_id=1,
-        eos_token_id=2,
-        **{"initializer_range": 0.2} | FAMILIES[family],
+        **_SMALL | {"pad_token_id": 0} | dict(FAMILIES[family] if changes is None else changes),
     )
-    return _save_random(AutoModelForCausalLM.from_config, config, directory)
+
+    def make(config: Any) -> Any:
+        model = AutoModelForCausalLM.from_config(config)
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):  # SGLang has them in bfloat16, whatever the model's dtype
+                parameter.data = parameter.data.bfloat16().float()
+        return model
+
+    _save_random(make, config, directory)
+    if family == "kimi_linear":
+        _rename_dense_layers(directory / "model.safetensors")
+    if published := _PUBLISHED.get(family):
+        file = directory / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | published))
+    return directory
+
+
+def _rename_dense_layers(file: Path) -> None:
+    """Name dense layers as published checkpoints do, and SGLang. Transformers writes the name of sparse ones."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(file)
+    save_file({name.replace(".block_sparse_moe.", ".mlp."): weight for name, weight in weights.items()}, file)
 
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
 _ENCODER = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+"""Where an image is in the text of a prompt."""
+
 IMAGE_TEXT: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2_5_vl": {"text": {}, "vision": {"fullatt_block_indexes": [1]}},
     "qwen3_vl": {
@@ -137,39 +299,66 @@ IMAGE_TEXT: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Families that take images as well, and what `make_tiny_image_text` adds to the configs of their two parts."""
 
+_PATCHES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 16,
+    "image_size": 64,
+}
+OTHER_IMAGE_TEXT: dict[str, dict[str, dict[str, Any]]] = {
+    "glm4v": {
+        "text": {
+            "rope_parameters": MROPE | {"mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5},
+            "pad_token_id": 0,
+        },
+        "vision": _ENCODER | {"image_size": 64, "patch_size": 16},
+    },
+    "internvl": {
+        "text": {"model_type": "qwen2"},
+        "vision": _PATCHES | {"image_size": [64, 64], "patch_size": [16, 16]},
+    },
+    "llama4": {
+        "text": {
+            "head_dim": 32,
+            "attention_chunk_size": 64,
+            "intermediate_size_mlp": 256,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "pad_token_id": 0,
+        },
+        "vision": _PATCHES | {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
+    },
+    "mistral3": {
+        "text": {"model_type": "mistral", "head_dim": 32},
+        "vision": _PATCHES | {"model_type": "pixtral", "head_dim": 32},
+    },
+    "step3p7": {
+        "text": {"head_dim": 32, **_IN_TURN},
+        "vision": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+    },
+}
+"""More of them, with the whole config of the encoder. SGLang was not run with these."""
+
 
 def make_tiny_image_text(directory: Path, family: str) -> Path:
     """Write a random model of one of ``IMAGE_TEXT`` with its encoder, and what SGLang needs to take images; return the
     directory."""
     import transformers
 
-    text: dict[str, Any] = {
-        "vocab_size": 2048,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "rope_parameters": MROPE,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "initializer_range": 0.2,
-    }
-    config = transformers.AutoConfig.for_model(
+    changes = IMAGE_TEXT[family]
+    config = _save_random_image_text(
+        directory,
         family,
-        text_config=text | IMAGE_TEXT[family]["text"],
-        vision_config=_ENCODER | IMAGE_TEXT[family]["vision"],
+        {"rope_parameters": MROPE, **changes["text"]},
+        _ENCODER | changes["vision"],
         image_token_id=3,
         video_token_id=4,
         vision_start_token_id=5,
         vision_end_token_id=6,
-        tie_word_embeddings=False,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        transformers.AutoModelForImageTextToText.from_config(config).float().save_pretrained(directory)
-    _save_tokenizer(directory, text["vocab_size"])
     images = transformers.Qwen2VLImageProcessor(patch_size=config.vision_config.patch_size)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     if family == "qwen2_5_vl":
@@ -179,6 +368,29 @@ def make_tiny_image_text(directory: Path, family: str) -> Path:
         videos = transformers.Qwen3VLVideoProcessor()
         transformers.Qwen3VLProcessor(images, tokenizer, videos).save_pretrained(directory)
     return directory
+
+
+def make_other_image_text(directory: Path, family: str) -> Path:
+    """Write a random model of one of ``OTHER_IMAGE_TEXT`` with its encoder, and a tokenizer; return the directory."""
+    _save_random_image_text(directory, family, OTHER_IMAGE_TEXT[family]["text"], OTHER_IMAGE_TEXT[family]["vision"])
+    return directory
+
+
+def _save_random_image_text(
+    directory: Path, family: str, text: Mapping[str, Any], vision: Mapping[str, Any], **changes: Any
+) -> Any:
+    """Write a random model with an encoder, and a tokenizer; return its config."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(
+        family, text_config=_SMALL | dict(text), vision_config=dict(vision), tie_word_embeddings=False, **changes
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.AutoModelForImageTextToText.from_config(config).float().save_pretrained(directory)
+    marks = {3: "<|image_pad|>", 4: "<|video_pad|>", 5: "<|vision_start|>", 6: "<|vision_end|>"}
+    _save_tokenizer(directory, _SMALL["vocab_size"], marks)
+    return config
 
 
 def make_tiny_deepseek(directory: Path) -> Path:
@@ -319,12 +531,15 @@ def _save_random(make: Any, config: Any, directory: Path, seed: int = 0) -> Path
     return directory
 
 
-def _save_tokenizer(directory: Path, vocab_size: int) -> None:
+def _save_tokenizer(directory: Path, vocab_size: int, marks: Mapping[int, str] | None = None) -> None:
+    """Write a tokenizer whose every token is a word. ``marks``: tokens that need no space before and behind them."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, vocab_size)}
+    marks = marks or {}
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {marks.get(i, f"w{i}"): i for i in range(3, vocab_size)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens([*marks.values()])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     tokenizer.save_pretrained(directory)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from concurrent.futures import Future
+from enum import StrEnum
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from typing import Any
@@ -46,6 +47,57 @@ class MLATokenToKVPool:
     """Is never made: it only has to be importable."""
 
 
+class DSATokenToKVPool:
+    """Is never made: it only has to be importable."""
+
+
+class MiniMaxSparseKVPool:
+    """Is never made: it only has to be importable."""
+
+
+class HybridLinearKVPool:
+    """Is never made: it only has to be importable."""
+
+
+class SWAKVPool:
+    """Is never made: it only has to be importable."""
+
+
+class MHATokenToKVPoolHost:
+    """Is never made: it only has to be importable."""
+
+
+class PoolTransfer:
+    """Is never made: it only has to be importable."""
+
+
+class PoolHitPolicy(StrEnum):
+    """Which pages of a side pool a hit needs."""
+
+    ALL_PAGES = "all_pages"
+    TRAILING_PAGES = "trailing_pages"
+
+
+class PoolName(StrEnum):
+    """The pools that we know by name."""
+
+    KV = "kv"
+    SWA = "swa"
+    MAMBA = "mamba"
+    INDEXER = "indexer"
+    DRAFT = "draft"
+    DRAFT_INDEXER = "draft_indexer"
+    DRAFT_SWA = "draft_swa"
+
+
+class ComponentType(StrEnum):
+    """What SGLang's radix tree keeps in nodes, as far as device mode knows it."""
+
+    FULL = "full"
+    SWA = "swa"
+    MAMBA = "mamba"
+
+
 class LayerWiseLoadCounter:
     """What the loader uses of the class in SGLang 0.5.23."""
 
@@ -79,7 +131,17 @@ class LayerWiseLoadCounter:
 
 
 _MODULES: dict[str, tuple[type, ...]] = {
-    "sglang.srt.mem_cache.memory_pool": (MHATokenToKVPool, MLATokenToKVPool),
+    "sglang.srt.mem_cache.hicache_storage": (PoolHitPolicy, PoolName, PoolTransfer),
+    "sglang.srt.mem_cache.memory_pool": (
+        DSATokenToKVPool,
+        HybridLinearKVPool,
+        MHATokenToKVPool,
+        MiniMaxSparseKVPool,
+        MLATokenToKVPool,
+    ),
+    "sglang.srt.mem_cache.pool_host.mha": (MHATokenToKVPoolHost,),
+    "sglang.srt.mem_cache.swa_memory_pool": (SWAKVPool,),
+    "sglang.srt.mem_cache.unified_cache.component_type": (ComponentType,),
     "sglang.srt.mem_cache.unified_cache.unified_cache_linker": (LayerWiseLoadCounter,),
 }
 

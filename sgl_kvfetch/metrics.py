@@ -1,9 +1,25 @@
 """Prometheus metrics. Import this only in processes that serve: prometheus_client decides at import whether it runs in
-SGLang's multi-process mode, and SGLang sets that up after plugins are loaded."""
+SGLang's multi-process mode, and SGLang sets that up after plugins are loaded.
+
+`miss` also notes why a lookup, a fetch or a write fell short, for the request that is being served.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 from prometheus_client import Counter, Gauge, Histogram
+
+from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.reasons import Reason, reason_of
+
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
 
 _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
@@ -53,11 +69,22 @@ DATA_PLANE_STARTS = Counter("sgl_kvfetch_data_plane_restarts", "Data planes repl
 AUDITS = Counter(
     "sgl_kvfetch_audits", "Comparisons of stored pages with what the engine computed, by result", ["result"]
 )
-# sound, beyond (audit.most), far (so far beyond that the segment was deleted), failed (it could not be read)
+# sound, beyond (audit.most), far (so far beyond that the segment is a suspect), failed (it could not be read)
 AUDIT_RATIO = Histogram(
     "sgl_kvfetch_audit_ratio",
     "Squared errors of audited pages, as a multiple of what is expected, in the layer where they are worst",
     buckets=(0.01, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 8, 16, 100, 1000, 10000),
+)
+AUDIT_TYPICAL = Histogram(
+    "sgl_kvfetch_audit_typical",
+    "Squared errors of audited pages, as a multiple of what is expected, of all layers, by their place in the prompt",
+    ["tokens"],
+    buckets=(0.1, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 8, 16, 100),
+)
+AUDIT_DRIFT = Gauge(
+    "sgl_kvfetch_audit_drift",
+    "Median of sgl_kvfetch_audit_typical in the last 20 audits; 0 until there are as many",
+    multiprocess_mode="livemax",
 )
 AUDITED_OFF = Gauge(
     "sgl_kvfetch_audited_off",
@@ -108,3 +135,55 @@ DEVICE_REQUESTS = Counter("sgl_kvfetch_device_requests", "Requests whose prefix 
 # The ends of device mode's requests.
 ENDS = "landed", "partly", "failed", "recomputed", "missed", "flushed", "aborted"
 PARKED_REQUESTS = Gauge("sgl_kvfetch_parked_requests", "Requests waiting for their fetch", multiprocess_mode="livesum")
+
+
+# Tasks that a request's task begins have a copy of its context, with the same list in it.
+_noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
+
+
+def miss(stage: str, reason: str) -> None:
+    """Count that a lookup, a fetch or a write fell short. ``reason``: one of `reasons.Reason`."""
+    MISSES.labels(stage, reason).inc()
+    note(reason)
+
+
+def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
+    """Count a miss of a lookup or a fetch, and log it at a limited rate."""
+    reason = reason_of(error)
+    miss(stage, reason)
+    _limited.warning(f"{stage} {reason}", f"kvfetch {stage} is a miss ({reason}): {error}")
+
+
+@contextmanager
+def counted(stage: str) -> Iterator[None]:
+    """Suppress every exception of a lookup or a fetch, and count it. The engine counts what it cancels."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        pass
+    except (KVFetchError, TimeoutError) as e:
+        count_miss(stage, e)
+    except Exception:
+        logger.exception("kvfetch %s failed", stage)
+        miss(stage, "internal")
+
+
+def shortfall(reasons: Sequence[str]) -> str:
+    """Return the reason to tell of what was noted: the first one. That computing is sooner counts before all others,
+    since nothing was fetched then; that prompts differ, only if there is no other, since that is found before anything
+    can go wrong with the pages that they share."""
+    return min(reasons, key=lambda reason: (reason != Reason.SOONER, reason == Reason.DIVERGES), default="")
+
+
+def note(reason: str) -> None:
+    """Note why the request that this task serves gets less than is stored. Without one, do nothing."""
+    if (noted := _noted.get()) is not None:
+        noted.append(reason)
+
+
+def noted_here() -> list[str]:
+    """Return the list of what is noted from now on, in this task and in those that it begins. The task must be the
+    request's own."""
+    reasons: list[str] = []
+    _noted.set(reasons)
+    return reasons

@@ -10,11 +10,85 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from sgl_kvfetch.keys import Namespace
-from sgl_kvfetch.labels import Labels
+from sgl_kvfetch.keys import Labels, Namespace
 
 STATUS_KEY = "kvfetch"
 MAX_RECENT = 256
+RECENT_AUDITS = 20  # audits whose median is compared with DRIFTS
+DRIFTS = 1.5  # as docs/audits.md measures it: below it is sound
+LENGTHS = (1024, 8192, 65536)  # tokens: kinds of prompts
+MAX_AUDITS_BYTES = 16 << 10
+
+_Text = Annotated[str, Meta(max_length=2000)]
+
+
+class Audits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What audits of one rank have found, as ratios of errors to those that are expected (docs/audits.md).
+
+    ``ratio``, ``where``: of the last audit, where it is largest. ``typical``: of all layers, the median of the last
+    ``num_recent`` audits; ``before``: of those before, None if there are none; ``by_length``: of all that are known, by
+    where in a prompt they are (`length_of`). ``off``: why nothing is read or written any more; "" if it is.
+    """
+
+    model: _Text  # for people, as is ``quantiser``
+    quantiser: _Text
+    num_audits: int = 0
+    at_s: float = 0.0  # of the last one, in seconds since the epoch
+    ratio: float = 0.0
+    where: _Text = ""
+    typical: float = 0.0
+    num_recent: int = 0
+    before: float | None = None
+    by_length: Annotated[dict[str, float], Meta(max_length=16)] = {}
+    off: _Text = ""
+
+    @property
+    def drifts(self) -> bool:
+        """Whether errors are larger than expected in most of the last audits, though perhaps in none by much."""
+        return self.num_recent >= RECENT_AUDITS and self.typical > DRIFTS
+
+    @property
+    def says(self) -> str:
+        """One line on whether what is stored fits."""
+        if self.off:
+            return f"nothing of it is used: {self.off}"
+        if not self.num_audits:
+            return "nothing was audited yet"
+        kinds = ", ".join(f"{kind} tokens {ratio:.2g}" for kind, ratio in self.by_length.items())
+        before = "" if self.before is None else f", and {self.before:.2g} before"
+        found = (
+            f"errors are {self.typical:.2g} times as large as expected, the median of the last {self.num_recent} "
+            f"audits{before} (by length of prompt: {kinds})"
+        )
+        if self.num_recent < RECENT_AUDITS:
+            return f"{found}: too few to say more"
+        fits = "does not fit" if self.drifts else "fits"
+        return f"{found}: it {fits} the prompts"
+
+    @property
+    def advice(self) -> str:
+        """What to do; "" if nothing."""
+        if self.off:
+            return "docs/audits.md says what to do"
+        if not self.drifts:
+            return ""
+        if self.quantiser.startswith("klt"):
+            return (
+                "kvfetch calibrate --publish with prompts like those of your users, and attach again; if that changes "
+                "nothing, weights may have changed under the same name: a new model_id"
+            )
+        return (
+            "weights may have changed under the same name, which needs a new model_id; or this machine computes "
+            "otherwise than those that wrote"
+        )
+
+
+def length_of(token: int) -> str:
+    """Return the kind of prompt that a token belongs to, by its position."""
+    for most in LENGTHS:
+        if token <= most:
+            return f"to {most}"
+    return "more"
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +108,7 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's namespace and heads, and what applies to all ranks. ``most_left_out``: how many levels a segment may
     lack. ``threshold_tokens``: SGLang's prefetch_threshold, below which nothing is looked up. ``writes_back``: whether
-    SGLang stores only what it evicts."""
+    SGLang stores only what it evicts. ``audits``: None before the first one."""
 
     mode: str  # "host" or "device"
     reads: bool
@@ -46,4 +120,5 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     labels: Labels = Labels()
     most_left_out: int = 0
     writes_back: bool = False
+    audits: Audits | None = None
     recent: Annotated[list[Decided], Meta(max_length=MAX_RECENT)] = []  # the newest last

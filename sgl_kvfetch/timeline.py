@@ -1,9 +1,7 @@
-"""Records when each request was in which stage: as a file of spans, from which a run can be plotted, or as traces.
+"""Records when each request was in which stage, and hands the spans to an exporter of traces, on a thread of its own.
 
-Both are off by default. The file is on if the environment variable ``KVFETCH_TIMELINE`` names one. Each rank appends to
-its own file (that name with ``.0``, ``.1`` and so on), and its data plane to another one (``.0.data``), one JSON object
-a span: ``{"request": ..., "stage": ..., "start_s": ..., "end_s": ...}``. Times are from ``time.monotonic()``, which all
-processes of a Linux machine share. Traces are on if ``OTEL_TRACES_EXPORTER`` is ``otlp``: see ``tracing.py``.
+Off by default. Each rank and its data plane export their own spans if ``OTEL_TRACES_EXPORTER`` is ``otlp``: see
+``tracing.py``. Times are from ``time.monotonic()``, which all processes of a Linux machine share.
 """
 
 from __future__ import annotations
@@ -15,52 +13,22 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
-import msgspec
 import xxhash
 
-from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, FormatError, why
-from sgl_kvfetch.labels import label_of_request
-from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.keys import label_of_request
 
 logger = logging.getLogger(__name__)
-_limited = LimitedLogger(logger)
 
-TIMELINE_ENV = "KVFETCH_TIMELINE"
 TRACES_ENV = "OTEL_TRACES_EXPORTER"
 FLUSH_S = 0.25
 MAX_WAITING = 1 << 16  # spans in the queue
 _CLOSE_S = 2.0  # how long closing may wait for a collector
 
-Stage = Literal["queued", "parked", "lookup", "transmit", "decode", "restore", "prefill", "generate"]
-
-
-class Span(msgspec.Struct, frozen=True):
-    """One line of the file: the time that a request spent in a stage."""
-
-    request: str
-    stage: Stage
-    start_s: float
-    end_s: float
-
-
-def read_spans(path: Path) -> list[Span]:
-    """Read a file that a server wrote. Skip a last line without its end: it is still being written.
-
-    Raises OSError, and FormatError for a line that is no span.
-    """
-    decoder = msgspec.json.Decoder(Span)
-    content = path.read_bytes()
-    spans = []
-    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
-        try:
-            spans.append(decoder.decode(line))
-        except DECODE_ERRORS as e:
-            raise FormatError(f"{path}, line {number}: expected a span of a timeline: {e}") from e
-    return spans
+Stage = Literal["parked", "lookup", "transmit", "decode", "restore"]
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +37,7 @@ class Request:
 
     ``traceparent`` names the span of its fetch, in the form of W3C Trace Context; it is empty if the request is not
     traced. ``parent_id`` names SGLang's span, the parent of that one. ``parts`` collects spans for `Traces`. ``id`` is
-    cut (`label_of_request`): spans wait in a queue, and go to the data plane, files and collectors.
+    cut (`label_of_request`): spans wait in a queue, and go to the data plane and to collectors.
     """
 
     id: str
@@ -110,41 +78,18 @@ class Output(Protocol):
     def close(self) -> None: ...
 
 
-class SpanFile:
-    """Writes spans to a file. An `Output`."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open the file. Raises OSError if it cannot be written."""
-        self._file = open(path, "ab")  # noqa: SIM115 - kept until it is closed
-
-    def write(self, spans: Sequence[Recorded]) -> None:
-        lines = [
-            Span(each.request.id, each.stage, round(each.start_s, 6), round(each.end_s, 6))
-            for each in spans
-            if each.stage is not None
-        ]
-        try:
-            self._file.write(msgspec.json.Encoder().encode_lines(lines))
-            self._file.flush()
-        except OSError as e:
-            _limited.warning("timeline", f"timeline could not be written: {e}")
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class Timeline:
-    """Writes spans to outputs on its own thread. Without ``close``, the last quarter of a second may be lost."""
+    """Hands spans to an output on its own thread. Without ``close``, the last quarter of a second may be lost."""
 
-    def __init__(self, *outputs: Output) -> None:
-        self._outputs = outputs
+    def __init__(self, output: Output) -> None:
+        self._output = output
         self._spans: deque[Recorded] = deque(maxlen=MAX_WAITING)
         self._closing, self._written = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._write, name="kvfetch-timeline", daemon=True)
         self._thread.start()
 
     def add(self, span: Recorded) -> None:
-        """Record a span. Thread-safe; never waits for the disk. If ``MAX_WAITING`` spans wait, the oldest is lost."""
+        """Record a span. Thread-safe; never waits for the output. If ``MAX_WAITING`` spans wait, the oldest is lost."""
         self._spans.append(span)
 
     def close(self) -> None:
@@ -159,17 +104,14 @@ class Timeline:
             self._drain()
         self._drain()
         self._written.set()
-        for output in self._outputs:
-            output.close()
+        self._output.close()
 
     def _drain(self) -> None:
         if spans := [self._spans.popleft() for _ in range(len(self._spans))]:
-            for output in self._outputs:
-                output.write(spans)
+            self._output.write(spans)
 
 
 _process: Timeline | None = None
-_is_traced = False
 
 
 def check_tracing(environ: Mapping[str, str] = os.environ) -> ModuleType | None:
@@ -195,28 +137,15 @@ def check_tracing(environ: Mapping[str, str] = os.environ) -> ModuleType | None:
 
 
 def start(rank: int | str, environ: Mapping[str, str] = os.environ) -> None:
-    """Start the timeline of this process, if the environment asks for it. Further calls do nothing.
+    """Start the timeline of this process, if the environment asks for traces. Further calls do nothing.
 
-    Raises ConfigError if the file cannot be written, and as `check_tracing` does.
+    Raises ConfigError as `check_tracing` does.
     """
-    global _process, _is_traced
-    if _process is not None:
-        return
-    outputs: list[Output] = []
-    tracing = check_tracing(environ)
-    if name := environ.get(TIMELINE_ENV):
-        path = Path(f"{name}.{rank}")
-        try:
-            outputs.append(SpanFile(path))
-        except OSError as e:
-            raise ConfigError(f"{TIMELINE_ENV} = {name!r}: cannot write {path}: {why(e)}") from e
-        logger.info("timeline of rank %s: %s", rank, path)
-    if tracing is not None:
-        outputs.append(tracing.Traces(str(rank)))
-        logger.info("traces of rank %s are exported", rank)
-    if outputs:
-        _process, _is_traced = Timeline(*outputs), tracing is not None
+    global _process
+    if _process is None and (tracing := check_tracing(environ)) is not None:
+        _process = Timeline(tracing.Traces(str(rank)))
         atexit.register(_process.close)
+        logger.info("traces of rank %s are exported", rank)
 
 
 def close() -> None:
@@ -225,18 +154,14 @@ def close() -> None:
         _process.close()
 
 
-def is_on() -> bool:
-    return _process is not None
-
-
 def is_traced() -> bool:
-    return _is_traced
+    return _process is not None
 
 
 def arrived(request_id: str) -> Request:
     """Return a request that has arrived. If traces are exported, it gets a span for its fetch."""
     request = Request(request_id)
-    if _is_traced:
+    if is_traced():
         # All ranks have the same trace, unless SGLang traces the request: then its trace replaces this one.
         # Not from ``random``: SGLang gives all ranks the same seed.
         request.traceparent = f"00-{xxhash.xxh3_128_hexdigest(request.id.encode())}-{os.urandom(8).hex()}-01"
@@ -246,7 +171,7 @@ def arrived(request_id: str) -> Request:
 def add(request: Request, stage: Stage, start_s: float, end_s: float, **attributes: int | str) -> None:
     """Record a span of this process. Does nothing if the timeline is off, or for `NOBODY`.
 
-    Only traces show the ``attributes``. Traces join the spans of a stage: they add up numbers and list words.
+    Traces join the spans of a stage: they add up numbers of ``attributes``, and list words.
     """
     if _process is not None and request.id:
         _process.add(Recorded(request, stage, start_s, end_s, attributes))

@@ -82,6 +82,7 @@ class Traces:
     def _export(
         self, request: Request, name: str, start_s: float, end_s: float, attributes: Mapping[str, int | float | str]
     ) -> None:
+        """Hand a span to the SDK. A fetch has the id that its request carries; other spans are its children."""
         trace_id, fetch_id = int(request.traceparent[3:35], 16), int(request.traceparent[36:52], 16)
         is_fetch = name == "kvfetch.fetch"
         span_id, parent_id = (

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import functools
-import inspect
 import os
 import shutil
 import signal
@@ -14,26 +12,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import CodeType
 
 import pytest
-import torch
 
-import benchmarks.real_model
-from harness.engine import servers_find_sglang_imported
+from harness.engine import has_accelerator, servers_find_sglang_imported
 from harness.imported_sglang import ImportedSGLang
-from harness.models import make_tiny_llama
 from tests.cpu_time import CpuTime
 
+# The tests' processes, and the servers that they start, share the cores. With a team of threads for each, the cores
+# would spend much of their time on OpenMP threads that spin while they wait for others. Torch reads it at its import.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Before anything imports SGLang or Triton: both decide at import what they run on.
-if not torch.accelerator.is_available():
+if not has_accelerator():
     os.environ.setdefault("KVFETCH_CPU_ENGINE", "1")
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-# The tests' processes, and the servers that they start, share the cores. With a team of threads for each, the cores
-# would spend much of their time on threads of OpenMP that spin while they wait for others.
-torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell starts background jobs with Ctrl-C ignored, and what the tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -44,65 +37,44 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("sgl_kvfetch", "triton_kernels")
 Once = Callable[[str, Callable[[Path], object]], Path]
 
-# Names by which functions start a server or another process.
-STARTERS = {
-    *("CephProcess", "DataPlaneProcess", "RedisProcess", "SGLangServer", "StoreProcess", "SwiftProcess"),
-    *("running_s3_server", "running_server", "multiprocessing", "subprocess"),
-}
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--fast", action="store_true", help="leave out slow tests, and those that start a server or a process"
-    )
-
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CpuTime())
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Spare runs without Hypothesis its import: its plugin imports it at the end, to look for what nobody wrote."""
+    plugins = session.config.pluginmanager
+    if "hypothesis" not in sys.modules and plugins.has_plugin("hypothesispytest"):
+        plugins.unregister(name="hypothesispytest")
+
+
+# Files that compute for minutes, in processes of their own. They go first: one worker would end with one of them while
+# the other has nothing left.
+LONGEST = ("tests/test_lowest.py::", "tests/triton_kernels/test_emulated_kernels.py::")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    if not has_cuda():
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):  # `keywords` has the names of folders, too
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-    if config.getoption("--fast"):
-        left_out = [item for item in items if starts_a_process(item)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
 
 
-def starts_a_process(item: pytest.Item) -> bool:
-    """Return whether a test is slow, or it, its fixtures or what they call in the tests' own modules name a starter."""
-    if any(mark in item.keywords for mark in ("slow", "sglang", "gpu")):
-        return True
-    assert isinstance(item, pytest.Function)
-    fixtures = (found[-1].func for found in item._fixtureinfo.name2fixturedefs.values())
-    functions, seen = [item.function, *fixtures], set()
-    while functions:
-        function = inspect.unwrap(functions.pop())
-        if inspect.isfunction(function) and function.__module__.startswith("tests.") and function not in seen:
-            seen.add(function)
-            names = names_in(function.__code__)
-            if not STARTERS.isdisjoint(names):
-                return True
-            for found in map(function.__globals__.get, names):
-                functions += filter(inspect.isfunction, vars(found).values() if inspect.isclass(found) else [found])
-    return False
+def has_cuda() -> bool:
+    if not has_accelerator():
+        return False
+    import torch
 
-
-@functools.cache
-def names_in(code: CodeType) -> set[str]:
-    nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return {*code.co_names}.union(*map(names_in, nested))
+    return torch.cuda.is_available()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def imported_sglang() -> Iterator[ImportedSGLang | None]:
     """With an accelerator, None: its context does not survive a fork."""
-    has_accelerator = torch.accelerator.is_available()
     context: AbstractContextManager[ImportedSGLang | None]
-    context = nullcontext() if has_accelerator else servers_find_sglang_imported()
+    context = nullcontext() if has_accelerator() else servers_find_sglang_imported()
     with context as imported:
         yield imported
 
@@ -143,6 +115,8 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 @pytest.fixture(scope="session")
 def tiny_llama(once: Once) -> Path:
     """A small random Llama."""
+    from harness.models import make_tiny_llama
+
     return once("tiny-llama", make_tiny_llama)
 
 
@@ -176,6 +150,8 @@ def pip(*args: str) -> None:
 @pytest.fixture(scope="session")
 def real_model() -> Path:
     """A small real language model, SmolLM2-135M-Instruct in bfloat16. It is made once, in the user's cache."""
-    if not benchmarks.real_model.is_available():
+    from benchmarks.real_model import is_available, real_model
+
+    if not is_available():
         pytest.skip("needs the packages in scripts/requirements-model.txt, and gguf")
-    return benchmarks.real_model.real_model()
+    return real_model()

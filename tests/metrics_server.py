@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from concurrent.futures import Future
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 os.environ["PROMETHEUS_MULTIPROC_DIR"] = sys.argv[2]  # before prometheus_client is imported
@@ -23,16 +22,16 @@ from sglang.srt.observability.metrics_collector import TokenizerMetricsCollector
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_tokenizer
 
 from harness.engine import free_port
-from harness.memory_pool import MemoryPool
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
-from sgl_kvfetch.plane.launch import DataPlaneProcess
-from sgl_kvfetch.plane.messages import Found, Start
-from sgl_kvfetch.plane.plane import DataPlane
+from sgl_kvfetch.plane.arena import SharedPool
+from sgl_kvfetch.plane.engine_end import DataPlane
+from sgl_kvfetch.plane.process import DataPlaneProcess
+from sgl_kvfetch.plane.protocol import Staged, Start
 from tests.segments import SMALL, make_heads, make_values, page_hashes
 
 NUM_PAGES = 8
+POOL = SharedPool.create(SMALL, NUM_PAGES)  # pages are fetched to it
 
 
 class _QuietHandler(WSGIRequestHandler):
@@ -42,14 +41,13 @@ class _QuietHandler(WSGIRequestHandler):
 
 def open_plane(url: str) -> DataPlane:
     heads = make_heads(SMALL, make_quantiser("exact"))
-    settings = {"store": url, "codec": "zstd", "lookup_timeout_s": 60, "fetch_timeout_s": 60}
-    return DataPlane(Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None), SMALL, DataPlaneProcess)
+    settings = {"store": url, "codec": "zstd", "lookup_timeout_s": 60, "fetch_timeout_s": 60, "recompute": "never"}
+    start = Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None, pool=POOL.places)
+    return DataPlane(start, SMALL, DataPlaneProcess, pool_files=POOL.files)
 
 
-def look_up(plane: DataPlane, hashes: list[bytes]) -> Found:
-    found: Future[Found] = Future()
-    plane.look_up(hashes, found.set_result)
-    return found.result(WAIT_S)
+def look_up(plane: DataPlane, hashes: list[bytes]) -> Staged:
+    return plane.look_up(hashes).result(WAIT_S)
 
 
 def write_and_fetch(plane: DataPlane, hashes: list[bytes]) -> None:
@@ -57,8 +55,7 @@ def write_and_fetch(plane: DataPlane, hashes: list[bytes]) -> None:
     values = {tensor: x.view(len(hashes), SMALL.page_size, *x.shape[1:]) for tensor, x in tensors}
     plane.write(0, None, hashes, range(len(hashes)), lambda tensor, pages: values[tensor][list(pages)])
     wait_until(lambda: look_up(plane, hashes).num_pages == len(hashes), poll_s=0.1)
-    destination = Destination(range(len(hashes)), GuardedSink(MemoryPool(SMALL, len(hashes), float("nan"))))
-    _, over = plane.fetch(hashes, time.monotonic() + WAIT_S, destination)
+    over = plane.fetch(hashes, range(len(hashes)), time.monotonic() + WAIT_S).over
     assert over.result(WAIT_S).num_pages == len(hashes)
 
 

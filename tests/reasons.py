@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from prometheus_client import generate_latest
-
-from harness.metrics import read_metric
+from harness.metrics import own_metric
 from sgl_kvfetch.reasons import Reason
 
 
@@ -24,16 +22,12 @@ def assert_why(found: Any, *reasons: Reason, pages: range | None = None) -> None
         assert range(found["findings"][0]["first_page"], found["findings"][0]["end_page"]) == pages
 
 
-def _own_metrics() -> str:
-    return generate_latest().decode()
-
-
 @contextmanager
-def assert_counted(stage: str, reason: Reason, metrics: Callable[[], str] = _own_metrics) -> Iterator[None]:
-    """The block's misses are counted under this reason. ``metrics`` reads a server's, by default this process's."""
+def assert_counted(stage: str, reason: Reason) -> Iterator[None]:
+    """The block's misses are counted under this reason in this process. For a server: `tests.e2e.faults.misses`."""
 
     def count() -> float:
-        return read_metric(metrics(), "sgl_kvfetch_misses_total", stage=stage, reason=reason)
+        return own_metric("sgl_kvfetch_misses_total", stage=stage, reason=reason)
 
     before = count()
     yield

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -15,11 +17,34 @@ from sgl_kvfetch.codec.container.manifest import Manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.keys import FORMAT_MAJOR, FORMAT_MINOR, HeadSlice, Namespace
-from sgl_kvfetch.labels import Labels
+from sgl_kvfetch.keys import FORMAT_MAJOR, FORMAT_MINOR, HeadSlice, Labels, Namespace
+from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.testing import put_segment
 from sgl_kvfetch.types import TENSORS, CellGrid, KVGeometry, TensorName, torch_dtype
 
+S = TypeVar("S", bound=Store)
+T = TypeVar("T")
 SMALL = KVGeometry(num_layers=4, num_heads=2, k_head_dim=48, v_head_dim=64, page_size=4, dtype="bfloat16")
+
+
+def using(store: S, work: Callable[[S], Awaitable[T]]) -> T:
+    """Open a store for some work, from code that is not asynchronous. Return what the work returns."""
+
+    async def run() -> T:
+        try:
+            return await work(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+def put_all(store: Store, *segments: CodedSegment) -> None:
+    async def put(store: Store) -> None:
+        for segment in segments:
+            await put_segment(store, segment)
+
+    using(store, put)
 
 
 def make_heads(geometry: KVGeometry = SMALL, quantiser: Quantiser | None = None, model: str = "m") -> HeadSlice:

@@ -106,6 +106,7 @@ def test_a_command_is_understood(
             require_benchmark(_MODULES[program], rest, whole, monkeypatch)
 
 
+@pytest.mark.process
 def test_harmless_commands_run(tmp_path: Path, tiny_llama: Path) -> None:
     """On a store with a prompt: those of the documentation that name a store over HTTP or a directory."""
     root = tmp_path / "store"

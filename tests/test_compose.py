@@ -41,6 +41,7 @@ def test_programs_find_the_mounted_files() -> None:
     assert MOUNTS[f"{provider['options']['path']}/sgl_kvfetch.json"] == DEPLOY / "grafana.json"
 
 
+@pytest.mark.process
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's prometheus")
 def test_promtool_accepts_the_configuration() -> None:
     config = MOUNTS["/etc/prometheus/prometheus.yml"]

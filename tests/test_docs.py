@@ -12,7 +12,7 @@ import pytest
 from harness import commands_page
 from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES
 from sgl_kvfetch.plane.fetch import finder
-from sgl_kvfetch.server.budget import BUDGET_BYTES
+from sgl_kvfetch.server.bodies import BUDGET_BYTES
 from sgl_kvfetch.stores.wire import MAX_LOOKUP_ANSWER_BYTES
 
 ROOT = Path(__file__).parents[1]
@@ -74,6 +74,7 @@ def test_the_page_of_commands_is_their_help() -> None:
     assert commands_page.PAGE.read_text() == commands_page.page()
 
 
+@pytest.mark.process
 def test_the_site_is_built_without_warnings(tmp_path: Path) -> None:
     """Warnings are for broken links and anchors, and for pages that are missing in the navigation."""
     if shutil.which("mkdocs") is None:

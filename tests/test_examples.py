@@ -6,6 +6,7 @@ tests/test_quick_start.py runs examples/openai_client.py, on the server that it 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -24,10 +25,10 @@ from harness.engine import other_models
 from harness.models import TinyLlama, make_tiny_llama
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, running_s3_server
-from harness.small_segments import make_segment, page_hashes, put_segment
 from harness.store_process import StoreProcess
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plane.store import open_configured_store
+from sgl_kvfetch.testing import make_segment, page_hashes, put_segment
 from tests.conftest import ROOT
 from tests.test_helm import KUBERNETES, helm, rendered
 
@@ -57,6 +58,7 @@ def test_the_second_server_fetches_what_the_first_computed(tiny_llama: Path, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.process
 def test_what_a_store_would_do_for_a_log(tiny_llama: Path, tmp_path: Path) -> None:
     """Of three prompts of 400, 464 and 100 tokens, the second begins with the first one's 384 whole pages. The third is
     the beginning of the first, but too short to be looked up."""
@@ -72,6 +74,42 @@ def test_what_a_store_would_do_for_a_log(tiny_llama: Path, tmp_path: Path) -> No
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_error_of_the_estimate_is_no_traceback(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text(json.dumps({"prompt": [3]}))
+    options = ("--model", str(tiny_llama), "--link", "10", "--prefill-tps", "1000")
+    command = (sys.executable, str(EXAMPLES / "traffic.py"), str(tmp_path / "log.jsonl"), *options)
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "kvfetch: --link '10': expected a form such as 10Gbps or 500Mbps\n"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("traffic.py", "nosuch", "--model", "MODEL", "--link", "10Gbps", "--prefill-tps", "9"), "nosuch cannot be re"),
+        (("compress.py", "--model", "MODEL", "--profile", "nosuch", "--text", "README.md"), "profile nosuch cannot be"),
+        (("compress.py", "--model", "MODEL", "--profile", "nosuch", "--text", "nosuch"), "No such file or directory"),
+        (
+            ("openai_client.py", "http://127.0.0.1:1/v1", "README.md"),
+            "http://127.0.0.1:1/v1, README.md: Connection err",
+        ),
+        (("openai_client.py", "http://127.0.0.1:1/v1", "nosuch"), "No such file or directory"),
+        (("two_servers.py", "--help"), "Show a store at work"),
+    ],
+)
+def test_what_is_not_there_is_no_traceback(command: tuple[str, ...], says: str, tiny_llama: Path) -> None:
+    program, *args = [str(tiny_llama) if each == "MODEL" else each for each in command]
+    few = ["--tokens", "100", "--continuation", "32"] if program == "compress.py" else []
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command_line = [sys.executable, str(EXAMPLES / program), *args, *few]
+    done = subprocess.run(command_line, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_servers_find_the_profile_that_was_calibrated(tmp_path: Path) -> None:
     shape = TinyLlama(128, 32, 32, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=32)
@@ -82,8 +120,35 @@ def test_servers_find_the_profile_that_was_calibrated(tmp_path: Path) -> None:
         environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
         output = run(EXAMPLES / "calibrate.sh", model, prompts, store.url, *few, cwd=tmp_path, **environment)
         (stored,) = json.loads(run("kvfetch", "profile", "list", store.url, "--json", cwd=tmp_path))
+        profile = tmp_path / "profile"
+        run("kvfetch", "profile", "get", store.url, stored["digest"], "--out", profile, cwd=tmp_path)
     assert stored["is_newest"]
     assert output.count(stored["digest"]) >= 2  # of calibrating, and in the list
+    text, plot = tmp_path / "text", tmp_path / "plot.png"
+    text.write_text(" ".join(f"w{3 + place * place % 89}" for place in range(200)))
+    table = run(
+        sys.executable,
+        EXAMPLES / "compress.py",
+        "--model",
+        model,
+        "--profile",
+        profile,
+        "--text",
+        text,
+        "--tokens",
+        100,
+        "--continuation",
+        32,
+        "--plot",
+        plot,
+        cwd=tmp_path,
+    )
+    rows = [[*map(float, line.rstrip("%").split())] for line in table.splitlines()[2:]]
+    assert len(rows) >= 2
+    for finer, coarser in itertools.pairwise(rows):
+        assert finer[0] < coarser[0]
+        assert finer[2] > coarser[2]
+    assert plot.stat().st_size > 1000
 
 
 def config_in(args: Sequence[str]) -> dict[str, Any]:
@@ -103,6 +168,7 @@ def test_kubernetes_accepts_the_servers(version: str) -> None:
         kubernetes_validate.validate(resource, version, strict=True)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(helm is None, reason="needs helm, as in the extra `dev`")
 def test_the_servers_find_the_store_of_the_chart() -> None:
     text = (EXAMPLES / "kubernetes" / "sglang.yaml").read_text()
@@ -116,6 +182,7 @@ def test_the_servers_find_the_store_of_the_chart() -> None:
     assert f"tokenSecret={secret}" in text
 
 
+@pytest.mark.process
 @pytest.mark.skipif(REDIS is None, reason=REDIS_MISSING)
 async def test_the_bucket_and_the_index_of_the_compose_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """On moto's server, which the compose file starts, too, and a Redis with its password."""

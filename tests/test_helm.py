@@ -23,12 +23,16 @@ ALL = {
     "storageClassName": "fast",
     "options": "{--max-uploads=8}",
     **{f"{part}.enabled": "true" for part in ("serviceMonitor", "prometheusRule", "dashboard", "networkPolicy")},
+    "audit.server": "http://sglang:30000",
+    "audit.prompts": "prompts",
+    "audit.apiKeySecret": "sglang",
+    "audit.options": "{--most-kl=0.1}",
 }
 BIG = {"capacity": "2TiB"}  # more than the volume
-OF_THE_OPERATOR = {"ServiceMonitor", "PrometheusRule"}
+OF_THE_OPERATOR = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
 
 helm = shutil.which("helm")
-pytestmark = pytest.mark.skipif(helm is None, reason="needs helm, as in the extra `dev`")
+pytestmark = [pytest.mark.process, pytest.mark.skipif(helm is None, reason="needs helm, as in the extra `dev`")]
 
 
 def run(*args: str, **values: str) -> subprocess.CompletedProcess[str]:
@@ -53,7 +57,7 @@ def test_helm_finds_nothing_wrong(values: dict[str, str]) -> None:
 @pytest.mark.parametrize("values", [LEAST, LEAST | ALL])
 def test_kubernetes_accepts_the_resources(values: dict[str, str], version: str) -> None:
     resources = rendered(**values)
-    more = {*OF_THE_OPERATOR, "ConfigMap", "NetworkPolicy"} if "tlsSecret" in values else set()
+    more = {*OF_THE_OPERATOR, "ConfigMap", "Deployment", "NetworkPolicy"} if "tlsSecret" in values else set()
     assert set(resources) == {"StatefulSet", "Service"} | more
     for kind, resource in resources.items():
         if kind not in OF_THE_OPERATOR:
@@ -65,6 +69,21 @@ def test_the_store_understands_its_options(values: dict[str, str]) -> None:
     (container,) = rendered(**values)["StatefulSet"]["spec"]["template"]["spec"]["containers"]
     assert kvfetch(*container["args"], "--help").exit_code == 0
     assert kvfetch(*container["args"], "--unknown", "--help").exit_code == 2
+
+
+def test_answers_are_audited_by_a_pod_of_its_own() -> None:
+    resources = rendered(**LEAST, **ALL)
+    (container,) = resources["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert container["args"][:2] == ["audit", "--server=http://sglang:30000"]
+    assert kvfetch(*container["args"], "--help").exit_code == 0
+    assert kvfetch(*container["args"], "--unknown", "--help").exit_code == 2
+    assert f"--metrics={container['ports'][0]['containerPort']}" in container["args"]
+    labels = resources["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    of_store = resources["Service"]["spec"]["selector"]
+    assert not of_store.items() <= labels.items()
+    assert resources["PodMonitor"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    without = {key: value for key, value in ALL.items() if key != "audit.prompts"}
+    assert "audit.prompts: name a config map" in run("template", "kv", str(CHART), **LEAST, **without).stderr
 
 
 def test_an_existing_claim_takes_the_place_of_a_new_one() -> None:
@@ -143,6 +162,7 @@ def test_a_store_may_demand_certificates_of_its_clients() -> None:
     [
         ({"capcity": "10GiB"}, "capcity"),
         ({"service.prot": "1"}, "prot"),
+        ({"audit.server": "sglang:30000"}, "server"),
         ({"capacity": "10G"}, "capacity"),
         ({"volume": "10GiB"}, "volume"),
         ({"options": "{max-uploads}"}, "options"),

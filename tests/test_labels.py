@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.labels import (
+from sgl_kvfetch.keys import (
     MAX_LABEL_CHARS,
     Labels,
     are_named,
@@ -58,7 +58,8 @@ def test_a_long_id_is_cut_and_told_apart(request_id: str) -> None:
     assert label[:8] == label_of_request(request_id[:4] * 2)[:8]
     assert label_of_request(label) == label  # `kvfetch why` takes what a server shows
     assert label_of_request(request_id + "y") != label
-    assert label_of_request("\udc80") == "\\udc80"
+    assert label_of_request("\udc80") == label_of_model("\udc80", "") == "\\udc80"
+    assert label_of_flags({"kv_cache_dtype": "\udc80"}) == "kv_cache_dtype=\\udc80"
 
 
 def test_models_are_named_as_they_are_served(tmp_path: Path) -> None:

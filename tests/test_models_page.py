@@ -21,14 +21,13 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from harness.models import FAMILIES, IMAGE_TEXT
+from harness.models import FAMILIES, IMAGE_TEXT, OTHER_FAMILIES, OTHER_IMAGE_TEXT
 from sgl_kvfetch.codec.calibrate.pools import WINDOWS_APART
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plugin import starting
-from sgl_kvfetch.plugin.device.linker import KVFetchLinker
-from sgl_kvfetch.plugin.device.pages import _kv_buffers
+from sgl_kvfetch.plugin.device.pages import open_pools
 from sgl_kvfetch.plugin.host.storage import _require_supported
 from tests.codec.calibrate import test_addend, test_layers
+from tests.e2e import families
 from tests.plugin.backends import storage_config
 
 PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
@@ -59,6 +58,8 @@ NAMED = {
         "qwen3_vl": "Qwen3-VL",
         "mistral3": "Mistral 3",
         "gemma3": "Gemma 3 with images",
+        "glm4v": "GLM-4.xV",
+        "internvl": "InternVL",
     },
     "MLA": {"deepseek_v3": "DeepSeek V3"},
     "windows in a pool of their own": {
@@ -66,14 +67,18 @@ NAMED = {
         "gpt_oss": "gpt-oss",
         "gemma4_text": "Gemma 4",
         "mimo_v2_flash": "MiMo V2",
+        "llama4": "Llama 4",
+        "step3p7": "Step",
     },
     "states beside attention": {
         "lfm2": "LFM2",
         "qwen3_5": "Qwen3.5",
+        "qwen3_next": "Qwen3-Next",
         "kimi_linear": "Kimi Linear",
         "nemotron_h": "Nemotron-H",
         "granitemoehybrid": "Granite 4",
     },
+    "MLA with an indexer": {"deepseek_v32": "DeepSeek V3.2", "glm_moe_dsa": "GLM-5"},
 }
 """What the tests' models are called in the table, by row and by their types in transformers."""
 
@@ -120,8 +125,9 @@ def families_of(test: Any) -> set[str]:
 
 def test_every_model_of_the_tests_is_named_in_its_row_and_no_other_is() -> None:
     served = {*FAMILIES, *IMAGE_TEXT, "llama", *test_layers.MADE}
+    served |= {*families.SEEN, *families.IN_TRITON}
     calibrated = families_of(test_layers.test_layers_compute_what_the_whole_model_does)
-    calibrated |= {*test_layers.WITH_IMAGES, *test_addend.FAMILIES} | served
+    calibrated |= {*test_layers.WITH_IMAGES, *test_addend.FAMILIES, *OTHER_FAMILIES, *OTHER_IMAGE_TEXT} | served
     assert {name for models in NAMED.values() for name in models} == calibrated
     for family, (_, _, _, tried) in rows().items():
         found = {label: set(names.split(", ")) for label, names in re.findall(r"(SGLang|calibration): ([^;]*)", tried)}
@@ -133,7 +139,7 @@ def test_every_model_of_the_tests_is_named_in_its_row_and_no_other_is() -> None:
 
 def test_klt_is_named_where_calibration_was_tried() -> None:
     for family, (_, host, device, _) in rows().items():
-        if "fp8" not in family:
+        if family not in ("a KV cache in fp8 (`e4m3`, `e5m2`)", "a draft model"):  # which are no models
             assert ("`klt`" in host) == (family in NAMED), family
             assert ("`klt`" in device) == (family in NAMED and "`exact`" in device), family
     refused = families_of(test_layers.test_layers_without_plain_keys_and_values_are_named)
@@ -159,15 +165,36 @@ def takes_host(kind: type) -> bool:
 
 
 def takes_device(row: Row) -> bool:
+    plain = device_pools.MHATokenToKVPool(1, 1, torch.bfloat16, 1, 1, 1, "cpu", False)
     pool: Any = object.__new__(row.device)
     vars(pool).update(k_buffer=[], v_buffer=[], kv_buffer=[], kv_lora_rank=512, use_dsa=False, kv_cache_layout="nhd")
-    vars(pool).update(quant_method=UnquantizedKVCacheMethod())
-    with pytest.raises((UnsupportedError, AttributeError)) as e:  # the latter: it went on to what the linker is given
-        KVFetchLinker(None, SimpleNamespace(), components={*row.components})
-    if isinstance(e.value, UnsupportedError):
-        return False
+    vars(pool).update(quant_method=UnquantizedKVCacheMethod(), full_kv_pool=plain, swa_kv_pool=plain)
+    vars(pool).update(kv_cache_dim=576, qk_rope_head_dim=64, store_dtype=torch.bfloat16)
+    index_keys = [torch.zeros(1, 8, dtype=torch.uint8)]
+    vars(pool).update(index_key_cache=SimpleNamespace(buffer=index_keys), main_pool=plain, dense_pool=None)
+    indexer = SimpleNamespace(k_buffer=plain.k_buffer, store_dtype=torch.bfloat16)
+    vars(pool).update(index_kv_pool=None, index_k_pool=indexer)
+    vars(pool).update(layers_mapping={0: (0, False), 1: (0, True)}, full_attention_layer_id_mapping={0: 0})
+    state = torch.zeros(1, 2, 3)
+    requests = SimpleNamespace(
+        mamba_map={1: 0},
+        mamba_ckpt_pool=None,
+        short_conv_pool=SimpleNamespace(enabled=False),
+        ngram_pool=SimpleNamespace(enabled=False),
+        mamba_pool=SimpleNamespace(mamba_cache=SimpleNamespace(temporal=state, conv=[state])),
+    )
+    allocator = SimpleNamespace(get_kvcache=lambda: pool)
+    params = SimpleNamespace(
+        token_to_kv_pool_allocator=allocator,
+        page_size=1,
+        swa_retain_window=8,
+        req_to_token_pool=requests,
+        mtp_draft_device_pools=(),
+        mtp_draft_mamba_pools=(),
+        sidecar_draft_device_pools=(),
+    )
     try:
-        _kv_buffers(pool)
+        open_pools(params, row.components)
     except UnsupportedError:
         return False
     return True
@@ -179,17 +206,8 @@ def test_minimax_m3_in_nvfp4_is_refused() -> None:
 
 
 def test_every_family_is_compared() -> None:
-    """A draft model is refused by a flag: tests/plugin/test_launch_check.py."""
+    """A draft model's pools are tried in tests/plugin/device/test_side_pools.py."""
     assert {*rows()} == {*POOLS, "a draft model"}
-
-
-def test_klt_is_refused_where_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "`klt` not on a GPU" in rows()["a KV cache in fp8 (`e4m3`, `e5m2`)"][2]
-    pages: Any = SimpleNamespace(geometry=SimpleNamespace(torch_dtype=torch.float8_e4m3fn, dtype="float8_e4m3fn"))
-    for is_on_gpu in (False, True):
-        monkeypatch.setattr(starting, "_is_on_gpu", lambda pages, answer=is_on_gpu: answer)
-        assert bool(starting._why_no_klt(pages, None, None, has_draft=False)) == is_on_gpu
-    assert "draft models" in starting._why_no_klt(pages, None, None, has_draft=True)
 
 
 def test_examples_with_windows_apart_are_those_of_the_table_of_pools() -> None:

@@ -1,16 +1,20 @@
-"""The memory of processes, as Linux tells it and takes it back, and how processes end that have used obstore."""
+"""The memory of processes, as Linux tells it and takes it back, how processes end that have used obstore, and how
+OpenMP's threads wait."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
-from sgl_kvfetch.processes import available_bytes, own_bytes
+from sgl_kvfetch.processes import available_bytes, own_bytes, use_one_thread
 
 _FREES_EVERY_OTHER_BLOCK = """
 import ctypes, sys
@@ -29,6 +33,7 @@ print(next(line for line in open("/proc/self/status") if line.startswith("RssAno
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
 def test_freed_blocks_go_back_to_the_kernel() -> None:
     def resident(how: str) -> int:
@@ -87,6 +92,7 @@ print("returned")
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("end", "code", "stderr"),
     [
@@ -110,6 +116,7 @@ def test_a_process_that_has_used_obstore_ends_as_python_would_but_takes_nothing_
         assert done.stdout.split("\n")[:-1] == ["main", *returned, "thread", "atexit", *taken_apart]
 
 
+@pytest.mark.process
 def test_output_that_nobody_reads_is_an_exit_code_of_its_own() -> None:
     script = "import obstore, sys; from sgl_kvfetch.processes import run_and_end; run_and_end(lambda: print('x' * 99))"
     command = [sys.executable, "-c", script]
@@ -118,3 +125,29 @@ def test_output_that_nobody_reads_is_an_exit_code_of_its_own() -> None:
         assert process.stdout is not None
         process.stdout.close()
         assert process.wait(120) == 120  # as of any program in Python
+
+
+def test_only_the_calling_thread_computes_alone() -> None:
+    own = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as alone, ThreadPoolExecutor(1) as later:
+        first.submit(torch.set_num_threads, 3).result()
+        alone.submit(use_one_thread).result()
+        assert alone.submit(torch.get_num_threads).result() == 1
+        assert later.submit(torch.get_num_threads).result() == 3
+        assert first.submit(torch.get_num_threads).result() == 3
+        later.submit(torch.set_num_threads, own).result()
+    assert torch.get_num_threads() == own
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("policy", "spins"), [(None, False), ("active", True)])
+def test_threads_of_commands_sleep_while_they_wait(policy: str | None, spins: bool) -> None:
+    """On a busy machine, a calibration whose threads spin takes several times the CPU time."""
+    environ = {**os.environ, "OMP_DISPLAY_ENV": "VERBOSE"}
+    environ.pop("OMP_WAIT_POLICY", None)
+    if policy is not None:
+        environ["OMP_WAIT_POLICY"] = policy
+    command = [sys.executable, "-m", "sgl_kvfetch.tools", "calibrate", "--model", "none", "--out", "none"]
+    said = subprocess.run(command, env=environ, capture_output=True, text=True).stderr
+    (count,) = re.findall(r"GOMP_SPINCOUNT = '(\w+)'", said)
+    assert (count != "0") == spins, said

@@ -16,10 +16,13 @@ from harness.models import TinyLlama, make_tiny_llama
 from harness.store_process import StoreProcess
 from harness.waiting import polls
 from sgl_kvfetch.codec import fingerprint_model, load_profile
-from sgl_kvfetch.plane import parse_config, take_profile
+from sgl_kvfetch.plane import parse_config
+from sgl_kvfetch.plane.profiles import take_profile
 from tests.conftest import copy_sources
 from tests.shell_blocks import ROOT, Shell, blocks_of, installing, replaced, running
 from tests.tools.conftest import kvfetch
+
+pytestmark = pytest.mark.process
 
 FIRST_HIT, CALIBRATE, TWO_COMMANDS = blocks_of((ROOT / "README.md").read_text())
 MACHINE = re.compile(r"^# on ", re.MULTILINE)  # where the block goes on on another machine
@@ -43,6 +46,13 @@ def wait_for(url: str, shell: Shell) -> None:
             continue
         return
     pytest.fail(shell.tail())
+
+
+def test_git_does_not_take_the_token() -> None:
+    """The first block is typed in a checkout."""
+    made = re.findall(r">(\w+)\)", FIRST_HIT)
+    assert made == ["token"]
+    assert {f"/{name}" for name in made} <= {*(ROOT / ".gitignore").read_text().splitlines()}
 
 
 @pytest.mark.slow
@@ -96,7 +106,7 @@ def test_calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         theirs = [("--model MODEL ", f"--model {model} "), ("http://STORE:8700", store.url)]
         run(replaced(CALIBRATE, theirs), tmp_path, "calibrate")
         config = parse_config({"store": store.url, "quantiser": "klt"})
-        taken = take_profile(config, fingerprint_model(str(model)))
+        taken = take_profile(config, fingerprint_model(str(model)), lambda path: None)
     assert taken is not None
     assert load_profile(Path(taken.path)).calibration.num_windows == 25
 

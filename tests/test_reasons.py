@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from sgl_kvfetch import errors
-from sgl_kvfetch.plugin.host.patience import GIVEN_UP
+from sgl_kvfetch.plugin.host.storage import GIVEN_UP
 from sgl_kvfetch.reasons import ADVICE, Reason, reason_of
 from tests import reasons
 

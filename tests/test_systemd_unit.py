@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 UNIT = Path(__file__).parent.parent / "deploy" / "kvfetch.service"
-pytestmark = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze"),
+]
 
 
 def analyze(*args: str) -> None:

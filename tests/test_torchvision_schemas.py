@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from harness.waiting import WAIT_S
 MODULE = Path(__file__).parent.parent / "scripts" / "torchvision_schemas.py"
 
 
+@pytest.mark.process
 def test_torchvision_can_be_imported_next_to_a_cpu_build_of_torch(tmp_path: Path) -> None:
     if torch.version.cuda is not None:
         pytest.skip("torchvision's own extension loads here")
@@ -23,16 +23,3 @@ def test_torchvision_can_be_imported_next_to_a_cpu_build_of_torch(tmp_path: Path
         "assert hasattr(torch.ops.torchvision, 'nms')\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=WAIT_S)
-
-
-def test_installing_twice_is_installing_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("torchvision_schemas", MODULE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    module.install()
-    finders = list(sys.meta_path)
-    module.install()
-    assert sys.meta_path == finders

@@ -51,9 +51,7 @@ def log_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(timeline, "_process", None)
-    monkeypatch.setattr(timeline, "_is_traced", False)
     timeline.start(3)
-    assert timeline.is_on()
     assert timeline.is_traced()
     yield
     timeline.close()
@@ -80,7 +78,6 @@ def fetch(request: Request, now_s: float) -> None:
     timeline.fetched(there)
     timeline.add(there, "restore", now_s + 8, now_s + 9)  # of a fetch that was cancelled
     timeline.add(request, "parked", now_s, now_s + 7, end="landed", tokens=480)
-    timeline.add(Request(request.id), "prefill", now_s + 7, now_s + 8)
 
 
 @pytest.mark.usefixtures("traced")

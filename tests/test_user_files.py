@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.codec.container.encryption import read_encryption_keys
-from sgl_kvfetch.codec.container.signing import ManifestKeys, read_manifest_keys
+from sgl_kvfetch.codec.container.encryption import ManifestKeys, read_encryption_keys, read_manifest_keys
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.prompts import read_prompts, read_texts
-from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.tokens import Role, TokenFile
 from sgl_kvfetch.stores.redis_index import PASSWORD_ENV
 from sgl_kvfetch.stores.remote import TlsFiles

@@ -1,15 +1,19 @@
-"""The wheel: what it contains, and that it works where nothing else of this checkout is."""
+"""What a package index would get: what the wheel contains, that it works where nothing else of this checkout is, that
+it and the sources are valid, and that a store's machine needs no torch."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import PACKAGES, ROOT, pip
+from tests.conftest import PACKAGES, ROOT, copy_sources, pip
 
 FIND = """
 import importlib.metadata, inspect, sys
@@ -41,3 +45,58 @@ def test_sglang_finds_the_plugin_of_the_wheel(wheel: Path, tmp_path: Path) -> No
     done = subprocess.run([sys.executable, "-c", FIND, str(tmp_path)], capture_output=True, text=True, check=True)
     plugin = tmp_path / "sgl_kvfetch" / "plugin"
     assert done.stdout.splitlines() == [str(plugin / "register.py"), str(plugin / "cpu" / "platform.py")]
+
+
+def test_native_modules_are_hardened(wheel: Path, tmp_path: Path) -> None:
+    """They parse what stores have. ``readelf`` comes with the compiler that built the wheel."""
+    with zipfile.ZipFile(wheel) as files:
+        native = [files.extract(name, tmp_path) for name in files.namelist() if name.endswith(".so")]
+    assert len(native) == 3
+    for path in native:
+        readelf = ("readelf", "--wide", "--dynamic", "--program-headers", "--dyn-syms", path)
+        said = subprocess.run(readelf, capture_output=True, text=True, check=True).stdout
+        assert "GNU_RELRO" in said, path
+        assert "BIND_NOW" in said, path
+        (stack,) = [line for line in said.splitlines() if "GNU_STACK" in line]
+        assert " RW " in stack, path  # and not executable
+        assert "__stack_chk_fail" in said, path
+
+
+LIGHT = ("s3", "tracing", "plot")
+BUILD = "import sys, setuptools.build_meta; setuptools.build_meta.build_sdist(sys.argv[1])"
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package's sources, as an archive."""
+    folder, built = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("built")
+    copy_sources(folder)
+    subprocess.run([sys.executable, "-c", BUILD, str(built)], cwd=folder, capture_output=True, check=True)
+    (archive,) = built.glob("*.tar.gz")
+    return archive
+
+
+def test_the_sources_have_all_that_a_wheel_is_built_from(sources: Path) -> None:
+    files = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file()]
+    ours = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts and path.suffix != ".so"}
+    with tarfile.open(sources) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert ours | {"pyproject.toml", "setup.py", "README.md", "LICENSE"} <= names
+
+
+def test_an_index_would_take_them(wheel: Path, sources: Path) -> None:
+    if importlib.util.find_spec("twine") is None:
+        pytest.skip("needs twine, as in the extra `dev`")
+    check = [sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sources)]
+    done = subprocess.run(check, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_light_extras_bring_no_torch(wheel: Path, tmp_path: Path) -> None:
+    """Asked of the index, without an installation. scripts/check_release does it for each extra."""
+    report = tmp_path / "report.json"
+    options = ("--quiet", "--dry-run", "--ignore-installed", "--report", str(report))
+    pip("install", *options, f"{wheel}[{','.join(LIGHT)}]")
+    names = {each["metadata"]["name"].lower() for each in json.loads(report.read_text())["install"]}
+    assert {"obstore", "redis", "matplotlib", "opentelemetry-sdk", "aiohttp"} <= names
+    assert {name for name in names if name.startswith(("torch", "nvidia", "cuda", "triton", "av"))} == set()

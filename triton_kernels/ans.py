@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec.bitstream import CLASS_LANES, CLASS_TABLE, GROUP, LANES, SLOTS, AnsCodec, decoding_tables
-from sgl_kvfetch.codec.layout import PLANES
+from sgl_kvfetch.codec import PLANES
+from sgl_kvfetch.codec.bitstream.ans import CLASS_LANES, CLASS_TABLE, GROUP, LANES, SLOTS, AnsCodec, decoding_tables
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.triton_kernels.runtime import COMPILE_OPTIONS, jit, on_device, require, table_on, tl, use_kernels
 
@@ -134,6 +134,7 @@ def ans_decode_table(
 def _launch_table(
     data: torch.Tensor, table: torch.Tensor, most_tokens: int, out: torch.Tensor, status: torch.Tensor
 ) -> None:
+    """Launch the decoder of all bitstreams in a table, a program for each group of tokens."""
     num_groups = -(-most_tokens // GROUP)
     with on_device(data.device):
         ans_decode_kernel[len(table) * num_groups,](

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sgl_kvfetch.codec.quant import pack
+from sgl_kvfetch.codec import pack
 from sgl_kvfetch.log import brief
 from sgl_kvfetch.triton_kernels.restore_klt import (
     OPTIONS,
@@ -64,10 +64,10 @@ def choose_by(
     else:
         about = "as in an earlier trial"
     if not found:
-        return OPTIONS[0], f"restore_klt is compiled with {_named(OPTIONS[0])}: no options passed a trial"
+        return OPTIONS[0], f"restore_klt is compiled with {OPTIONS[0]}: no options passed a trial"
     best = min(found, key=lambda options: found[options])
-    times = ", ".join(f"{_named(options)} {1e6 * found[options]:.0f}" for options in found)
-    return best, f"restore_klt is compiled with {_named(best)}, {about} (us a column of cells: {times})"
+    times = ", ".join(f"{options} {1e6 * found[options]:.0f}" for options in found)
+    return best, f"restore_klt is compiled with {best}, {about} (us a column of cells: {times})"
 
 
 def choices() -> Mapping[str, Any]:
@@ -86,7 +86,7 @@ def chosen(card: str) -> list[str]:
         name, *about = key.split(", ")
         if name == card and (times := _known(kept)):
             best = min(times, key=lambda options: times[options])
-            found.append(f"{_named(best)} ({', '.join(about[:2])}; {1e6 * times[best]:.0f} us a column of cells)")
+            found.append(f"{best} ({', '.join(about[:2])}; {1e6 * times[best]:.0f} us a column of cells)")
     return found
 
 
@@ -96,7 +96,7 @@ def _path() -> Path:
 
 def _known(kept: Any) -> dict[KltOptions, float] | None:
     """Return the times that were kept; None if there are none, or they are of other options."""
-    named = {_named(options): options for options in OPTIONS}
+    named = {str(options): options for options in OPTIONS}
     if not isinstance(kept, dict) or not kept or not named.keys() >= kept.keys():
         return None
     return {named[name]: float(us) / 1e6 for name, us in kept.items()}
@@ -104,7 +104,7 @@ def _known(kept: Any) -> dict[KltOptions, float] | None:
 
 def _keep(key: str, found: Mapping[KltOptions, float]) -> None:
     path = _path()
-    kept = {_named(options): round(1e6 * s, 1) for options, s in found.items()}
+    kept = {str(options): round(1e6 * s, 1) for options, s in found.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
@@ -114,16 +114,11 @@ def _keep(key: str, found: Mapping[KltOptions, float]) -> None:
         logger.warning("kvfetch: the choice for restore_klt is not kept, and made again at the next start: %s", error)
 
 
-def _named(options: KltOptions) -> str:
-    limit = f", {options.most_registers} registers" if options.most_registers else ""
-    return f"{options.num_stages} stages{limit}{', transposed' if options.is_transposed else ''}"
-
-
 def _trial(
     seconds: Seconds, shape: KltShape, dtype: torch.dtype, coefficients: int, device: torch.device
 ) -> dict[KltOptions, float]:
     """Return the times of the options that can be compiled, and give the bits of the first."""
-    cell = _cell(shape, dtype, coefficients, device)
+    cell = made_up_cell(shape, dtype, coefficients, _TOKENS, device)
     table = torch.frombuffer(bytearray(cell.row() * _CELLS), dtype=torch.uint8).to(device)
     slots = torch.arange(_TOKENS, device=device)
     buffers, found = [*cell.model.k, *cell.model.v], dict[KltOptions, float]()
@@ -137,23 +132,26 @@ def _trial(
             for buffer in buffers:
                 buffer.zero_()
             launch()
-            given = [buffer.clone() for buffer in buffers]
+            given = [buffer.contiguous().clone().view(torch.uint8) for buffer in buffers]
             expected = expected or given
             if all(torch.equal(x, y) for x, y in zip(given, expected, strict=True)):
                 found[options] = seconds(launch)
             else:
-                logger.info("kvfetch: restore_klt with %s adds up in another order", _named(options))
+                logger.info("kvfetch: restore_klt with %s adds up in another order", options)
         except Exception as error:  # a compiler and a driver fail in many ways
-            logger.warning("kvfetch: restore_klt cannot be compiled with %s: %s", _named(options), brief(error))
+            logger.warning("kvfetch: restore_klt cannot be compiled with %s: %s", options, brief(error))
     return found
 
 
-def _cell(shape: KltShape, dtype: torch.dtype, coefficients: int, device: torch.device) -> KltCell:
+def made_up_cell(
+    shape: KltShape, dtype: torch.dtype, coefficients: int, num_tokens: int, device: torch.device
+) -> KltCell:
+    """Return a cell of random integers, of pages of one token and none that is kept exact, with buffers of its own."""
     generator = torch.Generator(device).manual_seed(0)
     k, v = (
         [
-            torch.zeros(_TOKENS * side.slot, dtype=dtype, device=device).as_strided(
-                (_TOKENS, shape.heads, side.dim), (side.slot, side.head, 1)
+            torch.zeros(num_tokens * side.slot, dtype=dtype, device=device).as_strided(
+                (num_tokens, shape.heads, side.dim), (side.slot, side.head, 1)
             )
             for _ in range(shape.layers)
         ]
@@ -164,12 +162,12 @@ def _cell(shape: KltShape, dtype: torch.dtype, coefficients: int, device: torch.
     scales = torch.full((256,), 0.1, device=device)
     mean, turns = torch.zeros(channels, device=device), [i % 2 if shape.mixed else 0 for i in range(shape.layers)]
     model = KltModel(shape, matrix.to(torch.bfloat16), mean, scales, k, v, turns)
-    integers = torch.randint(0, 256, (coefficients, _TOKENS), generator=generator, dtype=torch.uint8, device=device)
-    rotations = torch.rand((1 + max(turns), _TOKENS, shape.k.rotary_dim), generator=generator, device=device)
-    pages = np.arange(_TOKENS, dtype=np.int32).tobytes()  # of one token
-    packed, num_exact = pack(np.full(_TOKENS, 128, dtype=np.uint8), np.empty(0, dtype=np.uint8))
+    integers = torch.randint(0, 256, (coefficients, num_tokens), generator=generator, dtype=torch.uint8, device=device)
+    rotations = torch.rand((1 + max(turns), num_tokens, shape.k.rotary_dim), generator=generator, device=device)
+    pages = np.arange(num_tokens, dtype=np.int32).tobytes()  # of one token
+    packed, num_exact = pack(np.full(num_tokens, 128, dtype=np.uint8), np.empty(0, dtype=np.uint8))
     data = torch.frombuffer(bytearray(pages + packed), dtype=torch.uint8).to(device)
-    return KltCell(model, integers, rotations if shape.k.rotary_dim else None, _TOKENS, num_exact, data, 0)
+    return KltCell(model, integers, rotations if shape.k.rotary_dim else None, num_tokens, num_exact, data, 0)
 
 
 def _seconds_on_gpu(launch: Callable[[], object]) -> float:

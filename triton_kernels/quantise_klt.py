@@ -19,12 +19,15 @@ from typing import NamedTuple
 
 import torch
 
-from sgl_kvfetch.codec.quant import KltForward
+from sgl_kvfetch.codec.quant.klt import KltForward
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.triton_kernels.restore_klt import EXACT
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
+    FP8_MANTISSA,
+    STORED,
     jit,
+    load_values,
     next_power_of_2,
     on_device,
     require,
@@ -142,6 +145,8 @@ class KltCells:
         return self._first.k[0], self._first.v[0]
 
     def _upload(self, inputs: Sequence[KltInput], upload: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put the tables of cells and heads on the device, with the tensors that they point to. Equal cells share a
+        matrix."""
         cell_rows: list[_CellRow] = []
         head_rows: tuple[list[_HeadRow], list[_HeadRow]] = ([], [])
         rows = list(accumulate(self.num_rows, initial=len(inputs)))
@@ -211,6 +216,7 @@ class KltCells:
     def _launch(
         self, cells: range, slots: torch.Tensor, rotations: torch.Tensor | None, num_sinks: int, output: torch.Tensor
     ) -> None:
+        """Launch the kernels for a range of cells: centre and rotate, multiply, round."""
         num_tokens, num_blocks = len(slots), triton.cdiv(len(slots), _TOKENS)
         first_channel, end_channel = (self._channels[i] for i in (cells.start, cells.stop))
         first_norm, end_norm = (self._norms[i] for i in (cells.start, cells.stop))
@@ -226,7 +232,8 @@ class KltCells:
                 *(num_tokens, num_blocks, first_head, first_channel, first_norm),
                 F=_H,
                 FIELDS=len(_H),
-                DTYPE=_FLOATS[buffer.dtype],
+                DTYPE=STORED[buffer.dtype],
+                MANTISSA=FP8_MANTISSA.get(buffer.dtype, 0),
                 DIM=buffer.shape[2],
                 SLOT=buffer.stride(0),
                 PAIRS=turned,
@@ -250,7 +257,7 @@ class KltCells:
                 *(self._norms[some.start + 1] - self._norms[some.start], first_norm, num_sinks),
                 F=_C,
                 FIELDS=len(_C),
-                ROUNDED=_FLOATS[matrix_type],
+                ROUNDED=STORED[matrix_type],
                 ALIGN=self._align,
                 TOKENS=_TOKENS,
                 CHANNELS=_CHANNELS,
@@ -301,10 +308,6 @@ def _product(centred: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return torch.bmm(centred, matrix, out_dtype=torch.float32)
 
 
-if triton is not None:
-    _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
 @jit
 def centre_kernel(
     p_heads,  # (heads, fields): `_HeadRow`, those of all cells
@@ -320,6 +323,7 @@ def centre_kernel(
     F: tl.constexpr,
     FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
+    MANTISSA: tl.constexpr,
     DIM: tl.constexpr,
     SLOT: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -338,7 +342,7 @@ def centre_kernel(
     p_buffer = tl.load(p_head + F.buffer).to(tl.pointer_type(DTYPE))
     p_buffer = tl.multiple_of(p_buffer, DTYPE.primitive_bitwidth // 8 * ALIGN)
     p_buffer += (tl.load(p_slots + o_token, mask=m_token, other=0) * SLOT)[:, None]
-    b_x = tl.load(p_buffer + o_dim[None, :], mask=m_both, other=0.0).to(tl.float32)
+    b_x = load_values(p_buffer + o_dim[None, :], m_both, MANTISSA)
     b_squares = tl.minimum(tl.maximum(tl.sum(b_x * b_x, axis=1), 1e-12), 3e38)
     b_log_norm = tl.log(b_squares) * 0.5 + tl.sum(b_x * 0.0, axis=1)
     p_log_norm = p_log_norms + (tl.load(p_head + F.norm) - first_norm) * num_tokens
@@ -349,7 +353,7 @@ def centre_kernel(
         else:
             o_pair, o_other, m_first = o_dim % PAIRS, (o_dim + PAIRS) % (2 * PAIRS), o_dim < PAIRS
         m_turned = m_token[:, None] & (o_dim < 2 * PAIRS)[None, :]
-        b_other = tl.load(p_buffer + o_other[None, :], mask=m_turned, other=0.0).to(tl.float32)
+        b_other = load_values(p_buffer + o_other[None, :], m_turned, MANTISSA)
         p_rotations += tl.load(p_head + F.turn) * (num_tokens * (2 * PAIRS))
         p_cos = p_rotations + (o_token * (2 * PAIRS))[:, None] + o_pair[None, :]
         b_cos = tl.load(p_cos, mask=m_turned, other=1.0)

@@ -19,10 +19,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sgl_kvfetch.codec.quant import from_planes
+from sgl_kvfetch.codec.quant.base import from_planes
 from sgl_kvfetch.triton_kernels.runtime import (
     COMPILE_OPTIONS,
+    FP8_MANTISSA,
     INTERPRETED,
+    STORED,
     jit,
     next_power_of_2,
     on_device,
@@ -30,7 +32,7 @@ from sgl_kvfetch.triton_kernels.runtime import (
     require_buffers,
     require_scalable,
     require_tensor,
-    round_float32,
+    stored_values,
     tl,
     triton,
     use_kernels,
@@ -39,11 +41,10 @@ from sgl_kvfetch.triton_kernels.runtime import (
 ZERO = 128  # the integer that represents zero
 EXACT = 0  # the exponent of tokens that are kept exact
 
-TOKENS = 128  # of one program
 COEFFICIENTS = 64  # multiplied in one step of the loop
 _MOST_PAIRS = 64  # pairs of channels that a program sums
 _LEAST_PAIRS = 8  # tensor cores multiply 16 columns or more
-NUM_WARPS = 8
+_WARP_TOKENS = 16  # a warp's share: its sums of 128 channels are 64 registers a thread
 VECTORS = _VECTOR, _SCALAR = 16, 1  # neighbouring tokens whose integers a thread loads at once
 _ALIGNMENT = 16  # of channels, in values
 
@@ -111,6 +112,7 @@ class KltOptions(NamedTuple):
     """How `restore_klt` is compiled. Which is fastest depends on the device and on Triton; the results do not.
 
     Attributes:
+        tokens: Of one program. Twice as many take twice the warps, and read the matrix half as often.
         is_transposed: Whether the product is computed as channels x tokens. Then integers are loaded, converted and
             put into shared memory 16 neighbouring tokens at a time; else each thread reads its own from there one by
             one, and multiplies them from registers.
@@ -118,6 +120,7 @@ class KltOptions(NamedTuple):
         most_registers: Of a thread; 0 for as many as the compiler takes.
     """
 
+    tokens: int
     is_transposed: bool
     num_stages: int
     most_registers: int
@@ -126,15 +129,21 @@ class KltOptions(NamedTuple):
     def launch(self) -> dict[str, int]:
         """The arguments of a launch."""
         limit = {"maxnreg": self.most_registers} if self.most_registers else {}
-        return {"num_stages": self.num_stages, **limit}
+        return {"num_warps": self.tokens // _WARP_TOKENS, "num_stages": self.num_stages, **limit}
+
+    def __str__(self) -> str:
+        limit = f", {self.most_registers} registers" if self.most_registers else ""
+        order = ", transposed" if self.is_transposed else ""
+        return f"{self.tokens} tokens, {self.num_stages} stages{limit}{order}"
 
 
-# The first is the default. With 128 registers, two programs share a multiprocessor.
+# The first is the default. With 128 registers a multiprocessor has 16 warps: two programs of 128 tokens, or one of 256.
 OPTIONS = (
-    KltOptions(is_transposed=False, num_stages=2, most_registers=0),
-    KltOptions(is_transposed=False, num_stages=2, most_registers=128),
-    KltOptions(is_transposed=True, num_stages=2, most_registers=128),
-    KltOptions(is_transposed=True, num_stages=3, most_registers=128),
+    KltOptions(tokens=128, is_transposed=False, num_stages=2, most_registers=0),
+    KltOptions(tokens=128, is_transposed=False, num_stages=2, most_registers=128),
+    KltOptions(tokens=128, is_transposed=True, num_stages=2, most_registers=128),
+    KltOptions(tokens=256, is_transposed=False, num_stages=2, most_registers=128),
+    KltOptions(tokens=256, is_transposed=True, num_stages=2, most_registers=128),
 )
 
 
@@ -189,6 +198,7 @@ class KltModel:
     turns: Sequence[int]
 
     def __post_init__(self) -> None:
+        """Raises ValueError if buffers, matrix or tables do not fit the shape that the kernel is compiled for."""
         shape, device = self.shape, self.matrix.device
         for buffers, side in ((self.k, shape.k), (self.v, shape.v)):
             require_buffers(buffers)
@@ -375,7 +385,10 @@ def launch_klt(
     """Launch the kernels: one for all tokens, then one for exact tokens if a cell has any. Cells have up to
     ``most_tokens`` tokens and ``most_exact`` exact ones. Their numbers of tokens, and the addresses of their integers,
     are multiples of ``vector``. Rows of zeros write nothing."""
-    num_cells, num_blocks = table.numel() // shape.row_bytes, -(-most_tokens // TOKENS)  # triton.cdiv takes 4 us
+    num_cells, num_blocks = (
+        table.numel() // shape.row_bytes,
+        -(-most_tokens // options.tokens),
+    )  # triton.cdiv takes 4 us
     tiles = shape.layers * shape.heads * sum(-(-x.dim // (2 * x.pairs)) for x in (shape.k, shape.v))
     table = table.view(torch.int64)
     common = {"LAYERS": shape.layers, "HEADS": shape.heads, "K": shape.k, "V": shape.v, "F": _F}
@@ -391,25 +404,24 @@ def launch_klt(
             ALIGN=shape.align,
             VECTOR=vector,
             FACTOR=tl.float32 if INTERPRETED else tl.bfloat16,  # the interpreter would multiply bits as integers
-            DTYPE=_FLOATS[dtype],
+            DTYPE=STORED[dtype],
+            MANTISSA=FP8_MANTISSA.get(dtype, 0),
             LARGEST=torch.finfo(dtype).max,
             COEFFICIENTS=COEFFICIENTS,
-            TOKENS=TOKENS,
+            TOKENS=options.tokens,
             IS_TRANSPOSED=options.is_transposed,
-            num_warps=NUM_WARPS,
             **options.launch,
             **COMPILE_OPTIONS,
         )
         if most_exact:
             exact_tokens_kernel[(num_cells * most_exact,)](
-                table, slots, page_size, most_exact, **common, DTYPE=_INTEGERS[dtype], ITEMSIZE=dtype.itemsize,
+                table, slots, page_size, most_exact, **common, DTYPE=_INTEGERS[dtype.itemsize], ITEMSIZE=dtype.itemsize,
                 **COMPILE_OPTIONS,
             )  # fmt: skip
 
 
 if triton is not None:
-    _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    _INTEGERS = {torch.float32: tl.int32, torch.bfloat16: tl.int16, torch.float16: tl.int16}
+    _INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32}  # by bytes
 
 
 @jit
@@ -449,6 +461,7 @@ def restore_klt_kernel(
     VECTOR: tl.constexpr,
     FACTOR: tl.constexpr,
     DTYPE: tl.constexpr,
+    MANTISSA: tl.constexpr,
     LARGEST: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -477,13 +490,13 @@ def restore_klt_kernel(
         _restore_tile(
             p_row, p_slots, page_size, num_tokens, o_token, p_output, i_layer * HEADS + i_tile // K_BLOCKS % HEADS,
             i_tile // K_BLOCKS % HEADS, i_tile % K_BLOCKS, 0, K, F, LAYERS, HEADS, INTERLEAVED, MIXED, ALIGN, VECTOR,
-            FACTOR, LARGEST, COEFFICIENTS, TOKENS, IS_TRANSPOSED,
+            FACTOR, MANTISSA, LARGEST, COEFFICIENTS, TOKENS, IS_TRANSPOSED,
         )  # fmt: skip
     else:
         _restore_tile(
             p_row, p_slots, page_size, num_tokens, o_token, p_output, i_layer * HEADS + i_tile // V_BLOCKS % HEADS,
             i_tile // V_BLOCKS % HEADS, i_tile % V_BLOCKS, num_layers * (HEADS * K.dim), V, F, LAYERS, HEADS, False,
-            False, ALIGN, VECTOR, FACTOR, LARGEST, COEFFICIENTS, TOKENS, IS_TRANSPOSED,
+            False, ALIGN, VECTOR, FACTOR, MANTISSA, LARGEST, COEFFICIENTS, TOKENS, IS_TRANSPOSED,
         )  # fmt: skip
 
 
@@ -508,6 +521,7 @@ def _restore_tile(
     ALIGN: tl.constexpr,
     VECTOR: tl.constexpr,
     FACTOR: tl.constexpr,
+    MANTISSA: tl.constexpr,
     LARGEST: tl.constexpr,
     COEFFICIENTS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -589,8 +603,8 @@ def _restore_tile(
         b_turned = b_first * b_cos - b_second * b_sin
         b_second = b_second * b_cos + b_first * b_sin
         b_first = b_turned
-    b_first = round_float32(_bounded(b_first, LARGEST), p_output.dtype.element_ty)
-    b_second = round_float32(_bounded(b_second, LARGEST), p_output.dtype.element_ty)
+    b_first = stored_values(_bounded(b_first, LARGEST), p_output.dtype.element_ty, MANTISSA)
+    b_second = stored_values(_bounded(b_second, LARGEST), p_output.dtype.element_ty, MANTISSA)
     b_slot = _slots_of(p_row, p_slots, o_token, m_token, page_size, F)
     p_rows, m_token = p_output + (b_slot * H.slot)[:, None], (b_slot >= 0)[:, None]
     if INTERLEAVED:
@@ -628,7 +642,7 @@ def exact_tokens_kernel(
     DTYPE: tl.constexpr,
     ITEMSIZE: tl.constexpr,
 ):
-    """Each program restores one exact token in all layers. It joins byte planes as ``quant.exact`` does."""
+    """Each program restores one exact token in all layers. It joins byte planes as ``quant.base`` does."""
     i_exact = tl.program_id(0) % most_exact
     p_row = p_table + tl.program_id(0) // most_exact * (F.outputs + 3 * LAYERS)
     if i_exact >= tl.load(p_row + F.exact):
@@ -660,6 +674,6 @@ def _copy_heads(
     for i_plane in tl.static_range(ITEMSIZE):
         b_byte = tl.load(p_bytes + i_plane * num_channels + o_channel, mask=m_channel, other=0)
         b_value |= b_byte.to(tl.uint32) << (8 * i_plane)
-    b_value = (b_value >> 1) | (b_value << (8 * ITEMSIZE - 1))  # undo the rotation of ``quant.exact``
+    b_value = (b_value >> 1) | (b_value << (8 * ITEMSIZE - 1))  # undo the rotation of ``quant.base``
     p_output = tl.load(p_output).to(tl.pointer_type(DTYPE)) + i_slot * H.slot
     tl.store(p_output + o_channel // H.dim * H.head + o_channel % H.dim, b_value.to(DTYPE), mask=m_channel)

@@ -12,7 +12,7 @@ tensors use, and which the tests compare with. What must hold for each:
 * **Bytes from a store decide no address.** They may be anything. Reads are masked by the sizes of what was passed, and
   writes by slots and shapes; a loop's length never depends on them.
 * **The bits are the CPU's**, on every device, except where a matrix product adds in an order of its own. So products
-  and sums are not fused (`COMPILE_OPTIONS`), and roundings are made on integers (`round_float32`).
+  and sums are not fused (`COMPILE_OPTIONS`), and roundings are to nearest in the interpreter, too (`round_float32`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ except ImportError:  # the references work without Triton
 
 INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP8_MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits
+# What kernels have in memory: fp8 as bytes, which they convert themselves. Older GPUs have no fp8, nor has the
+# interpreter a cast that rounds to it.
+STORED = (
+    {}
+    if triton is None
+    else {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    | dict.fromkeys(FP8_MANTISSA, tl.uint8)
+)
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *FP8_MANTISSA)
 
 # These arguments vary from launch to launch. Specialising on multiples of 16 would recompile, and stall restores.
 _VARYING = (
@@ -121,9 +130,10 @@ def require_buffers(buffers: Sequence[torch.Tensor], slots: torch.Tensor | None 
 
 
 def require_scalable(dtype: torch.dtype) -> None:
-    """Raise UnsupportedError for a dtype without scales: fp8 has only 8 bits, and is stored exactly."""
+    """Raise UnsupportedError for a dtype that kernels do not know."""
     if dtype not in FLOAT_DTYPES:
-        raise UnsupportedError(f"{dtype} has no scales; only the exact quantiser supports it")
+        names = ", ".join(str(each).removeprefix("torch.") for each in FLOAT_DTYPES)
+        raise UnsupportedError(f"kernels of 'klt' have no {dtype}: expected {names}")
 
 
 def _describe(x: torch.Tensor) -> str:
@@ -134,17 +144,59 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+if triton is not None:
+    TRUNCATES = tl.constexpr(INTERPRETED)
+
+
 @jit
 def round_float32(b_x, dtype: tl.constexpr):
-    """Round to the nearest value of ``dtype``, ties to even; NaN becomes bfloat16 0x7FC0. A cast would not do: Triton's
-    interpreter truncates to bfloat16."""
-    if dtype == tl.bfloat16:
+    """Round to the nearest value of ``dtype``, ties to even. A GPU's cast does that in an instruction for two values;
+    Triton's interpreter truncates to bfloat16."""
+    if dtype == tl.bfloat16 and TRUNCATES:
         b_bits = b_x.to(tl.int32, bitcast=True)
         b_bits = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) >> 16
         b_bits = tl.where(b_x == b_x, b_bits, 0x7FC0)
         return b_bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         return b_x.to(dtype)
+
+
+@jit
+def stored_values(b_x, dtype: tl.constexpr, MANTISSA: tl.constexpr):
+    """Return float32 as it is stored in ``dtype``; or in fp8, within whose finite range it must be. ``MANTISSA``: the
+    bits of a mantissa in fp8; 0 for other dtypes."""
+    if MANTISSA == 0:
+        return round_float32(b_x, dtype)
+    else:
+        SHIFT: tl.constexpr = 23 - MANTISSA
+        BIAS: tl.constexpr = 2 ** (6 - MANTISSA) - 1
+        b_bits = b_x.to(tl.int32, bitcast=True)
+        b_rest = b_bits & 0x7FFFFFFF
+        # Adding this rounds to what is a step below the smallest normal number, and leaves the number of steps in the
+        # lowest bits.
+        TO_STEPS: tl.constexpr = 1.5 * 2.0 ** (24 - BIAS - MANTISSA)
+        ITS_BITS: tl.constexpr = ((127 + 24 - BIAS - MANTISSA) << 23) | 0x400000
+        b_steps = (b_rest.to(tl.float32, bitcast=True) + TO_STEPS).to(tl.int32, bitcast=True) - ITS_BITS
+        b_normal = (b_rest + ((1 << (SHIFT - 1)) - 1) + ((b_rest >> SHIFT) & 1)) >> SHIFT
+        b_normal -= (127 - BIAS) << MANTISSA
+        b_fp8 = tl.where(b_rest < (128 - BIAS) << 23, b_steps, b_normal)
+        return (b_fp8 | ((b_bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@jit
+def load_values(p_x, m_x, MANTISSA: tl.constexpr):
+    """Load what `stored_values` has made, as float32; 0 where ``m_x`` is not. In fp8, infinity becomes NaN."""
+    if MANTISSA == 0:
+        return tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
+    else:
+        SHIFT: tl.constexpr = 23 - MANTISSA
+        BIAS: tl.constexpr = 2 ** (6 - MANTISSA) - 1
+        b_bits = tl.load(p_x, mask=m_x, other=0).to(tl.int32)
+        b_rest = b_bits & 0x7F
+        b_normal = ((b_rest << SHIFT) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
+        b_x = tl.where(b_rest < (1 << MANTISSA), b_rest.to(tl.float32) * 2.0 ** (1 - BIAS - MANTISSA), b_normal)
+        b_x = tl.where(b_rest >= (0x7F if MANTISSA == 3 else 0x7C), float("nan"), b_x)
+        return tl.where(b_bits >= 0x80, -b_x, b_x)
 
 
 def require_tensor(name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> None:

@@ -15,16 +15,14 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from benchmarks.codec.kv_model import KVModel
+from benchmarks.codec.kv_model import KVModel, windows_of
 from benchmarks.codec.measure import Measured, measure
 from benchmarks.codec.method import Method
-from benchmarks.codec.methods import all_methods, fit, select
+from benchmarks.codec.methods import all_methods, select
 from benchmarks.codec.report import make_report, plot_rates, print_report
 from benchmarks.codec.segments import PAGE_TOKENS
-from benchmarks.codec.windows import windows_of
 from benchmarks.report import (
     make_parser,
-    make_table,
     no_traceback,
     output_file,
     positive,
@@ -52,17 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _benchmark(args: argparse.Namespace, console: Console) -> None:
     started_s = time.monotonic()
     profile = load_profile(args.profile) if args.profile else None
-    methods = select(all_methods(profile, can_calibrate=args.calibrate_text is not None), args.methods)
-    if args.list:
-        console.print(make_table("", ("method", "source"), [(method.name, method.source) for method in methods]))
-        return
+    methods = select(all_methods(profile), args.methods)
     texts = read_texts(args.text)
     model = KVModel(args.model, device=_device(args.device))
     if profile is not None:
         _require_profile_of(profile, model)
-    length = args.context + args.continuation
-    windows = windows_of(model, texts, args.part, args.windows, length + 1)  # the last is only predicted
-    was_fitted = fit(methods, model, args.calibrate_text, args.calibrate_part, args.calibrate_windows, length)
+    length = args.context + args.continuation + 1  # the last is only predicted
+    windows = windows_of(model, texts, args.part, args.windows, length)
     end_s = started_s + 60 * args.minutes
     measured = _measure(model, windows, methods, args.context, lambda: time.monotonic() < end_s)
     if not measured.rows:
@@ -70,10 +64,6 @@ def _benchmark(args: argparse.Namespace, console: Console) -> None:
     print_report(measured, console)
     if profile is not None and _was_calibrated_on(profile, args.text, args.part):
         note = f"{args.profile} was calibrated on text that is measured here, so klt looks too good; see --part"
-        console.print(note, style="yellow", markup=False)
-    same_text = was_fitted and text_digest(args.calibrate_text) == text_digest(args.text)
-    if same_text and _overlap(args.part, args.calibrate_part):
-        note = "methods were calibrated on text that is measured here, so they look too good; see --calibrate-part"
         console.print(note, style="yellow", markup=False)
     if args.json:
         write_json(args.json, make_report(measured, settings(args), model.device, time.monotonic() - started_s))
@@ -115,12 +105,8 @@ def _require_profile_of(profile: Profile, model: KVModel) -> None:
 
 def _was_calibrated_on(profile: Profile, text: Path, part: str) -> bool:
     """Return whether the profile was calibrated on this part of the text, judged by the file's content."""
-    return text_digest(text) in profile.calibration.text and _overlap(part, profile.calibration.part or "0:1")
-
-
-def _overlap(part: str, other: str) -> bool:
-    (first, end), (other_first, other_end) = fractions_of(part), fractions_of(other)
-    return first < other_end and other_first < end
+    (first, end), (other_first, other_end) = fractions_of(part), fractions_of(profile.calibration.part or "0:1")
+    return text_digest(text) in profile.calibration.text and first < other_end and other_first < end
 
 
 def _device(name: str) -> str:
@@ -136,8 +122,10 @@ def _device(name: str) -> str:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("benchmarks.codec", __doc__)
     data = parser.add_argument_group("what to encode")
-    data.add_argument("--model", metavar="PATH", help="a model for transformers, which runs in float32")
-    data.add_argument("--text", type=Path, metavar="FILE", help=".jsonl: lines with 'prompt'; any other: plain text")
+    data.add_argument("--model", required=True, metavar="PATH", help="a model for transformers, which runs in float32")
+    data.add_argument(
+        "--text", required=True, type=Path, metavar="FILE", help=".jsonl: lines with 'prompt'; any other: plain text"
+    )
     data.add_argument(
         "--part",
         default="0:1",
@@ -165,19 +153,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     how = parser.add_argument_group("how to encode it")
     how.add_argument("--methods", metavar="LIST", help="names or patterns such as 'cachegen*,exact/*'; else all")
     how.add_argument("--profile", type=Path, metavar="FILE", help="the model's, by kvfetch calibrate; klt needs it")
-    how.add_argument("--list", action="store_true", help="list the methods and their sources, and exit")
-    calibration = parser.add_argument_group(
-        "the text for the calibration of KVTC, Block-GTQ and OSCAR, in windows of context and continuation"
-    )
-    calibration.add_argument("--calibrate-text", type=Path, metavar="FILE", help="as --text; these methods need it")
-    calibration.add_argument("--calibrate-part", default="0.5:1", metavar="FROM:TO", help="as --part")
-    calibration.add_argument("--calibrate-windows", type=whole_number, default=25, metavar="N", help="how many")
     out = parser.add_argument_group("output")
     out.add_argument("--json", type=output_file, metavar="FILE", help="where to write all figures")
     out.add_argument("--plot", type=output_file, metavar="FILE", help="where to write the PNG; else beside --json")
     args = parser.parse_args(argv)
-    if not args.list and not (args.model and args.text):
-        parser.error("--model and --text are required")
     if args.context % PAGE_TOKENS:
         parser.error(f"--context is {args.context}; expected a multiple of {PAGE_TOKENS}, the page size")
     args.methods = args.methods.split(",") if args.methods else []

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.codec.kv_model import KVModel
+from benchmarks.codec.kv_model import KVModel, add_window_arguments, windows_of
 from benchmarks.codec.ours import in_range, quantised_cells
-from benchmarks.codec.windows import add_window_arguments, windows_of
 from benchmarks.report import make_parser, no_traceback, whole_number
 from sgl_kvfetch.codec.bitstream.ans import ESCAPE, SLOTS
 from sgl_kvfetch.codec.quant.base import CellValues

@@ -1,10 +1,11 @@
-"""Prints the table of bits at equal divergence, from one or more reports of `benchmarks.codec`.
+"""Prints the table of bits at equal divergence, as Markdown, from one or more reports of `benchmarks.codec`.
 
-    python -m benchmarks.codec.equal REPORT... [--ours 'klt*/ans'] [--plot PNG]
+    python -m benchmarks.codec.equal REPORT... [--plot PNG]
 
 Reports of one model, text, context and continuation may have different methods or different windows. Their results for
-the same window are joined, so a long run can be split. Each method is compared with ours on the windows that both have:
-how many bits ours takes at the method's divergence, interpolated between our two nearest rows (linear in logarithms).
+the same window are joined, so a long run can be split. Each method is compared with ours, `klt` with `ans`, on the
+windows that both have: how many bits ours takes at the method's divergence, interpolated between our two nearest rows
+(linear in logarithms). Below the table is what ours takes at round divergences.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from benchmarks.codec.report import SAMPLED, plot_rates
-from benchmarks.report import make_parser, make_table, no_traceback, output_file
+from benchmarks.report import make_parser, no_traceback, output_file
 from benchmarks.stats import Estimate, estimate
 from sgl_kvfetch.errors import ConfigError
 
 _SAME = ("model", "text", "context_tokens", "continuation_tokens")
-_COLUMNS = ("method", "windows", "bits a value", "KL", "same top token", "ours", "share", "of windows")
-_WIDTH = 150
+_HEAD = "| | bits a value | KL | same top token | ours | share |\n|---|---|---|---|---|---|"
+_OURS = "klt*/ans"
+_ROUND_KLS = (1e-3, 3e-3, 1e-2)
 Window = tuple[str, int, int]  # the part of the text, how many windows were cut from it, and which one it is
 
 
@@ -67,19 +67,21 @@ class Curve:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser("benchmarks.codec.equal", __doc__)
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT", help="JSON that benchmarks.codec wrote")
-    parser.add_argument("--ours", default="klt*/ans", help="a pattern of names: the rows to compare with")
     parser.add_argument("--plot", type=output_file, metavar="FILE", help="where to write a PNG")
     args = parser.parse_args(argv)
-    console = Console(highlight=False)
-    console.width = max(console.width, _WIDTH)
     with no_traceback():
         reports = [_read(path) for path in args.reports]
         curves = join(args.reports, reports)
-        ours = [curve for name, curve in curves.items() if fnmatchcase(name, args.ours)]
-        console.print(make_table(_title(reports[0]), _COLUMNS, [_cells(curve, ours) for curve in curves.values()]))
+        ours = [curve for name, curve in curves.items() if fnmatchcase(name, _OURS)]
+        others = [curve for curve in curves.values() if curve not in ours]
+        print(f"{_title(reports[0])}\n\n{_HEAD}")
+        for curve in (*sorted(ours, key=lambda curve: curve.kl.mean), *others):
+            print(_row(curve, ours))
+        for kl in _ROUND_KLS:
+            print(_say_bits(kl, ours))
         if args.plot:
             plot_rates(args.plot, list(curves.values()), _title(reports[0]))
-            console.print(f"wrote {args.plot}")
+            print(f"wrote {args.plot}")
     return 0
 
 
@@ -125,26 +127,35 @@ def bits_at(kl: float, ours: Sequence[Curve], windows: Sequence[Window]) -> floa
     return math.exp(float(np.interp(math.log(kl), kls, bits)))
 
 
-def _cells(curve: Curve, ours: Sequence[Curve]) -> list[str]:
+def _row(curve: Curve, ours: Sequence[Curve]) -> str:
+    """Return a line of the table. The share is followed by the smallest and the largest of single windows."""
     windows = list(curve.points)
     bits, kl, top1 = (curve.of(figure, windows) for figure in ("bits_per_value", "kl", "top1"))
-    margin = "" if top1.margin is None else f" ±{top1.margin:.1%}"
-    cells = [curve.name, str(len(windows)), bits.show(".3f"), kl.show(".1e", ".0e"), f"{top1.mean:.1%}{margin}"]
-    at_equal = None if curve in ours else bits_at(kl.mean, ours, windows)
+    row = f"| {curve.name} | {bits.show('.2f')} | {kl.show('.1e', '.0e')} | {top1.show('.1%')} |"
+    if curve in ours:
+        return f"{row} | |"
+    at_equal = bits_at(kl.mean, ours, windows)
     if at_equal is None:
-        points = [] if curve in ours else points_of(ours, windows)
+        points = points_of(ours, windows)
         if not points or kl.mean <= points[-1][0]:
-            return [*cells, "", "", ""]
+            return f"{row} | |"
         least = points[-1][1]  # even our coarsest row is closer to the exact KV cache
-        return [*cells, f"< {least:.2f}", f"< {least / bits.mean:.2f}x", ""]
-    shares = defaultdict(list)
-    for window in windows:
-        point = curve.points[window]
-        own = bits_at(point.kl, ours, [window])
-        shares["known" if own else "unknown"].append((own or 0.0) / point.bits_per_value)
-    known = shares["known"]
-    spread = f"{min(known):.2f}x to {max(known):.2f}x" if known else ""
-    return [*cells, f"{at_equal:.2f}", f"{at_equal / bits.mean:.2f}x", spread]
+        return f"{row} < {least:.2f} | **< {least / bits.mean:.2f}x** |"
+    own = {window: bits_at(curve.points[window].kl, ours, [window]) for window in windows}
+    known = [each / curve.points[window].bits_per_value for window, each in own.items() if each is not None]
+    spread = f" [{min(known):.2f}, {max(known):.2f}]" if known else ""
+    return f"{row} {at_equal:.2f} | **{at_equal / bits.mean:.2f}x**{spread} |"
+
+
+def _say_bits(kl: float, ours: Sequence[Curve]) -> str:
+    """Return what ours takes where its mean divergence is ``kl``, and where those of single windows are."""
+    windows = list(dict.fromkeys(window for curve in ours for window in curve.points))
+    bits = bits_at(kl, ours, windows)
+    if bits is None:
+        return f"ours at {kl:.0e}: not measured"
+    single = [found for window in windows if (found := bits_at(kl, ours, [window])) is not None]
+    spread = f", {min(single):.2f} to {max(single):.2f} in {len(single)} single windows" if single else ""
+    return f"ours at {kl:.0e}: {bits:.2f} bits a value{spread}"
 
 
 def _title(report: Mapping[str, Any]) -> str:

@@ -36,7 +36,6 @@ class Row:
     content's share of the bytes; empty if the method does not tell. ``samples``: one a window."""
 
     name: str
-    source: str
     family: str
     bits_per_value: Estimate
     ratio: float  # bfloat16's bits divided by this method's
@@ -83,7 +82,7 @@ def measure(
         k, v = (x.to(KV_DTYPE).cpu() for x in model.kv(context))
         shape = KVShape.of(k, v)
         exact = _continue(model, k, v, continuation)
-        exact_nll = _nll(exact, following)
+        reference, exact_nll = _Reference(exact), _nll(exact, following)
         nlls.append(exact_nll)
         for method in methods:
             on_step(method.name)
@@ -104,7 +103,7 @@ def measure(
                     sizes,
                     coded.encode_s,
                     coded.decode_s,
-                    _kl(exact, restored),
+                    reference.kl(restored),
                     _nll(restored, following) - exact_nll,
                     float((exact.argmax(1) == restored.argmax(1)).double().mean()),
                 )
@@ -124,13 +123,21 @@ def _nll(log_probabilities: torch.Tensor, following: torch.Tensor) -> float:
     return float(-log_probabilities.gather(1, following[:, None]).double().mean())
 
 
-def _kl(exact: torch.Tensor, restored: torch.Tensor) -> float:
-    """Return the divergence of log probabilities ``(tokens, vocabulary)``, in nats a token."""
-    kl = 0.0
-    for p, q in zip(*(torch.split(x, _ROWS_AT_ONCE) for x in (exact, restored)), strict=True):
-        p, q = p.double(), q.double()
-        kl += float((p.exp() * (p - q)).sum())
-    return kl / len(exact)
+class _Reference:
+    """Log probabilities ``(tokens, vocabulary)`` that others are compared with: by far most of the time of a benchmark
+    goes there if a vocabulary is large, so what all comparisons need is computed once."""
+
+    def __init__(self, exact: torch.Tensor) -> None:
+        self._probabilities = exact.double().exp_()
+        self._negative_entropy = self._mean(exact)
+
+    def kl(self, others: torch.Tensor) -> float:
+        """Return the divergence of others from these, in nats a token."""
+        return self._negative_entropy - self._mean(others)
+
+    def _mean(self, log_probabilities: torch.Tensor) -> float:
+        pairs = zip(*(torch.split(x, _ROWS_AT_ONCE) for x in (self._probabilities, log_probabilities)), strict=True)
+        return sum(float(p.flatten() @ q.double().flatten()) for p, q in pairs) / len(log_probabilities)
 
 
 def _row(method: Method, samples: Sequence[Sample], shape: KVShape) -> Row:
@@ -139,7 +146,6 @@ def _row(method: Method, samples: Sequence[Sample], shape: KVShape) -> Row:
     raw_mb = shape.raw_bytes * len(samples) / 1e6
     return Row(
         name=method.name,
-        source=method.source,
         family=method.family,
         bits_per_value=bits,
         ratio=KV_DTYPE.itemsize * 8 / bits.mean,

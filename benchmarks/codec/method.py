@@ -67,12 +67,10 @@ class Coded:
 class Method(ABC):
     """One way to store a KV cache, at one rate.
 
-    ``name`` is unique. ``source`` says where the method is described. Methods of one ``family`` differ only in their
-    rate, and form one curve of the plot.
+    ``name`` is unique. Methods of one ``family`` differ only in their rate, and form one curve of the plot.
     """
 
     name: str
-    source: str
     family: str
 
     @abstractmethod

@@ -14,13 +14,11 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 
-TARGET_KLS = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+TARGET_KLS = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 _LEVELS = 3
 SECOND_INTEGERS = "second integers"
 _COEFFICIENTS = "coefficients"
 QuantisedCell = tuple[CellPlace, CellValues, Quantised]
-_SOURCE = "sgl_kvfetch, docs/format.md"
-_KLT_SOURCE = f"{_SOURCE}; the profile, one file a model, is not counted"
 
 
 class KltMethod(SegmentMethod):
@@ -31,7 +29,7 @@ class KltMethod(SegmentMethod):
         """``target_kl``: None is the profile's default. ``label``: the codec's name in plots."""
         self.klt = KltQuantiser(profile, target_kl)
         name = "klt" if target_kl is None else f"klt-{target_kl:g}"
-        super().__init__(f"{name}/{codec}", _KLT_SOURCE, f"klt + {label} (ours)", self.klt, codec)
+        super().__init__(f"{name}/{codec}", f"klt + {label} (ours)", self.klt, codec)
 
     def sizes(self, parts: Sequence[bytes]) -> Counter[str]:
         found = super().sizes(parts)
@@ -57,17 +55,12 @@ class KltMethod(SegmentMethod):
 
 
 def our_methods(profile: Profile | None) -> list[Method]:
-    """Return our methods. ``klt`` needs a profile, and uses its default target and the ``TARGET_KLS`` in its range.
-
-    ``cachegen`` has the same values as CacheGen and KVFetcher's recipe, with a coder that takes 1% of the time.
-    """
+    """Return our methods. ``klt`` needs a profile, which is not counted: one file a model. It uses its default target
+    and the ``TARGET_KLS`` in its range."""
     methods: list[Method] = [
-        SegmentMethod("exact/ans", _SOURCE, "exact + rANS", make_quantiser("exact"), "ans"),
-        SegmentMethod("exact/hevc", _SOURCE, "exact + HEVC", make_quantiser("exact"), "hevc"),
-        SegmentMethod("exact/zstd", _SOURCE, "exact + zstd", make_quantiser("exact"), "zstd"),
-        SegmentMethod("uint8/zstd", _SOURCE, "uint8 + zstd", make_quantiser("uint8"), "zstd"),
-        SegmentMethod("cachegen/zstd", _SOURCE, "cachegen + zstd", make_quantiser("cachegen"), "zstd"),
-        SegmentMethod("cachegen-32/zstd", _SOURCE, "cachegen + zstd", make_quantiser("cachegen", [32], [32]), "zstd"),
+        SegmentMethod("exact/ans", "exact + rANS", make_quantiser("exact"), "ans"),
+        SegmentMethod("exact/zstd", "exact + zstd", make_quantiser("exact"), "zstd"),
+        SegmentMethod("uint8/zstd", "uint8 + zstd", make_quantiser("uint8"), "zstd"),
     ]
     if profile is not None:
         methods += [
@@ -86,11 +79,11 @@ def _levels(profile: Profile) -> Iterator[Method]:
     for kept in range(1, _LEVELS + 1):
         klt = KltQuantiser(profile, step=step)
         how = {"num_levels": _LEVELS, "kept_levels": kept}
-        yield SegmentMethod(f"klt/levels-{kept}", _KLT_SOURCE, "klt in levels (ours)", klt, "ans", **how)
+        yield SegmentMethod(f"klt/levels-{kept}", "klt in levels (ours)", klt, "ans", **how)
         if kept < _LEVELS:
             unit = 3 ** (_LEVELS - kept)
             at_once = KltQuantiser(profile, step=step * unit)
-            yield SegmentMethod(f"klt-step-{unit}/ans", _KLT_SOURCE, "klt, larger steps (ours)", at_once, "ans")
+            yield SegmentMethod(f"klt-step-{unit}/ans", "klt, larger steps (ours)", at_once, "ans")
 
 
 def in_range(profile: Profile, target_kls: Iterable[float | None]) -> list[float | None]:

@@ -48,7 +48,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.ratio:.2f}",
         row.kl.show(".2e"),
         row.dnll.show("+.5f", ".5f"),
-        Estimate(row.top1.mean * 100, row.top1.margin and row.top1.margin * 100).show(".2f") + "%",
+        row.top1.show(".2%"),
         f"{row.encode_mb_s:.1f}",
         f"{row.decode_mb_s:.1f}",
     ]

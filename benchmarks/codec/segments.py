@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.codec.method import KV_DTYPE, KVShape, Method
 from benchmarks.heads import make_heads
-from harness.small_segments import page_hashes
 from sgl_kvfetch.codec.bitstream.registry import resolution_for
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader
@@ -19,7 +18,8 @@ from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.keys import buddy_split
-from sgl_kvfetch.plane.client import MAX_SEGMENT_TOKENS, RESOLUTION, SPAN_TOKENS
+from sgl_kvfetch.plane.store import MAX_SEGMENT_TOKENS, RESOLUTION, SPAN_TOKENS
+from sgl_kvfetch.testing import page_hashes
 from sgl_kvfetch.types import KVGeometry, dtype_name
 
 PAGE_TOKENS = 64
@@ -31,7 +31,6 @@ class SegmentMethod(Method):
     def __init__(
         self,
         name: str,
-        source: str,
         family: str,
         quantiser: Quantiser,
         codec: str,
@@ -40,7 +39,7 @@ class SegmentMethod(Method):
         kept_levels: int = 1,
     ) -> None:
         """``num_levels``: of coefficients, of which the first ``kept_levels`` are stored."""
-        self.name, self.source, self.family = name, source, family
+        self.name, self.family = name, family
         self.quantiser = quantiser
         self.codec = codec
         self.num_levels, self.kept_levels = num_levels, kept_levels

@@ -18,19 +18,18 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.codec.kv_model import KVModel
+from benchmarks.codec.kv_model import KVModel, add_window_arguments, windows_of
 from benchmarks.codec.ours import QuantisedCell, in_range, quantised_cells
-from benchmarks.codec.windows import add_window_arguments, windows_of
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, no_traceback, settings, whole_number, write_json
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec
 from sgl_kvfetch.codec.bitstream.base import Codec
 from sgl_kvfetch.codec.bitstream.registry import get_codec, resolution_for
-from sgl_kvfetch.codec.layout.regions import region_layout
+from sgl_kvfetch.codec.layout.frames import region_layout
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import load_profile
-from sgl_kvfetch.plane.client import RESOLUTION
+from sgl_kvfetch.plane.store import RESOLUTION
 from sgl_kvfetch.prompts import read_texts
 
 TARGET_KLS = (None, 3e-3, 1e-2, 3e-2)

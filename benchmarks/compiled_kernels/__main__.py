@@ -3,6 +3,7 @@
 page    writes docs/gpu/compiled.md
 facts   prints every variant, one JSON object per line
 floors  prints the table of least times in docs/kernels.md, which needs no compiler
+options prints the table of restore_klt's options in docs/gpu/model.md
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.compiled_kernels.floors import floor_lines
+from benchmarks.compiled_kernels.page import floor_lines
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu" / "compiled.md"
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=choices,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", nargs="?", default="page", choices=("page", "facts", "floors"))
+    parser.add_argument("what", nargs="?", default="page", choices=("page", "facts", "floors", "options"))
     parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE", help="where to write the page")
     parser.add_argument("--targets", nargs="+", metavar="TARGET", help="facts for these GPUs alone, such as sm_90")
     options = parser.parse_args(arguments)
@@ -35,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
     from benchmarks.compiled_kernels import machine_code, page  # they need Triton
+    from benchmarks.gpu_model import option_lines
+    from sgl_kvfetch.triton_kernels.restore_klt import OPTIONS
 
+    if options.what == "options":
+        print("\n".join(option_lines((str(x), machine_code.restore_program(x)) for x in OPTIONS)))
+        return 0
     if options.what == "page":
         options.out.write_text(page.page(list(machine_code.compile_all())))
         print("wrote", options.out)

@@ -1,4 +1,4 @@
-"""Writes the facts about the compiled kernels as a page."""
+"""Writes the facts about the compiled kernels, and the least time that their bytes take, as a page."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton
 
 from benchmarks.compiled_kernels.machine_code import TARGETS, Facts
 from benchmarks.compiled_kernels.variants import LAYERS
+from benchmarks.kernel_bytes import Span, restore_klt_bytes
 
 _HEAD = f"""# The kernels as machine code
 
@@ -51,3 +52,21 @@ def _table(facts: Sequence[Facts], cell: Callable[[Facts], str]) -> Iterator[str
     cells = {(x.kernel, x.target): cell(x) for x in facts}
     for kernel in dict.fromkeys(x.kernel for x in facts):
         yield f"| `{kernel}` | " + " | ".join(cells.get((kernel, target), "") for target in TARGETS) + " |"
+
+
+# Bytes per second, from NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM.
+BANDWIDTHS = {"A100": 2.039e12, "H100": 3.35e12, "H200": 4.8e12}
+
+_CELL = Span(1024, heads=2, coefficients=700)
+_ROWS = (
+    ("`restore_klt`, K and V", "2 heads of 128, 700 coefficients, bf16", restore_klt_bytes(_CELL, 2, rotary_dim=128)),
+)
+
+
+def floor_lines() -> Iterator[str]:
+    """Yield the lines of a Markdown table."""
+    yield f"| computed: us for {_CELL.tokens} tokens x {_CELL.layers} layers | | MB | " + " | ".join(BANDWIDTHS) + " |"
+    yield "|---|---|" + "---|" * (1 + len(BANDWIDTHS))
+    for name, shape, num_bytes in _ROWS:
+        times = " | ".join(f"{1e6 * num_bytes / bandwidth:.1f}" for bandwidth in BANDWIDTHS.values())
+        yield f"| {name} | {shape} | {num_bytes / 1e6:.1f} | {times} |"

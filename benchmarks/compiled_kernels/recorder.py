@@ -21,12 +21,14 @@ _POINTER = {
 
 
 class Recorder:
-    """Replaces a kernel, and records its launch arguments as Triton would specialise them."""
+    """Replaces a kernel, and records its launch arguments as Triton would specialise them. ``arguments``: those that
+    are not constants."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.source: ASTSource | None = None
         self.options: dict[str, Any] = {}
+        self.arguments: list[Any] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
         return self
@@ -35,6 +37,8 @@ class Recorder:
         names = [p.name for p in self.kernel.params]
         values = {**dict(zip(names, args, strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
         self.options = {k: v for k, v in kwargs.items() if k not in names}
+        passed = [values[param.name] for param in self.kernel.params if not param.is_constexpr]
+        self.arguments = [leaf for value in passed for _, leaf in leaves_of(value, ())]
         signature, constants, attributes = {}, {}, {}
         for i, param in enumerate(self.kernel.params):
             value = values[param.name]

@@ -16,6 +16,7 @@ from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_klt, xxh3
 
 TOKENS, SLOTS, LAYERS = 1000, 4096, 3
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BF16 = torch.bfloat16
 
 
@@ -44,14 +45,16 @@ def all_variants() -> Iterator[Variant]:
     for dtype in FLOATS:
         yield _restore_klt(dtype, 2, 128, "rotated")
         yield _restore_klt(dtype, 2, 128, "interleaved")
+    for dtype in FP8:
+        yield _restore_klt(dtype, 2, 128, "rotated")
     yield _restore_klt(_BF16, 2, 128, "mixed")
     for heads, dim in ((3, 64), (2, 128), (2, 80), (2, 256)):
         yield _restore_klt(_BF16, heads, dim, "")
         if dim != 128:
             yield _restore_klt(_BF16, heads, dim, "rotated")
-    for dtype in FLOATS:
+    for dtype in (*FLOATS, FP8[0]):  # both are bytes
         yield _restore_klt(dtype, 2, 128, "", "exact_tokens")
-    for dtype in FLOATS:
+    for dtype in (*FLOATS, *FP8):
         yield _quantise_klt(dtype, rotary_dim=128)
     yield _quantise_klt(_BF16, rotary_dim=0)
     yield _quantise_klt(_BF16, rotary_dim=128, kernel="round")

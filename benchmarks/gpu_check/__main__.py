@@ -10,8 +10,7 @@ from pathlib import Path
 
 import benchmarks.gpu_check
 from benchmarks.gpu_check import bundle, driver_libraries, report
-from benchmarks.gpu_check.runner import Result, run_step, skipped
-from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
+from benchmarks.gpu_check.runner import STEPS, TOTAL_S, Result, Step, run_step, skipped
 
 _DOCS = Path(__file__).parents[2] / "docs" / "gpu"
 _LEAST_S = 5.0  # with less time left, a step is skipped

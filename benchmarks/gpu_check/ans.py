@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from benchmarks.gpu_check.record import Record
-from sgl_kvfetch.codec.bitstream import AnsCodec
+from sgl_kvfetch.codec.bitstream.ans import AnsCodec
 from sgl_kvfetch.triton_kernels.ans import ALIGNMENT, AnsChunk, ans_decode
 from sgl_kvfetch.triton_kernels.xxh3 import digest_of, xxh3_sums
 

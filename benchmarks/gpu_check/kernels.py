@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import seconds_of
 from benchmarks.kernel_bytes import Span, restore_klt_bytes
-from sgl_kvfetch.codec.quant import pack
+from sgl_kvfetch.codec import pack
 from sgl_kvfetch.triton_kernels.klt_choice import choose_options
 from sgl_kvfetch.triton_kernels.restore_klt import (
     KltCell,
@@ -55,7 +56,7 @@ def run(record: Record) -> None:
 
 def check(record: Record, device: torch.device, spans: Sequence[Span]) -> None:
     for span in spans:
-        for case in cases(span, device):
+        for case in itertools.chain(cases(span, device), cases_in_fp8(span, device)):
             found = difference(case.launch(), case.reference())
             record.row("Kernels: bits", kernel=case.name, at=str(span), found=found or "as the reference's")
             if found:
@@ -97,8 +98,10 @@ def choose(record: Record, device: torch.device, span: Span, chosen: Choice = ch
 def difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> str:
     """Describe the difference; return an empty string if there is none."""
     for x, y in zip(ours, theirs, strict=True):
+        info = torch.finfo(x.dtype)
+        atol = max(1e-4, info.smallest_normal)
         try:
-            torch.testing.assert_close(x, y, rtol=2.0**-7, atol=1e-4)
+            torch.testing.assert_close(x.float(), y.float(), rtol=info.eps, atol=atol)
         except AssertionError as e:
             return " ".join(str(e).split())
     return ""
@@ -113,11 +116,20 @@ def cases(span: Span, device: torch.device) -> Iterator[Case]:
         yield _klt_case(f"restore_klt{name}", span, integers, slots, rotary_dim, interleaved)
 
 
-def _buffers(span: Span, device: torch.device) -> list[torch.Tensor]:
+def cases_in_fp8(span: Span, device: torch.device) -> Iterator[Case]:
+    """Yield the same of a pool in fp8, which are not timed: they write half the bytes."""
+    torch.manual_seed(0)
+    slots = torch.randperm(span.tokens + _SPARE_SLOTS, device=device)[: span.tokens]
+    integers = torch.randint(0, 256, (span.coefficients, span.tokens), dtype=torch.uint8, device=device)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        yield _klt_case(f"restore_klt {dtype}", span, integers, slots, span.dim, False, dtype)
+
+
+def _buffers(span: Span, device: torch.device, dtype: torch.dtype = DTYPE) -> list[torch.Tensor]:
     """Return the buffers of a layer group, those of K, then those of V, with some more slots than tokens."""
-    size = (span.tokens + _SPARE_SLOTS, span.heads, span.dim * DTYPE.itemsize)
+    size = (span.tokens + _SPARE_SLOTS, span.heads, span.dim * dtype.itemsize)
     poison = [torch.full(size, POISON, dtype=torch.uint8, device=device) for _ in range(2 * span.layers)]
-    return [x.view(DTYPE) for x in poison]
+    return [x.view(dtype) for x in poison]
 
 
 def _klt_case(
@@ -127,9 +139,10 @@ def _klt_case(
     slots: torch.Tensor,
     rotary_dim: int,
     interleaved: bool,
+    dtype: torch.dtype = DTYPE,
 ) -> Case:
     device = slots.device
-    ours, theirs = _buffers(span, device), _buffers(span, device)
+    ours, theirs = _buffers(span, device, dtype), _buffers(span, device, dtype)
     steps = 0.05 * (torch.rand(256, device=device) + 0.5)
     exponents = torch.randint(1, 256, (span.tokens,), dtype=torch.uint8)
     matrix = torch.randn((span.coefficients, 2 * span.num_channels), device=device) / math.sqrt(span.coefficients)
@@ -162,4 +175,4 @@ def _klt_case(
             torch.backends.cuda.matmul.allow_tf32 = before
         return theirs
 
-    return Case(name, launch, reference, restore_klt_bytes(span, DTYPE.itemsize, rotary_dim))
+    return Case(name, launch, reference, restore_klt_bytes(span, dtype.itemsize, rotary_dim))

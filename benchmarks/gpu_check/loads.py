@@ -8,6 +8,8 @@ Without SGLang, stand-ins for its pool and its counter of layers are used.
 from __future__ import annotations
 
 import random
+import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,14 +17,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 
 from benchmarks.gpu_check import passes
 from benchmarks.gpu_check.quantise import make_profile
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import make_busy
-from benchmarks.memory import GOAL_BYTES, PAGE_TOKENS, SPAN_TOKENS, Setup, make_pool, repeated_segments
-from benchmarks.sampler import Sampler
+from benchmarks.memory import GOAL_BYTES, PAGE_TOKENS, SPAN_TOKENS, Sampler, Setup, make_pool, repeated_segments
 from harness import stand_in_pool
 from harness.coded_prompts import stage_coded
 from sgl_kvfetch.codec import CellValues, KltQuantiser, Quantiser
@@ -33,8 +35,9 @@ from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.types import TENSORS
 
 if TYPE_CHECKING:
-    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
     from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
+    from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
+    from sgl_kvfetch.plugin.device.pages import SideBuffers
 
 NUM_TOKENS = 32768
 MiB = 1 << 20
@@ -44,8 +47,54 @@ _ORDERS = 8
 _ORDERED_TOKENS = 8192  # several parts with the least scratch memory
 _LATE_SHARE = 0.2  # of the launches
 _LATE_CYCLES = 2_000_000  # about a millisecond
+_COPIED_SPANS, _COPIED_BYTES = 32, 2 << 20  # of a part of 32K tokens from `memory_cache`: two layer groups of a span
+_COPY_ROUNDS = 8
+_PINNED_BYTES = 1 << 30
+_LAUNCHES = 2000  # beside nothing
 _CHECKED_SPANS = 3
 _ROUNDING = 2.0**-7  # of bfloat16, where the order of sums tips it
+
+
+@dataclass(frozen=True)
+class SideSizes:
+    """Windows like those of Gemma 3 4B, a state like that of Qwen3-Next, and an indexer's keys like DeepSeek V3.2's."""
+
+    window_layers: int = 29
+    window_tokens: int = 1024
+    heads: int = 4
+    dim: int = 256
+    state_layers: int = 36
+    state_values: int = 1 << 19  # of a layer, in float32
+    key_layers: int = 61
+    key_bytes: int = 132  # of a token
+
+    def windows(self, device: torch.device) -> SideBuffers:
+        """Return buffers with room for twice the window."""
+        from sgl_kvfetch.plugin.device.pages import SideBuffers
+
+        shape = 2 * self.window_tokens, self.heads, self.dim
+        buffers = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2 * self.window_layers)]
+        return SideBuffers(buffers, PAGE_TOKENS, torch.bfloat16)
+
+    def states(self, device: torch.device) -> SideBuffers:
+        """Return buffers of four states of linear attention, and of the convolutions before it."""
+        from sgl_kvfetch.plugin.device.pages import SideBuffers
+
+        parts = (self.state_values, torch.float32), (self.state_values // 16, torch.bfloat16)
+        buffers = [
+            torch.zeros((4, size), dtype=dtype, device=device)
+            for size, dtype in parts
+            for _ in range(self.state_layers)
+        ]
+        return SideBuffers(buffers, 1, torch.bfloat16, torch.bfloat16, torch.float32)
+
+    def keys(self, device: torch.device) -> SideBuffers:
+        """Return buffers with as many rows as there are pages, with room for twice the window."""
+        from sgl_kvfetch.plugin.device.pages import SideBuffers
+
+        shape = 2 * self.window_tokens // PAGE_TOKENS, PAGE_TOKENS * self.key_bytes
+        buffers = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(self.key_layers)]
+        return SideBuffers(buffers, PAGE_TOKENS, torch.bfloat16, rows_are_pages=True)
 
 
 @dataclass(frozen=True)
@@ -66,7 +115,10 @@ def run(record: Record) -> None:
     forward = cast(Stream, torch.cuda.Stream(device.torch_device))  # type: ignore[no-untyped-call]
     make_pass = partial(make_busy, device=device.torch_device)
     model = Model("klt", "ans", layers=32)
+    measure_copies(record, device, _COPIED_SPANS, _COPIED_BYTES)
+    measure_pinning(record, device, _PINNED_BYTES, _LAUNCHES)
     measure(record, model, NUM_TOKENS, device, forward, make_pass)
+    measure_sides(record, device, forward, SideSizes())
     for seed in range(_ORDERS):
         check_order(record, model, _ORDERED_TOKENS, LateDevice(device.torch_device, seed), forward, str(seed))
 
@@ -80,7 +132,7 @@ def measure(
     make_pass: Callable[[float], Callable[[], object]],
 ) -> None:
     """Record loads alone and beside passes: see `passes.measure`."""
-    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+    from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 
     pool = make_pool(model, num_tokens, str(device.torch_device))
     _, before = _held_bytes()
@@ -121,6 +173,137 @@ def measure(
         record.fail(wrong)
 
 
+def measure_sides(record: Record, device: Device, forward: Stream, sizes: SideSizes) -> None:
+    """Load a window, a state and an indexer's keys beside a page of values, read them back as a write does, and compare
+    the bytes."""
+    from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
+    from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
+    from sgl_kvfetch.plugin.device.pages import EnginePools, Load, SideSlots
+
+    there = device.torch_device
+    pool = make_pool(Model("exact", "zstd", layers=1), 2 * PAGE_TOKENS, str(there))
+    pages = CudaPages(pool, PAGE_TOKENS, device, forward)
+    pools = {"swa": sizes.windows(there), "mamba": sizes.states(there), "indexer": sizes.keys(there)}
+    last = torch.arange(sizes.window_tokens, 2 * sizes.window_tokens, device=there)
+    slots = {"swa": last, "mamba": torch.tensor([2], device=there), "indexer": last}
+    keys = [(name, page) for name, x in pools.items() for page in range(len(slots[name]) // x.page_size)]
+    value_bytes = pages.geometry.page_bytes
+    generator = torch.Generator().manual_seed(0)
+    num_bytes = value_bytes + sum(pools[name].page_bytes for name, _ in keys)
+    memory = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+    memory[:value_bytes].zero_()
+    sides, begin = {}, value_bytes
+    for name, page in keys:
+        sides[name, page] = memory[begin : (begin := begin + pools[name].page_bytes)]
+    k, v = memory[:value_bytes].view(pages.geometry.torch_dtype).view(2, 1, PAGE_TOKENS, *pool.k_buffer[0].shape[1:])
+    staged = StagedValues(1, 1, memory, CellValues(k, v), sides=sides)
+    wanted = [SideSlots(name, [page for pool, page in keys if pool == name], x) for name, x in slots.items()]
+    loader = GpuLoader(pages, EnginePools(pool, [0], pools), SCRATCH_MIB[0] * MiB)
+    try:
+        for _ in range(2):  # the first one pins the memory
+            started_s = time.monotonic()
+            index = loader.begin([Load(staged, 0, _slots(pages, 1), lambda is_sound: None, wanted)])
+            if not loader.finish(index):
+                raise RuntimeError("a load of side pages failed: see the log")
+            load_s = time.monotonic() - started_s
+    finally:
+        loader.close()
+    started_s = time.monotonic()
+    reads = {name: pages.open_side_reads(pools[name], x) for name, x in slots.items()}
+    found = {key: reads[key[0]](key[1]) for key in keys}
+    read_s = time.monotonic() - started_s
+    side_mb = (num_bytes - value_bytes) / 1e6
+    record.row("A window, a state, an indexer's keys", mb=side_mb, load_ms=1e3 * load_s, read_ms=1e3 * read_s)
+    for name in pools:
+        if wrong := [
+            page for pool, page in keys if pool == name and not torch.equal(found[pool, page], sides[pool, page])
+        ]:
+            record.fail(
+                f"side pages: {len(wrong)} of the pool {name} are other bytes, of which the first is {wrong[0]}"
+            )
+
+
+def measure_copies(record: Record, device: Device, num_spans: int, num_bytes: int) -> None:
+    """Record what copies of ranges of pinned memory take, all of them launched at once, and one by one. Every other
+    range stays where it is."""
+    stream = device.new_stream()
+    source = torch.arange(2 * num_spans * num_bytes, dtype=torch.int32).to(torch.uint8)
+    into = device.empty((num_spans * num_bytes,), stream)
+    places = np.arange(num_spans, dtype=np.int64) * num_bytes
+    sizes = np.full(num_spans, num_bytes)
+    expected = source.view(num_spans, 2, num_bytes)[:, 1].reshape(-1)
+    device.pin(source)
+    for is_at_once in (True, False):
+        copy = partial(device.copy_ranges, into, places, source, 2 * places + num_bytes, sizes, is_pinned=is_at_once)
+        device.launch(stream, into.zero_)
+        cpu_s, taken_s = [], []
+        for _ in range(_COPY_ROUNDS):
+            started_s, started_cpu_s = time.perf_counter(), time.thread_time()
+            device.launch(stream, copy)
+            cpu_s.append(time.thread_time() - started_cpu_s)
+            device.mark(stream).synchronize()
+            taken_s.append(time.perf_counter() - started_s)
+        record.row(
+            "Copies of a part from memory_cache",
+            launched="at once" if is_at_once else "one by one",
+            copies=num_spans,
+            launch_cpu_us=1e6 * statistics.median(cpu_s),
+            ms=1e3 * min(taken_s),
+            gb_a_second=into.nbytes / min(taken_s) / 1e9,
+        )
+        if not torch.equal(into.cpu(), expected):
+            record.fail(f"copies of {num_spans} ranges, {'at once' if is_at_once else 'one by one'}: other bytes")
+    device.unpin(source)
+
+
+def measure_pinning(record: Record, device: Device, num_bytes: int, num_launches: int) -> None:
+    """Record what launches take, beside nothing and beside a thread that pins memory as a loader's does: a piece, and a
+    pause as long."""
+    from sgl_kvfetch.plugin.device.gpu_pages import PinnedMemory
+
+    stream, is_over = device.new_stream(), threading.Event()
+    memory = PinnedMemory(device, torch.zeros(num_bytes, dtype=torch.uint8))  # touched, as what was received is
+    small, piece_s = device.empty((1024,), stream), list[float]()
+
+    def pin() -> None:
+        try:
+            for number in memory.pieces(0, num_bytes):
+                began_s = time.perf_counter()
+                memory.pin(number)
+                piece_s.append(time.perf_counter() - began_s)
+                time.sleep(piece_s[-1])
+        finally:
+            is_over.set()
+
+    def launches(go_on: Callable[[int], bool]) -> list[float]:
+        found: list[float] = []
+        while go_on(len(found)):
+            began_s = time.perf_counter()
+            device.launch(stream, small.zero_)
+            found.append(time.perf_counter() - began_s)
+            if len(found) % 100 == 0:
+                device.mark(stream).synchronize()  # or the stream's queue would fill
+        return found
+
+    launches(lambda done: done < num_launches // 10)
+    alone_s = launches(lambda done: done < num_launches)
+    thread = threading.Thread(target=pin)
+    thread.start()
+    beside_s = launches(lambda done: not done or not is_over.is_set())
+    thread.join()
+    device.mark(stream).synchronize()
+    memory.unpin()
+    for beside, seconds in (("nothing", alone_s), ("pinning", beside_s)):
+        record.row(
+            "Launches while memory is pinned",
+            beside=beside,
+            launches=len(seconds),
+            median_us=1e6 * statistics.median(seconds),
+            longest_us=1e6 * max(seconds),
+            longest_ms_of_a_piece=1e3 * max(piece_s) if beside == "pinning" else None,
+        )
+
+
 def staged_prompt(model: Model, num_tokens: int, pages: CudaPages) -> tuple[Prompt, StagedValues]:
     """Return a prompt that ``pages`` is ready for, and its coded cells in shared memory."""
     quantiser, segments = model.make_quantiser(), repeated_segments(model, num_tokens)
@@ -150,7 +333,7 @@ class LateDevice(Device):
 def check_order(record: Record, model: Model, num_tokens: int, device: Device, forward: Stream, order: str) -> None:
     """Check the values of two loads, of which the second takes the scratch memory of the first. ``order``: for the
     message, if they are wrong."""
-    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+    from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 
     pages = CudaPages(make_pool(model, num_tokens, str(device.torch_device)), PAGE_TOKENS, device, forward)
     prompt, coded = staged_prompt(model, num_tokens, pages)
@@ -163,8 +346,9 @@ def check_order(record: Record, model: Model, num_tokens: int, device: Device, f
 @contextmanager
 def opened(pages: CudaPages, scratch_bytes: int) -> Iterator[GpuLoader]:
     from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
+    from sgl_kvfetch.plugin.device.pages import EnginePools
 
-    loader = GpuLoader(pages, pages.device, scratch_bytes)
+    loader = GpuLoader(pages, EnginePools(None, range(pages.geometry.num_layers)), scratch_bytes)
     try:
         yield loader
     finally:
@@ -188,7 +372,7 @@ class Prompt:
     def load(self, loader: GpuLoader, staged: StagedValues) -> tuple[float, float]:
         """Load a prompt into a pool of zeros, and wait. Return the seconds in all, and those until all was launched:
         SGLang's scheduler waits for that before a layer. Raises RuntimeError if it failed."""
-        from sgl_kvfetch.plugin.device.loads import Load
+        from sgl_kvfetch.plugin.device.pages import Load
 
         device = self._pages.device
         for layer in range(self._pages.geometry.num_layers):
@@ -218,7 +402,7 @@ class Prompt:
         parts = torch.split(memory, [x.nbytes for x in sides])
         views = [part.view(geometry.torch_dtype).view(x.shape) for part, x in zip(parts, sides, strict=True)]
         num_pages = SPAN_TOKENS // PAGE_TOKENS
-        return StagedValues(num_pages, num_pages, "landed", memory, CellValues(*views))
+        return StagedValues(num_pages, num_pages, memory, CellValues(*views))
 
     def check(self, record: Record, what: str, num_spans: int | None = None) -> None:
         """Compare some spans with what the CPU makes of them. ``num_spans``: how many were loaded; None for all."""

@@ -16,8 +16,7 @@ from benchmarks.gpu_check import nvdec_decoders
 from benchmarks.gpu_check.clips import SIZES, make_frames
 from benchmarks.gpu_check.record import Record, SkippedError
 from sgl_kvfetch.codec.bitstream.base import Decoders, FrameDecoder
-from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, open_nvdec
-from sgl_kvfetch.codec.bitstream.nvidia import decode_caps
+from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, decode_caps, open_nvdec
 from sgl_kvfetch.codec.bitstream.registry import get_codec
 from sgl_kvfetch.codec.cuda_streams import Device
 from sgl_kvfetch.errors import CorruptError

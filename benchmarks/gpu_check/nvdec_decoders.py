@@ -12,8 +12,7 @@ import torch
 from benchmarks.gpu_check.clips import SIZES, make_frames
 from benchmarks.gpu_check.interference import decoding
 from benchmarks.gpu_check.record import Record
-from benchmarks.gpu_check.ticker import Ticker
-from benchmarks.gpu_check.timing import make_busy
+from benchmarks.gpu_check.timing import Ticker, make_busy
 from sgl_kvfetch.codec.bitstream.hevc import HEVC_CODECS, HevcCodec
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, NvdecDecoder, PictureSize, surface_bytes
 from sgl_kvfetch.errors import CorruptError

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 from benchmarks.gpu_check.record import Record
-from benchmarks.gpu_check.ticker import Ticker
+from benchmarks.gpu_check.timing import Ticker
 from sgl_kvfetch.codec.cuda_streams import Device, Event, Stream
 
 PASS_SECONDS = (0.01, 0.05, 0.2)

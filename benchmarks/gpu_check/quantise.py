@@ -12,10 +12,11 @@ import torch
 
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.timing import seconds_of
-from sgl_kvfetch.codec import CellPlace, CellValues, Device, KltQuantiser, Profile, Quantised
-from sgl_kvfetch.codec.quant import Calibration, Rope, plain_layers
+from harness import stand_in_pool
+from sgl_kvfetch.codec import Calibration, CellPlace, CellValues, Device, KltQuantiser, Profile, Quantised
+from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredStep
-from sgl_kvfetch.plugin.device.klt_reads import KltReads, Others, PoolCell, others_in
+from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.triton_kernels.quantise_klt import KltCells, KltInput
 from sgl_kvfetch.types import CellGrid
 
@@ -25,11 +26,16 @@ _MOST_OTHERS = 0.005  # share of exponents, and of integers, that the order of s
 
 
 def run(record: Record) -> None:
-    check(record, Device(torch.device("cuda", 0)), num_tokens=2048, dim=DIM)
+    stand_in_pool.install_if_missing()
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        check(record, Device(torch.device("cuda", 0)), num_tokens=2048, dim=DIM, dtype=dtype)
 
 
-def check(record: Record, device: Device, num_tokens: int, dim: int) -> None:
-    quantiser, values = KltQuantiser(make_profile(dim), step=1.0), _make_values(num_tokens, dim)
+def check(record: Record, device: Device, num_tokens: int, dim: int, dtype: torch.dtype) -> None:
+    """``dtype``: of the pool."""
+    from sgl_kvfetch.plugin.device.gpu_pages import KltReads, Others, PoolCell, others_in
+
+    quantiser, values = KltQuantiser(make_profile(dim), step=1.0), _make_values(num_tokens, dim, dtype)
     pool = [[x[:, layer].to(device.torch_device) for layer in range(LAYERS)] for x in values]
     grid, cells = quantiser.profile.grid, []
     for group, block in grid.cells():
@@ -57,7 +63,8 @@ def check(record: Record, device: Device, num_tokens: int, dim: int) -> None:
         found.append(others_in((exponents, integers), expected))
     others = Others(*map(max, zip(*found, strict=True)))
     shares = {f"share_of_other_{name}": share for name, share in others._asdict().items()}
-    record.row("klt: quantised", cells=len(cells), tokens=num_tokens, **shares)
+    name_of_dtype = str(dtype).removeprefix("torch.")
+    record.row("klt: quantised", cells=len(cells), tokens=num_tokens, dtype=name_of_dtype, **shares)
     for name, share in others._asdict().items():
         if share > _MOST_OTHERS:
             record.fail(f"quantise_klt: {share:.1%} of a cell's {name} are not the CPU's")
@@ -78,6 +85,7 @@ def check(record: Record, device: Device, num_tokens: int, dim: int) -> None:
         "klt: speed of quantising",
         cells=len(cells),
         tokens=num_tokens,
+        dtype=name_of_dtype,
         start_ms=1e3 * first_s,
         kernels_us=1e6 * kernels_s,
         with_copies_us=1e6 * took_s,
@@ -119,11 +127,11 @@ def _scales(size: int) -> torch.Tensor:
     return torch.logspace(1, -1, size)
 
 
-def _make_values(num_tokens: int, dim: int) -> CellValues:
+def _make_values(num_tokens: int, dim: int, dtype: torch.dtype) -> CellValues:
     """Return K and V, of which each cell has channels of these scales."""
     generator = torch.Generator().manual_seed(0)
     scales = (
         _scales(2 * LAYERS * CELL_HEADS * dim).view(2, LAYERS, CELL_HEADS, dim).repeat(1, 1, HEADS // CELL_HEADS, 1)
     )
     k, v = (scale * torch.randn((num_tokens, LAYERS, HEADS, dim), generator=generator) for scale in scales)
-    return CellValues(k.to(torch.bfloat16), v.to(torch.bfloat16))
+    return CellValues(k.to(dtype), v.to(dtype))

@@ -10,9 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.traffic import Traffic, kvfetch_traffic
 from harness.engine import SGLangServer, hicache_args
-from harness.metrics import read_metric
+from harness.metrics import Traffic, kvfetch_traffic, read_metric
 from harness.store_process import StoreProcess
 
 BACKENDS = ("none", "file", "kvfetch")

@@ -3,22 +3,51 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
+import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 
-from benchmarks.contention import CpuUse, other_cores
+from benchmarks.processes import usage
 from benchmarks.sharegpt.backends import Backend, open_backend, wait_until_settled
 from benchmarks.sharegpt.workload import Run, Workload, ask_facts, get
-from benchmarks.traffic import Traffic, kvfetch_traffic
 from harness.engine import SGLangServer
+from harness.metrics import Traffic, kvfetch_traffic
 from harness.models import make_tiny_llama
 from sgl_kvfetch.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CpuUse:
+    """CPU seconds since some time in the past: of all cores that we may use, and of this process and its children."""
+
+    at_s: float
+    all_s: float
+    ours_s: float
+
+    @classmethod
+    def now(cls) -> Self:
+        cores = os.sched_getaffinity(0)
+        busy_s = 0.0
+        for core, times in enumerate(psutil.cpu_times(percpu=True)):
+            if core in cores:
+                # A guest's time is part of user time.
+                busy_s += sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
+        return cls(time.monotonic(), busy_s, usage(os.getpid()).cpu_s)
+
+
+def other_cores(before: CpuUse, after: CpuUse) -> float:
+    """Return how many cores other processes used on average in between. Our child processes must outlive it."""
+    others_s = (after.all_s - before.all_s) - (after.ours_s - before.ours_s)
+    return max(0.0, others_s / (after.at_s - before.at_s))
+
 
 LIVE_METHOD = (
     "One run against a live server, without changing the state of its caches first, after a warm-up of two requests "

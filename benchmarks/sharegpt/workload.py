@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from benchmarks.sharegpt.conversations import Conversation, load_encoder, make_conversations, read_dataset
 from benchmarks.sharegpt.load import Load, Result, Transcript, poisson_starts_s
-from benchmarks.traffic import Traffic
+from harness.metrics import Traffic
 from sgl_kvfetch.errors import ConfigError
 
 _TIMEOUT_S = 30.0

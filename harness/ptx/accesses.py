@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.ptx.program import Instruction
-from harness.ptx.values import UNSIGNED, Fault, Values, width_of
+from harness.ptx.values import SIGNED, UNSIGNED, Fault, Values, width_of
 
 if TYPE_CHECKING:
     from harness.ptx.block import Act, Block, Kernel
@@ -51,6 +51,7 @@ def _parameter(kernel: Kernel, instruction: Instruction) -> Act:
 
 def _load(kernel: Kernel, instruction: Instruction) -> Act:
     bits, is_shared = width_of(instruction.op[-1]), "shared" in instruction.op[1]
+    kind = (SIGNED if instruction.op[-1][0] == "s" else UNSIGNED)[bits]
     writers = [kernel.writer(each) for each in instruction.parts(0)]
     address, size = kernel.address_reader(instruction.operands[1], 32 if is_shared else 64), bits // 8 * len(writers)
 
@@ -64,9 +65,9 @@ def _load(kernel: Kernel, instruction: Instruction) -> Act:
         else:
             data = block.memory.load(found, size, block.threads[which])
         for index, put in enumerate(writers):
-            values = np.zeros(kernel.num_threads, UNSIGNED[bits])
+            values = np.zeros(kernel.num_threads, kind)
             part = data[:, index * bits // 8 : (index + 1) * bits // 8]
-            values[which] = np.ascontiguousarray(part).view(UNSIGNED[bits])[:, 0]
+            values[which] = np.ascontiguousarray(part).view(kind)[:, 0]
             put(block, values, mask)
 
     return act

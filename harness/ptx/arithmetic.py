@@ -109,10 +109,13 @@ def _move(kernel: Kernel, instruction: Instruction) -> Compute:
 
 def _convert(kernel: Kernel, op: tuple[str, ...], operands: tuple[str, ...]) -> Compute:
     to, of = op[-2:]
-    if to in ("bf16x2", "f16x2"):  # the first is the upper half
-        high, low = (kernel.typed_reader(each, "f32") for each in operands)
-        half = bfloat_of_float if to == "bf16x2" else _half_of_float
-        return lambda block: joined(half(low(block)), half(high(block)))
+    if to in ("bf16", "f16", "bf16x2", "f16x2"):
+        assert of == "f32", op
+        half = bfloat_of_float if to.startswith("bf16") else _half_of_float
+        *uppers, low = (kernel.typed_reader(each, "f32") for each in operands)  # the first is the upper half
+        if not uppers:
+            return lambda block: half(low(block))
+        return lambda block: joined(half(low(block)), half(uppers[0](block)))
     if of in ("bf16", "f16"):
         bits = kernel.reader(operands[0], 16)
         assert to == "f32", op

@@ -50,12 +50,15 @@ class Kernel:
         self.everyone = np.ones(self.num_threads, bool)
         self._steps = [self._decode(each) for each in self.program.code]
 
-    def launch(self, num_blocks: int, arguments: Sequence[int], memory: GlobalMemory) -> None:
-        """Run blocks one after the other. ``arguments``: a number for each parameter; scratch pointers that Triton adds
-        may be left out. Raises Fault."""
-        missing = len(self.program.parameters) - len(arguments)
+    def launch(self, num_blocks: int, arguments: Sequence[int], memory: GlobalMemory) -> int:
+        """Run blocks one after the other. Return the cycles that their accesses of shared memory take. ``arguments``: a
+        number for each parameter; scratch pointers that Triton adds may be left out. Raises Fault."""
+        missing, cycles = len(self.program.parameters) - len(arguments), 0
         for index in range(num_blocks):
-            self._run(Block(self, index, [*arguments, *[0] * missing], memory))
+            block = Block(self, index, [*arguments, *[0] * missing], memory)
+            self._run(block)
+            cycles += block.shared.cycles
+        return cycles
 
     def without(self, *names: str) -> Kernel:
         """Return this kernel without the instructions whose names begin like this, to test which faults are found."""
@@ -134,16 +137,17 @@ class Kernel:
         return lambda block: read(block).view(dtype)
 
     def writer(self, token: str) -> Callable[[Block, Values, Values], None]:
-        """Return what writes numbers of any type to a register, for some threads. Larger ones are cut."""
+        """Return what writes numbers of any type to a register, for some threads. Larger ones are cut, and smaller ones
+        are extended, by their sign if they have one: there are no registers of 8 bits."""
         if token == "_":
             return lambda block, values, mask: None
         bits = self._width(token)
 
         def put(block: Block, values: Values, mask: Values) -> None:
             if values.dtype != bool:
-                values = values.view(UNSIGNED[values.dtype.itemsize * 8])
-                if values.dtype.itemsize * 8 != bits:
-                    values = values.astype(UNSIGNED[bits])
+                if values.dtype.kind == "f":
+                    values = values.view(UNSIGNED[values.dtype.itemsize * 8])
+                values = values.astype(UNSIGNED[bits], copy=False)
             if mask is not self.everyone and not mask.all():
                 values = np.where(mask, values, block.registers.get(token, np.zeros_like(values)))
             block.registers[token] = values

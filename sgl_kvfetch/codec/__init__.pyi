@@ -1,19 +1,12 @@
-from .bitstream.base import Decoders as Decoders
-from .bitstream.nvdec import Nvdec as Nvdec
-from .bitstream.registry import (
-    CODECS as CODECS,
-    READABLE as READABLE,
-    CodecName as CodecName,
-    decode_cost as decode_cost,
-    get_codec as get_codec,
-    resolution_for as resolution_for,
-    writers_resolution as writers_resolution,
-)
-from .container.encryption import EncryptionKeys as EncryptionKeys, read_encryption_keys as read_encryption_keys
+from .bitstream.base import Codec as Codec, Decoders as Decoders
+from .bitstream.nvdec import open_current_nvdec as open_current_nvdec
+from .bitstream.registry import CODECS as CODECS, require_writable as require_writable
+from .calibrate.fit import CalibrationOptions as CalibrationOptions, calibrate_model as calibrate_model
+from .calibrate.layer_map import map_layers as map_layers
+from .calibrate.layers import LayeredModel as LayeredModel
+from .container.encryption import NO_KEYS as NO_KEYS, TAG_BYTES as TAG_BYTES, StoreKeys as StoreKeys
 from .container.manifest import (
     MAX_MANIFEST_BYTES as MAX_MANIFEST_BYTES,
-    MAX_SIDES as MAX_SIDES,
-    MAX_VARIANTS as MAX_VARIANTS,
     Cell as Cell,
     Manifest as Manifest,
     decode_manifest as decode_manifest,
@@ -21,47 +14,45 @@ from .container.manifest import (
 )
 from .container.objects import (
     MAX_SEGMENT_PAGES as MAX_SEGMENT_PAGES,
+    Content as Content,
     DataObject as DataObject,
     Side as Side,
     Variant as Variant,
+    bytes_of as bytes_of,
+    views_of as views_of,
 )
+from .container.pages import Pages as Pages, RawPages as RawPages
 from .container.partial import (
     is_vouched_for as is_vouched_for,
     num_droppable as num_droppable,
     signed_by as signed_by,
     without_last_level as without_last_level,
 )
-from .container.pieces import Content as Content, bytes_of as bytes_of, views_of as views_of
 from .container.protect import open_manifest as open_manifest, secure_segment as secure_segment
-from .container.reader import SegmentReader as SegmentReader
+from .container.reader import CodedChunk as CodedChunk, SegmentReader as SegmentReader, cell_place as cell_place
 from .container.segment import (
     CodedSegment as CodedSegment,
     EncodedSegment as EncodedSegment,
     SegmentSpec as SegmentSpec,
-    encode_segment as encode_segment,
+    layouts_of as layouts_of,
 )
 from .container.sides import SideKey as SideKey, SidePlace as SidePlace
-from .container.signing import ManifestKeys as ManifestKeys, read_manifest_keys as read_manifest_keys
-from .cuda_streams import (
-    GPU_ENV as GPU_ENV,
-    Device as Device,
-    Event as Event,
-    Fence as Fence,
-    Stream as Stream,
-    why_no_gpu as why_no_gpu,
+from .cuda_streams import Device as Device, Fence as Fence, Stream as Stream, why_no_gpu as why_no_gpu
+from .fingerprint import fingerprint_model as fingerprint_model
+from .layout.frames import PLANES as PLANES, Layout as Layout, RegionLayout as RegionLayout, TileLayout as TileLayout
+from .quant.base import (
+    CellPlace as CellPlace,
+    CellValues as CellValues,
+    Part as Part,
+    Quantised as Quantised,
+    Quantiser as Quantiser,
 )
-from .fingerprint import (
-    digest_file as digest_file,
-    digest_files as digest_files,
-    fingerprint_model as fingerprint_model,
-    model_folder as model_folder,
+from .quant.klt import KltQuantiser as KltQuantiser, pack as pack
+from .quant.profile import (
+    Calibration as Calibration,
+    Profile as Profile,
+    load_profile as load_profile,
+    read_outline as read_outline,
 )
-from .quant.base import CellPlace as CellPlace, CellValues as CellValues, Quantised as Quantised, Quantiser as Quantiser
-from .quant.klt import KltQuantiser as KltQuantiser
-from .quant.profile import Profile as Profile, load_profile as load_profile
-from .quant.registry import (
-    PlainQuantiserName as PlainQuantiserName,
-    QuantiserName as QuantiserName,
-    make_quantiser as make_quantiser,
-    quantiser_from_identity as quantiser_from_identity,
-)
+from .quant.registry import make_quantiser as make_quantiser, quantiser_from_identity as quantiser_from_identity
+from .tensors import compress as compress, decompress as decompress

@@ -17,6 +17,9 @@ taken, without a scan. For that it must be a superset of the disk:
 
 Lookups read snapshots, which no writer delays. Writers wait for each other, for 5 s at most, so transactions are short:
 files are unlinked after them, and never within.
+
+The page index finds the stored segment that continues a run of pages furthest, within a transaction (`stores.base`
+explains the search).
 """
 
 from __future__ import annotations
@@ -30,14 +33,21 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from sgl_kvfetch.directory import files, local_pins
+import xxhash
+
+from sgl_kvfetch.directory import files, notes
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.keys import PAGE_HASH_BYTES, split_hashes
+from sgl_kvfetch.stores.base import furthest
 
 logger = logging.getLogger(__name__)
 
@@ -301,6 +311,8 @@ class Catalog:
         return False
 
     def _open_writer(self) -> sqlite3.Connection:
+        """Return the connection that writes, which is made anew if the file was replaced, and the catalog if it is
+        damaged."""
         identity, db = self._writer
         if db is not None and self._is_current(identity):
             return db
@@ -370,7 +382,7 @@ class Catalog:
                     raise sqlite3.OperationalError("the file system does not support SQLite's write-ahead log")
                 db.executescript(f"BEGIN; {_SCHEMA}; PRAGMA user_version = {_VERSION}; COMMIT;")
                 db.execute("INSERT INTO totals VALUES (0, 0, ?)", (is_empty,))
-                local_pins.enter_all_pins(db, self.root)
+                notes.enter_all_pins(db, self.root)
                 # Identifiers never return: files of an earlier catalog may be left.
                 db.execute("INSERT INTO sqlite_sequence VALUES ('files', ?)", (time.time_ns() // 1000,))
             finally:
@@ -406,3 +418,82 @@ class Catalog:
             size = os.stat(f"{self._path}-wal").st_size
             with tempfile.TemporaryFile(dir=self._path.parent) as file:
                 os.pwrite(file.fileno(), bytes(_BLOCK_BYTES), size)
+
+
+_EARLIEST = """
+SELECT first_page, segment FROM pages CROSS JOIN segments ON id = segment
+WHERE key = ? AND (expires IS NULL OR expires > ?) ORDER BY first_page, segment LIMIT 1"""
+_SEGMENT = """
+SELECT name, digest, hashes, (SELECT bytes FROM files WHERE files.name = segments.name AND files.state = 1)
+FROM segments JOIN chains ON segment = id WHERE id = ?"""
+_HIT_BYTES = 512  # at least what one hit takes beside its manifest
+
+
+@dataclass(frozen=True, slots=True)
+class IndexHit:
+    """A segment that covers some of the looked-up pages. See ``SegmentHit`` for the last two fields."""
+
+    manifest_name: str
+    digest: str  # object_digest of the manifest
+    num_bytes: int  # the manifest's
+    first_page: int
+    num_pages: int
+
+
+def page_rows(namespace: str, segment: int, first_page: int, hashes: bytes) -> list[tuple[bytes, int, int]]:
+    """Return the rows of a segment's pages, in the table's order. Pages whose keys collide share a row."""
+    keys = {page_key(namespace, page_hash) for page_hash in split_hashes(hashes)}
+    return [(key, first_page, segment) for key in sorted(keys)]
+
+
+def page_key(namespace: str, page_hash: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(namespace.encode() + page_hash)
+
+
+def find_pages(
+    db: sqlite3.Connection, namespace: str, page_hashes: Sequence[bytes], most_bytes: float = inf
+) -> list[IndexHit]:
+    """Find the longest run of stored pages that starts with ``page_hashes[0]``. See ``Store.lookup``.
+
+    The run ends early where an answer with its manifests would take more than ``most_bytes``.
+    """
+    now = time.time()
+
+    @cache
+    def earliest(page: int) -> tuple[int, int] | None:
+        """Return position and identifier of the segment that starts earliest of those with this page."""
+        row: tuple[int, int] | None = db.execute(_EARLIEST, (page_key(namespace, page_hashes[page]), now)).fetchone()
+        return row
+
+    if not page_hashes or (first := earliest(0)) is None:
+        return []
+    (_, _, hashes, _) = db.execute(_SEGMENT, (first[1],)).fetchone()
+    held = split_hashes(hashes)
+    if page_hashes[0] not in held:
+        return []  # another page has the same key
+    origin = first[0] + held.index(page_hashes[0])  # position in the sequence of the first page
+    hits = []
+    page = 0
+    while reached := furthest(earliest, page, len(page_hashes), origin + page):
+        end, first_page, segment = reached
+        name, digest, hashes, num_bytes = db.execute(_SEGMENT, (segment,)).fetchone()
+        most_bytes -= num_bytes + _HIT_BYTES
+        skipped = origin + page - first_page
+        # Manifests are not trusted: one with false page hashes may hide pages, but never adds wrong ones.
+        count = _matching(hashes, skipped, page_hashes[page:end])
+        if count == 0 or most_bytes < 0:
+            break
+        hits.append(IndexHit(name, digest, num_bytes, skipped, count))
+        page += count
+    return hits
+
+
+def _matching(hashes: bytes, first: int, page_hashes: Sequence[bytes]) -> int:
+    """Count how many of ``page_hashes`` a segment with these ``hashes`` holds in a row, from its page ``first`` on."""
+    start = first * PAGE_HASH_BYTES
+    if hashes.startswith(b"".join(page_hashes), start):
+        return len(page_hashes)
+    count = 0
+    while hashes.startswith(page_hashes[count], start + count * PAGE_HASH_BYTES):
+        count += 1
+    return count

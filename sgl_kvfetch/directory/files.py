@@ -206,7 +206,8 @@ class TempFile:
     """Writes a new object's temporary file. Readers do not see it before ``commit``. Every method may raise OSError."""
 
     def __init__(self, root: Path, namespace: str, temp: str) -> None:
-        """Create the file, and the namespace's directory if it is missing."""
+        """Create the file, and the namespace's directory if it is missing. Raises FileExistsError if the name is taken,
+        or was taken for what a dead writer has left, before the file was locked."""
         (root / namespace).mkdir(mode=0o700, parents=True, exist_ok=True)
         self._temp = temp
         self._directory = os.open(root / namespace, os.O_RDONLY | os.O_DIRECTORY | _NO_LINKS)
@@ -217,7 +218,9 @@ class TempFile:
             os.close(self._directory)
             raise
         self.is_open = True  # until it is committed or discarded
-        _lock(self._fd, fcntl.LOCK_EX)
+        if not (_lock(self._fd, fcntl.LOCK_EX) and os.fstat(self._fd).st_nlink):  # `remove_temp` was sooner
+            self.discard()
+            raise FileExistsError(errno.EEXIST, "another process removes it", temp)
 
     def write(self, data: memoryview) -> int:
         """Append some of ``data``, and return how many bytes."""

@@ -1,4 +1,7 @@
-"""A store in a directory of one machine, which several processes may share."""
+"""A store in a directory of one machine, which several processes may share.
+
+`notes` has the files of notes; `StoredNotes` puts and deletes each as a whole, on threads.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +15,142 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Content, bytes_of, decode_manifest, views_of
-from sgl_kvfetch.directory import files, page_index as index
+from sgl_kvfetch.directory import catalog as index, files, notes
 from sgl_kvfetch.directory.catalog import Catalog, SegmentState
 from sgl_kvfetch.directory.files import OpenObject
-from sgl_kvfetch.directory.local_profiles import stored_bytes as profile_bytes
-from sgl_kvfetch.directory.local_verified import read_verified, write_verified
 from sgl_kvfetch.directory.repair import DamageChecks, Repair
 from sgl_kvfetch.directory.room import DiskRoom
-from sgl_kvfetch.directory.stored_pins import Pins
-from sgl_kvfetch.directory.stored_profiles import StoredProfiles
 from sgl_kvfetch.directory.workers import Workers, on
 from sgl_kvfetch.directory.writing import DataWriter, Upload, write_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, ObjectName, SegmentKey
 from sgl_kvfetch.stores import (
+    PINS,
     AdminStore,
     Lookup,
+    NoteKind,
     ObjectInfo,
     Pin,
     SegmentHit,
-    Verified,
+    decode_pin,
     object_digest,
     require_name,
-    require_namespace,
 )
+from sgl_kvfetch.stores.base import require_namespace
 from sgl_kvfetch.stores.wire import MAX_FOLDERS, MAX_LOOKUP_ANSWER_BYTES
 
 logger = logging.getLogger(__name__)
+
+_PINNED_AT_ONCE = 256  # segments
+_PINNED_HASHES_AT_ONCE = 8192 * PAGE_HASH_BYTES  # bytes: tens of milliseconds of the catalog's lock
+
+
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class StoredNotes:
+    """The notes of a store. The catalog knows those that are pins."""
+
+    def __init__(self, catalog: Catalog, room: DiskRoom, workers: Workers) -> None:
+        self._root = catalog.root
+        self._catalog = catalog
+        self._room = room
+        self.workers = workers
+
+    @on("reads")
+    def infos(self, kind: NoteKind) -> Sequence[ObjectInfo]:
+        with files.os_errors(f"listing {kind.name}"):
+            return notes.list_notes(self._root, kind)
+
+    async def open(self, kind: NoteKind, name: str) -> OpenObject | None:
+        kind.require(name)
+        return await self.workers.open(partial(self._open, kind, name))
+
+    def _open(self, kind: NoteKind, name: str) -> OpenObject | None:
+        with files.os_errors(f"opening {kind.one} {name}"):
+            return notes.open_note(self._root, kind, name)
+
+    async def get(self, kind: NoteKind, name: str, length: int | None) -> bytes | None:
+        kind.require(name, length)
+        opened = await self.open(kind, name)
+        if opened is None:
+            return None
+        with opened.file as file, files.os_errors(f"reading {kind.one} {name}"):
+            wanted = opened.info.size_bytes if length is None else length
+            kind.require(name, wanted)
+            data = await self.workers.run("reads", files.read_fully, file, 0, wanted)
+        if len(data) < wanted:
+            raise StoreError("truncated", f"{kind.one} {name} has {len(data)} bytes; expected {wanted}")
+        return data
+
+    async def put(self, kind: NoteKind, name: str, data: bytes) -> None:
+        async with self.upload(kind, name, len(data)) as upload:
+            await upload.write(data)
+            await upload.commit()
+
+    @asynccontextmanager
+    async def upload(self, kind: NoteKind, name: str, size_bytes: int) -> AsyncIterator[Upload]:
+        kind.require(name)
+        writer = notes.NoteWriter(self._root, kind, name, size_bytes, self._room.capacity_bytes)
+
+        def run(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+            with files.os_errors(f"writing {kind.one} {name}"):
+                return call(*args, **kwargs)
+
+        try:
+            await self.workers.run("writes", run, writer.open)
+            yield Upload(
+                lambda data: self.workers.run("writes", run, writer.write, data),
+                lambda: self.workers.run("scans", run, self._commit, writer),
+            )
+        finally:  # cancelled, too: the thread goes on
+            await asyncio.shield(asyncio.to_thread(run, writer.discard))
+
+    def _commit(self, writer: notes.NoteWriter) -> None:
+        writer.check()
+        if writer.kind is PINS:
+            self._pin(decode_pin(writer.head), writer)
+        else:
+            writer.commit()
+
+    def _pin(self, pin: Pin, writer: notes.NoteWriter) -> None:
+        """Keep a pin, in several short transactions. From the first one on, segments that are put are pinned."""
+        try:
+            for first in range(0, len(pin.hashes), _PINNED_HASHES_AT_ONCE):
+                with self._catalog.writing() as db:
+                    notes.enter_pages(db, pin.name, pin.hashes[first : first + _PINNED_HASHES_AT_ONCE])
+            with self._catalog.reading() as snapshot:
+                segments = [] if snapshot is None else notes.segments_of(snapshot, pin)
+                num_bytes = 0 if snapshot is None else notes.pinned_bytes_with(snapshot, segments)
+            self._room.require_pins_fit(num_bytes)
+            writer.commit()
+        except BaseException:
+            opened = notes.open_note(self._root, PINS, pin.name)
+            if opened is None:
+                with self._catalog.writing() as db:
+                    notes.forget_pin(db, pin.name)
+            else:
+                opened.file.close()
+            raise
+        for first in range(0, len(segments), _PINNED_AT_ONCE):
+            with self._catalog.writing() as db:
+                notes.pin_segments(db, segments[first : first + _PINNED_AT_ONCE])
+
+    @on("scans")
+    def delete(self, kind: NoteKind, name: str) -> bool:
+        kind.require(name)
+        with files.os_errors(f"deleting {kind.one} {name}"):
+            if kind is not PINS:
+                return notes.delete_note(self._root, kind, name)
+            with self._catalog.writing() as db:
+                existed = notes.delete_note(self._root, kind, name)
+                notes.forget_pin(db, name)
+            return existed
+
 
 _LISTED_AT_ONCE = 256
 _LOOKUP_ATTEMPTS = 3
@@ -134,8 +242,7 @@ class LocalStore(AdminStore):
         self._repair = Repair(self._catalog, self._room, orphan_age_s)
         self._checks = DamageChecks(self._catalog, self._room)
         self.workers = Workers(num_threads)
-        self._pins = Pins(self._catalog, self._room, self.workers)
-        self._profiles = StoredProfiles(self.root, capacity_bytes, self.workers)
+        self._notes = StoredNotes(self._catalog, self._room, self.workers)
         self._opened = False
         self._orphan_age_s = orphan_age_s
         self._collected_at = self._uses_saved_at = float("-inf")  # monotonic seconds
@@ -235,7 +342,7 @@ class LocalStore(AdminStore):
 
     async def open_object(self, name: str) -> OpenObject | None:
         """Open an object for reading in pieces; the caller closes it. None if it is missing."""
-        return await self.workers.open(self._open, name)
+        return await self.workers.open(partial(self._open, name))
 
     def _open(self, name: str) -> OpenObject | None:
         segment = require_name(name).segment
@@ -319,49 +426,26 @@ class LocalStore(AdminStore):
             names = {name for (name,) in rows}
         return {segment for segment in segments if segment.manifest_name in names}
 
-    async def pins(self) -> Sequence[str]:
-        return await self._pins.names()
+    async def notes(self, kind: NoteKind) -> Sequence[ObjectInfo]:
+        return await self._notes.infos(kind)
 
-    async def get_pin(self, name: str) -> Pin | None:
-        return await self._pins.get(name)
+    async def get_note(self, kind: NoteKind, name: str, length: int | None = None) -> bytes | None:
+        return await self._notes.get(kind, name, length)
 
-    async def put_pin(self, pin: Pin) -> None:
-        await self._pins.put(pin)
+    async def put_note(self, kind: NoteKind, name: str, data: bytes) -> None:
+        await self._notes.put(kind, name, data)
 
-    async def delete_pin(self, name: str) -> bool:
-        return await self._pins.delete(name)
+    async def delete_note(self, kind: NoteKind, name: str) -> bool:
+        return await self._notes.delete(kind, name)
 
-    async def profiles(self) -> Sequence[ObjectInfo]:
-        return await self._profiles.infos()
+    async def open_note(self, kind: NoteKind, name: str) -> OpenObject | None:
+        """Open a note for reading in pieces; the caller closes it. None if it is missing."""
+        return await self._notes.open(kind, name)
 
-    async def get_profile(self, name: str, length: int) -> bytes | None:
-        return await self._profiles.get(name, length)
-
-    async def put_profile(self, name: str, data: bytes) -> None:
-        await self._profiles.put(name, data)
-
-    async def delete_profile(self, name: str) -> bool:
-        return await self._profiles.delete(name)
-
-    async def open_profile(self, name: str) -> OpenObject | None:
-        """Open a profile for reading in pieces; the caller closes it. None if it is missing."""
-        return await self._profiles.open(name)
-
-    def upload_profile(self, name: str, size_bytes: int) -> AbstractAsyncContextManager[Upload]:
-        """Write a profile in pieces. Leaving the context without ``commit`` discards it. Raises StoreError: also
-        ``full`` if profiles would take too much of the capacity, and ``invalid`` if it is not one of this name."""
-        return self._profiles.upload(name, size_bytes)
-
-    @on("reads")
-    def get_verified(self) -> Verified | None:
-        """Return what the last `kvfetch verify` found; None if there was none. Raises FormatError, too."""
-        with files.os_errors("reading what was verified"):
-            return read_verified(self.root)
-
-    @on("writes")
-    def put_verified(self, found: Verified) -> None:
-        with files.os_errors("writing what was verified"):
-            write_verified(self.root, found)
+    def upload_note(self, kind: NoteKind, name: str, size_bytes: int) -> AbstractAsyncContextManager[Upload]:
+        """Write a note in pieces. Leaving the context without ``commit`` discards it. Raises StoreError as `put_note`
+        does."""
+        return self._notes.upload(kind, name, size_bytes)
 
     async def warm_up(self) -> int:
         """Open the catalog. Return the number of segments that lookups can find now."""
@@ -479,7 +563,7 @@ class LocalStore(AdminStore):
                         (stored_bytes,) = db.execute("SELECT bytes FROM totals").fetchone()
                         count = "SELECT count(*) FROM segments WHERE state = ?"
                         (num_segments,) = db.execute(count, (SegmentState.FOUND,)).fetchone()
-                stored_bytes += profile_bytes(self.root)
+                stored_bytes += notes.stored_bytes(self.root)
         repair = self._repair
         counted = self._room.num_evicted, repair.num_collected, repair.num_unreadable
         return StoreUsage(stored_bytes, num_segments, *counted, problem, disk_bytes, free_bytes, self._room.num_dropped)

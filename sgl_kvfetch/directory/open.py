@@ -6,7 +6,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.stores import AdminStore, HttpOptions, S3Options, open_remote, split_store_url
+from sgl_kvfetch.stores import AdminStore, HttpOptions, S3Options
+from sgl_kvfetch.stores.open import open_remote, split_store_url
 
 
 def open_store(

@@ -30,12 +30,13 @@ from functools import partial
 from typing import TypeVar
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest, without_last_level
-from sgl_kvfetch.directory import files, local_profiles, rows
+from sgl_kvfetch.directory import files, notes, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import LimitedLogger, one_line
-from sgl_kvfetch.stores import MAX_PINNED_PART, object_digest
+from sgl_kvfetch.stores import object_digest
+from sgl_kvfetch.stores.notes import MAX_PINNED_PART
 from sgl_kvfetch.stores.upkeep import LIVE_RANK_SQL, decode_named_manifest
 
 logger = logging.getLogger(__name__)
@@ -318,7 +319,7 @@ class DiskRoom:
         if self.capacity_bytes is not None:
             with self._catalog.writing() as db:
                 (used,) = db.execute("SELECT bytes FROM totals").fetchone()
-            lacking = max(lacking, used + local_profiles.stored_bytes(self._catalog.root) - self.capacity_bytes)
+            lacking = max(lacking, used + notes.stored_bytes(self._catalog.root) - self.capacity_bytes)
         return lacking
 
     def _lacking_on_disk(self, num_bytes: int) -> int:

@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, num_droppable
-from sgl_kvfetch.directory import files, local_pins
-from sgl_kvfetch.directory.catalog import FileRole, FileState, SegmentState, temp_name
-from sgl_kvfetch.directory.page_index import page_rows
+from sgl_kvfetch.directory import files, notes
+from sgl_kvfetch.directory.catalog import FileRole, FileState, SegmentState, page_rows, temp_name
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import parse_object_name
 from sgl_kvfetch.log import one_line
@@ -176,6 +175,7 @@ def index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) ->
 
 
 def _index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) -> None:
+    """Enter a manifest: which files it names, the pages that lookups find, and what eviction must know."""
     key = manifest.key
     (segment,) = db.execute("SELECT id FROM segments WHERE name = ?", (key.manifest_name,)).fetchone()
     stored = "SELECT id, name, role FROM files WHERE segment = ? AND state = ? AND role != ?"
@@ -188,7 +188,7 @@ def _index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) -
         hide_segment(db, segment, SegmentState.UNREAD)
         db.execute("INSERT INTO chains VALUES (?, ?, ?)", (segment, *chain))
         db.executemany("INSERT INTO pages VALUES (?, ?, ?)", page_rows(key.namespace, segment, *chain))
-    pinned = local_pins.is_pinned(db, manifest.page_hashes[0])
+    pinned = notes.is_pinned(db, manifest.page_hashes[0])
     levels = num_droppable(manifest, content), manifest.num_dropped
     found = SegmentState.FOUND, object_digest(content), pinned, manifest.expires, *levels, segment
     db.execute(

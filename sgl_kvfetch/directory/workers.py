@@ -43,9 +43,9 @@ class Workers:
         self.require_open()
         return await asyncio.get_running_loop().run_in_executor(self._threads[kind], lambda: call(*args, **kwargs))
 
-    async def open(self, opener: Callable[[str], OpenObject | None], name: str) -> OpenObject | None:
+    async def open(self, opener: Callable[[], OpenObject | None]) -> OpenObject | None:
         """Open a file, which is closed if nobody waits for it any more."""
-        opening = asyncio.ensure_future(self.run("reads", opener, name))
+        opening = asyncio.ensure_future(self.run("reads", opener))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:

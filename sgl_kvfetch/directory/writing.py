@@ -83,6 +83,7 @@ def write_manifest(
 def _write(
     catalog: Catalog, room: DiskRoom, manifest: Manifest, content: bytes, replaces: Callable[[str | None], bool]
 ) -> bool:
+    """Write a manifest if ``replaces`` agrees with the digest of the present one. Return whether it is there now."""
     name = manifest.key.manifest_name
     doomed: list[Doomed] = []
     with files.os_errors(f"writing {name}"), room.noting_full_disk():

@@ -14,19 +14,20 @@ import torch
 
 from sgl_kvfetch import timeline
 from sgl_kvfetch.plane.arena import Arena
-from sgl_kvfetch.plane.launch import Line
-from sgl_kvfetch.plane.service import open_alone, run_data_plane
+from sgl_kvfetch.plane.process import Line
+from sgl_kvfetch.plane.service import run_data_plane
 
 
 def main() -> None:
-    *fds, values_fd, pages_fd, values_bytes, pages_bytes = map(int, sys.argv[1:])
+    commands_fd, events_fd, *numbers = map(int, sys.argv[1:])
+    values, pages, *pool = zip(numbers[::2], numbers[1::2], strict=True)
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s kvfetch data plane] %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the engine, which then closes this process
     torch.set_num_threads(1)  # a decode session is one thread
-    commands, events = (socket.socket(fileno=fd) for fd in fds)
-    line = Line(commands, events, Arena(values_fd, values_bytes), Arena(pages_fd, pages_bytes))
+    commands, events = (socket.socket(fileno=fd) for fd in (commands_fd, events_fd))
+    line = Line(commands, events, Arena(*values), Arena(*pages), tuple(pool))
     gc.freeze()  # what was imported stays: to look at it again in each full collection stops the loop for 0.1 s
-    asyncio.run(run_data_plane(line, open_alone))
+    asyncio.run(run_data_plane(line))
     timeline.close()
     logging.shutdown()
     os._exit(0)  # do not wait for decode threads, which may still be busy

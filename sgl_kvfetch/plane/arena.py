@@ -1,4 +1,7 @@
-"""Memory shared by the engine and its data plane, through which values and pages go from one to the other."""
+"""Memory shared by the engine and its data plane, through which values and pages go from one to the other.
+
+The engine imports this module before SGLang shares metrics: see `sgl_kvfetch.metrics`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,51 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from sgl_kvfetch.codec import CellValues
-from sgl_kvfetch.plane import messages as m
-from sgl_kvfetch.plane.fetch.sink import Destination, PagePool, Sink
+from sgl_kvfetch.plane import protocol as m
 from sgl_kvfetch.types import TENSORS, KVGeometry
+
+
+class PagePool(ABC):
+    """Writes a pool's pages by index. Layers and heads count from the pool's first."""
+
+    @abstractmethod
+    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
+        """Copy ``values``, K and V ``(pages * page_size, layers, heads, dim)``, into ``pages``."""
+
+
+def consecutive_runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Split ``pages`` into runs of consecutive numbers. Yield each run's pages, and its positions in ``pages``.
+
+    A copy of one run takes torch half the time or less of one that is indexed by a list of pages.
+    """
+    start = 0
+    for end in range(1, len(pages) + 1):
+        if end == len(pages) or pages[end] != pages[end - 1] + 1:
+            yield slice(pages[start], pages[start] + end - start), slice(start, end)
+            start = end
+
+
+class StridedPages(PagePool):
+    """Pages in memory, in any layout. ``views``: K and V, ``(pages, page_size, layers, heads, dim)`` each. They may
+    have another dtype of the same size: torch cannot index fp8 everywhere."""
+
+    def __init__(self, views: Sequence[torch.Tensor]) -> None:
+        self.views = views
+
+    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
+        for view, x in zip(self.views, values, strict=True):
+            rows = x.view(view.dtype).reshape(len(pages), -1, *x.shape[1:])
+            into = view[:, :, layers.start : layers.stop, heads.start : heads.stop]
+            for run, positions in consecutive_runs(pages):
+                into[run] = rows[positions]
+
 
 _ALIGNMENT = 64
 
@@ -145,31 +184,40 @@ def _rounded(num_bytes: int) -> int:
     return -(-max(1, num_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
-def arena_destination(arena: Arena, room: Room, emit: Emit, work: int, num_pages: int) -> Destination:
-    """Return a destination from which pages are sent to the engine through shared memory."""
-    # Not guarded: closing would wait for a write that waits for room. The engine guards its pages.
-    return Destination(range(num_pages), Sink(_ArenaPool(arena, room, emit, work)))
+class SharedPool:
+    """A pool of pages in memory files of the engine's process, into which its data plane writes."""
+
+    def __init__(self, files: Sequence[tuple[int, torch.Tensor]], views: Sequence[torch.Tensor]) -> None:
+        """``files``: descriptors, and the memory that they are mapped to, uint8. ``views``: K and V in this memory,
+        ``(pages, page_size, layers, heads, dim)`` each."""
+        self.views = views
+        self._own: Arena | None = None
+        self.files = tuple((fd, memory.nbytes) for fd, memory in files)
+        self.places = tuple(_place(view, [memory for _, memory in files]) for view in views)
+
+    @classmethod
+    def create(cls, geometry: KVGeometry, num_pages: int) -> SharedPool:
+        """Return a pool of its own, which takes memory as it is used."""
+        arena = Arena.create(num_pages * geometry.page_bytes)
+        pool = cls([(arena.fd, arena.whole)], arena.pages(0, geometry, num_pages))
+        pool._own = arena
+        return pool
+
+    def close(self) -> None:
+        """Close the file of a pool of its own."""
+        own, self._own = self._own, None
+        if own is not None:
+            own.close()
 
 
-class _ArenaPool(PagePool):
-    """The pages of one fetch, which are sent to the engine in pieces."""
-
-    def __init__(self, arena: Arena, room: Room, emit: Emit, work: int) -> None:
-        self._arena, self._room, self._emit, self._work = arena, room, emit, work
-
-    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
-        """Send values to the engine. Waits for room, which the engine frees."""
-        offset = self._room.allocate(sum(x.nbytes for x in values))
-        if offset is None:
-            return  # the engine is gone
-        for into, x in zip(self._arena.views(offset, values.k.dtype, (x.shape for x in values)), values, strict=True):
-            into.copy_(x)
-        self._emit(m.Piece(self._work, layers.start, layers.stop, heads.start, heads.stop, tuple(pages), offset))
+def _place(view: torch.Tensor, memories: Sequence[torch.Tensor]) -> m.Place:
+    starts = [view.data_ptr() - memory.data_ptr() for memory in memories]
+    file = next(i for i, start in enumerate(starts) if 0 <= start < memories[i].nbytes)
+    return m.Place(file, starts[file] // view.itemsize, tuple(view.shape), tuple(view.stride()))
 
 
-def send_side_page(arena: Arena, room: Room, emit: Emit, work: int, page: int, content: bytearray) -> None:
-    """Send a side page to the engine through shared memory. Waits for room, which the engine frees."""
-    offset = room.allocate(len(content))
-    if offset is not None:
-        arena.view(offset, torch.uint8, (len(content),)).copy_(torch.frombuffer(content, dtype=torch.uint8))
-        emit(m.SidePiece(work, page, len(content), offset))
+def map_pool(files: Sequence[tuple[int, int]], places: Sequence[m.Place], dtype: torch.dtype) -> StridedPages:
+    """Map a `SharedPool` of another process. ``files``: descriptors and sizes in bytes."""
+    raw = torch.uint8 if dtype.itemsize == 1 else dtype
+    memories = [Arena(*file).whole.view(raw) for file in files]
+    return StridedPages([memories[p.file].as_strided(p.shape, p.strides, p.offset) for p in places])

@@ -14,17 +14,28 @@ nobody else fetches, on a thread of low priority. The quantiser judges (`Quantis
 itself, and what sums in another order may change, is 1. What is computed behind a cut hit is computed from restored
 values, whose errors grow in a few layers and tokens to a hundred times of what is usual there, and mean nothing. So
 
-* the median token counts, of the mean of all layers: 0.4 to 1.1 in sound hits of a real model;
-* a layer counts by its median token, and an eighth of that: up to 0.8;
+* the median token counts, of the mean of all layers, but no more than four times the quarter of layers with the least
+  errors. One token may become a sink of attention or not, as its sums were rounded, and then all tokens behind it
+  differ, from some layer on, as much as those of other weights. Faults are in the first layers, too;
+* a layer counts by its median token, and an eighth of that;
 * the model's first layer has no such errors, since it depends on the tokens alone. So what is stored of it is compared
-  with what is coded again (`Quantiser.repeat_ratios`), by its median token and a sixth of its worst one: up to 2.4,
-  where a cell has many layers. It shows one token that is not restored, which the others do not.
+  with what is coded again (`Quantiser.repeat_ratios`), by its median token and a sixth of its worst one. It shows one
+  token that is not restored, which the others do not.
 
 The largest of these is the ratio of an audit.
 
-A few audits beyond ``audit.most`` of the last ten end it: the rank neither finds nor writes anything any more, since
-what it wrote would be believed by others. One that is far beyond is another kind of fault, of one segment: that is
-deleted. After either, the next hits are audited at once, so that it is soon known which of the two it is.
+A few audits of different pages beyond ``audit.most``, of the last ten, end it: the rank neither finds nor writes
+anything any more, since what it wrote would be believed by others. One that is far beyond may be another kind of fault,
+of one segment. After either, the next hits are audited at once. Until then nobody knows whether the segment or this
+server is wrong, so the segment is a *suspect*: it is not served here. If the audit of another segment is sound, so is
+the server, and suspects are deleted; if the server is wrong, it ends without having deleted anything.
+
+The first of the three, what is *typical*, varies little between audits. So its median over the last twenty shows what
+one audit cannot: a profile that fits other prompts better, or weights that changed a little. That is *drift*: it is
+told, and ends nothing.
+
+The ranks of a model serve a hit alike, as far as all of them found it. So the first rank alone counts hits and cuts
+them. The engine computes the same pages on all ranks, and each one compares its own.
 """
 
 from __future__ import annotations
@@ -32,36 +43,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import statistics
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import torch
+from msgspec import Meta
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import CellPlace, CellValues, Quantiser
-from sgl_kvfetch.codec.container import Pages, RawPages
+from sgl_kvfetch.codec import CellPlace, CellValues, Pages, Quantiser, RawPages, SegmentReader
 from sgl_kvfetch.errors import KVFetchError, why
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.openmp import use_one_thread
-from sgl_kvfetch.plane.adapt.pool import lower_priority
+from sgl_kvfetch.plane.arena import PagePool, consecutive_runs
 from sgl_kvfetch.plane.config import AuditConfig
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
-from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink, PagePool, consecutive_runs
+from sgl_kvfetch.plane.fetch.pool import lower_priority
 from sgl_kvfetch.plane.profiles import cache_folder
 from sgl_kvfetch.plane.write.gather import PageBatch, SpanPages
 from sgl_kvfetch.plane.write.writer import delete_segment
+from sgl_kvfetch.processes import use_one_thread
 from sgl_kvfetch.side_by_side import Tasks
+from sgl_kvfetch.status import DRIFTS, RECENT_AUDITS, Audits, length_of
 from sgl_kvfetch.stores import Store
 from sgl_kvfetch.types import TENSORS, CellGrid
 
@@ -70,10 +83,14 @@ _limited = LimitedLogger(logger)
 
 _AUDIT_TOKENS = 128  # of an audit, at most, or one page: the mean error of so many varies little
 _OF_A_LAYER, _OF_A_TOKEN = 8.0, 6.0  # how much larger the ratio of a layer, or of a token of the first layer, may be
+_OF_A_QUARTER = 4.0  # how much larger the ratio of all layers may be than that of the quarter with the least errors
+_DUE_AT_START = 0.5  # of an audit: most faults come with a restart, so the first audit is sooner than the next ones
 _FAR = 100.0  # a ratio beyond it is no matter of accuracy
-_NUM_RECENT, _MOST_BEYOND = 10, 3  # audits that are remembered, and how many of them may be beyond before reads end
+_NUM_RECENT, _MOST_BEYOND = 10, 3  # audits that are remembered, and how many may be beyond before reads end
 _AT_ONCE = 3  # hits that are audited after one that was beyond
-_MOST_WANTED = 512  # pages that were cut off hits and have not been handed over
+_NUM_KEPT = 200  # audits that a machine remembers of a rank, for what is typical
+_RECORD = ".audits"
+_MOST_WANTED = 512  # pages that were cut off hits, here or by the first rank, and have not been handed over
 _MOST_PENDING = 4  # audits
 _MINUTE_S = 60.0
 _MOST_POLLS, _POLL_S = 200, 0.05  # an audit waits 10 s at most for others' fetches
@@ -85,10 +102,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """The result of an audit. ``ratio``: of errors to those that are expected, where it is largest."""
+    """The result of an audit: ratios of errors to those that are expected. ``ratio``: where it is largest. ``typical``:
+    of all layers, which varies little from audit to audit."""
 
     ratio: float
     where: str
+    typical: float
 
 
 class FailedAudits(msgspec.Struct, frozen=True):
@@ -103,6 +122,58 @@ class FailedAudits(msgspec.Struct, frozen=True):
     at_s: float  # in seconds since the epoch
 
 
+class AuditedPart(msgspec.Struct, frozen=True, array_like=True):
+    """A sound audit, or one that was not: what `AuditRecord` keeps of it. ``end_token``: of its last token."""
+
+    at_s: float
+    end_token: int
+    typical: float
+
+
+class AuditRecord(msgspec.Struct, frozen=True):
+    """What the audits of a rank on this machine have found. ``parts``: of the last ones, the newest last. ``ratio``,
+    ``where``: of the last one."""
+
+    store: str
+    model: str
+    quantiser: str
+    identity: str
+    num_audits: int = 0
+    ratio: float = 0.0
+    where: str = ""
+    parts: Annotated[list[AuditedPart], Meta(max_length=_NUM_KEPT)] = []
+
+    def and_also(self, audited: Compared, end_token: int) -> AuditRecord:
+        part = AuditedPart(time.time(), end_token, audited.typical)
+        return msgspec.structs.replace(
+            self,
+            num_audits=self.num_audits + 1,
+            ratio=audited.ratio,
+            where=audited.where,
+            parts=[*self.parts, part][-_NUM_KEPT:],
+        )
+
+    def summary(self, off: str = "") -> Audits:
+        about = Audits(model=self.model, quantiser=self.quantiser, off=off)
+        if not self.parts:
+            return about
+        former, recent = self.parts[:-RECENT_AUDITS], self.parts[-RECENT_AUDITS:]
+        kinds: dict[str, list[float]] = {}
+        for part in sorted(self.parts, key=lambda each: each.end_token):
+            kinds.setdefault(length_of(part.end_token), []).append(part.typical)
+        return msgspec.structs.replace(
+            about,
+            num_audits=self.num_audits,
+            at_s=recent[-1].at_s,
+            ratio=self.ratio,
+            where=self.where,
+            typical=statistics.median(part.typical for part in recent),
+            num_recent=len(recent),
+            before=statistics.median(part.typical for part in former) if former else None,
+            by_length={kind: statistics.median(found) for kind, found in kinds.items()},
+        )
+
+
 def verdict_file(store: str, heads: HeadSlice) -> Path:
     """Return where this machine keeps the verdict on what a rank reads from a store. Another profile is another
     namespace, and has none."""
@@ -115,19 +186,45 @@ def read_verdict(path: Path) -> FailedAudits | None:
     return None
 
 
+def read_record(verdict: Path) -> AuditRecord | None:
+    """Return what this machine keeps of a rank's audits. ``verdict``: the file of the rank's verdict."""
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(verdict.with_suffix(_RECORD).read_bytes(), type=AuditRecord)
+    return None
+
+
 def keep_verdict(path: Path, verdict: FailedAudits) -> None:
     """Keep a verdict until a person deletes the file. If it cannot be kept, it holds until the server's end."""
+    _keep(path, verdict)
+
+
+def keep_record(verdict: Path, record: AuditRecord) -> None:
+    """Keep what audits have found, beside the verdict's file. If it cannot be kept, it is known until the server's
+    end."""
+    _keep(verdict.with_suffix(_RECORD), record)
+
+
+def _keep(path: Path, found: FailedAudits | AuditRecord) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode(verdict))
+        partial_file = path.with_suffix(f"{path.suffix}.partial")
+        partial_file.write_bytes(msgspec.json.encode(found))
+        partial_file.replace(path)
     except OSError as e:
-        logger.warning("kvfetch: that audits have failed cannot be kept in %s: %s", path, why(e))
+        _limited.warning("keep", f"kvfetch: what audits have found cannot be kept in {path}: {why(e)}")
 
 
 def verdicts() -> dict[Path, FailedAudits]:
     """Return the verdicts that this machine keeps."""
     files = sorted(cache_folder("audits", "", "").parent.glob("*/*.json"))
     return {path: verdict for path in files if (verdict := read_verdict(path)) is not None}
+
+
+def records() -> list[AuditRecord]:
+    """Return what this machine keeps of ranks' audits, the last audited first."""
+    files = cache_folder("audits", "", "").parent.glob(f"*/*{_RECORD}")
+    found = [record for path in files if (record := read_record(path)) is not None and record.parts]
+    return sorted(found, key=lambda each: -each.parts[-1].at_s)
 
 
 class _Kept(PagePool):
@@ -158,9 +255,15 @@ class Auditor:
         *,
         store: Store,
         writes: bool,
+        cuts: bool = True,
+        record: AuditRecord | None = None,
+        file: Path | None = None,
+        on_audit: Callable[[], None] = lambda: None,
         on_wrong: Callable[[str], None] = lambda why: None,
     ) -> None:
-        """``writes``: whether the engine hands over what it computes; else nothing can be audited. ``on_wrong`` is
+        """``writes``: whether the engine hands over what it computes; else nothing can be audited. ``cuts``: whether
+        this rank cuts hits, as the first one does for all. ``record``: what this machine remembers; it is kept
+        beside ``file``, that of the verdict. ``on_audit`` is called on the loop after each audit. ``on_wrong`` is
         called once, with a sentence that says why nothing is to be read or written any more."""
         self._config = config
         self._heads = heads
@@ -170,12 +273,19 @@ class Auditor:
         self._fetcher = fetcher
         self._store = store
         self._writes = writes
+        self._cuts = cuts
+        self._file = file
+        self._on_audit = on_audit
         self._on_wrong = on_wrong
+        self.record = record or AuditRecord("", "", quantiser.identity, quantiser.identity)
+        self._suspects: dict[str, tuple[list[bytes], list[PageSource]]] = {}  # by segment
         self._num_pages = max(1, _AUDIT_TOKENS // self._geometry.page_size)
-        self._due = 0.0  # audits
+        self._due = _DUE_AT_START  # audits
         self._left_bytes, self._minute_ends_s = 0.0, 0.0
         self._wanted: OrderedDict[bytes, PageSource] = OrderedDict()
-        self._recent: deque[bool] = deque(maxlen=_NUM_RECENT)  # whether audits were beyond what is expected
+        # Whether audits were beyond what is expected, by the last page that they compared: the same pages, of a prompt
+        # that is asked again and again, are no further evidence.
+        self._recent: OrderedDict[bytes, bool] = OrderedDict()
         self._tasks = Tasks()
         self._num_pending = 0
         self._one = asyncio.Lock()
@@ -186,16 +296,20 @@ class Auditor:
 
     def served(self, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> int:
         """Return how many of the pages that were found are to be served: all of them, or, if an audit is due, a few
-        less. Those are audited once the engine hands them over."""
+        less. Those are audited once the engine hands them over. No page of a suspect is served, nor one behind it."""
+        if self._suspects:
+            stems = (any(reader.stem in self._suspects for reader in _readers(source)) for source in sources)
+            sources = sources[: next((i for i, is_suspect in enumerate(stems) if is_suspect), len(sources))]
         num_pages = min(len(sources), self._num_pages)
-        if not num_pages or not self._writes or not self._is_due(num_pages):
+        if not num_pages or not self._writes or self.is_over or (self._cuts and not self._is_due(num_pages)):
             return len(sources)
         first = len(sources) - num_pages
         for page_hash, source in zip(hashes[first:], sources[first:], strict=False):
             self._wanted[page_hash] = source
+            self._wanted.move_to_end(page_hash)
         while len(self._wanted) > _MOST_WANTED:
             self._wanted.popitem(last=False)
-        return first
+        return first if self._cuts else len(sources)
 
     def handed_over(self, batch: PageBatch) -> None:
         """Audit the pages among these that were cut off a hit."""
@@ -205,7 +319,7 @@ class Auditor:
             if wanted:
                 first, end = wanted[0], wanted[-1] + 1
                 found = [source for source in sources[first:end] if source is not None]
-                if len(found) == end - first:
+                if len(found) == end - first and (self._cuts or self._fits(len(found))):
                     self._begin(batch, first, found)
 
     def known(self, segment: PageBatch) -> None:
@@ -217,15 +331,21 @@ class Auditor:
 
     def _is_due(self, num_pages: int) -> bool:
         """Count a hit, or a segment. Return whether so many of its pages are to be audited."""
-        num_bytes, now_s = num_pages * self._geometry.page_bytes, time.monotonic()
         self._due = min(float(_AT_ONCE), self._due + self._config.share)
+        if self._due < 1 or not self._fits(num_pages):
+            return False
+        self._due -= 1
+        return True
+
+    def _fits(self, num_pages: int) -> bool:
+        """Return whether so many pages may be audited now, and count them."""
+        num_bytes, now_s = num_pages * self._geometry.page_bytes, time.monotonic()
         if now_s >= self._minute_ends_s:
             # An audit of one page may be more than the bound; it is then the only one of its minute.
             self._left_bytes, self._minute_ends_s = float(self._config.per_minute), now_s + _MINUTE_S
         fits = self._left_bytes >= min(num_bytes, self._config.per_minute)
-        if self.is_over or self._due < 1 or not fits or self._num_pending >= _MOST_PENDING:
+        if self.is_over or not fits or self._num_pending >= _MOST_PENDING or not self._config.share:
             return False
-        self._due -= 1
         self._left_bytes -= num_bytes
         return True
 
@@ -267,16 +387,16 @@ class Auditor:
                     sources = await self._finder.find_pages(hashes, _FETCH_S, pages.start)
                 await self._wait_for_others()
                 pool = _Kept(computed, self._geometry.page_size)
-                fetched = await self._fetcher.fetch(
-                    sources, Destination(range(len(sources)), GuardedSink(pool)), _FETCH_S
-                )
+                fetched = await self._fetcher.fetch(sources, PoolPages(pool, range(len(sources))), _FETCH_S)
                 if fetched.num_pages == len(hashes):
                     coarser = 3.0 ** max(self._fetcher.levels.most_left_out, sources[0].reader.levels_left_out)
                     about = self._quantiser, self._heads, self._tokens(pages), coarser
                     audited = await self._run(partial(compare, computed, pool.values, *about))
-                    result = self._judge(audited, sources[0].reader.stem)
-                    if result == "far":
-                        await self._delete(hashes, sources)
+                    result = self._judge(audited, hashes, sources)
+                    await self._run(partial(self._note, audited, self._tokens(pages).stop))
+                    self._on_audit()
+                    if result == "sound":
+                        await self._delete_suspects()
         except (KVFetchError, TimeoutError) as e:
             logger.debug("kvfetch: an audit failed: %s", e)
         except Exception:
@@ -285,17 +405,20 @@ class Auditor:
             self._num_pending -= 1
             metrics.AUDITS.labels(result).inc()
 
-    async def _delete(self, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> None:
-        """Delete the segments of some pages, so that they are written again. Raises StoreError."""
-        self._finder.fetched(hashes, sources, FetchResult())
-        for part in span_parts(sources):
-            self._fetcher.drop_kept(part.reader.data_name)
-        for reader in {part.reader.stem: part.reader for part in span_parts(sources)}.values():
-            manifest = reader.manifest
-            await delete_segment(self._store, manifest)
-            metrics.DELETED_SEGMENTS.inc()
-            writer = manifest.labels.model_name(manifest.namespace.model)
-            logger.warning("kvfetch: deleted the segment %s, which a server of %r wrote", reader.stem, writer)
+    async def _delete_suspects(self) -> None:
+        """Delete the segments that are wrong, since this server is not, so that they are written again. Raises
+        StoreError."""
+        while self._suspects and not self.is_over:
+            _, (hashes, sources) = self._suspects.popitem()
+            self._finder.fetched(hashes, ())
+            for part in span_parts(sources):
+                self._fetcher.drop_kept(part.reader.data_name)
+            for reader in {part.reader.stem: part.reader for part in span_parts(sources)}.values():
+                manifest = reader.manifest
+                await delete_segment(self._store, manifest)
+                metrics.DELETED_SEGMENTS.inc()
+                writer = manifest.labels.model_name(manifest.namespace.model)
+                logger.warning("kvfetch: deleted the segment %s, which a server of %r wrote", reader.stem, writer)
 
     async def _wait_for_others(self) -> None:
         for _ in range(_MOST_POLLS):
@@ -330,23 +453,41 @@ class Auditor:
             first += piece.num_tokens // size
         return values
 
-    def _judge(self, audited: Compared, stem: str) -> str:
+    def _note(self, audited: Compared, end_token: int) -> None:
+        self.record = self.record.and_also(audited, end_token)
+        if self._file is not None:
+            keep_record(self._file, self.record)
+        metrics.AUDIT_TYPICAL.labels(length_of(end_token)).observe(audited.typical)
+        found = self.record.summary()
+        if found.num_recent == RECENT_AUDITS:
+            metrics.AUDIT_DRIFT.set(found.typical)
+        if found.drifts:
+            _limited.warning("drift", f"kvfetch: audits: {found.says}, beyond {DRIFTS:g}; {found.advice}")
+
+    def _judge(self, audited: Compared, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> str:
         """Take in what was found of pages of a segment. Return the result, for the metrics."""
         metrics.AUDIT_RATIO.observe(audited.ratio)
         is_beyond, is_far = audited.ratio > self._config.most, audited.ratio > _FAR
-        self._recent.append(is_beyond)
+        self._recent[hashes[-1]] = is_beyond
+        self._recent.move_to_end(hashes[-1])
+        if len(self._recent) > _NUM_RECENT:
+            self._recent.popitem(last=False)
         if not is_beyond:
             return "sound"
         self._due = float(_AT_ONCE)
+        stem = sources[0].reader.stem
+        if is_far:
+            self._suspects[stem] = list(hashes), list(sources)
         what = (
             f"in {audited.where}, errors are {audited.ratio:.3g} times as large as {self._quantiser.identity} should "
             f"make them; at most {self._config.most:g} times are expected (audit.most)"
         )
         _limited.warning("beyond", f"kvfetch: an audit of {stem}: {what}")
-        if sum(self._recent) >= _MOST_BEYOND and not self.is_over:
+        if (num_beyond := sum(self._recent.values())) >= _MOST_BEYOND and not self.is_over:
             self.is_over = True
             self._wanted.clear()
-            self._on_wrong(f"{sum(self._recent)} of the last {len(self._recent)} audits: {what}")
+            self._suspects.clear()
+            self._on_wrong(f"{num_beyond} of the last {len(self._recent)} audits: {what}")
         return "far" if is_far else "beyond"
 
 
@@ -374,9 +515,12 @@ def compare(
                 ratio = max(of_layers[0].median().item(), of_layers[0].max().item() / _OF_A_TOKEN)
                 where = f"{tensor.upper()} of the first layer"
                 ratios[where] = max(ratios.get(where, 0.0), ratio)
-    ratios["all layers"] = torch.cat([x.flatten(0, 1) for x in found]).mean(0).median().item()
+    each = torch.cat([x.flatten(0, 1) for x in found])
+    typical = each.mean(0).median().item()
+    quarter = each.kthvalue(-(-len(each) // 4), 0).values.median().item()
+    ratios["all layers"] = min(typical, _OF_A_QUARTER * quarter)
     where = max(ratios, key=lambda each: ratios[each])
-    return Compared(ratios[where], where)
+    return Compared(ratios[where], where, typical)
 
 
 def places_of(quantiser: Quantiser, rank: HeadSlice, tokens: range) -> list[tuple[range, range, CellPlace]]:
@@ -404,6 +548,12 @@ def _pieces(batch: PageBatch, pages: range) -> list[Pages]:
                 found.append(each.some(slice(lo - begin, hi - begin)))
             begin += count
     return found
+
+
+def _readers(source: PageSource) -> Iterator[SegmentReader]:
+    yield source.reader
+    for other in source.others:
+        yield other.reader
 
 
 def _num_pages(pages: Pages) -> int:

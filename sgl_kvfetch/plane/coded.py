@@ -16,13 +16,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from sgl_kvfetch.codec import Cell, Decoders, SegmentReader
-from sgl_kvfetch.codec.container import TAG_BYTES, cell_place
-from sgl_kvfetch.codec.quant import pack
+from sgl_kvfetch.codec import TAG_BYTES, Cell, Decoders, SegmentReader, cell_place, pack
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.arena import Arena
-from sgl_kvfetch.plane.fetch.plan import PageSource, SpanPart
-from sgl_kvfetch.plane.fetch.sink import CodedPool, Keep
+from sgl_kvfetch.plane.fetch.fetcher import Destination, Keep
+from sgl_kvfetch.plane.fetch.plan import CellChunks, PageSource, SpanPart
 from sgl_kvfetch.plane.memory_cache import CODE_ALIGNMENT, CachedSpan, Kept
 
 CODEC = "ans"  # that GPUs decode
@@ -157,11 +155,14 @@ def _place(reader: SegmentReader, cell: Cell) -> tuple[int, ...]:
     )
 
 
-class CodedRegion(CodedPool):
-    """Shared memory with the cells of one prompt. Threads may keep cells at once."""
+class CodedRegion(Destination):
+    """Shared memory with the cells of one prompt, which are not restored yet: their integers, coded or not."""
+
+    takes_units = True
 
     def __init__(self, arena: Arena, offset: int, plan: RegionPlan) -> None:
         """``offset``: of the plan's region. What `memory_cache` has verified before is kept from the start."""
+        super().__init__()
         self._memory = arena.buffer(0, arena.num_bytes)
         self._plan = plan
         self._rows = plan.rows.copy()
@@ -183,14 +184,14 @@ class CodedRegion(CodedPool):
     def is_kept(self, part: int) -> bool:
         return self._is_whole[part]
 
-    def places(self, reader: SegmentReader, cells: Sequence[Cell]) -> list[list[memoryview]] | None:
+    def places(self, reader: SegmentReader, cells: Sequence[Cell]) -> list[CellChunks] | None:
         rows = [self._plan.row(reader, cell) for cell in cells]
         if reader.manifest.is_encrypted or not all(self._is_coded[row] for row in rows):
             return None
         sizes = [reader.chunk_sizes(cell) for cell in cells]
         # What a cell has beside its integers is little, and does not go to the engine as it is stored.
         rest = memoryview(bytearray(sum(map(sum, sizes)) - sum(self._sizes[row] for row in rows)))
-        places = []
+        places: list[CellChunks] = []
         for row, (*others, size) in zip(rows, sizes, strict=True):
             place = []
             for each in others:
@@ -205,8 +206,8 @@ class CodedRegion(CodedPool):
         start = self._starts[row]
         return self._memory[start : start + size]
 
-    def decoded(
-        self, reader: SegmentReader, cells: Sequence[tuple[Cell, Sequence[memoryview]]], decoders: Decoders
+    def decode(
+        self, part: SpanPart, reader: SegmentReader, cells: Sequence[tuple[Cell, CellChunks]], decoders: Decoders
     ) -> Keep:
         found: list[tuple[int, Kept, bytes | memoryview]] = []
         for cell, chunks in cells:
@@ -218,7 +219,7 @@ class CodedRegion(CodedPool):
                 parts = [x.numpy() for x in tensors]
                 integers = decoded.contiguous().view(torch.uint8).flatten().numpy().data
             found.append((row, pack(*parts), integers))
-        return partial(self._keep, found)
+        return partial(self.write, partial(self._keep, found))
 
     def working_bytes(self, reader: SegmentReader, cells: Sequence[Cell]) -> int:
         decoded = (cell for cell in cells if not self._is_coded[self._plan.row(reader, cell)])

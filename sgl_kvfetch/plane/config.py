@@ -1,23 +1,42 @@
-"""Parse and validate the user's ``--hicache-storage-backend-extra-config``, once, at start-up."""
+"""Parse and validate the user's ``--hicache-storage-backend-extra-config``, once, at start-up: options, stores,
+quantiser.
+
+The engine imports this before SGLang serves, when nothing may be counted yet: see `metrics`.
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast, get_args
 from urllib.parse import unquote
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sgl_kvfetch.codec import CodecName, QuantiserName
-from sgl_kvfetch.codec.bitstream import MOST_LEVELS
-from sgl_kvfetch.codec.quant import MAX_BINS, MIN_BINS
+from sgl_kvfetch.codec import (
+    KltQuantiser,
+    Profile,
+    Quantiser,
+    StoreKeys,
+    load_profile,
+    make_quantiser,
+    read_outline,
+    require_writable,
+)
+from sgl_kvfetch.codec.bitstream.base import MOST_LEVELS
+from sgl_kvfetch.codec.quant.klt import require_grid
+from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, QuantiserName, is_brought, make_brought
+from sgl_kvfetch.codec.quant.symmetric import MAX_BINS, MIN_BINS
+from sgl_kvfetch.directory import open_store
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.sizes import parse_duration, parse_size
-from sgl_kvfetch.stores import STORE_URLS
-from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret
+from sgl_kvfetch.keys import is_unicode
+from sgl_kvfetch.stores import HttpOptions, S3Options, TlsFiles
+from sgl_kvfetch.stores.open import store_urls
+from sgl_kvfetch.types import TENSORS, KVGeometry
+from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret, parse_duration, parse_size
 
 _SECRET_KEYS = frozenset({"token", "s3", "index"})  # their values are never shown
 
@@ -41,6 +60,15 @@ MiB = 1 << 20
 
 class _Keys(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    @field_validator("*")
+    @classmethod
+    def _is_unicode(cls, value: object) -> object:
+        """JSON may have lone surrogates. The config goes to another process, in UTF-8, which cannot have them."""
+        for text in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(text, str) and not is_unicode(text):
+                raise ValueError("expected valid Unicode, found a lone surrogate")
+        return value
 
 
 class TlsConfig(_Keys):
@@ -159,7 +187,7 @@ class DeviceModeConfig(_Keys):
 class KVFetchConfig(_Keys):
     """Every config key with its default. A test compares docs/configuration.md with this class."""
 
-    store: str = Field(description=f"URL of the store: {' or '.join(STORE_URLS.values())}")
+    store: str = Field(description=f"URL of the store: {' or '.join(store_urls().values())}")
     token: str | None = Field(None, repr=False, description=f"bearer token; by default the environment's {TOKEN_ENV}")
     tls: TlsConfig = Field(TlsConfig(), description="files for https:// stores: ca_file, cert_file, key_file")
     manifest_key_file: Text | None = Field(
@@ -188,7 +216,7 @@ class KVFetchConfig(_Keys):
         "read_write", description="whether to read from the store, write to it, or both"
     )
 
-    quantiser: Literal[QuantiserName, "auto"] | None = Field(
+    quantiser: str | None = Field(
         None,
         description="how values become 8-bit integers; by default klt with a profile, exact without; auto is exact "
         "until the store has a profile, which this server makes from its own prompts, and klt from then on",
@@ -205,7 +233,7 @@ class KVFetchConfig(_Keys):
         "default the profile's own",
     )
     cachegen: CacheGenConfig | None = Field(None, description="bins of quantiser = 'cachegen': k_bins, v_bins")
-    codec: CodecName = Field(
+    codec: str = Field(
         "ans",
         description="how integers become bytes when this server writes; by default the fastest for the bits: video is "
         "for kvfetch encode, since CPUs make it slowly",
@@ -271,16 +299,32 @@ class KVFetchConfig(_Keys):
     def _memory_size(cls, value: object) -> int:
         return parse_size(str(value)) if value else 0
 
+    @field_validator("quantiser")
+    @classmethod
+    def _known_quantiser(cls, value: str | None) -> str | None:
+        known = (*get_args(QuantiserName), "auto")
+        if value is not None and value not in known and not is_brought(value):
+            raise ValueError(f"expected one of {', '.join(known)}, or one that an installed package brings")
+        return value
+
+    @field_validator("codec")
+    @classmethod
+    def _known_codec(cls, value: str) -> str:
+        return require_writable(value)
+
     @field_validator("store", mode="before")
     @classmethod
     def _one_url(cls, value: object) -> object:
         scheme, _, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
-        if scheme not in STORE_URLS or not rest:
-            raise ValueError(f"expected one URL: {' or '.join(STORE_URLS.values())}")
+        if scheme not in (known := store_urls()) or not rest:
+            lacks_scheme = isinstance(value, str) and value and "://" not in value
+            hint = f"; is it http://{value}?" if lacks_scheme else ""
+            raise ValueError(f"expected one URL: {' or '.join(known.values())}{hint}")
         return value
 
     @model_validator(mode="after")
     def _keys_fit_each_other(self) -> Self:
+        """Raises ValueError for keys that need, or exclude, each other."""
         name = self.quantiser_name
         if name != "cachegen" and self.cachegen is not None:
             raise ValueError(f"cachegen needs quantiser = 'cachegen', not {name!r}")
@@ -304,7 +348,7 @@ class KVFetchConfig(_Keys):
         return self
 
     @property
-    def quantiser_name(self) -> QuantiserName:
+    def quantiser_name(self) -> str:
         """The quantiser; with ``auto``, the one that the server is to have in the end."""
         return "klt" if self.quantiser == "auto" else self.quantiser or ("exact" if self.profile is None else "klt")
 
@@ -317,6 +361,10 @@ class KVFetchConfig(_Keys):
     def with_profile(self, path: str) -> KVFetchConfig:
         """Return this config of ``klt``, or of ``auto``, with a profile."""
         return self.model_copy(update={"quantiser": "klt", "profile": path})
+
+    def store_keys(self) -> StoreKeys:
+        """Read the keys of the store. Raises ConfigError."""
+        return StoreKeys.read(self.manifest_key_file, self.encryption_key_file)
 
     @property
     def finest_kl(self) -> float | None:
@@ -343,14 +391,6 @@ GROUPS: dict[str, type[_Keys]] = {
 }
 
 
-_MOVED = {
-    "device.recompute": "is now recompute, for both modes",
-    "device.round_tokens": "is gone: a prompt is staged as a whole, so leave it out",
-    "device.early_start": "is gone: prompts are loaded while their batch computes, so leave it out",
-    "device.fetch_order": "is gone: the shortest prompt is fetched first, with ageing, so leave it out",
-}
-
-
 def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> KVFetchConfig:
     """Parse the extra config, ignoring SGLang's own keys in it.
 
@@ -372,25 +412,128 @@ def _is_secret(key: str) -> bool:
     return key.partition(".")[0] in _SECRET_KEYS or "token" in key.lower()
 
 
+def _known(keys: Iterable[str]) -> str:
+    return f"known keys are {', '.join(keys)}"
+
+
 def _fault(error: dict[str, Any]) -> str:
+    """Return one of pydantic's errors as a sentence that names the key, its value, and what would be right."""
     key = ".".join(map(str, error["loc"]))
     group = GROUPS.get(key.partition(".")[0]) if "." in key else None
     fields = (group or KVFetchConfig).model_fields
     known = list(fields)
     match error["type"]:
-        case "extra_forbidden" if key in _MOVED:
-            return f"{key} {_MOVED[key]}"
         case "extra_forbidden" if group and len(error["loc"]) == 1 and (field := key.partition(".")[2]) in known:
             return f'unknown key {key!r}; write it as {{"{key.partition(".")[0]}": {{"{field}": ...}}}}'
         case "extra_forbidden":
             close = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}"
+            hint = f"did you mean {close[0]!r}?" if close else _known(known)
             value = "" if _is_secret(key) or any(map(_is_secret, close)) else f" (= {error['input']!r})"
             return f"unknown key {key!r}{value}; {hint}"
         case "missing":
             return f"{key!r} is required: {fields[error['loc'][-1]].description}"
-    message = error["msg"].removeprefix("Value error, ")
+        case "model_type":
+            keys = GROUPS[key].model_fields
+            message = f'it has keys of its own; write it as {{"{key}": {{"{next(iter(keys))}": ...}}}}; {_known(keys)}'
+        case _:
+            message = error["msg"].removeprefix("Value error, ")
     if not key:
         return str(message)
     value = "(hidden)" if _is_secret(key) else repr(error["input"])
     return f"{key} = {value}: {message}"
+
+
+def check_files(config: KVFetchConfig) -> None:
+    """Check the files and the keys that a config names for its stores, its token, and its store's URL. Does no network
+    I/O. Raises ConfigError."""
+    config.store_keys()
+    tls = tls_files(config)
+    tls.context()
+    open_store(config.store, token=config.token, options=HttpOptions(tls=tls), s3=s3_options(config))
+
+
+def tls_files(config: KVFetchConfig) -> TlsFiles:
+    return TlsFiles(config.tls.ca_file, config.tls.cert_file, config.tls.key_file)
+
+
+def s3_options(config: KVFetchConfig) -> S3Options:
+    s3, index = config.s3 or {}, config.index
+    return S3Options(s3) if index is None else S3Options(s3, index.url, index.ttl_s)
+
+
+_MOST_NUMBERS = 8  # of layers in a message
+
+
+def config_quantiser(config: KVFetchConfig) -> Quantiser:
+    """Create the quantiser of a config. Raises ConfigError for a profile that is unreadable or misses the target."""
+    name, bins = config.quantiser_name, config.cachegen or CacheGenConfig()
+    if is_brought(name):
+        return make_brought(name)
+    if name != "klt":
+        return make_quantiser(cast("PlainQuantiserName", name), bins.k_bins, bins.v_bins)
+    assert config.profile is not None
+    return KltQuantiser(load_profile(Path(config.profile)), config.finest_kl)
+
+
+class ProfileNeeds(msgspec.Struct, frozen=True, array_like=True):
+    """What a profile must have for a rank to serve by it. ``geometry``: of the rank's pool of K and V. ``layers``: the
+    model's layers in that pool. ``first_layer``: the number of the first one among those of all pipeline stages.
+    ``target_kl``, ``finest_kl``: as in the config."""
+
+    geometry: KVGeometry
+    layers: tuple[int, ...]
+    first_layer: int
+    tp_rank: int
+    tp_size: int
+    target_kl: float | None = None
+    finest_kl: float | None = None
+
+    def require_file(self, path: str) -> None:
+        """Raise ConfigError unless the profile in a file has what is needed. Reads no tensors."""
+        self.require(path, read_outline(Path(path)))
+
+    def require(self, path: str, profile: Profile) -> None:
+        """Raise ConfigError unless a profile, or its outline, has this rank's layers and heads as whole cells, and
+        reaches the targets. ``path``: for messages."""
+        self._require_shape(path, profile)
+        profile.require_target(self.target_kl)
+        profile.require_target(self.finest_kl, "finest_kl")
+
+    def _require_shape(self, path: str, profile: Profile) -> None:
+        """Raise ConfigError unless a profile has this rank's layers and heads as whole cells."""
+        geometry, end_layer = self.geometry, self.first_layer + len(self.layers)
+        expected = {
+            "KV heads a rank": (max(1, profile.grid.num_heads // self.tp_size), geometry.num_heads),
+            **{f"values a head of {t.upper()}": (profile.head_dim(t), geometry.head_dim(t)) for t in TENSORS},
+        }
+        for what, (found, wanted) in expected.items():
+            if found != wanted:
+                raise ConfigError(
+                    f"profile {path} is for another model: it has {found} {what}, the engine has {wanted}"
+                )
+        if profile.grid.num_layers < end_layer:
+            raise ConfigError(
+                f"profile {path} is for another model: it has {profile.grid.num_layers} layers, the engine has "
+                f"{end_layer} or more"
+            )
+        layers = profile.layers.coded[self.first_layer : end_layer]
+        if layers != self.layers:
+            raise ConfigError(
+                f"profile {path} is for other layers: it has the model's layers {_numbers(layers)}, and SGLang keeps "
+                f"K and V of layers {_numbers(self.layers)} in this pool; calibrate again"
+            )
+        heads = rank_heads(self.tp_rank, self.tp_size, geometry.num_heads, profile.grid.num_heads)
+        require_grid(profile, self.first_layer, len(self.layers), heads.start, len(heads))
+
+
+def rank_heads(tp_rank: int, tp_size: int, num_heads: int, total: int) -> range:
+    """Return the range of a rank's ``num_heads`` heads among the model's ``total`` heads."""
+    # With more ranks than heads, neighbouring ranks have the same head.
+    first = tp_rank * total // tp_size
+    return range(first, first + num_heads)
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """Return how a message lists layers: some of the first, and how many more."""
+    more = f" and {len(numbers) - _MOST_NUMBERS} more" if len(numbers) > _MOST_NUMBERS else ""
+    return ", ".join(map(str, numbers[:_MOST_NUMBERS])) + more

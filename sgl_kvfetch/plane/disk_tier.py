@@ -18,11 +18,12 @@ from typing import Literal
 import xxhash
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, DataObject, Manifest, decode_manifest, signed_by
-from sgl_kvfetch.codec.container import part_with
+from sgl_kvfetch.codec.container.partial import part_with
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.side_by_side import Tasks
-from sgl_kvfetch.stores import Breaker, Lookup, SegmentHit, Store, WrappedStore, fill_pieces
+from sgl_kvfetch.stores import Breaker, Lookup, SegmentHit, Store
+from sgl_kvfetch.stores.base import WrappedStore, fill_pieces
 
 Tier = Literal["disk", "store"]
 FillResult = Literal["stored", "incomplete", "dropped", "failed"]

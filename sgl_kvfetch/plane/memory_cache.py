@@ -248,8 +248,7 @@ class MemoryCache:
 class Held:
     """Spans that are kept in the cache for one request. Call ``let_go`` at its end."""
 
-    def __init__(self, cache: MemoryCache | None = None) -> None:
-        """Without ``cache``, nothing is held."""
+    def __init__(self, cache: MemoryCache) -> None:
         self._cache = cache
         self.entries: dict[_SpanKey, CachedSpan] = {}
 
@@ -263,8 +262,7 @@ class Held:
 
     def open(self, parts: Iterable[SpanPart]) -> None:
         """Open entries for what is missing, to be filled."""
-        if self._cache is not None:
-            self._cache.open(parts, self)
+        self._cache.open(parts, self)
 
     def has_unit(self, unit: ReadUnit) -> bool:
         entry = self.entry(unit.reader, unit.cells[0].span)
@@ -273,7 +271,7 @@ class Held:
     def chunks(self, unit: ReadUnit) -> list[CellChunks] | None:
         """Return the chunks of a unit's cells, which stay as they are until ``let_go``; None if they are not here."""
         entry = self.entry(unit.reader, unit.cells[0].span)
-        if self._cache is None or entry is None or _unit_key(unit) not in entry.units:
+        if entry is None or _unit_key(unit) not in entry.units:
             return None
         metrics.MEMORY_CACHE_READ_BYTES.inc(unit.size_bytes)
         return self._cache.places(entry, unit)
@@ -282,22 +280,22 @@ class Held:
         """Return where the chunks of a unit's cells are to be received, before `received`; None if they are not wanted
         here."""
         entry = self._filling(unit)
-        return None if self._cache is None or entry is None else self._cache.places(entry, unit)
+        return None if entry is None else self._cache.places(entry, unit)
 
     def received(self, unit: ReadUnit) -> None:
         """Note that a unit's bytes are in their `places`."""
         entry = self._filling(unit)
-        if self._cache is not None and entry is not None:
+        if entry is not None:
             self._cache.filled(entry, unit)
 
     def put(self, unit: ReadUnit, chunks: list[CellChunks]) -> list[CellChunks]:
         """Copy a unit's chunks to their places, if they are wanted here. Return the chunks that are to be used."""
         entry = self._filling(unit)
-        return chunks if self._cache is None or entry is None else self._cache.copy(entry, unit, chunks)
+        return chunks if entry is None else self._cache.copy(entry, unit, chunks)
 
     def _filling(self, unit: ReadUnit) -> CachedSpan | None:
         entry = self.entry(unit.reader, unit.cells[0].span)
-        if self._cache is None or entry is None or entry.filler is not self:
+        if entry is None or entry.filler is not self:
             return None
         return entry if self._cache.lacks(entry, unit) else None
 
@@ -310,7 +308,6 @@ class Held:
 
     def _let_go(self, entries: Sequence[CachedSpan]) -> None:
         for entry in entries:
-            assert self._cache is not None
             del self.entries[entry.key]
             self._cache.let_go(entry, self)
 

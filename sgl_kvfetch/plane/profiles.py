@@ -1,4 +1,4 @@
-"""The profile that a server takes: the newest that its store has of its model's weights, and a copy of it here.
+"""The profile that a server takes: the newest of its model's weights in its store that fits, and a copy of it here.
 
 ``quantiser = "klt"`` without a ``profile`` asks the store once, when the backend is attached. The copy is the path that
 everything behind it works with, so nothing else knows where a profile came from. Copies also let a server start while
@@ -12,36 +12,36 @@ import hashlib
 import logging
 import os
 import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
-from sgl_kvfetch.codec import load_profile, read_encryption_keys, read_manifest_keys
+from sgl_kvfetch.codec import StoreKeys, load_profile
 from sgl_kvfetch.directory import open_store
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError, why
 from sgl_kvfetch.log import brief, one_line, printable
-from sgl_kvfetch.plane.config import KVFetchConfig
-from sgl_kvfetch.plane.store_options import s3_options, tls_files
-from sgl_kvfetch.stores import AdminStore, HttpOptions, ListedProfile, ProfileKeys, list_profiles, read_profile
+from sgl_kvfetch.plane.config import KVFetchConfig, s3_options, tls_files
+from sgl_kvfetch.stores import AdminStore, HttpOptions, ListedProfile, list_profiles, read_profile
 
 logger = logging.getLogger(__name__)
 
 _WAIT_S = 10.0  # for the store's list; a profile itself may take longer, by its size
-_MOST_TRIED = 4  # of the newest: a store cannot keep a server from its start
+_MOST_TRIED = 8  # of the newest: a store cannot keep a server from its start
 _CONNECT_S = 5.0
 _SUFFIX = ".profile"
 _PLACE_CHARS = 16
+
+
+Fits: TypeAlias = "Callable[[str], None]"
+"""Raises ConfigError unless the engine can serve by the profile in a file."""
 
 
 class TakenProfile(msgspec.Struct, frozen=True):
     path: str
     digest: str
     about: str  # one line for the log
-
-
-def profile_keys(config: KVFetchConfig) -> ProfileKeys:
-    """Read the keys that a config names. Raises ConfigError."""
-    return ProfileKeys(read_manifest_keys(config.manifest_key_file), read_encryption_keys(config.encryption_key_file))
 
 
 def open_profile_store(config: KVFetchConfig) -> AdminStore:
@@ -58,43 +58,79 @@ def open_profile_store(config: KVFetchConfig) -> AdminStore:
     )
 
 
-def take_profile(config: KVFetchConfig, weights: str, digest: str | None = None) -> TakenProfile | None:
+class PassedOver:
+    """The profiles of a store that cannot be used. Each is told of once, and not read again unless its fault may pass.
+    One that was put again is another one."""
+
+    def __init__(self) -> None:
+        self._final: dict[tuple[str, float], bool] = {}  # by name and time: whether to read it no more
+
+    def others(self, listed: Sequence[ListedProfile]) -> list[ListedProfile]:
+        """Return those that may be of use. Forget profiles that are gone: whoever may write puts any number."""
+        known = {_put(each): self._final[_put(each)] for each in listed if _put(each) in self._final}
+        self._final = known
+        return [each for each in listed if not known.get(_put(each), False)]
+
+    def add(self, listed: ListedProfile, fault: Exception) -> bool:
+        """Return whether it is new."""
+        is_new = _put(listed) not in self._final
+        may_pass = listed.head is None or isinstance(fault, StoreError) or not isinstance(fault, KVFetchError)
+        self._final[_put(listed)] = not may_pass
+        return is_new
+
+
+def _put(listed: ListedProfile) -> tuple[str, float]:
+    return listed.info.name, listed.info.modified_s
+
+
+def take_profile(config: KVFetchConfig, weights: str, fits: Fits, digest: str | None = None) -> TakenProfile | None:
     """Return the newest profile of a model's weights that can be used, as a file of this machine: from the store, or,
     while that cannot be asked, the one that was taken last. None if the store has none.
 
-    ``digest``: the profile to take, by another rank's choice. Raises StoreError if the store cannot be asked and there
-    is no copy here, and ConfigError if none can be kept.
+    Profiles of one model's weights differ in the layers and heads that their cells have, and in the targets that they
+    reach. So one that does not fit is passed over. ``digest``: the profile to take, by another rank's choice.
+
+    Raises StoreError if the store cannot be asked and there is no copy here, and ConfigError if none can be kept.
     """
-    folder = _copies_folder(config, weights)
     try:
-        return asyncio.run(take_from_store(config, weights, digest))
+        return asyncio.run(take_from_store(config, weights, fits, digest))
     except StoreError as e:
-        copy = _newest_copy(folder, digest)
+        copy = _newest_copy(_copies_folder(config, weights, config.store_keys()), fits, digest)
         if copy is None:
             raise
         logger.warning("kvfetch: %s cannot be asked for a profile: %s", config.store, e)
         return TakenProfile(str(copy), copy.stem, f"profile {copy.stem}, the copy that this machine took last: {copy}")
 
 
-def _copies_folder(config: KVFetchConfig, weights: str) -> Path:
-    """Return where copies are of what this store had that holders of these keys published. Each was verified when it
+def _copies_folder(config: KVFetchConfig, weights: str, keys: StoreKeys) -> Path:
+    """Return where copies are of what this store had that holders of ``keys`` published. Each was verified when it
     was made, so no copy counts for another store, or for keys that it was not verified with."""
-    return cache_folder("profiles", weights, config.store, profile_keys(config).fingerprint)
+    return cache_folder("profiles", weights, config.store, keys.fingerprint)
 
 
-async def take_from_store(config: KVFetchConfig, weights: str, digest: str | None = None) -> TakenProfile | None:
-    """Do as `take_profile`, but raise StoreError if the store cannot be asked."""
-    folder = _copies_folder(config, weights)
-    keys, store = profile_keys(config), open_profile_store(config)
+async def take_from_store(
+    config: KVFetchConfig,
+    weights: str,
+    fits: Fits,
+    digest: str | None = None,
+    passed_over: PassedOver | None = None,
+) -> TakenProfile | None:
+    """Do as `take_profile`, but raise StoreError if the store cannot be asked. ``passed_over``: what this has passed
+    over before, for whoever asks again and again."""
+    keys = config.store_keys()
+    folder, store = _copies_folder(config, weights, keys), open_profile_store(config)
+    passed_over = PassedOver() if passed_over is None else passed_over
     try:
-        for listed in await _candidates(store, f"{weights}/{digest or ''}"):
+        for listed in passed_over.others(await _candidates(store, f"{weights}/{digest or ''}")):
             try:
                 path = await _copy_of(store, listed, keys, folder)
+                await asyncio.to_thread(fits, str(path))
             except Exception as e:  # whoever may write into the store has made it: no fault of it ends anything else
                 if isinstance(e, KVFetchError) and not e.concerns_object:
                     raise
-                what = one_line(e) if isinstance(e, KVFetchError) else brief(e)
-                logger.warning("kvfetch: %s: profile %s is passed over: %s", config.store, listed.info.name, what)
+                if passed_over.add(listed, e):
+                    what = one_line(e) if isinstance(e, KVFetchError) else brief(e)
+                    logger.warning("kvfetch: %s: profile %s is passed over: %s", config.store, listed.info.name, what)
                 continue
             assert listed.head is not None
             header = listed.head.header
@@ -116,7 +152,7 @@ async def _candidates(store: AdminStore, prefix: str) -> list[ListedProfile]:
         raise StoreError("timeout", f"listing profiles: no answer within {_WAIT_S:g} s") from e
 
 
-async def _copy_of(store: AdminStore, listed: ListedProfile, keys: ProfileKeys, folder: Path) -> Path:
+async def _copy_of(store: AdminStore, listed: ListedProfile, keys: StoreKeys, folder: Path) -> Path:
     """Return the path of this machine's copy of a profile, after checks. Raises KVFetchError."""
     if listed.head is None:
         raise FormatError(listed.problem)
@@ -174,8 +210,8 @@ class CopyError(ConfigError):
         return False
 
 
-def _newest_copy(folder: Path, digest: str | None) -> Path | None:
-    """Return the copy that was taken last, or the one with this digest."""
+def _newest_copy(folder: Path, fits: Fits, digest: str | None) -> Path | None:
+    """Return the copy that was taken last and fits, or the one with this digest."""
     try:
         copies = sorted(folder.glob(f"{digest or '*'}{_SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True)
     except OSError:
@@ -183,6 +219,7 @@ def _newest_copy(folder: Path, digest: str | None) -> Path | None:
     for path in copies:
         try:
             if load_profile(path).digest == path.stem:
+                fits(str(path))
                 return path
         except Exception as e:  # as in `take_from_store`: it may be damaged in any way
             what = one_line(e) if isinstance(e, KVFetchError) else f"{path} cannot be read: {brief(e)}"

@@ -1,7 +1,13 @@
-"""Staging: the data plane restores a prompt's stored pages into shared memory before the engine admits the prompt.
+"""Staging: the data plane brings a prompt's stored pages near before the engine admits the prompt.
 
-The engine asks once for a prompt (`messages.Stage`), and is told once how many pages are there. It then copies them
-into its pool whenever it likes. So it takes part in nothing that happens in between.
+The engine asks once for a prompt (`protocol.Stage`). Here it is looked up, and here is decided whether it is fetched or
+computed, in both modes. What follows differs:
+
+* In device mode, pages are restored into shared memory, and the engine is told once how many are there. It then copies
+  them into its pool whenever it likes. So it takes part in nothing that happens in between.
+* In host mode, SGLang first wants to know how many pages there are, then finds room in its host pool, and then takes
+  the pages in batches, prompt by prompt. So only the bytes are read ahead; each batch is restored right into the host
+  pool when SGLang has said where it goes (`protocol.FetchPages`).
 """
 
 from __future__ import annotations
@@ -10,33 +16,34 @@ import asyncio
 import bisect
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import msgspec
+import numpy as np
 import torch
 
 from sgl_kvfetch import metrics, timeline
-from sgl_kvfetch.codec import CellValues
+from sgl_kvfetch.codec import CellValues, SideKey
 from sgl_kvfetch.keys import HeadSlice, split_hashes
-from sgl_kvfetch.plane import messages as m
-from sgl_kvfetch.plane.arena import Arena, Emit, Room
-from sgl_kvfetch.plane.choice import Decision, EngineQueue, FetchLag, FetchOrRecompute
-from sgl_kvfetch.plane.client import StoreClient, count_fetch, counted
-from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, StagedCode, gpu_restores
+from sgl_kvfetch.metrics import counted, miss, note, noted_here, shortfall
+from sgl_kvfetch.plane import protocol as m
+from sgl_kvfetch.plane.arena import Arena, Emit, PagePool, Room, consecutive_runs
+from sgl_kvfetch.plane.choice import Cost, FetchOrder
+from sgl_kvfetch.plane.coded import CELL, CodedRegion, RegionPlan, StagedCode, gpu_restores
 from sgl_kvfetch.plane.config import KVFetchConfig
-from sgl_kvfetch.plane.fetch.fetcher import FetchResult
+from sgl_kvfetch.plane.fetch.fetcher import Destination, FetchResult, PoolPages
+from sgl_kvfetch.plane.fetch.finder import KV_POOL, Usable, usable_runs
 from sgl_kvfetch.plane.fetch.plan import PageSource, SpanPart, span_parts
-from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink, PagePool, consecutive_runs
 from sgl_kvfetch.plane.memory_cache import Held
-from sgl_kvfetch.plane.misses import miss, note, noted_here, shortfall
+from sgl_kvfetch.plane.store import StoreClient, fetch_side_pages
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import TENSORS, KVGeometry
 
 NO_VALUES = CellValues(*(torch.empty((0, 0, 0, 0)) for _ in TENSORS))
-_Points = Sequence[tuple[int, float]]
 _SHARED_TOKENS = 8192  # fetches that share the link have so many tokens in total, at most
 # Shortest first, with ageing: a later fetch overtakes only if it is shorter by more than so many pages per arrival
 # since the earlier fetch. So none starves: after num_pages / AGEING_PAGES further arrivals, none can overtake it.
@@ -47,18 +54,42 @@ F = TypeVar("F", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class StagedValues:
-    """The engine's view of a staged prompt. ``values``: as `region_views` returns them, of which the first
-    ``num_pages`` pages are restored and verified. ``num_found``: how many are stored. ``end``, ``reason``: as in
-    `messages.Staged`. ``memory``: all shared memory, uint8. ``code``: the cells of these pages, if they are still
-    coded; then there are no values."""
+    """The engine's view of what `protocol.Staged` says. ``values``: as `region_views` returns them, of which the first
+    ``num_pages`` pages are restored and verified. ``memory``: all shared memory, uint8. ``code``: the cells of these
+    pages, if they are still coded; then there are no values. ``sides``: the side pages that these pages need at their
+    end, uint8 ``(bytes,)``. It stays readable when the data plane has ended."""
 
     num_pages: int
     num_found: int
-    end: str
     memory: torch.Tensor
     values: CellValues = NO_VALUES
     code: StagedCode | None = None
     reason: str = ""
+    sides: Mapping[SideKey, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, staged: m.Staged, arena: Arena, geometry: KVGeometry, side_bytes: Mapping[str, int] | None = None
+    ) -> StagedValues:
+        """``side_bytes``: of a page in each side pool."""
+        values, code = NO_VALUES, None
+        if staged.num_cells:
+            tables = arena.view(staged.tables, torch.uint8, (staged.tables_bytes,))
+            cells = np.frombuffer(tables.numpy().data, dtype=CELL, count=staged.num_cells)
+            code = StagedCode(cells, tables[cells.nbytes :])
+        elif staged.num_pages:
+            values = region_views(arena, staged.offset, geometry, staged.num_found)
+        sides = side_views(staged, arena, side_bytes or {})
+        return cls(staged.num_pages, staged.num_found, arena.whole, values, code, staged.reason, sides)
+
+    @property
+    def end(self) -> str:
+        """The outcome, one of `metrics.ENDS`."""
+        if self.num_pages:
+            return "landed" if self.num_pages == self.num_found else "partly"
+        if self.reason == Reason.SOONER:
+            return "recomputed"
+        return "failed" if self.num_found else "missed"
 
 
 def region_views(arena: Arena, offset: int, geometry: KVGeometry, num_pages: int) -> CellValues:
@@ -66,6 +97,12 @@ def region_views(arena: Arena, offset: int, geometry: KVGeometry, num_pages: int
     since the engine takes them layer by layer."""
     common = geometry.num_layers, num_pages * geometry.page_size, geometry.num_heads
     return CellValues(*arena.views(offset, geometry.torch_dtype, ((*common, geometry.head_dim(t)) for t in TENSORS)))
+
+
+def side_views(staged: m.Staged, arena: Arena, side_bytes: Mapping[str, int]) -> dict[SideKey, torch.Tensor]:
+    """Return the side pages that were staged, uint8 ``(bytes,)``. ``side_bytes``: of a page in each side pool."""
+    sizes = ((side_bytes[pool],) for pool, _ in staged.sides)
+    return dict(zip(staged.sides, arena.views(staged.sides_offset, torch.uint8, sizes), strict=True))
 
 
 class _Region(PagePool):
@@ -88,9 +125,10 @@ class _Region(PagePool):
 @dataclass(slots=True, eq=False)
 class _Staging:
     """``turn``: done when the fetch may begin. ``needs_link``: whether not all bytes are in memory. ``num_bytes``: of
-    its region, which is at ``offset`` from its turn on. ``held``: what it needs of `memory_cache`. ``tables``: where
-    the tables of coded cells are, and their numbers of cells and bytes. ``data_names``: the objects that it is read
-    from. ``is_wanted``: whether the engine has not released it."""
+    its region, which is at ``offset`` from its turn on. ``held``: what it needs of `memory_cache`, if there is one.
+    ``tables``: where the tables of coded cells are, and their numbers of cells and bytes. ``sides``: where side pages
+    are, and which. ``data_names``: the objects that it is read from. ``is_wanted``: whether the engine has not released
+    it."""
 
     turn: asyncio.Future[None]
     task: asyncio.Task[None] | None = None
@@ -98,8 +136,9 @@ class _Staging:
     needs_link: bool = True
     num_bytes: int = 0
     offset: int | None = None
-    held: Held = field(default_factory=Held)
+    held: Held | None = None
     tables: tuple[int, int, int] | None = None
+    sides: tuple[int, tuple[SideKey, ...]] | None = None
     data_names: set[str] = field(default_factory=set)
     is_wanted: bool = True
 
@@ -212,6 +251,8 @@ class _Turns:
             self._used_bytes -= staging.num_bytes
         if staging.tables is not None:
             self._room.free(staging.tables[0])
+        if staging.sides is not None:
+            self._room.free(staging.sides[0])
         self.end(staging)
 
     def shrink(self, staging: _Staging, num_bytes: int) -> None:
@@ -260,7 +301,7 @@ class _Turns:
 
 
 class Stager:
-    """Carries out `messages.Stage`. Belongs to one event loop."""
+    """Carries out `protocol.Stage`, `FetchPages` and `FetchSide`. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -268,14 +309,20 @@ class Stager:
         heads: HeadSlice,
         client: StoreClient,
         emit: Emit,
+        emit_for_step: Emit,
         arena: Arena,
         room: Room,
         *,
+        pool: PagePool,
+        sides: Mapping[str, int] | None = None,
         takes_code: bool = False,
         audited: Callable[[Sequence[bytes], list[PageSource]], list[PageSource]] = lambda hashes, sources: sources,
     ) -> None:
-        """``room`` allocates bytes of ``arena``. ``takes_code``: as in `messages.Start`. ``audited`` returns the
-        sources of those pages that are to be served."""
+        """``emit``, ``emit_for_step``: as for `Service`. ``room`` allocates bytes of ``arena``. ``pool``: where fetched
+        pages go. ``sides``, ``takes_code``: as in `protocol.Start`. ``audited`` returns the sources of those pages that
+        are to be served."""
+        self._pool = pool
+        self._sides = sides or {}
         self._audited = audited
         self._config = config
         # A decode profile chooses the variant of each read when it begins, too late for a region's layout.
@@ -284,24 +331,29 @@ class Stager:
         self._geometry = heads.geometry
         self._client = client
         self._emit = emit
+        self._emit_for_step = emit_for_step
         self._arena = arena
         self._most_pages = room.num_bytes // heads.geometry.page_bytes
         self._tasks = Tasks()
         self._stagings: dict[int, _Staging] = {}  # by number
         self._decoded_here: set[str] = set()  # objects that the engine could not decode
         self._turns = _Turns(config, heads.geometry, room)
-        self._choice = FetchOrRecompute()
-        self._lag = FetchLag()
-        self._engine = EngineQueue()  # prompts that were left to the engine
+        self._order = FetchOrder(heads.geometry.page_size, may_compute=config.recompute == "auto")
 
     def begin(self, command: m.Stage) -> None:
         if command.is_idle:
-            self._engine.clear()
-        staging = self._stagings[command.work] = _Staging(asyncio.get_running_loop().create_future())
-        staging.task = self._tasks.begin(self._stage(command, staging))
+            self._order.engine.clear()
+        if command.is_read_ahead:
+            self._tasks.begin(self._read_ahead(command))
+        else:
+            self._begin(command.work, partial(self._stage, command))
+
+    def _begin(self, work: int, run: Callable[[_Staging], Coroutine[Any, Any, None]]) -> None:
+        staging = self._stagings[work] = _Staging(asyncio.get_running_loop().create_future())
+        staging.task = self._tasks.begin(run(staging))
 
     def release(self, work: int, *, is_sound: bool) -> None:
-        """Free a region, or end its staging soon, which frees it. ``is_sound``: as in `messages.Unstage`."""
+        """Free what was staged, or end a staging or a fetch soon. ``is_sound``: as in `protocol.Unstage`."""
         staging = self._stagings.get(work)
         if staging is None:  # it ended without pages, or an earlier data plane had it
             return
@@ -318,56 +370,177 @@ class Stager:
 
     def _forget(self, work: int, staging: _Staging) -> None:
         del self._stagings[work]
-        staging.held.let_go()
+        if staging.held is not None:
+            staging.held.let_go()
         self._turns.free(staging)
 
     async def close(self) -> None:
         await self._tasks.cancel()
 
     async def _stage(self, command: m.Stage, staging: _Staging) -> None:
+        """Look a prompt up, fetch what is stored if that is sooner than computing it, and answer with the end."""
         hashes = split_hashes(command.hashes)
         request = timeline.Request(command.request_id, command.traceparent)
-        num_pages, end = 0, "missed"
+        num_pages = 0
         reasons = noted_here()
         try:
-            sources = self._audited(hashes, (await self._look_up(hashes, request))[: self._most_pages])
+            sources, _ = await self._look_up(command, hashes, request)
             staging.held = self._client.fetcher.hold(sources)
             staging.num_pages = len(sources)
             if not staging.is_wanted:
                 pass
             elif not sources:
-                self._computes(command.saved_s, len(hashes))
+                self._order.computes(len(hashes), command.saved_s, time.monotonic())
             else:
-                num_pages, end = await self._fetch(command, staging, hashes[: len(sources)], sources, request)
+                num_pages = await self._fetch(command, staging, hashes[: len(sources)], sources, request)
         finally:
             staging.task = None
-            num_found, offset, tables = staging.num_pages, staging.offset or 0, staging.tables or (0, 0, 0)
+            reason = shortfall(reasons) if num_pages < len(hashes) else ""
+            staged = m.Staged(command.work, 0, staging.num_pages, reason)
             if staging.is_wanted and num_pages:
-                if staging.tables is None:  # it is restored: nothing of it lies there
+                if staging.held is not None and staging.tables is None:  # it is restored: nothing of it lies there
                     staging.held.let_go()
-                staging.held.end_filling()
+                elif staging.held is not None:
+                    staging.held.end_filling()
                 self._turns.end(staging)
+                staged = self._staged(staged, staging, num_pages)
             else:
                 self._forget(command.work, staging)
-                num_pages = 0
             timeline.fetched(request)
-            if not num_pages:
-                tables = (0, 0, 0)
-            place, num_cells, tables_bytes = tables
-            reason = shortfall(reasons) if num_pages < len(hashes) else ""
-            self._emit(
-                m.Staged(command.work, num_pages, num_found, offset, end, num_cells, place, tables_bytes, reason)
-            )
+            self._emit_for_step(staged)
 
-    async def _look_up(self, hashes: list[bytes], request: timeline.Request) -> list[PageSource]:
+    def _staged(self, staged: m.Staged, staging: _Staging, num_pages: int) -> m.Staged:
+        """Add what lies in shared memory."""
+        tables, num_cells, tables_bytes = staging.tables or (0, 0, 0)
+        sides_offset, sides = staging.sides or (0, ())
+        return msgspec.structs.replace(
+            staged,
+            num_pages=num_pages,
+            offset=staging.offset or 0,
+            num_cells=num_cells,
+            tables=tables,
+            tables_bytes=tables_bytes,
+            sides_offset=sides_offset,
+            sides=sides,
+        )
+
+    async def _look_up(
+        self, command: m.Stage, hashes: list[bytes], request: timeline.Request
+    ) -> tuple[list[PageSource], Usable]:
+        """Return where the pages are that are to be served, and, if side pools are needed, which runs can be used."""
         started_s = time.monotonic()
         sources: list[PageSource] = []
+        usable = Usable((), {})
         with counted("lookup"):
             sources = await self._client.finder.find_pages(hashes, self._config.lookup_timeout_s)
+            if command.trailing:
+                usable = await asyncio.to_thread(usable_runs, sources, command.trailing)
+                usable.stored[KV_POOL] = len(sources)
+                sources = sources[: max(usable.lengths, default=0)]
+            if not m.is_for_its_end(command.trailing):
+                most = len(sources) if command.is_read_ahead else self._most_pages
+                served = self._audited(hashes, sources[:most])
+                if len(served) < len(sources):
+                    sources, usable = served, usable.up_to(len(served))
         metrics.LOOKUP_PAGES.labels("hit").inc(len(sources))
         metrics.LOOKUP_PAGES.labels("miss").inc(len(hashes) - len(sources))
         timeline.add(request, "lookup", started_s, time.monotonic(), pages=len(hashes), found=len(sources))
-        return sources
+        return sources, usable
+
+    # Host mode
+
+    async def _read_ahead(self, command: m.Stage) -> None:
+        """Look pages up, and begin to read those that are to be fetched."""
+        hashes = split_hashes(command.hashes)
+        sources: list[PageSource] = []
+        reasons = noted_here()
+        staged = m.Staged(command.work)
+        try:
+            request = timeline.Request(command.request_id, command.traceparent)
+            sources, usable = await self._look_up(command, hashes, request)
+            cost, fetcher = self._client.fetcher.cost(sources), self._client.fetcher
+            if self._order.looked_up(hashes, len(sources), cost, command.saved_s, time.monotonic()):
+                fetcher.read_ahead(sources, expire_s=self._config.fetch_timeout_s)
+                lengths, stored = usable.lengths, usable.stored
+                staged = m.Staged(command.work, len(sources), len(sources), lengths=lengths, stored=stored)
+            elif sources:
+                self._tasks.begin(fetcher.probe(sources))
+                note(Reason.SOONER)
+                staged = m.Staged(command.work, 0, len(sources))
+            else:
+                staged = m.Staged(command.work, stored=usable.stored)
+        finally:
+            reason = shortfall(reasons) if staged.num_pages < len(hashes) else ""
+            self._emit(msgspec.structs.replace(staged, reason=reason))
+
+    def fetch(self, command: m.FetchPages) -> None:
+        if command.is_idle:
+            self._order.engine.clear()
+        self._begin(command.work, partial(self._fetch_pages, command))
+
+    async def _fetch_pages(self, command: m.FetchPages, staging: _Staging) -> None:
+        """Restore pages to the engine's pool."""
+        finder, hashes, began_s = self._client.finder, split_hashes(command.hashes), time.monotonic()
+        turn = self._order.turn_of(hashes, began_s, is_first=command.is_first)
+        deadline_s = min(command.deadline_s, turn.end_s)
+        result = FetchResult()
+        reasons = noted_here()
+        try:
+            with counted("fetch"):
+                if finder.is_paused:  # the store keeps failing: do not try, although pages were found
+                    miss("fetch", "skipped")
+                    return
+                sources = await finder.recall(hashes, self._config.lookup_timeout_s)
+                result = await self._client.fetcher.fetch(
+                    sources,
+                    PoolPages(self._pool, command.places[: len(sources)]),
+                    max(0.0, deadline_s - time.monotonic()),
+                    compute_s=turn.compute_pages_s(len(hashes)) if command.is_divisible else math.inf,
+                )
+                if sources:
+                    finder.fetched(hashes[result.num_pages :], result.failures)
+        finally:
+            is_whole = result.num_pages == len(hashes)
+            if command.is_last or not is_whole:
+                self._order.ended(time.monotonic(), is_whole=is_whole)
+            result.count(len(hashes), self._geometry.page_bytes)
+            self._forget(command.work, staging)
+            self._emit(m.Staged(command.work, result.num_pages, result.num_pages, shortfall(reasons)))
+
+    def fetch_side(self, command: m.FetchSide) -> None:
+        self._begin(command.work, partial(self._fetch_side, command))
+
+    async def _fetch_side(self, command: m.FetchSide, staging: _Staging) -> None:
+        """Put those of a side pool's pages into shared memory that come until the deadline."""
+        finder, hashes, pool = self._client.finder, split_hashes(command.hashes), command.pool
+        come: dict[int, bytearray] = {}  # which threads fill that may outlive this
+        reasons = noted_here()
+        try:
+            with counted("fetch"):
+                deadline_s = min(command.deadline_s, self._order.end_s)  # they follow the present prefix
+                left_s = deadline_s - time.monotonic()
+                try:
+                    async with asyncio.timeout(left_s):
+                        sources = await finder.recall(hashes, min(left_s, self._config.lookup_timeout_s))
+                except TimeoutError as e:
+                    finder.fetched(hashes, [e], is_of_sides=True)
+                    raise
+                await self._fetch_side_pages(pool, hashes, sources, deadline_s, come)
+        finally:
+            staging.task = None
+            sides = {(pool, page): content for page, content in sorted(come.items())} if staging.is_wanted else {}
+            if sides and not self._put_sides(staging, sides):
+                miss("fetch", "no_slots")
+            _count_sides(pool, len(hashes), len(come))
+            reason = shortfall(reasons) if len(come) < len(hashes) else ""
+            staged = m.Staged(command.work, 0, len(come), reason)
+            if staging.sides is not None:
+                staged = self._staged(staged, staging, len(sides))
+            else:
+                self._forget(command.work, staging)
+            self._emit(staged)
+
+    # Device mode
 
     async def _fetch(
         self,
@@ -376,9 +549,8 @@ class Stager:
         hashes: list[bytes],
         sources: Sequence[PageSource],
         request: timeline.Request,
-    ) -> tuple[int, str]:
-        """Fetch pages, unless computing them is sooner. Return how many, from the first on, are there, and the
-        outcome."""
+    ) -> int:
+        """Fetch pages, unless computing them is sooner. Return how many, from the first on, are there."""
         found_s = time.monotonic()
         cost = self._client.fetcher.cost(sources)
         staging.needs_link = cost.transmit_s != 0.0
@@ -390,93 +562,143 @@ class Stager:
             plan = None
         staging.num_bytes = len(sources) * self._geometry.page_bytes if plan is None else plan.num_bytes
         num_ahead = self._turns.pages_ahead if staging.needs_link else 0
-        if not self._is_fetched(cost, num_ahead, command.saved_s, len(sources), found_s):
-            self._computes(command.saved_s, len(sources))
+        if not self._order.is_fetched(len(sources), num_ahead, cost, command.saved_s, found_s):
             self._tasks.begin(self._client.fetcher.probe(sources))
             note(Reason.SOONER)
-            return 0, "recomputed"
+            return 0
         try:
             await self._turns.wait(staging, found_s + self._config.fetch_timeout_s)
         except TimeoutError:
             miss("fetch", "late")
-            return 0, "failed"
+            return 0
         assert staging.offset is not None
-        pool: CodedRegion | _Region
-        self._client.fetcher.open(staging.held, parts)
+        into: Destination
+        if staging.held is not None:
+            self._client.fetcher.open(staging.held, parts)
         if plan is not None:
             plan = self._plan(parts, staging)
             self._turns.shrink(staging, plan.num_bytes)
-            pool = CodedRegion(self._arena, staging.offset, plan)
+            into = CodedRegion(self._arena, staging.offset, plan)
         else:
             views = region_views(self._arena, staging.offset, self._geometry, len(sources))
-            pool = _Region(views, self._geometry.page_size)
-        compute_s = self._compute_s(command.saved_s, len(sources), time.monotonic())
-        num_pages = await self._restore(
-            staging, pool, hashes, sources, request, found_s, math.inf if compute_s is None else compute_s
-        )
-        if isinstance(pool, CodedRegion) and num_pages and not self._put_tables(staging, pool, num_pages):
+            into = PoolPages(_Region(views, self._geometry.page_size), range(len(sources)))
+        compute_s = self._order.compute_s(len(sources), command.saved_s, time.monotonic())
+        if compute_s is None or m.is_for_its_end(command.trailing):
+            compute_s = math.inf
+        restoring = self._restore(staging, into, hashes, sources, request, found_s, compute_s)
+        num_pages = await self._with_sides(command.trailing, staging, hashes, sources, found_s, restoring)
+        if isinstance(into, CodedRegion) and num_pages and not self._put_tables(staging, into, num_pages):
             miss("fetch", "no_slots")
-            return 0, "failed"
+            return 0
         if num_pages == len(sources) and not num_ahead:
             if cost.seconds is None:  # this fetch has measured it; what is in memory now was not there
                 cost = self._client.fetcher.cost(sources)
-                cost = cost if cost.transmit_s or not staging.needs_link else m.Cost(None, None)
+                cost = cost if cost.transmit_s or not staging.needs_link else Cost(None, None)
             if cost.seconds is not None:
-                self._lag.ended(time.monotonic(), found_s + cost.seconds)
-        return num_pages, "landed" if num_pages == len(sources) else "partly" if num_pages else "failed"
+                self._order.landed(time.monotonic(), found_s + cost.seconds)
+        return num_pages
 
     def _plan(self, parts: Sequence[SpanPart], staging: _Staging) -> RegionPlan:
-        return RegionPlan(parts, [staging.held.entry(part.reader, part.span) for part in parts])
-
-    def _compute_s(self, saved_s: _Points, num_pages: int, now_s: float) -> float | None:
-        """Return how much longer a request would take without so many pages: it waits for the engine, which computes
-        them. None if that is not to be considered. ``saved_s``: as in `messages.Stage`."""
-        if not saved_s or self._config.recompute != "auto":
-            return None
-        return interpolate(saved_s, num_pages) + self._engine.seconds(now_s)
-
-    def _computes(self, saved_s: _Points, num_pages: int) -> None:
-        """Note that the engine is to compute so many pages."""
-        self._engine.add(max(0.0, interpolate(saved_s, num_pages)), time.monotonic())
-
-    def _is_fetched(self, cost: m.Cost, num_ahead: int, saved_s: _Points, num_pages: int, now_s: float) -> bool:
-        """Decide. Pages that are fetched before these are assumed to cost as much each."""
-        decision = Decision(True, "configured")
-        num_tokens = num_pages * self._geometry.page_size
-        if self._config.recompute == "auto":
-            times = 1 + num_ahead / num_pages
-            stages = (None if seconds is None else times * seconds for seconds in (cost.transmit_s, cost.decode_s))
-            compute_s = self._compute_s(saved_s, num_pages, now_s)
-            sooner_s = None if compute_s is None else compute_s - self._lag.seconds(now_s)
-            decision = self._choice.decide(num_tokens, m.Cost(*stages), sooner_s)
-        decision.count(num_tokens)
-        return decision.is_fetched
+        held = staging.held
+        return RegionPlan(parts, [] if held is None else [held.entry(part.reader, part.span) for part in parts])
 
     async def _restore(
         self,
         staging: _Staging,
-        pool: PagePool,
+        into: Destination,
         hashes: list[bytes],
         sources: Sequence[PageSource],
         request: timeline.Request,
         found_s: float,
         compute_s: float,
     ) -> int:
-        """Restore pages into ``pool``, the staging's region. Return how many, from the first on, are there."""
+        """Restore pages into the staging's region. Return how many, from the first on, are there."""
         result, timeout_s = FetchResult(), self._config.fetch_timeout_s
         with counted("fetch"):
             result = await self._client.fetcher.fetch(
                 sources,
-                Destination(range(len(sources)), GuardedSink(pool)),
+                into,
                 max(0.0, found_s + timeout_s - time.monotonic()),
                 request=request,
                 on_requested=partial(self._turns.link_has_room, staging),
                 compute_s=compute_s,
                 held=staging.held,
             )
-            self._client.finder.fetched(hashes, sources, result)
-        count_fetch(result, len(sources), timeout_s, self._geometry.page_bytes)
+            self._client.finder.fetched(hashes[result.num_pages :], result.failures)
+        result.count(len(sources), self._geometry.page_bytes)
         return result.num_pages
+
+    async def _with_sides(
+        self,
+        trailing: Mapping[str, int],
+        staging: _Staging,
+        hashes: list[bytes],
+        sources: Sequence[PageSource],
+        found_s: float,
+        restoring: Awaitable[int],
+    ) -> int:
+        """Fetch side pages while pages are restored, and put them into shared memory. Return how many pages, from the
+        first on, are there with all that they need."""
+        if not trailing:
+            return await restoring
+        num_pages, sides = await asyncio.gather(restoring, self._fetch_sides(trailing, hashes, sources, found_s))
+        is_for_its_end = m.is_for_its_end(trailing)
+        if num_pages < len(sources) and is_for_its_end:
+            num_pages = max(usable_runs(sources[:num_pages], trailing).lengths, default=0)
+            sides = await self._fetch_sides(trailing, hashes[:num_pages], sources[:num_pages], found_s)
+        missing = [
+            page
+            for pool, first in _firsts(trailing, num_pages)
+            for page in range(first, num_pages)
+            if (pool, page) not in sides
+        ]
+        if missing:
+            num_pages = 0 if is_for_its_end else min(missing)
+        sides = {key: content for key, content in sides.items() if key[1] < num_pages}
+        if not num_pages:
+            return 0
+        if not self._put_sides(staging, sides):
+            miss("fetch", "no_slots")
+            return 0
+        return num_pages
+
+    def _put_sides(self, staging: _Staging, sides: Mapping[SideKey, bytearray]) -> bool:
+        """Put side pages into shared memory. Return whether there is room for them."""
+        num_bytes = sum(map(len, sides.values()))
+        place = self._room.allocate(num_bytes, 0) if num_bytes <= self._room.num_bytes else None
+        if place is None:
+            return False
+        into, begin = self._arena.buffer(place, num_bytes), 0
+        for content in sides.values():
+            into[begin : (begin := begin + len(content))] = content
+        staging.sides = place, tuple(sides)
+        return True
+
+    async def _fetch_sides(
+        self, trailing: Mapping[str, int], hashes: list[bytes], sources: Sequence[PageSource], found_s: float
+    ) -> dict[SideKey, bytearray]:
+        """Return those side pages that come, of all that these pages need at their end."""
+        deadline_s = found_s + self._config.fetch_timeout_s
+        come: dict[SideKey, bytearray] = {}
+        for pool, first in _firsts(trailing, len(sources)):
+            pages: dict[int, bytearray] = {}  # which threads fill that may outlive this
+            with counted("fetch"):
+                await self._fetch_side_pages(pool, hashes[first:], sources[first:], deadline_s, pages)
+            _count_sides(pool, len(sources) - first, len(pages))
+            come |= {(pool, first + page): pages[page] for page in sorted(pages)}
+        return come
+
+    async def _fetch_side_pages(
+        self,
+        pool: str,
+        hashes: Sequence[bytes],
+        sources: Sequence[PageSource],
+        deadline_s: float,
+        pages: dict[int, bytearray],
+    ) -> None:
+        """Put the side pages that come into ``pages``. Raises TimeoutError."""
+        take = pages.__setitem__
+        await fetch_side_pages(self._client, hashes, sources, pool, self._sides[pool], deadline_s, take)
 
     def _put_tables(self, staging: _Staging, region: CodedRegion, num_pages: int) -> bool:
         """Put the tables of coded cells into shared memory. Return whether there is room for them."""
@@ -490,12 +712,11 @@ class Stager:
         return True
 
 
-def interpolate(points: _Points, x: int) -> float:
-    """Return the value at ``x`` of a line from the origin through ``points``, which are in ascending order. Behind the
-    last point, the line is level."""
-    x0, y0 = 0, 0.0
-    for x1, y1 in points:
-        if x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-        x0, y0 = x1, y1
-    return y0
+def _firsts(trailing: Mapping[str, int], num_pages: int) -> list[tuple[str, int]]:
+    """Return for each side pool the first page of a run that needs its own there."""
+    return [(pool, max(0, num_pages - number) if number else 0) for pool, number in trailing.items()]
+
+
+def _count_sides(pool: str, num_asked: int, num_come: int) -> None:
+    metrics.SIDE_PAGES.labels(pool, "hit").inc(num_come)
+    metrics.SIDE_PAGES.labels(pool, "miss").inc(num_asked - num_come)

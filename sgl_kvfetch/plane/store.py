@@ -1,23 +1,45 @@
-"""Open the stores that a config names, and count what happens there."""
+"""Open the stores that a config names, build the client that reads and writes them, and count what happens there."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from math import gcd
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
+from sgl_kvfetch.codec import CodedSegment, Decoders, EncodedSegment, Quantiser, SegmentSpec
+from sgl_kvfetch.codec.bitstream.registry import writers_resolution
 from sgl_kvfetch.directory import LocalStore, open_store
-from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.metrics import count_miss
+from sgl_kvfetch.plane.config import KVFetchConfig, s3_options, tls_files
 from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
-from sgl_kvfetch.plane.store_options import s3_options, tls_files
-from sgl_kvfetch.stores import HttpOptions, Store, open_hedged, with_keys
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.fetch.finder import PageFinder, SideFetcher
+from sgl_kvfetch.plane.fetch.link import Link
+from sgl_kvfetch.plane.fetch.plan import LevelPolicy, LookAhead, PageSource, ReadSize
+from sgl_kvfetch.plane.fetch.pool import DecodePool, load_decode_profile
+from sgl_kvfetch.plane.memory_cache import MemoryCache
+from sgl_kvfetch.plane.write.writer import Writer
+from sgl_kvfetch.stores import HttpOptions, Store, with_keys
+from sgl_kvfetch.stores.open import open_hedged
 
-_limited = LimitedLogger(logging.getLogger(__name__))
+if TYPE_CHECKING:
+    from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
+
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
+
 
 _CONNECT_S = 5.0  # limit for one attempt to connect to the store
 
@@ -41,11 +63,11 @@ def open_configured_store(
                 on_outage=_count_outage,
             ),
         )
-    encryption_keys = read_encryption_keys(config.encryption_key_file)
-    return with_keys(store, read_manifest_keys(config.manifest_key_file), encryption_keys)  # also what the disk answers
+    return with_keys(store, config.store_keys())  # also what the disk answers
 
 
 def _open_store(config: KVFetchConfig, on_received: Callable[[int], None]) -> Store:
+    """Open the store that the config names, and count its retries, hedged reads and the index's failures."""
     if config.store.startswith("file:"):
         return open_store(config.store, token=config.token)  # reads of a directory are not hedged
     return open_hedged(
@@ -75,3 +97,212 @@ def _count_cache_failure(operation: str, error: StoreError) -> None:
 def _count_outage(error: StoreError) -> None:
     metrics.LOCAL_CACHE_LOOKUPS.inc()
     _limited.warning("outage", f"kvfetch store ({error.reason}): {error}; lookups are answered from local_cache")
+
+
+RESOLUTION = "240p"  # the smallest files, and no slower to decode than larger pictures
+SPAN_TOKENS = 1024  # partial reads are rounded up to it
+MAX_SEGMENT_TOKENS = 8192  # limit for a segment, the unit of lookup and commit
+_QUEUED_SEGMENTS = 4  # so many segments fit into the write queue at least, unless one has a single span
+_LINGER_S = 0.25  # how long pages wait for the next ones before a segment is cut
+_RETIRE_S = 60.0  # minimum time to keep merged halves, for readers that do not know of the merge
+_HORIZON = 8  # cells to look ahead; a choice takes the event loop a few milliseconds
+READ_SIZE = ReadSize(4 << 20)
+# What an engine's GPU decodes is only verified here: no piece of a span is of use before the others, and fewer requests
+# take less.
+WHOLE_SPANS = ReadSize(16 << 20, 1)
+_DECODE_BYTES = 64 << 20  # frames and values on their way to pages
+
+
+@dataclass(frozen=True, slots=True)
+class StoreClient:
+    """The parts that read and write the store. All of them belong to one event loop."""
+
+    store: Store
+    finder: PageFinder
+    fetcher: Fetcher
+    side_fetcher: SideFetcher
+    writer: Writer
+    encode_pool: Executor
+    memory: MemoryCache | None
+
+    async def clear(self, heads: HeadSlice) -> None:
+        """Delete all segments with a rank's heads from the store, also those of other TP sizes. Raises KVFetchError."""
+        self.finder.forget_pages()
+        if self.memory is not None:
+            self.memory.clear()
+        await self.store.delete_prefix(heads.folder + "/")  # first, as listing may fail
+        for each in heads.siblings(await self.store.folders(heads.namespace.digest())):
+            await self.store.delete_prefix(each.folder + "/")
+
+    async def close(self, step_s: float) -> None:
+        """Write what is queued, and release sockets and threads: each step within ``step_s``."""
+        for step in (self.writer.drain, self.writer.close, self.store.close):
+            try:
+                async with asyncio.timeout(step_s):
+                    await step()
+            except TimeoutError:
+                logger.warning("kvfetch: %s did not finish within %g s; closing anyway", step.__qualname__, step_s)
+        self.fetcher.close(wait=False)
+        self.encode_pool.shutdown(wait=False, cancel_futures=True)
+        for queue in ("read", "write"):
+            metrics.QUEUED_BYTES.labels(queue).set(0)
+
+
+def open_client(
+    config: KVFetchConfig,
+    heads: HeadSlice,
+    quantiser: Quantiser,
+    *,
+    nvdec: Nvdec | None = None,
+    max_span_pages: int | None = None,
+    engine_codecs: Collection[str] = (),
+    memory: MemoryCache | None = None,
+) -> StoreClient:
+    """Open the store; call this on the event loop. ``nvdec`` decodes what it can, the CPU the rest.
+    ``max_span_pages``: upper limit for the pages of a span. ``engine_codecs``: those that the engine decodes; variants
+    that leave no video to the CPU are preferred. ``memory`` keeps what is read and written. Raises ConfigError."""
+    levels = level_policy(config, quantiser)
+    encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
+    link = Link()
+    store = open_configured_store(config, heads, link.received)
+    spec = writer_spec(config, heads, quantiser, max_span_pages)
+    try:
+        spec.require_readable()
+    except FormatError as e:
+        raise ConfigError(str(e)) from e
+    read_size = WHOLE_SPANS if engine_codecs else READ_SIZE
+    fetcher = Fetcher(
+        store,
+        _open_pool(config, nvdec),
+        read_size=read_size,
+        inflight_bytes=config.inflight_bytes,
+        may_delete=config.writes,
+        decode_bytes=_DECODE_BYTES,
+        policy=None if config.decode_profile is None else LookAhead(horizon=_HORIZON),
+        levels=levels,
+        link=link,
+        memory=memory,
+    )
+    finder = PageFinder(
+        store,
+        heads,
+        quantiser,
+        partial(count_miss, "lookup"),
+        fetcher.link.answered,
+        engine_codecs=(*engine_codecs, *(() if nvdec is None else nvdec.codecs)),
+        levels=levels,
+        memory=memory,
+    )
+    writer = Writer(
+        store,
+        spec,
+        encode_pool,
+        max_segment_pages=spec.longest_segment(_longest_segment(spec, config.write_queue_bytes)),
+        queue_bytes=config.write_queue_bytes,
+        linger_s=_LINGER_S,
+        retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s),
+        ttl_s=config.ttl_s,
+        refines=config.quantiser_name == "klt" and levels.most_left_out == 0,
+    )
+    if memory is not None:
+        writer.on_committed = partial(_keep_written, memory, finder, read_size)
+    side_fetcher = SideFetcher(store, fetcher.report_damage)
+    return StoreClient(store, finder, fetcher, side_fetcher, writer, encode_pool, memory)
+
+
+def _keep_written(
+    memory: MemoryCache, finder: PageFinder, size: ReadSize, segment: CodedSegment | EncodedSegment
+) -> None:
+    with contextlib.suppress(KVFetchError):  # a segment that this server cannot read itself
+        memory.put_segment(finder.own_reader(segment.manifest), segment, size)
+
+
+def writer_spec(
+    config: KVFetchConfig, heads: HeadSlice, quantiser: Quantiser, max_span_pages: int | None = None
+) -> SegmentSpec:
+    """Return how this config's writer encodes segments. Arguments as in `open_client`."""
+    span_pages = _power_of_two_pages(SPAN_TOKENS, heads.namespace.page_size)
+    codec, num_levels = config.codec, 1 if config.levels is None else config.levels.count
+    return SegmentSpec(
+        heads,
+        quantiser,
+        codec,
+        writers_resolution(codec, RESOLUTION),
+        min(span_pages, max_span_pages or span_pages),
+        _cell_heads(heads, config.max_tp_size),
+        encrypts=config.encryption_key_file is not None,
+        num_levels=num_levels,
+        num_dropped=min(num_levels - 1, level_policy(config, quantiser).least_left_out),
+    )
+
+
+def _longest_segment(spec: SegmentSpec, queue_bytes: int) -> int:
+    """Return how many pages a segment may have. Those of lossless values are as large as their pages: several must fit
+    into the queue, so that some are sent while others are encoded. One that does not fit would be cut to what there is,
+    and merged later, which sends it twice."""
+    most = _power_of_two_pages(MAX_SEGMENT_TOKENS, spec.heads.namespace.page_size)
+    if spec.quantiser.is_lossless:
+        fitting = max(1, queue_bytes // _QUEUED_SEGMENTS // spec.heads.geometry.page_bytes)
+        most = min(most, max(spec.span_pages, 1 << (fitting.bit_length() - 1)))
+    return most
+
+
+def level_policy(config: KVFetchConfig, quantiser: Quantiser) -> LevelPolicy:
+    """Return how many levels a config's server may leave out. Raises ConfigError."""
+    levels, needless, most = config.levels, 0, 0
+    if levels is None:
+        return LevelPolicy()
+    if levels.finest_kl is not None:
+        assert quantiser.profile is not None
+        target_kl = config.target_kl or quantiser.profile.default_target_kl
+        needless = quantiser.levels_within(target_kl, "target_kl")
+    if levels.max_kl is not None:
+        most = quantiser.levels_within(levels.max_kl, "levels.max_kl")
+    return LevelPolicy(max(most, needless), levels.within_s, needless)
+
+
+def _cell_heads(heads: HeadSlice, max_tp_size: int) -> int:
+    """Return how many of a rank's heads a cell has: those of one rank of the largest TP size that shall read it."""
+    total = heads.namespace.num_heads
+    ranks = max(size for size in range(1, max_tp_size + 1) if total % size == 0)
+    return gcd(len(heads.heads), total // ranks)
+
+
+def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoders]:
+    """Open as many decode sessions as the profile says, or ``codec_threads`` without one, and with NVDEC at least one
+    per video engine. Without a profile, and if only the CPU decodes, as many again follow at low priority, which take
+    what comes while all before them are busy. Raises ConfigError."""
+    profile = None if config.decode_profile is None else load_decode_profile(Path(config.decode_profile))
+    num_sessions = config.codec_threads if profile is None else profile.num_sessions
+    if nvdec is not None:
+        num_sessions = max(num_sessions, nvdec.num_engines)
+    num_yielding = num_sessions if nvdec is None and profile is None else 0
+    sessions = [nvdec.open_session() if nvdec else {} for _ in range(num_sessions + num_yielding)]
+    return DecodePool(sessions, profile, num_yielding=num_yielding)
+
+
+async def fetch_side_pages(
+    client: StoreClient,
+    hashes: Sequence[bytes],
+    sources: Sequence[PageSource],
+    pool: str,
+    num_bytes: int,
+    deadline_s: float,
+    take: Callable[[int, bytearray], None],
+) -> None:
+    """Fetch pages of one side pool, and count those that fail as misses. Arguments as for `SideFetcher.fetch`. Raises
+    TimeoutError at ``deadline_s``, of time.monotonic()."""
+    try:
+        async with asyncio.timeout(deadline_s - time.monotonic()):
+            failures = await client.side_fetcher.fetch(sources, pool, num_bytes, take)
+    except TimeoutError as e:
+        client.finder.fetched(hashes, [e], is_of_sides=True)
+        raise
+    for failure in failures:
+        count_miss("fetch", failure)
+    client.finder.fetched(hashes if failures else (), failures, is_of_sides=True)
+
+
+def _power_of_two_pages(tokens: int, page_size: int) -> int:
+    """Return the largest power of two of pages that fits into ``tokens``, at least 1."""
+    return 1 << (max(1, tokens // page_size).bit_length() - 1)

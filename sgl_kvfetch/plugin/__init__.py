@@ -3,10 +3,6 @@
 ``host`` is SGLang's storage backend for its host tier, ``device`` fetches into the token-to-KV pool and parks requests
 that wait, ``cpu`` lets SGLang run without a GPU, for tests. ``seams`` lists every hook.
 
-It knows SGLang, the data plane and the codec by their doors. It never opens a store, does no I/O on the scheduler's
+It knows SGLang, the data plane and the codec. It never opens a store, does no I/O on the scheduler's
 thread, and installs nothing unless a launch selects the backend.
 """
-
-from sgl_kvfetch.doors import open_door
-
-__getattr__, __dir__, __all__ = open_door(__name__, __file__)

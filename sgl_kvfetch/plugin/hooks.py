@@ -7,37 +7,33 @@ storage backend in question is ours.
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from sgl_kvfetch.errors import KVFetchError, UnsupportedError
-from sgl_kvfetch.plugin import versions
+from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.plugin import versions, weight_updates
+from sgl_kvfetch.plugin.backend import BACKEND, is_chosen, linker_of, require_packages
 from sgl_kvfetch.status import STATUS_KEY
 
-if TYPE_CHECKING:
-    from sgl_kvfetch.plugin.device.linker import KVFetchLinker
-
-BACKEND = "kvfetch"
-_EXTRA_PACKAGES = ("av", "cryptography", "zstandard")  # of the extra `codec`, which SGLang may come without
-LINKER_MODULE = "sgl_kvfetch.plugin.device.linker"
+logger = logging.getLogger(__name__)
 
 
-def is_chosen(memory: Any) -> bool:
-    """Return whether SGLang's resolved config of the group ``memory`` has our backend, in either mode. Device mode is
-    there as a linker: see `launch_check.use_linker`."""
-    linker = getattr(memory, "unified_cache_external_linker_config", None)
-    is_linker = isinstance(linker, dict) and linker.get("linker_module_path") == LINKER_MODULE
-    return is_linker or memory.hicache_storage_backend == BACKEND
-
-
-def linker_of(cache: Any) -> KVFetchLinker | None:
-    """Return our linker of a radix cache, or None."""
-    linker = getattr(getattr(cache, "linker", None), "cache_linker", None)
-    return linker if getattr(linker, "is_kvfetch", False) else None
+def try_to_connect(connect: Callable[[str | None], object], extra_config: str | None) -> str | None:
+    """Return None, or why ``connect`` failed. Never raises, because the other ranks wait for this rank's answer."""
+    try:
+        weight_updates.require_no_former_pages()
+        connect(extra_config)
+    except KVFetchError as error:
+        logger.warning("kvfetch is not attached: %s", error)
+        return str(error)
+    except Exception as error:
+        logger.exception("kvfetch is not attached")
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def allow_choice(result: None, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
@@ -81,12 +77,6 @@ def _check(server_args: Any) -> bool:
     return True
 
 
-def require_packages() -> None:
-    """Raise UnsupportedError if a package is missing that every launch with our backend needs."""
-    if missing := [name for name in _EXTRA_PACKAGES if not find_spec(name)]:
-        raise UnsupportedError(f"{', '.join(missing)} not installed here: pip install 'sgl_kvfetch[codec]'")
-
-
 def choose_page_size(chosen: dict[str, Any], server_args: Any) -> dict[str, Any]:
     """After ``_page_size_default``: choose larger pages than SGLang's of one token."""
     if not is_chosen(server_args):
@@ -112,6 +102,17 @@ def create_backend(
 
     versions.require_distinct_images()
     return KVFetchStorage(storage_config, mem_pool_host)
+
+
+def share_host_pool(allocator_type: str, *args: Any, **kwargs: Any) -> str:
+    """After ``get_allocator_type`` of the host pools: let them lie in memory that the data plane can map, unless the
+    user has asked for memory that SGLang cannot share."""
+    from sglang.srt.environ import envs
+
+    wants_huge_pages = envs.SGLANG_HUGEPAGE_SIZE.get()
+    num_threads = getattr(envs, "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS", None)  # not before 0.5.23
+    is_private = wants_huge_pages or (num_threads is not None and num_threads.get())
+    return "shm" if allocator_type == BACKEND and not is_private else allocator_type
 
 
 def suspend_for_update(manager: Any, recv_req: Any) -> None:
@@ -194,7 +195,7 @@ def measure_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any)
     if backend is not None and controller.storage_backend_type == BACKEND:  # type: ignore[union-attr]
         backend.meter.finished(batch, time.monotonic())
         if not scheduler.waiting_queue and scheduler.running_batch.is_empty():
-            backend.meter.queue.clear()
+            backend.note_idle_engine()
     if (linker := linker_of(scheduler.tree_cache)) is not None:
         linker.batch_ended(batch, time.monotonic())
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
-from sgl_kvfetch.codec import GPU_ENV, why_no_gpu
-from sgl_kvfetch.codec.quant import require_targets
+from sgl_kvfetch.codec import read_outline, why_no_gpu
+from sgl_kvfetch.codec.cuda_streams import GPU_ENV
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
-from sgl_kvfetch.plane import check_files, parse_config
-from sgl_kvfetch.plugin.hooks import BACKEND, LINKER_MODULE
+from sgl_kvfetch.plane import parse_config
+from sgl_kvfetch.plane.config import check_files
+from sgl_kvfetch.plugin.backend import BACKEND, LINKER_MODULE
 from sgl_kvfetch.plugin.register import needed_scopes
 from sgl_kvfetch.plugin.seams import check_seams
 from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS, WITH_LINKER, installed_version
@@ -20,7 +20,6 @@ from sgl_kvfetch.timeline import check_tracing
 logger = logging.getLogger(__name__)
 
 PAGE_SIZE = 64  # tokens, where the user does not choose; the kernels and backends of attention all take it
-_GONE = "KVFETCH_NVDEC", "KVFETCH_GPU_ANS"  # from the environment
 
 
 def check_launch(server_args: Any) -> None:
@@ -41,7 +40,9 @@ def check_launch(server_args: Any) -> None:
     check_files(config)
     if config.profile is not None:
         # Load no tensors: SGLang forks after this, and whatever makes torch start threads here hangs in the children.
-        require_targets(Path(config.profile), target_kl=config.target_kl, finest_kl=config.finest_kl)
+        outline = read_outline(Path(config.profile))
+        outline.require_target(config.target_kl)
+        outline.require_target(config.finest_kl, "finest_kl")
 
 
 def use_linker(server_args: Any) -> None:
@@ -62,7 +63,7 @@ def larger_pages(chosen: dict[str, Any], server_args: Any) -> dict[str, Any]:
     """Return SGLang's choice of a page size, or larger pages where it is one token, its default.
 
     SGLang and we do something for each page on the scheduler's thread. With pages of one token, that doubles what a
-    fetch costs there: `python -m benchmarks.engine_cpu --page-sizes 64,1`.
+    fetch costs there (docs/device-mode.md).
     """
     if chosen != {"page_size": 1}:
         return chosen
@@ -81,6 +82,7 @@ def larger_pages(chosen: dict[str, Any], server_args: Any) -> dict[str, Any]:
 
 
 def _check_flags(server_args: Any) -> None:
+    """Raises UnsupportedError for SGLang's flags that do not work with ours, and says what to use."""
     if server_args.disaggregation_decode_enable_offload_kvcache:
         raise UnsupportedError(
             f"--hicache-storage-backend {BACKEND} does not work with "
@@ -116,7 +118,6 @@ def _check_device_mode(server_args: Any) -> None:
         "--enable-flexkv": server_args.enable_flexkv,
         "--enable-unified-cache-external-linker": server_args.enable_unified_cache_external_linker,
         "--enable-streaming-session": server_args.enable_streaming_session,
-        "--speculative-algorithm": server_args.speculative_algorithm,
         "--disaggregation-mode": server_args.disaggregation_mode not in (None, "null"),
         "--pp-size": server_args.pp_size > 1,
         "--enable-pdmux": server_args.enable_pdmux,  # forward passes on further streams
@@ -133,12 +134,9 @@ def _check_device_mode(server_args: Any) -> None:
 
 
 def _check_environment(*, is_device_mode: bool) -> None:
-    """Refuse our switches that are gone, and refuse or warn of SGLang's. All need a GPU, and have not been tried."""
+    """Refuse or warn of switches of SGLang's that need a GPU, and have not been tried."""
     from sglang.srt.environ import envs
 
-    for name in _GONE:
-        if name in os.environ:
-            raise ConfigError(f"{name} is gone: {GPU_ENV}=0 leaves all of the GPU's part to the CPU; unset {name}")
     if envs.SGLANG_VIT_ENABLE_CUDA_GRAPH.get():
         # CUDA's global mode of capture, in which a thread that asks about an event breaks the capture of another.
         why = "SGLANG_VIT_ENABLE_CUDA_GRAPH: SGLang captures graphs while it serves, and our threads would break that"

@@ -1,4 +1,4 @@
-"""Measures how fast the engine computes prompts, and how long it has yet to compute.
+"""Measures how fast the engine computes prompts.
 
 Nothing but finished batches is known, and their times are noisy: the first ones compile kernels, others share the
 machine. So estimates are medians, of slopes and of remainders, and never averages. An estimate that is too low makes
@@ -15,9 +15,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvfetch import timeline
-from sgl_kvfetch.plane import EngineQueue
-
 WINDOW = 24  # how many of the latest batches count
 MIN_BATCHES = 4  # with fewer, the fastest one counts
 # From batches of fewer tokens, a prompt of more than _FARTHEST times as many is not estimated.
@@ -26,6 +23,7 @@ _SHORT, _FARTHEST = 1024, 8
 _MIN_SPREAD = 2.0
 # A batch whose requests have so many times as many tokens before it as in it is what is left to compute after a fetch.
 _TAIL_FACTOR = 8
+_PARTS = (16, 4, 1)  # the engine's time is told for a whole prefix and for these parts of it
 _NEAR = 0.1  # doublings; batches whose sizes differ by less have about the same weight
 
 
@@ -87,6 +85,13 @@ class PrefillSpeed:
         costs = [(max(0.0, seconds - fit.seconds_for(size)) / before, before) for before, size, seconds in tails]
         return whole_s - fit.batch_s - num_tokens * (_median_near(costs, num_tokens) if costs else 0.0)
 
+    def saved_s(self, num_pages: int, page_size: int) -> list[tuple[int, float]]:
+        """Return how much longer a prompt takes without so many pages, for a few numbers of pages, ascending. It is
+        empty as where `seconds_for` is None."""
+        counts = sorted({max(1, num_pages // part) for part in _PARTS})
+        times = [(count, self.seconds_saved(count * page_size)) for count in counts]
+        return [(count, seconds) for count, seconds in times if seconds is not None]
+
     def _current_fit(self) -> _Fit | None:
         if not self._is_fitted:
             self._is_fitted = True  # set first, so that a batch added in the meantime causes a new fit
@@ -107,12 +112,10 @@ class _Fit:
 
 
 class PrefillMeter:
-    """Measures batches as their results come in, on the scheduler's thread. ``queue``: what the engine has yet to
-    compute."""
+    """Measures batches as their results come in, on the scheduler's thread."""
 
     def __init__(self) -> None:
         self.speed = PrefillSpeed()
-        self.queue = EngineQueue()
         self._last_result_s = 0.0
 
     def finished(self, batch: Any, now_s: float) -> None:
@@ -126,11 +129,6 @@ class PrefillMeter:
         if not mode.is_extend_without_speculative() or mode.is_split_prefill():
             return
         self.speed.add_batch(batch.extend_num_tokens or 0, now_s - begin_s, sum(batch.prefix_lens or ()))
-        if timeline.is_on():
-            decoding = batch.decoding_reqs or ()  # along with the prompts, in mixed chunked prefill
-            for request in batch.reqs:
-                if request not in decoding:
-                    timeline.add(timeline.Request(request.rid), "prefill", begin_s, now_s)
 
 
 def _fit(batches: list[tuple[int, float]]) -> _Fit:

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from sgl_kvfetch.errors import KVFetchError, SeamError
+from sgl_kvfetch.plugin.backend import BACKEND, require_packages
 from sgl_kvfetch.plugin.cpu.platform import is_active
-from sgl_kvfetch.plugin.hooks import BACKEND, require_packages
 from sgl_kvfetch.plugin.seams import (
     REGISTERED_NAMES,
     Scope,

@@ -62,7 +62,7 @@ def _seams(scope: Scope, hooks: str, *rows: tuple[str, Kind, str], **fields: Any
 _HOOKS = "sgl_kvfetch.plugin.hooks"
 _VERSION_HOOKS = "sgl_kvfetch.plugin.versions"
 _ADAPTER_HOOKS = "sgl_kvfetch.plugin.adapters"
-_DEVICE_HOOKS = "sgl_kvfetch.plugin.device.scheduler_hooks"
+_DEVICE_HOOKS = "sgl_kvfetch.plugin.device.waiting_queue"
 _CPU_HOOKS = "sgl_kvfetch.plugin.cpu.engine"
 _CPU_KERNELS = "sgl_kvfetch.plugin.cpu.kernels"
 _SRT = "sglang.srt"
@@ -73,6 +73,7 @@ _MAMBA_POOL = f"{_HOST_POOLS}.mamba.MambaPoolHost"
 _TORCH_ATTENTION = f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _LORA = f"{_SRT}.lora"
 _CONV1D = "sglang.kernels.ops.mamba.causal_conv1d_triton"
+_MAMBA_2 = "sglang.kernels.ops.mamba.triton_ops"
 _FLA = "sglang.kernels.ops.attention.fla"
 _FACTORY = f"{_SRT}.mem_cache.storage.backend_factory.StorageBackendFactory"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -139,6 +140,8 @@ SEAMS: tuple[Seam, ...] = (
         _HOOKS,
         # Empties the tree. No page of former weights is left in it.
         (f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache.reset", "after", "note_empty_tree"),
+        # Chooses the memory of host pools by the name of the backend, and does not know this one.
+        (f"{_SRT}.mem_cache.hybrid_cache.hybrid_pool_assembler._get_allocator_type", "after", "share_host_pool"),
         # Looks up the pages of a prefetch; the backend is not told for which request.
         (
             f"{_SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._storage_hit_query",
@@ -258,13 +261,20 @@ SEAMS: tuple[Seam, ...] = (
         # Run Triton kernels, for which a CPU has no compiler.
         (f"{_CONV1D}.causal_conv1d_fn", "replace", "convolve_prompts"),
         (f"{_CONV1D}.causal_conv1d_update", "replace", "convolve_tokens"),
+        (f"{_MAMBA_2}.ssd_combined.mamba_chunk_scan_combined", "replace", "scan_prompts"),
+        (f"{_MAMBA_2}.mamba_ssm.selective_state_update", "replace", "scan_tokens"),
         (f"{_FLA}.chunk.chunk_gated_delta_rule", "replace", "apply_delta_rule"),
         (
             f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode",
             "replace",
             "apply_delta_rule_to_tokens",
         ),
+        (f"{_FLA}.kda.chunk_kda", "replace", "apply_kimi_delta_rule"),
+        (f"{_FLA}.fused_recurrent.fused_recurrent_kda_packed_decode", "replace", "apply_kimi_delta_rule_to_tokens"),
         (f"{_FLA}.layernorm_gated.rms_norm_gated", "replace", "normalise_and_gate"),
+        (f"{_FLA}.fused_norm_gate.rms_norm_gated", "replace", "normalise_and_gate_rows"),
+        # Calls convolutions that its module imports for accelerators alone.
+        (f"{_SRT}.layers.attention.mamba.mamba.MambaMixer2.__init__", "after", "bind_convolutions"),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Starts the data plane of this process's engine, opens NVDEC for it, and compiles the restore kernels."""
+"""Starts the data plane of this process's engine, and compiles the restore kernels."""
 
 from __future__ import annotations
 
@@ -9,45 +9,28 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
-import torch
 
-from sgl_kvfetch.codec import CellPlace, Device, Nvdec, Quantiser, SegmentSpec
-from sgl_kvfetch.codec.bitstream import open_nvdec
-from sgl_kvfetch.codec.container import cell_place
-from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.codec import CellPlace, Quantiser, SegmentSpec, cell_place
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
-from sgl_kvfetch.plane import (
-    DataPlane,
-    DataPlaneProcess,
-    DataPlaneThread,
-    KVFetchConfig,
-    Launch,
-    Line,
-    MemoryCache,
-    Running,
-    Start,
-    StoreClient,
-    Watch,
-    level_policy,
-    open_client,
-    run_data_plane,
-    writer_spec,
-)
+from sgl_kvfetch.plane import DataPlane, KVFetchConfig, Launch, SharedPool, Start, Watch
+from sgl_kvfetch.plane.process import DataPlaneProcess
+from sgl_kvfetch.plane.store import level_policy, writer_spec
 from sgl_kvfetch.plugin import auto_profile, status
 from sgl_kvfetch.plugin.auto_profile import AutoProfile
 from sgl_kvfetch.plugin.cpu.platform import is_active
 from sgl_kvfetch.plugin.device.pages import SlotPages
 from sgl_kvfetch.plugin.host.pages import HostPages
-from sgl_kvfetch.plugin.namespace import (
+from sgl_kvfetch.plugin.identity import (
+    compile_hash_function,
     draft_model,
     engine_config,
     engine_heads,
     engine_quantiser,
+    profile_needs,
     profile_watch,
     quantiser_label,
     require_own_profile,
 )
-from sgl_kvfetch.plugin.page_hashes import compile_hash_function
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.host.side_pools import SidePools
@@ -58,51 +41,35 @@ _launch: Launch = DataPlaneProcess
 _SMALL_PAGE = 16  # tokens; SGLang's default on GPUs is 1
 
 
-def engine_nvdec(device: torch.device) -> Nvdec | None:
-    """Return NVDEC of ``device``, which holds the token-to-KV pool. None if it is no GPU, or if its NVDEC decodes none
-    of our codecs; the log says which. Call on the scheduler's thread, where the GPU's context is current."""
-    if device.type != "cuda":
-        return None
-    nvdec, about = open_nvdec(Device(device))
-    logger.info("kvfetch: %s", about)
-    return nvdec
-
-
 def open_engine_plane(
     config: KVFetchConfig,
     rank: Any,
     pages: HostPages | SlotPages,
-    nvdec: Nvdec | None,
+    gpu: int | None,
     most_span_pages: int | None = None,
     sides: SidePools | None = None,
     *,
-    has_draft: bool = False,
     staging_bytes: int = 0,
     takes_code: bool = False,
+    pool: SharedPool | None = None,
 ) -> DataPlane:
     """Start the data plane of one rank for the model that SGLang has loaded, and wait until it serves. ``rank``: has
-    ``tp_rank`` and ``tp_size``, and with ``sides`` also ``pp_rank`` and ``pp_size``. ``has_draft``: whether pages hold
-    a draft model's KV cache, too. Other arguments as for `Opening`. Raises KVFetchError."""
+    ``tp_rank`` and ``tp_size``, and with ``sides`` also ``pp_rank`` and ``pp_size``. Other arguments as for `Opening`.
+    Raises KVFetchError."""
     compile_hash_function()
-    asked, why_no_klt = config, _why_no_klt(pages, sides, rank, has_draft=has_draft)
-    config = engine_config(asked, why_no_klt)
+    asked, why_no_klt = config, _why_no_klt(sides, rank)
+    needs = partial(profile_needs, asked, rank, pages.geometry, pages.first_layer)
+    config = engine_config(asked, why_no_klt, needs)
     lacks_profile = asked.quantiser == "auto" and not why_no_klt and config.quantiser_name == "exact"
-    try:
-        quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
-    except ConfigError as e:
-        if asked.quantiser != "auto":
-            raise
-        logger.warning("kvfetch: the store's profile does not fit, and this server stores with 'exact': %s", e)
-        config = asked.as_exact
-        quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
+    quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
     pools = ""
     if sides:
         pools = sides.identity(rank.tp_rank, rank.tp_size, rank.is_mla_model, rank.pp_rank, rank.pp_size)
-    if has_draft:
-        pools = f"{pools or 'packed layers'},draft {draft_model(config)}"
+        if sides.has_draft:
+            pools = f"{pools},draft {draft_model(config)}"
     if rank.tp_rank == 0 and pages.geometry.page_size < _SMALL_PAGE:
         logger.warning(
-            "kvfetch: pages of %d tokens make lookups slow and manifests large, and in host mode chunks small: "
+            "kvfetch: pages of %d tokens make lookups slow and manifests large, and in host mode cells small: "
             "--page-size 64 is recommended",
             pages.geometry.page_size,
         )
@@ -112,28 +79,21 @@ def open_engine_plane(
     status.serves(heads, level_policy(config, quantiser).most_left_out)
     page_bytes = sides.page_bytes if sides else {}
     opening = Opening(
-        heads, rank.tp_rank, pages, nvdec, most_span_pages, page_bytes, staging_bytes, takes_code=takes_code
+        heads, rank.tp_rank, pages, gpu, most_span_pages, page_bytes, staging_bytes, takes_code=takes_code, pool=pool
     )
     if not lacks_profile:
         return opening.open(config, quantiser)
-    plane = opening.open(config, quantiser, profile_watch(rank))
+    plane = opening.open(config, quantiser, profile_watch(needs()))
     # Device mode on a GPU has pages under way that its kernels have quantised.
     follow = None if _is_on_gpu(pages) else partial(_by_profile, asked, rank, opening)
     auto_profile.begin(AutoProfile(plane, rank.tp_rank, rank.tp_size, follow, pauses=is_active()))
     return plane
 
 
-def _why_no_klt(pages: HostPages | SlotPages, sides: SidePools | None, rank: Any, *, has_draft: bool) -> str:
+def _why_no_klt(sides: SidePools | None, rank: Any) -> str:
     """Return why this engine cannot have ``klt``; "" if it can."""
-    staged = sides and rank.pp_size > 1  # SGLang does not say which of the model's layers a stage has
-    if staged or has_draft:
-        what = "draft models" if has_draft else "models with side pools in pipeline stages"
-        return f"quantiser 'klt' does not support {what}: use 'exact' or 'uint8'"
-    if _is_on_gpu(pages) and pages.geometry.torch_dtype.itemsize == 1:
-        return (
-            f"quantiser 'klt' does not support a KV cache of {pages.geometry.dtype} in device mode on a GPU: add "
-            "--enable-hierarchical-cache, or use 'exact'"
-        )
+    if sides and rank.pp_size > 1:  # SGLang does not say which of the model's layers a stage has
+        return "quantiser 'klt' does not support models with side pools in pipeline stages: use 'exact' or 'uint8'"
     return ""
 
 
@@ -154,30 +114,29 @@ def _by_profile(config: KVFetchConfig, rank: Any, opening: Opening, path: str) -
 @dataclass(frozen=True)
 class Opening:
     """Opens the data plane of one rank, whose pages go into ``pages``. ``rank``: in its group. ``staging_bytes``:
-    of the shared memory in which prompts are staged; 0 if none are. ``takes_code``: as in `messages.Start`."""
+    of the shared memory in which prompts are staged; 0 if none are. ``pool``: where fetched pages go, if any are.
+    ``gpu``, ``takes_code``: as in `protocol.Start`."""
 
     heads: HeadSlice
     rank: int
     pages: HostPages | SlotPages
-    nvdec: Nvdec | None
+    gpu: int | None
     most_span_pages: int | None = None
     side_bytes: Mapping[str, int] = field(default_factory=dict)
     staging_bytes: int = 0
     takes_code: bool = False
+    pool: SharedPool | None = None
 
     def open(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> DataPlane:
         """Start the data plane, and wait until it serves. Call on the scheduler's thread, whose GPU is the rank's.
         Raises KVFetchError."""
-        if self.nvdec is not None:
-            self.nvdec.drop_decoders()  # of an earlier attachment; nothing is served now
         start, launch = self.parts(config, quantiser, watch)
-        return DataPlane(start, self.heads.geometry, launch, self.staging_bytes)
+        files = () if self.pool is None else self.pool.files
+        return DataPlane(start, self.heads.geometry, launch, self.staging_bytes, files)
 
     def parts(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> tuple[Start, Launch]:
-        """Return what starts the data plane: a process, or, if it decodes with this process's NVDEC in host mode,
-        threads of this process."""
-        pages, nvdec, heads = self.pages, self.nvdec, self.heads
-        gpu = pages.device if isinstance(pages, SlotPages) else None
+        """Return what starts the data plane."""
+        pages, heads = self.pages, self.heads
         start = Start(
             config.model_dump(mode="json", exclude_unset=True),
             heads.namespace,
@@ -189,7 +148,8 @@ class Opening:
             labels=heads.labels,
             watch=watch,
             takes_code=self.takes_code,
-            gpu=gpu.torch_device.index if gpu is not None and self.staging_bytes else None,
+            gpu=self.gpu,
+            pool=() if self.pool is None else self.pool.places,
         )
         if _is_on_gpu(pages):
             places = _cell_places(writer_spec(config, heads, quantiser, self.most_span_pages))
@@ -200,15 +160,7 @@ class Opening:
                 logger.warning("kvfetch: the restore kernels were not compiled at the start", exc_info=True)
             if config.writes:
                 pages.prepare_writes(quantiser, places)
-
-        def open_here(config: KVFetchConfig, heads: HeadSlice, start: Start, memory: MemoryCache | None) -> StoreClient:
-            most = start.most_span_pages
-            return open_client(config, heads, quantiser, nvdec=nvdec, max_span_pages=most, memory=memory)
-
-        def launch_thread(line: Line) -> Running:
-            return DataPlaneThread(run_data_plane(line, open_here, lambda work, num_pages: line.destination(work)))
-
-        return start, _launch if nvdec is None else launch_thread
+        return start, _launch
 
 
 def _is_on_gpu(pages: HostPages | SlotPages) -> TypeGuard[SlotPages]:

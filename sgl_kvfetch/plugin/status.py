@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.plugin.hooks import BACKEND, linker_of
+from sgl_kvfetch.plugin.backend import BACKEND, linker_of
 from sgl_kvfetch.status import MAX_RECENT, Decided, ServerStatus
 
 if TYPE_CHECKING:  # hooks import this module in every SGLang, also without our backend
@@ -70,11 +70,13 @@ def status_of(scheduler: Any) -> ServerStatus | None:
     tree, heads = scheduler.tree_cache, _state.heads
     if (linker := linker_of(tree)) is not None:
         mode, access, threshold_tokens = "device", linker.access, linker.threshold_tokens
+        audits = linker.audits
     else:
         controller: Any = getattr(tree, "cache_controller", None)
         is_ours = controller is not None and controller.storage_backend_type == BACKEND
         mode, access = "host", controller.storage_backend.access if is_ours else None
         threshold_tokens = tree.prefetch_threshold if is_ours else 0
+        audits = controller.storage_backend.audits if is_ours else None
     if access is None or heads is None:
         return None
     return ServerStatus(
@@ -88,5 +90,6 @@ def status_of(scheduler: Any) -> ServerStatus | None:
         labels=heads.labels,
         most_left_out=_state.most_left_out,
         writes_back=mode == "host" and tree.is_write_back,
+        audits=audits,
         recent=list(_state.recent),
     )

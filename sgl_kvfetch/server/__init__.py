@@ -6,7 +6,3 @@ interface, and ``stores.wire`` has what client and server share.
 It knows a directory and the protocol. It neither imports torch nor decodes what it stores, except for pictures on its
 page, in a process of their own; it never blocks its event loop on the disk.
 """
-
-from sgl_kvfetch.doors import open_door
-
-__getattr__, __dir__, __all__ = open_door(__name__, __file__)

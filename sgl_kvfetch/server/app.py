@@ -1,4 +1,4 @@
-"""The server's application: routes, middlewares, and the handlers of lookups, pins and ``/healthz``."""
+"""The server's application: routes, middlewares, and the handlers of lookups and ``/healthz``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from sgl_kvfetch.directory import LocalStore, StoreUsage
-from sgl_kvfetch.errors import DECODE_ERRORS, FormatError, StoreError
+from sgl_kvfetch.errors import DECODE_ERRORS, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, split_hashes
-from sgl_kvfetch.server.bodies import BodyReader, error_answer, json_answer, store_error_answer
-from sgl_kvfetch.server.budget import ACCOUNT, Budget
+from sgl_kvfetch.server.bodies import ACCOUNT, BodyReader, Budget, error_answer, json_answer, store_error_answer
 from sgl_kvfetch.server.config import ServerConfig, is_loopback
-from sgl_kvfetch.server.metrics import ServerMetrics, cause_of
+from sgl_kvfetch.server.metrics import OTHER_ROUTE, ServerMetrics, cause_of
 from sgl_kvfetch.server.objects import ObjectHandlers
 from sgl_kvfetch.server.pages import PageHandlers
 from sgl_kvfetch.server.tokens import PUBLIC_PATHS, TokenFile, Tokens, authorised
-from sgl_kvfetch.stores import MAX_PIN_BYTES, decode_pin
-from sgl_kvfetch.stores.wire import MAX_LOOKUP_REQUEST_BYTES, MSGPACK_TYPE, Folders, LookupRequest, PinNames, Route
+from sgl_kvfetch.stores import NOTE_KINDS
+from sgl_kvfetch.stores.wire import MAX_LOOKUP_REQUEST_BYTES, MSGPACK_TYPE, Folders, LookupRequest, Route
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,6 @@ def create_app(config: ServerConfig) -> web.Application:
     bodies = BodyReader(metrics, config.idle_timeout_s)
     objects = ObjectHandlers(store, bodies, metrics, config)
     lookup = LookupHandler(store, bodies, metrics)
-    pins = PinHandlers(store, bodies)
     health = Health(store, metrics)
     pages = PageHandlers(store, bodies, metrics, config)
 
@@ -63,6 +61,7 @@ def create_app(config: ServerConfig) -> web.Application:
 
     async def run_store(app: web.Application) -> AsyncIterator[None]:
         await _warm_up(store)  # the server listens only after this
+        await pages.begin_history()
         tasks = [
             asyncio.create_task(_collect(store, config.orphan_age_s)),
             asyncio.create_task(pages.keep_history()),
@@ -81,8 +80,8 @@ def create_app(config: ServerConfig) -> web.Application:
     app[METRICS] = metrics
     app.cleanup_ctx.append(run_store)
     app.on_response_prepare.append(_note_prepared)
-    one_pin = Route.PINS + "/{name}"
-    one_profile = Route.PROFILES + "/{weights:[0-9a-f]{32}}/{digest:[0-9a-f]{32}}"
+    notes = f"{Route.NOTES}/{{kind:{'|'.join(NOTE_KINDS)}}}"
+    one_note = notes + "/{name:.+}"
     one_object = Route.OBJECTS + "/{name:.+}"
     app.add_routes(
         [
@@ -95,14 +94,10 @@ def create_app(config: ServerConfig) -> web.Application:
             web.put(one_object, objects.put),
             web.delete(one_object, objects.delete),
             web.post(Route.LOOKUP, lookup.post),
-            web.get(Route.PINS, pins.list, allow_head=False),
-            web.get(one_pin, pins.get, allow_head=False),
-            web.put(one_pin, pins.put),
-            web.delete(one_pin, pins.delete),
-            web.get(Route.PROFILES, objects.list_profiles, allow_head=False),
-            web.get(one_profile, objects.get_profile, allow_head=False),
-            web.put(one_profile, objects.put_profile),
-            web.delete(one_profile, objects.delete_profile),
+            web.get(notes, objects.list_notes, allow_head=False),
+            web.get(one_note, objects.get_note, allow_head=False),
+            web.put(one_note, objects.put_note),
+            web.delete(one_note, objects.delete_note),
             web.post(Route.CHECK + "/{name:.+}", objects.check),
             *pages.routes(),
             web.get(Route.FOLDERS, lookup.folders, allow_head=False),
@@ -142,18 +137,16 @@ def _measured(metrics: ServerMetrics) -> Middleware:
     @web.middleware
     async def measure(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
-        route = resource.canonical if resource is not None else "other"  # unknown paths must not become labels
+        route = resource.canonical if resource is not None else OTHER_ROUTE
         started = time.monotonic()
-        status = "aborted"
-        with metrics.in_flight.track_inprogress():
+        status, num_sent = "aborted", 0
+        with metrics.in_flight(route):
             try:
                 response = await handler(request)
-                status = str(response.status)
+                status, num_sent = str(response.status), response.content_length or 0
                 return response
             finally:
-                method = request.method if resource is not None else "other"
-                metrics.requests.labels(method, route, status).inc()
-                metrics.seconds.labels(method, route).observe(time.monotonic() - started)
+                metrics.answered(request, route, status, time.monotonic() - started, num_sent)
 
     return measure
 
@@ -170,6 +163,8 @@ def _answered(metrics: ServerMetrics, budget: Budget) -> Middleware:
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request within its share of memory. Exceptions become answers, and the server's own are logged and
+        counted."""
         what = f"{request.method} {request.path}"
         with budget.account() as account:
             request[ACCOUNT] = account
@@ -260,38 +255,6 @@ class LookupHandler:
     async def folders(self, request: web.Request) -> web.StreamResponse:
         found = await self._store.folders(request.match_info.get("digest", ""))
         return json_answer(Folders(sorted(found)))
-
-
-class PinHandlers:
-    """Serves pins. Everybody may read them, and only admins may change them (`authorised`): a pin keeps others out."""
-
-    def __init__(self, store: LocalStore, bodies: BodyReader) -> None:
-        self._store = store
-        self._bodies = bodies
-
-    async def list(self, request: web.Request) -> web.StreamResponse:
-        return json_answer(PinNames(tuple(await self._store.pins())))
-
-    async def get(self, request: web.Request) -> web.StreamResponse:
-        pin = await self._store.get_pin(request.match_info["name"])
-        if pin is None:
-            return error_answer(404, "not_found", f"no pin {request.match_info['name']}")
-        return web.Response(body=pin.encode(), content_type=MSGPACK_TYPE)
-
-    async def put(self, request: web.Request) -> web.StreamResponse:
-        try:
-            pin = decode_pin(await self._bodies.read_body(request, MAX_PIN_BYTES, _HASHES_TIMES))
-        except FormatError as e:
-            raise web.HTTPBadRequest(text=str(e)) from e
-        if pin.name != request.match_info["name"]:
-            raise web.HTTPBadRequest(text=f"the pin belongs under the name {pin.name}")
-        await self._store.put_pin(pin)
-        return web.Response(status=201)
-
-    async def delete(self, request: web.Request) -> web.StreamResponse:
-        if await self._store.delete_pin(request.match_info["name"]):
-            return web.Response(status=204)
-        return error_answer(404, "not_found", f"no pin {request.match_info['name']}")
 
 
 class Health:

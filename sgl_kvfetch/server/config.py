@@ -42,6 +42,7 @@ class ServerConfig:
     tokenizer: str | None = None  # a model's folder or name: turns texts that are looked up on the page into tokens
 
     def __post_init__(self) -> None:
+        """Raises ConfigError for values out of range, and for options that need or exclude each other."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; expected 0 to 65535")
         if self.token is not None and self.token_file is not None:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import sqlite3
 import time
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from math import inf
 
 import msgspec
+from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from sgl_kvfetch import __version__
 from sgl_kvfetch.directory import StoreUsage
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.stores.wire import Route
 
 _limited = LimitedLogger(logging.getLogger(__name__))
 _MOST_FAILURES = 50
+_MOST_CLIENTS = 64
+_OBJECT = Route.OBJECTS + "/{name}"
+_WORK = {("POST", Route.LOOKUP): "lookup", ("GET", _OBJECT): "read", ("PUT", _OBJECT): "write"}
+_OBSERVERS = frozenset({Route.SUMMARY, Route.METRICS, Route.HEALTH})  # what asks for metrics is not in them
+OTHER_ROUTE = "other"  # unknown paths and methods must not become labels
 _LATENCY_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
@@ -32,10 +42,32 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
 
 
+class Client(msgspec.Struct):
+    """What an address has asked for since the store's start, and when last."""
+
+    address: str
+    lookups: int = 0
+    reads: int = 0
+    writes: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    last_s: float = 0.0
+
+
+class AnswerTimes(msgspec.Struct, frozen=True):
+    """The times, in seconds, within which half of all answers of a kind came, and 95%. They are bounds of buckets;
+    infinite behind the last one."""
+
+    half_s: float
+    most_s: float
+
+
 class ServerMetrics:
     def __init__(self, capacity_bytes: int | None = None) -> None:
+        """Register all metrics of a server, in a registry of its own."""
         self.registry = CollectorRegistry()
         self.last_failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
+        self._clients: OrderedDict[str, Client] = OrderedDict()  # the one that asked last is the last
         self.started_s = time.time()
         ProcessCollector(registry=self.registry)
         counter = partial(Counter, namespace="kvfetch", subsystem="server", registry=self.registry)
@@ -52,7 +84,7 @@ class ServerMetrics:
             registry=self.registry,
         )
         self.failures = counter("failures", "Answers with a status of 500 or more, and answers cut short", ("cause",))
-        self.in_flight = gauge("requests_in_flight", "Requests being answered")
+        self._in_flight = gauge("requests_in_flight", "Requests being answered, but for this page's and of metrics")
         self.received_bytes = counter("received_bytes", "Bytes of request bodies")
         self.sent_bytes = counter("sent_bytes", "Bytes of response bodies")
         self.lookups = counter("lookups", "Lookups by result", ("result",))
@@ -76,18 +108,79 @@ class ServerMetrics:
         found: dict[str, float] = {}
         for family in self.registry.collect():
             for name, labels, value, *_ in family.samples:
-                if (
-                    not name.startswith("kvfetch_server_")
-                    or family.name.endswith("request_seconds")
-                    or name.endswith("_created")
-                ):
+                if not name.startswith("kvfetch_server_") or name.endswith(("_created", "_bucket")):
+                    continue
+                if family.name.endswith("request_seconds") and (labels["method"], labels["route"]) not in _WORK:
                     continue
                 if family.name.endswith("requests") and labels["status"] < "400":
                     continue
-                label = labels.get("result") or labels.get("status") or labels.get("cause")
+                work = _WORK.get((labels.get("method", ""), labels.get("route", "")), "")
+                label = labels.get("result") or labels.get("status") or labels.get("cause") or work
                 key = name.removeprefix("kvfetch_server_") + (f":{label}" if label else "")
                 found[key] = found.get(key, 0.0) + value
         return found
+
+    def answers_by_time(self) -> dict[str, list[float]]:
+        """Return how many answers came within each bucket's bound since the start, by kind of work."""
+        found: dict[str, list[float]] = {}
+        for family in self.seconds.collect():
+            for name, labels, value, *_ in family.samples:
+                work = _WORK.get((labels["method"], labels["route"]))
+                if name.endswith("_bucket") and work is not None:
+                    found.setdefault(work, []).append(value)
+        return found
+
+    def answer_times(self, before: Mapping[str, Sequence[float]]) -> dict[str, AnswerTimes]:
+        """Return how long answers took since `answers_by_time` returned ``before``; only kinds that there were."""
+        found = {}
+        for work, now in self.answers_by_time().items():
+            since = [count - old for count, old in zip(now, before.get(work, [0] * len(now)), strict=True)]
+            bounds = (*_LATENCY_BUCKETS_S, inf)
+            if since[-1]:
+                half, most = (
+                    next(bound for bound, count in zip(bounds, since, strict=True) if count >= share * since[-1])
+                    for share in (0.5, 0.95)
+                )
+                found[work] = AnswerTimes(half, most)
+        return found
+
+    @contextlib.contextmanager
+    def in_flight(self, route: str) -> Iterator[None]:
+        """Count a request as being answered meanwhile."""
+        if route in _OBSERVERS:
+            yield
+            return
+        with self._in_flight.track_inprogress():
+            yield
+
+    def answered(self, request: web.Request, route: str, status: str, seconds: float, num_sent: int) -> None:
+        """Note a request that was answered, or given up. ``num_sent``: bytes of the answer's body."""
+        method = request.method if route != OTHER_ROUTE else OTHER_ROUTE
+        self.requests.labels(method, route, status).inc()
+        self.seconds.labels(method, route).observe(seconds)
+        work = _WORK.get((method, route))
+        if work is None or status >= "400":
+            return
+        address = request.remote or ""
+        client = self._clients.setdefault(address, Client(address))
+        self._clients.move_to_end(address)
+        if len(self._clients) > _MOST_CLIENTS:
+            self._clients.popitem(last=False)
+        client.last_s = time.time()
+        match work:
+            case "lookup":
+                client.lookups += 1
+            case "read":
+                client.reads += 1
+                client.read_bytes += num_sent
+            case _:
+                client.writes += 1
+                client.written_bytes += request.content_length or 0
+
+    @property
+    def clients(self) -> list[Client]:
+        """Those that have looked up, read or written, the last one first; a limited number."""
+        return list(reversed(self._clients.values()))
 
     def count_failure(self, what: str, cause: str, message: str, client: str | None = None) -> None:
         """Count a failure by its cause, and keep it for the page."""

@@ -1,4 +1,4 @@
-"""The HTTP handlers of objects: put, get with ranges, head, delete one or by prefix, list; and those of profiles."""
+"""The HTTP handlers of objects: put, get with ranges, head, delete one or by prefix, list; and those of notes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,28 @@ import msgspec
 from aiohttp import web
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
-from sgl_kvfetch.directory import LocalStore, OpenObject, open_object, os_errors, read_fully
+from sgl_kvfetch.directory import LocalStore
+from sgl_kvfetch.directory.files import OpenObject, open_object, os_errors, read_fully
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import ObjectName, parse_object_name
-from sgl_kvfetch.server.bodies import BodyReader, BodyTooLarge, error_answer, json_answer, require_fits
-from sgl_kvfetch.server.budget import Overloaded
+from sgl_kvfetch.server.bodies import (
+    ACCOUNT,
+    BodyReader,
+    BodyTooLarge,
+    Overloaded,
+    error_answer,
+    json_answer,
+    require_fits,
+)
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.tokens import ROLE, Role, require_role
-from sgl_kvfetch.stores import MAX_PROFILE_BYTES, ObjectInfo
-from sgl_kvfetch.stores.wire import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, Profiles, parse_entity_tag
+from sgl_kvfetch.stores import NOTE_KINDS, NoteKind, ObjectInfo
+from sgl_kvfetch.stores.wire import BYTES_TYPE, NDJSON_TYPE, Checked, Deleted, Notes, parse_entity_tag
 
 _LIST_PIECE_BYTES = 64 << 10
 _CHECKS_AT_ONCE = 2
+_CHECKED_TIMES = 6  # memory for what is checked of a note, in sizes of its bytes
 _MANIFEST_TIMES = 8  # memory for a decoded manifest, in sizes of its bytes
 # One deletion by prefix stops after this time, well below clients' deadlines. Clients repeat it until all is deleted.
 _DELETE_TURN_S = 5.0
@@ -115,31 +124,33 @@ class ObjectHandlers:
         with opened.file:
             return await self._send(request, opened)
 
-    async def list_profiles(self, request: web.Request) -> web.StreamResponse:
-        return json_answer(Profiles(list(await self._store.profiles())))
+    async def list_notes(self, request: web.Request) -> web.StreamResponse:
+        return json_answer(Notes(list(await self._store.notes(_kind(request)))))
 
-    async def get_profile(self, request: web.Request) -> web.StreamResponse:
-        opened = await self._store.open_profile(_profile(request))
+    async def get_note(self, request: web.Request) -> web.StreamResponse:
+        opened = await self._store.open_note(_kind(request), request.match_info["name"])
         if opened is None:
-            return _no_profile(request)
+            return _no_note(request)
         with opened.file:
             return await self._send(request, opened)
 
-    async def put_profile(self, request: web.Request) -> web.StreamResponse:
-        name, size_bytes = _profile(request), request.content_length
+    async def put_note(self, request: web.Request) -> web.StreamResponse:
+        """Keep a note. Only admins may change pins (`authorised`): a pin keeps others out."""
+        kind, name, size_bytes = _kind(request), request.match_info["name"], request.content_length
         if size_bytes is None:
-            raise web.HTTPLengthRequired(text="a profile needs a Content-Length")
-        require_fits(request, min(self._max_body_bytes, MAX_PROFILE_BYTES))
-        async with self._upload_slot(), self._store.upload_profile(name, size_bytes) as upload:
+            raise web.HTTPLengthRequired(text=f"a {kind.one} needs a Content-Length")
+        require_fits(request, min(self._max_body_bytes, kind.max_bytes))
+        request[ACCOUNT].take(_CHECKED_TIMES * min(size_bytes, kind.checked_bytes))
+        async with self._upload_slot(), self._store.upload_note(kind, name, size_bytes) as upload:
             while piece := await self._bodies.read_piece(request):
                 await upload.write(piece)
             await upload.commit()
         return web.Response(status=201)
 
-    async def delete_profile(self, request: web.Request) -> web.StreamResponse:
-        if await self._store.delete_profile(_profile(request)):
+    async def delete_note(self, request: web.Request) -> web.StreamResponse:
+        if await self._store.delete_note(_kind(request), request.match_info["name"]):
             return web.Response(status=204)
-        return _no_profile(request)
+        return _no_note(request)
 
     async def _send(self, request: web.Request, opened: OpenObject) -> web.StreamResponse:
         size = opened.info.size_bytes
@@ -223,12 +234,12 @@ def _name(request: web.Request) -> ObjectName:
         raise web.HTTPBadRequest(text=str(e)) from e
 
 
-def _profile(request: web.Request) -> str:
-    return f"{request.match_info['weights']}/{request.match_info['digest']}"
+def _kind(request: web.Request) -> NoteKind:
+    return NOTE_KINDS[request.match_info["kind"]]
 
 
-def _no_profile(request: web.Request) -> web.Response:
-    return error_answer(404, "not_found", f"no profile {_profile(request)}")
+def _no_note(request: web.Request) -> web.Response:
+    return error_answer(404, "not_found", f"no {_kind(request).one} {request.match_info['name']}")
 
 
 def _only_new(request: web.Request) -> bool:

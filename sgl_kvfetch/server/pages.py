@@ -9,7 +9,7 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from math import inf
 from pathlib import Path
@@ -20,42 +20,90 @@ from aiohttp import web
 from msgspec import Meta
 
 from sgl_kvfetch import __version__
-from sgl_kvfetch.codec import Manifest, decode_manifest
-from sgl_kvfetch.directory import FolderUsage, LocalStore
-from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, FormatError, KVFetchError
-from sgl_kvfetch.keys import MANIFEST_SUFFIX
-from sgl_kvfetch.log import one_line
+from sgl_kvfetch.codec import NO_KEYS, Manifest, decode_manifest
+from sgl_kvfetch.directory import LocalStore
+from sgl_kvfetch.directory.local import FolderUsage
+from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, FormatError, KVFetchError, StoreError
+from sgl_kvfetch.keys import MANIFEST_SUFFIX, parse_object_name
+from sgl_kvfetch.log import LimitedLogger, one_line
 from sgl_kvfetch.prompts import Prompt, page_hashes, tokenise
-from sgl_kvfetch.server.bodies import BodyReader, json_answer
-from sgl_kvfetch.server.budget import Overloaded
+from sgl_kvfetch.server.bodies import BodyReader, Overloaded, json_answer
 from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.metrics import Failure, ServerMetrics
+from sgl_kvfetch.server.metrics import AnswerTimes, Client, Failure, ServerMetrics
 from sgl_kvfetch.server.pictures import Pictures
 from sgl_kvfetch.server.tokens import ROLE, Role, require_role
-from sgl_kvfetch.server.verified import LastVerified
+from sgl_kvfetch.status import MAX_AUDITS_BYTES, Audits
 from sgl_kvfetch.stores import (
     MAX_LABEL,
+    PINS,
     Pin,
-    ProfileKeys,
     ProfileRow,
     Verified,
     is_namespace,
+    last_verified,
     list_profiles,
     profile_rows,
+    put_pin,
 )
 from sgl_kvfetch.stores.upkeep import whole_pages
 from sgl_kvfetch.stores.wire import MAX_LOOKUP_PAGES, MAX_LOOKUP_REQUEST_BYTES, PAGE_PATHS, Route
 
 logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
+
+
+class LastVerified(Verified, frozen=True):
+    """What the last `kvfetch verify` found. ``at_s``: when it told that, in seconds since the epoch."""
+
+    at_s: float
+
+
+class VerifiedNote:
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
+
+    async def get(self, profiles: Iterable[str]) -> LastVerified | None:
+        """Return the last result; None if there is none, or if it cannot be read. ``profiles`` are those in the store.
+
+        Damaged objects are left out if their segment was deleted or written again since.
+        """
+        try:
+            last = await last_verified(self._store)
+            if last is None:
+                return None
+            found, at_s = last
+            names = {f"profile {name}" for name in profiles}
+            left = [each for each in found.damaged if each.name in names or await self._is_there(each.name, at_s)]
+        except (FormatError, StoreError) as e:
+            _limited.warning("verified", f"the page does not show what kvfetch verify found: {e}")
+            return None
+        num_gone = len(found.damaged) - len(left)
+        num_damaged = max(0, found.num_damaged - num_gone)
+        return LastVerified(found.num_segments, found.read_bytes, num_damaged, tuple(left), at_s)
+
+    async def _is_there(self, name: str, at_s: float) -> bool:
+        try:
+            manifest = parse_object_name(name).segment.manifest_name
+        except FormatError:
+            return False
+        info = await self._store.head(manifest)
+        return info is not None and info.modified_s <= at_s
+
 
 _EVERY_S = 10.0  # between two samples of the history
 _SAMPLES = 360  # an hour
+_DAYS_EVERY_S = 1800.0  # between two samples of the last days
+_DAYS_SAMPLES = 336  # a week
+_MOST_DAYS_BYTES = 4 << 20
+_DAYS_NAMES = ("lookup", "request_seconds", "sent_bytes", "received_bytes", "evicted")
 _SUMMARY_AGE_S = 2.0  # an answer may be this old
 _SEGMENTS_AGE_S = 5.0
 _MOST_LISTED = 64
 _FOLDERS_AGE_S = 30.0  # its list of folders may be this old: making it reads the whole catalog
 _MOST_FOLDERS = 1000  # in an answer
 _MOST_NAME_CHARS = 200
+_MOST_TOLD = 64  # servers of a folder whose audits are shown
+_AUDITS_TIMES = 4  # memory for what audits found, in sizes of its body
 _PROMPT_S = 30.0
 _PROMPT_TIMES = 16  # memory for a prompt's tokens and hashes, in sizes of its body
 _LIMIT = 50  # segments in an answer
@@ -78,9 +126,73 @@ class LoadSample(msgspec.Struct, frozen=True):
     values: dict[str, float]
 
 
+class Days:
+    """Samples of the last week, and the file in the store's directory that keeps them when the server is started again.
+
+    Counters begin at 0 with a server. So what an earlier one has counted is shown below 0: it grows to 0 at the start.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.samples: deque[LoadSample] = deque(maxlen=_DAYS_SAMPLES)
+        self._file = root / ".days.json"  # no namespace is called like this
+
+    def add(self, sample: LoadSample) -> bool:
+        """Take a sample if it is time for one. Return whether it was."""
+        is_time = not self.samples or sample.at_s - self.samples[-1].at_s >= _DAYS_EVERY_S
+        if is_time:
+            self.samples.append(_counted(sample))
+        return is_time
+
+    def load(self) -> None:
+        """Read what an earlier server has saved. Blocking."""
+        try:
+            with self._file.open("rb") as file:
+                saved = msgspec.json.decode(file.read(_MOST_DAYS_BYTES), type=list[LoadSample])
+        except FileNotFoundError:
+            return
+        except (*DECODE_ERRORS, OSError) as e:
+            logger.warning("the page begins its last days anew: %s: %s", self._file, e)
+            return
+        now_s = time.time()
+        last = saved[-1].values if saved else {}
+        for sample in saved:
+            if now_s - _DAYS_EVERY_S * _DAYS_SAMPLES < sample.at_s <= now_s:
+                less = {name: sample.values.get(name, 0.0) - last[name] for name in last}
+                self.samples.append(LoadSample(sample.at_s, less))
+
+    def save(self, now: LoadSample) -> None:
+        """Write the samples, with one of now. Blocking. A store without a folder has nothing to keep yet."""
+        if not self._file.parent.is_dir():
+            return
+        partial = self._file.with_name(f"{self._file.name}.new")
+        try:
+            partial.unlink(missing_ok=True)
+            partial.touch(mode=0o600)
+            partial.write_bytes(msgspec.json.encode([*self.samples, _counted(now)]))
+            partial.replace(self._file)
+        except OSError as e:
+            _limited.warning("days", f"the page's last days are not kept for the next start: {self._file}: {e}")
+
+
+def _counted(sample: LoadSample) -> LoadSample:
+    values = {name: value for name, value in sample.values.items() if name.startswith(_DAYS_NAMES)}
+    return LoadSample(sample.at_s, values)
+
+
+class ToldAudits(msgspec.Struct, frozen=True):
+    """What a server told of its audits. ``says``, ``advice``: for people; ``advice`` is "" if nothing is to be done."""
+
+    client: str
+    told_s: float
+    audits: Audits
+    says: str
+    advice: str
+
+
 class FolderRow(msgspec.Struct, frozen=True):
     """A folder of the store: what one rank has of a model. ``model`` and ``quantiser`` are names for people, the next
-    two identify them; all are empty if no manifest could be read."""
+    two identify them; all are empty if no manifest could be read. ``audits``: of servers that read it, since this
+    process started."""
 
     folder: str
     model: str
@@ -93,6 +205,7 @@ class FolderRow(msgspec.Struct, frozen=True):
     stored_bytes: int
     first_used_s: float
     last_used_s: float
+    audits: tuple[ToldAudits, ...] = ()
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -111,8 +224,11 @@ class Summary(msgspec.Struct, frozen=True):
     takes_text: bool  # whether prompts may be texts
     folders: list[FolderRow]
     profiles: list[ProfileRow]  # the newest first
-    verified: Verified | None  # what `kvfetch verify` last found
+    verified: LastVerified | None
+    clients: list[Client]  # the one that asked last is the first
     history: list[LoadSample]
+    days: list[LoadSample]  # of what the charts show, of a week
+    answer_times: dict[str, AnswerTimes]  # of ``history``, by kind: lookup, read, write
 
 
 class PromptQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,16 +252,20 @@ _UNKNOWN = _Kind()
 
 class PageHandlers:
     def __init__(self, store: LocalStore, bodies: BodyReader, metrics: ServerMetrics, config: ServerConfig) -> None:
+        """``metrics``: what the page shows of the store's work, and samples for its charts."""
         self._store = store
         self._bodies = bodies
         self._metrics = metrics
         self._config = config
         self._history: deque[LoadSample] = deque(maxlen=_SAMPLES)
+        self._times: deque[dict[str, list[float]]] = deque(maxlen=_SAMPLES)  # answers by time, at each sample
+        self._days = Days(config.root)
         self._kinds: dict[str, _Kind] = {}  # by folder
         self._folders: list[FolderRow] = []
         self._folders_until_s = 0.0
+        self._audits: dict[str, dict[str, ToldAudits]] = {}  # by folder and client
         self._profiles: list[ProfileRow] = []
-        self._last_verified = LastVerified(store, bodies)
+        self._verified = VerifiedNote(store)
         self._summary = b""
         self._summary_until_s = 0.0
         self._asking = asyncio.Lock()
@@ -164,7 +284,7 @@ class PageHandlers:
             web.get(Route.SEGMENTS + one_segment, self.segment, allow_head=False),
             web.get(Route.PICTURES + one_segment, self.picture, allow_head=False),
             web.post(Route.PROMPTS, self.prompt),
-            web.put(Route.VERIFIED, self._last_verified.put),
+            web.put(Route.AUDITS + "/{folder}", self.put_audits),
         ]
 
     def _file(self, name: str) -> Any:
@@ -178,25 +298,43 @@ class PageHandlers:
 
         return get
 
+    async def begin_history(self) -> None:
+        """Take up what an earlier server has saved, and the first sample, before anybody asks."""
+        await asyncio.to_thread(self._days.load)
+        await self._sample()
+
     async def keep_history(self) -> None:
-        while True:
-            try:
+        try:
+            while True:
+                await asyncio.sleep(_EVERY_S)
                 await self._sample()
-            except Exception:  # the next one may do
-                logger.warning("cannot sample what the store does", exc_info=True)
-            await asyncio.sleep(_EVERY_S)
+        finally:
+            await asyncio.to_thread(self._days.save, self._now())
+
+    def _now(self) -> LoadSample:
+        return LoadSample(time.time(), self._metrics.activity())
 
     async def _sample(self) -> None:
-        self._metrics.note_usage(await self._store.usage())
-        self._history.append(LoadSample(time.time(), self._metrics.activity()))
+        try:
+            self._metrics.note_usage(await self._store.usage())
+        except Exception:  # the next time it may do
+            logger.warning("cannot sample what the store does", exc_info=True)
+            return
+        sample = self._now()
+        self._history.append(sample)
+        self._times.append(self._metrics.answers_by_time())
+        if self._days.add(sample):
+            await asyncio.to_thread(self._days.save, self._now())
 
     async def summary(self, request: web.Request) -> web.StreamResponse:
+        """Answer what the page shows at its top. Folders and usage are asked for again only once they are old."""
         loop = asyncio.get_running_loop()
         async with self._asking:
             if loop.time() > self._folders_until_s:
                 usages = await self._store.folder_usages(_MOST_FOLDERS)
                 self._folders = [row for each in usages if (row := await self._row(each)) is not None]
-                self._profiles = profile_rows(await list_profiles(self._store), ProfileKeys())
+                self._profiles = profile_rows(await list_profiles(self._store), NO_KEYS)
+                self._audits = {each.folder: self._audits.get(each.folder, {}) for each in usages}
                 self._kinds = {each.folder: self._kinds.get(each.folder, _UNKNOWN) for each in usages}
                 self._folders_until_s = loop.time() + _FOLDERS_AGE_S
             if loop.time() > self._summary_until_s:
@@ -214,15 +352,40 @@ class PageHandlers:
                     usage.disk_free_bytes,
                     list(self._metrics.last_failures),
                     self._config.tokenizer is not None,
-                    self._folders,
+                    [self._with_audits(row) for row in self._folders],
                     self._profiles,
-                    await self._last_verified.get(f"{row.weights}/{row.digest}" for row in self._profiles),
-                    [*self._history, LoadSample(time.time(), self._metrics.activity())],
+                    await self._verified.get(f"{row.weights}/{row.digest}" for row in self._profiles),
+                    self._metrics.clients,
+                    [*self._history, self._now()],
+                    list(self._days.samples),
+                    self._metrics.answer_times(self._times[0] if self._times else {}),
                 )
                 self._summary = msgspec.json.encode(summary)
                 self._summary_until_s = loop.time() + _SUMMARY_AGE_S
         headers = {"KVFetch-Role": request[ROLE].name.lower()}
         return web.Response(body=self._summary, content_type="application/json", headers=headers)
+
+    async def put_audits(self, request: web.Request) -> web.StreamResponse:
+        """Keep what a server's audits of a folder have found, instead of what it told before."""
+        folder = request.match_info["folder"]
+        body = await self._bodies.read_body(request, MAX_AUDITS_BYTES, _AUDITS_TIMES)
+        if not is_namespace(folder) or folder not in await self._store.folders(folder.partition(".")[0]):
+            raise web.HTTPNotFound(text=f"no folder {folder[:60]!r}")
+        try:
+            audits = msgspec.json.decode(body, type=Audits)
+        except DECODE_ERRORS as e:
+            raise web.HTTPBadRequest(text=f"what audits found is malformed: {e}") from e
+        told = self._audits.setdefault(folder, {})
+        client = request.remote or ""
+        told.pop(client, None)
+        told[client] = ToldAudits(client, time.time(), audits, audits.says, audits.advice)
+        if len(told) > _MOST_TOLD:
+            del told[next(iter(told))]
+        return web.Response(status=204)
+
+    def _with_audits(self, row: FolderRow) -> FolderRow:
+        told = self._audits.get(row.folder)
+        return msgspec.structs.replace(row, audits=tuple(told.values())) if told else row
 
     async def _row(self, usage: FolderUsage) -> FolderRow | None:
         """Return None if the files of a folder are gone, which the catalog does not know yet: as on a full disk."""
@@ -350,8 +513,8 @@ class PageHandlers:
             raise Overloaded("time", f"looking the prompt up in all folders took longer than {_PROMPT_S:g} s") from e
         name = hashes[-1].hex() if hashes else None
         if query.pin and name is not None:
-            await self._store.put_pin(Pin(query.label, query.page_size, b"".join(hashes)))
-        pin = name if name is not None and await self._store.get_pin(name) is not None else None
+            await put_pin(self._store, Pin(query.label, query.page_size, b"".join(hashes)))
+        pin = name if name is not None and await self._store.get_note(PINS, name) is not None else None
         found = {"num_tokens": num_tokens, "num_pages": len(hashes), "stored_pages": stored, "pin": pin}
         return json_answer(found)
 

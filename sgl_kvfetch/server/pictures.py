@@ -13,7 +13,7 @@ from aiohttp import web
 
 from sgl_kvfetch.codec import Manifest
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.server.budget import Overloaded
+from sgl_kvfetch.server.bodies import Overloaded
 
 _PICTURE_S = 60.0
 _PICTURE_NICE = 10  # requests come first
@@ -45,7 +45,8 @@ class Pictures:
             self._num_pictures -= 1
 
     async def _draw(self, name: str, span: int) -> bytes:
-        command = ("-P", "-m", "sgl_kvfetch.tools.sheet", str(self._root), name, str(span), str(os.getpid()))
+        """Draw a span's pictures in a process of low priority and little memory. Raises HTTPException if that fails."""
+        command = ("-P", "-m", "sgl_kvfetch.tools.pictures", str(self._root), name, str(span), str(os.getpid()))
         kept = {name: value for name, value in os.environ.items() if name in _ENVIRONMENT or name.startswith("PYTHON")}
         pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import resource
 import shutil
@@ -30,7 +31,7 @@ from sgl_kvfetch.server.app import METRICS, TOKENS, create_app
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.tokens import TokenFile
-from sgl_kvfetch.sizes import format_size
+from sgl_kvfetch.user_files import format_size
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -93,6 +94,7 @@ async def running_server(config: ServerConfig) -> AsyncIterator[RunningServer]:
 
 @asynccontextmanager
 async def _serving(config: ServerConfig, app: web.Application) -> AsyncIterator[RunningServer]:
+    """Serve an app, from listening until its requests have had ``grace_s`` to end."""
     tls = config.tls_context()
     max_connections = fit_connections(config.max_connections, config.max_uploads)
     runner = web.AppRunner(
@@ -205,6 +207,16 @@ def fit_connections(most: int, max_uploads: int) -> int:
     return allowed
 
 
+_OF_LISTENING = {  # what to do about an error
+    errno.EADDRINUSE: ": another program listens there, perhaps a store; --port takes another port",
+    errno.EACCES: ": only root may listen below 1024; --port takes another port",
+    errno.EADDRNOTAVAIL: ": this machine has no such address; --host takes one that it has, or 0.0.0.0 for all",
+    **dict.fromkeys(
+        (socket.EAI_NONAME, socket.EAI_AGAIN), ": --host takes an address of this machine, or 0.0.0.0 for all"
+    ),
+}
+
+
 def listening_sockets(host: str, port: int) -> list[socket.socket]:
     """Listen on every address of ``host``. Raises ConfigError."""
     sockets: list[socket.socket] = []
@@ -222,7 +234,8 @@ def listening_sockets(host: str, port: int) -> list[socket.socket]:
     except OSError as e:
         for sock in sockets:
             sock.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {e.strerror or e}") from e
+        what_to_do = _OF_LISTENING.get(e.errno or 0, "")
+        raise ConfigError(f"cannot listen on {host} port {port}: {e.strerror or e}{what_to_do}") from e
     return sockets
 
 
@@ -243,6 +256,7 @@ class Listener:
         tls: ssl.SSLContext | None,
         metrics: ServerMetrics,
     ) -> None:
+        """Accept connections at once. ``sockets`` are closed with the listener."""
         self._server = server
         self._sockets = sockets
         self._max_connections = max_connections

@@ -13,6 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.server.bodies import error_answer
+from sgl_kvfetch.stores import PINS
 from sgl_kvfetch.stores.wire import PAGE_PATHS, Route
 from sgl_kvfetch.user_files import read_text, require_secret, warn_if_all_may_read
 
@@ -123,7 +124,7 @@ def authorised(tokens: Tokens) -> Middleware:
     async def authorise(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path in PUBLIC_PATHS:
             return await handler(request)
-        changes_pins = request.method in _NEEDED and request.path.startswith(f"{Route.PINS}/")
+        changes_pins = request.method in _NEEDED and request.path.startswith(f"{Route.NOTES}/{PINS.name}/")
         needed = Role.ADMIN if changes_pins else _NEEDED.get(request.method, Role.READ)
         role = tokens.role_of(request.headers.get("Authorization", ""))
         if role is None:

@@ -3,7 +3,7 @@
 A store holds named byte objects, and finds the segments of a prompt (`Store`). A client translates every failure into
 `StoreError`; a missing object is None. ``hedged`` asks again for reads that stall, ``keyed`` checks keys.
 
-It knows manifests, by the door of ``codec``, and no tensor. It never decides what to fetch, keeps no KV cache, and
+It knows manifests, and no tensor. It never decides what to fetch, keeps no KV cache, and
 never blocks its event loop.
 """
 

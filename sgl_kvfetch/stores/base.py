@@ -7,17 +7,34 @@ A store holds two kinds of object, both named by ``sgl_kvfetch.keys``:
 
 Writers put the data first and the manifest last. A missing object is ``None``; every other failure raises
 ``StoreError``.
+
+**The segment that continues a run of pages furthest** is found by bisection (`furthest`). Page hashes are chained: a
+hash determines the whole prefix before it, and with it the page's position in the sequence. So a segment that holds
+page j and starts at page i or before holds all pages from i to j. For each page, only the segment that starts earliest
+matters. If no segment holds pages i to j, none holds i to j + 1. A bisection therefore finds the furthest page, however
+many segments share a popular prefix.
+
+**Pages are looked up by the names of their segments** in a store that can do no more than return objects by name, as a
+bucket (`lookup_by_name`). A reader knows the hashes of all its pages; a segment's name has its length and the hash of
+its last page; lengths are powers of two that divide the segment's position. So few names are possible at each page. All
+of them are requested at once, and the longest segment wins: a run of s segments takes s round trips, and one more if
+the last requested page is not its end.
+
+This does not find a segment that starts before the requested pages, nor one whose last page is not among them. For
+those, a store needs an index of pages.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 import xxhash
@@ -26,19 +43,29 @@ from msgspec import Meta
 from sgl_kvfetch.codec import (
     MAX_MANIFEST_BYTES,
     MAX_SEGMENT_PAGES,
+    NO_KEYS,
     Content,
-    EncryptionKeys,
+    Manifest,
     decode_manifest,
     without_last_level,
 )
 from sgl_kvfetch.errors import FormatError, StoreError
-from sgl_kvfetch.keys import NAMESPACE_PATTERN, ObjectName, SegmentKey, parse_object_name
-from sgl_kvfetch.side_by_side import side_by_side
+from sgl_kvfetch.keys import (
+    MANIFEST_SUFFIX,
+    NAMESPACE_PATTERN,
+    PAGE_HASH_BYTES,
+    ObjectName,
+    SegmentKey,
+    parse_object_name,
+)
+from sgl_kvfetch.side_by_side import side_by_side, together
 
 if TYPE_CHECKING:
-    from sgl_kvfetch.stores.pins import Pin
-    from sgl_kvfetch.stores.verified import Verified
+    from sgl_kvfetch.status import Audits
+    from sgl_kvfetch.stores.notes import NoteKind
 
+# A store shortens a run rather than answer with manifests of more bytes; one manifest always fits.
+MAX_LOOKUP_ANSWER_BYTES = 4 << 20
 _READS_AT_ONCE = 16
 _NAMESPACE = re.compile(NAMESPACE_PATTERN)
 
@@ -119,8 +146,7 @@ class Lookup:
 class Store(ABC):
     """The operations that the data plane needs. Many tasks of one event loop may use a store at once."""
 
-    signs = False  # whether it signs manifests, which then need chunk digests
-    encryption_keys: EncryptionKeys | None = None  # what is put must be encrypted with the first of them
+    keys = NO_KEYS  # of a store that signs manifests, which then need chunk digests, or wants all encrypted
 
     @abstractmethod
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
@@ -178,6 +204,14 @@ class Store(ABC):
         """
         return False
 
+    async def tell_audits(self, folder: str, audits: Audits) -> None:
+        """Tell a server what a rank's audits of a namespace's folder found, for its page. This default does nothing:
+        there is no server.
+
+        Raises StoreError.
+        """
+        return
+
     @abstractmethod
     async def delete_prefix(self, prefix: str) -> int:
         """Delete all objects whose name starts with ``prefix``; "" means all objects. Return how many were deleted.
@@ -191,14 +225,19 @@ class Store(ABC):
         """Return the folders (`HeadSlice.folder`) of a namespace, by its digest, or of all: one for each run of heads
         that ranks of any size store."""
 
-    @abstractmethod
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
         """Find the longest run of stored pages that starts with ``page_hashes[0]``.
 
         ``namespace`` is `HeadSlice.folder`; ``page_hashes`` are the 32-byte chained hashes of consecutive pages. A hit
         may leave out pages at the start of its segment, at its end, or both. Where several segments cover a page, the
         one that reaches furthest wins. Expired segments are not found.
+
+        This default goes by names: it finds no segment that starts before the requested pages, nor one whose last page
+        is not among them. For those, a store needs an index of pages.
         """
+        require_namespace(namespace)
+        assert all(len(page_hash) == PAGE_HASH_BYTES for page_hash in page_hashes)
+        return await lookup_by_name(self.get, namespace, page_hashes)
 
     @abstractmethod
     async def close(self) -> None:
@@ -226,6 +265,9 @@ class WrappedStore(Store):
     async def report_damage(self, manifest_name: str) -> bool:
         return await self._store.report_damage(manifest_name)
 
+    async def tell_audits(self, folder: str, audits: Audits) -> None:
+        await self._store.tell_audits(folder, audits)
+
     async def delete_prefix(self, prefix: str) -> int:
         return await self._store.delete_prefix(prefix)
 
@@ -237,7 +279,13 @@ class WrappedStore(Store):
 
 
 class AdminStore(Store):
-    """A store that can also list its objects, sweep its segments and keep pins."""
+    """A store that can also list its objects, sweep its segments and keep notes.
+
+    To make one, eleven methods are needed: those that are abstract here and in `Store`. `sgl_kvfetch.testing` has the
+    tests that it must pass.
+    """
+
+    has_page: ClassVar[bool] = False  # whether it shows people what it keeps, its notes included
 
     @abstractmethod
     async def head(self, name: str) -> ObjectInfo | None:
@@ -246,6 +294,18 @@ class AdminStore(Store):
     @abstractmethod
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """Iterate over all objects whose name starts with ``prefix``, in no particular order."""
+
+    async def delete_prefix(self, prefix: str) -> int:
+        """Delete what `list` finds, one object after another."""
+        names = [info.name async for info in self.list(prefix)]
+        for name in sorted(names, key=lambda name: not name.endswith(MANIFEST_SUFFIX)):
+            await self.delete(name)
+        return len(names)
+
+    async def folders(self, digest: str = "") -> frozenset[str]:
+        """Return the folders of what `list` finds."""
+        prefix = digest and f"{digest}."
+        return frozenset([info.name.partition("/")[0] async for info in self.list(prefix)])
 
     async def last_uses(self, segments: Sequence[SegmentKey]) -> Sequence[float | None]:
         """Return when lookups last found segments, in seconds since the epoch; None where the store does not know."""
@@ -296,13 +356,6 @@ class AdminStore(Store):
             return False
         return await self.delete(name)
 
-    async def tell_verified(self, found: Verified) -> None:
-        """Tell a server what `kvfetch verify` found, for its page. This default does nothing: there is no server.
-
-        Raises StoreError.
-        """
-        return
-
     def sweeping(self) -> AbstractAsyncContextManager[None]:
         """Exclude other sweepers of this store. This default excludes nobody.
 
@@ -310,47 +363,105 @@ class AdminStore(Store):
         """
         return nullcontext()
 
-    # Pins: see `pins`.
+    # Notes: see `notes`, which says what each kind is, and reads and writes them.
 
     @abstractmethod
-    async def pins(self) -> Sequence[str]:
-        """Return the names of all pins."""
+    async def notes(self, kind: NoteKind) -> Sequence[ObjectInfo]:
+        """Return the names of all notes of a kind, their sizes, and when they were put."""
 
     @abstractmethod
-    async def get_pin(self, name: str) -> Pin | None:
-        """Return a pin, or None if there is none of this name."""
+    async def get_note(self, kind: NoteKind, name: str, length: int | None = None) -> bytes | None:
+        """Return the first ``length`` bytes of a note, or all of it; None if there is none of this name.
 
-    @abstractmethod
-    async def put_pin(self, pin: Pin) -> None:
-        """Keep a pin, or replace the one of the same name.
-
-        Raises StoreError: ``full`` if pinned segments would take more than half of the store's capacity.
+        Raises StoreError: ``truncated`` if it is shorter, ``too_large`` if it has more bytes than notes of this kind.
         """
 
     @abstractmethod
-    async def delete_pin(self, name: str) -> bool:
-        """Delete a pin. Return True if it existed."""
+    async def put_note(self, kind: NoteKind, name: str, data: bytes) -> None:
+        """Keep a note, or replace the one of the same name, atomically.
 
-    # Profiles: see `profiles`, which reads and writes what these methods keep.
-
-    @abstractmethod
-    async def profiles(self) -> Sequence[ObjectInfo]:
-        """Return the names of all profiles, their sizes, and when they were put."""
-
-    @abstractmethod
-    async def get_profile(self, name: str, length: int) -> bytes | None:
-        """Return the first ``length`` bytes of a profile, or None if there is none of this name.
-
-        Raises StoreError, with reason ``truncated`` if it is shorter.
+        Raises StoreError: ``full`` if notes of this kind, or what they hold, would take too much of the store's
+        capacity; ``invalid`` for other bytes than a note of this name has, if the store looks at them.
         """
 
     @abstractmethod
-    async def put_profile(self, name: str, data: bytes) -> None:
-        """Keep a profile, or replace the one of the same name, atomically.
+    async def delete_note(self, kind: NoteKind, name: str) -> bool:
+        """Delete a note. Return True if it existed."""
 
-        Raises StoreError: ``full`` if profiles would take more than an eighth of the store's capacity.
-        """
 
-    @abstractmethod
-    async def delete_profile(self, name: str) -> bool:
-        """Delete a profile. Return True if it existed."""
+async def lookup_by_name(
+    get: Callable[[str], Coroutine[Any, Any, bytes | None]], namespace: str, page_hashes: Sequence[bytes]
+) -> Lookup:
+    """Find segments as ``Store.lookup`` does, as far as names allow. ``get`` reads a whole object.
+
+    Raises StoreError if the first round trip fails. A later failure only ends the run, as do manifests of more than
+    `MAX_LOOKUP_ANSWER_BYTES`.
+    """
+    hits: list[SegmentHit] = []
+    room = MAX_LOOKUP_ANSWER_BYTES
+    page = 0
+    position: int | None = None  # of `page` in the sequence; unknown until a segment is found
+    while page < len(page_hashes):
+        lengths = possible_lengths(len(page_hashes) - page, position)
+        keys = [SegmentKey(namespace, length, page_hashes[page + length - 1]) for length in lengths]
+        try:
+            contents = await together(get(key.manifest_name) for key in keys)
+        except StoreError:
+            if not hits:
+                raise
+            break
+        for key, content in zip(keys, contents, strict=True):
+            manifest = None if content is None else await asyncio.to_thread(decode_expected, content, key)
+            if (
+                content is not None
+                and manifest is not None
+                and len(content) <= room
+                and position in (None, manifest.first_page)
+                and manifest.page_hashes == tuple(page_hashes[page : page + key.num_pages])
+            ):
+                hits.append(SegmentHit(content, 0, key.num_pages))
+                room -= len(content)
+                page += key.num_pages
+                position = manifest.first_page + key.num_pages
+                break
+        else:
+            break
+    return Lookup(tuple(hits))
+
+
+def possible_lengths(num_pages: int, position: int | None) -> list[int]:
+    """Return the lengths, longest first, of segments that may start at ``position`` and have at most ``num_pages``."""
+    aligned = MAX_SEGMENT_PAGES if not position else position & -position
+    longest = min(num_pages, aligned, MAX_SEGMENT_PAGES)
+    return [1 << order for order in reversed(range(longest.bit_length()))]
+
+
+def decode_expected(content: bytes, key: SegmentKey) -> Manifest | None:
+    """Decode a manifest. Return None if it is malformed, expired, or another segment's."""
+    try:
+        manifest = decode_manifest(content)
+    except FormatError:
+        return None
+    return manifest if manifest.key == key and not manifest.is_expired(time.time()) else None
+
+
+T = TypeVar("T")
+
+
+def furthest(
+    earliest: Callable[[int], tuple[int, T] | None], page: int, num_pages: int, position: int
+) -> tuple[int, int, T] | None:
+    """Find the segment that holds ``page`` and reaches furthest, of ``num_pages`` that are looked up.
+
+    ``earliest`` returns, for a page, position and identifier of the segment that starts earliest of those that hold it.
+    ``position`` is that of ``page`` in the sequence. Return the page behind the segment's last one that is looked up,
+    and position and identifier of the segment; None if no segment holds ``page``.
+    """
+
+    def out_of_reach(last: int) -> bool:
+        holder = earliest(last)
+        return holder is None or holder[0] > position
+
+    end = bisect_left(range(num_pages), True, lo=page, key=out_of_reach)
+    holder = earliest(end - 1) if end > page else None
+    return None if holder is None else (end, *holder)

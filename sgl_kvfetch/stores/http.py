@@ -1,14 +1,22 @@
-"""Client of a store behind HTTP: ``kvfetch serve``, or any server that offers the same paths."""
+"""Client of a store behind HTTP: ``kvfetch serve``, or any server that offers the same paths.
+
+Its answers are checked: statuses and errors become StoreError, and bodies have a limit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import io
+import re
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import HttpProcessingError
 from tenacity import (
     AsyncRetrying,
     RetryCallState,
@@ -19,8 +27,10 @@ from tenacity import (
 )
 
 from sgl_kvfetch.codec import Content, views_of
-from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
-from sgl_kvfetch.keys import PAGE_HASH_BYTES
+from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, FormatError, StoreError
+from sgl_kvfetch.keys import PAGE_HASH_BYTES, parse_object_name
+from sgl_kvfetch.log import printable
+from sgl_kvfetch.status import Audits
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import (
     Lookup,
@@ -32,23 +42,250 @@ from sgl_kvfetch.stores.base import (
     require_name,
     require_namespace,
 )
-from sgl_kvfetch.stores.http_answers import (
-    client_errors,
-    decode_hits,
-    decode_json,
-    decode_listed,
-    read_range,
-    read_whole,
-    require_answer,
-    require_status,
-    take_range,
-)
-from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
-from sgl_kvfetch.stores.profiles import require_profile_length, require_profile_list, require_profile_name
-from sgl_kvfetch.stores.proxies import environment_proxy
-from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, listing_of
+from sgl_kvfetch.stores.notes import NoteKind
+from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, environment_proxy, listing_of
 from sgl_kvfetch.stores.transfers import LEAST_SENT_BYTES, RangeReceiver, Sender
-from sgl_kvfetch.stores.verified import Verified
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+_MAX_ERROR_BYTES = 4096
+_BROKEN = (  # after connecting: ClientConnectorError is caught before
+    aiohttp.ClientPayloadError,
+    aiohttp.ServerConnectionError,
+    OSError,
+)
+# Of OpenSSL: a self-signed certificate, one in the chain, and two for an issuer that is not known.
+_UNKNOWN_CA = frozenset({18, 19, 20, 21})
+_NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST"})
+_RANGE_SENT = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]{1,18}|\*)")
+_RANGE_REFUSED = re.compile(r"bytes \*/([0-9]{1,18})")
+
+
+@contextmanager
+def client_errors(what: str) -> Iterator[None]:
+    """Translate aiohttp's errors to StoreError. ``what`` begins the message. A ConfigError says enough by itself."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (aiohttp.ConnectionTimeoutError, aiohttp.SocketTimeoutError) as e:
+        raise StoreError("timeout", f"{what}: no connection in time: {_text(e)}", retriable=True) from e
+    except aiohttp.ClientProxyConnectionError as e:
+        raise StoreError("refused", f"{what}: the environment's proxy: {_text(e)}", retriable=True) from e
+    except aiohttp.ClientSSLError as e:
+        raise _tls_error(what, e) from e
+    except aiohttp.ClientConnectorError as e:
+        raise StoreError("refused", f"{what}: {_text(e)}", retriable=True) from e
+    except _BROKEN as e:
+        raise StoreError("truncated", f"{what}: the connection broke: {_text(e)}", retriable=True) from e
+    except (aiohttp.ClientError, HttpProcessingError, ValueError) as e:
+        raise StoreError("protocol", f"{what}: {_text(e)}") from None  # a traceback would show the server's bytes
+
+
+def _tls_error(what: str, error: aiohttp.ClientSSLError) -> StoreError:
+    server, cause = f"{error.host}:{error.port}", error.os_error
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        if cause.verify_code in _UNKNOWN_CA:
+            return StoreError(
+                "tls",
+                f"{what}: no CA that this machine knows has signed the certificate of {server} "
+                f"({cause.verify_message}): name the file of its CA, as SSL_CERT_FILE in the environment, or as "
+                "tls.ca_file in the config of SGLang's backend",
+            )
+        return StoreError("tls", f"{what}: the certificate of {server} does not hold: {cause.verify_message}")
+    if isinstance(cause, ssl.SSLError) and cause.reason in _NO_TLS:
+        return StoreError("tls", f"{what}: {server} does not speak TLS: write its URL with http://")
+    return StoreError("refused", f"{what}: {_text(error)}", retriable=True)
+
+
+def _text(error: BaseException) -> str:
+    return printable(str(error)[:500]) or type(error).__name__
+
+
+async def require_status(response: aiohttp.ClientResponse, *expected: int) -> None:
+    """Raise the matching StoreError unless the status is one of ``expected``."""
+    if response.status in expected:
+        return
+    try:
+        body = await _read_up_to(response, _MAX_ERROR_BYTES)
+    except aiohttp.ClientError:
+        body = b""
+    has_token = "Authorization" in response.request_info.headers
+    require_answer(response.method, str(response.url), response.status, body, expected, has_token)
+
+
+def require_answer(method: str, url: str, status: int, body: bytes, expected: Collection[int], has_token: bool) -> None:
+    """Raise the matching StoreError unless the status is one of ``expected``. ``has_token``: whether the request had
+    one."""
+    if status not in expected:
+        said = _explanation(body)
+        raise status_error(status, f"{method} {url}: status {status}{_problem(status, said, has_token)}{said}")
+
+
+def _problem(status: int, said: str, has_token: bool) -> str:
+    """Return what an unexpected status means, where that is known. ``said``: by a kvfetch server."""
+    if status == 401:
+        return ", the store does not know this token" if has_token else ", the store wants a token and got none"
+    if status == 404 or (status in (405, 501) and not said):
+        return ": no kvfetch store has this address; a store's URL is the one that kvfetch serve has printed"
+    return ""
+
+
+def status_error(status: int, message: str) -> StoreError:
+    """Return the StoreError that an unexpected HTTP status means."""
+    if status in (401, 403):
+        return StoreError("unauthorised", message)
+    if status == 413:
+        return StoreError("too_large", message)
+    if status == 507:
+        return StoreError("full", message, retriable=True)
+    if status in (400, 409, 416, 422, 501):
+        return StoreError("invalid", message)
+    if status >= 500 or status in (408, 429):
+        return StoreError("server", message, retriable=True)
+    return StoreError("protocol", message)
+
+
+def _explanation(body: bytes) -> str:
+    """Return the message of an error's body if a kvfetch server sent it, else an empty string."""
+    try:
+        said = msgspec.json.decode(body, type=wire.ErrorBody)
+    except DECODE_ERRORS:
+        return ""
+    return f" ({printable(said.error[:100])}: {printable(said.message[:500])})"
+
+
+async def read_whole(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """Read the whole body. Raises ``too_large`` beyond ``most`` bytes, ``truncated`` if Content-Length is different."""
+    announced = response.content_length
+    if announced is not None and announced > most:
+        raise StoreError("too_large", f"{response.url}: the body has {announced} bytes, the limit is {most}")
+    body = await _read_up_to(response, most + 1)
+    if len(body) > most:
+        raise StoreError("too_large", f"{response.url}: the body exceeds the limit of {most} bytes")
+    _require_length(response, len(body), announced)
+    return body
+
+
+async def read_range(response: aiohttp.ClientResponse, start: int, length: int | None, most: int) -> bytes:
+    """Read the body of an answer to a ranged request. If the server ignored the range, cut it out of the whole object.
+
+    Raises ``truncated`` if the object ends too early, ``too_large`` for more than ``most`` bytes.
+    """
+    if response.status == 200:
+        return await _cut(response, start, length, most)
+    num_bytes = await _require_range(response, start, length)
+    if num_bytes == 0:
+        return b""
+    if num_bytes > most:
+        raise StoreError("too_large", f"{response.url}: the range has {num_bytes} bytes, the limit is {most}")
+    body = await _read_up_to(response, num_bytes + 1)
+    _require_length(response, len(body), num_bytes)
+    return body
+
+
+async def take_range(response: aiohttp.ClientResponse, start: int, length: int, take: Callable[[bytes], None]) -> None:
+    """Pass the body of a ranged answer to ``take`` as it arrives; in one piece if the server ignored the range."""
+    if response.status == 200:
+        take(await _cut(response, start, length, length))
+        return
+    left = await _require_range(response, start, length)
+    while left:
+        piece = await response.content.read(left)
+        if not piece:
+            _require_length(response, length - left, length)
+        take(piece)
+        left -= len(piece)
+
+
+async def _require_range(response: aiohttp.ClientResponse, start: int, length: int | None) -> int:
+    """Check the headers of an answer to a ranged request. Return the body's size in bytes: ``length`` if given."""
+    if response.status == 416:
+        refused = _RANGE_REFUSED.fullmatch(response.headers.get("Content-Range", ""))
+        if refused and length is None and int(refused[1]) == start:
+            return 0
+        raise StoreError("truncated", f"{response.url}: the object ends before byte {start}")
+    await require_status(response, 206)
+    sent = _RANGE_SENT.fullmatch(response.headers.get("Content-Range", ""))
+    if sent is None or int(sent[1]) != start or int(sent[2]) < start:
+        found = response.headers.get("Content-Range")
+        raise StoreError("protocol", f"{response.url}: expected a Content-Range from byte {start} on, found {found!r}")
+    num_bytes = int(sent[2]) + 1 - start
+    if length is not None and num_bytes != length:
+        raise StoreError("truncated", f"{response.url}: expected a range of {length} bytes, found {num_bytes}")
+    _require_length(response, response.content_length, num_bytes)
+    return num_bytes
+
+
+async def _cut(response: aiohttp.ClientResponse, start: int, length: int | None, most: int) -> bytes:
+    """Return bytes of an answer with the whole object, as of servers that ignore ranges. Raises StoreError."""
+    announced = response.content_length
+    if announced is not None and start + (length or 0) > announced:
+        wanted = "" if length is None else f"{length} bytes "
+        raise StoreError("truncated", f"{response.url}: {announced} bytes; expected {wanted}from byte {start} on")
+    to_skip = start
+    while to_skip:
+        piece = await response.content.read(min(to_skip, 1 << 20))
+        if not piece:
+            raise StoreError("truncated", f"{response.url}: the object ends before byte {start}")
+        to_skip -= len(piece)
+    if length is not None:
+        body = await _read_up_to(response, length)
+        _require_length(response, len(body), length)
+        response.close()  # instead of reading the rest
+        return body
+    body = await _read_up_to(response, most + 1)
+    if len(body) > most:
+        raise StoreError("too_large", f"{response.url}: the limit is {most} bytes; found more from byte {start} on")
+    _require_length(response, len(body), None if announced is None else announced - start)
+    return body
+
+
+async def _read_up_to(response: aiohttp.ClientResponse, most: int) -> bytes:
+    body = io.BytesIO()  # its bytes are taken without a copy; to join pieces takes their size twice
+    while most > 0:
+        piece = await response.content.read(most)  # the bytes that have arrived; empty only at the end
+        if not piece:
+            break
+        most -= body.write(piece)
+    return body.getvalue()
+
+
+def _require_length(response: aiohttp.ClientResponse, found: int | None, expected: int | None) -> None:
+    if found is not None and expected is not None and found != expected:
+        raise StoreError("truncated", f"{response.url}: expected {expected} bytes, found {found}", retriable=True)
+
+
+def decode_hits(what: str, body: bytes, pages_asked: int) -> Lookup:
+    """Decode the answer to a lookup. Raises StoreError (``protocol``)."""
+    try:
+        found = Lookup(msgspec.msgpack.decode(body, type=tuple[SegmentHit, ...]))
+    except DECODE_ERRORS as e:
+        raise StoreError("protocol", f"{what}: the answer is malformed: {_text(e)}") from e
+    if found.num_pages > pages_asked:
+        raise StoreError("protocol", f"{what}: the answer has more pages than requested: {found.num_pages}")
+    return found
+
+
+def decode_json(what: str, body: bytes, kind: type[Body]) -> Body:
+    """Decode an answer in JSON. Raises StoreError (``protocol``)."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except DECODE_ERRORS as e:
+        raise StoreError("protocol", f"{what}: the answer is malformed: {_text(e)}") from e
+
+
+def decode_listed(line: bytes, prefix: str) -> ObjectInfo:
+    """Decode one line of a listing. Raises StoreError (``protocol``)."""
+    try:
+        listed = msgspec.json.decode(line, type=ObjectInfo)
+        parse_object_name(listed.name)
+    except (*DECODE_ERRORS, FormatError) as e:
+        raise StoreError("protocol", f"{listing_of(prefix)}: malformed line: {_text(e)}") from e
+    if not listed.name.startswith(prefix):
+        raise StoreError("protocol", f"{listing_of(prefix)}: {listed.name} does not have this prefix")
+    return listed
+
 
 T = TypeVar("T")
 
@@ -65,6 +302,8 @@ class HttpStore(RemoteStore):
     Every request is idempotent, so attempts that failed in the network or on the server are retried until the
     deadline. Answers are not trusted: one that is too large or malformed raises StoreError.
     """
+
+    has_page = True
 
     def __init__(self, url: str, *, token: str | None = None, options: HttpOptions | None = None) -> None:
         """Check the arguments: ``url`` is http(s)://host[:port][/path], and ``token`` printable ASCII.
@@ -292,61 +531,40 @@ class HttpStore(RemoteStore):
         _, body = await self._ask(what, "GET", url, most=wire.MAX_FOLDERS_BYTES)
         return frozenset(decode_json(what, body, wire.Folders).folders)
 
-    async def pins(self) -> Sequence[str]:
-        what = "listing pins"
-        _, body = await self._ask(what, "GET", self.url + wire.Route.PINS, most=wire.MAX_PIN_NAMES_BYTES)
-        return decode_json(what, body, wire.PinNames).names
+    async def notes(self, kind: NoteKind) -> Sequence[ObjectInfo]:
+        what, url = f"listing {kind.name}", f"{self.url}{wire.Route.NOTES}/{kind.name}"
+        _, body = await self._ask(what, "GET", url, most=wire.MAX_LISTED_NOTE_BYTES * (kind.max_notes + 1))
+        return kind.require_list(what, decode_json(what, body, wire.Notes).notes)
 
-    async def get_pin(self, name: str) -> Pin | None:
-        what = f"getting pin {name}"
-        status, body = await self._ask(what, "GET", self._pin_url(name), 200, 404, most=MAX_PIN_BYTES)
-        try:
-            return None if status == 404 else decode_pin(body)
-        except FormatError as e:
-            raise StoreError("protocol", f"{what}: {e}") from e
-
-    async def put_pin(self, pin: Pin) -> None:
-        await self._ask(f"putting pin {pin.name}", "PUT", self._pin_url(pin.name), 201, body=pin.encode())
-
-    async def delete_pin(self, name: str) -> bool:
-        status, _ = await self._ask(f"deleting pin {name}", "DELETE", self._pin_url(name), 204, 404)
-        return status != 404
-
-    def _pin_url(self, name: str) -> str:
-        return f"{self.url}{wire.Route.PINS}/{require_pin_name(name)}"
-
-    async def profiles(self) -> Sequence[ObjectInfo]:
-        """List profiles; none if the server is older than profiles, and has no such path."""
-        what, url = "listing profiles", self.url + wire.Route.PROFILES
-        status, body = await self._ask(what, "GET", url, 200, 404, most=wire.MAX_PROFILE_NAMES_BYTES)
-        return () if status == 404 else require_profile_list(what, decode_json(what, body, wire.Profiles).profiles)
-
-    async def get_profile(self, name: str, length: int) -> bytes | None:
-        require_profile_length(name, length)
+    async def get_note(self, kind: NoteKind, name: str, length: int | None = None) -> bytes | None:
+        url = self._note_url(kind, name, length)
 
         async def attempt() -> bytes | None:
-            headers = {"Range": f"bytes=0-{length - 1}"}
-            async with self._request("GET", self._profile_url(name), headers=headers) as response:
-                return None if response.status == 404 else await read_range(response, 0, length, length)
+            headers = None if length is None else {"Range": f"bytes=0-{length - 1}"}
+            async with self._request("GET", url, headers=headers) as response:
+                if response.status == 404:
+                    return None
+                if length is not None:
+                    return await read_range(response, 0, length, length)
+                await require_status(response, 200)
+                return await read_whole(response, kind.max_bytes)
 
-        return await self._retried(f"getting profile {name}", attempt, length)
+        return await self._retried(f"getting {kind.one} {name}", attempt, length or 0)
 
-    async def put_profile(self, name: str, data: bytes) -> None:
-        what, url = f"putting profile {name}", self._profile_url(name)
-        await self._ask(
-            what, "PUT", url, 201, headers={"Content-Type": wire.BYTES_TYPE}, body=data, num_bytes=len(data)
-        )
+    async def put_note(self, kind: NoteKind, name: str, data: bytes) -> None:
+        what, url, headers = f"putting {kind.one} {name}", self._note_url(kind, name), {"Content-Type": wire.BYTES_TYPE}
+        await self._ask(what, "PUT", url, 201, headers=headers, body=data, num_bytes=len(data))
 
-    async def delete_profile(self, name: str) -> bool:
-        status, _ = await self._ask(f"deleting profile {name}", "DELETE", self._profile_url(name), 204, 404)
+    async def delete_note(self, kind: NoteKind, name: str) -> bool:
+        status, _ = await self._ask(f"deleting {kind.one} {name}", "DELETE", self._note_url(kind, name), 204, 404)
         return status != 404
 
-    def _profile_url(self, name: str) -> str:
-        return f"{self.url}{wire.Route.PROFILES}/{require_profile_name(name)}"
+    def _note_url(self, kind: NoteKind, name: str, length: int | None = None) -> str:
+        return f"{self.url}{wire.Route.NOTES}/{kind.name}/{kind.require(name, length)}"
 
-    async def tell_verified(self, found: Verified) -> None:
-        what, url = "telling the store what was verified", self.url + wire.Route.VERIFIED
-        await self._ask(what, "PUT", url, 201, 404, body=found.encode())  # 404: an older server
+    async def tell_audits(self, folder: str, audits: Audits) -> None:
+        what, url = "telling the store what audits found", f"{self.url}{wire.Route.AUDITS}/{folder}"
+        await self._ask(what, "PUT", url, 204, 404, body=msgspec.json.encode(audits))  # 404: the folder was deleted
 
     async def close(self) -> None:
         self._closed = True
@@ -370,6 +588,7 @@ class HttpStore(RemoteStore):
         params: Mapping[str, str] | None = None,
         body: Sequence[memoryview] | None = None,
     ) -> aiohttp.client._RequestContextManager:
+        """Begin a request. The session is made by the first one, within the event loop that uses it."""
         self._require_open()
         if self._session is None:
             self._session = aiohttp.ClientSession(

@@ -14,12 +14,16 @@ from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, SegmentKey
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.side_by_side import Tasks, together
-from sgl_kvfetch.stores.base import Lookup, SegmentHit, require_namespace
-from sgl_kvfetch.stores.by_name import decode_expected
-from sgl_kvfetch.stores.coverage import furthest
+from sgl_kvfetch.stores.base import (
+    MAX_LOOKUP_ANSWER_BYTES,
+    Lookup,
+    SegmentHit,
+    decode_expected,
+    furthest,
+    require_namespace,
+)
 from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex, entries_of
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.stores.wire import MAX_LOOKUP_ANSWER_BYTES
 
 _limited = LimitedLogger(logging.getLogger(__name__))
 SAVE_USES_EVERY_S = 10.0

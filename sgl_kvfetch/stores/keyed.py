@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from sgl_kvfetch.codec import Content, EncryptionKeys, ManifestKeys, bytes_of, decode_manifest, is_vouched_for
-from sgl_kvfetch.codec.container import encryption_keys_of, split_signature
+from sgl_kvfetch.codec import Content, StoreKeys, bytes_of, decode_manifest, is_vouched_for
+from sgl_kvfetch.codec.container.manifest import encryption_keys_of, split_signature
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import LimitedLogger
@@ -19,17 +19,12 @@ _FEW_BYTES = 64 << 10  # of manifests: the event loop checks so many itself
 
 
 class KeyedStore(WrappedStore):
-    """Signs manifests that are put into ``store``, if there are ``manifest_keys``. Treats segments as missing if their
-    manifests have no valid signature, and those that are not encrypted with one of ``encryption_keys``, if there are
-    any."""
+    """Signs manifests that are put into ``store``, if there are manifest keys. Treats segments as missing if their
+    manifests have no valid signature, and those that are not encrypted with one of our keys, if there are any."""
 
-    def __init__(
-        self, store: Store, manifest_keys: ManifestKeys | None, encryption_keys: EncryptionKeys | None
-    ) -> None:
+    def __init__(self, store: Store, keys: StoreKeys) -> None:
         super().__init__(store)
-        self._keys = manifest_keys
-        self.signs = manifest_keys is not None
-        self.encryption_keys = encryption_keys
+        self.keys = keys
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         if not name.endswith(MANIFEST_SUFFIX):
@@ -75,30 +70,30 @@ class KeyedStore(WrappedStore):
             decoded = decode_manifest(manifest)
         except FormatError as e:
             raise StoreError("invalid", f"not a manifest: {e}") from e
-        assert self.encryption_keys is None or decoded.is_encrypted, "the store would see what must be encrypted"
-        if self._keys is None:
+        assert self.keys.encryption is None or decoded.is_encrypted, "the store would see what must be encrypted"
+        if self.keys.manifest is None:
             return manifest
         assert all(each.chunk_digests for each in decoded.data), "a signature would not cover the data"
-        return self._keys.sign(manifest)
+        return self.keys.manifest.sign(manifest)
 
     def _is_good(self, data: bytes, is_cached: bool = False) -> bool:
         manifest, _ = split_signature(data)
-        if self._keys is not None and not is_vouched_for(data, self._keys, is_cached):
+        if self.keys.manifest is not None and not is_vouched_for(data, self.keys.manifest, is_cached):
             _limited.warning("signature", "the store has a manifest without a valid signature; it is not used")
             return False
-        if self.encryption_keys is None:
+        if self.keys.encryption is None:
             return True
         try:
             names = encryption_keys_of(manifest)
         except FormatError:
             return True  # the reader says what is wrong with it
-        if names and all(name in self.encryption_keys for name in names):
+        if names and all(name in self.keys.encryption for name in names):
             return True
         what = f"encrypted with the keys {', '.join(map(repr, sorted(names)))}" if names else "without encryption"
         _limited.warning("encryption", f"the store has a segment {what}; encryption_key_file has no key for it")
         return False
 
 
-def with_keys(store: Store, manifest_keys: ManifestKeys | None, encryption_keys: EncryptionKeys | None) -> Store:
+def with_keys(store: Store, keys: StoreKeys) -> Store:
     """Return the store with these keys; itself without any."""
-    return KeyedStore(store, manifest_keys, encryption_keys) if manifest_keys or encryption_keys else store
+    return KeyedStore(store, keys) if keys else store

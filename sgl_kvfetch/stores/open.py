@@ -1,4 +1,8 @@
-"""Open a store by its URL: one that other machines share. `directory.open_store` also opens a directory."""
+"""Open a store by its URL: one that other machines share. `directory.open_store` also opens a directory.
+
+Installed packages bring stores for further schemes: an entry point in the group ``sgl_kvfetch.stores``, named like the
+scheme, is called with ``(url, token, options)`` and returns an `AdminStore` (docs/extending.md).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from sgl_kvfetch.doors import brought_by_others, label_of, load_brought, require_made
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import AdminStore, Store
 from sgl_kvfetch.stores.hedged import MAX_HEDGES, HedgedStore, OnHedge
@@ -14,7 +19,7 @@ from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions
 
 # The form of a store's URL, by its scheme. `directory.open_store` opens the last one.
-STORE_URLS = {
+_OUR_URLS = {
     "http": "http://HOST:PORT",
     "https": "https://HOST:PORT",
     "s3": "s3://BUCKET/PREFIX",
@@ -42,9 +47,14 @@ def split_store_url(url: str) -> SplitResult:
         _ = parts.port
     except ValueError as e:
         raise ConfigError(f"store URL {url!r} is malformed: {e}") from e
-    if parts.scheme not in STORE_URLS:
-        raise ConfigError(f"store URL {url!r} is not supported; expected {' or '.join(STORE_URLS.values())}")
+    if parts.scheme not in (known := store_urls()):
+        raise ConfigError(f"store URL {url!r} is not supported; expected {' or '.join(known.values())}")
     return parts
+
+
+def store_urls() -> dict[str, str]:
+    """Return the form of a store's URL, by its scheme: ours, and those that installed packages bring."""
+    return {scheme: f"{scheme}://..." for scheme in brought_by_others("stores")} | _OUR_URLS
 
 
 def open_remote(
@@ -56,7 +66,7 @@ def open_remote(
 ) -> AdminStore:
     """Create a client of the store at ``url``. Does no I/O: the first request fails if the store is unreachable.
 
-    ``token`` is for ``http(s)://`` stores, ``options`` is for these and ``s3://`` ones, ``s3`` only for the latter.
+    ``token`` is for ``http(s)://`` stores and those of others, ``options`` is for all, ``s3`` for ``s3://`` ones.
     Raises ConfigError.
     """
     options, s3 = options or HttpOptions(), s3 or S3Options()
@@ -68,8 +78,21 @@ def open_remote(
             return HttpStore(url, token=token, options=options)
         case "s3":
             return _open_s3(url, options, s3)
-        case _:
+        case "file":
             raise ConfigError(f"{url!r} is a directory of this machine; expected a store that others share")
+    return _open_brought(scheme, url, token, options)
+
+
+def _open_brought(scheme: str, url: str, token: str | None, options: HttpOptions) -> AdminStore:
+    """Open a store that another package brings. Raises ConfigError, which names what it lacks."""
+    opener = load_brought("stores", scheme)
+    try:
+        store = opener(url, token, options)
+    except TypeError as e:  # it takes other arguments, or lacks methods
+        raise ConfigError(f"{label_of('stores', scheme)}: {e}; it is called with (url, token, options)") from e
+    require_made("stores", scheme, store, AdminStore)
+    assert isinstance(store, AdminStore)
+    return store
 
 
 def open_hedged(
@@ -92,7 +115,7 @@ def open_hedged(
 
 
 def takes_token(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
+    return not url.startswith(("s3:", "file:"))
 
 
 def _open_s3(url: str, options: HttpOptions, s3: S3Options) -> AdminStore:

@@ -1,7 +1,7 @@
 """The index of pages in Redis or Valkey, for stores that find objects only by name. It needs the package ``redis``.
 
 For each page, it has the longest stored segment that holds the page. Segments are buddies: of those that hold a page,
-a longer one starts earlier or at the same page, so this is the one that `coverage` looks for. The index is a hint, and
+a longer one starts earlier or at the same page, so this is the one that `base` looks for. The index is a hint, and
 never trusted: readers compare the manifests that it leads to with the hashes of their pages.
 
 A key is ``kvf1:{TAG}DIGEST``: the digest of the store's URL, the folder and the page's hash. Its tag is the first of

@@ -24,31 +24,27 @@ from obstore.exceptions import (
 )
 
 from sgl_kvfetch.codec import Content, bytes_of
-from sgl_kvfetch.errors import ConfigError, FormatError, StoreError, why
-from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, is_object_name
+from sgl_kvfetch.errors import ConfigError, StoreError, why
+from sgl_kvfetch.keys import MANIFEST_SUFFIX, is_object_name
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores.base import (
-    Lookup,
     ObjectInfo,
     fill_pieces,
     is_namespace,
     left_of,
     object_digest,
     require_name,
-    require_namespace,
 )
-from sgl_kvfetch.stores.by_name import lookup_by_name
-from sgl_kvfetch.stores.http_answers import status_error
-from sgl_kvfetch.stores.pins import MAX_PIN_BYTES, Pin, decode_pin, require_pin_name
-from sgl_kvfetch.stores.profiles import require_profile_length, require_profile_list, require_profile_name
-from sgl_kvfetch.stores.proxies import environment_proxy
-from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, listing_of
+from sgl_kvfetch.stores.http import status_error
+from sgl_kvfetch.stores.notes import NoteKind
+from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, environment_proxy, listing_of
 
 if TYPE_CHECKING:
-    from obstore import GetResult, ObjectMeta, PutResult
+    from obstore import GetResult, ObjectMeta
     from obstore.store import ClientConfig
 
 logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _URL_PATH = re.compile(r"(/[A-Za-z0-9._=+-]+)*/?")
@@ -58,7 +54,7 @@ _PIECE_BYTES = 256 << 10  # of a read, as it arrives
 _LISTED_AT_ONCE = 1000
 _DELETED_AT_ONCE = 1000  # the most that one request may name
 _MAX_REPLACES = 4
-_PINS, _PROFILES = ".kvfetch-pins", ".kvfetch-profiles"  # no object's names: listings leave them out
+_NOTES = ".kvfetch-"  # and the kind: no object's names, so listings leave them out
 _ENDPOINT = re.compile(r"(aws_)?endpoint(_url)?(_s3)?")  # as obstore's config and the environment call it
 _WRONG_TAG = f'"{"0" * 32}"'
 _PROBE = b"made to find out whether this server supports If-Match"
@@ -116,12 +112,12 @@ class S3Store(RemoteStore):
         """Read an object. Raises ``too_large``, too, beyond ``max_object_bytes`` or the size of a manifest."""
         assert start >= 0
         assert length is None or length >= 0
-        self._size_limit(name, length or 0)
+        most = self._size_limit(name, length or 0)
         if length == 0:
             return await self._get_nothing(name, start)
 
         async def get() -> bytes:
-            result = await self._begin_get(name, start, length)
+            result = await self._begin_get(name, start, length, most)
             return bytes(await result.bytes_async())
 
         try:
@@ -138,11 +134,12 @@ class S3Store(RemoteStore):
         into: Sequence[memoryview],
         received: Callable[[int], None] = lambda num_bytes: None,
     ) -> bool:
+        """Read a range into ``into``. Return False if there is no such object. Raises StoreError."""
         length = sum(map(len, into))
-        self._size_limit(name, length)
+        most = self._size_limit(name, length)
 
         async def read() -> bool:
-            result = await self._begin_get(name, start, length)
+            result = await self._begin_get(name, start, length, most)
             end = 0
             async for piece in result.stream(min_chunk_size=_PIECE_BYTES):
                 begin, end = end, end + len(piece)
@@ -159,8 +156,8 @@ class S3Store(RemoteStore):
             return await self._get_nothing(name, start) is not None
         return await self._call(f"reading {name}", read, length) is not None
 
-    async def _begin_get(self, name: str, start: int, length: int | None) -> GetResult:
-        """Send a GET, and check the size that its answer announces."""
+    async def _begin_get(self, name: str, start: int, length: int | None, most: int) -> GetResult:
+        """Send a GET, and check the size that its answer announces: ``most`` is the limit."""
         if length is not None:
             result = await obstore.get_async(self._objects, name, options={"range": (start, start + length)})
         elif start:
@@ -168,31 +165,34 @@ class S3Store(RemoteStore):
         else:
             result = await obstore.get_async(self._objects, name)
         first, end = result.range
-        self._size_limit(name, end - first)
+        if end - first > most:
+            raise StoreError("too_large", f"getting {name}: {end - first} bytes, the limit is {most}")
         if length is not None and (first, end) != (start, start + length):
             raise StoreError("truncated", f"{name}: expected {length} bytes from {start} on, found {end - first}")
         return result
 
     async def put(self, name: str, data: Content) -> None:
         require_name(name)
-        whole = bytes_of(data)
+        await self._put(name, bytes_of(data))
+
+    async def _put(self, path: str, data: bytes) -> None:
         is_large = len(data) > MULTIPART_BYTES
 
         async def put() -> bool:
-            await obstore.put_async(self._objects, name, whole, use_multipart=is_large, chunk_size=PART_BYTES)
+            await obstore.put_async(self._objects, path, data, use_multipart=is_large, chunk_size=PART_BYTES)
             return True
 
-        if await self._call(f"putting {name}", put, len(data)) is None:
-            raise StoreError("protocol", f"putting {name}: the server says that there is no such object")
+        if await self._call(f"putting {path}", put, len(data)) is None:
+            raise StoreError("protocol", f"putting {path}: the server says that there is no such object")
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
         """Replace a manifest with ``If-Match``. Raises StoreError (``invalid``) if the server does not support it."""
         if not require_name(name).is_manifest:
             raise StoreError("invalid", f"{name} is not a manifest; data objects are never replaced")
-        tag_form = await self._require_if_match()
+        most, tag_form = self._size_limit(name), await self._require_if_match()
 
         async def get() -> tuple[bytes, str]:
-            result = await self._begin_get(name, 0, None)
+            result = await self._begin_get(name, 0, None, most)
             return bytes(await result.bytes_async()), result.meta["e_tag"] or _WRONG_TAG
 
         for _ in range(_MAX_REPLACES):
@@ -251,14 +251,21 @@ class S3Store(RemoteStore):
     async def head(self, name: str) -> ObjectInfo | None:
         """Return size and time. The time is in whole seconds."""
         require_name(name)
-        meta = await self._call(f"looking at {name}", lambda: obstore.head_async(self._objects, name))
+        meta = await self._head(name)
         return None if meta is None else _info(meta)
+
+    async def _head(self, path: str) -> ObjectMeta | None:
+        return await self._call(f"looking at {path}", lambda: obstore.head_async(self._objects, path))
 
     async def delete(self, name: str) -> bool:
         """Delete an object. S3 does not say whether there was one, so ask before: two callers may both return True."""
-        if await self.head(name) is None:
+        require_name(name)
+        return await self._delete_if_there(name)
+
+    async def _delete_if_there(self, path: str) -> bool:
+        if await self._head(path) is None:
             return False
-        await self._delete(name)
+        await self._delete(path)
         return True
 
     async def _delete(self, paths: str | Sequence[str], label: str = "") -> None:
@@ -291,73 +298,26 @@ class S3Store(RemoteStore):
         names = [] if found is None else found["common_prefixes"]
         return frozenset(name for name in names if name.startswith(digest and f"{digest}.") and is_namespace(name))
 
-    async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
-        require_namespace(namespace)
-        assert all(len(page_hash) == PAGE_HASH_BYTES for page_hash in page_hashes)
-        return await lookup_by_name(self.get, namespace, page_hashes)
+    async def notes(self, kind: NoteKind) -> Sequence[ObjectInfo]:
+        """List notes. Times are in whole seconds."""
+        what, folder = f"listing {kind.name}", _NOTES + kind.name
+        infos = [_info(meta, len(folder) + 1) async for meta in self._list_folder(what, folder)]
+        return kind.require_list(what, infos)
 
-    async def pins(self) -> Sequence[str]:
-        return [meta["path"].rpartition("/")[2] async for meta in self._list_folder("listing pins", _PINS)]
-
-    async def get_pin(self, name: str) -> Pin | None:
-        path = f"{_PINS}/{require_pin_name(name)}"
+    async def get_note(self, kind: NoteKind, name: str, length: int | None = None) -> bytes | None:
+        path = f"{_NOTES}{kind.name}/{kind.require(name, length)}"
 
         async def get() -> bytes:
-            result = await obstore.get_async(self._objects, path, options={"range": (0, MAX_PIN_BYTES)})
+            result = await self._begin_get(path, 0, length, kind.max_bytes)
             return bytes(await result.bytes_async())
 
-        content = await self._call(f"getting {path}", get)
-        try:
-            return None if content is None else decode_pin(content)
-        except FormatError as e:
-            raise StoreError("protocol", f"{self.url}/{path}: {e}") from e
+        return await self._call(f"getting {path}", get, length or 0)
 
-    async def put_pin(self, pin: Pin) -> None:
-        path = f"{_PINS}/{pin.name}"
-        await self._call(f"putting {path}", lambda: obstore.put_async(self._objects, path, pin.encode()))
+    async def put_note(self, kind: NoteKind, name: str, data: bytes) -> None:
+        await self._put(f"{_NOTES}{kind.name}/{kind.require(name)}", data)
 
-    async def delete_pin(self, name: str) -> bool:
-        if await self.get_pin(name) is None:
-            return False
-        await self._delete(f"{_PINS}/{name}")
-        return True
-
-    async def profiles(self) -> Sequence[ObjectInfo]:
-        """List profiles. Times are in whole seconds."""
-        what, start = "listing profiles", len(_PROFILES) + 1
-        infos = [
-            ObjectInfo(meta["path"][start:], meta["size"], meta["last_modified"].timestamp())
-            async for meta in self._list_folder(what, _PROFILES)
-        ]
-        return require_profile_list(what, infos)
-
-    async def get_profile(self, name: str, length: int) -> bytes | None:
-        require_profile_length(name, length)
-        path = f"{_PROFILES}/{name}"
-
-        async def get() -> bytes:
-            result = await obstore.get_async(self._objects, path, options={"range": (0, length)})
-            data = bytes(await result.bytes_async())
-            if len(data) != length:
-                raise StoreError("truncated", f"{path}: expected {length} bytes, found {len(data)}")
-            return data
-
-        return await self._call(f"getting {path}", get, length)
-
-    async def put_profile(self, name: str, data: bytes) -> None:
-        path, is_large = f"{_PROFILES}/{require_profile_name(name)}", len(data) > MULTIPART_BYTES
-
-        async def put() -> PutResult:
-            return await obstore.put_async(self._objects, path, data, use_multipart=is_large, chunk_size=PART_BYTES)
-
-        await self._call(f"putting {path}", put, len(data))
-
-    async def delete_profile(self, name: str) -> bool:
-        path = f"{_PROFILES}/{require_profile_name(name)}"
-        if await self._call(f"looking at {path}", lambda: obstore.head_async(self._objects, path)) is None:
-            return False
-        await self._delete(path)
-        return True
+    async def delete_note(self, kind: NoteKind, name: str) -> bool:
+        return await self._delete_if_there(f"{_NOTES}{kind.name}/{kind.require(name)}")
 
     async def close(self) -> None:
         """Refuse further calls. obstore closes its connections when nothing refers to it any longer."""
@@ -425,6 +385,7 @@ def _client_options(options: HttpOptions, scheme: str) -> ClientConfig:
 
 
 def _store_error(what: str, error: BaseError) -> StoreError:
+    """Return obstore's error as ours. Its messages are all that tells one cause from another."""
     message, detail = f"{what}: {_text(error)}", str(error)
     if _OF_METADATA.search(detail):
         return StoreError("unauthorised", f"{what}: no credentials were given, and this machine's role has none")
@@ -455,5 +416,6 @@ def _text(error: BaseException) -> str:
     return printable(" ".join(str(error).partition(_DEBUG)[0].split())[:500])
 
 
-def _info(meta: ObjectMeta) -> ObjectInfo:
-    return ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
+def _info(meta: ObjectMeta, start: int = 0) -> ObjectInfo:
+    """``start``: where the name begins in the object's path."""
+    return ObjectInfo(meta["path"][start:], meta["size"], meta["last_modified"].timestamp())

@@ -123,6 +123,7 @@ class _Connections:
                 connection.close()
 
     async def _open(self) -> _Connection | None:
+        """Connect, with TLS if the store has it. Return None if TLS fails: aiohttp then says why. Raises StoreError."""
         loop, connection = asyncio.get_running_loop(), None
         try:
             async with asyncio.timeout(self._connect_timeout_s):

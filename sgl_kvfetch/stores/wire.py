@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from sgl_kvfetch.keys import NAMESPACE_PATTERN, PAGE_HASH_BYTES
-from sgl_kvfetch.stores.base import ObjectInfo
+from sgl_kvfetch.stores.base import MAX_LOOKUP_ANSWER_BYTES as MAX_LOOKUP_ANSWER_BYTES, ObjectInfo
 
 
 class Route(StrEnum):
@@ -18,8 +18,7 @@ class Route(StrEnum):
 
     OBJECTS = "/v1/objects"
     LOOKUP = "/v1/lookup"
-    PINS = "/v1/pins"
-    PROFILES = "/v1/profiles"
+    NOTES = "/v1/notes"
     CHECK = "/v1/check"
     FOLDERS = "/v1/folders"
     HEALTH = "/healthz"
@@ -28,7 +27,7 @@ class Route(StrEnum):
     SEGMENTS = "/v1/segments"
     PICTURES = "/v1/pictures"
     PROMPTS = "/v1/prompts"
-    VERIFIED = "/v1/verified"
+    AUDITS = "/v1/audits"
 
 
 PAGE_PATHS = ("/", "/page.css", "/basics.js", "/charts.js", "/segments.js", "/page.js")
@@ -39,14 +38,11 @@ BYTES_TYPE = "application/octet-stream"
 
 MAX_LOOKUP_PAGES = 1 << 16  # in one request; clients split longer lookups
 MAX_LOOKUP_REQUEST_BYTES = MAX_LOOKUP_PAGES * PAGE_HASH_BYTES + 1024
-# A server shortens a run rather than answer with more bytes; one manifest always fits.
-MAX_LOOKUP_ANSWER_BYTES = 4 << 20
 MAX_LINE_BYTES = 4096  # of a listing
-MAX_PIN_NAMES_BYTES = 16 << 20  # of the list of all pins
 MAX_SMALL_ANSWER_BYTES = 4096  # to a deletion by prefix, and to a report of damage
 MAX_FOLDERS = 1 << 14  # in an answer
 MAX_FOLDERS_BYTES = 64 * MAX_FOLDERS
-MAX_PROFILE_NAMES_BYTES = 256 << 10  # of the list of all profiles
+MAX_LISTED_NOTE_BYTES = 256
 
 _ENTITY_TAG = re.compile(r'"([0-9a-f]{32})"')
 
@@ -62,9 +58,12 @@ def parse_entity_tag(text: str) -> str | None:
     return match and match[1]
 
 
+_PageHashes = Annotated[bytes, Meta(max_length=MAX_LOOKUP_PAGES * PAGE_HASH_BYTES)]  # one after another
+
+
 class LookupRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     namespace: Annotated[str, Meta(pattern=rf"^{NAMESPACE_PATTERN}\Z")]
-    page_hashes: Annotated[bytes, Meta(max_length=MAX_LOOKUP_PAGES * PAGE_HASH_BYTES)]  # one after another
+    page_hashes: _PageHashes
 
 
 class Folders(msgspec.Struct, frozen=True):
@@ -86,12 +85,10 @@ class Checked(msgspec.Struct, frozen=True):
     deleted: bool
 
 
-class PinNames(msgspec.Struct, frozen=True):
-    names: tuple[Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")], ...]
+class Notes(msgspec.Struct, frozen=True):
+    """The notes of a kind."""
 
-
-class Profiles(msgspec.Struct, frozen=True):
-    profiles: list[ObjectInfo]
+    notes: list[ObjectInfo]
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

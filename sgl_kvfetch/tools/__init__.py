@@ -1,9 +1,9 @@
 """The command ``kvfetch``, and background encoding.
 
-A command's module is imported when the command runs; commands of one subject share a module. ``encoding`` is what
+A command's module is imported when the command runs; commands of one subject share a module. ``encoder`` is what
 ``kvfetch encode`` does.
 
-It knows every other house by its door, and the plugin only for ``kvfetch doctor``. Nothing imports it.
+It knows every other house, and the plugin only for ``kvfetch doctor``. Nothing imports it.
 """
 
 from sgl_kvfetch.doors import open_door

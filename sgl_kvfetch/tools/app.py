@@ -20,10 +20,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from sgl_kvfetch import __version__
-from sgl_kvfetch.errors import ConfigError, KVFetchError
-from sgl_kvfetch.processes import run_and_end
-from sgl_kvfetch.tools.packages import needs_package
-from sgl_kvfetch.tools.terminal import CLIENT_CERTIFICATE_OPTIONS, show_client_certificate
+from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.processes import let_threads_sleep, run_and_end
+from sgl_kvfetch.tools.terminal import CLIENT_CERTIFICATE_OPTIONS, needs_package, show_client_certificate
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -48,10 +47,9 @@ COMMANDS = {
     "pin": "Evict prompts' segments last, or list the pins.",
     "unpin": "Evict pinned prompts' segments like others again.",
     "warm": "Send prompts through an SGLang server, and say how much of each is stored then.",
-    "timeline": "Convert timelines of device mode to one trace, for ui.perfetto.dev or chrome://tracing.",
     "calibrate": "Measure how a model's keys and values vary and how much errors in them matter.",
-    "profile": "List, read, publish or withdraw the profiles of a store.",
-    "decoders": "Measure how long this machine takes to decode a chunk, for each codec and resolution.",
+    "profile": "List, show, read, publish or withdraw the profiles of a store.",
+    "decoders": "Measure how long this machine takes to decode a cell, for each codec and resolution.",
     "doctor": 'Check a store and what this machine can do, and say how to fix each "no".',
 }
 _MODULES = {  # of the commands that have no module of their own
@@ -136,11 +134,6 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
         assert name is not None
-        if name == "profile" and (not rest or rest[0].startswith("-")) and not {"-h", "--help"} & set(rest):
-            raise ConfigError(
-                "kvfetch profile expects list, get, put or rm, and a store; to measure decoders, as it did once, type "
-                f"kvfetch {' '.join(('decoders', *rest))}"
-            )
         command = typer.Typer(**_LOOK)
         command.command(name, cls=_Command)(import_command(name))
         return name, typer.main.get_command(command), rest
@@ -183,4 +176,5 @@ def _kvfetch(
 
 def main() -> None:
     """Run the ``kvfetch`` command."""
+    let_threads_sleep()
     run_and_end(partial(app, prog_name="kvfetch"))

@@ -30,7 +30,7 @@ _FLUSH_TIMEOUT_S = 30.0
 _COMPUTED, _UNKNOWN = "computed", "unknown"
 
 
-class Audited(Struct, frozen=True):
+class AuditedGroup(Struct, frozen=True):
     """The prompts of a group that came from the same place. ``source``: the tier that most cached tokens came from;
     ``computed`` if none was cached, ``unknown`` if the server does not say. Divergences are nats, means of all compared
     positions; ``repeated_kl`` is that of two computations."""
@@ -54,7 +54,7 @@ class AuditResult(Struct, frozen=True):
     model: str
     most_kl: float
     skipped_prompts: int
-    groups: list[Audited]
+    groups: list[AuditedGroup]
 
     @property
     def is_sound(self) -> bool:
@@ -218,6 +218,7 @@ class _Run:
     wait_s: float
 
     async def audit(self) -> AuditResult:
+        """Ask each prompt from the caches and computed, and compare the answers. Raises ConfigError."""
         from sgl_kvfetch.tools.sglang_server import ask_server, server_errors, server_session
 
         with server_errors(self.server):
@@ -254,12 +255,12 @@ class _Run:
             )
         return _Case(len(prompt), cached, computed, again)
 
-    def _judged(self, name: str, source: str, cases: Sequence[_Case]) -> Audited:
+    def _judged(self, name: str, source: str, cases: Sequence[_Case]) -> AuditedGroup:
         of_cached = [compared(case.computed, case.cached) for case in cases]
         of_again = [compared(case.computed, case.again) for case in cases]
         kl = statistics.mean([each for positions in of_cached for each in positions])
         repeated_kl = statistics.mean([each for positions in of_again for each in positions])
-        return Audited(
+        return AuditedGroup(
             name=name,
             source=source,
             num_prompts=len(cases),
@@ -359,6 +360,7 @@ class _Export:
 
 
 def _report(result: AuditResult) -> Iterator[Table | str]:
+    """Yield what an audit found: a table, and what its figures mean."""
     columns = ("prompts", "tokens", "cached", "KL", "worst", "computed twice", "first token", "answer")
     table = make_table(("", "from", "found"), columns)
     table.title = f"Answers from caches beside computed ones: {result.model}"

@@ -144,6 +144,7 @@ def bench(
 async def _bench(
     server: str, reader: str, lengths: Sequence[int], file: Path | None, count: int, concurrency: int, wait_s: float
 ) -> BenchResult:
+    """Time prompts that the server computes, and the same ones fetched by ``reader``. Raises ConfigError."""
     from sgl_kvfetch.tools.sglang_server import (
         ask_server,
         served_model,
@@ -243,7 +244,7 @@ class _Sample(Struct, frozen=True):
     """Sums over all ranks of a server."""
 
     written_pages: int  # or dropped
-    queued_bytes: int
+    queued: str  # pages to be written, for people
     wire_bytes: int  # read
     raw_bytes: int
 
@@ -255,14 +256,14 @@ class _Metrics:
 
     async def read(self) -> _Sample | None:
         """Return None if the server has no metrics of ours."""
-        from sgl_kvfetch.tools.sglang_server import server_samples, total
+        from sgl_kvfetch.tools.sglang_server import queued_text, server_samples, total
 
         samples = await server_samples(self._session, self.server)
         if not any(sample.name.startswith("sgl_kvfetch_") for sample in samples):
             return None
         return _Sample(
             round(total(samples, "sgl_kvfetch_written_pages_total")),
-            round(total(samples, "sgl_kvfetch_queued_bytes", queue="write")),
+            queued_text(samples),
             round(total(samples, "sgl_kvfetch_wire_bytes_total", direction="read")),
             round(total(samples, "sgl_kvfetch_raw_bytes_total", direction="read")),
         )
@@ -279,17 +280,21 @@ class _Metrics:
             if now is None:
                 raise StoreError("server", f"{self.server} has no metrics of sgl_kvfetch any more")
             num_written = now.written_pages - before.written_pages
-            if now == last and num_written >= num_pages and not now.queued_bytes:
+            if now == last and num_written >= num_pages and not now.queued:
                 return
             if asyncio.get_running_loop().time() > until:
+                wrote = f"{self.server} wrote {num_written} of {num_pages} pages within {wait_s:g} s"
+                if now.queued:
+                    raise ConfigError(f"{wrote}, and {now.queued}: raise --timeout")
                 raise ConfigError(
-                    f"{self.server} wrote {num_written} of {num_pages} pages within {wait_s:g} s: a server writes with "
-                    "--hicache-write-policy write_through and without the config key mode read_only; or raise --timeout"
+                    f"{wrote}, and nothing waits in its write queue: a server writes with --hicache-write-policy "
+                    "write_through and without the config key mode read_only"
                 )
             last = now
 
 
 def _report(result: BenchResult) -> Iterator[Table | str]:
+    """Yield what a benchmark found: a table, and what its figures mean."""
     columns = ("prompts", "tokens", "computed, p50 (p95)", "fetched, p50 (p95)", "sooner")
     table = make_table(("",), (*columns, "cached tokens", "from the store", "bytes", "smaller"))
     table.title = f"Time to first token in s: {result.model}"

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from msgspec import Struct
 
-from sgl_kvfetch.codec import EncryptionKeys, Manifest, ManifestKeys, decode_manifest
+from sgl_kvfetch.codec import NO_KEYS, Manifest, StoreKeys, decode_manifest
 from sgl_kvfetch.errors import FormatError, NamespaceMismatchError, StoreError, UnsupportedError
 from sgl_kvfetch.keys import Namespace
 from sgl_kvfetch.reasons import Reason, reason_of
@@ -86,10 +86,15 @@ class Diagnosis:
     summaries: Sequence[NamespaceSummary]
     hashes_at: HashesAt
     unsalted_at: HashesAt | None = None
-    keys: ManifestKeys | None = None
-    encryption_keys: EncryptionKeys | None = None
+    keys: StoreKeys = NO_KEYS
     most_left_out: int = 0
     rank_heads: range | None = None
+
+    @property
+    def only_page_size(self) -> int:
+        """The page size of all that is stored; 0 if nothing is, or if there are several."""
+        sizes = {namespace.page_size for namespace in self._namespaces()}
+        return sizes.pop() if len(sizes) == 1 else 0
 
     async def stored(self) -> list[tuple[Stored, Namespace]]:
         """Return the namespaces that have the prompt's first page, the one with most tokens first."""
@@ -156,9 +161,10 @@ class Diagnosis:
         except (FormatError, NamespaceMismatchError, UnsupportedError) as e:
             return reason_of(e), str(e)
         stem = manifest.key.stem
-        if (signature := signature_of(content, self.keys)) in ("wrong", "missing"):
+        if (signature := signature_of(content, self.keys.manifest)) in ("wrong", "missing"):
             return Reason.UNSIGNED, f"{stem}: the signature is {signature}"
-        locked = [name for name in manifest.key_names if self.encryption_keys and name not in self.encryption_keys]
+        ours = self.keys.encryption
+        locked = [name for name in manifest.key_names if ours is not None and name not in ours]
         if locked:
             return Reason.ENCRYPTED, f"{stem} is encrypted with {', '.join(locked)}"
         lost = min(variant.num_dropped for variant in manifest.variants)
@@ -172,7 +178,7 @@ class Diagnosis:
         if stored is None:  # it came after the listing
             return None
         with ThreadPoolExecutor(1, thread_name_prefix="kvfetch-verify") as pool:
-            report = await Verifier(self.store, pool, jobs=1, encryption_keys=self.encryption_keys).run([stored])
+            report = await Verifier(self.store, pool, jobs=1, keys=self.keys).run([stored])
         for problem in report.problems:
             is_gone = problem.what.startswith("missing")
             return Reason.MISSING if is_gone else Reason.CORRUPT, f"{problem.name}: {problem.what}"

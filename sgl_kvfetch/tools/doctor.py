@@ -32,6 +32,7 @@ from sgl_kvfetch.tools.terminal import (
     TokenFileOption,
     TokenOption,
     client_certificate,
+    format_age,
     json_flag,
     option,
     read_token,
@@ -47,6 +48,7 @@ CPU_ENGINE_ENV = "KVFETCH_CPU_ENGINE"
 TIMEOUT_S = 10.0  # of a request to the store
 LIST_TIMEOUT_S = 10.0
 MAX_MODELS = 8  # that are named because of their flags
+_MOST_AUDITED = 8  # namespaces, those that were audited last
 _INSTALL_GPU = 'pip install "sgl-kvfetch[gpu]"'
 _INSTALL_VIDEO = "install the driver's video libraries (containers: NVIDIA_DRIVER_CAPABILITIES=compute,video,utility)"
 _CPU_CODECS = "codecs run on the CPU"
@@ -167,7 +169,7 @@ def check_python() -> list[Check]:
 
 def check_sglang() -> list[Check]:
     """Check SGLang's version, our registration as its plugin, the seams that we use, and the C++ compiler."""
-    from sgl_kvfetch.plugin import NEWEST, check_version
+    from sgl_kvfetch.plugin.versions import NEWEST, check_version
 
     install = f'pip install "sglang=={NEWEST}"'
     try:
@@ -195,7 +197,7 @@ def _check_registration() -> Check:
 def _check_seams(install: str) -> Check:
     import torch
 
-    from sgl_kvfetch.plugin import Scope, check_seams, installed_seams
+    from sgl_kvfetch.plugin.seams import Scope, check_seams, installed_seams
 
     scopes = {Scope.GATE, Scope.HOST} | (set() if torch.accelerator.is_available() else {Scope.CPU_ENGINE})
     noise = io.StringIO()
@@ -241,10 +243,9 @@ def check_codecs() -> list[Check]:
     import torch
 
     from sgl_kvfetch.codec import CODECS
-    from sgl_kvfetch.codec.bitstream import moving_gradients
-    from sgl_kvfetch.codec.layout import MIN_PICTURE
+    from sgl_kvfetch.codec.bitstream.nvdec import moving_gradients
 
-    frames = moving_gradients(2, MIN_PICTURE, MIN_PICTURE)
+    frames = moving_gradients(2)
     checks = []
     for name, codec in CODECS.items():
         label = f"codec {name}"
@@ -265,18 +266,35 @@ def check_codecs() -> list[Check]:
 
 
 def check_audits() -> list[Check]:
-    """Say what servers of this machine do not use, since audits found it wrong."""
+    """Say whether what is stored fits the prompts that servers of this machine serve, and what they do not use, since
+    audits found it wrong."""
     from sgl_kvfetch.plane import verdicts
+    from sgl_kvfetch.plane.audit import AuditRecord, records
 
-    return [
+    off = verdicts()
+    wrong = [
         Check(
             "audits",
             "warn",
             f"{verdict.model}, {verdict.quantiser}, in {verdict.store}, is not used here: {verdict.why}",
             f"docs/audits.md says what to do; to try it again, delete {path} and attach the store again",
         )
-        for path, verdict in verdicts().items()
-    ] or [Check("audits", "yes", "no server of this machine found that what is stored is wrong")]
+        for path, verdict in off.items()
+    ]
+    without = {(verdict.store, verdict.model, verdict.identity) for verdict in off.values()}
+    of_ranks: dict[tuple[str, str, str], AuditRecord] = {}  # of each namespace's ranks, the one with most errors
+    for record in records():
+        key = record.store, record.model, record.identity
+        if key not in without:
+            known = of_ranks.setdefault(key, record)
+            of_ranks[key] = max(known, record, key=lambda each: each.summary().typical)
+    fitting = []
+    for record in list(of_ranks.values())[:_MOST_AUDITED]:
+        found = record.summary()
+        age = format_age(time.time() - found.at_s)
+        line = f"{record.model}, {record.quantiser}, in {record.store}: {found.says}; the last was {age} ago"
+        fitting.append(Check("audits", "warn" if found.advice else "yes", line, found.advice))
+    return [*wrong, *fitting] or [Check("audits", "yes", "no server of this machine has audited anything yet")]
 
 
 def check_gpu() -> list[Check]:
@@ -316,7 +334,7 @@ def _without_gpu(torch_version: str) -> Check:
 
 
 def _check_nvdec() -> list[Check]:
-    from sgl_kvfetch.codec.bitstream import decode_caps
+    from sgl_kvfetch.codec.bitstream.nvdec import decode_caps
 
     binding = _check_binding()
     try:
@@ -334,7 +352,7 @@ def _check_nvdec() -> list[Check]:
 
 def _check_decoding() -> Check:
     """Decode two pictures with the decoder that a server would use."""
-    from sgl_kvfetch.codec.bitstream import open_current_nvdec
+    from sgl_kvfetch.codec import open_current_nvdec
 
     name = "HEVC decoding"
     nvdec, about = open_current_nvdec()
@@ -345,7 +363,7 @@ def _check_decoding() -> Check:
 
 def _check_binding() -> Check:
     """Import PyNvVideoCodec. It needs the encoder's library even to decode."""
-    from sgl_kvfetch.codec.bitstream import ENCODE_LIBRARY
+    from sgl_kvfetch.codec.bitstream.nvdec import ENCODE_LIBRARY
 
     name = "PyNvVideoCodec"
     try:
@@ -410,8 +428,8 @@ async def _ask(store: AdminStore, url: str, *, has_token: bool) -> list[Check]:
 def check_models(url: str, token: str | None) -> list[Check]:
     """Warn of models that the store has under several sets of flags: their servers share nothing."""
     from sgl_kvfetch.stores.upkeep import list_segments
-    from sgl_kvfetch.tools.flags import divided_models
     from sgl_kvfetch.tools.summary import NamespaceSummary, summarise_namespaces
+    from sgl_kvfetch.tools.target import divided_models
 
     store, url, _ = _open(url, token)
 

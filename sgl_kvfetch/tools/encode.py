@@ -28,11 +28,12 @@ from sgl_kvfetch.tools.terminal import (
     make_progress,
     option,
     show,
+    show_log,
 )
 
 if TYPE_CHECKING:  # these load torch and codecs
     from sgl_kvfetch.stores import AdminStore
-    from sgl_kvfetch.tools.encoding.encoder import Encoder, Step, Tally
+    from sgl_kvfetch.tools.encoder import Encoder, Step, Tally
 
 _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
 _MAX_OBJECT_BYTES = 4 << 30  # the default limit of ``kvfetch serve``
@@ -95,10 +96,9 @@ def encode(
 
         kvfetch encode /var/cache/kv --resolutions 240p,480p --keep-source
     """
-    from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
+    from sgl_kvfetch.codec import StoreKeys
     from sgl_kvfetch.stores import HttpOptions
-    from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder
-    from sgl_kvfetch.tools.encoding.transcode import make_targets
+    from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, make_targets
 
     url, _, prefix = store.partition("#")
     options = EncodeOptions(
@@ -114,8 +114,7 @@ def encode(
         made = Encoder(
             opened,
             options,
-            manifest_keys=manifest_keys,
-            encryption_keys=encryption_keys,
+            keys=keys,
             on_step=reporter.step,
             on_total=reporter.total,
             on_segment=reporter.segment_done,
@@ -126,8 +125,7 @@ def encode(
 
     with reporter.progress:
         http = HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES)
-        manifest_keys = read_manifest_keys(manifest_key_file)
-        encryption_keys = read_encryption_keys(encryption_key_file)
+        keys = StoreKeys.read(manifest_key_file, encryption_key_file)
         try:
             run_on_store(url, token, token_file, None, work, options=http)
         except KeyboardInterrupt:
@@ -160,17 +158,15 @@ class _Reporter:
         from rich.logging import RichHandler
         from rich.progress import MofNCompleteColumn, TextColumn
 
-        from sgl_kvfetch.tools.encoding.encoder import Tally
+        from sgl_kvfetch.tools.encoder import Tally
 
         self.tally = Tally()
         self.progress = make_progress("encoding", MofNCompleteColumn(), TextColumn("{task.fields[sizes]}"))
         if verbose:
             self.progress.disable = True
-        console = self.progress.console
-        handlers = [RichHandler(console=console, show_time=False, show_level=False, show_path=False)]
-        level = logging.INFO if verbose else logging.WARNING
-        logging.basicConfig(
-            level=level, format="kvfetch: %(message)s", handlers=None if self.progress.disable else handlers, force=True
+        above = RichHandler(console=self.progress.console, show_time=False, show_level=False, show_path=False)
+        show_log(
+            logging.INFO if verbose else logging.WARNING, logging.StreamHandler() if self.progress.disable else above
         )
         self.progress.add_task("", total=None, sizes="looking")
         (self._task,) = self.progress.tasks

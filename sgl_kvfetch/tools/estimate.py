@@ -17,14 +17,15 @@ from sgl_kvfetch.tools.terminal import format_ratio, format_size, json_flag, mak
 from sgl_kvfetch.user_files import read_text
 
 # Prices of Amazon S3, in USD: S3 Standard in us-east-1, without discounts. DELETEs are free.
-PRICES_AS_OF = "2024, aws.amazon.com/s3/pricing, not checked against today's list"
+PRICES_AS_OF = "S3 Standard in us-east-1 in 2024, by aws.amazon.com/s3/pricing"
 GET_PRICE, PUT_PRICE = 0.4e-6, 5e-6  # a request; HEADs as GETs, listings as PUTs
 GB_MONTH_PRICE = 0.023  # of the first 50 TB
-GB_MONTH_PRICE_ABOVE_500_TB = 0.021
+_PRICES = f"{GB_MONTH_PRICE},{PUT_PRICE * 1000:g},{GET_PRICE * 1000:g}"
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-_SEGMENT_TOKENS, _READ_BYTES = 8192, 4 << 20  # the most of a segment, and of a read, as in `plane.client`
+_SEGMENT_TOKENS, _READ_BYTES = 8192, 4 << 20  # the most of a segment, and of a read, as in `plane.store`
 _KV_BYTES = 2  # a value of bfloat16 or float16
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([MG])bps")
 
 
@@ -44,6 +45,14 @@ CODINGS = {
 }
 
 
+class Prices(NamedTuple):
+    """Of S3, in USD: of a GB a month, of a PUT and of a GET."""
+
+    gb_month: float
+    put: float
+    get: float
+
+
 class CodingEstimate(Struct, frozen=True):
     """Times to first token are by prompt length, in tokens. ``break_even_tokens``: None if computing is faster."""
 
@@ -56,6 +65,7 @@ class CodingEstimate(Struct, frozen=True):
 
 
 class Estimate(Struct, frozen=True):
+    verdict: str
     computing_s: dict[int, float]
     codings: dict[str, CodingEstimate]
 
@@ -80,11 +90,15 @@ def estimate(
     days: Annotated[float, option("DAYS", "How long prompts stay.", min=0)] = 7.0,
     prompts: Annotated[float, option("COUNT", "New prompts of a user a day, each fetched once.", min=0)] = 20.0,
     tokens: Annotated[int, option("COUNT", "Tokens of such a prompt.", min=1)] = 4096,
+    s3_prices: Annotated[
+        str,
+        option("USD", "Your prices: a GB a month, 1,000 PUTs and 1,000 GETs. The default is a list price of 2024."),
+    ] = _PRICES,
     as_json: Annotated[
         bool,
         json_flag(
-            "an object with computing_s by prompt length, and codings: by name, each with bytes_per_token, source, "
-            "ttft_s by prompt length, break_even_tokens, stored_bytes and s3_usd_a_month"
+            "an object with verdict, computing_s by prompt length, and codings: by name, each with bytes_per_token, "
+            "source, ttft_s by prompt length, break_even_tokens, stored_bytes and s3_usd_a_month"
         ),
     ] = False,
 ) -> None:
@@ -100,7 +114,7 @@ def estimate(
         kvfetch estimate --model /models/llama --link 10Gbps --prefill-tps 8000 --users 500 --days 30
     """
     values = values_per_token(model)
-    bytes_per_s = parse_link(link) / 8
+    bytes_per_s, prices = parse_link(link) / 8, parse_prices(s3_prices)
     num_prompts = users * prompts
     codings = {}
     for name, coding in CODINGS.items():
@@ -114,20 +128,48 @@ def estimate(
             {length: length * token_s + batch_s for length in LENGTHS},
             ceil(batch_s / saved_s) if saved_s > 0 else None,
             stored_bytes,
-            _s3_costs(stored_bytes, 30 * num_prompts, tokens, token_bytes),
+            _s3_costs(stored_bytes, 30 * num_prompts, tokens, token_bytes, prices),
         )
-    found = Estimate({length: length / prefill_tps for length in LENGTHS}, codings)
-    show(found, as_json, _lines(found, f"{users} users, {prompts:g} prompts of {tokens} tokens a day, {days:g} days"))
+    verdict = _verdict(codings, tokens, tokens / prefill_tps, batch_s)
+    found = Estimate(verdict, {length: length / prefill_tps for length in LENGTHS}, codings)
+    use = f"{users} users, {prompts:g} prompts of {tokens} tokens a day, {days:g} days"
+    show(
+        found,
+        as_json,
+        _lines(found, use, "as given" if s3_prices != _PRICES else f"{PRICES_AS_OF}; --s3-prices takes yours"),
+    )
 
 
-def _s3_costs(stored_bytes: float, prompts_a_month: float, tokens: int, token_bytes: float) -> dict[str, float]:
+def _verdict(codings: Mapping[str, CodingEstimate], tokens: int, computing_s: float, batch_s: float) -> str:
+    """Return whether a store is worth it for prompts of so many tokens, by the times of what servers may store."""
+
+    def fetched_s(name: str) -> float:
+        first, last = LENGTHS[0], LENGTHS[-1]
+        times = codings[name].ttft_s
+        return batch_s + tokens * (times[last] - times[first]) / (last - first)
+
+    times = {name: fetched_s(name) for name in ("exact", "klt")}
+    said = ", ".join(f"{seconds:.3g} s to fetch with {name}" for name, seconds in times.items())
+    compared = f"a prompt of {tokens:,} tokens takes {computing_s:.3g} s to compute, {said}"
+    if times["exact"] < computing_s:
+        return f"worth it: {compared}"
+    if times["klt"] < computing_s:
+        return f"worth it with klt alone: {compared}"
+    starts = [coding.break_even_tokens for coding in codings.values() if coding.break_even_tokens is not None]
+    longer = f"; longer ones than {min(starts):,} tokens would be fetched sooner" if starts else ""
+    return f"not worth it: {compared}{longer}"
+
+
+def _s3_costs(
+    stored_bytes: float, prompts_a_month: float, tokens: int, token_bytes: float, prices: Prices
+) -> dict[str, float]:
     """Return USD a month. A segment takes two PUTs; a fetch, a GET for its manifest and one for each read."""
     sizes = [min(_SEGMENT_TOKENS, tokens - start) for start in range(0, tokens, _SEGMENT_TOKENS)]
     num_gets = sum(1 + ceil(size * token_bytes / _READ_BYTES) for size in sizes)
     return {
-        "storage": stored_bytes / 1e9 * GB_MONTH_PRICE,
-        "puts": prompts_a_month * 2 * len(sizes) * PUT_PRICE,
-        "gets": prompts_a_month * num_gets * GET_PRICE,
+        "storage": stored_bytes / 1e9 * prices.gb_month,
+        "puts": prompts_a_month * 2 * len(sizes) * prices.put,
+        "gets": prompts_a_month * num_gets * prices.get,
     }
 
 
@@ -137,6 +179,9 @@ def values_per_token(model: str) -> int:
     try:
         config = msgspec.json.decode(read_text(path, "--model"), type=dict[str, Any])
     except ConfigError as e:
+        if _HUB_NAME.fullmatch(model):
+            download = f"hf download {model} config.json --local-dir {model.rpartition('/')[2]}"
+            raise ConfigError(f"{e}; for a model of the Hugging Face Hub, type {download}, and give that folder") from e
         raise ConfigError(f"{e}; expected a config.json, or a folder with one") from e
     except DECODE_ERRORS as e:
         raise ConfigError(f"--model {model}: {path} is not a model's config.json: {e}") from e
@@ -166,7 +211,20 @@ def parse_link(text: str) -> float:
     return float(match[1]) * {"M": 1e6, "G": 1e9}[match[2]]
 
 
-def _lines(found: Estimate, use: str) -> Iterator[Table | str]:
+def parse_prices(text: str) -> Prices:
+    """Return what S3 costs. Raises ConfigError."""
+    try:
+        gb_month, puts, gets = (float(each) for each in text.split(","))
+    except ValueError:
+        gb_month = puts = gets = -1.0
+    if not all(0 <= each < inf for each in (gb_month, puts, gets)):
+        raise ConfigError(f"--s3-prices {text!r}: expected three numbers such as {_PRICES}")
+    return Prices(gb_month, puts / 1000, gets / 1000)
+
+
+def _lines(found: Estimate, use: str, prices: str) -> Iterator[Table | str]:
+    """Yield an estimate as a verdict and tables: seconds to the first token, and what the store holds and costs."""
+    yield found.verdict
     raw, codings = found.codings["raw"], found.codings.items()
     times = make_table(("tokens of a prompt",), ("computed", *(f"fetched, {name}" for name in found.codings)))
     times.title = "Seconds to the first token"
@@ -186,4 +244,4 @@ def _lines(found: Estimate, use: str) -> Iterator[Table | str]:
     yield store
     for name, coding in codings:
         yield f"{name}: {coding.source}"
-    yield f"Sizes: docs/bits.md; speeds: docs/codec.md. Prices: S3 Standard, us-east-1, {PRICES_AS_OF}."
+    yield f"Sizes: docs/bits.md; speeds: docs/codec.md. Prices: {prices}."

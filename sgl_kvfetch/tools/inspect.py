@@ -13,17 +13,15 @@ import typer
 from rich.table import Table
 
 from sgl_kvfetch.codec import (
-    EncryptionKeys,
     Manifest,
-    ManifestKeys,
+    RegionLayout,
+    StoreKeys,
+    TileLayout,
     open_manifest,
-    read_encryption_keys,
-    read_manifest_keys,
 )
-from sgl_kvfetch.codec.layout import RegionLayout, TileLayout
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.stores import ProfileKeys, profile_rows
+from sgl_kvfetch.stores import profile_rows
 from sgl_kvfetch.stores.upkeep import StoredSegment, decode_named_manifest
 from sgl_kvfetch.tools.profiles import profiles_table
 from sgl_kvfetch.tools.summary import (
@@ -94,9 +92,10 @@ def inspect(
 
         kvfetch inspect file:///var/cache/kv#4f0c...e1/8-91ab --png pictures
     """
-    keys, encryption_keys = read_manifest_keys(manifest_key_file), read_encryption_keys(encryption_key_file)
+    keys = StoreKeys.read(manifest_key_file, encryption_key_file)
 
     async def look(opened: OpenTarget) -> None:
+        """Show one segment, the segments of a part of the store, or its namespaces."""
         listed = await opened.list_segments()
         whole = [s for s in listed if s.manifest is not None]
         orphans = [info for s in listed if s.manifest is None for info in s.data.values()]
@@ -105,7 +104,7 @@ def inspect(
         if png is not None and not is_single:
             raise ConfigError(f"--png expects one segment, {opened.label} holds {len(whole)}; name one as STORE#NAME")
         if is_single:
-            manifest, summary = await _read_segment(opened, whole[0], keys, encryption_keys)
+            manifest, summary = await _read_segment(opened, whole[0], keys)
             show(Inspected([], [summary], 0, {}, *of_orphans), as_json, _segment_tables(summary))
             if png is not None:
                 from sgl_kvfetch.tools.pictures import draw_span
@@ -113,12 +112,12 @@ def inspect(
                 async for line in draw_span(opened.objects, manifest, png, span, max_frames):
                     typer.echo(line, err=as_json)
         elif opened.prefix:
-            segments, unreadable = await _read_segments(opened, whole, keys, encryption_keys, limit)
+            segments, unreadable = await _read_segments(opened, whole, keys, limit)
             inspected = Inspected([], segments, max(0, len(whole) - limit), unreadable, *of_orphans)
             show(inspected, as_json, _segments_tables(inspected))
         else:
             namespaces = await summarise_namespaces(opened.objects, whole)
-            profiles = profile_rows(await opened.list_profiles(), ProfileKeys(keys, encryption_keys))
+            profiles = profile_rows(await opened.list_profiles(), keys)
             inspected = Inspected(namespaces, [], len(whole), {}, *of_orphans, profiles)
             show(inspected, as_json, _store_tables(opened.label, inspected, limit))
 
@@ -128,8 +127,7 @@ def inspect(
 async def _read_segments(
     target: OpenTarget,
     segments: Sequence[StoredSegment],
-    keys: ManifestKeys | None,
-    encryption_keys: EncryptionKeys | None,
+    keys: StoreKeys,
     limit: int,
 ) -> tuple[list[SegmentSummary], dict[str, str]]:
     """Summarise the first ``limit`` segments, in each namespace the longest first. Also return errors by name."""
@@ -138,24 +136,22 @@ async def _read_segments(
     unreadable: dict[str, str] = {}
     for stored in in_order[:limit]:
         try:
-            summaries.append((await _read_segment(target, stored, keys, encryption_keys))[1])
+            summaries.append((await _read_segment(target, stored, keys))[1])
         except FormatError as e:
             unreadable[stored.key.manifest_name] = str(e)
     return summaries, unreadable
 
 
-async def _read_segment(
-    target: OpenTarget, stored: StoredSegment, keys: ManifestKeys | None, encryption_keys: EncryptionKeys | None
-) -> tuple[Manifest, SegmentSummary]:
+async def _read_segment(target: OpenTarget, stored: StoredSegment, keys: StoreKeys) -> tuple[Manifest, SegmentSummary]:
     """Read and summarise a segment's manifest, opened if there are keys. Raises FormatError and StoreError."""
     name = stored.key.manifest_name
     content = await target.objects.get(name)
     if content is None:
         raise StoreError("missing", f"{name} was deleted after it was listed")
     manifest = decode_named_manifest(content, name)
-    if encryption_keys is not None:
-        manifest = open_manifest(manifest, encryption_keys)
-    return manifest, summarise_segment(stored, manifest, signature_of(content, keys))
+    if keys.encryption is not None:
+        manifest = open_manifest(manifest, keys)
+    return manifest, summarise_segment(stored, manifest, signature_of(content, keys.manifest))
 
 
 def _store_tables(label: str, inspected: Inspected, limit: int) -> Iterator[Table | str]:
@@ -254,6 +250,7 @@ def _segments_table(segments: Iterable[SegmentSummary]) -> Table:
 
 
 def _segment_tables(s: SegmentSummary) -> Iterator[Table | str]:
+    """Yield all that is known of one segment."""
     yield s.manifest_name
     yield _facts(s)
     for index, variant in enumerate(s.variants):
@@ -276,6 +273,7 @@ def _segment_tables(s: SegmentSummary) -> Iterator[Table | str]:
 
 
 def _facts(s: SegmentSummary) -> Table:
+    """Return a table of what a segment's manifest says, but for its variants."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

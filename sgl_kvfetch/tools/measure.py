@@ -11,14 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from msgspec import Struct
 from rich.table import Table
 
-from sgl_kvfetch.codec.layout import PLANES, region_layout
+from sgl_kvfetch.codec import PLANES
+from sgl_kvfetch.codec.layout.frames import region_layout
 from sgl_kvfetch.errors import ConfigError, why
-from sgl_kvfetch.plane import DecodeProfile, Sample, measure_profile
+from sgl_kvfetch.plane.fetch.pool import DecodeProfile, Sample, measure_profile
 from sgl_kvfetch.processes import map_large_blocks
-from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS, NUM_WINDOWS, read_texts, text_digest
+from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS, NUM_WINDOWS
+from sgl_kvfetch.tools.profiles import SUMMARY, Publication, lines_of, save_and_publish, summary_of
 from sgl_kvfetch.tools.terminal import (
     STORE_HELP,
     EncryptionKeyFileOption,
@@ -37,26 +38,46 @@ from sgl_kvfetch.tools.terminal import (
 if TYPE_CHECKING:  # these load torch and codecs
     import torch
 
-    from sgl_kvfetch.codec import Decoders, Profile
-    from sgl_kvfetch.codec.bitstream import Codec
-    from sgl_kvfetch.tools.encoding.transcode import Target
+    from sgl_kvfetch.codec import Codec, Decoders
+    from sgl_kvfetch.tools.encoder import Target
 
-_CHANNELS = 8 * 128  # of a layer in the chunk that is measured; decode times are proportional to its integers
+_CHANNELS = 8 * 128  # of a layer in the cell that is measured; decode times are proportional to its integers
+_WINDOWS_OF_A_KIND = 4  # by default, of which one is held out
 _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
 
 
 def calibrate(
     model: Annotated[str, option("PATH", "Path of a model that transformers can load.")],
     text: Annotated[
-        list[Path], option("FILE", "Text like the model's traffic: plain, or JSONL with a field 'prompt'. Repeatable.")
-    ],
+        list[str] | None,
+        option(
+            "[NAME=]FILE[:SHARE]",
+            "Text like the model's traffic: plain, or JSONL with a field 'prompt'; the kind of text that it is, and "
+            "its share of the windows. Repeatable.",
+            show_default="text of nine kinds",
+        ),
+    ] = None,
+    worst_of: Annotated[
+        list[str] | None,
+        option(
+            "NAME",
+            "A kind of text for which targets hold: each step's KL is that of the worst of these. Repeatable.",
+            show_default="all kinds",
+        ),
+    ] = None,
     out: Annotated[Path | None, option("FILE", "Where to write the profile.", "--out", "-o")] = None,
     publish: Annotated[
         str | None, option("STORE", f"Put the profile into a store, where servers find it: {STORE_HELP}")
     ] = None,
     windows: Annotated[
-        int, option("COUNT", "Windows of text; a fifth are held out for measuring.", min=2)
-    ] = NUM_WINDOWS,
+        int | None,
+        option(
+            "COUNT",
+            "Windows of text. Of each kind, a fifth are held out for measuring, at least one.",
+            min=2,
+            show_default=f"{NUM_WINDOWS}, or {_WINDOWS_OF_A_KIND} of each kind of text",
+        ),
+    ] = None,
     context: Annotated[
         int, option("TOKENS", "Of a window, whose KV cache is quantised; KL measures the cost of these errors.", min=16)
     ] = CONTEXT_TOKENS,
@@ -82,13 +103,7 @@ def calibrate(
     encryption_key_file: EncryptionKeyFileOption = None,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
-    as_json: Annotated[
-        bool,
-        json_flag(
-            "an object with digest, context_kl, default_target_kl, notes and curve, a list with target_kl, step, "
-            "bits_per_value, kept_share and wide_share"
-        ),
-    ] = False,
+    as_json: Annotated[bool, json_flag(SUMMARY)] = False,
 ) -> None:
     """Measure how a model's keys and values vary and how much errors in them matter.
 
@@ -97,37 +112,40 @@ def calibrate(
     profile is a file: kvfetch profile put publishes it later, or SGLang's config names it, as {"profile": FILE}. The
     printed table shows how many bits each target_kl needs; the text below it names the default target_kl.
 
+    What a step costs differs by the kind of text. So give a file of each kind that the model gets, under a name. The
+    profile has the KL of each kind at each step, and a target takes the step that keeps the worst kind within it.
+
     Examples:
 
         kvfetch calibrate --model meta-llama/Llama-3.1-8B --text prompts.jsonl --publish http://127.0.0.1:8700
+
+        kvfetch calibrate --model meta-llama/Llama-3.1-8B --text chats=a.jsonl:0.5 --text code=b.txt --out llama.profile
 
         kvfetch calibrate --model meta-llama/Llama-3.1-8B --text prompts.jsonl --out llama.profile --tp-size 2
     """
     import torch
 
-    from sgl_kvfetch.codec import fingerprint_model, read_encryption_keys, read_manifest_keys
-    from sgl_kvfetch.codec.calibrate import (
+    from sgl_kvfetch.codec import (
+        Calibration,
         CalibrationOptions,
         LayeredModel,
+        StoreKeys,
         calibrate_model,
-        calibration_windows,
+        fingerprint_model,
         map_layers,
-        part_of,
-        tokenise,
     )
-    from sgl_kvfetch.codec.quant import Calibration
-    from sgl_kvfetch.stores import ProfileKeys
-    from sgl_kvfetch.tools.profiles import Publication, save_and_publish
+    from sgl_kvfetch.codec.calibrate.text import read_kinds, windows_of_kinds
 
     if out is None and publish is None:
         raise ConfigError("give --publish STORE, --out FILE, or both")
     if out is not None and ((out.exists() and not out.is_file()) or not out.absolute().parent.is_dir()):
         raise ConfigError(f"--out {out}: expected a file in an existing directory")
-    keys = ProfileKeys(read_manifest_keys(manifest_key_file), read_encryption_keys(encryption_key_file))
+    keys = StoreKeys.read(manifest_key_file, encryption_key_file)
     publication = None if publish is None else Publication(publish, keys, token, token_file)
     if publication is not None:
         publication.require_store()
-    prompts = [prompt for file in text for prompt in read_texts(file)]
+    kinds, of_text = read_kinds(text or ())
+    number = windows or max(NUM_WINDOWS, _WINDOWS_OF_A_KIND * len(kinds))
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     map_large_blocks()
     loaded = LayeredModel(model, device=device)
@@ -140,47 +158,46 @@ def calibrate(
     layers, notes = map_layers(loaded)
     for note in notes:
         make_console(stderr=True).print(f"kvfetch: {note}")
-    tokens = [part_of(tokenise(loaded.tokenizer, prompt), part) for prompt in prompts]
-    ids = calibration_windows(loaded.tokenizer, tokens, windows, window_tokens)
+    ids = windows_of_kinds(loaded.tokenizer, kinds, number, window_tokens, part)
     describe = Calibration(
         model=os.path.basename(os.path.normpath(model)),
         weights=fingerprint_model(model),
-        text=", ".join(f"{file.name} ({text_digest(file)})" for file in text),
-        num_windows=windows,
+        text=of_text,
+        num_windows=number,
         context_tokens=context,
         continuation_tokens=continuation,
         notes=notes,
         part=part,
     )
-    options = CalibrationOptions(num_context=context, max_channels=max_channels, tp_size=tp_size, seed=seed)
+    options = CalibrationOptions(context, max_channels, tp_size, seed=seed, worst_of=tuple(worst_of or ()))
     unfinished = None if out is None else out.with_name(f".{out.name}.unfinished")
     profile = calibrate_model(loaded, ids, layers, describe, options, _progress, unfinished)
     where = save_and_publish(profile, out, publication)
-    summary = _summary(profile)
-    show(summary, as_json, _calibrate_lines(profile, summary, where))
+    summary = summary_of(profile)
+    show(summary, as_json, [*lines_of(profile, summary), *where])
 
 
 def decoders(
     out: Annotated[Path | None, option("FILE", "Where to write the decode profile.", "--out", "-o")] = None,
     codecs: Annotated[str, option("NAMES", "One or more, such as hevc,zstd.")] = "hevc,zstd",
     resolutions: Annotated[str, option("NAMES", "Picture sizes for the video codecs.")] = "240p,480p,640p,1080p",
-    tokens: Annotated[int, option("COUNT", "Tokens in the decoded chunk.", min=1)] = 1024,
+    tokens: Annotated[int, option("COUNT", "Tokens in the decoded cell.", min=1)] = 1024,
     device: Annotated[
         Literal["auto", "cpu", "nvdec"],
         option(None, "What decodes video; auto is NVDEC if it can decode one of the codecs, or else the CPU."),
     ] = "auto",
     concurrency: Annotated[
         int | None,
-        option("COUNT", "Most chunks decoded at once.", min=1, max=64, show_default="cores; with NVDEC two per engine"),
+        option("COUNT", "Most cells decoded at once.", min=1, max=64, show_default="cores; with NVDEC two per engine"),
     ] = None,
-    rounds: Annotated[int, option("COUNT", "Chunks per session; the figures are medians.", min=1)] = 5,
+    rounds: Annotated[int, option("COUNT", "Cells per session; the figures are medians.", min=1)] = 5,
     as_json: Annotated[bool, json_flag("the decode profile, as --out writes it")] = False,
 ) -> None:
-    """Measure how long this machine takes to decode a chunk, for each codec and resolution.
+    """Measure how long this machine takes to decode a cell, for each codec and resolution.
 
-    Measures one chunk alone, and then several at once. NVDEC copies pictures to the host, as for a server. Codecs
-    that it cannot decode are measured on the CPU, with the same number of sessions. The chunk is synthetic: three
-    layers of integers that are distributed like transform coefficients. Its size says little about real chunks; their
+    Measures one cell alone, and then several at once. NVDEC copies pictures to the host, as for a server. Codecs
+    that it cannot decode are measured on the CPU, with the same number of sessions. The cell is synthetic: three
+    layers of integers that are distributed like transform coefficients. Its size says little about real cells; their
     manifests give theirs. Stop other programs before you measure: they make the figures worse.
 
     Example:
@@ -189,7 +206,7 @@ def decoders(
     """
     import torch
 
-    from sgl_kvfetch.tools.encoding.transcode import make_targets
+    from sgl_kvfetch.tools.encoder import make_targets
 
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: the directory {out.parent} does not exist")
@@ -208,13 +225,13 @@ def decoders(
             sessions,
             device=device_name,
             source=f"kvfetch decoders, {today}, {decodes}, {rounds} rounds, synthetic integers",
-            chunk_values=integers.numel(),
+            cell_values=integers.numel(),
             rounds=rounds,
             on_step=lambda name: progress.print(f"measuring {name}"),
         )
     finally:
         torch.set_num_threads(threads)
-    best = f"a pool of {measured.num_sessions} sessions decodes the most chunks per second"
+    best = f"a pool of {measured.num_sessions} sessions decodes the most cells per second"
     show(measured, as_json, [_profile_table(measured), best])
     if out is not None:
         try:
@@ -241,57 +258,12 @@ def _progress(steps: Iterable[Any], total: int, what: str) -> Iterator[Any]:
             said_s = now_s
 
 
-class TargetCost(Struct, frozen=True):
-    """The cost of a ``target_kl``. The shares of all coefficients that are kept, and that need two integers."""
-
-    target_kl: float
-    step: float
-    bits_per_value: float
-    kept_share: float
-    wide_share: float
-
-
-class Calibrated(Struct, frozen=True):
-    digest: str
-    context_kl: float
-    default_target_kl: float
-    notes: tuple[str, ...]
-    curve: list[TargetCost]
-
-
-def _summary(profile: Profile) -> Calibrated:
-    from sgl_kvfetch.codec import KltQuantiser
-
-    curve = [
-        TargetCost(p.kl, p.step, p.bits_per_value, *KltQuantiser(profile, step=p.step).coefficient_shares)
-        for p in profile.curve
-    ]
-    return Calibrated(profile.digest, profile.context_kl, profile.default_target_kl, profile.calibration.notes, curve)
-
-
-def _calibrate_lines(profile: Profile, summary: Calibrated, where: Sequence[str]) -> Iterator[Table | str]:
-    table = make_table((), ("target_kl", "step", "bits a value", "bf16 is larger by", "coefficients kept", "wide"))
-    for point in summary.curve:
-        ratio = f"{16 / point.bits_per_value:.1f}x" if point.bits_per_value else ""
-        costs = f"{point.target_kl:.2g}", f"{point.step:.3g}", f"{point.bits_per_value:.2f}"
-        table.add_row(*costs, ratio, f"{point.kept_share:.0%}", f"{point.wide_share:.1%}")
-    yield table
-    grid, held_out = profile.grid, max(1, profile.calibration.num_windows // 5)
-    yield f"Measured on {held_out} held-out windows of {profile.calibration.text}; bits are order-0 entropies."
-    yield (
-        f"Losing the context costs {profile.context_kl:.2g} nats a token, so the default target_kl is "
-        f"{profile.default_target_kl:.2g}. The first {profile.num_sinks} tokens are kept exact."
-    )
-    yield f"Cells: {grid.cell_layers} layers, {grid.cell_heads} of {grid.num_heads} heads, K and V together."
-    yield from where
-
-
 def _set_up(codecs: Sequence[str], device: str, concurrency: int | None) -> tuple[Sequence[Decoders], str, str, str]:
     """Open the sessions. Also return the device's name, what decodes on what, and a sentence for the user. Raises
     ConfigError if NVDEC is required but missing, or if it decodes none of the codecs."""
     import torch
 
-    from sgl_kvfetch.codec.bitstream import open_current_nvdec
+    from sgl_kvfetch.codec import open_current_nvdec
 
     cpu = platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0))
@@ -311,7 +283,7 @@ def _set_up(codecs: Sequence[str], device: str, concurrency: int | None) -> tupl
 
 def _samples(integers: torch.Tensor, targets: Sequence[Target]) -> Iterator[Sample[Decoders]]:
     """Yield a sample for each video codec at each resolution, and one for each fast codec, which has no pictures."""
-    from sgl_kvfetch.codec import get_codec
+    from sgl_kvfetch.codec.bitstream.registry import get_codec
 
     seen = set()
     for target in targets:
@@ -327,7 +299,7 @@ def _samples(integers: torch.Tensor, targets: Sequence[Target]) -> Iterator[Samp
 
 
 def _decode(codec: Codec, bitstream: bytes, shape: tuple[int, int, int], session: Decoders) -> None:
-    """Decode one chunk. Raises ConfigError if NVDEC fell back to the CPU, whose time must not count as NVDEC's."""
+    """Decode one cell. Raises ConfigError if NVDEC fell back to the CPU, whose time must not count as NVDEC's."""
     if (decoder := session.get(codec.name)) is None:
         codec.decode(bitstream, shape)
     elif decoder.decode(bitstream, shape).on_cpu:
@@ -347,7 +319,7 @@ def _integers(num_tokens: int, num_coefficients: int) -> torch.Tensor:
 def _profile_table(profile: DecodeProfile) -> Table:
     columns = [f"{k} at once" for k in range(1, profile.max_concurrency + 1)]
     table = make_table(("variant",), ("size", *columns, "switch"))
-    table.title = "Seconds a chunk"
+    table.title = "Seconds a cell"
     for v in profile.variants:
         times = [f"{t:.4f}" for t in v.decode_s]
         table.add_row(v.name, format_size(v.size_bytes), *times, f"{v.switch_s:.4f}")

@@ -1,7 +1,15 @@
-"""Draws a segment's frames as PNG files. Importing this module loads torch, codecs and Pillow."""
+"""Draws a segment's frames as PNG files. Importing this module loads torch, codecs and Pillow.
+
+`kvfetch serve` runs it as a process of its own, which draws one span's contact sheet. Whoever may write to the store
+chooses the bytes that are decoded here. So the process has little memory, writes no file, knows no secret and ends with
+the server. It prints the sheet as a PNG.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import resource
+import sys
 from collections.abc import AsyncIterator, Iterable
 from io import BytesIO
 from itertools import islice
@@ -10,11 +18,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sgl_kvfetch.codec import Cell, Manifest, Quantised, SegmentReader, quantiser_from_identity
-from sgl_kvfetch.codec.container import layouts_of
-from sgl_kvfetch.codec.layout import FILL, Layout
-from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.stores.upkeep import Objects
+from sgl_kvfetch.codec import Cell, Layout, Manifest, Quantised, SegmentReader, layouts_of, quantiser_from_identity
+from sgl_kvfetch.codec.layout.frames import FILL
+from sgl_kvfetch.directory import LocalStore
+from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError
+from sgl_kvfetch.processes import end_with_parent
+from sgl_kvfetch.stores.upkeep import Objects, read_manifest
 from sgl_kvfetch.types import first_to_last
 
 THUMBNAIL_SIDE = 432  # pixels, at most
@@ -101,6 +110,7 @@ class ContactSheet:
         return drawn
 
     def draw(self) -> Image.Image:
+        """Return the thumbnails as one sheet, a row a cell and a column a part."""
         cells = sorted({cell for cell, _ in self._thumbnails})
         columns = sorted({index for _, index in self._thumbnails})
         labels = [cell_name(self._manifest, cell, " ") for cell in cells]
@@ -200,3 +210,40 @@ def _thumbnail(picture: np.ndarray) -> np.ndarray:
         low, high = np.percentile(held if held.size else values, (1, 99))
         stretched[..., plane] = np.where(values == FILL, FILL, (values - low) * (255 / max(high - low, 1)))
     return stretched.clip(0, 255).astype(np.uint8)
+
+
+MOST_BYTES = 1 << 30  # beyond what the loaded libraries take
+
+
+async def _draw(root: Path, manifest_name: str, span: int) -> bytes:
+    store = LocalStore(root)
+    try:
+        manifest = await read_manifest(store, manifest_name)
+        if manifest is None:
+            raise KVFetchError(f"no segment {manifest_name}")
+        return await draw_sheet(store, manifest, span)
+    finally:
+        await store.close()
+
+
+def _limit() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most_bytes = pages * resource.getpagesize() + MOST_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main(root: str, manifest_name: str, span: str, parent: str) -> None:
+    end_with_parent(int(parent))
+    _limit()
+    try:
+        sys.stdout.buffer.write(asyncio.run(_draw(Path(root), manifest_name, int(span))))
+    except KVFetchError as e:
+        sys.exit(str(e))
+    except MemoryError:
+        sys.exit(f"the frames take more than {MOST_BYTES >> 20} MiB of memory")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

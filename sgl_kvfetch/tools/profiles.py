@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from msgspec import Struct
 from rich.table import Table
 
-from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
+from sgl_kvfetch.codec import StoreKeys
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, why
-from sgl_kvfetch.labels import profile_digest
+from sgl_kvfetch.keys import profile_digest
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import (
+    PROFILES,
     AdminStore,
     ListedProfile,
-    ProfileKeys,
     ProfileRow,
     list_profiles,
     profile_rows,
@@ -45,8 +46,14 @@ from sgl_kvfetch.tools.terminal import (
 
 if TYPE_CHECKING:
     from sgl_kvfetch.codec import Profile
+    from sgl_kvfetch.codec.quant.profile import MeasuredKind
 
 _FIELDS = "digest, weights, model, target_kl, num_bytes, put_s (a time), is_newest and problem (empty: none)"
+SUMMARY = (  # the fields of `Calibrated`
+    "an object with digest, context_kl, default_target_kl and notes; curve, a list with target_kl, step, "
+    "bits_per_value, kept_share and wide_share; and kinds, a list with name, num_windows, num_held_out, counts, "
+    "context_kl and kls, one for each step"
+)
 _WEIGHTS_DIGITS = 12
 
 
@@ -55,13 +62,13 @@ class Publication:
     """A store to publish a profile in, as options of a command name it."""
 
     store: str
-    keys: ProfileKeys
+    keys: StoreKeys
     token: str | None
     token_file: Path | None
 
     def require_store(self) -> None:
         """Raise KVFetchError if the store cannot be asked for its profiles, before work is done for one."""
-        run_on_store(self.store, self.token, self.token_file, None, lambda opened: opened.profiles())
+        run_on_store(self.store, self.token, self.token_file, None, lambda opened: opened.notes(PROFILES))
 
     def publish(self, path: Path) -> str:
         """Put a profile into the store, and return its name there. Raises KVFetchError."""
@@ -91,11 +98,72 @@ def save_and_publish(profile: Profile, out: Path | None, publication: Publicatio
     return [*lines, f"{publication.store}: published {name}; servers that start with this model take it"]
 
 
+class TargetCost(Struct, frozen=True):
+    """The cost of a ``target_kl``. The shares of all coefficients that are kept, and that need two integers."""
+
+    target_kl: float
+    step: float
+    bits_per_value: float
+    kept_share: float
+    wide_share: float
+
+
+class Calibrated(Struct, frozen=True):
+    digest: str
+    context_kl: float
+    default_target_kl: float
+    notes: tuple[str, ...]
+    curve: list[TargetCost]
+    kinds: tuple[MeasuredKind, ...]
+
+
+def summary_of(profile: Profile) -> Calibrated:
+    from sgl_kvfetch.codec import KltQuantiser
+
+    curve = [
+        TargetCost(p.kl, p.step, p.bits_per_value, *KltQuantiser(profile, step=p.step).coefficient_shares)
+        for p in profile.curve
+    ]
+    default, notes = profile.default_target_kl, profile.calibration.notes
+    return Calibrated(profile.digest, profile.context_kl, default, notes, curve, profile.kinds)
+
+
+def lines_of(profile: Profile, summary: Calibrated) -> Iterator[Table | str]:
+    """Describe a profile: what targets cost, and what steps cost in each kind of text."""
+    table = make_table((), ("target_kl", "step", "bits a value", "bf16 is larger by", "coefficients kept", "wide"))
+    for point in summary.curve:
+        ratio = f"{16 / point.bits_per_value:.1f}x" if point.bits_per_value else ""
+        costs = f"{point.target_kl:.2g}", f"{point.step:.3g}", f"{point.bits_per_value:.2f}"
+        table.add_row(*costs, ratio, f"{point.kept_share:.0%}", f"{point.wide_share:.1%}")
+    yield table
+    if len(profile.kinds) > 1:
+        steps = [f"step {point.step:.3g}" for point in profile.curve]
+        table = make_table(("KL of each kind of text",), ("windows", "held out", "no context", *steps))
+        for kind in profile.kinds:
+            name = printable(kind.name) if kind.counts else f"{printable(kind.name)}, does not count"
+            kls = (f"{kl:.2g}" for kl in (kind.context_kl, *kind.kls))
+            table.add_row(name, str(kind.num_windows), str(kind.num_held_out), *kls)
+        yield table
+    grid, held_out = profile.grid, sum(kind.num_held_out for kind in profile.kinds)
+    yield (
+        f"Measured on {held_out} held-out windows of {printable(profile.calibration.text)}; bits are order-0 "
+        "entropies. Other text may cost more."
+    )
+    worst = ", and more in the worst kind" if sum(kind.counts for kind in profile.kinds) > 1 else ""
+    yield (
+        f"Losing the context costs {profile.context_kl:.2g} nats a token. By default, a thousandth of that is lost "
+        f"in the mean{worst}: the default target_kl is {profile.default_target_kl:.2g}. The first "
+        f"{profile.num_sinks} tokens are kept exact."
+    )
+    yield f"Cells: {grid.cell_layers} layers, {grid.cell_heads} of {grid.num_heads} heads, K and V together."
+
+
 def profile(
     action: Annotated[
-        Literal["list", "get", "put", "rm"],
+        Literal["list", "show", "get", "put", "rm"],
         typer.Argument(
-            help="list; get DIGEST --out FILE; put FILE, as the newest of its model; rm DIGEST, which withdraws it."
+            help="list; show DIGEST, what it promises of which text; get DIGEST --out FILE; put FILE, as the newest of "
+            "its model; rm DIGEST, which withdraws it."
         ),
     ],
     store: StoreArgument,
@@ -108,14 +176,20 @@ def profile(
     encryption_key_file: EncryptionKeyFileOption = None,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
-    as_json: Annotated[bool, json_flag(f"a list of profiles (get, put, rm: of one), each with {_FIELDS}")] = False,
+    as_json: Annotated[
+        bool,
+        json_flag(f"a list of profiles (get, put, rm: of one), each with {_FIELDS}; with show {SUMMARY}"),
+    ] = False,
 ) -> None:
-    """List, read, publish or withdraw the profiles of a store.
+    """List, show, read, publish or withdraw the profiles of a store.
 
     A server with {"quantiser": "klt"} takes the newest profile of its model's weights when it starts: the one that was
     put last. Servers that run keep theirs until they start again. Where servers have a manifest_key_file or an
     encryption_key_file, put needs it, too: servers pass over profiles without a signature, or without encryption. A
     token needs the role `write` for put and rm.
+
+    show says what a profile's steps cost in each kind of text that it was measured on, of a profile in a store, or of
+    one in a file, which it takes in the place of the store.
 
     Withdrawing deletes the profile from the store, and new servers take the newest that is left. What was stored by it
     stays until it is evicted, and only servers that still have the profile read it. To take it back, put it again.
@@ -124,20 +198,28 @@ def profile(
 
         kvfetch profile list http://127.0.0.1:8700
 
+        kvfetch profile show http://127.0.0.1:8700 3f2a
+
+        kvfetch profile show llama.profile
+
         kvfetch profile put http://127.0.0.1:8700 llama.profile --token-file token
 
         kvfetch profile rm http://127.0.0.1:8700 3f2a --token-file token
 
         kvfetch profile get http://127.0.0.1:8700 3f2a --out llama.profile
     """
+    if action == "show" and which is None:
+        _show(Path(store), as_json)
+        return
     if (which is None) != (action == "list"):
         wanted = {"list": "nothing", "put": "a FILE"}.get(action, "a DIGEST")
         raise ConfigError(f"kvfetch profile {action} expects {wanted} behind the store")
     if (out is None) == (action == "get"):
         raise ConfigError("--out FILE belongs to kvfetch profile get, which needs it")
-    keys = ProfileKeys(read_manifest_keys(manifest_key_file), read_encryption_keys(encryption_key_file))
+    keys = StoreKeys.read(manifest_key_file, encryption_key_file)
 
     async def work(opened: AdminStore) -> tuple[list[ProfileRow], str]:
+        """Do what the command says. Return the profiles to show, and a line about what was done."""
         if action == "put":
             assert which is not None
             name = await publish_profile(opened, Path(which), keys)
@@ -150,19 +232,33 @@ def profile(
         found = _named(listed, which)
         mine = [row for row in rows if row.digest == found.digest and row.weights == found.weights]
         if action == "rm":
-            await opened.delete_profile(found.info.name)
+            await opened.delete_note(PROFILES, found.info.name)
             left = [row for row in profile_rows(await list_profiles(opened, found.weights), keys) if row.is_newest]
             now = f"new servers take {left[0].digest}" if left else "there is no other for its weights"
             return mine, f"withdrawn: {found.info.name}; {now}"
-        assert out is not None
-        _write(out, found, await _read(opened, found, keys))
-        return mine, f"{out}: {found.info.name}"
+        target = shown if out is None else out
+        _write(target, found, await _read(opened, found, keys))
+        return mine, f"{target}: {found.info.name}"
 
-    rows, done = run_on_store(store, token, token_file, None, work)
+    with tempfile.TemporaryDirectory(prefix="kvfetch-") as folder:
+        shown = Path(folder, "profile")
+        rows, done = run_on_store(store, token, token_file, None, work)
+        if action == "show":
+            _show(shown, as_json)
+            return
     show(rows, as_json, [done] if done else _lines(rows))
 
 
-async def _read(store: AdminStore, listed: ListedProfile, keys: ProfileKeys) -> bytes:
+def _show(path: Path, as_json: bool) -> None:
+    from sgl_kvfetch.codec import load_profile
+
+    loaded = load_profile(path)
+    summary = summary_of(loaded)
+    described = f"profile {loaded.digest} of {printable(loaded.calibration.model)}"
+    show(summary, as_json, [described, *lines_of(loaded, summary)])
+
+
+async def _read(store: AdminStore, listed: ListedProfile, keys: StoreKeys) -> bytes:
     try:
         return await read_profile(store, listed, keys)
     except FormatError as e:

@@ -15,7 +15,8 @@ from msgspec import Struct
 from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, tokenise
-from sgl_kvfetch.stores import MAX_LABEL, MAX_PIN_PAGES, AdminStore, Pin, Store
+from sgl_kvfetch.stores import MAX_LABEL, PINS, AdminStore, Pin, Store, get_pin, put_pin
+from sgl_kvfetch.stores.notes import MAX_PIN_PAGES
 from sgl_kvfetch.stores.upkeep import pages_stored, stored_page_sizes
 from sgl_kvfetch.tools.target import require_scheme, run_on_store
 from sgl_kvfetch.tools.terminal import (
@@ -136,9 +137,9 @@ def pin(
 
     async def put(store: AdminStore) -> list[PinSummary]:
         for one in new:
-            await store.put_pin(one)
-        names = [one.name for one in new] or sorted(await store.pins())
-        kept = [kept for name in names if (kept := await store.get_pin(name)) is not None]
+            await put_pin(store, one)
+        names = [one.name for one in new] or sorted(info.name for info in await store.notes(PINS))
+        kept = [kept for name in names if (kept := await get_pin(store, name)) is not None]
         pins = [
             PinSummary(k.name, k.label, len(k.page_hashes), k.page_size, await pages_stored(store, k.page_hashes))
             for k in kept
@@ -186,7 +187,7 @@ def unpin(
         raise ConfigError("expected the name of a pin, --prompt or --file")
 
     async def delete(store: AdminStore) -> list[str]:
-        return [name for name in wanted if not await store.delete_pin(name)]
+        return [name for name in wanted if not await store.delete_note(PINS, name)]
 
     failures = dict.fromkeys(run_on_store(store, token, token_file, index, delete), "there was no such pin")
     num_unpinned = len(wanted) - len(failures)
@@ -216,22 +217,36 @@ def warm(
 
         kvfetch warm http://127.0.0.1:8700 --server http://127.0.0.1:30000 --file prompts.jsonl
     """
-    from sgl_kvfetch.tools.sglang_server import server_errors, server_info, server_session
+    from sgl_kvfetch.tools.sglang_server import (
+        queued_text,
+        server_errors,
+        server_info,
+        server_samples,
+        server_session,
+    )
 
     prompts, server = prompts_of(prompt, file, required=True), require_scheme(server).rstrip("/")
 
-    async def send_all(store: Store) -> list[StoredPrompt]:
+    async def send_all(store: Store) -> tuple[list[StoredPrompt], str]:
         with server_errors(server):
             async with server_session() as session:
                 page_size = (await server_info(session, server))["page_size"]
                 sent = [await _send(session, server, prompt, cache_salt) for prompt in prompts]
         until = asyncio.get_running_loop().time() + timeout_s
-        return [await _wait_for(store, tokens, page_size, cache_salt, until) for tokens in sent]
+        found = [await _wait_for(store, tokens, page_size, cache_salt, until) for tokens in sent]
+        if all(one.is_stored for one in found):
+            return found, ""
+        with server_errors(server):
+            async with server_session() as session:
+                return found, queued_text(await server_samples(session, server))
 
-    warmed = run_on_store(store, token, token_file, index, send_all)
+    warmed, queued = run_on_store(store, token, token_file, index, send_all)
     _show_stored(warmed, as_json)
-    if not all(one.is_stored for one in warmed):
-        raise typer.Exit(1)
+    if all(one.is_stored for one in warmed):
+        return
+    next_step = f"{queued}: raise --timeout" if queued else "kvfetch why says what kept the others from it"
+    typer.echo(f"kvfetch: not all pages are stored after {timeout_s:g} s; {next_step}", err=True)
+    raise typer.Exit(1)
 
 
 def prompts_of(prompt: str | None, file: Path | None, *, required: bool = False) -> list[Prompt]:

@@ -17,8 +17,8 @@ from sgl_kvfetch.errors import ConfigError, CorruptError, KVFetchError, StoreErr
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, ContentCheck, SegmentKey
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.side_by_side import side_by_side
-from sgl_kvfetch.sizes import parse_duration
-from sgl_kvfetch.stores import AdminStore, ObjectInfo, Store, object_digest, pinned_segments
+from sgl_kvfetch.stores import PROFILES, AdminStore, ObjectInfo, Store, object_digest
+from sgl_kvfetch.stores.notes import pinned_segments
 from sgl_kvfetch.stores.upkeep import (
     StoredSegment,
     Swept,
@@ -43,6 +43,7 @@ from sgl_kvfetch.tools.terminal import (
     read_token,
     show,
 )
+from sgl_kvfetch.user_files import parse_duration
 
 _AT_ONCE = 4
 _SOME_FOLDER = f"{'0' * 32}.0-1"  # of a namespace, for a probe
@@ -116,6 +117,7 @@ def clear(
     say = partial(typer.echo, err=as_json)
 
     async def select_and_delete(opened: AdminStore) -> ClearSummary:
+        """Delete what the options select, once the user has agreed. Return what it was."""
         segments = await select_segments(opened, prefix, model)
         if age_s is not None:
             written_before_s = time.time() - age_s
@@ -198,7 +200,7 @@ def move(
         other = open_existing_store(target, read_token(token, token_file), target_index)
         try:
             segments = [each for each in await select_segments(opened, prefix, model) if each.manifest is not None]
-            profiles = () if prefix or model is not None else await opened.profiles()
+            profiles = () if prefix or model is not None else await opened.notes(PROFILES)
             folder = segments[0].key.namespace if segments else _SOME_FOLDER
             if (segments or profiles) and not dry_run and await _is_same(opened, other, folder):
                 raise same
@@ -259,6 +261,7 @@ async def move_segments(
     failed: list[StoredSegment] = []
 
     async def move_one(segment: StoredSegment) -> None:
+        """Copy a segment, data before manifest, and delete it at the source if it moves."""
         name = segment.key.manifest_name
         moved.failures.pop(name, None)
         try:
@@ -297,17 +300,17 @@ async def move_segments(
 
 async def _move_profiles(source: AdminStore, target: AdminStore, infos: Sequence[ObjectInfo], copy: bool) -> None:
     """Move profiles, the oldest first: which is the newest is for the target's clock to say. Raises StoreError."""
-    sizes = {info.name: info.size_bytes for info in await target.profiles()}
+    sizes = {info.name: info.size_bytes for info in await target.notes(PROFILES)}
     for info in sorted(infos, key=lambda info: (info.modified_s, info.name)):
-        content = await source.get_profile(info.name, info.size_bytes)
+        content = await source.get_note(PROFILES, info.name, info.size_bytes)
         if content is None:
             continue  # withdrawn meanwhile
         is_there = sizes.get(info.name) == info.size_bytes
-        if not is_there or await target.get_profile(info.name, info.size_bytes) != content:
-            await target.put_profile(info.name, content)
+        if not is_there or await target.get_note(PROFILES, info.name, info.size_bytes) != content:
+            await target.put_note(PROFILES, info.name, content)
             await asyncio.sleep(_CLOCK_S)
         if not copy:
-            await source.delete_profile(info.name)
+            await source.delete_note(PROFILES, info.name)
 
 
 async def _is_same(source: AdminStore, target: Store, namespace: str) -> bool:

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.sizes import parse_size
-from sgl_kvfetch.tools.terminal import TokenOption, option, read_token
+from sgl_kvfetch.tools.terminal import TokenOption, option, read_token, show_log
+from sgl_kvfetch.user_files import parse_size
 
 DEFAULT_PORT = 8700
 
@@ -87,7 +87,8 @@ def serve(
 
         KVFETCH_TOKEN=secret kvfetch serve /var/cache/kv --host 0.0.0.0
     """
-    from sgl_kvfetch.server import ServerConfig, run_server
+    from sgl_kvfetch.server.config import ServerConfig
+    from sgl_kvfetch.server.run import run_server
 
     config = ServerConfig(
         root=directory,
@@ -114,5 +115,5 @@ def serve(
     except OSError as e:
         raise ConfigError(f"cannot make {directory}: {e.strerror or e}") from e
     # Show INFO: the server logs the address that it listens on.
-    logging.basicConfig(level=logging.INFO, format="kvfetch: %(message)s")
+    show_log(logging.INFO, logging.StreamHandler())
     run_server(config)

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.stores import client_errors
-from sgl_kvfetch.user_files import environment_secret
+from sgl_kvfetch.stores.http import client_errors
+from sgl_kvfetch.user_files import environment_secret, format_size
 
 API_KEY_ENV = "SGLANG_API_KEY"
 TIERS = ("device", "host", "storage")
@@ -94,6 +94,12 @@ def total(samples: Iterable[Sample], name: str, **labels: str) -> float:
     """Return the sum of all samples with this name and these labels, over all ranks; 0 if there are none. ``name``: the
     sample's, which ends in ``_total`` for a counter."""
     return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
+
+
+def queued_text(samples: Iterable[Sample]) -> str:
+    """Return how much waits in a server's write queue, as part of a sentence; "" if nothing does."""
+    num_bytes = round(total(samples, "sgl_kvfetch_queued_bytes", queue="write"))
+    return f"{format_size(num_bytes)} of pages wait in its write queue" if num_bytes else ""
 
 
 def cached_by_tier(meta: Mapping[str, Any]) -> dict[str, int]:

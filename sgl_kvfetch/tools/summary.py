@@ -8,10 +8,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from sgl_kvfetch.codec import Manifest, ManifestKeys, Variant, is_vouched_for, signed_by
-from sgl_kvfetch.codec.layout import RegionLayout, TileLayout
-from sgl_kvfetch.keys import Namespace
-from sgl_kvfetch.labels import Labels, profile_digest
+from sgl_kvfetch.codec import Manifest, RegionLayout, TileLayout, Variant, is_vouched_for, signed_by
+from sgl_kvfetch.codec.container.encryption import ManifestKeys
+from sgl_kvfetch.keys import Labels, Namespace, profile_digest
 from sgl_kvfetch.stores import ProfileRow
 from sgl_kvfetch.stores.upkeep import Objects, StoredSegment, first_readable_manifest
 from sgl_kvfetch.types import KV_DTYPES
@@ -179,6 +178,7 @@ class Inspected(Struct, frozen=True):
 
 
 def summarise_segment(stored: StoredSegment, manifest: Manifest, signature: Signature) -> SegmentSummary:
+    """Return what `inspect` and the page show of a segment."""
     assert stored.manifest is not None
     variants = tuple(_summarise_variant(stored, manifest, variant) for variant in manifest.variants)
     return SegmentSummary(
@@ -210,6 +210,7 @@ def _summarise_sides(manifest: Manifest) -> Iterator[SideSummary]:
 
 
 def _summarise_variant(stored: StoredSegment, manifest: Manifest, variant: Variant) -> VariantSummary:
+    """Return sizes, layouts and parts of a variant, and whether some of its data are missing."""
     assert stored.manifest is not None
     name = manifest.data_name(variant)
     stored_bytes = stored.manifest.size_bytes + sum(each.size_bytes for each in variant.objects)
@@ -232,6 +233,7 @@ def _summarise_variant(stored: StoredSegment, manifest: Manifest, variant: Varia
 
 
 def _summarise_part(manifest: Manifest, variant: Variant, layer_group: int, index: int) -> PartSummary:
+    """Return what one part of one layer group takes in a variant."""
     # A manifest can have 400,000 chunks and as many parts: look only at this part's chunks.
     grid, geometry, step = manifest.grid, manifest.geometry, manifest.chunks_per_cell
     group_chunks, span_chunks = grid.num_head_blocks * step, manifest.cells_per_span * step

@@ -1,26 +1,113 @@
-"""Opens what a command works on: a store, a part of one, or files on disk."""
+"""Opens what a command works on: a store, a part of one, or files on disk.
+
+Where a store cannot be used, its client says what was wrong, and this says what to type.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Variant, decode_manifest
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, StoreKeys, Variant, decode_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
-from sgl_kvfetch.keys import DATA_SUFFIX, MANIFEST_SUFFIX, parse_object_name
-from sgl_kvfetch.stores import AdminStore, ListedProfile, ObjectInfo, ProfileKeys, list_profiles, read_profile
+from sgl_kvfetch.keys import DATA_SUFFIX, MANIFEST_SUFFIX, Namespace, parse_object_name
+from sgl_kvfetch.stores import PROFILES, AdminStore, ListedProfile, ObjectInfo, list_profiles, read_profile
 from sgl_kvfetch.stores.upkeep import StoredSegment, list_segments
-from sgl_kvfetch.tools.advice import advice
+from sgl_kvfetch.tools.summary import NamespaceSummary
 from sgl_kvfetch.tools.terminal import client_certificate, read_token, token_source
 
 if TYPE_CHECKING:
     from sgl_kvfetch.stores.upkeep import Objects
+
+_HANDSHAKE_S = 5.0
+_S3_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment to a key that may use this bucket"
+
+
+def advice(error: StoreError, token_source: str | None) -> str | None:
+    """Return what to type, or None if that is not known. ``token_source``: where the token came from, if one was given.
+
+    May ask the server whether it speaks TLS.
+    """
+    url = urlsplit(error.url or "")
+    is_s3 = url.scheme == "s3"
+    match error.reason:
+        case "refused" if is_s3:
+            return "no S3 server answers there: correct AWS_ENDPOINT_URL in the environment, or the network"
+        case "refused" if error.url:
+            return "no store answers there: start it with kvfetch serve DIRECTORY, or correct the host and port"
+        case "unauthorised" if is_s3:
+            return _S3_KEYS
+        case "unauthorised" if error.url and token_source is not None:
+            return f"the token came from {token_source}: give another one with --token-file FILE"
+        case "unauthorised" if error.url:
+            return "give the store's token: --token-file FILE, or KVFETCH_TOKEN in the environment"
+        case "truncated" if url.scheme == "http" and _speaks_tls(url.hostname or "", url.port or 80):
+            return f"it speaks TLS: type {url._replace(scheme='https').geturl()}"
+    return None
+
+
+def _speaks_tls(host: str, port: int) -> bool:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    try:
+        with socket.create_connection((host, port), _HANDSHAKE_S) as plain, context.wrap_socket(plain):
+            return True
+    except OSError:
+        return False
+
+
+def divided_models(namespaces: Sequence[NamespaceSummary]) -> dict[str, list[str]]:
+    """Return, for each model with several sets of flags, a text for each set, such as ``--page-size 16 (12 segments)``.
+
+    A text has what differs between the sets. Models are named as in `kvfetch inspect`. Namespaces of the stages of a
+    pipeline have equal flags.
+    """
+    readable = [(summary.namespace, summary) for summary in namespaces if summary.namespace is not None]
+    readable.sort(key=lambda each: (each[0].model, -each[1].stored_bytes))
+    found: dict[str, list[str]] = {}
+    for identity, group in groupby(readable, key=lambda each: each[0].model):
+        num_segments: dict[tuple[str, ...], int] = {}
+        name = ""
+        for namespace, summary in group:
+            name = name or summary.model or identity
+            flags = tuple(_flags(namespace, summary))
+            num_segments[flags] = num_segments.get(flags, 0) + summary.num_segments
+        if len(num_segments) > 1:
+            common = set.intersection(*map(set, num_segments))
+            found[name if name not in found else identity] = [
+                f"{' '.join(flag for flag in flags if flag not in common) or 'no others'} ({_segments(count)})"
+                for flags, count in num_segments.items()
+            ]
+    return found
+
+
+def _flags(namespace: Namespace, summary: NamespaceSummary) -> Iterator[str]:
+    """Yield SGLang's flags and our config keys that a namespace is made of, besides the model."""
+    for part in namespace.model_dtype.split(";"):
+        name, _, value = part.partition("=")
+        if name == "flags":
+            yield f"{summary.flags or f'flags with the digest {value}'}"
+        elif value != "None":
+            yield f"--{name} {value}"
+    yield f"--page-size {namespace.page_size}"
+    yield f"KV cache in {namespace.kv_dtype}"
+    if namespace.attention not in ("mha", "mla"):
+        yield namespace.attention
+    yield f"quantiser {summary.quantiser or namespace.quantiser}"
+
+
+def _segments(count: int) -> str:
+    return "1 segment" if count == 1 else f"{count} segments"
+
 
 INDEX_TIMEOUT_S = 30.0  # commands can wait longer than servers
 _ADDRESS = re.compile(r"[\w.-]+:[0-9]{1,5}/?|\[[0-9a-f:]+\]:[0-9]{1,5}/?")
@@ -124,7 +211,7 @@ class OpenTarget:
         """Return the store's profiles, the newest first; none of files outside a store."""
         return await list_profiles(self.objects) if isinstance(self.objects, AdminStore) else []
 
-    async def unusable_profiles(self, keys: ProfileKeys) -> dict[str, str]:
+    async def unusable_profiles(self, keys: StoreKeys) -> dict[str, str]:
         """Read all profiles. Return what is wrong with those that cannot be used, by name. Without a key for an
         encrypted one, only its header is read."""
         problems: dict[str, str] = {}
@@ -137,7 +224,7 @@ class OpenTarget:
             except (FormatError, StoreError) as e:
                 if not e.concerns_object:
                     raise
-                if await self.objects.get_profile(listed.info.name, 1) is not None:  # not withdrawn meanwhile
+                if await self.objects.get_note(PROFILES, listed.info.name, 1) is not None:  # not withdrawn meanwhile
                     problems[listed.info.name] = str(e)
         return problems
 

@@ -1,7 +1,16 @@
-"""Defines the options and arguments that commands share, and prints their results."""
+"""Defines the options and arguments that commands share, prints their results, and names a package that a command
+lacks.
+
+Without extras, only what ``kvfetch serve`` needs is installed. Commands import the rest where they work with it, and
+`ModuleNotFoundError` is translated once, for all commands, in ``app.py``.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import logging
+import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -16,13 +25,49 @@ from rich.table import Table
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.sizes import format_size as format_size
-from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret, read_secret_lines
+from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret, format_size as format_size, read_secret_lines
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
     from sgl_kvfetch.stores import TlsFiles
+
+_PROJECT = "sgl_kvfetch"
+_DISTRIBUTIONS = {"PIL": "pillow"}  # packages whose distribution has another name
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """Return the name of the package that is not installed. Raise ``error`` again if the module is one of ours."""
+    package = (error.name or _PROJECT).partition(".")[0]
+    if package == _PROJECT:
+        raise error
+    return package
+
+
+def needs_package(what: str, error: ModuleNotFoundError) -> ConfigError:
+    """Return the error of ``what``, which cannot run without the package that ``error`` names."""
+    package = missing_package(error)
+    return ConfigError(
+        f"{what} needs {package}, which is not installed here: {how_to_install(package)}, or run it on a machine "
+        "that has SGLang"
+    )
+
+
+def how_to_install(package: str) -> str:
+    """Return the command that installs a package: by this project's extra that has it, if one has."""
+    distribution = _DISTRIBUTIONS.get(package, package)
+    return f"{sys.executable} -m pip install {_wanted_by(distribution)}"
+
+
+def _wanted_by(distribution: str) -> str:
+    """Return what pip is to install for the sake of a distribution."""
+    for line in importlib.metadata.requires(_PROJECT) or []:
+        name, _, marker = line.partition(";")
+        if re.split(r"[^\w.-]", name)[0] == distribution:
+            extra = re.search(r"extra == [\"'](\w+)[\"']", marker)
+            return f"'{_PROJECT}[{extra[1]}]'" if extra else _PROJECT
+    return distribution
+
 
 _MAX_FAILURES_SHOWN = 20
 
@@ -164,6 +209,19 @@ def show(
                 console.print(line)
     if failures:
         raise typer.Exit(1)
+
+
+class _Formatter(logging.Formatter):
+    """Begins messages with our name. What SGLang's servers log as well has it already."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"kvfetch: {super().format(record).removeprefix('kvfetch: ')}"
+
+
+def show_log(level: int, handler: logging.Handler) -> None:
+    """Let ``handler`` show what is logged from ``level`` on, and nothing else show it."""
+    handler.setFormatter(_Formatter())
+    logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 def make_console(*, stderr: bool = False) -> Console:

@@ -13,7 +13,6 @@ from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.side_by_side import side_by_side
-from sgl_kvfetch.sizes import parse_size
 from sgl_kvfetch.stores import AdminStore
 from sgl_kvfetch.stores.upkeep import Plan, Swept, plan_sweep, read_manifest, sweep_segments
 from sgl_kvfetch.tools.target import INDEX_TIMEOUT_S, run_on_store
@@ -30,6 +29,7 @@ from sgl_kvfetch.tools.terminal import (
     option,
     show,
 )
+from sgl_kvfetch.user_files import parse_size
 
 _WORKERS = 16
 
@@ -183,7 +183,8 @@ def index(
         raise ConfigError(f"{url!r} is not an s3:// store; other stores have their own index")
 
     async def rebuild(opened: AdminStore) -> Entered:
-        from sgl_kvfetch.stores import IndexOptions, PageIndex  # a missing package is reported by now
+        """Enter all segments into the index. Return how many, and which could not be read."""
+        from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex  # a missing package is reported by now
 
         entered = Entered()
         pages = PageIndex(IndexOptions(index_url, index_ttl_s, INDEX_TIMEOUT_S), url.rstrip("/"))

@@ -16,22 +16,19 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from sgl_kvfetch.codec import (
+    NO_KEYS,
     Cell,
     DataObject,
-    EncryptionKeys,
     Manifest,
-    ManifestKeys,
     Side,
+    StoreKeys,
     open_manifest,
-    read_encryption_keys,
-    read_manifest_keys,
 )
 from sgl_kvfetch.errors import ConfigError, EncryptedError, FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck, parse_object_name
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.stores import MAX_DAMAGED, AdminStore, Damaged, ObjectInfo, ProfileKeys, Verified
+from sgl_kvfetch.stores import AdminStore, ObjectInfo, Verified
 from sgl_kvfetch.stores.upkeep import Objects, StoredSegment, decode_named_manifest, read_manifest
-from sgl_kvfetch.tools.packages import how_to_install, missing_package
 from sgl_kvfetch.tools.summary import signature_of
 from sgl_kvfetch.tools.target import OpenTarget, run_on_target
 from sgl_kvfetch.tools.terminal import (
@@ -41,15 +38,17 @@ from sgl_kvfetch.tools.terminal import (
     TokenFileOption,
     TokenOption,
     format_size,
+    how_to_install,
     json_flag,
     make_progress,
+    missing_package,
     option,
     show,
 )
 
 if TYPE_CHECKING:  # these load torch and codecs
     from sgl_kvfetch.codec import SegmentReader, SidePlace
-    from sgl_kvfetch.plane import ReadUnit
+    from sgl_kvfetch.plane.fetch.plan import ReadUnit
 
 MAX_PROBLEMS_AN_OBJECT = 5
 MAX_COMMANDS = 20
@@ -100,7 +99,7 @@ def verify(
 
         kvfetch verify backup/8-91ab.kvm
     """
-    keys, encryption_keys = read_manifest_keys(manifest_key_file), read_encryption_keys(encryption_key_file)
+    keys = StoreKeys.read(manifest_key_file, encryption_key_file)
     store: str | None = None
     untold: str | None = None
 
@@ -113,12 +112,12 @@ def verify(
             if not isinstance(opened.objects, LocalStore):
                 raise ConfigError(f"{opened.label} is not a directory; --rebuild works where the disk is")
             await opened.objects.rebuild()
-        report = await _verify(opened, await opened.list_segments(), keys, encryption_keys, jobs)
+        report = await _verify(opened, await opened.list_segments(), keys, jobs)
         if not opened.prefix:
-            report.profiles = await opened.unusable_profiles(ProfileKeys(keys, encryption_keys))
-            if isinstance(opened.objects, AdminStore):
+            report.profiles = await opened.unusable_profiles(keys)
+            if isinstance(opened.objects, AdminStore) and opened.objects.has_page:
                 try:
-                    await opened.objects.tell_verified(_for_the_page(report))
+                    await _for_the_page(report).put(opened.objects)
                 except StoreError as e:  # with a token that may only read, most likely
                     untold = str(e)
         return report
@@ -136,22 +135,21 @@ def verify(
 
 
 def _for_the_page(report: Report) -> Verified:
-    """Return the first problem of each damaged object, the first objects by name."""
+    """Return the first problem of each damaged object."""
     first: dict[str, str] = {}
     for problem in report.problems:
         first.setdefault(problem.name, problem.what)
     first |= {f"profile {name}": what for name, what in report.profiles.items()}
-    damaged = tuple(Damaged(name[:200], printable(what)[:500]) for name, what in sorted(first.items())[:MAX_DAMAGED])
-    return Verified(report.num_segments, report.read_bytes, len(first), damaged)
+    return Verified.of(report.num_segments, report.read_bytes, first)
 
 
 async def _verify(
     target: OpenTarget,
     segments: list[StoredSegment],
-    keys: ManifestKeys | None,
-    encryption_keys: EncryptionKeys | None,
+    keys: StoreKeys,
     jobs: int,
 ) -> Report:
+    """Read and check segments, ``jobs`` at a time, and show how far it is."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
     total = sum(segment.stored_bytes for segment in segments if segment.manifest is not None)
@@ -165,13 +163,13 @@ async def _verify(
             pool,
             jobs=jobs,
             keys=keys,
-            encryption_keys=encryption_keys,
             on_read=lambda num_bytes: progress.advance(task, num_bytes),
         )
         return await verifier.run(segments)
 
 
 def _lines(report: Report) -> Iterator[str]:
+    """Yield a report as lines: first what is corrupt, then what was read, then what was left out."""
     by_object: dict[str, list[str]] = {}
     for problem in report.problems:
         by_object.setdefault(problem.name, []).append(problem.what)
@@ -261,14 +259,13 @@ class _Piece(NamedTuple):
 @dataclass
 class Verifier:
     """Verifies ``jobs`` segments at a time. Each job holds one read of about ``read_bytes`` bytes in memory. With
-    ``keys``, also requires that all manifests are signed with one of them. ``encryption_keys`` decrypt. Where torch or
-    a codec's library is not installed, nothing is decoded: stored bytes are only compared with their digests."""
+    manifest keys, also requires that all manifests are signed with one of them. Where torch or a codec's library is not
+    installed, nothing is decoded: stored bytes are only compared with their digests."""
 
     objects: Objects
     decode_pool: Executor
     jobs: int
-    keys: ManifestKeys | None = None
-    encryption_keys: EncryptionKeys | None = None
+    keys: StoreKeys = NO_KEYS
     read_bytes: int = 4 << 20
     on_read: Callable[[int], None] = lambda num_bytes: None
     report: Report = field(default_factory=Report)
@@ -309,7 +306,7 @@ class Verifier:
         self.report.orphans += [data for name, data in stored.data.items() if name not in manifest.data_names]
 
     def _check_signature(self, name: str, content: bytes) -> None:
-        signature = signature_of(content, self.keys)
+        signature = signature_of(content, self.keys.manifest)
         if signature == "missing":
             self._add(name, "has no signature")
         elif signature == "wrong":
@@ -358,7 +355,7 @@ class Verifier:
         """Return the pieces of each data object, in the order of the manifest. Raises FormatError."""
         if self.report.missing_package is None:
             try:
-                return self._decoded_pieces(open_manifest(manifest, self.encryption_keys))
+                return self._decoded_pieces(open_manifest(manifest, self.keys))
             except EncryptedError:
                 self.report.num_locked += 1
                 self.report.locking_keys = sorted({*self.report.locking_keys, *manifest.key_names})
@@ -378,7 +375,7 @@ class Verifier:
         ]
 
     def _variant_pieces(self, reader: SegmentReader) -> Iterator[_Piece]:
-        from sgl_kvfetch.plane import ReadSize, read_units
+        from sgl_kvfetch.plane.fetch.plan import ReadSize, read_units
 
         for span in range(reader.manifest.num_spans):
             for unit in read_units(reader, span, ReadSize(self.read_bytes)):
@@ -392,7 +389,7 @@ class Verifier:
             yield _Piece(start, min(self.read_bytes, num_bytes - start), 0, ())
 
     def _side_pieces(self, manifest: Manifest, side: Side) -> Iterator[_Piece]:
-        from sgl_kvfetch.codec.container import places_in
+        from sgl_kvfetch.codec.container.sides import places_in
 
         run: list[SidePlace] = []
         for place in places_in(manifest, side):

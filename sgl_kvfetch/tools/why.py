@@ -12,10 +12,9 @@ import msgspec
 import typer
 from msgspec import Struct
 
-from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
+from sgl_kvfetch.codec import StoreKeys
 from sgl_kvfetch.errors import ConfigError, KVFetchError
-from sgl_kvfetch.keys import Namespace
-from sgl_kvfetch.labels import Labels, label_of_request
+from sgl_kvfetch.keys import Labels, Namespace, label_of_request
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, text_of
 from sgl_kvfetch.reasons import ADVICE, Reason
@@ -62,7 +61,7 @@ _DROPPED = {
 class Explained(Struct, frozen=True):
     """What became of one prompt, or of one request. ``namespace``: the digest of the one that was looked into; "" if
     there is none. ``called``: its model and quantiser, for people. ``elsewhere``: other namespaces that have the
-    prompt's first page."""
+    prompt's first page. ``audits``: what the server's audits say, "" if it did not tell."""
 
     num_tokens: int
     num_pages: int
@@ -73,6 +72,7 @@ class Explained(Struct, frozen=True):
     findings: list[Finding]
     elsewhere: list[Stored]
     decided: list[Decided]
+    audits: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ def why(
             "a list with an object a prompt, with num_tokens, num_pages, page_size, namespace, called (its model and "
             "quantiser), stored_pages, findings "
             "(each with reason, first_page, end_page and detail), elsewhere (other namespaces that have the prompt's "
-            "first page) and decided (what the server did with requests that begin like it, the newest last)"
+            "first page), decided (what the server did with requests that begin like it, the newest last) and audits "
+            "(what the server's audits say of its namespace)"
         ),
     ] = False,
 ) -> None:
@@ -133,9 +134,10 @@ def why(
     prompts = prompts_of(prompt, file, required=request is None)
     if request is not None and (prompts or server is None):
         raise ConfigError("--request needs --server, and neither --prompt nor --file")
-    keys, encryption_keys = read_manifest_keys(manifest_key_file), read_encryption_keys(encryption_key_file)
+    keys = StoreKeys.read(manifest_key_file, encryption_key_file)
 
     async def explain(opened: AdminStore) -> list[Explained]:
+        """Return for each prompt, or for the request, why it was not served from the store."""
         asked: Asked | None = None
         if server is None:
             tokenised = tokens_of(prompts, model)
@@ -159,7 +161,6 @@ def why(
                 partial(page_hashes, tokens, cache_salt=cache_salt),
                 partial(page_hashes, tokens) if cache_salt else None,
                 keys,
-                encryption_keys,
                 status.most_left_out if status else 0,
                 range(status.first_head, status.end_head) if status else None,
             )
@@ -178,7 +179,7 @@ async def _explain(diagnosis: Diagnosis, num_tokens: int, asked: Asked | None) -
     status = asked.status if asked else None
     stored = await diagnosis.stored()
     wanted = status.namespace if status else stored[0][1] if stored else None
-    page_size = wanted.page_size if wanted else asked.page_size if asked else 0
+    page_size = wanted.page_size if wanted else asked.page_size if asked else diagnosis.only_page_size
     digest = wanted.digest() if wanted else ""
     elsewhere = [each for each, _ in stored if each.namespace != digest]
     hashes = diagnosis.hashes_at(page_size) if page_size else []
@@ -186,8 +187,7 @@ async def _explain(diagnosis: Diagnosis, num_tokens: int, asked: Asked | None) -
     findings = list(_in_the_way(asked, num_tokens, page_size)) if asked else []
     num_stored = 0
     if wanted is None:
-        detail = "no namespace has the prompt's first page"
-        findings += [] if findings else [_with_writes(Finding(Reason.NEVER_WRITTEN, 0, len(hashes), detail), asked)]
+        findings += [] if findings else [_with_writes(_not_found(diagnosis, num_tokens, page_size), asked)]
     elif hashes:
         num_stored, finding = await diagnosis.explain(wanted)
         if finding is not None:
@@ -197,7 +197,20 @@ async def _explain(diagnosis: Diagnosis, num_tokens: int, asked: Asked | None) -
     if last is not None and last.reason not in [Reason.DIVERGES, *(f.reason for f in findings)]:
         findings.append(last)
     called = _called(wanted, status.labels if status else _labels_of(diagnosis, digest)) if wanted else ""
-    return Explained(num_tokens, len(hashes), page_size, digest, called, num_stored, findings, elsewhere, decided)
+    audits = _audits(status)
+    return Explained(
+        num_tokens, len(hashes), page_size, digest, called, num_stored, findings, elsewhere, decided, audits
+    )
+
+
+def _not_found(diagnosis: Diagnosis, num_tokens: int, page_size: int) -> Finding:
+    """Say why no namespace has a prompt's first page."""
+    num_pages = num_tokens // page_size if page_size else 0
+    if not diagnosis.summaries:
+        return Finding(Reason.NEVER_WRITTEN, 0, num_pages, "nothing is stored")
+    if num_tokens <= page_size:
+        return Finding(Reason.SHORT, 0, num_pages, _too_short(num_tokens, page_size, page_size))
+    return Finding(Reason.NEVER_WRITTEN, 0, num_pages, "no namespace has the prompt's first page")
 
 
 async def _with_text(explained: Explained, tokens: Tokens, model: str | None, server: str | None) -> Explained:
@@ -206,10 +219,12 @@ async def _with_text(explained: Explained, tokens: Tokens, model: str | None, se
     findings = []
     for each in explained.findings:
         is_new = each.reason == Reason.NEVER_WRITTEN and not explained.stored_pages
-        if (each.reason == Reason.DIVERGES or is_new) and (found := await text(each.first_page)):
-            where = tokens_of_page(each.first_page, explained.page_size)
-            said = f"No stored prompt has its {where}: {found}" if is_new else f"Its {where} are {found}"
-            each = msgspec.structs.replace(each, detail=f"{each.detail}. {said}")
+        if explained.num_pages and (each.reason == Reason.DIVERGES or is_new):
+            found, where = await text(each.first_page), tokens_of_page(each.first_page, explained.page_size)
+            said = f"Its {where} are {found}" if found else ""
+            if is_new:
+                said = f"No stored prompt has its {where}{f': {found}' if found else ''}"
+            each = msgspec.structs.replace(each, detail=". ".join(filter(None, (each.detail, said))))
         findings.append(each)
     return msgspec.structs.replace(explained, findings=findings)
 
@@ -238,14 +253,20 @@ def _in_the_way(asked: Asked, num_tokens: int, page_size: int) -> Iterator[Findi
         return
     if not status.reads:
         yield Finding(Reason.NOT_READING, 0, num_pages, "its mode is write_only, or its weights were updated")
-    # SGLang always computes the last token, and so the page with it.
-    num_usable = (num_tokens - 1) // page_size * page_size
     least = max(status.threshold_tokens, page_size)
-    if num_usable < least:
-        what = f"{num_usable} tokens could be served, and lookups begin at {least}"
-        yield Finding(Reason.SHORT, 0, num_pages, what)
+    if _num_usable(num_tokens, page_size) < least:
+        yield Finding(Reason.SHORT, 0, num_pages, _too_short(num_tokens, page_size, least))
     if asked.is_paused:
         yield Finding(Reason.SKIPPED, 0, num_pages, "the server's lookups pause, since the store failed several times")
+
+
+def _num_usable(num_tokens: int, page_size: int) -> int:
+    """SGLang always computes the last token, and so the page with it."""
+    return (num_tokens - 1) // page_size * page_size
+
+
+def _too_short(num_tokens: int, page_size: int, least: int) -> str:
+    return f"{_num_usable(num_tokens, page_size)} tokens could be served, and lookups begin at {least}"
 
 
 def _not_attached(num_pages: int) -> Finding:
@@ -305,7 +326,15 @@ def _request(asked: Asked, request_id: str) -> Explained:
         findings = [_with_writes(Finding(Reason.NEVER_WRITTEN, last.num_found, last.num_pages, detail), asked)]
     num_tokens, digest = last.num_pages * asked.page_size, status.namespace.digest()
     called = _called(status.namespace, status.labels)
-    return Explained(num_tokens, last.num_pages, asked.page_size, digest, called, last.num_found, findings, [], decided)
+    about = num_tokens, last.num_pages, asked.page_size, digest, called, last.num_found
+    return Explained(*about, findings, [], decided, _audits(status))
+
+
+def _audits(status: ServerStatus | None) -> str:
+    if status is None or status.audits is None:
+        return ""
+    says, advice = status.audits.says, status.audits.advice
+    return f"{says}; what to do: {advice}" if advice else says
 
 
 def _called(namespace: Namespace, labels: Labels) -> str:
@@ -329,6 +358,8 @@ def _lines(number: int, e: Explained) -> Iterator[str]:
     for each in e.decided[-_MOST_SHOWN:]:
         outcome = f"{each.num_pages} looked up, {each.num_found} found, {each.num_served} served"
         yield f"  request {printable(each.request_id) or '(no id)'} at {when(each.at_s)}: {outcome}"
+    if e.audits:
+        yield f"  audits: {printable(e.audits)}"
     if not e.findings:
         yield "  nothing is in the way: a server of this namespace fetches the prompt if it is not in its memory"
 
@@ -380,14 +411,14 @@ async def _ask_server(session: ClientSession, server: str) -> Asked:
 
 def _unwritten(status: ServerStatus | None, samples: Sequence[Sample]) -> Iterator[str]:
     """Yield what keeps a server from writing pages, or has done so since its start."""
-    from sgl_kvfetch.tools.sglang_server import total
+    from sgl_kvfetch.tools.sglang_server import queued_text, total
 
     if status is not None and not status.writes:
         yield "it does not write: its mode is read_only, or its weights were updated"
     if status is not None and status.writes_back:
         yield "it stores pages only when SGLang evicts them (--hicache-write-policy write_back)"
-    if queued_bytes := total(samples, "sgl_kvfetch_queued_bytes", queue="write"):
-        yield f"{queued_bytes:.0f} bytes wait in its write queue"
+    if queued := queued_text(samples):
+        yield queued
     for result, what in _DROPPED.items():
         if num_pages := total(samples, "sgl_kvfetch_written_pages_total", result=result):
             yield f"it has dropped {num_pages:.0f} pages since its start: {what}"

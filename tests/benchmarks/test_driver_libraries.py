@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks.gpu_check import driver_libraries
 
+pytestmark = pytest.mark.process
+
 
 def test_a_stub_stands_in_for_the_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = driver_libraries._loads

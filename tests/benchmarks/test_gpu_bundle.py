@@ -16,6 +16,8 @@ import pytest
 
 from benchmarks.gpu_check import bundle
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 KEPT = [
     "PyNvVideoCodec/__init__.py",
@@ -52,7 +54,7 @@ from pathlib import Path
 import torch
 from benchmarks.gpu_check import ans, kernels, quantise
 from benchmarks.gpu_check.record import Record
-from benchmarks.gpu_check.steps import STEPS
+from benchmarks.gpu_check.runner import STEPS
 from benchmarks.kernel_bytes import Span
 from sgl_kvfetch.codec.bitstream import _ans
 from sgl_kvfetch.codec.quant import _klt

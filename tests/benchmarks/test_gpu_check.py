@@ -29,15 +29,14 @@ from benchmarks.gpu_check import (
     tests,
 )
 from benchmarks.gpu_check.record import Record
-from benchmarks.gpu_check.runner import _END_S, Result, run_step
-from benchmarks.gpu_check.steps import STEPS, TOTAL_S, Step
+from benchmarks.gpu_check.runner import _END_S, STEPS, TOTAL_S, Result, Step, run_step
 from benchmarks.kernel_bytes import Span
 from harness import stand_in_pool
 from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
 from sgl_kvfetch.codec.cuda_streams import Device
 from sgl_kvfetch.codec.quant import klt
-from sgl_kvfetch.plugin.device import klt_reads
+from sgl_kvfetch.plugin.device import gpu_pages
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.quantise_klt import KltCells
 from sgl_kvfetch.triton_kernels.restore_klt import OPTIONS, KltOptions, KltShape
@@ -48,6 +47,7 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
+@pytest.mark.process
 def test_without_a_gpu_it_ends_well_and_names_what_it_skipped() -> None:
     before = sorted((ROOT / "docs" / "gpu").iterdir())
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -161,7 +161,8 @@ def record(tmp_path: Path) -> Record:
 
 
 TINY = [Span(17, heads=2, dim=16, coefficients=20)]
-CASES = ["restore_klt", "restore_klt NeoX", "restore_klt GPT-J"]
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+CASES = ["restore_klt", "restore_klt NeoX", "restore_klt GPT-J", *(f"restore_klt {dtype}" for dtype in FP8)]
 
 
 def test_kernels_are_held_against_their_references(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +213,12 @@ def test_ans_is_held_against_the_cpu_and_measured(record: Record, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_quantising_is_held_against_the_cpu_and_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(klt_reads, "_TRIAL_TOKENS", 16)  # the interpreter takes a second for 512
-    quantise.check(record, FakeDevice(), num_tokens=16, dim=16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *FP8], ids=str)
+def test_quantising_is_held_against_the_cpu_and_measured(
+    dtype: torch.dtype, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_pages, "_TRIAL_TOKENS", 16)  # the interpreter takes a second for 512
+    quantise.check(record, FakeDevice(), num_tokens=16, dim=16, dtype=dtype)
     found = found_by(record)
     assert not found["reason"]
     assert found["rows"][0]["share_of_other_integers"] <= 0.005
@@ -227,7 +231,7 @@ def test_quantising_is_held_against_the_cpu_and_measured(record: Record, monkeyp
         args[-1][len(cells.num_rows) :] ^= 1
 
     monkeypatch.setattr(KltCells, "quantise", wrong)
-    quantise.check(record, FakeDevice(), num_tokens=16, dim=16)
+    quantise.check(record, FakeDevice(), num_tokens=16, dim=16, dtype=dtype)
     reason = found_by(record)["reason"]
     assert "a trial gave 100% other integers" in reason
     assert "of a cell's integers are not the CPU's" in reason
@@ -287,9 +291,9 @@ def test_a_matrix_product_beside_decoding(record: Record) -> None:
 
 def test_loads_are_checked_and_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_pool.install_if_missing()
-    from sgl_kvfetch.plugin.device import coded_loads
-    from sgl_kvfetch.plugin.device.cuda_reads import CudaRun
+    from sgl_kvfetch.plugin.device import gpu_loads
     from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
+    from sgl_kvfetch.plugin.device.gpu_pages import CudaRun
 
     monkeypatch.setattr(runtime, "INTERPRETED", False)
     for product in ("_HAS_BFLOAT16", "_HAS_INTEGERS"):
@@ -330,7 +334,7 @@ def test_loads_are_checked_and_measured(record: Record, monkeypatch: pytest.Monk
     assert values["gb_a_second"] > 0
 
     monkeypatch.setattr(passes, "PASS_SECONDS", ())
-    monkeypatch.setattr(coded_loads, "launch_klt", lambda *args: None)
+    monkeypatch.setattr(gpu_loads, "launch_klt", lambda *args: None)
     monkeypatch.setattr(GpuLoader, "_copy_values", lambda *args: iter(()))
     monkeypatch.setattr(CudaRun, "read", lambda *_: torch.ones(2, loads.PAGE_TOKENS, 3, 8, 16))
     loads.measure(record, model, num_tokens, device, device.forward, make_pass)
@@ -340,6 +344,65 @@ def test_loads_are_checked_and_measured(record: Record, monkeypatch: pytest.Monk
     for what in ("coded cells, 1 MiB of scratch memory", held_up, "coded cells beside forward passes", "values"):
         assert f"{what}: k of layer 0 differs by up to" in reason
     assert "k of pages that were read differs from the pool's" in reason
+
+
+def test_side_pages_are_loaded_and_read(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_pool.install_if_missing()
+    from sgl_kvfetch.plugin.device.pages import SideBuffers
+
+    monkeypatch.setattr(loads, "SCRATCH_MIB", (1,))
+    window = {"window_layers": 2, "window_tokens": 2 * loads.PAGE_TOKENS, "heads": 1, "dim": 16}
+    sizes = loads.SideSizes(**window, state_values=64, key_layers=2, key_bytes=4)
+    device = FakeDevice(1)
+    loads.measure_sides(record, device, device.forward, sizes)
+    found = found_by(record)
+    assert not found["reason"]
+    assert found["rows"][-1]["mb"] > 0
+    monkeypatch.setattr(SideBuffers, "scatter", lambda *args: None)
+    loads.measure_sides(record, device, device.forward, sizes)
+    assert found_by(record)["reason"] == "; ".join(
+        f"side pages: {count} of the pool {name} are other bytes, of which the first is 0"
+        for name, count in (("swa", 2), ("mamba", 1), ("indexer", 2))
+    )
+
+
+def test_copies_at_once_are_held_against_copies_one_by_one(record: Record) -> None:
+    device = FakeDevice()
+    loads.measure_copies(record, device, 5, 100)
+    found = found_by(record)
+    assert not found["reason"]
+    assert [(row["launched"], row["copies"]) for row in found["rows"]] == [("at once", 5), ("one by one", 5)]
+    assert all(row["launch_cpu_us"] > 0 and row["gb_a_second"] > 0 for row in found["rows"])
+    assert not device.pinned_memory
+
+    class Forgetful(FakeDevice):
+        def copy_ranges(self, *args: Any, is_pinned: bool = True) -> None:
+            if not is_pinned:
+                super().copy_ranges(*args)
+
+    loads.measure_copies(record, Forgetful(), 5, 100)
+    assert found_by(record)["reason"] == "copies of 5 ranges, at once: other bytes"
+
+
+def test_launches_are_measured_beside_pinning(record: Record) -> None:
+    """Until all is pinned."""
+    from sgl_kvfetch.plugin.device.gpu_pages import PIECE_BYTES
+
+    class Slow(FakeDevice):
+        def pin(self, memory: torch.Tensor) -> None:
+            super().pin(memory)
+            time.sleep(0.01)
+            pinned.append(memory.nbytes)
+
+    pinned, device = list[int](), Slow()
+    loads.measure_pinning(record, device, 2 * PIECE_BYTES + 10, 50)
+    alone, beside = found_by(record)["rows"]
+    assert (alone["beside"], alone["launches"], beside["beside"]) == ("nothing", 50, "pinning")
+    assert beside["launches"] > 0
+    assert 0 < beside["median_us"] <= beside["longest_us"]
+    assert beside["longest_ms_of_a_piece"] >= 10
+    assert pinned == [PIECE_BYTES, PIECE_BYTES, 10]
+    assert not device.pinned_memory
 
 
 def test_a_late_device_holds_some_work_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import gguf_to_hf, real_model
 from benchmarks.real_model import QWEN2_5_CODER, ModelSource
+from sgl_kvfetch.codec.calibrate.text import prompt_start
 from sgl_kvfetch.errors import ConfigError
 
 PIECES = (b"one", b"two", b"three")
@@ -99,6 +100,39 @@ def test_only_a_llamas_rows_are_put_back_in_order(architecture: str, tmp_path: P
             weights["model.layers.0.post_attention_layernorm.weight"], torch.tensor(rows[0] - 1).bfloat16()
         )
     assert ("model.layers.0.self_attn.k_proj.bias" in weights) == (architecture == "qwen2")
+
+
+@pytest.mark.parametrize("begins_texts", [True, False])
+def test_prompts_begin_with_bos_where_the_file_says_so(begins_texts: bool, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gemma3")
+    writer.add_tokenizer_model("llama")
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "a", "b", "ab"]
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types([3, 3, 3, 2, 1, 1, 1])  # control tokens, the unknown one, words
+    writer.add_token_merges(["a b"])
+    writer.add_pad_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_bos_token_id(2)
+    writer.add_unk_token_id(3)
+    writer.add_add_bos_token(begins_texts)
+    for add in (writer.add_block_count, writer.add_embedding_length, writer.add_feed_forward_length,
+                writer.add_head_count, writer.add_head_count_kv, writer.add_context_length, writer.add_key_length,
+                writer.add_sliding_window):  # fmt: skip
+        add(8)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    made = gguf_to_hf._tokenizer(gguf.GGUFReader(tmp_path / "model.gguf"), tmp_path / "model.gguf")
+    made.save_pretrained(tmp_path / "folder")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "folder")
+    assert tokenizer("ab").input_ids == ([2, 6] if begins_texts else [6])
+    assert prompt_start(tokenizer).tolist() == ([2] if begins_texts else [])
 
 
 @pytest.mark.slow

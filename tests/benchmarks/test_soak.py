@@ -11,9 +11,10 @@ from benchmarks.soak import attacks
 from benchmarks.soak.clients import Busy, Client
 from benchmarks.soak.ledger import Ledger
 from benchmarks.soak.world import World
+from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
 
 
@@ -41,6 +42,7 @@ class StoppingLedger(Ledger):
         self.stop.set()
 
 
+@pytest.mark.process
 async def test_a_client_notices_wrong_data(tmp_path: Path) -> None:
     world, store = World(1, seed=0), LocalStore(tmp_path)
     for segment in world.segments.values():
@@ -51,7 +53,7 @@ async def test_a_client_notices_wrong_data(tmp_path: Path) -> None:
     for path in tmp_path.rglob("*.kvd"):  # noqa: ASYNC240
         path.write_bytes(b"wrong" + path.read_bytes()[5:])
     ledger = StoppingLedger()
-    async with running_server(ServerConfig(tmp_path, port=0)) as server, asyncio.timeout(120):
+    async with running_server(ServerConfig(tmp_path, port=0)) as server, asyncio.timeout(WAIT_S):
         await Client(0, server.port, world, ledger, Busy(), seed=0).run(ledger.stop)
     assert "differ" in ledger.problems["read: wrong"].example
 
@@ -65,7 +67,7 @@ async def test_each_attack_is_answered(tmp_path: Path, monkeypatch: pytest.Monke
         attacking = asyncio.create_task(attacker.run(stop))
         names = {"prompts", "lookups", "summary", "segments", "pictures", "pins", "web page", "malformed"}
         names |= {"endless bodies", "catalog locked"}
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(WAIT_S):
             while {answer.partition(":")[0] for answer in attacker.answers} < names:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         stop.set()

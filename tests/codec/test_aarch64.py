@@ -19,9 +19,12 @@ CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SOURCE = Path(__file__).with_name("native.cpp")
 SETUP = Path(__file__).parents[2] / "setup.py"
 MISSING = [name for name in ("g++", CROSS_COMPILER, EMULATOR) if shutil.which(name) is None]
-pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"needs {', '.join(MISSING)}: apt-get install g++-aarch64-linux-gnu qemu-user"
-)
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"needs {', '.join(MISSING)}: apt-get install g++-aarch64-linux-gnu qemu-user"
+    ),
+]
 
 Run = Callable[[Sequence[int], Sequence[np.ndarray | bytes]], bytes]
 

@@ -8,16 +8,10 @@ import sys
 import pytest
 import torch
 
-from sgl_kvfetch.codec import (
-    CellValues,
-    PlainQuantiserName,
-    SegmentReader,
-    SegmentSpec,
-    decode_manifest,
-    encode_segment,
-    make_quantiser,
-    resolution_for,
-)
+from sgl_kvfetch.codec import CellValues, SegmentReader, SegmentSpec, decode_manifest, make_quantiser
+from sgl_kvfetch.codec.bitstream.registry import resolution_for
+from sgl_kvfetch.codec.container.segment import encode_segment
+from sgl_kvfetch.codec.quant.registry import PlainQuantiserName
 from sgl_kvfetch.keys import HeadSlice, Namespace
 
 PAGE_SIZE, PAGES, LAYERS, HEADS, DIM = 16, 8, 6, 2, 32
@@ -82,6 +76,7 @@ def test_any_pages_come_back_from_bytes(pages: range) -> None:
         assert torch.allclose(restored.float(), x[tokens].float(), atol=0.05)
 
 
+@pytest.mark.process
 def test_it_needs_no_engine_and_no_network() -> None:
     script = "import sys, tests.codec.test_as_library as t; print(*{m.partition('.')[0] for m in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from itertools import count
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock, call
 
+import numpy as np
 import pytest
 import torch
 
-from sgl_kvfetch.codec.cuda_streams import Device
+from sgl_kvfetch.codec import cuda_streams
+from sgl_kvfetch.codec.cuda_streams import BATCH_ARGUMENTS, Device, copy_batch
 
 POOL_SIZE = 32  # torch's
 
@@ -83,3 +86,81 @@ def test_a_gpu_has_its_index() -> None:
     with pytest.raises(AssertionError, match="cuda has no index"):
         Device(torch.device("cuda"))
     assert Device(torch.device("cuda", 1)).torch_device.index == 1
+
+
+_Batch = ctypes.CFUNCTYPE(ctypes.c_int, *BATCH_ARGUMENTS)
+
+
+class Driver:
+    """The driver's ``cuMemcpyBatchAsync``, on the host. It reads its arguments as CUDA 12.8's header has them. ``bad``:
+    the copy that it refuses."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        self.bad = bad
+        self.batches: list[tuple[int, int]] = []  # the stream and the number of copies
+        self.function = _Batch(self._copy)
+
+    def _copy(self, *arguments: int) -> int:
+        destinations, sources, sizes, count, attributes, starts, num_attributes, failed, stream = arguments
+        *copies, of_attributes = (
+            ctypes.cast(at, ctypes.POINTER(ctypes.c_size_t))[:n]
+            for at, n in ((destinations, count), (sources, count), (sizes, count), (starts, num_attributes))
+        )
+        assert of_attributes == [0]
+        # The order of the source's accesses, hints of no place, and the flag for copies beside kernels.
+        assert list((ctypes.c_uint * 6).from_address(attributes)) == [1, 0, 0, 0, 0, 1]
+        self.batches.append((stream, count))
+        for index, (there, here, size) in enumerate(zip(*copies, strict=True)):
+            if index == self.bad:
+                ctypes.c_size_t.from_address(failed).value = index
+                return 1
+            ctypes.memmove(there, here, size)
+        return 0
+
+
+RANGES = np.array([5, 0, 40]), np.array([60, 3, 20]), np.array([10, 2, 7])  # places, begins, sizes
+
+
+def expected_ranges(source: torch.Tensor) -> torch.Tensor:
+    expected = torch.zeros(64, dtype=torch.uint8)
+    for place, begin, size in zip(*(x.tolist() for x in RANGES), strict=True):
+        expected[place : place + size] = source[begin : begin + size]
+    return expected
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_ranges_of_pinned_memory_are_one_call_of_the_driver(is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device's current stream. What is not pinned is copied by torch, which waits for it."""
+    driver, gpu = Driver(), torch.device("cuda", 3)
+    monkeypatch.setattr(cuda_streams, "_driver_batch", lambda: driver.function)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=70 + device.index))
+    places, begins, sizes = RANGES
+    source, into = torch.arange(80, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    Device(gpu).copy_ranges(into, places, source, begins, sizes, is_pinned=is_pinned)
+    assert torch.equal(into, expected_ranges(source))
+    assert driver.batches == ([(73, 3)] if is_pinned else [])
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_without_batches_ranges_are_copied_one_by_one(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that lacks the function, and a device that has another driver."""
+
+    def load(name: str) -> object:
+        if is_there:
+            return object()
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    cuda_streams._driver_batch.cache_clear()
+    places, begins, sizes = RANGES
+    source, into = torch.arange(80, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    Device(torch.device("cuda", 0)).copy_ranges(into, places, source, begins, sizes)
+    assert torch.equal(into, expected_ranges(source))
+    cuda_streams._driver_batch.cache_clear()
+
+
+def test_the_driver_says_which_copy_it_refuses() -> None:
+    source, into = torch.arange(80, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    places, begins, sizes = RANGES
+    with pytest.raises(RuntimeError, match=r"cuMemcpyBatchAsync \(copy 1 of 3\) failed: error 1 of CUDA"):
+        copy_batch(Driver(bad=1).function, 7, into.data_ptr() + places, source.data_ptr() + begins, sizes)

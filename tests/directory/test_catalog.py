@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, put_segment
 
 CHAIN = page_hashes(4)
 LIMIT_BYTES = 32 << 10
@@ -135,6 +135,7 @@ def make_read_only(folder: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 @pytest.mark.parametrize("is_clean", [True, False])
 async def test_a_read_only_mount_is_read(tmp_path: Path, is_clean: bool) -> None:

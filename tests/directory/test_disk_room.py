@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.directory import catalog
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 
 SIZE = len(make_segment(page_hashes(4), 0, 4).data) + len(make_segment(page_hashes(4), 0, 4).manifest.encode())
 CAPACITY = 16 * SIZE
@@ -248,6 +248,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.process
 async def test_what_a_killed_writer_left_counts_until_it_is_collected(make: MakeStore, tmp_path: Path) -> None:
     arguments = [tmp_path, data_object(b"x"), CAPACITY, CAPACITY // 8]
     store = make()
@@ -436,6 +437,7 @@ def no_space(fd: int, data: bytes) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 def test_a_tiny_file_system(tmp_path: Path) -> None:
     """What health says is what writes find."""

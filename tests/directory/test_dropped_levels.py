@@ -11,20 +11,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.fetching import fetch_pages
 from harness.memory_pool import MemoryPool
 from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.plane.adapt.pool import DecodePool
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import LevelPolicy, ReadSize
-from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores import Pin
+from sgl_kvfetch.stores.notes import put_pin
 from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
 from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, make as make_segment, segment
 from tests.segments import page_hashes
@@ -116,7 +115,7 @@ async def test_as_many_levels_are_dropped_as_allowed(make: MakeStore) -> None:
 async def test_what_is_pinned_keeps_its_levels_and_all_variants_lose_them_alike(make: MakeStore) -> None:
     store = make(drop_levels=1)
     await fill(store, [0])
-    await store.put_pin(Pin("a prompt", 1, b"".join(chain(0).manifest.page_hashes)))
+    await put_pin(store, Pin("a prompt", 1, b"".join(chain(0).manifest.page_hashes)))
     other = chain(1)
     (variant,) = other.manifest.variants
     twice = msgspec.structs.replace(other.manifest, variants=(variant, msgspec.structs.replace(variant, codec="raw")))
@@ -161,7 +160,7 @@ async def test_a_level_that_is_dropped_between_lookup_and_fetch(make: MakeStore)
         await fill(store, range(1, 7))
         assert await lost(store, 0) == 1
         memory = MemoryPool(GEOMETRY, 4, 0.0)
-        result = await fetch_pages(fetcher, sources, range(4), GuardedSink(memory), WAIT_S)
+        result = await fetcher.fetch(sources, PoolPages(memory, range(4)), WAIT_S)
         assert (result.num_pages, result.failures) == (4, ())
     assert await lost(store, 0) == 1  # reported, and found sound
 

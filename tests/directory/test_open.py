@@ -88,6 +88,7 @@ def test_what_to_install_is_named(monkeypatch: pytest.MonkeyPatch, module: str) 
         open_store("s3://bucket", s3=S3Options(index="redis://host"))
 
 
+@pytest.mark.process
 def test_listing_a_directory_imports_no_data_plane(tmp_path: Path) -> None:
     program = """
 import sys

@@ -13,15 +13,15 @@ import aiohttp
 import msgspec
 import pytest
 
-from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
-from sgl_kvfetch.directory import page_index, rows
+from sgl_kvfetch.directory import catalog, rows
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
-from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores import object_digest
 from sgl_kvfetch.stores.upkeep import decode_named_manifest
+from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 
 CHAIN = page_hashes(4)
 NUM_GOOD = 100  # more than a sweep reads in one transaction
@@ -42,7 +42,7 @@ def with_hashes(segment: CodedSegment, *hashes: bytes) -> CodedSegment:
 
 
 def write_files(root: Path, segment: CodedSegment, age_s: float = 0) -> None:
-    """Write a segment as files, as if an earlier version had stored it."""
+    """Write a segment as files, as if a store that does not check had taken it."""
     (root / FOLDER).mkdir(parents=True, exist_ok=True)
     names = {segment.data_name: segment.data, segment.manifest.key.manifest_name: segment.manifest.encode()}
     for name, content in names.items():
@@ -61,6 +61,7 @@ async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
     await store.close()
 
 
+@pytest.mark.process
 async def test_no_manifest_has_a_page_hash_twice(store: LocalStore, tmp_path: Path) -> None:
     name, content = REPEATED.manifest.key.manifest_name, REPEATED.manifest.encode()
     with pytest.raises(FormatError, match="same page hash twice"):
@@ -96,7 +97,7 @@ async def test_a_bad_manifest_in_the_directory_costs_itself_alone(tmp_path: Path
 async def test_pages_with_the_same_key_are_found_and_forgotten_each(store: LocalStore) -> None:
     one, other = colliding_hashes()
     assert one != other
-    assert page_index.page_key(FOLDER, one) == page_index.page_key(FOLDER, other)
+    assert catalog.page_key(FOLDER, one) == catalog.page_key(FOLDER, other)
     await put_segment(store, COLLIDING)
     for hashes in ([CHAIN[0], one, other, CHAIN[3]], [CHAIN[0], one, other], [one], [other]):
         assert sum(hit.num_pages for hit in (await store.lookup(FOLDER, hashes)).hits) == len(hashes)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory import rows
@@ -22,6 +21,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.directory.repair import Repair
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup
+from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts, put_segment
 
 CHAIN = page_hashes(8)
 FIRST, SECOND = make_segment(CHAIN, 0, 4), make_segment(CHAIN, 4, 4)

@@ -48,10 +48,10 @@ def continue_by_layers(
     if quantiser is not None:
         coded = quantiser.profile.layers.coded
         pairs = [past for number in coded if isinstance(past := passed[number], KV)]
-        k, v = (torch.stack(x, dim=1) for x in zip(*pairs, strict=True))
+        k, v = (torch.stack(x, dim=1) for x in zip(*((each.k, each.v) for each in pairs), strict=True))
         restored = there_and_back(quantiser, {"k": k, "v": v})
         for index, number in enumerate(coded):
-            passed[number] = KV(restored["k"][:, index], restored["v"][:, index])
+            passed[number] = KV(restored["k"][:, index], restored["v"][:, index], pairs[index].indexer)
     after = model.embed(following)
     for number, past in enumerate(passed):
         with model.layer(number) as layer:

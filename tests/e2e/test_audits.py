@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 from harness.engine import SGLangServer, device_args, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
-from harness.waiting import WAIT_S, wait_until
+from harness.waiting import wait_until
 from sgl_kvfetch.reasons import Reason
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.shared import Shared
@@ -21,8 +23,8 @@ from tests.reasons import assert_why
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 TOKENS, AUDITED = 640, 128
-PATIENT: dict[str, Any] = {"fetch_timeout_s": WAIT_S, "lookup_timeout_s": WAIT_S, "prefetch_threshold": 64}
-ALL = PATIENT | {"audit": {"share": 1}}
+COMMON: dict[str, Any] = {"prefetch_threshold": 64}
+ALL = COMMON | {"audit": {"share": 1}}
 
 
 def audits(server: SGLangServer, result: str) -> float:
@@ -33,12 +35,18 @@ def has_found(server: SGLangServer, count: int) -> bool:
     return audits(server, "far") == count
 
 
+def told_to(store: StoreProcess) -> list[Any]:
+    """Return what servers told the store of their audits."""
+    with urllib.request.urlopen(f"{store.url}/v1/summary") as answer:
+        return [told for folder in json.load(answer)["folders"] for told in folder["audits"]]
+
+
 @pytest.mark.parametrize("mode", ["host", "device"])
 def test_the_end_of_a_hit_is_computed_and_compared(
     mode: str, store: StoreProcess, request: pytest.FixtureRequest, expected: Expected
 ) -> None:
     shared: Shared = request.getfixturevalue(mode)
-    with shared.attached(store.url, **PATIENT) as server:
+    with shared.attached(store.url, **COMMON) as server:
         ask(server, make_prompt(0))
         wait_until_written(server, TOKENS // PAGE_SIZE)
     with shared.attached(store.url, **ALL) as server:
@@ -47,6 +55,32 @@ def test_the_end_of_a_hit_is_computed_and_compared(
         assert same_answer(answer, expected[0])
         wait_until(lambda: audits(server, "sound") == 1)
         assert_why(why(store, server, 0), Reason.AUDIT)
+        # The engine hears of it a moment later.
+        wait_until(lambda: "the median of the last 1 audits" in why(store, server, 0)["audits"])
+        wait_until(lambda: bool(told_to(store)))
+        (told,) = told_to(store)
+        assert told["audits"]["num_audits"] == 1
+        assert 0 <= told["audits"]["typical"] <= told["audits"]["ratio"] < 4
+
+
+@pytest.mark.parametrize("mode", ["host", "device"])
+def test_each_rank_compares_the_pages_that_the_first_has_cut(
+    mode: str, model: Path, store: StoreProcess, expected: Expected
+) -> None:
+    arguments = hicache_args if mode == "host" else device_args
+    flags = [*arguments(store.url, **COMMON), "--tp-size", "2"]
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with SGLangServer(model, extra_args=flags, env=env) as server:
+        for seed in (0, 1):
+            ask(server, make_prompt(seed))
+        wait_until_written(server, 4 * TOKENS // PAGE_SIZE)
+    flags = [*arguments(store.url, **ALL), "--tp-size", "2"]
+    with SGLangServer(model, extra_args=flags, env=env) as server:
+        for seed in (0, 1):
+            answer = ask(server, make_prompt(seed))
+            assert from_storage(answer) == TOKENS - PAGE_SIZE - AUDITED
+            assert same_answer(answer, expected[seed])
+            wait_until(lambda seed=seed: audits(server, "sound") == 2 * (seed + 1))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("mode", ["host", "device"])
@@ -56,7 +90,7 @@ def test_a_server_with_other_weights_under_the_same_name_stops_reading(
     arguments = hicache_args if mode == "host" else device_args
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     prompts = [make_prompt(seed) for seed in range(4)]
-    with SGLangServer(model, extra_args=arguments(store.url, **PATIENT, model_id="m")) as writer:
+    with SGLangServer(model, extra_args=arguments(store.url, **COMMON, model_id="m")) as writer:
         for prompt in prompts:
             ask(writer, prompt)
         wait_until_written(writer, len(prompts) * TOKENS // PAGE_SIZE)
@@ -67,6 +101,8 @@ def test_a_server_with_other_weights_under_the_same_name_stops_reading(
             wait_until(partial(has_found, server, count))
         wait_until(lambda: read_metric(server.metrics(), "sgl_kvfetch_audited_off") == 1)
         assert "audits have failed" in server.log()
+        assert read_metric(server.metrics(), "sgl_kvfetch_deleted_segments_total") == 0  # the store may be right
+        wait_until(lambda: any(told["audits"]["off"] for told in told_to(store)))
         assert from_storage(ask(server, prompts[3])) == 0
         assert_why(why(store, server, 3), Reason.AUDITED)
     with SGLangServer(other_model, extra_args=flags, env=env) as server:  # it remembers

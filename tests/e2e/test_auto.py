@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,7 +10,7 @@ from harness.engine import SGLangServer, hicache_args
 from harness.metrics import read_metric
 from harness.models import make_tiny_llama
 from harness.store_process import StoreProcess
-from harness.waiting import WAIT_S, wait_until
+from harness.waiting import wait_until
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import load_profile
@@ -31,13 +30,8 @@ def test_a_server_makes_its_own_profile(tmp_path: Path, store: StoreProcess) -> 
     by ``exact``, and is still in SGLang's caches: it is stored once more. Then a second server, of one rank, hits."""
     model = make_tiny_llama(tmp_path / "model", num_layers=1, hidden_size=64, head_dim=32)
     target_kl = 0.05
-    config: dict[str, Any] = {
-        "quantiser": "auto",
-        "target_kl": target_kl,
-        "lookup_timeout_s": WAIT_S,
-        "fetch_timeout_s": WAIT_S,
-    }
-    flags = hicache_args(store.url, host_pool_gb=1, **config)  # which holds all prompts of the sample
+    # The pool holds all prompts of the sample.
+    flags = hicache_args(store.url, host_pool_gb=1, quantiser="auto", target_kl=target_kl)
     prompt = make_prompt(0)
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with SGLangServer(model, extra_args=[*flags, "--tp-size", str(NUM_RANKS)], env=env) as server:

@@ -57,3 +57,4 @@ def test_computed_and_fetched(
         result = kvfetch("bench", "--server", server.url, "--flush", "--lengths", "320", "--timeout", "0")
     assert result.exit_code == 2
     assert "wrote 0 of 20 pages" in result.stderr
+    assert "nothing waits in its write queue: a server writes with --hicache-write-policy" in result.stderr

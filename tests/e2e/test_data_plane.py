@@ -26,7 +26,7 @@ from tests.e2e.shared import Shared
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 NUM_HARMS = int(os.environ.get("KVFETCH_HARMS", "6"))
-BACK_S = float(os.environ.get("KVFETCH_BACK_S", "60"))  # on an idle machine it is back within 5 s
+BACK_S = float(os.environ.get("KVFETCH_BACK_S", str(WAIT_S)))  # on an idle machine it is back within 5 s
 WORKERS = 4
 
 

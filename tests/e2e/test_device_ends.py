@@ -18,7 +18,7 @@ import pytest
 
 from harness.engine import ServerError, SGLangServer
 from harness.faults import Fault
-from harness.metrics import read_metric, wait_until_written
+from harness.metrics import read_metric, written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
 from tests.e2e.conftest import NUM_STORED, Expected, ask, make_prompt, same_answer
@@ -168,9 +168,8 @@ def test_detaching_and_attaching(patient: SGLangServer, link: Proxy, tmp_path: P
     # Another store, which gets what was computed while there was none.
     attach(server, f"file://{tmp_path / 'store'}")
     assert attached(server) == "kvfetch"
-    written = read_metric(server.metrics(), "sgl_kvfetch_written_pages_total")
-    ask(server, make_prompt(0))
-    wait_until_written(server, int(written) + PAGES)
+    with written(server, PAGES):
+        ask(server, make_prompt(0))
     assert same_answer(fetch_again(server, 0), expected[0])
     with pytest.raises(ServerError, match="another config"):
         attach(server, link.url, **PATIENT)

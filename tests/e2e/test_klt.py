@@ -14,7 +14,6 @@ import pytest
 from harness.engine import Generation, ServerError, SGLangServer, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
-from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import load_profile
@@ -63,7 +62,7 @@ def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, published:
     calibrated, store, env = load_profile(published.profile), published.store, published.env
     target_kl = calibrated.curve[1].kl  # a step that shows, and of which a few more do not matter
     quantiser = KltQuantiser(calibrated, target_kl)
-    config = published.keys | {"target_kl": target_kl, "lookup_timeout_s": WAIT_S, "fetch_timeout_s": WAIT_S}
+    config = published.keys | {"target_kl": target_kl}
     flags = hicache_args(store.url, **config, levels={"count": 3})
     prompt = make_prompt(0)
     with SGLangServer(model, extra_args=flags, env=env) as server:
@@ -114,7 +113,7 @@ def test_two_ranks_share_a_profile(model: Path, published: Published) -> None:
     """Each has half of the cells. Together they restore what one quantiser of all cells does, in memory."""
     calibrated = load_profile(published.profile)
     finest = calibrated.curve[0].kl
-    config = published.keys | {"target_kl": finest, "lookup_timeout_s": WAIT_S, "fetch_timeout_s": WAIT_S}
+    config = published.keys | {"target_kl": finest}
     flags = [*hicache_args(published.store.url, **config), "--tp-size", "2"]
     env = published.env | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with SGLangServer(model, extra_args=flags, env=env) as server:

@@ -20,7 +20,7 @@ from harness.models import (
     make_tiny_qwen3_5,
 )
 from harness.store_process import StoreProcess
-from sgl_kvfetch.codec.calibrate import CalibrationOptions, LayeredModel, calibrate_model, map_layers
+from sgl_kvfetch.codec import CalibrationOptions, LayeredModel, calibrate_model, map_layers
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Calibration, Profile
@@ -41,7 +41,7 @@ def calibrated(model: Path) -> Profile:
     assert not notes
     windows = [torch.tensor(make_prompt(seed, 320)) for seed in range(100, 106)]
     describe = Calibration(model.name, fingerprint_model(str(model)), "words", len(windows), 256, 64)
-    profile = calibrate_model(loaded, windows, layers, describe, CalibrationOptions(num_context=256))
+    profile = calibrate_model(loaded, {"text": windows}, layers, describe, CalibrationOptions(num_context=256))
     profile.save(model.with_suffix(".profile"))
     return profile
 
@@ -109,28 +109,50 @@ def test_layers_that_sglang_keeps_elsewhere(
     tmp_path: Path,
 ) -> None:
     """Their states and windows are restored as they were, and K and V of the others from coefficients. SGLang goes on
-    as transformers does from the same."""
+    as transformers does from the same, in both modes."""
     model = make_model(tmp_path / "model")
     profile = calibrated(model)
     assert {layer.pool for layer in profile.layers.layers} == pools
-    target_kl = profile.curve[2].kl
-    config: dict[str, Any] = {"profile": str(model.with_suffix(".profile")), "target_kl": target_kl}
-    flags = ["--page-size", str(page_size), *hicache_args(store.url, **config)]
+    flags = ["--page-size", str(page_size)]
     if "state" in pools:  # else SGLang fills a third of the memory with slots for states
         flags += ["--max-mamba-cache-size", "64"]
     env = env | {"SGLANG_MAMBA_CONV_DTYPE": "float32"}  # as the rest of the model
-    start = make_prompt(0, 256)
+    goes_on_in_both_modes(model, profile, store, flags, env, page_size)
+
+
+def goes_on_in_both_modes(
+    model: Path,
+    profile: Profile,
+    store: StoreProcess,
+    flags: list[str],
+    env: dict[str, str],
+    page_size: int = PAGE_SIZE,
+    num_tokens: int = 256,
+    num_compared: int | None = None,
+) -> None:
+    """Store a prompt of ``num_tokens`` in host mode, and go on from it with a longer one in both modes, as transformers
+    does. ``flags``, ``env``: of the servers. ``num_compared``: how many tokens transformers is to answer alike; None
+    for all."""
+    target_kl = profile.curve[2].kl
+    config: dict[str, Any] = {"profile": str(model.with_suffix(".profile")), "target_kl": target_kl}
+    start = make_prompt(0, num_tokens)
     longer = start + make_prompt(1, 64)
-    with SGLangServer(model, extra_args=flags, env=env) as server:
+    with SGLangServer(model, extra_args=[*flags, *hicache_args(store.url, **config)], env=env) as server:
         assert from_storage(ask(server, start)) == 0
         wait_until_written(server, len(start) // page_size)
-    with SGLangServer(model, extra_args=flags, env=env) as server:
-        answer = ask(server, longer)
-        assert read_metric(server.metrics(), "sgl_kvfetch_misses_total") == 0
-    assert from_storage(answer) == len(start)
+    answers = []
+    for mode_args in (hicache_args, device_args):
+        with SGLangServer(
+            model, extra_args=[*flags, *mode_args(store.url, **config, mode="read_only")], env=env
+        ) as server:
+            answers.append(ask(server, longer))
+            assert read_metric(server.metrics(), "sgl_kvfetch_misses_total") == 0
+    answer, again = answers
+    assert from_storage(answer) == from_storage(again) == len(start)
+    assert same_answer(again, answer)
     quantiser = KltQuantiser(profile, target_kl)
     tokens, logprobs = continue_by_layers(model, longer, len(start), quantiser, answer.output_ids)
-    assert answer.output_ids == tokens
-    assert answer.logprobs == pytest.approx(logprobs, abs=5e-3)
+    assert answer.output_ids[:num_compared] == tokens[:num_compared]
+    assert answer.logprobs[:num_compared] == pytest.approx(logprobs[:num_compared], abs=5e-3)
     _, exact = continue_by_layers(model, longer, len(start), None, answer.output_ids)
-    assert answer.logprobs != pytest.approx(exact, abs=1e-5)  # quantising was at work
+    assert answer.logprobs[:num_compared] != pytest.approx(exact[:num_compared], abs=1e-5)  # quantising was at work

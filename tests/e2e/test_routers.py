@@ -19,7 +19,7 @@ import zmq
 
 from harness.children import start_child
 from harness.engine import SGLangServer, device_args, free_port, hicache_args
-from harness.metrics import read_metric, wait_until_written
+from harness.metrics import wait_until_written, written, written_pages
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, polls, wait_until
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
@@ -105,9 +105,8 @@ def test_kv_events_say_what_is_fetched(pair: Pair, expected: Expected, mode: str
         if events.arrived():
             break
         ask(server, make_prompt(1000 + number, 32))
-    before = num_written(server)
-    ask(server, prompt)
-    wait_until_written(server, before + PAGES)
+    with written(server, PAGES):
+        ask(server, prompt)
     server.flush()
     answer = ask(server, prompt)
     fetched = from_storage(answer)
@@ -120,12 +119,6 @@ def test_kv_events_say_what_is_fetched(pair: Pair, expected: Expected, mode: str
 
     wait_until(has_all, found=lambda: {k: len(v) for k, v in events.stored_after_the_last_flush().items()})
     assert set(events.stored_after_the_last_flush()) == media | ({"CPU_PINNED"} if mode == "host" else set())
-
-
-def num_written(server: SGLangServer) -> int:
-    text = server.metrics()
-    pages = (read_metric(text, "sgl_kvfetch_written_pages_total", result=result) for result in ("stored", "known"))
-    return int(sum(pages))
 
 
 class Router:
@@ -201,7 +194,7 @@ def who_served(pair: Pair, router: Router, text: str) -> tuple[SGLangServer, dic
 
 def compute_and_store(pair: Pair, router: Router, text: str) -> tuple[SGLangServer, dict[str, Any]]:
     """Return the server that computed a new prompt, once it has stored it, and its answer."""
-    before = {server.url: num_written(server) for server in (pair.host, pair.device)}
+    before = {server.url: written_pages(server) for server in (pair.host, pair.device)}
     server, answer = who_served(pair, router, text)
     assert answer["cached_tokens"] == 0
     wait_until_written(server, before[server.url] + PAGES)

@@ -19,8 +19,9 @@ from harness.faults import Fault
 from harness.metrics import read_metric, wait_until_written
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server, open_bucket, running_s3_server, s3_config
+from harness.waiting import wait_until
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
-from tests.e2e.faults import PAGES, Proxy, counted, fetch_again, is_data, is_write
+from tests.e2e.faults import PAGES, Proxy, fetch_again, is_data, is_write, misses
 from tests.e2e.shared import Shared
 
 pytestmark = [
@@ -81,13 +82,15 @@ def reader(model: Path, link: Proxy, index: RedisProcess, written: None) -> Iter
 
 
 def test_what_one_server_wrote_another_finds(reader: SGLangServer, expected: Expected) -> None:
-    answer = ask(reader, make_prompt(0))
-    assert from_storage(answer) >= 0.9 * 640
-    assert same_answer(answer, expected[0])
+    # A busy machine may miss the half second that the index has for an answer.
+    assert same_answer(fetch_again(reader, 0), expected[0])
 
-    # A prefix that ends inside a stored segment: only the index leads to it.
-    reader.flush()
-    assert from_storage(ask(reader, make_prompt(0)[:416] + make_prompt(7)[:224])) == 416
+    def is_found_inside() -> bool:
+        """A prefix that ends inside a stored segment: only the index leads to it."""
+        reader.flush()
+        return from_storage(ask(reader, make_prompt(0)[:416] + make_prompt(7)[:224])) == 416
+
+    wait_until(is_found_inside)
     assert read_metric(reader.metrics(), "sgl_kvfetch_misses_total") == 0
 
 
@@ -95,7 +98,6 @@ def test_the_gateway_is_killed_in_mid_fetch(
     reader: SGLangServer, bucket: CephProcess | S3Server, link: Proxy, expected: Expected
 ) -> None:
     reasons = {"refused", "truncated", "timeout"}
-    before = counted(reader, "fetch", reasons)
     link.set(Fault("stall", after_bytes=1000, only=is_data))  # the fetch is under way when the gateway dies
 
     def kill() -> None:
@@ -107,7 +109,8 @@ def test_the_gateway_is_killed_in_mid_fetch(
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        answer = ask(reader, make_prompt(3))
+        with misses(reader, "fetch", reasons):
+            answer = ask(reader, make_prompt(3))
     finally:
         killer.join()
         if isinstance(bucket, CephProcess):
@@ -115,7 +118,6 @@ def test_the_gateway_is_killed_in_mid_fetch(
         link.set(None)
     assert same_answer(answer, expected[3])
     assert from_storage(answer) < 640 // 2
-    assert counted(reader, "fetch", reasons) > before
     assert same_answer(fetch_again(reader, 3), expected[3])
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from harness.engine import SGLangServer, hicache_args
+from harness.engine import SGLangServer, device_args, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.models import make_tiny_mellum
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
+from tests.e2e.device import on_the_gpu_path
 from tests.e2e.faults import fetch_again
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -25,8 +27,14 @@ def mellum(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_mellum(tmp_path_factory.mktemp("mellum"), WINDOW)
 
 
-def test_windows_are_stored_and_restored_with_their_prefixes(mellum: Path, store: StoreProcess) -> None:
-    with SGLangServer(mellum, extra_args=hicache_args(store.url)) as server:
+@pytest.mark.parametrize("mode", ["host", "device", "on the GPU path"])
+def test_windows_are_stored_and_restored_with_their_prefixes(
+    mode: str, mellum: Path, store: StoreProcess, tmp_path: Path
+) -> None:
+    mode_args: Callable[[str], list[str]] = hicache_args if mode == "host" else device_args
+    env = on_the_gpu_path(tmp_path / "gpu") if mode == "on the GPU path" else {}
+    with SGLangServer(mellum, extra_args=mode_args(store.url), env=env) as server:
+        assert ("of scratch memory on the GPU" in server.log()) == (mode == "on the GPU path")
         computed = [ask(server, make_prompt(seed)) for seed in range(2)]
         assert not any(map(from_storage, computed))
         wait_until_written(server, 2 * TOKENS // PAGE_SIZE)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.engine import SGLangServer, hicache_args
+from harness.engine import SGLangServer, device_args, hicache_args
 from harness.metrics import wait_until_written
 from harness.models import make_tiny_lfm2, make_tiny_qwen3_5
 from harness.store_process import StoreProcess
 from tests.e2e.conftest import ask, from_storage, make_prompt, same_answer
+from tests.e2e.device import on_the_gpu_path
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -22,15 +23,24 @@ LFM2 = pytest.param(make_tiny_lfm2, 1, {}, id="short convolutions")
 QWEN3_5 = pytest.param(make_tiny_qwen3_5, 16, {"TRITON_INTERPRET": "1"}, id="gated delta rule")
 
 
+@pytest.mark.parametrize("mode", ["host", "device", "on the GPU path"])
 @pytest.mark.parametrize(("make_model", "page_size", "env"), [LFM2, QWEN3_5])
 def test_a_conversation_goes_on_from_stored_states_after_a_restart(
-    make_model: Callable[[Path], Path], page_size: int, env: dict[str, str], tmp_path: Path, store: StoreProcess
+    make_model: Callable[[Path], Path],
+    page_size: int,
+    env: dict[str, str],
+    mode: str,
+    tmp_path: Path,
+    store: StoreProcess,
 ) -> None:
     model = make_model(tmp_path / "model")
     start = make_prompt(0, 256)
     longer = start + make_prompt(1, 64)
+    mode_args: Callable[[str], list[str]] = hicache_args if mode == "host" else device_args
+    if mode == "on the GPU path":
+        env = env | on_the_gpu_path(tmp_path / "gpu")
     # Else SGLang fills a third of the memory with slots for states, and has no room for the host's.
-    flags = ["--page-size", str(page_size), "--max-mamba-cache-size", "64", *hicache_args(store.url)]
+    flags = ["--page-size", str(page_size), "--max-mamba-cache-size", "64", *mode_args(store.url)]
     env = env | FLOAT32_STATES
     with SGLangServer(model, extra_args=flags, env=env) as server:
         assert from_storage(ask(server, start)) == 0
@@ -40,5 +50,6 @@ def test_a_conversation_goes_on_from_stored_states_after_a_restart(
         wait_until_written(server, (len(start) + len(longer)) // page_size)
     with SGLangServer(model, extra_args=flags, env=env) as server:
         answer = ask(server, longer)
+        assert ("of scratch memory on the GPU" in server.log()) == (mode == "on the GPU path")
     assert from_storage(answer) == len(start)
     assert same_answer(answer, expected)

@@ -16,21 +16,22 @@ import pytest
 
 from harness.engine import ServerError, SGLangServer
 from harness.faults import Fault
-from harness.metrics import read_metric, wait_until_written
+from harness.metrics import read_metric, wait_until_written, written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.reasons import Reason
 from tests.e2e.conftest import make_prompt
 from tests.e2e.device import begin, load_of, wait_until_parked
-from tests.e2e.faults import DEADLINE_S, PAGES, Proxy, counted, data_planes, fetch_again, is_data, is_write
+from tests.e2e.faults import DEADLINE_S, PAGES, Proxy, data_planes, fetch_again, is_data, is_write, misses
 from tests.e2e.shared import Shared, attach, detach
-from tests.reasons import assert_counted, assert_why, reasons_in
+from tests.reasons import assert_why, reasons_in
 from tests.tools.conftest import kvfetch, kvfetch_json
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 USABLE = PAGES - 1  # SGLang always computes the last token
-PATIENT: dict[str, Any] = {"fetch_timeout_s": WAIT_S, "prefetch_threshold": 64}  # no deadline is passed
+# No deadline is passed: `why` names it as a second reason, where a busy machine passes one.
+PATIENT: dict[str, Any] = {"prefetch_threshold": 64}
 CONFIG = PATIENT | {"fetch_timeout_s": DEADLINE_S}
 
 
@@ -49,8 +50,8 @@ def send(server: SGLangServer, seed: int, rid: str) -> None:
 
 
 def store_prompt(server: SGLangServer, seed: int) -> None:
-    send(server, seed, f"writes {seed}")
-    wait_until_written(server, PAGES)
+    with written(server, PAGES):
+        send(server, seed, f"writes {seed}")
 
 
 def why(store: StoreProcess, server: SGLangServer, seed: int, exit_code: int = 1, tokens: int = 640) -> Any:
@@ -65,8 +66,8 @@ def assert_diverging_is_told(store: StoreProcess, server: SGLangServer, seed: in
     before = read_metric(server.metrics(), "sgl_kvfetch_diverged_pages_total")
     server.flush()
     sampling = {"max_new_tokens": 1, "temperature": 0.0}
-    server.request("POST", "/generate", {"input_ids": prompt, "rid": "diverges", "sampling_params": sampling})
-    wait_until_written(server, PAGES)
+    with written(server, PAGES - 6):
+        server.request("POST", "/generate", {"input_ids": prompt, "rid": "diverges", "sampling_params": sampling})
     assert_why(why_request(store, server, "diverges"), Reason.DIVERGES, pages=range(6, USABLE))
     assert read_metric(server.metrics(), "sgl_kvfetch_diverged_pages_total") - before == USABLE - 6
     prompt[100] = 8
@@ -203,7 +204,7 @@ def test_why_pages_were_not_written(device: Shared, store: StoreProcess, link: P
             said = detail_of(found[-1])
             # What `why` says of the server counts from its start, so another test's pages may be in it.
             dropped = read_metric(server.metrics(), "sgl_kvfetch_written_pages_total", result="dropped_full")
-            is_said = "bytes wait in its write queue" in said and "since its start: the write queue was full" in said
+            is_said = "of pages wait in its write queue" in said and "since its start: the write queue was full" in said
             return is_said and dropped > 0
 
         wait_until(is_told, found=lambda: found[-1])
@@ -219,16 +220,11 @@ def test_why_pages_were_not_written(device: Shared, store: StoreProcess, link: P
             (3, Reason.FULL, {"command": full_disk}),
         ):
             with StoreProcess(store.directory, port=store.port, **limits) as limited:
-                with assert_counted("write", reason, server.metrics):
+                with misses(server, "write", {reason}):
                     send(server, seed, reason)
-                    wait_until(partial(has_failed_to_write, server, reason))
                 explained = why(limited, server, seed)
             assert_why(explained, Reason.NEVER_WRITTEN)
             assert f"writes have failed: {reason} (a larger --" in detail_of(explained)
-
-
-def has_failed_to_write(server: SGLangServer, reason: Reason) -> bool:
-    return counted(server, "write", {reason}) > 0
 
 
 def detail_of(found: Any) -> str:

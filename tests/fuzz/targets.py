@@ -28,7 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from sgl_kvfetch.codec.bitstream.registry import get_codec
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys, ManifestKeys, StoreKeys
 from sgl_kvfetch.codec.container.manifest import decode_manifest, encryption_keys_of
 from sgl_kvfetch.codec.container.objects import Chunk
 from sgl_kvfetch.codec.container.protect import open_manifest, secure_segment
@@ -39,26 +39,19 @@ from sgl_kvfetch.codec.quant.base import Quantised
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import KVFetchError
-from sgl_kvfetch.server import ServerConfig
 from sgl_kvfetch.server.app import create_app
+from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.stores import indexed_s3, wire
 from sgl_kvfetch.stores.base import ObjectInfo
-from sgl_kvfetch.stores.http_answers import decode_hits, decode_json, decode_listed
-from sgl_kvfetch.stores.profiles import (
-    ListedProfile,
-    ProfileHeader,
-    ProfileKeys,
-    open_sealed,
-    parse_head,
-    profile_rows,
-)
+from sgl_kvfetch.stores.http import decode_hits, decode_json, decode_listed
+from sgl_kvfetch.stores.notes import ListedProfile, ProfileHeader, open_sealed, parse_head, profile_rows
 from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile
 from tests.segments import make_segment
 
 Target = Callable[[bytes], object]
-KEYS = EncryptionKeys({"ours": b"k" * 32})
+KEYS = StoreKeys(encryption=EncryptionKeys({"ours": b"k" * 32}))
 TINY = KVGeometry(num_layers=2, num_heads=1, k_head_dim=48, v_head_dim=48, page_size=1, dtype="bfloat16")
 CODECS = ("ans", "ans-tables", "deflate", "hevc", "hevc420", "zstd")
 PROFILE, CONTENT = f"{'0' * 32}/{'1' * 32}", b"a profile's file"
@@ -153,8 +146,8 @@ class _Served:
 _served = cache(_Served)
 METHODS = ("GET", "PUT", "POST", "DELETE", "HEAD")
 PATHS = (
-    "/v1/objects", "/v1/lookup", "/v1/pins", "/v1/check", "/v1/folders", "/healthz", "/metrics", "/v1/summary",
-    "/v1/segments", "/v1/prompts", "/v1/objects/*", "/v1/profiles",
+    "/v1/objects", "/v1/lookup", "/v1/notes/pins", "/v1/check", "/v1/folders", "/healthz", "/metrics", "/v1/summary",
+    "/v1/segments", "/v1/prompts", "/v1/objects/*", "/v1/notes/profiles/*",
 )  # fmt: skip
 HEADERS = ("Range", "If-Match", "If-None-Match", "Content-Type", "Accept")
 
@@ -233,9 +226,9 @@ def profiles(data: bytes) -> None:
         with contextlib.suppress(KVFetchError):
             head = parse_head(PROFILE, stored + CONTENT + bytes(36), len(stored) + num_bytes)
             info = ObjectInfo(PROFILE, len(stored) + num_bytes, 0.0)
-            (row,) = profile_rows([ListedProfile(info, head)], ProfileKeys(None, KEYS))
+            (row,) = profile_rows([ListedProfile(info, head)], KEYS)
             assert msgspec.json.encode(row)
-            open_sealed(stored + CONTENT + bytes(36), head, ProfileKeys(None, KEYS))
+            open_sealed(stored + CONTENT + bytes(36), head, KEYS)
 
 
 @cache
@@ -259,7 +252,7 @@ def answers(data: bytes) -> None:
     """Decode what an HTTP store answers: a first byte chooses to what."""
     if not data:
         return
-    kinds: tuple[Any, ...] = wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, wire.Profiles
+    kinds: tuple[Any, ...] = wire.Deleted, wire.Checked, wire.Folders, wire.Notes
     with contextlib.suppress(KVFetchError):
         match data[0] % (len(kinds) + 2):
             case 0:
@@ -275,7 +268,7 @@ def seeds_of(name: str) -> Iterator[bytes]:
     made = segments_by_kind()
     match name:
         case "manifests":
-            for segment in (*made, secure_segment(made[1], KEYS, True)):
+            for segment in (*made, secure_segment(made[1], StoreKeys(ManifestKeys([b"k" * 32]), KEYS.encryption))):
                 yield segment.manifest.encode()[12:-16]
         case "segments":
             for kind, segment in enumerate(made):
@@ -303,8 +296,7 @@ def seeds_of(name: str) -> Iterator[bytes]:
         case "answers":
             yield b"\0" + msgspec.msgpack.encode([[made[0].manifest.encode(), 0, 4]])
             yield b"\1" + msgspec.json.encode(ObjectInfo(made[0].manifest.key.manifest_name, 1, 0.0))
-            yield b"\6" + msgspec.json.encode(wire.Profiles([ObjectInfo(PROFILE, 1, 0.0)]))
-            yield b"\5" + msgspec.json.encode(wire.PinNames(("0" * 64,)))
+            yield b"\5" + msgspec.json.encode(wire.Notes([ObjectInfo(PROFILE, 1, 0.0)]))
         case "redis":
             entry = struct.pack("<QB32s", 0, 3, bytes(32))
             yield b"*8\r\n" + (b"$41\r\n" + entry + b"\r\n") * 8

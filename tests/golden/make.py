@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys, StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
@@ -22,9 +22,8 @@ from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, Pool
 from sgl_kvfetch.codec.quant.profile import Profile, load_profile
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.rope import Rope
-from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.labels import Labels
-from sgl_kvfetch.tools.encoding.transcode import Target, transcode
+from sgl_kvfetch.keys import HeadSlice, Labels
+from sgl_kvfetch.tools.encoder import Target, transcode
 from sgl_kvfetch.types import KVGeometry, TensorName
 from tests.codec.quant.profiles import make_profile, values_of
 from tests.golden.second_reader import read_values
@@ -269,7 +268,7 @@ KEY_NAME, KEY = "golden-1", bytes(range(32))
 def write_encrypted() -> None:
     """Encrypt the case exact-hevc. Its salt is random, so it is written once."""
     case = CASES["exact-hevc"]
-    coded = secure_segment(make(case), EncryptionKeys({KEY_NAME: KEY}), False)
+    coded = secure_segment(make(case), StoreKeys(encryption=EncryptionKeys({KEY_NAME: KEY})))
     ENCRYPTED.write_bytes(coded.manifest.encode())
     ENCRYPTED.with_suffix(".0.kvd").write_bytes(coded.data)
 
@@ -293,7 +292,7 @@ def write_encrypted_levels() -> None:
     """Encrypt the case klt-levels. Its salts are random, so it is written once."""
     objects = [LEVELS.with_suffix(f".{number}.kvd").read_bytes() for number in range(NUM_LEVELS)]
     plain = CodedSegment.of(decode_manifest(LEVELS.read_bytes()), objects)
-    coded = secure_segment(plain, EncryptionKeys({KEY_NAME: KEY}), False)
+    coded = secure_segment(plain, StoreKeys(encryption=EncryptionKeys({KEY_NAME: KEY})))
     ENCRYPTED_LEVELS.write_bytes(coded.manifest.encode())
     for number, data in enumerate(coded.contents):
         ENCRYPTED_LEVELS.with_suffix(f".{number}.kvd").write_bytes(data)

@@ -606,11 +606,16 @@ class Profile:
         (size,) = struct.unpack_from("<Q", raw)
         header = json.loads(raw[8 : 8 + size])
         about = json.loads(header.pop("__metadata__")["kvfetch"])
-        assert about["version"] == 3
+        assert about["version"] == 4
         layers = [{key: each[key] for key in ("pool", "window", "rotation")} for each in about["layers"]["layers"]]
         keys = ("inv_freq", "attention_scaling", "interleaved", "position_divisor")
         rotations = [{key: each[key] for key in keys} for each in about["layers"]["rotations"]]
-        whole = xxhash.xxh3_128(json_text([3, {"layers": layers, "rotations": rotations}, about["num_sinks"]]).encode())
+        curve = [{key: each[key] for key in ("step", "kl", "bits_per_value")} for each in about["curve"]]
+        of_kinds = ("name", "num_windows", "num_held_out", "counts", "context_kl", "kls")
+        kinds = [{key: each[key] for key in of_kinds} for each in about["kinds"]]
+        layer_map = {"layers": layers, "rotations": rotations}
+        described = [4, layer_map, about["num_sinks"], curve, about["context_kl"], kinds]
+        whole = xxhash.xxh3_128(json_text(described).encode())
         coded = [each for each in layers if each["pool"] == "kv"]
         tensors = {}
         for group in range(-(-len(coded) // about["cell_layers"])):
@@ -636,7 +641,7 @@ def json_text(value: Any) -> str:
             return "[" + ",".join(map(json_text, value)) + "]"
         case float():
             return float_text(value)
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def float_text(value: float) -> str:

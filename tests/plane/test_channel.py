@@ -4,15 +4,14 @@ import socket
 import threading
 
 from harness.waiting import WAIT_S
-from sgl_kvfetch.plane.channel import Channel, Outbox
-from sgl_kvfetch.plane.messages import LookUp, Pong, Settled, encode
+from sgl_kvfetch.plane.protocol import Channel, Outbox, Pong, Settled, Stage, encode
 
 
 def test_a_peer_that_takes_its_time_is_not_silent() -> None:
     """It takes commands piece by piece, and sends its answer in two pieces."""
     (ours, theirs), (our_events, their_events) = socket.socketpair(), socket.socketpair()
     channel = Channel(ours, our_events)
-    command = LookUp(1, bytes(4 << 20))  # more than the socket takes at once
+    command = Stage(1, bytes(4 << 20))  # more than the socket takes at once
     channel.send(command)
 
     def read_and_answer() -> None:
@@ -58,7 +57,7 @@ def test_an_outbox_keeps_what_the_socket_does_not_take() -> None:
         nonlocal num_calls
         num_calls += 1
 
-    outbox, message = Outbox(ours, count), LookUp(1, bytes(1 << 20))
+    outbox, message = Outbox(ours, count), Stage(1, bytes(1 << 20))
     outbox.send(message)
     outbox.send(Pong())
     assert outbox.has_unsent

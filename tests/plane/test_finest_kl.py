@@ -13,9 +13,8 @@ from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.plane.client import StoreClient, open_client
-from sgl_kvfetch.plane.config import KVFetchConfig
-from sgl_kvfetch.plane.quantiser import config_quantiser
+from sgl_kvfetch.plane.config import KVFetchConfig, config_quantiser
+from sgl_kvfetch.plane.store import StoreClient, open_client
 from tests.codec.container.test_levels import GEOMETRY, KLT
 from tests.plane.write.test_coarse_segments import batch
 from tests.segments import make_heads, page_hashes

@@ -8,24 +8,21 @@ from hypothesis import given, strategies as st
 
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import FormatError
-from sgl_kvfetch.plane import messages as m
+from sgl_kvfetch.plane import protocol as m
+from sgl_kvfetch.status import Audits
 from tests.segments import SMALL, make_heads
 
 NAMESPACE = make_heads(SMALL, make_quantiser("exact")).namespace
 COMMANDS: list[m.Command] = [
-    m.Start({"store": "file:///kv"}, NAMESPACE, 0, 2, 1, None),
-    m.LookUp(1, b"h" * 64, {"swa": 4, "indexer": 0}),
-    m.FetchPages(2, b"h" * 32, 1.5, 2.5),
+    m.Start({"store": "file:///kv"}, NAMESPACE, 0, 2, 1, None, pool=(m.Place(0, 64, (2, 4), (4, 1)),)),
+    m.Stage(1, b"h" * 64, is_idle=True, is_read_ahead=True, trailing={"swa": 4, "indexer": 0}),
+    m.FetchPages(2, b"h" * 32, (7,), 1.5, is_last=True),
     m.FetchSide(5, "swa", b"h" * 32, 1.5),
-    m.Cancel(2),
-    m.ReadAhead(1),
-    m.Forget(1),
     m.Stage(6, b"h" * 32, ((1, -0.5), (4, 2.0)), "r", "00-1-2-01"),
     m.Unstage(6),
     m.Flush(),
     m.Write(3, 0, None, b"h" * 32, 64, (("swa", 0),)),
     m.Write(3, 4, b"p" * 32, b"h" * 32, 64, (), ((700, 0), (690, 3072)), 4096),
-    m.FreePiece(128),
     m.Clear(4),
     m.ShowPrompts(((b"1234", b"5678"), (b"",))),
     m.PauseCalibration(True),
@@ -36,16 +33,13 @@ COMMANDS: list[m.Command] = [
 EVENTS: list[m.Event] = [
     m.Ready(),
     m.Refused("ConfigError", "no such store"),
-    m.Found(1, 2, m.Cost(0.5, None), (1, 2), {"kv": 3, "swa": 2}),
-    m.Staged(6, 3, 4, 4096, "partly"),
+    m.Staged(1, 2, 3, lengths=(1, 2), stored={"kv": 3, "swa": 2}),
+    m.Staged(6, 3, 4, "late", 4096, sides=(("swa", 2),)),
     m.Settled(3),
-    m.SidePiece(5, 0, 16, 64),
-    m.SideOver(5, (0,)),
-    m.Piece(2, 0, 3, 0, 2, (0, 5), 64),
-    m.FetchOver(2, 1),
     m.Taken(3, is_lost=True),
     m.ClearOver(4, ""),
     m.ProfileTaken("d" * 32, "/copies/d", "a profile"),
+    m.AuditsTold(Audits(model="m", quantiser="klt 1e-3", num_audits=3, typical=0.5, by_length={"to 1024": 0.5})),
     m.Pong(),
 ]
 
@@ -83,10 +77,10 @@ def test_invalid_bytes_are_refused(data: bytes, message: str) -> None:
 
 def test_a_message_that_is_too_large_is_refused_where_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(m, "_MOST_BYTES", 1024)
-    (found,) = m.MessageReader[m.Command](m.Command).feed(m.encode(m.LookUp(1, bytes(1000))))
-    assert found == m.LookUp(1, bytes(1000))
-    with pytest.raises(FormatError, match=r"a LookUp of 10[0-9][0-9] bytes; messages have at most 1024"):
-        m.encode(m.LookUp(1, bytes(1024)))
+    (found,) = m.MessageReader[m.Command](m.Command).feed(m.encode(m.Stage(1, bytes(1000))))
+    assert found == m.Stage(1, bytes(1000))
+    with pytest.raises(FormatError, match=r"a Stage of 10[0-9][0-9] bytes; messages have at most 1024"):
+        m.encode(m.Stage(1, bytes(1024)))
 
 
 def test_namespaces_survive_encoding() -> None:
@@ -94,3 +88,8 @@ def test_namespaces_survive_encoding() -> None:
     assert isinstance(start, m.Start)
     assert start.namespace.digest() == NAMESPACE.digest()
     assert msgspec.structs.asdict(start)["version"] == m.VERSION
+
+
+def test_text_that_is_no_unicode_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"a TakeProfile with the text 'of \\udcff folder': expected valid Unicode"):
+        m.encode(m.TakeProfile("of \udcff folder"))

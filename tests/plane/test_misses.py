@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from harness.metrics import own_metric
-from sgl_kvfetch.plane.misses import miss, note, noted_here, shortfall
+from sgl_kvfetch.metrics import miss, note, noted_here, shortfall
 
 
 def test_each_request_has_its_own_reasons() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import signal
@@ -24,25 +23,34 @@ import msgspec
 import pytest
 import torch
 
-from harness.memory_pool import MemoryPool
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch import metrics
+from sgl_kvfetch.codec import decode_manifest
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.plane import channel as channel_module, messages as m, plane as plane_module, run as run_module
-from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
-from sgl_kvfetch.plane.launch import DataPlaneProcess, DataPlaneThread, Line, Running
-from sgl_kvfetch.plane.messages import Found, Start
-from sgl_kvfetch.plane.plane import DataPlane
-from sgl_kvfetch.plane.run import Quantising
+from sgl_kvfetch.plane import (
+    engine_end as plane_module,
+    process as run_module,
+    protocol as channel_module,
+    protocol as m,
+)
+from sgl_kvfetch.plane.arena import SharedPool
+from sgl_kvfetch.plane.engine_end import DataPlane
+from sgl_kvfetch.plane.process import DataPlaneProcess, Line, Quantising, Running
+from sgl_kvfetch.plane.protocol import Staged, Start
 from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.types import TENSORS, TensorName
+from tests.conftest import ROOT
 from tests.reasons import assert_counted
 from tests.segments import SMALL, make_heads, make_values, page_hashes
+from tests.test_extending import install_example
+
+pytestmark = pytest.mark.process
 
 NUM_PAGES = 16
+POOL = SharedPool.create(SMALL, NUM_PAGES)  # pages are fetched to it
 
 
 class Launcher:
@@ -75,15 +83,14 @@ def plane(tmp_path: Path, launcher: Launcher) -> Iterator[DataPlane]:
 
 def open_plane(directory: Path, launcher: Launcher, **config: object) -> DataPlane:
     heads = make_heads(SMALL, make_quantiser("exact"))
-    patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600}  # on slow machines, too
+    patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600, "recompute": "never"}  # on slow machines, too
     settings = {"store": f"file://{directory}", "codec": "zstd"} | patient | config
-    return DataPlane(Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None), SMALL, launcher)
+    start = Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None, pool=POOL.places)
+    return DataPlane(start, SMALL, launcher, pool_files=POOL.files)
 
 
-def look_up(plane: DataPlane, hashes: Sequence[bytes]) -> Found:
-    found: Future[Found] = Future()
-    plane.look_up(hashes, found.set_result)
-    return found.result(WAIT_S)
+def look_up(plane: DataPlane, hashes: Sequence[bytes]) -> Staged:
+    return plane.look_up(hashes).result(WAIT_S)
 
 
 def store(plane: DataPlane, hashes: Sequence[bytes]) -> dict[TensorName, torch.Tensor]:
@@ -103,17 +110,17 @@ def page_values(num_pages: int) -> dict[TensorName, torch.Tensor]:
     return {t: x.view(num_pages, SMALL.page_size, *x.shape[1:]) for t, x in make_values(SMALL, num_pages).items()}
 
 
-def fetch(plane: DataPlane, hashes: Sequence[bytes]) -> tuple[int, MemoryPool]:
-    """Look up and fetch pages. Return how many were restored, and the pool that holds them."""
-    pool, found = MemoryPool(SMALL, NUM_PAGES, float("nan")), look_up(plane, hashes)
-    return fetch_into(plane, hashes[: found.num_pages], pool), pool
+def fetch(plane: DataPlane, hashes: Sequence[bytes]) -> tuple[int, dict[TensorName, torch.Tensor]]:
+    """Look up and fetch pages. Return how many were restored, and their values."""
+    num_pages = fetch_found(plane, hashes[: look_up(plane, hashes).num_pages])
+    return num_pages, {tensor: view.clone() for tensor, view in zip(TENSORS, POOL.views, strict=True)}
 
 
-def fetch_into(plane: DataPlane, hashes: Sequence[bytes], pool: MemoryPool) -> int:
-    """Fetch pages into the first pages of a pool. Return how many were restored."""
-    destination = Destination(range(len(hashes)), GuardedSink(pool))
-    _, over = plane.fetch(hashes, time.monotonic() + WAIT_S, destination)
-    return over.result(WAIT_S).num_pages
+def fetch_found(plane: DataPlane, hashes: Sequence[bytes]) -> int:
+    """Fetch pages to the first pages of the pool. Return how many were restored."""
+    for view in POOL.views:
+        view.fill_(float("nan"))
+    return plane.fetch(hashes, range(len(hashes)), time.monotonic() + WAIT_S).over.result(WAIT_S).num_pages
 
 
 def test_written_pages_are_fetched_unchanged(plane: DataPlane) -> None:
@@ -121,47 +128,41 @@ def test_written_pages_are_fetched_unchanged(plane: DataPlane) -> None:
     values = store(plane, hashes)
     num_pages, pool = fetch(plane, hashes)
     assert num_pages == NUM_PAGES
-    assert all(torch.equal(pool.values[t], values[t]) for t in TENSORS)
+    assert all(torch.equal(pool[t], values[t]) for t in TENSORS)
     assert look_up(plane, page_hashes(3, "other")).num_pages == 0
     plane.clear()
     assert look_up(plane, hashes).num_pages == 0
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    """For computations, as in an engine's process."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+def test_nothing_is_written_after_a_fetch_was_ended(plane: DataPlane, launcher: Launcher) -> None:
+    """Its pages may then be another request's."""
+    hashes = page_hashes(NUM_PAGES)
+    values = store(plane, hashes)
+    for _ in range(20):
+        fetch_ended = plane.fetch(hashes, range(NUM_PAGES), time.monotonic() + WAIT_S)
+        fetch_ended.end()
+        assert fetch_ended.over.done()
+        for view in POOL.views:
+            view.fill_(0.0)
+        look_up(plane, hashes)
+        assert not any(view.any() for view in POOL.views)
+    num_pages, pool = fetch(plane, hashes)
+    assert num_pages == NUM_PAGES
+    assert all(torch.equal(pool[t], values[t]) for t in TENSORS)
 
 
-def test_pages_are_copied_on_one_thread(two_threads: None, plane: DataPlane) -> None:
-    """With more OpenMP threads than cores in the engine's process, its model computes more slowly on a CPU."""
-    threads: list[int] = []
-
-    class WatchedPool(MemoryPool):
-        def write(self, *args: Any) -> None:
-            threads.append(torch.get_num_threads())
-            super().write(*args)
-
+def test_a_data_plane_that_does_not_end_a_fetch_is_ended(
+    plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plane_module, "_END_S", 0.1)
     hashes = page_hashes(NUM_PAGES)
     store(plane, hashes)
-    assert fetch_into(plane, hashes, WatchedPool(SMALL, NUM_PAGES, 0.0)) == NUM_PAGES
-    assert set(threads) == {1}
-    assert torch.get_num_threads() == 2
-
-
-def test_pages_that_cannot_be_copied_do_not_count(plane: DataPlane) -> None:
-    class BrokenPool(MemoryPool):
-        def write(self, *args: object) -> None:
-            raise RuntimeError("no")
-
-    hashes = page_hashes(NUM_PAGES)
-    store(plane, hashes)
-    with assert_counted("fetch", Reason.INTERNAL):
-        assert fetch_into(plane, hashes, BrokenPool(SMALL, NUM_PAGES, 0.0)) == 0
-    assert fetch(plane, hashes)[0] == NUM_PAGES
+    launcher.signal(signal.SIGSTOP)
+    stopped = plane.fetch(hashes, range(NUM_PAGES), time.monotonic() + WAIT_S)
+    stopped.end()
+    assert stopped.over.result(0).num_pages == 0
+    assert launcher.started[0].join(0)
+    wait_until(lambda: fetch(plane, hashes)[0] == NUM_PAGES)
 
 
 def test_pages_of_too_many_hashes_for_a_message_are_a_miss(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,9 +171,9 @@ def test_pages_of_too_many_hashes_for_a_message_are_a_miss(plane: DataPlane, mon
     monkeypatch.setattr(m, "_MOST_BYTES", 32 * NUM_PAGES)
     staged: Future[StagedValues] = Future()
     with assert_counted("lookup", Reason.TOO_LARGE):
-        assert look_up(plane, hashes) == Found(ANY, 0, m.Cost(None, None), reason=Reason.TOO_LARGE)
+        assert look_up(plane, hashes) == Staged(ANY, reason=Reason.TOO_LARGE)
     with assert_counted("fetch", Reason.TOO_LARGE):
-        assert fetch_into(plane, hashes, MemoryPool(SMALL, NUM_PAGES, 0.0)) == 0
+        assert fetch_found(plane, hashes) == 0
         plane.stage(hashes, staged.set_result)
     assert (staged.result(0).num_pages, staged.result(0).reason) == (0, Reason.TOO_LARGE)
     assert fetch(plane, hashes[:8])[0] == 8
@@ -205,7 +206,7 @@ def test_pages_are_written_in_pieces_that_fit(plane: DataPlane, monkeypatch: pyt
     assert pieces == [(t, list(range(*ends))) for ends in ((20, 24), (24, 28), (28, 30)) for t in TENSORS]
     wait_until(lambda: look_up(plane, hashes).num_pages == 10)
     _, pool = fetch(plane, hashes)
-    assert all(torch.equal(pool.values[t][:10], values[t]) for t in TENSORS)
+    assert all(torch.equal(pool[t][:10], values[t]) for t in TENSORS)
 
 
 @pytest.mark.parametrize("gone", TENSORS)
@@ -241,20 +242,26 @@ def test_pages_that_cannot_be_read_are_dropped_by_that_reason(
     wait_until(lambda: not plane._run._room._taken)
 
 
-def test_all_pieces_share_one_deadline_for_room(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "written", "waits"), [(0.7, 10, [1.0, 0.3, 0.0]), (2.5, 8, [1.0, 0.0])], ids=["in time", "too slow"]
+)
+def test_all_pieces_share_one_deadline(
+    plane: DataPlane, monkeypatch: pytest.MonkeyPatch, seconds: float, written: int, waits: list[float]
+) -> None:
+    """One for room. And SGLang's scheduler ends if its thread for writing does not stop within 10 s."""
     now_s, waits_s = 100.0, []
 
     def write_slowly(*args: Any) -> bool:
         nonlocal now_s
-        now_s += 0.7
+        now_s += seconds
         waits_s.append(args[-1])
         return True
 
     monkeypatch.setattr(plane_module, "PART_BYTES", 4 * SMALL.page_bytes)
     monkeypatch.setattr(plane_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(plane._run, "write", write_slowly)
-    assert write(plane, page_hashes(10)) == 10
-    assert waits_s == pytest.approx([1.0, 0.3, 0.0])
+    assert write(plane, page_hashes(10)) == written
+    assert waits_s == pytest.approx(waits)
 
 
 @pytest.mark.parametrize("why", ["refused", "exact", "large"])
@@ -278,23 +285,8 @@ def test_pages_that_do_not_come_quantised_come_as_values(plane: DataPlane, why: 
     wait_until(lambda: look_up(plane, hashes).num_pages == 4)
     num_pages, pool = fetch(plane, hashes)
     assert num_pages == 4
-    assert all(torch.equal(pool.values[t][:4], values[t]) for t in TENSORS)
+    assert all(torch.equal(pool[t][:4], values[t]) for t in TENSORS)
     wait_until(lambda: not plane._run._room._taken)
-
-
-def test_writing_many_pieces_ends_in_time(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's scheduler ends if its thread for writing does not stop within 10 s."""
-    now_s = 100.0
-
-    def write_slowly(*args: object) -> bool:
-        nonlocal now_s
-        now_s += 2.5
-        return True
-
-    monkeypatch.setattr(plane_module, "PART_BYTES", 4 * SMALL.page_bytes)
-    monkeypatch.setattr(plane_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(plane._run, "write", write_slowly)
-    assert write(plane, page_hashes(10)) == 8
 
 
 def test_an_impossible_config_is_refused(tmp_path: Path, launcher: Launcher) -> None:
@@ -312,11 +304,10 @@ def test_a_data_plane_that_dies_or_hangs_is_replaced_and_costs_misses(
     store(plane, hashes)
     before = own_metric("sgl_kvfetch_data_plane_restarts_total")
     launcher.signal(signal.SIGSTOP)  # so that the fetch is under way when the data plane ends
-    destination = Destination(range(NUM_PAGES), GuardedSink(MemoryPool(SMALL, NUM_PAGES, 0.0)))
-    _, over = plane.fetch(hashes, time.monotonic() + WAIT_S, destination)
+    over = plane.fetch(hashes, range(NUM_PAGES), time.monotonic() + WAIT_S).over
     launcher.signal(number)
     assert over.result(WAIT_S).num_pages == 0
-    wait_until(lambda: len(launcher.started) == 2 and look_up(plane, hashes).num_pages == NUM_PAGES)
+    wait_until(lambda: len(launcher.started) >= 2 and look_up(plane, hashes).num_pages == NUM_PAGES)
     assert own_metric("sgl_kvfetch_data_plane_restarts_total") == before + 1
     assert launcher.started[0].join(WAIT_S)
     assert fetch(plane, hashes)[0] == NUM_PAGES
@@ -342,7 +333,7 @@ def test_after_random_kills_every_call_ends_and_values_are_right(plane: DataPlan
         while not killed.is_set():
             num_pages, pool = fetch(plane, hashes)
             for tensor in TENSORS:
-                assert torch.equal(pool.values[tensor][:num_pages], values[tensor][:num_pages])
+                assert torch.equal(pool[tensor][:num_pages], values[tensor][:num_pages])
     finally:
         killed.set()
         killer.join(WAIT_S)
@@ -353,13 +344,12 @@ def test_a_caller_that_raises_does_not_keep_others_waiting(plane: DataPlane, lau
     def fail(_: object) -> None:
         raise RuntimeError("a caller's error")
 
-    found: Future[object] = Future()
     launcher.signal(signal.SIGSTOP)
-    plane.look_up(page_hashes(1), fail)
-    plane.look_up(page_hashes(1), found.set_result)
+    plane.look_up(page_hashes(1)).add_done_callback(fail)
+    found = plane.look_up(page_hashes(1))
     launcher.signal(signal.SIGKILL)
     found.result(WAIT_S)
-    wait_until(lambda: fetch(plane, page_hashes(1))[0] == 0 and len(launcher.started) == 2)
+    wait_until(lambda: fetch(plane, page_hashes(1))[0] == 0 and len(launcher.started) >= 2)
 
 
 def test_pages_that_are_lost_with_a_data_plane_are_counted(tmp_path: Path, launcher: Launcher) -> None:
@@ -388,7 +378,7 @@ def test_the_next_data_plane_is_told_what_the_last_one_was(
     plane.pause_calibration(is_paused=False)
     told.clear()
     launcher.signal(signal.SIGKILL)
-    wait_until(lambda: len(launcher.started) == 2 and write(plane, page_hashes(1)) == 1)
+    wait_until(lambda: len(launcher.started) >= 2 and write(plane, page_hashes(1)) == 1)
     kinds = m.ShowPrompts, m.TakeProfile, m.PauseCalibration
     assert [each for each in told if isinstance(each, kinds)] == [
         m.ShowPrompts(((b"prompt",),)),
@@ -401,7 +391,7 @@ def test_pages_that_were_written_are_not_lost(plane: DataPlane, launcher: Launch
     store(plane, page_hashes(4))
     wait_until(lambda: plane._run._num_queued == 0)
     launcher.signal(signal.SIGKILL)
-    wait_until(lambda: len(launcher.started) == 2)
+    wait_until(lambda: len(launcher.started) >= 2)
     assert plane.num_losses == 0
 
 
@@ -411,7 +401,7 @@ def test_a_silent_data_plane_gets_a_spare_one_but_is_not_replaced_at_once(
     monkeypatch.setattr(run_module, "_IDLE_TICKS", 1 << 30)
     before = metrics.DATA_PLANE_STARTS._value.get()
     launcher.signal(signal.SIGSTOP)
-    wait_until(lambda: len(launcher.started) == 2)
+    wait_until(lambda: len(launcher.started) >= 2)
     os.kill(launcher.started[0].process.pid, signal.SIGCONT)
     assert look_up(plane, page_hashes(1)).num_pages == 0
     assert metrics.DATA_PLANE_STARTS._value.get() == before
@@ -429,7 +419,7 @@ def test_a_silent_data_plane_that_is_busy_has_more_time(
     monkeypatch.setattr(run_module, "_SILENT_TICKS", 8)
     monkeypatch.setattr(launcher.started[0], "is_busy", lambda: not asked.append(True))  # type: ignore[func-returns-value]
     launcher.signal(signal.SIGSTOP)
-    wait_until(lambda: len(launcher.started) == 2)
+    wait_until(lambda: len(launcher.started) >= 2)
     assert len(asked) > 8
 
 
@@ -448,7 +438,7 @@ def test_an_unused_spare_data_plane_ends_with_the_others(
 ) -> None:
     monkeypatch.setattr(run_module, "_IDLE_TICKS", 1 << 30)
     launcher.signal(signal.SIGSTOP)
-    wait_until(lambda: len(launcher.started) == 2)
+    wait_until(lambda: len(launcher.started) >= 2)
     os.kill(launcher.started[0].process.pid, signal.SIGCONT)
     plane.close()
     assert all(each.join(WAIT_S) for each in launcher.started)
@@ -464,12 +454,12 @@ def test_another_data_plane_takes_over(tmp_path: Path, launcher: Launcher, plane
     losses = plane.num_losses
     plane.switch()
     assert plane.num_losses == losses + 1
-    assert fetch_into(plane, hashes, MemoryPool(SMALL, NUM_PAGES, 0.0)) == 0
+    assert fetch_found(plane, hashes) == 0
     assert look_up(plane, hashes).num_pages == 0
     store(plane, hashes)
     assert launcher.started[0].join(WAIT_S)
     launcher.signal(signal.SIGKILL)
-    wait_until(lambda: len(launcher.started) == 3)  # which serves by the same quantiser
+    wait_until(lambda: len(launcher.started) >= 3)  # which serves by the same quantiser
     wait_until(lambda: look_up(plane, hashes).num_pages == NUM_PAGES)
     former = open_plane(tmp_path, launcher)
     assert look_up(former, others).num_pages == NUM_PAGES
@@ -480,6 +470,32 @@ def start_by_uint8(directory: Path) -> Start:
     heads = make_heads(SMALL, make_quantiser("uint8"))
     settings = {"store": f"file://{directory}", "codec": "zstd", "quantiser": "uint8", "lookup_timeout_s": 600}
     return Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None)
+
+
+@pytest.mark.parametrize(("quantiser", "codec"), [("exact", "lzma"), ("float8(e5m2)", "lzma")])
+def test_pages_go_through_a_quantiser_and_a_codec_of_another_package(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch, quantiser: str, codec: str
+) -> None:
+    """The process finds them by their entry points; this one does not need them."""
+    (tmp_path / "installed").mkdir()
+    monkeypatch.setenv("PYTHONPATH", f"{install_example(tmp_path / 'installed')}:{ROOT}")
+    namespace = replace(make_heads(SMALL, make_quantiser("exact")).namespace, quantiser=quantiser)
+    settings = {"store": f"file://{tmp_path / 'store'}", "codec": codec, "quantiser": quantiser}
+    patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600, "recompute": "never"}
+    start = Start(settings | patient, namespace, 0, SMALL.num_heads, 0, None, pool=POOL.places)
+    plane = DataPlane(start, SMALL, launcher, pool_files=POOL.files)
+    hashes = page_hashes(NUM_PAGES)
+    values = store(plane, hashes)
+    num_pages, pool = fetch(plane, hashes)
+    plane.close()
+    assert num_pages == NUM_PAGES
+    for tensor in TENSORS:
+        expected = values[tensor]
+        rounded = expected if quantiser == "exact" else expected.to(torch.float8_e5m2).to(expected.dtype)
+        assert torch.equal(pool[tensor], rounded)
+    (manifest,) = [decode_manifest(each.read_bytes()) for each in (tmp_path / "store").rglob("*.kvm")]
+    assert manifest.namespace.quantiser == quantiser
+    assert ("lzma" in manifest.variants[0].codecs) == (quantiser == "exact")  # float8 has bytes alone
 
 
 def test_a_data_plane_that_cannot_take_over_changes_nothing(
@@ -496,11 +512,11 @@ def test_a_data_plane_that_dies_before_it_takes_over_is_started_again(
 ) -> None:
     """The other ranks would wait for this one for ever."""
     plane.prepare(lambda: (start_by_uint8(tmp_path), launcher))
-    wait_until(lambda: len(launcher.started) == 2)
+    wait_until(lambda: len(launcher.started) >= 2)
     launcher.signal(signal.SIGKILL)
     wait_until(lambda: plane.is_prepared)
     assert "a data plane that stores with the profile did not start: the data plane ended" in caplog.text
-    assert len(launcher.started) == 3
+    assert len(launcher.started) >= 3
     plane.switch()
     store(plane, page_hashes(NUM_PAGES))
 
@@ -564,31 +580,3 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-class OtherLoop(asyncio.SelectorEventLoop):
-    pass
-
-
-class OtherLoops(asyncio.DefaultEventLoopPolicy):
-    def new_event_loop(self) -> asyncio.AbstractEventLoop:
-        return OtherLoop()
-
-
-@pytest.fixture
-def other_loops() -> Iterator[None]:
-    before = asyncio.get_event_loop_policy()
-    asyncio.set_event_loop_policy(OtherLoops())
-    yield
-    asyncio.set_event_loop_policy(before)
-
-
-@pytest.mark.usefixtures("other_loops")
-def test_a_data_planes_thread_has_a_loop_of_asyncio_whatever_the_process_uses() -> None:
-    loops: list[asyncio.AbstractEventLoop] = []
-
-    async def work() -> None:
-        loops.append(asyncio.get_running_loop())
-
-    assert DataPlaneThread(work()).join(WAIT_S)
-    assert [type(loop) for loop in loops] == [asyncio.SelectorEventLoop]

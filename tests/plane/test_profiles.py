@@ -6,19 +6,27 @@ import asyncio
 import logging
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.quant.profile import Profile, load_profile
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.plane import profiles
-from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
-from sgl_kvfetch.plane.profiles import take_profile
+from sgl_kvfetch.plane.config import KVFetchConfig, ProfileNeeds, parse_config
+from sgl_kvfetch.plane.profiles import PassedOver, take_from_store, take_profile
 from sgl_kvfetch.stores.base import AdminStore
-from sgl_kvfetch.stores.profiles import ListedProfile, ProfileKeys, publish_profile, read_profile, seal_profile
+from sgl_kvfetch.stores.notes import ListedProfile, publish_profile, read_profile, seal_profile
+from sgl_kvfetch.types import KVGeometry
+from tests.codec.quant.profiles import CALIBRATION, make_profile
+from tests.segments import using
 from tests.stores.test_profiles import BOTH, NO_KEYS, SIGNING, WEIGHTS, save
+
+GEOMETRY = KVGeometry(num_layers=1, num_heads=1, k_head_dim=8, v_head_dim=8, page_size=4, dtype="bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -33,23 +41,20 @@ def config(tmp_path: Path) -> KVFetchConfig:
     return parse_config({"store": (tmp_path / "store").as_uri(), "quantiser": "klt"}, {})
 
 
-def publish(root: Path, path: Path, age_s: float, keys: ProfileKeys = NO_KEYS) -> str:
+def fits(path: str) -> None:
+    """Take any profile."""
+
+
+def publish(root: Path, path: Path, age_s: float, keys: StoreKeys = NO_KEYS) -> str:
     """Put a profile as if ``age_s`` ago. Return its digest."""
-
-    async def put() -> str:
-        store = LocalStore(root)
-        name = await publish_profile(store, path, keys)
-        await store.close()
-        return name
-
-    name = asyncio.run(put())
+    name = using(LocalStore(root), lambda store: publish_profile(store, path, keys))
     put_s = 1e9 - age_s
     os.utime(root / ".profiles" / name, (put_s, put_s))
     return name.partition("/")[2]
 
 
 def taken(config: KVFetchConfig, digest: str | None = None) -> Profile:
-    found = take_profile(config, WEIGHTS, digest)
+    found = take_profile(config, WEIGHTS, fits, digest)
     assert found is not None
     profile = load_profile(Path(found.path))
     assert profile.digest == found.digest
@@ -58,13 +63,13 @@ def taken(config: KVFetchConfig, digest: str | None = None) -> Profile:
 
 def test_the_newest_that_is_not_withdrawn(tmp_path: Path, config: KVFetchConfig, cache: Path) -> None:
     root = tmp_path / "store"
-    assert take_profile(config, WEIGHTS) is None
+    assert take_profile(config, WEIGHTS, fits) is None
     publish(root, save(tmp_path, weights="1" * 32), 0)  # of another model
-    assert take_profile(config, WEIGHTS) is None
+    assert take_profile(config, WEIGHTS, fits) is None
     old, new = (publish(root, save(tmp_path, number), 20 - number) for number in (1, 2))
     assert taken(config).digest == new
     assert taken(config, old).digest == old  # as another rank has chosen
-    found = take_profile(config, WEIGHTS)
+    found = take_profile(config, WEIGHTS, fits)
     assert found is not None
     assert Path(found.path).is_relative_to(cache)
     assert Path(found.path).stat().st_mode & 0o077 == 0
@@ -72,7 +77,7 @@ def test_the_newest_that_is_not_withdrawn(tmp_path: Path, config: KVFetchConfig,
     (root / ".profiles" / WEIGHTS / new).unlink()
     assert taken(config).digest == old
     (root / ".profiles" / WEIGHTS / old).unlink()
-    assert take_profile(config, WEIGHTS) is None  # copies of withdrawn profiles do not count
+    assert take_profile(config, WEIGHTS, fits) is None  # copies of withdrawn profiles do not count
 
 
 def test_a_copy_is_not_read_again_unless_it_is_damaged(
@@ -81,13 +86,13 @@ def test_a_copy_is_not_read_again_unless_it_is_damaged(
     digest = publish(tmp_path / "store", save(tmp_path), 0)
     wholes: list[str] = []
 
-    async def noting(store: AdminStore, listed: ListedProfile, keys: ProfileKeys) -> bytes:
+    async def noting(store: AdminStore, listed: ListedProfile, keys: StoreKeys) -> bytes:
         wholes.append(listed.digest)
         return await read_profile(store, listed, keys)
 
     monkeypatch.setattr(profiles, "read_profile", noting)
     for _ in range(2):
-        found = take_profile(config, WEIGHTS)
+        found = take_profile(config, WEIGHTS, fits)
         assert wholes == [digest]
     assert found is not None
     Path(found.path).write_bytes(b"damaged")
@@ -129,6 +134,72 @@ def test_what_cannot_be_used_is_passed_over(
     assert f"profile {WEIGHTS}/{bad} is passed over: {message}" in record.message
 
 
+def test_one_of_another_shape_is_passed_over(
+    tmp_path: Path, config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the newest may be, which somebody made for other TP sizes, or that misses this server's target."""
+    root, needs = tmp_path / "store", ProfileNeeds(GEOMETRY, (0,), 0, 0, 1)
+    good = publish(root, save(tmp_path), 20)
+    other = tmp_path / "other"
+    replace(make_profile(num_layers=1), calibration=CALIBRATION).save(other)
+    bad = publish(root, other, 10)
+    for is_there in (True, False):
+        found = take_profile(config, WEIGHTS, needs.require_file)
+        assert found is not None
+        assert found.digest == good
+        assert "is for another model: it has 4 KV heads a rank, the engine has 1" in caplog.text
+        if is_there:
+            assert f"profile {WEIGHTS}/{bad} is passed over: " in caplog.text
+            caplog.clear()
+            monkeypatch.setattr(profiles, "take_from_store", is_down)  # and the same of copies
+            os.utime(found.path, (1e9, 1e9))  # so that the other one was taken last
+    monkeypatch.setattr(profiles, "take_from_store", take_from_store)
+    beyond = msgspec.structs.replace(needs, target_kl=1.0)
+    assert take_profile(config, WEIGHTS, beyond.require_file) is None
+    assert "target_kl = 1 is outside this profile's range" in caplog.text
+
+
+def test_who_asks_again_is_told_once_of_each_that_cannot_be_used(
+    tmp_path: Path, config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, passed_over, wholes = tmp_path / "store", PassedOver(), []
+
+    async def counted(store: AdminStore, listed: ListedProfile, keys: StoreKeys) -> bytes:
+        wholes.append(listed.digest)
+        return await read_profile(store, listed, keys)
+
+    def ask() -> None:
+        assert asyncio.run(take_from_store(config, WEIGHTS, fits, None, passed_over)) is None
+
+    monkeypatch.setattr(profiles, "read_profile", counted)
+    bad = publish(root, save(tmp_path), 10)
+    path = root / ".profiles" / WEIGHTS / bad
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    for put in (1, 2):  # another one may have been put under its name
+        os.utime(path, (1e9 + put, 1e9 + put))
+        ask()
+        ask()
+        assert (caplog.text.count("is passed over"), wholes) == (put, [bad] * put)
+
+
+def test_a_profile_that_the_store_fails_to_send_is_asked_for_again(
+    tmp_path: Path, config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails(store: AdminStore, listed: ListedProfile, keys: StoreKeys) -> bytes:
+        raise StoreError("io", "a disk's fault")
+
+    passed_over = PassedOver()
+    digest = publish(tmp_path / "store", save(tmp_path), 10)
+    monkeypatch.setattr(profiles, "read_profile", fails)
+    for _ in range(2):
+        assert asyncio.run(take_from_store(config, WEIGHTS, fits, None, passed_over)) is None
+    assert caplog.text.count("is passed over: a disk's fault") == 1
+    monkeypatch.setattr(profiles, "read_profile", read_profile)
+    found = asyncio.run(take_from_store(config, WEIGHTS, fits, None, passed_over))
+    assert found is not None
+    assert found.digest == digest
+
+
 @pytest.mark.parametrize("fault", [MemoryError, RecursionError, ZeroDivisionError])
 def test_a_fault_of_any_kind_costs_one_profile(
     tmp_path: Path,
@@ -147,9 +218,10 @@ def test_a_fault_of_any_kind_costs_one_profile(
     monkeypatch.setattr(profiles, "load_profile", load)
     assert taken(config).digest == good
     assert f"profile {WEIGHTS}/{bad} is passed over: {fault.__name__}: what it says" in caplog.text
-    found = take_profile(config, WEIGHTS)
+    found = take_profile(config, WEIGHTS, fits)
     assert found is not None
-    Path(found.path).with_name(f"{bad}.profile").write_bytes(b"")
+    os.utime(found.path, (1e9, 1e9))
+    Path(found.path).with_name(f"{bad}.profile").write_bytes(b"")  # taken last
     monkeypatch.setattr(profiles, "take_from_store", is_down)
     assert taken(config).digest == good
     assert f"{bad}.profile cannot be read: {fault.__name__}: what it says" in caplog.text
@@ -161,7 +233,7 @@ def test_encrypted_profiles_have_copies_in_clear(tmp_path: Path, config: KVFetch
     keys = {"manifest_key_file": str(tmp_path / "key"), "encryption_key_file": str(tmp_path / "names")}
     digest = publish(tmp_path / "store", save(tmp_path), 0, BOTH)
     assert taken(config.model_copy(update=keys)).digest == digest
-    assert take_profile(config, WEIGHTS) is None
+    assert take_profile(config, WEIGHTS, fits) is None
 
 
 async def is_down(*args: object) -> None:
@@ -172,7 +244,7 @@ def test_a_store_that_is_down(
     tmp_path: Path, config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(StoreError, match=r"127\.0\.0\.1:1"):
-        take_profile(config.model_copy(update={"store": "http://127.0.0.1:1"}), WEIGHTS)
+        take_profile(config.model_copy(update={"store": "http://127.0.0.1:1"}), WEIGHTS, fits)
     old, new = (publish(tmp_path / "store", save(tmp_path, number), 20 - number) for number in (1, 2))
     assert taken(config).digest == new
     assert taken(config, old).digest == old
@@ -195,7 +267,7 @@ def test_copies_count_for_their_store_and_keys(
     assert taken(config).digest == digest
     for changed in {key_file: str(tmp_path / "key")}, {"store": str(tmp_path / "other")}:
         with pytest.raises(StoreError, match="it is down"):
-            take_profile(config.model_copy(update=changed), WEIGHTS)
+            take_profile(config.model_copy(update=changed), WEIGHTS, fits)
 
 
 def test_a_store_that_does_not_answer(config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +275,7 @@ def test_a_store_that_does_not_answer(config: KVFetchConfig, monkeypatch: pytest
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and nobody looks at them
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(StoreError) as caught:
-            take_profile(config.model_copy(update={"store": url}), WEIGHTS)
+            take_profile(config.model_copy(update={"store": url}), WEIGHTS, fits)
     assert caught.value.reason == "timeout"
 
 
@@ -212,4 +284,4 @@ def test_a_machine_that_keeps_no_copies(tmp_path: Path, config: KVFetchConfig, m
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="Not a directory; set XDG_CACHE_HOME"):
-        take_profile(config, WEIGHTS)
+        take_profile(config, WEIGHTS, fits)

@@ -12,13 +12,17 @@ import pytest
 import torch
 
 from harness.waiting import WAIT_S, wait_until
+from sgl_kvfetch.metrics import shortfall
 from sgl_kvfetch.plane.arena import Room
 from sgl_kvfetch.plane.config import parse_config
-from sgl_kvfetch.plane.plane import DataPlane
+from sgl_kvfetch.plane.engine_end import DataPlane
 from sgl_kvfetch.plane.staging import StagedValues, _Staging, _Turns
+from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.types import TENSORS
 from tests.plane.test_plane import NUM_PAGES, Launcher, launcher, page_values, plane, store
 from tests.segments import SMALL, page_hashes
+
+pytestmark = pytest.mark.process
 
 __all__ = ["launcher", "plane"]
 
@@ -53,6 +57,30 @@ def test_stored_pages_are_staged_layer_by_layer(plane: DataPlane) -> None:
 def test_nothing_is_staged_of_pages_that_are_not_stored(plane: DataPlane) -> None:
     _, staged = stage(plane, page_hashes(3, "other"))
     assert (staged.num_pages, staged.end, staged.reason) == (0, "missed", "")
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "num_found", "reason", "end"),
+    [
+        (4, 4, "", "landed"),
+        (4, 4, Reason.DIVERGES, "landed"),
+        (3, 4, Reason.LATE, "partly"),
+        (0, 4, Reason.LATE, "failed"),
+        (0, 4, Reason.SOONER, "recomputed"),
+        (0, 0, "", "missed"),
+        (0, 0, Reason.DATA_PLANE, "missed"),
+    ],
+)
+def test_the_outcome_follows_from_what_was_found_and_staged(
+    num_pages: int, num_found: int, reason: str, end: str
+) -> None:
+    assert StagedValues(num_pages, num_found, torch.empty(0), reason=reason).end == end
+
+
+def test_that_computing_is_sooner_is_told_before_what_a_lookup_noted() -> None:
+    assert shortfall([Reason.DIVERGES, Reason.AUDIT, Reason.SOONER]) == Reason.SOONER
+    assert shortfall([Reason.DIVERGES, Reason.LATE, Reason.TIMEOUT]) == Reason.LATE
+    assert shortfall([Reason.DIVERGES]) == Reason.DIVERGES
 
 
 @pytest.mark.usefixtures("launcher")

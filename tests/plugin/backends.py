@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.pool_host.common import ShmHostTensorAllocator
 from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
@@ -22,9 +23,12 @@ def make_pool(
     k_dim: int = DIM,
     v_dim: int = DIM,
     kind: type[MHATokenToKVPoolHost] | None = None,
+    *,
+    is_shared: bool = True,
     **changes: Any,
 ) -> MHATokenToKVPoolHost:
-    """Return one of SGLang's host pools, filled with numbers, with only what the backend reads."""
+    """Return one of SGLang's host pools, filled with numbers, with only what the backend reads. ``is_shared``: whether
+    the data plane can map it, as where SGLang was started with our backend."""
 
     def buffer(dim: int, sign: int) -> torch.Tensor:
         shape = {
@@ -49,7 +53,15 @@ def make_pool(
     )
     for name, value in (attributes | changes).items():
         setattr(pool, name, value)
+    if is_shared:
+        pool.kv_buffer = share(pool, *pool.kv_buffer)
     return pool
+
+
+def share(pool: Any, *buffers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return copies of a pool's buffers as SGLang allocates them for our backend."""
+    pool.allocator = ShmHostTensorAllocator()
+    return tuple(pool.allocator.allocate(tuple(x.shape), x.dtype, "cpu").copy_(x) for x in buffers)
 
 
 def make_mla_pool(layout: str = "page_first_direct", dtype: torch.dtype = torch.float32) -> MLATokenToKVPoolHost:
@@ -76,13 +88,14 @@ def make_mla_pool(layout: str = "page_first_direct", dtype: torch.dtype = torch.
     )
     for name, value in attributes.items():
         setattr(pool, name, value)
+    (pool.kv_buffer,) = share(pool, pool.kv_buffer)
     return pool
 
 
 def make_fp8_pool(dtype: torch.dtype) -> MHATokenToKVPoolHost:
     """Return an fp8 pool as SGLang keeps it: as bytes."""
     pool = make_pool()
-    pool.kv_buffer = tuple(buffer.to(dtype).view(torch.uint8) for buffer in pool.kv_buffer)
+    pool.kv_buffer = share(pool, *(buffer.to(dtype).view(torch.uint8) for buffer in pool.kv_buffer))
     pool.dtype = torch.uint8
     return pool
 

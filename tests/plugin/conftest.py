@@ -1,22 +1,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from sgl_kvfetch.plane import client, run_data_plane
+from sgl_kvfetch.plane import store
 from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
 from sgl_kvfetch.types import KVGeometry
 from tests.plugin.backends import Make, make_pool, storage_config
 from tests.plugin.planes import Served
 from tests.segments import make_heads
+
+
+@pytest.fixture(autouse=True)
+def _all_memory_for_host_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang makes none unless 10 GiB of the machine's memory stay free, which other tests' servers may need."""
+    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
 
 
 @pytest.fixture
@@ -32,8 +38,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served) -> Ite
         return make_heads(geometry, quantiser, model=f"a model {sides}")
 
     monkeypatch.setattr(starting, "engine_heads", namespace)
+    monkeypatch.setattr(starting, "draft_model", lambda config: "a model")
     monkeypatch.setattr(starting, "_launch", served.launch)
-    monkeypatch.setattr(starting, "run_data_plane", partial(run_data_plane, on_service=served.add))
     made: list[KVFetchStorage] = []
 
     def build(
@@ -44,7 +50,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served) -> Ite
         linger_s: float = 0.01,
         **config: Any,
     ) -> KVFetchStorage:
-        monkeypatch.setattr(client, "_LINGER_S", linger_s)
+        monkeypatch.setattr(store, "_LINGER_S", linger_s)
         patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600, "recompute": "never"}  # on slow machines, too
         extra = {"store": f"file://{tmp_path}", "codec": "zstd"} | patient | config
         place = storage_config(extra_config=extra, is_mla_model=isinstance(pool, MLATokenToKVPoolHost), pp_size=stages)

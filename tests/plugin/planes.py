@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from harness.waiting import WAIT_S, until
-from sgl_kvfetch.plane.launch import DataPlaneThread, Line, Running
-from sgl_kvfetch.plane.service import Service, open_alone, run_data_plane
+from sgl_kvfetch.plane.process import Line
+from sgl_kvfetch.plane.service import Service, run_data_plane
 
 R = TypeVar("R")
+
+
+class DataPlaneThread:
+    """A data plane on a thread of this process."""
+
+    def __init__(self, work: Coroutine[Any, Any, None]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] = self._loop.create_task(work)
+        self._thread = threading.Thread(target=self._run, name="kvfetch", daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._task.cancel)
+
+    def is_busy(self) -> bool:
+        return True
+
+    def join(self, timeout_s: float) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+        self._loop.close()
 
 
 @dataclass
@@ -28,8 +56,8 @@ class Served:
         self.loops.append(asyncio.get_running_loop())
         self._tasks |= asyncio.all_tasks()
 
-    def launch(self, line: Line) -> Running:
-        return DataPlaneThread(run_data_plane(line, open_alone, on_service=self.add))
+    def launch(self, line: Line) -> DataPlaneThread:
+        return DataPlaneThread(run_data_plane(line, self.add))
 
     @property
     def service(self) -> Service:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness.waiting import WAIT_S
-from sgl_kvfetch.plane.messages import ProfileTaken
+from sgl_kvfetch.plane.protocol import ProfileTaken
 from sgl_kvfetch.plugin import auto_profile
 from sgl_kvfetch.plugin.auto_profile import AutoProfile
 

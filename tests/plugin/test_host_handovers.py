@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
 from harness.handovers import hand_overs, require_equal
@@ -13,6 +14,8 @@ from harness.waiting import wait_until
 from tests.plugin.backends import DIM, HEADS, PAGE_SIZE, POOL_PAGES, Make, after, keys, make_pool, tokens
 from tests.plugin.planes import Served
 from tests.test_threads import assert_threads
+
+pytestmark = pytest.mark.process
 
 
 def test_hand_overs_of_a_lookup_and_a_fetch_of_one_cell(make: Make, served: Served, tmp_path: Path) -> None:
@@ -31,19 +34,16 @@ def test_hand_overs_of_a_lookup_and_a_fetch_of_one_cell(make: Make, served: Serv
         require_equal(
             seen,
             [
-                "SGLang -> event loop: LookUp",
-                "event loop -> kvfetch-data: Found",
-                "kvfetch-data -> SGLang: Found, by a future",
-                "SGLang -> event loop: ReadAhead",
+                "SGLang -> event loop: Stage",
+                "event loop -> kvfetch-data: Staged",
+                "kvfetch-data -> SGLang: Staged, by a future",
                 "SGLang -> event loop: FetchPages",
                 "event loop -> kvfetch-receive: _Connection.run",
                 "kvfetch-receive -> event loop: _chain_future._set_state",
                 "event loop -> kvfetch-decode: DecodePool._run",
-                "kvfetch-decode -> kvfetch-data: Piece",
-                "kvfetch-data -> event loop: FreePiece",
                 "kvfetch-decode -> event loop: Restorer._run.end",
-                "event loop -> kvfetch-data: FetchOver",
-                "kvfetch-data -> SGLang: FetchOver, by a future",
+                "event loop -> kvfetch-data: Staged",
+                "kvfetch-data -> SGLang: Staged, by a future",
             ],
         )
         # The data plane has its threads here: all of a write's, a lookup's and a fetch's have run.

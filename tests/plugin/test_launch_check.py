@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
-from sgl_kvfetch.plugin import hooks, launch_check
+from sgl_kvfetch.plugin import backend, hooks, launch_check
 from sgl_kvfetch.plugin.hooks import gate_command_line, gate_launch
 from sgl_kvfetch.plugin.launch_check import check_launch, use_linker
 from sgl_kvfetch.plugin.register import register, selects_backend
@@ -38,7 +38,6 @@ def _args(extra: Any = STORE, **flags: Any) -> SimpleNamespace:
         "enable_unified_cache_external_linker": False,
         "unified_cache_external_linker_config": None,
         "enable_streaming_session": False,
-        "speculative_algorithm": None,
         "disaggregation_mode": "null",
         "enable_dp_attention": False,
         "attn_dp_size": 1,
@@ -53,7 +52,7 @@ def test_a_good_launch_passes() -> None:
 
 
 def test_a_launch_without_the_codecs_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "find_spec", lambda name: None if name == "av" else name)
+    monkeypatch.setattr(backend, "find_spec", lambda name: None if name == "av" else name)
     what = r"av not installed here: pip install 'sgl_kvfetch\[codec\]'"
     monkeypatch.setattr(sys, "argv", ["sglang", "--hicache-storage-backend", "kvfetch"])
     with pytest.raises(SystemExit, match=f"^sgl_kvfetch: {what}$"):
@@ -71,6 +70,20 @@ def test_the_config_of_a_bucket_is_checked() -> None:
         check_launch(_args(bucket | {"s3": {"regoin": "eu-central-1"}}))
     with pytest.raises(ConfigError, match="the index's URL"):
         check_launch(_args(bucket | {"index": {"url": "http://index"}}))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"store": "http://kv:99999"}, "'http://kv:99999' is malformed: Port out of range"),
+        ({"store": "http://me:secret@kv:8700"}, "must not contain a user or a password"),
+        ({"store": "file://kv/store"}, "needs an absolute path"),
+        ({"token": "two\nlines"}, "the token is not allowed: expected printable ASCII"),
+    ],
+)
+def test_the_store_and_the_token_are_checked_before_a_model_is_loaded(extra: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_launch(_args(STORE | extra))
 
 
 def test_a_profile_is_read_before_a_model_is_loaded(tmp_path: Path) -> None:
@@ -98,11 +111,12 @@ def test_key_files_are_read_before_a_model_is_loaded(key: str, tmp_path: Path) -
             check_launch(_args(STORE | ({group: {name: str(path)}} if group else {name: str(path)})))
 
 
+@pytest.mark.process
 def test_nothing_is_counted_before_sglang_serves() -> None:
     """prometheus_client decides at import whether several processes share metrics; SGLang sets that up later."""
     code = (
         "import sys, sgl_kvfetch.plugin.register, sgl_kvfetch.plugin.launch_check, sgl_kvfetch.plugin.hooks\n"
-        "import sgl_kvfetch.plugin.device.scheduler_hooks, sgl_kvfetch.plugin.cpu.engine\n"
+        "import sgl_kvfetch.plugin.device.waiting_queue, sgl_kvfetch.plugin.cpu.engine\n"
         "sys.exit('sgl_kvfetch.metrics' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0
@@ -152,7 +166,6 @@ def test_unsupported_flags_are_refused(flags: dict[str, Any], message: str) -> N
         ({"enable_flexkv": True}, "--enable-flexkv"),
         ({"enable_unified_cache_external_linker": True}, "--enable-unified-cache-external-linker"),
         ({"enable_streaming_session": True}, "--enable-streaming-session"),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
         ({"pp_size": 2}, "--pp-size"),
         ({"enable_pdmux": True}, "--enable-pdmux"),
@@ -187,14 +200,6 @@ def test_graphs_of_vision_encoders_are_refused_in_device_mode(
     monkeypatch.setenv("KVFETCH_GPU", "0")
     check_launch(_args())
     assert not caplog.messages
-
-
-@pytest.mark.parametrize("name", ["KVFETCH_NVDEC", "KVFETCH_GPU_ANS"])
-def test_switches_that_are_gone_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the GPU would be used by a server whose operator had switched it off."""
-    monkeypatch.setenv(name, "0")
-    with pytest.raises(ConfigError, match=f"{name} is gone: KVFETCH_GPU=0 leaves all .* unset {name}"):
-        check_launch(_args())
 
 
 def test_a_pool_that_takes_all_memory_is_warned_of_in_device_mode(
@@ -279,3 +284,13 @@ def test_device_mode_needs_an_sglang_with_linkers() -> None:
     del args.unified_cache_external_linker_config  # as in 0.5.22
     with pytest.raises(UnsupportedError, match=r"needs sglang 0\.5\.23, found .*: add --enable-hierarchical-cache"):
         check_launch(args)
+
+
+@pytest.mark.parametrize(
+    ("asked", "huge_page", "expected"), [("kvfetch", "", "shm"), ("kvfetch", "2MB", "kvfetch"), ("file", "", "file")]
+)
+def test_the_host_pool_can_be_mapped_unless_the_user_wants_other_memory(
+    monkeypatch: pytest.MonkeyPatch, asked: str, huge_page: str, expected: str
+) -> None:
+    monkeypatch.setenv("SGLANG_HUGEPAGE_SIZE", huge_page)
+    assert hooks.share_host_pool(asked) == expected

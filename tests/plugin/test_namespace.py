@@ -20,10 +20,10 @@ from sglang.srt.server_args import ServerArgs
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.labels import Labels
+from sgl_kvfetch.keys import Labels
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plugin import adapters, weight_updates
-from sgl_kvfetch.plugin.namespace import (
+from sgl_kvfetch.plugin.identity import (
     DRAFT,
     FILES,
     IRRELEVANT,

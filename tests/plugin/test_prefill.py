@@ -5,12 +5,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sgl_kvfetch import timeline
 from sgl_kvfetch.plugin.hooks import measure_prompts
 from sgl_kvfetch.plugin.prefill import MIN_BATCHES, WINDOW, PrefillMeter, PrefillSpeed
 
@@ -181,16 +179,6 @@ def test_split_and_verify_batches_are_left_out(monkeypatch: pytest.MonkeyPatch) 
     assert durations(PrefillMeter(), monkeypatch, (split, 11.0), (verify, 12.0)) == []
 
 
-def test_the_requests_of_a_batch_are_in_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    spans: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(timeline, "is_on", lambda: True)
-    monkeypatch.setattr(timeline, "add", lambda request, *span: spans.append((request.id, *span)))
-    a, b, decoding = Request("a"), Request("b"), Request("c")
-    batch = Batch(10.0, 100, ForwardMode.MIXED, [a, b, decoding], [decoding])
-    PrefillMeter().finished(batch, 12.0)
-    assert spans == [("a", "prefill", 10.0, 12.0), ("b", "prefill", 10.0, 12.0)]
-
-
 @dataclass(eq=False)
 class Waiting:
     cache_request_handle: str
@@ -198,8 +186,8 @@ class Waiting:
 
 @pytest.mark.parametrize("is_idle", [True, False])
 def test_the_hook_of_host_mode_measures_and_says_when_the_engine_is_idle(is_idle: bool) -> None:
-    backend = SimpleNamespace(meter=PrefillMeter())
-    backend.meter.queue.add(1000.0, time.monotonic())
+    idle: list[bool] = []
+    backend = SimpleNamespace(meter=PrefillMeter(), note_idle_engine=lambda: idle.append(True))
     controller = SimpleNamespace(storage_backend_type="kvfetch", storage_backend=backend)
     running = SimpleNamespace(is_empty=lambda: is_idle)
     scheduler = SimpleNamespace(
@@ -207,7 +195,7 @@ def test_the_hook_of_host_mode_measures_and_says_when_the_engine_is_idle(is_idle
     )
     measure_prompts(None, scheduler, Batch(time.monotonic() - 0.1), None)
     assert backend.meter.speed.seconds_for(100) is not None
-    assert (backend.meter.queue.seconds(time.monotonic()) == 0) == is_idle
+    assert bool(idle) is is_idle
     controller.storage_backend_type = "file"
     controller.storage_backend = None
     measure_prompts(None, scheduler, Batch(time.monotonic()), None)

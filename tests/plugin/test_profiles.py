@@ -5,19 +5,24 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError, UnsupportedError
-from sgl_kvfetch.plane import KVFetchConfig, TakenProfile
+from sgl_kvfetch.plane import KVFetchConfig
 from sgl_kvfetch.plane.config import parse_config
-from sgl_kvfetch.plugin import profiles
-from sgl_kvfetch.plugin.namespace import engine_config, engine_profile
-from sgl_kvfetch.plugin.profiles import Alone, with_profile
+from sgl_kvfetch.plane.profiles import Fits, TakenProfile
+from sgl_kvfetch.plugin import identity
+from sgl_kvfetch.plugin.identity import Alone, engine_config, engine_profile, with_profile
 
 WEIGHTS = "0" * 32
 CONFIG = parse_config({"store": "file:///kv", "quantiser": "klt"}, {})
+
+
+def fits(path: str) -> None:
+    """Take any profile."""
 
 
 class Group:
@@ -42,7 +47,7 @@ def run_ranks(size: int) -> list[str]:
 
     def run(rank: int) -> str:
         try:
-            found = with_profile(CONFIG, WEIGHTS, "model", Group(rank, shared, barrier))
+            found = with_profile(CONFIG, WEIGHTS, "model", Group(rank, shared, barrier), fits)
             return found.profile or found.quantiser_name
         except ConfigError as e:
             return str(e)
@@ -54,11 +59,11 @@ def run_ranks(size: int) -> list[str]:
 def test_all_ranks_take_what_the_first_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
 
-    def take(config: KVFetchConfig, weights: str, digest: str | None = None) -> TakenProfile:
+    def take(config: KVFetchConfig, weights: str, fits: Fits, digest: str | None = None) -> TakenProfile:
         asked.append(digest)
         return TakenProfile(f"/copies/{digest or 'newest'}", digest or "newest", "")
 
-    monkeypatch.setattr(profiles, "take_profile", take)
+    monkeypatch.setattr(identity, "take_profile", take)
     assert run_ranks(3) == ["/copies/newest"] * 3
     assert asked == [None, "newest", "newest"]
 
@@ -79,7 +84,7 @@ def test_no_rank_goes_its_own_way(
     num_asked = 0
     lock = threading.Lock()
 
-    def take(config: KVFetchConfig, weights: str, digest: str | None = None) -> TakenProfile | None:
+    def take(config: KVFetchConfig, weights: str, fits: Fits, digest: str | None = None) -> TakenProfile | None:
         nonlocal num_asked
         with lock:
             number, num_asked = num_asked, num_asked + 1
@@ -89,7 +94,7 @@ def test_no_rank_goes_its_own_way(
             raise fault
         return None
 
-    monkeypatch.setattr(profiles, "take_profile", take)
+    monkeypatch.setattr(identity, "take_profile", take)
     (result,) = set(run_ranks(3))
     assert result.startswith(expected[fails > 0])
 
@@ -98,40 +103,42 @@ def test_exact_in_the_place_of_klt(monkeypatch: pytest.MonkeyPatch) -> None:
     def take(*_: object) -> None:
         raise StoreError("refused", "the store is down")
 
-    monkeypatch.setattr(profiles, "take_profile", take)
+    monkeypatch.setattr(identity, "take_profile", take)
     local_cache = {"path": "/nvme", "capacity": "1GiB"}
     extra = {"store": "http://s", "target_kl": 1e-3, "levels": {}, "codec": "ans", "local_cache": local_cache}
-    found = with_profile(parse_config(extra | {"quantiser": "klt", "token": "t"}, {}), WEIGHTS, "model", Alone())
+    found = with_profile(parse_config(extra | {"quantiser": "klt", "token": "t"}, {}), WEIGHTS, "model", Alone(), fits)
     assert found == parse_config({"store": "http://s", "quantiser": "exact", "token": "t", "local_cache": local_cache})
     assert KVFetchConfig.model_validate(found.model_dump(mode="json", exclude_unset=True)) == found
 
 
 def test_auto_is_klt_with_a_profile_and_exact_without(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = parse_config({"store": "file:///kv", "quantiser": "auto", "target_kl": 1e-3}, {})
-    monkeypatch.setattr(profiles, "take_profile", lambda *_: TakenProfile("/copy", "d", ""))
-    found = with_profile(auto, WEIGHTS, "model", Alone())
+    monkeypatch.setattr(identity, "take_profile", lambda *_: TakenProfile("/copy", "d", ""))
+    found = with_profile(auto, WEIGHTS, "model", Alone(), fits)
     assert found == parse_config({"store": "file:///kv", "quantiser": "klt", "profile": "/copy", "target_kl": 1e-3}, {})
-    monkeypatch.setattr(profiles, "take_profile", lambda *_: None)
-    assert with_profile(auto, WEIGHTS, "model", Alone()) == parse_config({"store": "file:///kv", "quantiser": "exact"})
+    monkeypatch.setattr(identity, "take_profile", lambda *_: None)
+    assert with_profile(auto, WEIGHTS, "model", Alone(), fits) == parse_config(
+        {"store": "file:///kv", "quantiser": "exact"}
+    )
 
 
 def test_auto_stays_exact_where_klt_cannot_be_had(caplog: pytest.LogCaptureFixture) -> None:
     why = "quantiser 'klt' does not support draft models: use 'exact' or 'uint8'"
     auto = CONFIG.model_copy(update={"quantiser": "auto"})
-    assert engine_config(auto, why).quantiser_name == "exact"
+    assert engine_config(auto, why, Mock()).quantiser_name == "exact"
     assert why in caplog.text
     with pytest.raises(UnsupportedError, match="does not support draft models"):
-        engine_config(CONFIG, why)
+        engine_config(CONFIG, why, Mock())
 
 
 def test_without_a_profile_the_message_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiles, "take_profile", lambda *_: None)
+    monkeypatch.setattr(identity, "take_profile", lambda *_: None)
     with pytest.raises(ConfigError, match="kvfetch calibrate --model /llama --text FILE --publish file:///kv, or set"):
-        with_profile(CONFIG, WEIGHTS, "/llama", Alone())
+        with_profile(CONFIG, WEIGHTS, "/llama", Alone(), fits)
 
 
 def test_a_model_id_needs_a_file() -> None:
     with pytest.raises(ConfigError, match="stores keep profiles by the fingerprint of the weights, which model_id"):
-        engine_profile(CONFIG.model_copy(update={"model_id": "mine"}))
+        engine_profile(CONFIG.model_copy(update={"model_id": "mine"}), Mock())
     named = CONFIG.model_copy(update={"model_id": "mine", "profile": "p"})
-    assert engine_profile(named) is named
+    assert engine_profile(named, Mock()) is named

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sgl_kvfetch.plugin.prompt_sample import PromptSample
+from sgl_kvfetch.plugin.auto_profile import PromptSample
 
 WINDOW = 1536
 

@@ -1,10 +1,10 @@
 """Tests which quantiser an engine gets, and which profiles it refuses."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from sglang.srt import runtime_context
@@ -12,12 +12,11 @@ from sglang.srt import runtime_context
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, Pool
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.errors import ConfigError, UnsupportedError
-from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
-from sgl_kvfetch.plugin import namespace, starting
-from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
-from sgl_kvfetch.plugin.namespace import engine_quantiser, pool_layers, require_own_profile
-from sgl_kvfetch.plugin.starting import open_engine_plane
+from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.plane import Watch
+from sgl_kvfetch.plane.config import KVFetchConfig, ProfileNeeds, parse_config
+from sgl_kvfetch.plugin import identity, starting
+from sgl_kvfetch.plugin.identity import engine_quantiser, pool_layers, require_own_profile
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile
 from tests.plugin.backends import Make
@@ -40,7 +39,7 @@ def rank(index: int = 0, of: int = 1) -> SimpleNamespace:
 def in_the_pool(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...] | None]:
     """The last of these are the layers that SGLang has in its pool; None if it has all."""
     layers: list[tuple[int, ...] | None] = [None]
-    monkeypatch.setattr(namespace, "pool_layers", lambda: layers[-1])
+    monkeypatch.setattr(identity, "pool_layers", lambda: layers[-1])
     return layers
 
 
@@ -108,20 +107,26 @@ def test_sglang_says_which_layers_its_pool_has(
     assert pool_layers() == expected
 
 
-def test_klt_of_fp8_is_refused_where_only_kernels_could_restore_it(config: KVFetchConfig) -> None:
-    there = Mock(spec=CudaPages, geometry=replace(GEOMETRY, dtype="float8_e4m3fn"), first_layer=0)
-    with pytest.raises(UnsupportedError, match="float8_e4m3fn in device mode on a GPU"):
-        open_engine_plane(config, rank(), there, None)
+def test_auto_stores_exact_if_no_profile_fits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was made for fewer ranks. And it goes on looking for one that does, by what its engine needs."""
+    watch = Watch("0" * 32, "/model", "model", ProfileNeeds(GEOMETRY, (0, 1, 2), 0, 0, 1), finds=True)
+    asked: list[ProfileNeeds] = []
 
+    def none_fits(config: KVFetchConfig, why: str, needs: Callable[[], ProfileNeeds]) -> KVFetchConfig:
+        asked.append(needs())
+        return config.as_exact
 
-def test_auto_stores_exact_if_the_profile_does_not_fit(
-    config: KVFetchConfig, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As one that was made for fewer ranks."""
-    monkeypatch.setattr(starting, "engine_config", lambda asked, why: asked.with_profile(config.profile))
-    plane = make(quantiser="auto")._plane
+    def watching(needs: ProfileNeeds) -> Watch:
+        asked.append(needs)
+        return watch
+
+    monkeypatch.setattr(starting, "engine_config", none_fits)
+    monkeypatch.setattr(starting, "profile_watch", watching)
+    plane = make(quantiser="auto", target_kl=1e-3)._plane
     assert plane._start.namespace.quantiser == make_quantiser("exact").identity
-    assert "the store's profile does not fit, and this server stores with 'exact': profile" in caplog.text
+    assert plane._start.watch == watch
+    assert asked[0] == asked[1]
+    assert asked[0].target_kl == 1e-3
 
 
 def test_a_profile_for_other_weights_needs_a_model_id(config: KVFetchConfig) -> None:

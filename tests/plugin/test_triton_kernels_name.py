@@ -45,6 +45,7 @@ def test_sglang_gets_the_same_answer_with_and_without_us(tmp_path: Path) -> None
     assert "answer" in without
 
 
+@pytest.mark.process
 def test_only_our_own_name_leads_to_our_folder(tmp_path: Path) -> None:
     output = _run(
         "import importlib.util, sgl_kvfetch.triton_kernels as t; "

@@ -56,7 +56,7 @@ def test_our_patches_apply_and_take_the_place_of_hooks() -> None:
         ["pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "-c", os.devnull, str(folder.parent / "test")],
         folder,
     )
-    count = "from sgl_kvfetch.plugin import installed_seams; print(len(installed_seams()))"
+    count = "from sgl_kvfetch.plugin.seams import installed_seams; print(len(installed_seams()))"
     without = [seam for seam in SEAMS if NEWEST in seam.versions and not seam.is_patched]
     assert int(run(["-W", "ignore", "-c", count], folder).split()[-1]) == len(without) - 11
 

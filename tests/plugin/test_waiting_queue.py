@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from sgl_kvfetch.plugin.device.scheduler_hooks import form_batch
-from sgl_kvfetch.plugin.waiting_queue import WaitingQueue, reserved_tokens
+from sgl_kvfetch.plugin.device.waiting_queue import WaitingQueue, form_batch, reserved_tokens
 
 
 @dataclass(eq=False)

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.small_segments import FOLDER, head_slice, make_segment, page_hashes, put_segment
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment
@@ -19,10 +18,13 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.prompts import page_hashes as hashes_of
 from sgl_kvfetch.server import app as application, pages
-from sgl_kvfetch.server.budget import Budget, Overloaded
+from sgl_kvfetch.server.bodies import Budget, Overloaded
 from sgl_kvfetch.stores import wire
+from sgl_kvfetch.testing import FOLDER, head_slice, make_segment, page_hashes, put_segment
 from tests.server.test_pages import get, serving
 from tests.server.test_server import metric, raw, serving as serving_root
+
+pytestmark = pytest.mark.process
 
 TOKENS = list(range(8))
 HEADERS = "Host: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
@@ -98,16 +100,19 @@ async def test_a_lookup_takes_memory_before_it_reads(tmp_path: Path, monkeypatch
     assert budget.left_bytes == 1 << 20
 
 
-@pytest.mark.parametrize("path", [wire.Route.LOOKUP, wire.Route.PROMPTS, f"{wire.Route.PINS}/{'0' * 64}"])
+@pytest.mark.parametrize("path", [wire.Route.LOOKUP, wire.Route.PROMPTS, f"{wire.Route.NOTES}/pins/{'0' * 64}"])
 async def test_bodies_take_memory_before_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     with_budget(monkeypatch, 100_000)
     async with serving_root(tmp_path) as (server, _):
-        method = "PUT" if path.startswith(wire.Route.PINS) else "POST"
-        for length in ("Content-Length: 1000000", "Transfer-Encoding: chunked"):  # none of it is sent
-            request = f"{method} {path} HTTP/1.1\r\n{length}\r\n{HEADERS}\r\n"
-            assert (await raw(server, request.encode())).startswith(b"HTTP/1.1 503")
+        method, unknown = ("PUT", 411) if path.startswith(wire.Route.NOTES) else ("POST", 503)
+        for length, status in (
+            ("Content-Length: 1000000", 503),
+            ("Transfer-Encoding: chunked", unknown),
+        ):
+            request = f"{method} {path} HTTP/1.1\r\n{length}\r\n{HEADERS}\r\n"  # none of the body is sent
+            assert (await raw(server, request.encode())).startswith(f"HTTP/1.1 {status}".encode())
 
 
 async def test_answers_take_memory_until_they_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +223,8 @@ async def test_one_prompt_is_looked_up_at_a_time_and_not_for_ever(
         ("GET", f"{wire.Route.OBJECTS}/%ff", None),
         ("GET", f"{wire.Route.SEGMENTS}?folder=%ff", None),
         ("DELETE", f"{wire.Route.OBJECTS}?prefix=%ff%00", None),
-        ("GET", f"{wire.Route.PINS}/%ff", None),
-        ("GET", f"{wire.Route.PINS}/{'0' * 64}%0a", None),
+        ("GET", f"{wire.Route.NOTES}/pins/%ff", None),
+        ("GET", f"{wire.Route.NOTES}/pins/{'0' * 64}%0a", None),
     ],
 )
 async def test_malformed_requests_are_the_client_s_fault(

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from harness.small_segments import data_object
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.server import metrics as server_metrics
 from sgl_kvfetch.stores import wire
+from sgl_kvfetch.testing import data_object
 from tests.server.test_server import metric, serving
+
+pytestmark = pytest.mark.process
 
 OBJECT = f"{wire.Route.OBJECTS}/{data_object(b'content')}"
 

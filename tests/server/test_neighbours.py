@@ -10,15 +10,17 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from sgl_kvfetch import processes
-from sgl_kvfetch.codec import read_encryption_keys, read_manifest_keys
+from sgl_kvfetch.codec.container.encryption import read_encryption_keys, read_manifest_keys
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.server import ServerConfig, run
+from sgl_kvfetch.server import run
+from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.server.tokens import TokenFile
 from sgl_kvfetch.stores import Pin, wire
+from sgl_kvfetch.stores.notes import put_pin
 from sgl_kvfetch.stores.remote import TlsFiles
+from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, put_segment
 from tests.server.test_pages import serving
 
 SEGMENT = make_segment(page_hashes(4), 0, 4)
@@ -32,9 +34,9 @@ ROUTES = (
     ("DELETE", f"{wire.Route.OBJECTS}/{NAME}"),
     ("DELETE", f"{wire.Route.OBJECTS}?prefix="),
     ("POST", f"{wire.Route.CHECK}/{NAME}"),
-    ("GET", wire.Route.PINS),
-    ("GET", f"{wire.Route.PINS}/{'0' * 64}"),
-    ("DELETE", f"{wire.Route.PINS}/{'0' * 64}"),
+    ("GET", f"{wire.Route.NOTES}/pins"),
+    ("GET", f"{wire.Route.NOTES}/pins/{'0' * 64}"),
+    ("DELETE", f"{wire.Route.NOTES}/pins/{'0' * 64}"),
     ("GET", wire.Route.SUMMARY),
     ("GET", f"{wire.Route.SEGMENTS}?folder={FOLDER}"),
     ("GET", wire.Route.FOLDERS),
@@ -52,12 +54,8 @@ def pins_in_the_way(root: Path) -> None:
     (root / ".pins").write_bytes(b"in the way")
 
 
-def unreadable_pin(root: Path) -> None:
-    (root / ".pins").mkdir(parents=True)
-    (root / ".pins" / ("0" * 64)).write_bytes(b"no pin")
-
-
-@pytest.mark.parametrize("spoil", [catalog_in_the_way, pins_in_the_way, unreadable_pin])
+@pytest.mark.process
+@pytest.mark.parametrize("spoil", [catalog_in_the_way, pins_in_the_way])
 async def test_no_answer_but_the_page_s_has_the_store_s_path(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
     root = tmp_path / "hidden"
     spoil(root)
@@ -76,7 +74,7 @@ async def test_files_of_pins_are_their_owner_s(tmp_path: Path) -> None:
     try:
         store = LocalStore(tmp_path)
         await put_segment(store, SEGMENT)
-        await store.put_pin(Pin("kept", 1, b"".join(SEGMENT.manifest.page_hashes)))
+        await put_pin(store, Pin("kept", 1, b"".join(SEGMENT.manifest.page_hashes)))
         await store.close()
     finally:
         os.umask(before)
@@ -124,6 +122,7 @@ def test_a_server_s_memory_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (dumpable, processes._prctl(processes._GET_DUMPABLE)) == ([0], 1)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 async def test_prompts_are_asked_for_as_json_alone(tmp_path: Path, kind: str) -> None:
     """A page of another site can send other types without asking the store first."""
@@ -135,6 +134,7 @@ async def test_prompts_are_asked_for_as_json_alone(tmp_path: Path, kind: str) ->
             assert answer.status == 200
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "same-origin", "none"])
 async def test_a_store_without_tokens_refuses_other_sites_pages(tmp_path: Path, site: str) -> None:
     headers = {"Sec-Fetch-Site": site}
@@ -151,6 +151,7 @@ async def test_a_store_without_tokens_refuses_other_sites_pages(tmp_path: Path, 
             assert answer.status == 200  # whoever knows the token
 
 
+@pytest.mark.process
 async def test_the_page_answers_head(tmp_path: Path) -> None:
     async with serving(tmp_path) as session:
         for path in wire.PAGE_PATHS:

@@ -8,14 +8,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from harness.small_segments import make_segment, page_hashes
 from harness.waiting import until
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.labels import Labels
+from sgl_kvfetch.keys import Labels
 from sgl_kvfetch.prompts import page_hashes as hashes_of
 from sgl_kvfetch.server import pages
 from sgl_kvfetch.stores import wire
+from sgl_kvfetch.testing import make_segment, page_hashes
 from tests.odd_segments import TEXTS, odd_segments
 from tests.server.test_pages import get, serving
 
@@ -32,6 +32,7 @@ def test_a_text_that_only_looks_like_klt_is_shown_as_it_is() -> None:
     assert Labels().quantiser_name(text) == text
 
 
+@pytest.mark.process
 async def test_odd_texts_are_shown_and_fail_no_request(tmp_path: Path) -> None:
     segments = list(odd_segments())
     async with serving(tmp_path, *segments) as session:
@@ -46,6 +47,7 @@ async def test_odd_texts_are_shown_and_fail_no_request(tmp_path: Path) -> None:
             assert len(await get(session, wire.Route.SEGMENTS, folder=manifest.heads.folder)) == 1
 
 
+@pytest.mark.process
 async def test_a_folder_that_cannot_be_shown_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = make_segment(page_hashes(4), 0, 4), make_segment(page_hashes(4), 0, 4, model="bad")
     names = Labels.model_name
@@ -63,6 +65,7 @@ async def test_a_folder_that_cannot_be_shown_costs_one_row(tmp_path: Path, monke
     assert rows[bad.manifest.heads.folder]["num_segments"] == 1
 
 
+@pytest.mark.process
 async def test_a_manifest_that_the_disk_cannot_read_costs_one_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +76,7 @@ async def test_a_manifest_that_the_disk_cannot_read_costs_one_row(
     assert (rows[good.manifest.heads.folder]["model"], rows[bad.manifest.heads.folder]["model"]) == ("conformance", "")
 
 
+@pytest.mark.process
 async def test_a_damaged_folder_hides_no_other_from_prompts(tmp_path: Path) -> None:
     tokens = list(range(8))
     hashes = hashes_of(tokens, 1, None)
@@ -93,6 +97,7 @@ def _failing(peek: Any, broken: str) -> Any:
     return fail
 
 
+@pytest.mark.process
 async def test_a_folder_whose_files_are_gone_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an eviction that a full disk has undone in the catalog alone."""
     monkeypatch.setattr(pages, "_FOLDERS_AGE_S", -1.0)

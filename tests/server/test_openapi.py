@@ -10,15 +10,14 @@ import msgspec
 import pytest
 import yaml
 
-from sgl_kvfetch.server import ServerConfig, metrics, pages
+from sgl_kvfetch.server import metrics, pages
 from sgl_kvfetch.server.app import create_app
+from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.server.tokens import Role
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import ObjectInfo
-from sgl_kvfetch.stores.pins import Pin
-from sgl_kvfetch.stores.profiles import ProfileRow
-from sgl_kvfetch.stores.verified import Damaged
+from sgl_kvfetch.stores.notes import Damaged, Pin, ProfileRow, Verified
 
 DOCUMENT = yaml.safe_load((Path(__file__).parents[2] / "docs" / "openapi.yaml").read_text())
 OPERATIONS: dict[tuple[str, str], Any] = {
@@ -37,8 +36,8 @@ def test_the_document_has_the_routes_of_the_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "struct",
     [
-        *(ObjectInfo, wire.Deleted, wire.Checked, wire.Folders, wire.PinNames, wire.Profiles, Pin),
-        *(pages.Summary, metrics.Failure, pages.FolderRow, ProfileRow, pages.LoadSample, Damaged),
+        *(ObjectInfo, wire.Deleted, wire.Checked, wire.Folders, wire.Notes, Pin, Verified, pages.LastVerified),
+        *(pages.Summary, metrics.Failure, metrics.AnswerTimes, pages.FolderRow, ProfileRow, pages.LoadSample, Damaged),
     ],
 )
 def test_bodies_have_the_fields_that_the_document_names(struct: type[msgspec.Struct]) -> None:
@@ -46,12 +45,13 @@ def test_bodies_have_the_fields_that_the_document_names(struct: type[msgspec.Str
     assert list(schema["properties"]) == schema["required"] == list(struct.__struct_fields__)
 
 
+@pytest.mark.process
 async def test_each_operation_needs_the_role_that_the_document_names(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("".join(f"{role.name.lower()} token-of-{role.name.lower()}\n" for role in Role))
     tokens.chmod(0o600)
     config = ServerConfig(tmp_path / "store", port=0, token_file=tokens, grace_s=1)
-    values = {"name": "0" * 64, "digest": "0" * 32, "weights": "0" * 32}
+    values = {"kind": "profiles", "name": "0" * 64, "digest": "0" * 32, "folder": f"{'0' * 32}.0-1"}
     async with running_server(config) as server, aiohttp.ClientSession(server.url) as session:
         for (method, path), operation in OPERATIONS.items():
             security = operation.get("security", DOCUMENT["security"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import shutil
 import socket
@@ -21,12 +20,13 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-from harness.small_segments import make_segment, put_segment
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.prompts import page_hashes
-from sgl_kvfetch.stores.profiles import publish_profile
+from sgl_kvfetch.stores.notes import publish_profile
+from sgl_kvfetch.testing import make_segment
+from tests.segments import put_all, using
 from tests.stores.test_profiles import NO_KEYS, save
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -93,15 +93,9 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root = tmp_path_factory.mktemp("page") / "store"
-
-    async def fill() -> None:
-        store = LocalStore(root)
-        await put_segment(store, make_segment(page_hashes(TOKENS, 1), 0, 32))
-        await put_segment(store, make_segment(page_hashes(TOKENS[1:], 1), 0, 4, model=EVIL))
-        await publish_profile(store, save(root.parent), NO_KEYS)
-        await store.close()
-
-    asyncio.run(fill())
+    put_all(LocalStore(root), make_segment(page_hashes(TOKENS, 1), 0, 32))
+    put_all(LocalStore(root), make_segment(page_hashes(TOKENS[1:], 1), 0, 4, model=EVIL))
+    using(LocalStore(root), lambda store: publish_profile(store, save(root.parent), NO_KEYS))
     with StoreProcess(root, extra_args=["--capacity", "1GiB", "--token", "secret"]) as store:
         yield store.url
 
@@ -239,10 +233,81 @@ def test_a_chart_says_what_was_when(page: Browser) -> None:
     script = """
         latest.history = [0, 10, 20].map((at_s) => ({ at_s, values: { "lookups_total:hit": at_s * at_s } }));
         drawCharts();
-        const svg = document.querySelector("#charts svg"), box = svg.getBoundingClientRect();
+        const svg = document.querySelectorAll("#charts svg")[1], box = svg.getBoundingClientRect();
         svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left }));
         return svg.parentElement.textContent;"""
     assert "found 10" in page.driver.execute_script(script)  # 100 in the first 10 s; then 300
+
+
+def test_charts_of_shares_and_times_leave_out_what_was_not_asked(page: Browser) -> None:
+    script = """
+        const at = (at_s, hit, miss, seconds) => ({ at_s, values: { "lookup_pages_total:hit": hit,
+            "lookup_pages_total:miss": miss,
+            "request_seconds_sum:read": seconds, "request_seconds_count:read": hit } });
+        const history = [at(0, 0, 0, 0), at(10, 3, 1, 0.3), at(20, 3, 1, 0.3)];
+        const both = [sharesFound(history), meanSeconds(history, ["read"])];
+        return both.map((all) => all.map(({ values }) => values[0]));"""
+    assert page.driver.execute_script(script) == [[pytest.approx(0.75), None], [pytest.approx(0.1), None]]
+
+
+def test_tiles_say_how_long_most_answers_took(page: Browser) -> None:
+    page.freeze()
+    script = """
+        const values = { "request_seconds_sum:read": 2, "request_seconds_count:read": 20 };
+        latest.history = [{ at_s: 0, values: {} }, { at_s: 600, values }];
+        latest.answer_times = { read: { half_s: 0.03, most_s: null } };
+        return tiles(latest).filter(([term]) => term.endsWith("takes"));"""
+    assert page.driver.execute_script(script) == [
+        ["A lookup takes", "–", "mean, last 10 min"],
+        ["A read takes", "100 ms", "mean, last 10 min; half within 30 ms, 95% over 30 s"],
+    ]
+
+
+def test_the_last_days_are_shown(page: Browser) -> None:
+    page.freeze()
+    script = """
+        const now_s = latest.now_s;
+        latest.days = [3, 2, 1].map((day) => ({ at_s: now_s - 86400 * day,
+            values: { "lookup_pages_total:hit": 30 - day * day, "lookup_pages_total:miss": 10 - day } }));
+        latest.history = [{ at_s: now_s, values: { "lookup_pages_total:hit": 30, "lookup_pages_total:miss": 10 } }];
+        document.querySelector("#range").value = "604800";
+        drawCharts();
+        const tile = tiles(latest).find(([term, , note]) => term === "Pages found" && note === "last 3 days");
+        return [document.querySelectorAll("#charts path.series-0")[0].getAttribute("d").split("L").length, tile[1]];"""
+    assert page.driver.execute_script(script) == [3, "75%"]  # 9 of 12
+
+
+def test_who_reads_and_writes(page: Browser) -> None:
+    page.freeze()
+    page.driver.execute_script(
+        """latest.clients = [{ address: "10.0.0.7", lookups: 1200, reads: 3, writes: 4, read_bytes: 2048,
+            written_bytes: 1, last_s: latest.now_s - 60 }];
+        drawClients(latest);"""
+    )
+    (row,) = page.texts("#clients tbody tr")
+    assert row == "10.0.0.7 1,200 3 2.0 KiB 4 1 B 60 s ago"
+
+
+def test_long_names_are_whole(page: Browser) -> None:
+    """A laptop shows them without a pointer."""
+    page.freeze()
+    name = "organisation/a-model-of-a-name-that-is-longer-than-most-70B-Instruct"
+    page.driver.execute_script("latest.folders[0].model = arguments[0]; drawFolders(latest);", name)
+    assert any(name in row.replace("\n", "") for row in page.texts("#folders tbody tr"))
+
+
+def test_what_audits_found_comes_with_what_to_do(page: Browser) -> None:
+    page.freeze()
+    page.driver.execute_script(
+        """const told = (client, typical, advice, off = "") => ({ client, told_s: latest.now_s - 60, says: "it fits",
+            advice, audits: { typical, ratio: 2 * typical, off } });
+        latest.folders[0].audits = [told("a", 0.5, ""), told("b", 1.75, "calibrate"), told("c", 0, "see", "wrong")];
+        drawAudits(latest);"""
+    )
+    rows = [" ".join(row.text.split()) for row in page.all("#audits tbody tr")]
+    assert [row.partition("it fits")[2] for row in rows] == [". What to do: see", ". What to do: calibrate", ""]
+    assert " b " in rows[1]
+    assert " 1.75x 3.50x " in rows[1]
 
 
 @pytest.mark.parametrize(
@@ -262,12 +327,21 @@ def test_a_chart_says_what_was_when(page: Browser) -> None:
             "Full and thrashing: 60 segments evicted within the hour, 50 are left",
         ),
         ("last['requests_total:404'] = 10000", "Healthy"),
+        ("last.segments = 0", "Empty: nothing is stored yet, and nobody has asked"),
+        (
+            "last.segments = 0, last['lookups_total:miss'] = 3",
+            "Empty: servers look up, and nothing is stored yet",
+        ),
+        (
+            "s.folders = [{audits: [{audits: {off: 'wrong'}}, {audits: {off: ''}}]}]",
+            "Audits: not used by 1 server, where it would be wrong",
+        ),
     ],
 )
 def test_the_verdict_comes_first(page: Browser, change: str, verdict: str) -> None:
     script = f"""
         const last = {{ stored_bytes: 10, segments: 50, evicted_segments_total: 0 }};
-        const s = {{ now_s: 1001, capacity_bytes: 100, write_problem: null, failures: [], verified: null,
+        const s = {{ now_s: 1001, capacity_bytes: 100, write_problem: null, failures: [], verified: null, folders: [],
                      history: [{{ at_s: 900, values: {{}} }}, {{ at_s: 1000, values: last }}] }};
         {change};
         return verdict(s)[0];"""
@@ -354,6 +428,9 @@ def test_an_empty_store_says_how_to_use_it(browser: Browser, tmp_path: Path) -> 
         assert f'{{"store": "{store.url}"}}' in browser.text("#how")
         assert "--host 0.0.0.0" in browser.text("#how-far")
         assert not browser.driver.find_element(By.ID, "models").is_displayed()
+        assert browser.text("#status") == "Empty: nothing is stored yet, and nobody has asked"
+        tiles = dict(zip(browser.texts("#tiles dt"), browser.texts("#tiles dd:not(.note)"), strict=True))
+        assert tiles["Requests in flight"] == "0"  # the page does not count itself
 
 
 def test_a_phone_shows_two_tiles_side_by_side_and_nothing_sticks_out(page: Browser) -> None:

@@ -7,28 +7,37 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
+import msgspec
 import pytest
 
-from harness.small_segments import make_segment, page_hashes, put_segment
+from harness.waiting import until
 from sgl_kvfetch import __version__
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys, StoreKeys
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.labels import Labels
+from sgl_kvfetch.keys import Labels
 from sgl_kvfetch.prompts import page_hashes as hashes_of
-from sgl_kvfetch.server import ServerConfig, pages
+from sgl_kvfetch.server import pages
+from sgl_kvfetch.server.config import ServerConfig
+from sgl_kvfetch.server.metrics import AnswerTimes, ServerMetrics
 from sgl_kvfetch.server.run import running_server
+from sgl_kvfetch.status import Audits
 from sgl_kvfetch.stores import wire
-from sgl_kvfetch.stores.profiles import seal_profile
-from sgl_kvfetch.stores.verified import Damaged, Verified
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.notes import Damaged, NoteKind, Verified, seal_profile
+from sgl_kvfetch.testing import make_segment, page_hashes, put_segment
 from tests.segments import with_labels
 from tests.stores.test_profiles import BOTH, save
+
+pytestmark = pytest.mark.process
 
 AUTHORISED = {"Authorization": "Bearer secret"}
 
@@ -94,6 +103,77 @@ async def test_what_is_stored(tmp_path: Path) -> None:
         assert (await get(session, f"{wire.Route.SEGMENTS}/{missing}", status=404))["error"] == "not_found"
 
 
+async def test_who_reads_and_writes_and_how_long_it_takes(tmp_path: Path) -> None:
+    segment = make_segment(page_hashes(2), 0, 2)
+    async with serving(tmp_path, segment) as session:
+        summary = await get(session, wire.Route.SUMMARY)
+        assert summary["clients"] == []  # whoever looks at the page does not count
+        assert summary["history"][-1]["values"]["requests_in_flight"] == 0
+        name = f"{segment.manifest.heads.folder}/{segment.data_name.rpartition('/')[2]}"
+        async with session.get(f"{wire.Route.OBJECTS}/{name}") as response:
+            content = await response.read()
+            assert response.status == 200
+    metrics = ServerMetrics()
+    request = Mock(method="PUT", remote="10.0.0.7", content_length=100)
+    for number in range(70):
+        request.remote = f"10.0.0.{number}"
+        metrics.answered(request, f"{wire.Route.OBJECTS}/{{name}}", "200", 0.5, 0)
+    request.method = "GET"
+    metrics.answered(request, f"{wire.Route.OBJECTS}/{{name}}", "200", 0.25, len(content))
+    metrics.answered(request, f"{wire.Route.OBJECTS}/{{name}}", "404", 0.25, 50)
+    last, before, *others = metrics.clients
+    assert (last.address, last.writes, last.written_bytes, last.reads) == ("10.0.0.69", 1, 100, 1)
+    assert last.read_bytes == len(content)
+    assert before.address == "10.0.0.68"
+    assert len(others) == 62
+    assert metrics.activity()["request_seconds_sum:write"] == 35.0
+    assert metrics.activity()["request_seconds_count:read"] == 2
+    assert metrics.answer_times({}) == {"read": AnswerTimes(0.3, 0.3), "write": AnswerTimes(1, 1)}
+    earlier = metrics.answers_by_time()
+    for seconds in (0.002, 0.002, 60.0):
+        metrics.answered(request, f"{wire.Route.OBJECTS}/{{name}}", "200", seconds, 0)
+    assert metrics.answer_times(earlier) == {"read": AnswerTimes(0.003, inf)}
+
+
+async def test_the_last_days_outlive_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What earlier servers have counted lies below 0, and grows to 0 at the start of this one."""
+    monkeypatch.setattr(pages, "_SUMMARY_AGE_S", -1.0)
+
+    def found(sample: Any) -> float:
+        return float(sample["values"].get("lookup_pages_total:miss", 0))
+
+    async def look_up(num_pages: int, days: list[float]) -> None:
+        async with serving(tmp_path / "store") as session:
+            shown: list[float] = []
+
+            async def has_sampled() -> bool:  # beside what is asked
+                shown[:] = [found(sample) for sample in (await get(session, wire.Route.SUMMARY))["days"]]
+                return len(shown) >= len(days)
+
+            await until(has_sampled)
+            assert shown == days
+            store = HttpStore(str(session._base_url))
+            await store.lookup("0" * 32 + ".0-1", page_hashes(num_pages))
+            await store.close()
+
+    (tmp_path / "store").mkdir()
+    await look_up(3, [0])
+    await look_up(4, [-3, 0])
+    await look_up(5, [-7, -4, 0])
+    file = tmp_path / "store" / ".days.json"
+    assert file.stat().st_mode & 0o077 == 0
+    saved = json.loads(file.read_bytes())
+    saved[0]["at_s"] -= 8 * 86400
+    saved[1]["at_s"] += 86400  # by a clock that was wrong
+    file.write_text(json.dumps(saved))
+    await look_up(0, [-5, 0])
+    file.write_bytes(b"[")
+    await look_up(0, [0])
+    assert "the page begins its last days anew" in caplog.text
+
+
 async def test_profiles_are_shown(tmp_path: Path) -> None:
     digests = []
     for number in (1, 2):
@@ -119,10 +199,11 @@ async def test_what_verify_found_is_shown_until_it_is_deleted_or_written_again(
     found = Verified(4, 1000, 103, tuple(Damaged(name, "checksum does not match") for name in [*manifests[1:], "odd"]))
     async with serving(tmp_path, *segments) as session:
         assert (await get(session, wire.Route.SUMMARY))["verified"] is None
-        async with session.put(wire.Route.VERIFIED, data=b"{}") as response:
-            assert response.status == 400
+        url = f"{wire.Route.NOTES}/verified/last"
+        async with session.put(url, data=b"{}") as response:
+            assert response.status == 422
             assert "num_segments" in (await response.json())["message"]
-        async with session.put(wire.Route.VERIFIED, data=found.encode()) as response:
+        async with session.put(url, data=found.encode()) as response:
             assert response.status == 201
         (tmp_path / manifests[1]).unlink()
         os.utime(tmp_path / manifests[2], (1e10, 1e10))
@@ -132,8 +213,39 @@ async def test_what_verify_found_is_shown_until_it_is_deleted_or_written_again(
     assert shown["verified"]["num_damaged"] == 100
 
 
+async def test_what_servers_audits_found_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_SUMMARY_AGE_S", -1.0)
+    segment = make_segment(page_hashes(4), 0, 4)
+    folder = segment.manifest.heads.folder
+    found = Audits(
+        model="m", quantiser="klt 1e-3", num_audits=30, at_s=1e9, ratio=3.0, where="K of layer 3", typical=1.8,
+        num_recent=20, before=0.7, by_length={"to 1024": 1.8},
+    )  # fmt: skip
+    async with serving(tmp_path, segment) as session:
+        (row,) = (await get(session, wire.Route.SUMMARY))["folders"]
+        assert row["audits"] == []
+        store = HttpStore(str(session._base_url))
+        await store.tell_audits(folder, found)
+        await store.tell_audits(f"{'0' * 32}.0-1", found)  # it may have been deleted: nothing goes wrong
+        ((told,),) = [row["audits"] for row in (await get(session, wire.Route.SUMMARY))["folders"]]
+        assert (told["client"], msgspec.convert(told["audits"], Audits)) == ("127.0.0.1", found)
+        assert "1.8 times as large as expected, the median of the last 20 audits, and 0.7 before" in told["says"]
+        assert told["says"].endswith("it does not fit the prompts")
+        assert "calibrate --publish" in told["advice"]
+        await store.tell_audits(folder, msgspec.structs.replace(found, off="3 of the last 3 audits"))
+        ((told,),) = [row["audits"] for row in (await get(session, wire.Route.SUMMARY))["folders"]]
+        assert told["says"] == "nothing of it is used: 3 of the last 3 audits"
+        await store.close()
+        async with session.put(f"{wire.Route.AUDITS}/{folder}", data=b"{}") as response:
+            assert response.status == 400
+            assert "what audits found is malformed" in (await response.json())["message"]
+        async with session.put(f"{wire.Route.AUDITS}/odd", data=b"{}") as response:
+            assert response.status == 404
+
+
 async def test_a_result_of_verify_that_cannot_be_read_does_not_hide_the_page(tmp_path: Path) -> None:
-    (tmp_path / ".verified.json").write_text("{")
+    (tmp_path / ".verified").mkdir()
+    (tmp_path / ".verified" / "last").write_text("{")
     async with serving(tmp_path) as session:
         assert (await get(session, wire.Route.SUMMARY))["verified"] is None
 
@@ -152,15 +264,16 @@ async def test_models_and_quantisers_have_names_for_people(tmp_path: Path) -> No
 async def test_a_summary_has_the_last_failures_and_the_token_s_role(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(store: LocalStore) -> None:
+    async def fail(store: LocalStore, kind: NoteKind) -> None:
         raise StoreError("io", "a bad disk")
 
     tokens = tmp_path / "tokens"
     tokens.write_text("read r\nadmin a\n")
     async with serving(tmp_path / "store", make_segment(page_hashes(4), 0, 4), token_file=tokens) as session:
-        monkeypatch.setattr(LocalStore, "pins", fail)
-        async with session.get(wire.Route.PINS, headers={"Authorization": "Bearer r"}) as response:
-            assert response.status == 500
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalStore, "notes", fail)
+            async with session.get(f"{wire.Route.NOTES}/pins", headers={"Authorization": "Bearer r"}) as response:
+                assert response.status == 500
         for token, role in (("r", "read"), ("a", "admin")):
             async with session.get(wire.Route.SUMMARY, headers={"Authorization": f"Bearer {token}"}) as response:
                 assert response.headers["KVFetch-Role"] == role
@@ -168,7 +281,7 @@ async def test_a_summary_has_the_last_failures_and_the_token_s_role(
         (failure,) = summary["failures"]
         at_s = failure.pop("at_s")
         assert 0 <= summary["now_s"] - at_s < 600
-        assert failure == {"client": "127.0.0.1", "what": "GET /v1/pins", "cause": "io", "message": "a bad disk"}
+        assert failure == {"client": "127.0.0.1", "what": "GET /v1/notes/pins", "cause": "io", "message": "a bad disk"}
         assert summary["version"] == __version__
         assert (summary["host"], summary["directory"]) == (socket.gethostname(), str(tmp_path / "store"))
         assert 0 < summary["disk_free_bytes"] < summary["disk_bytes"]
@@ -193,7 +306,7 @@ async def test_another_site_s_page_cannot_pin(tmp_path: Path) -> None:
     async with serving(tmp_path) as session:
         async with session.post(wire.Route.PROMPTS, data=body, headers={"Content-Type": "text/plain"}) as response:
             assert response.status == 415
-        assert (await get(session, wire.Route.PINS))["names"] == []
+        assert (await get(session, f"{wire.Route.NOTES}/pins"))["notes"] == []
 
 
 async def test_segments_by_the_beginning_of_their_names(tmp_path: Path) -> None:
@@ -270,7 +383,7 @@ async def test_how_much_of_a_prompt_is_stored(tmp_path: Path) -> None:
 async def test_what_a_store_without_the_key_shows_of_encrypted_segments(tmp_path: Path) -> None:
     """Its names and sizes, and how much of a prompt is stored; no codecs and no pictures."""
     hashes = hashes_of([1, 2, 3, 4], 1, None)
-    segment = secure_segment(make_segment(hashes, 0, 4), EncryptionKeys({"ours": b"k" * 32}), False)
+    segment = secure_segment(make_segment(hashes, 0, 4), StoreKeys(encryption=EncryptionKeys({"ours": b"k" * 32})))
     name = segment.manifest.key.manifest_name
     async with serving(tmp_path, segment) as session:
         (row,) = (await get(session, wire.Route.SUMMARY))["folders"]

@@ -13,16 +13,24 @@ from pathlib import Path
 
 import pytest
 
-from harness.small_segments import make_segment, page_hashes, put_segment
 from harness.store_process import StoreProcess
-from harness.waiting import wait_until
+from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.server import pictures
 from sgl_kvfetch.stores import wire
+from sgl_kvfetch.testing import make_segment, page_hashes, put_segment
 from tests.server.test_pages import get, serving
+
+pytestmark = pytest.mark.process
 
 SEGMENT = make_segment(page_hashes(4), 0, 4)
 PATH = f"{wire.Route.PICTURES}/{SEGMENT.manifest.key.manifest_name}"
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that draws imports for more than a minute on a busy machine."""
+    monkeypatch.setattr(pictures, "_PICTURE_S", WAIT_S)
 
 
 async def test_no_more_pictures_than_a_few_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,10 +86,10 @@ async def test_a_picture_has_a_size_at_most(tmp_path: Path, monkeypatch: pytest.
 def test_a_picture_s_process_takes_little_memory_and_writes_no_file(tmp_path: Path) -> None:
     """What it does after it has loaded its libraries."""
     code = f"""
-from sgl_kvfetch.tools import sheet
-sheet._limit()
+from sgl_kvfetch.tools import pictures
+pictures._limit()
 try:
-    bytearray(2 * sheet.MOST_BYTES)
+    bytearray(2 * pictures.MOST_BYTES)
 except MemoryError:
     print("no memory")
 try:
@@ -106,7 +114,7 @@ def test_nothing_is_left_of_a_picture_when_the_server_is_killed(
         wait_until(lambda: bool(children(store.pid)))
         (drawing,) = children(store.pid)
         started = _started(drawing)
-        wait_until(lambda: b"sheet" in Path(f"/proc/{drawing}/cmdline").read_bytes())
+        wait_until(lambda: b"pictures" in Path(f"/proc/{drawing}/cmdline").read_bytes())
         store.kill()
         asking.join()
         wait_until(lambda: _started(drawing) != started, found=lambda: "the process that draws goes on")

@@ -20,6 +20,7 @@ from sgl_kvfetch.stores import wire
 from tests.odd_segments import odd_segments
 from tests.tools.conftest import put
 
+pytest_plugins = "schemathesis.pytest.plugin"
 schema = schemathesis.openapi.from_path(Path(__file__).parents[2] / "docs" / "openapi.yaml")
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.server import ServerConfig, create_app
+from sgl_kvfetch.server.app import create_app
+from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.server.tokens import Role
 
@@ -60,6 +61,7 @@ def test_token_files(tmp_path: Path) -> None:
     assert ServerConfig(ROOT, token_file=path).read_tokens().role_of("Bearer secret") == Role.ADMIN
 
 
+@pytest.mark.process
 async def test_a_port_in_use_is_a_config_error(tmp_path: Path) -> None:
     async with running_server(ServerConfig(tmp_path, port=0)) as server:
         second = running_server(ServerConfig(tmp_path, port=server.port))

@@ -9,10 +9,13 @@ import pytest
 
 from harness.waiting import WAIT_S
 
+pytestmark = pytest.mark.process
+
 SERVE = """
 import logging, sys
 from pathlib import Path
-from sgl_kvfetch.server import ServerConfig, run_server
+from sgl_kvfetch.server.config import ServerConfig
+from sgl_kvfetch.server.run import run_server
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 run_server(ServerConfig(Path(sys.argv[1]), port=0))
 """

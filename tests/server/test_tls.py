@@ -9,13 +9,15 @@ import pytest
 import trustme
 from typer.testing import Result
 
-from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
+from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, put_segment
 from tests.tools.conftest import kvfetch
+
+pytestmark = pytest.mark.process
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,17 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
-from harness.small_segments import FOLDER, make_segment, page_hashes, put_segment
+from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.server.tokens import Role, TokenFile, parse_tokens
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import object_digest
 from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, put_segment
 
-DEADLINE_S = 30.0
+DEADLINE_S = WAIT_S
 TOKENS = """
 # Readers
 read  r1
@@ -84,6 +85,7 @@ async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
         yield server
 
 
+@pytest.mark.process
 async def test_what_each_role_may_do(server: RunningServer) -> None:
     segment = make_segment(page_hashes(4), 0, 4)
     data, manifest = segment.data_name, segment.manifest.key.manifest_name
@@ -114,8 +116,9 @@ async def test_what_each_role_may_do(server: RunningServer) -> None:
                     assert response.status in (200, 201, 204, 404), (method, path, role)
 
 
+@pytest.mark.process
 async def test_whoever_has_no_token_is_told_the_role_that_it_needs(server: RunningServer) -> None:
-    pin, name = f"{wire.Route.PINS}/{'0' * 64}", f"{wire.Route.OBJECTS}/{FOLDER}/x"
+    pin, name = f"{wire.Route.NOTES}/pins/{'0' * 64}", f"{wire.Route.OBJECTS}/{FOLDER}/x"
     needed = {("GET", pin): "read", ("PUT", name): "write", ("PUT", pin): "admin", ("DELETE", pin): "admin"}
     async with aiohttp.ClientSession(server.url) as session:
         for (method, path), role in needed.items():
@@ -124,6 +127,7 @@ async def test_whoever_has_no_token_is_told_the_role_that_it_needs(server: Runni
                 assert f"with the role {role}" in await response.text()
 
 
+@pytest.mark.process
 async def test_only_admins_replace_a_manifest_that_they_have_not_read(server: RunningServer) -> None:
     old, new = (make_segment(page_hashes(4), 0, 4, codec=codec) for codec in ("zstd", "deflate"))
     name = old.manifest.key.manifest_name
@@ -158,6 +162,7 @@ async def test_only_admins_replace_a_manifest_that_they_have_not_read(server: Ru
     await admin.close()
 
 
+@pytest.mark.process
 async def test_data_that_exists_is_not_uploaded_again_if_the_client_says_so(server: RunningServer) -> None:
     segment = make_segment(page_hashes(4), 0, 4)
     headers = {"Authorization": "Bearer w", "If-None-Match": "*"}
@@ -167,6 +172,7 @@ async def test_data_that_exists_is_not_uploaded_again_if_the_client_says_so(serv
                 assert response.status == status
 
 
+@pytest.mark.process
 async def test_a_writer_stores_and_deletes_segments(server: RunningServer) -> None:
     store = HttpStore(server.url, token="w")
     await put_segment(store, make_segment(page_hashes(4), 0, 4))
@@ -178,6 +184,7 @@ async def test_a_writer_stores_and_deletes_segments(server: RunningServer) -> No
     await store.close()
 
 
+@pytest.mark.process
 async def test_tokens_are_read_again_when_the_file_changes(server: RunningServer, tmp_path: Path) -> None:
     old, new = HttpStore(server.url, token="r1"), HttpStore(server.url, token="r3")
     name = make_segment(page_hashes(4), 0, 4).data_name
@@ -203,13 +210,15 @@ import logging, sys
 from pathlib import Path
 from urllib.parse import urlsplit
 import sgl_kvfetch.server.app as app
-from sgl_kvfetch.server import ServerConfig, run_server
+from sgl_kvfetch.server.config import ServerConfig
+from sgl_kvfetch.server.run import run_server
 app._LOOK_AT_TOKENS_S = 1e6
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 run_server(ServerConfig(Path(sys.argv[1]), port=0, token_file=Path(sys.argv[2])))
 """
 
 
+@pytest.mark.process
 def test_sighup_reads_the_tokens_again(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text("old")

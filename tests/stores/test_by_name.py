@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from harness.small_segments import FOLDER, make_segment, page_hashes, parts
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import buddy_split
-from sgl_kvfetch.stores.by_name import lookup_by_name, possible_lengths
+from sgl_kvfetch.stores.base import lookup_by_name, possible_lengths
+from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts
 
 
 class Bucket:
@@ -114,5 +114,5 @@ async def test_a_run_ends_before_its_manifests_are_too_large_together(monkeypatc
     chain = page_hashes(28)
     bucket = Bucket(chain, (0, 16), (16, 8), (24, 4))
     sizes = [len(content) for content in bucket.objects.values()]
-    monkeypatch.setattr("sgl_kvfetch.stores.by_name.MAX_LOOKUP_ANSWER_BYTES", sum(sizes[:2]))
+    monkeypatch.setattr("sgl_kvfetch.stores.base.MAX_LOOKUP_ANSWER_BYTES", sum(sizes[:2]))
     assert parts(await lookup_by_name(bucket.get, FOLDER, chain)) == [(0, 16), (0, 8)]

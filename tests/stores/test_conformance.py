@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from harness.faults import FaultyProxy
-from harness.store_conformance import AdminStoreConformance, StoreConformance
 from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
@@ -14,6 +13,7 @@ from sgl_kvfetch.server.run import RunningServer
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.hedged import HedgedStore
 from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.testing import AdminStoreConformance, StoreConformance
 
 
 class TestLocalStore(AdminStoreConformance):
@@ -32,6 +32,7 @@ class TestBoundedLocalStore(AdminStoreConformance):
         await store.close()
 
 
+@pytest.mark.process
 class TestHttpStore(AdminStoreConformance):
     @pytest.fixture
     async def store(self, server: RunningServer) -> AsyncIterator[Store]:
@@ -40,6 +41,7 @@ class TestHttpStore(AdminStoreConformance):
         await store.close()
 
 
+@pytest.mark.process
 class TestHttpStoreThroughProxy(AdminStoreConformance):
     """The proxy makes one connection per request. This also shows that the proxy itself breaks nothing."""
 
@@ -50,6 +52,7 @@ class TestHttpStoreThroughProxy(AdminStoreConformance):
         await store.close()
 
 
+@pytest.mark.process
 class TestHedgedStore(StoreConformance):
     @pytest.fixture
     async def store(self, server: RunningServer) -> AsyncIterator[Store]:
@@ -58,6 +61,7 @@ class TestHedgedStore(StoreConformance):
         await store.close()
 
 
+@pytest.mark.process
 class TestDiskTier(StoreConformance):
     @pytest.fixture
     async def store(self, server: RunningServer, tmp_path: Path) -> AsyncIterator[Store]:

@@ -16,17 +16,17 @@ import pytest
 from harness.faults import Fault, FaultyProxy
 from harness.metrics import read_metric
 from harness.slow_link import slow_link
-from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, TimerClock, until
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores.hedged import MAX_HEDGES, Attempt, HedgeBudget, HedgedCall, HedgeResult, HedgeWatch, Usual
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.open import open_hedged
 from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.stores.wire import Route
+from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 
 SILENCE_S = 0.04
 Request = Callable[[Attempt], Awaitable[bool]]
@@ -238,6 +238,7 @@ async def filled(server: RunningServer) -> None:
 STALLS = [Fault("hang", times=1), Fault("stall", after_bytes=300_000, times=1)]
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("fault", STALLS, ids=lambda fault: fault.kind)
 async def test_a_stalled_read_is_hedged_on_another_connection(
@@ -250,6 +251,7 @@ async def test_a_stalled_read_is_hedged_on_another_connection(
     assert len(proxy.requests) == 2
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("filled")
 async def test_the_second_request_asks_only_for_missing_bytes(
     proxy: FaultyProxy, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
@@ -269,6 +271,7 @@ async def test_the_second_request_asks_only_for_missing_bytes(
     assert asked == [(1000, 900_000), (301_000, 600_000)]
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("filled")
 async def test_lookups_and_manifests_are_hedged(proxy: FaultyProxy, make_client: MakeClient) -> None:
     client = make_client(proxy.url)
@@ -280,6 +283,7 @@ async def test_lookups_and_manifests_are_hedged(proxy: FaultyProxy, make_client:
     assert client.hedges["lookup", "won"] == 2
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("filled")
 async def test_writes_are_not_hedged(proxy: FaultyProxy, make_client: MakeClient) -> None:
     client = make_client(proxy.url)
@@ -293,6 +297,7 @@ async def test_writes_are_not_hedged(proxy: FaultyProxy, make_client: MakeClient
         await writing
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("filled")
 async def test_a_slow_trickling_read_is_hedged(proxy: FaultyProxy, make_client: MakeClient) -> None:
     client = make_client(proxy.url)
@@ -303,6 +308,7 @@ async def test_a_slow_trickling_read_is_hedged(proxy: FaultyProxy, make_client: 
     assert client.hedges == {("read", "won"): 1}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("gone_s", [0.0, 3.0])
 async def test_hedging_adds_little_load_to_a_shared_or_dead_link(
     tmp_path: Path, make_client: MakeClient, gone_s: float
@@ -330,6 +336,7 @@ async def test_hedging_adds_little_load_to_a_shared_or_dead_link(
             assert len(proxy.requests) <= num_reads + 4 + num_reads // 10
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("filled")
 async def test_a_read_ends_by_its_deadline_whatever_hangs(proxy: FaultyProxy, make_client: MakeClient) -> None:
     client = make_client(proxy.url)
@@ -343,6 +350,7 @@ async def test_a_read_ends_by_its_deadline_whatever_hangs(proxy: FaultyProxy, ma
     assert await client.read() < SOON_S
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("filled")
 async def test_without_hedging_a_stall_lasts_until_the_deadline(proxy: FaultyProxy, make_client: MakeClient) -> None:
     client = make_client(proxy.url, max_hedges=0)

@@ -13,15 +13,15 @@ from aiohttp import web
 
 from harness.faults import Fault, FaultyProxy
 from harness.reading import read_bytes
-from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, StoreError, StoreErrorReason
 from sgl_kvfetch.server.run import RunningServer
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import Lookup, SegmentHit
-from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.http_answers import read_whole
+from sgl_kvfetch.stores.http import HttpStore, read_whole
+from sgl_kvfetch.stores.notes import PINS, PROFILES
 from sgl_kvfetch.stores.remote import HttpOptions
+from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, put_segment
 
 CONTENT = bytes(range(256)) * 1000
 NAME = data_object(CONTENT)
@@ -45,6 +45,7 @@ async def reason_of(call: Awaitable[object]) -> StoreErrorReason:
     return caught.value.reason
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -79,6 +80,7 @@ async def test_faults_map_to_error_reasons(
     assert await store.get(NAME) == CONTENT
 
 
+@pytest.mark.process
 async def test_a_body_shorter_than_its_range(store: HttpStore, proxy: FaultyProxy) -> None:
     await proxy.set(Fault("wrong_length", extra_bytes=-10))
     # The reason depends on who detects it first: aiohttp (bytes after the end of the body), or our client (a length
@@ -86,6 +88,7 @@ async def test_a_body_shorter_than_its_range(store: HttpStore, proxy: FaultyProx
     assert await reason_of(store.get(NAME, 100, 1000)) in ("truncated", "protocol")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("fault", [Fault("refuse"), Fault("hang"), Fault("error")], ids=lambda fault: fault.kind)
 async def test_every_call_ends_by_the_deadline(store: HttpStore, proxy: FaultyProxy, fault: Fault) -> None:
     reason = {"refuse": "refused", "hang": "timeout", "error": "server"}[fault.kind]
@@ -101,6 +104,7 @@ async def test_every_call_ends_by_the_deadline(store: HttpStore, proxy: FaultyPr
         assert await reason_of(call) == reason
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "fault",
     [
@@ -125,6 +129,7 @@ async def test_transient_failures_are_retried(proxy: FaultyProxy, fault: Fault) 
     await store.close()
 
 
+@pytest.mark.process
 async def test_a_retried_read_continues_where_it_stopped(proxy: FaultyProxy) -> None:
     store = HttpStore(proxy.url, options=OPTIONS)
     await store.put(NAME, CONTENT)
@@ -135,6 +140,7 @@ async def test_a_retried_read_continues_where_it_stopped(proxy: FaultyProxy) -> 
     await store.close()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("fault", [Fault("close", after_bytes=0), Fault("wrong_length"), Fault("garbage")])
 async def test_read_passes_on_only_requested_bytes(store: HttpStore, proxy: FaultyProxy, fault: Fault) -> None:
     await proxy.set(fault)
@@ -150,11 +156,13 @@ async def test_read_from_a_server_without_range_support(answering: Start) -> Non
     assert await read_bytes(await answering(respond), NAME, 500, 1000) == CONTENT[500:1500]
 
 
+@pytest.mark.process
 async def test_read_of_a_missing_or_short_object(store: HttpStore) -> None:
     assert await read_bytes(store, data_object(b"never put"), 0, 5) is None
     assert await reason_of(read_bytes(store, NAME, len(CONTENT) - 5, 6)) == "truncated"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("fault", [Fault("error", status=503, times=2), Fault("close", after_bytes=0, times=2)])
 async def test_the_start_of_a_listing_is_retried(proxy: FaultyProxy, fault: Fault) -> None:
     store = HttpStore(proxy.url, options=OPTIONS)
@@ -164,6 +172,7 @@ async def test_the_start_of_a_listing_is_retried(proxy: FaultyProxy, fault: Faul
     await store.close()
 
 
+@pytest.mark.process
 async def test_large_transfers_get_more_time(proxy: FaultyProxy) -> None:
     patient = HttpStore(proxy.url)
     await patient.put(NAME, CONTENT)
@@ -214,6 +223,7 @@ async def test_delete_prefix_in_several_requests(answering: Start) -> None:
     assert await reason_of(store.delete_prefix("ab")) == "protocol"
 
 
+@pytest.mark.process
 async def test_permanent_failures_are_not_retried(store: HttpStore, proxy: FaultyProxy) -> None:
     for status in (400, 401, 404, 413, 422, 507):
         await proxy.set(Fault("error", status=status))
@@ -225,12 +235,14 @@ async def test_permanent_failures_are_not_retried(store: HttpStore, proxy: Fault
         assert len(proxy.requests) == 1, status
 
 
+@pytest.mark.process
 async def test_attempts_are_limited(store: HttpStore, proxy: FaultyProxy) -> None:
     await proxy.set(Fault("error"))
     await reason_of(store.get(NAME))
     assert len(proxy.requests) == OPTIONS.max_attempts
 
 
+@pytest.mark.process
 async def test_a_flipped_byte_is_not_detected(store: HttpStore, proxy: FaultyProxy) -> None:
     """The transport does not detect it; readers do, by checksum."""
     await proxy.set(Fault("flip", after_bytes=7))
@@ -240,6 +252,7 @@ async def test_a_flipped_byte_is_not_detected(store: HttpStore, proxy: FaultyPro
     assert body[8:] == CONTENT[8:]
 
 
+@pytest.mark.process
 async def test_a_cancelled_call_leaves_the_pool_usable(store: HttpStore, proxy: FaultyProxy) -> None:
     await proxy.set(Fault("hang"))
     calls = [asyncio.create_task(store.get(NAME)) for _ in range(40)]  # more than there are connections
@@ -393,10 +406,11 @@ async def test_answers_that_nest_without_end(answering: Start, status: int) -> N
 
     store = await answering(respond)
     expected = "protocol" if status == 200 else "server"
-    for asked in (store.pins(), store.profiles(), store.folders()):
+    for asked in (store.notes(PINS), store.notes(PROFILES), store.folders()):
         assert await reason_of(asked) == expected
 
 
+@pytest.mark.process
 async def test_an_interrupted_listing_raises(store: HttpStore, proxy: FaultyProxy) -> None:
     await put_segment(store, make_segment(page_hashes(4), 0, 4))
     await proxy.set(Fault("close", after_bytes=200))
@@ -416,6 +430,7 @@ async def test_bodies_are_not_decompressed(answering: Start) -> None:
     assert await (await answering(bomb)).get(NAME) == b"not gzip"
 
 
+@pytest.mark.process
 async def test_a_closed_client_says_so(server: RunningServer) -> None:
     store = HttpStore(server.url)
     await store.close()

@@ -13,10 +13,8 @@ from harness.engine import free_port
 from harness.faults import Fault, FaultyProxy
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server, s3_config
-from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
-from harness.store_conformance import AdminStoreConformance
 from harness.waiting import WAIT_S, until
-from sgl_kvfetch.codec.container.signing import ManifestKeys
+from sgl_kvfetch.codec.container.encryption import ManifestKeys, StoreKeys
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.stores import indexed_s3 as indexed
@@ -26,6 +24,9 @@ from sgl_kvfetch.stores.keyed import KeyedStore
 from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex
 from sgl_kvfetch.stores.remote import Breaker, HttpOptions
 from sgl_kvfetch.stores.s3 import S3Store
+from sgl_kvfetch.testing import FOLDER, AdminStoreConformance, make_segment, page_hashes, parts, put_segment
+
+pytestmark = pytest.mark.process
 
 URL = f"s3://{BUCKET}/kv"
 CHAIN = page_hashes(32)
@@ -273,7 +274,7 @@ async def test_manifests_that_are_cut_short_are_an_error(store: IndexedS3Store, 
 
 
 async def test_signed_manifests_are_entered_too(store: IndexedS3Store, s3_proxy: FaultyProxy) -> None:
-    signed = KeyedStore(store, ManifestKeys([b"k" * 32]), None)
+    signed = KeyedStore(store, StoreKeys(ManifestKeys([b"k" * 32])))
     await put(signed, (0, 16))
     s3_proxy.requests.clear()
     assert parts(await signed.lookup(FOLDER, CHAIN[5:12])) == [(5, 7)]

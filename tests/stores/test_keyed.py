@@ -6,18 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys, ManifestKeys, StoreKeys
 from sgl_kvfetch.codec.container.manifest import decode_manifest, encryption_keys_of, split_signature
 from sgl_kvfetch.codec.container.protect import open_manifest, secure_segment
-from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores import keyed
 from sgl_kvfetch.stores.base import Lookup, object_digest
 from sgl_kvfetch.stores.keyed import KeyedStore
-from sgl_kvfetch.tools.encoding.encoder import EncodeOptions, Encoder
-from sgl_kvfetch.tools.encoding.transcode import make_targets
+from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts, put_segment
+from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, make_targets
 
 CHAIN = page_hashes(8)
 KEYS, OTHER_KEYS = ManifestKeys([b"k" * 32]), ManifestKeys([b"o" * 32])
@@ -34,7 +32,7 @@ async def plain(tmp_path: Path) -> AsyncIterator[LocalStore]:
 
 @pytest.fixture
 def signed(plain: LocalStore) -> KeyedStore:
-    return KeyedStore(plain, KEYS, None)
+    return KeyedStore(plain, StoreKeys(KEYS))
 
 
 async def test_servers_with_the_key_find_what_they_stored(plain: LocalStore, signed: KeyedStore) -> None:
@@ -51,7 +49,7 @@ async def test_what_others_stored_is_a_miss(
     plain: LocalStore, signed: KeyedStore, keys: ManifestKeys | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     await put_segment(signed, FIRST)
-    await put_segment(plain if keys is None else KeyedStore(plain, keys, None), SECOND)
+    await put_segment(plain if keys is None else KeyedStore(plain, StoreKeys(keys)), SECOND)
     assert parts(await plain.lookup(FOLDER, CHAIN)) == [(0, 4), (0, 4)]
     assert parts(await signed.lookup(FOLDER, CHAIN)) == [(0, 4)]
     assert await signed.lookup(FOLDER, CHAIN[4:]) == Lookup(())
@@ -66,7 +64,7 @@ async def test_replacing_compares_with_what_the_store_holds(signed: KeyedStore) 
     await put_segment(signed, FIRST)
     before = await signed.get(NAME)
     assert before is not None
-    other = secure_segment(make_segment(CHAIN, 0, 4, codec="deflate"), None, True)
+    other = secure_segment(make_segment(CHAIN, 0, 4, codec="deflate"), StoreKeys(KEYS))
     await signed.put(other.data_name, other.data)
     after = other.manifest.encode()
     assert not await signed.replace(NAME, after, object_digest(split_signature(before)[0]))
@@ -93,7 +91,7 @@ async def test_the_encoder_keeps_signatures_and_does_nothing_without_the_key(
     await without.close()
     assert "is signed" in without.tally.failures[NAME]
     assert await plain.get(NAME) == before
-    encoder = Encoder(plain, options, manifest_keys=KEYS)
+    encoder = Encoder(plain, options, keys=StoreKeys(KEYS))
     await encoder.run_once()
     await encoder.close()
     assert encoder.tally.num_encoded == 1
@@ -107,7 +105,7 @@ ENCRYPTION, OTHERS = EncryptionKeys({"ours": b"k" * 32}), EncryptionKeys({"their
 
 @pytest.fixture
 def encrypted(plain: LocalStore) -> KeyedStore:
-    return KeyedStore(plain, KEYS, ENCRYPTION)
+    return KeyedStore(plain, StoreKeys(KEYS, ENCRYPTION))
 
 
 async def test_encrypted_segments_are_found_by_their_pages(plain: LocalStore, encrypted: KeyedStore) -> None:
@@ -128,7 +126,7 @@ async def test_what_others_encrypted_or_did_not_is_a_miss_that_names_the_key(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(keyed._limited, "warning", lambda key, text: said.append(text))
-    await put_segment(KeyedStore(plain, KEYS, keys), FIRST)
+    await put_segment(KeyedStore(plain, StoreKeys(KEYS, keys)), FIRST)
     assert await encrypted.lookup(FOLDER, CHAIN) == Lookup(())
     assert await encrypted.get(NAME) is None
     assert all(("without encryption" if keys is None else "the keys 'theirs'") in text for text in said)
@@ -160,7 +158,7 @@ async def test_what_must_be_encrypted_is_never_put_without_it(encrypted: KeyedSt
 
 
 async def test_the_encoder_encrypts_and_names_the_key_that_it_lacks(plain: LocalStore, encrypted: KeyedStore) -> None:
-    await put_segment(KeyedStore(plain, None, ENCRYPTION), FIRST)
+    await put_segment(KeyedStore(plain, StoreKeys(encryption=ENCRYPTION)), FIRST)
     before = await plain.get(NAME)
     options = EncodeOptions(targets=make_targets(["deflate"], ["240p"]), workers=1, grace_s=0)
     without = Encoder(plain, options)
@@ -168,13 +166,13 @@ async def test_the_encoder_encrypts_and_names_the_key_that_it_lacks(plain: Local
     await without.close()
     assert "encrypted with the key 'ours'" in without.tally.failures[NAME]
     assert await plain.get(NAME) == before
-    encoder = Encoder(plain, options, encryption_keys=ENCRYPTION)
+    encoder = Encoder(plain, options, keys=StoreKeys(encryption=ENCRYPTION))
     await encoder.run_once()
     await encoder.close()
     assert (encoder.tally.num_encoded, encoder.tally.failures) == (1, {})
     content = await plain.get(NAME)
     assert content is not None
-    made = open_manifest(decode_manifest(content), ENCRYPTION)
+    made = open_manifest(decode_manifest(content), StoreKeys(encryption=ENCRYPTION))
     assert made.variants[0].codec == "deflate"
     assert [c.decoded_checksum for c in made.variants[0].chunks] == [
         c.decoded_checksum for c in FIRST.manifest.variants[0].chunks

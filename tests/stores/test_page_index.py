@@ -11,11 +11,11 @@ import pytest
 
 from harness.faults import FaultyProxy
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
-from harness.small_segments import FOLDER, make_segment, page_hashes
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.redis_index import PASSWORD_ENV, Entry, IndexOptions, PageIndex, decode_entry
 from sgl_kvfetch.stores.remote import Breaker
+from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes
 
 STORE = "s3://bucket/prefix"
 CHAIN = page_hashes(16)
@@ -49,6 +49,7 @@ async def add(index: PageIndex, first_page: int, num_pages: int) -> None:
     await index.add(make_segment(CHAIN, first_page, num_pages).manifest)
 
 
+@pytest.mark.process
 async def test_a_page_is_in_the_longest_segment(server: RedisProcess, pages: PageIndex) -> None:
     assert await pages.find(FOLDER, CHAIN) == [None] * 16
     await add(pages, 4, 4)
@@ -63,6 +64,7 @@ async def test_a_page_is_in_the_longest_segment(server: RedisProcess, pages: Pag
     assert await pages.find(FOLDER, []) == []
 
 
+@pytest.mark.process
 async def test_stores_and_folders_are_kept_apart(server: RedisProcess, pages: PageIndex) -> None:
     await add(pages, 0, 4)
     other = PageIndex(options(server), STORE + "x")
@@ -71,6 +73,7 @@ async def test_stores_and_folders_are_kept_apart(server: RedisProcess, pages: Pa
     await other.close()
 
 
+@pytest.mark.process
 async def test_only_an_unchanged_entry_is_removed(pages: PageIndex) -> None:
     await add(pages, 4, 4)
     await pages.remove(FOLDER, dict(zip(CHAIN, entries(0, 16), strict=True)))
@@ -79,6 +82,7 @@ async def test_only_an_unchanged_entry_is_removed(pages: PageIndex) -> None:
     assert await pages.find(FOLDER, CHAIN[4:8]) == [None, None, *entries(4, 4)[2:]]
 
 
+@pytest.mark.process
 async def test_entries_expire_unless_they_are_used(server: RedisProcess) -> None:
     index = PageIndex(replace(options(server), ttl_s=1000.0), STORE)
     await add(index, 0, 4)
@@ -92,6 +96,7 @@ async def test_entries_expire_unless_they_are_used(server: RedisProcess) -> None
     await index.close()
 
 
+@pytest.mark.process
 async def test_garbage_is_nothing_and_is_replaced(server: RedisProcess, pages: PageIndex) -> None:
     await add(pages, 0, 4)
     one, two, three, four = server.client.scan_iter()
@@ -106,6 +111,7 @@ async def test_garbage_is_nothing_and_is_replaced(server: RedisProcess, pages: P
     assert await pages.find(FOLDER, CHAIN[:4]) == entries(0, 4)
 
 
+@pytest.mark.process
 async def test_many_pages_take_one_call(pages: PageIndex) -> None:
     chain = page_hashes(1024)
     manifest = make_segment(chain, 0, 1024).manifest
@@ -124,6 +130,7 @@ def test_entries_have_a_fixed_form() -> None:
         assert decode_entry(value) is None
 
 
+@pytest.mark.process
 async def test_an_index_that_is_down_is_left_alone_for_a_while(server: RedisProcess) -> None:
     failures: list[StoreError] = []
     index = PageIndex(replace(options(server), on_failure=failures.append), STORE)
@@ -140,6 +147,7 @@ async def test_an_index_that_is_down_is_left_alone_for_a_while(server: RedisProc
     await index.close()
 
 
+@pytest.mark.process
 async def test_an_index_that_hangs_is_given_up_in_time(index: RedisProcess) -> None:
     async with FaultyProxy("127.0.0.1", index.port) as proxy:
         proxy.cut()
@@ -151,6 +159,7 @@ async def test_an_index_that_hangs_is_given_up_in_time(index: RedisProcess) -> N
         await slow.close()
 
 
+@pytest.mark.process
 async def test_a_restarted_index_is_used_again(server: RedisProcess, pages: PageIndex) -> None:
     await add(pages, 0, 4)
     server.kill()
@@ -160,6 +169,7 @@ async def test_a_restarted_index_is_used_again(server: RedisProcess, pages: Page
     assert await pages.find(FOLDER, CHAIN[:4]) == entries(0, 4)
 
 
+@pytest.mark.process
 async def test_the_password_comes_from_the_url_or_the_environment_and_is_not_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

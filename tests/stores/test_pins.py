@@ -11,19 +11,18 @@ import pytest
 
 from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET, S3Server
-from harness.small_segments import FOLDER, head_slice, make_segment, page_hashes, parts, put_segment
-from sgl_kvfetch.directory import local_pins
+from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.catalog import Catalog
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
-from sgl_kvfetch.server import ServerConfig
+from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
-from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
-from sgl_kvfetch.stores.pins import Pin, decode_pin
+from sgl_kvfetch.stores.notes import PINS, Pin, decode_pin, put_pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
-from sgl_kvfetch.stores.upkeep.sweep import plan_sweep
+from sgl_kvfetch.stores.upkeep import plan_sweep
+from sgl_kvfetch.testing import FOLDER, head_slice, make_segment, page_hashes, parts, put_segment
 
 CHAINS = [page_hashes(16, branch=str(i)) for i in range(8)]
 SEGMENTS = [make_segment(chain, 0, 16) for chain in CHAINS]
@@ -43,30 +42,6 @@ async def opened(root: Path, num_segments: float | None = None) -> AsyncIterator
     await store.close()
 
 
-async def test_pins_are_kept(store: AdminStore) -> None:
-    first, second = pin_of(CHAINS[0], "a question"), pin_of(CHAINS[1][:4])
-    assert list(await store.pins()) == []
-    assert await store.get_pin(first.name) is None
-    assert not await store.delete_pin(first.name)
-    for pin in (first, second, first):
-        await store.put_pin(pin)
-    assert set(await store.pins()) == {first.name, second.name}
-    assert await store.get_pin(first.name) == first
-    assert [info async for info in store.list()] == []
-    assert await store.delete_pin(first.name)
-    assert list(await store.pins()) == [second.name]
-    await store.delete_prefix("")
-    assert list(await store.pins()) == [second.name]
-
-
-@pytest.mark.parametrize("name", ["", "..", "../" + "a" * 61, "A" * 64, "a" * 65])
-async def test_other_names_are_refused(store: AdminStore, name: str) -> None:
-    for call in (store.get_pin, store.delete_pin):
-        with pytest.raises(StoreError) as caught:
-            await call(name)
-        assert caught.value.reason == "invalid"
-
-
 @pytest.mark.parametrize("content", [b"", b"nonsense", Pin("", 1, b"x" * 33).encode(), Pin("", 0, b"x" * 32).encode()])
 def test_malformed_pins_are_refused(content: bytes) -> None:
     with pytest.raises(FormatError, match="malformed pin"):
@@ -76,8 +51,8 @@ def test_malformed_pins_are_refused(content: bytes) -> None:
 async def test_pinned_segments_are_not_evicted_while_there_are_others(tmp_path: Path) -> None:
     async with opened(tmp_path, 4.5) as store:
         await put_segment(store, SEGMENTS[0])
-        await store.put_pin(pin_of(CHAINS[0][:3]))  # a part of the segment is enough
-        await store.put_pin(pin_of(CHAINS[1]))  # of what is not stored yet
+        await put_pin(store, pin_of(CHAINS[0][:3]))  # a part of the segment is enough
+        await put_pin(store, pin_of(CHAINS[1]))  # of what is not stored yet
         for segment in SEGMENTS[1:]:
             await put_segment(store, segment)
         found = [parts(await store.lookup(FOLDER, chain)) == [(0, 16)] for chain in CHAINS]
@@ -89,10 +64,10 @@ async def test_unpinned_segments_are_evicted_again(tmp_path: Path) -> None:
     async with opened(tmp_path, 4.5) as store:
         for number in (0, 1):
             await put_segment(store, SEGMENTS[number])
-            await store.put_pin(pin_of(CHAINS[number]))
-        await store.put_pin(pin_of(CHAINS[1][:2]))
+            await put_pin(store, pin_of(CHAINS[number]))
+        await put_pin(store, pin_of(CHAINS[1][:2]))
         for number in (0, 1):
-            assert await store.delete_pin(pin_of(CHAINS[number]).name)
+            assert await store.delete_note(PINS, pin_of(CHAINS[number]).name)
         for segment in SEGMENTS[2:]:
             await put_segment(store, segment)
         found = [bool(parts(await store.lookup(FOLDER, chain))) for chain in CHAINS[:2]]
@@ -102,8 +77,9 @@ async def test_unpinned_segments_are_evicted_again(tmp_path: Path) -> None:
 async def test_pins_survive_the_loss_of_the_catalog(tmp_path: Path) -> None:
     async with opened(tmp_path, 4.5) as store:
         await put_segment(store, SEGMENTS[0])
-        await store.put_pin(pin_of(CHAINS[0]))
-        (tmp_path / local_pins.FOLDER / "0").write_bytes(b"not a pin")  # is skipped
+        await put_pin(store, pin_of(CHAINS[0]))
+        for name in ("0", "0" * 64):
+            (tmp_path / ".pins" / name).write_bytes(b"not a pin")  # is skipped
         await store.rebuild()
         for segment in SEGMENTS[1:]:
             await put_segment(store, segment)
@@ -114,7 +90,7 @@ async def test_a_merged_segment_is_pinned_like_its_halves(tmp_path: Path) -> Non
     async with opened(tmp_path, 4.5) as store:
         for first in (0, 8):
             await put_segment(store, make_segment(CHAINS[0], first, 8))
-        await store.put_pin(pin_of(CHAINS[0]))
+        await put_pin(store, pin_of(CHAINS[0]))
         await put_segment(store, SEGMENTS[0])
         for first in (0, 8):
             await store.delete(make_segment(CHAINS[0], first, 8).manifest.key.manifest_name)
@@ -128,11 +104,11 @@ async def test_a_pin_that_needs_more_than_half_of_the_capacity_is_refused(tmp_pa
         for number in range(3):
             await put_segment(store, SEGMENTS[number])
         for number in range(2):
-            await store.put_pin(pin_of(CHAINS[number]))
+            await put_pin(store, pin_of(CHAINS[number]))
         with pytest.raises(StoreError, match="the limit is") as caught:
-            await store.put_pin(pin_of(CHAINS[2]))
+            await put_pin(store, pin_of(CHAINS[2]))
         assert caught.value.reason == "full"
-        assert len(await store.pins()) == 2
+        assert len(await store.notes(PINS)) == 2
         for segment in SEGMENTS[3:]:
             await put_segment(store, segment)
         found = [bool(parts(await store.lookup(FOLDER, chain))) for chain in CHAINS[:3]]
@@ -142,7 +118,7 @@ async def test_a_pin_that_needs_more_than_half_of_the_capacity_is_refused(tmp_pa
 async def test_pins_never_stop_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with opened(tmp_path, 4.5) as store:
         for chain in CHAINS[:6]:
-            await store.put_pin(pin_of(chain))  # of nothing that is stored
+            await put_pin(store, pin_of(chain))  # of nothing that is stored
         for segment in SEGMENTS[:6]:
             await put_segment(store, segment)
         assert parts(await store.lookup(FOLDER, CHAINS[5])) == [(0, 16)]
@@ -150,14 +126,15 @@ async def test_pins_never_stop_writes(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "pinned segments are evicted" in caplog.text
 
 
+@pytest.mark.process
 async def test_only_admins_pin(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("write w\nadmin a\n")
     async with running_server(ServerConfig(tmp_path / "store", port=0, token_file=tokens)) as server:
         writer, admin = HttpStore(server.url, token="w"), HttpStore(server.url, token="a")
-        await admin.put_pin(pin_of(CHAINS[0]))
-        assert len(await writer.pins()) == 1
-        for call in (writer.put_pin(pin_of(CHAINS[1])), writer.delete_pin(pin_of(CHAINS[0]).name)):
+        await put_pin(admin, pin_of(CHAINS[0]))
+        assert len(await writer.notes(PINS)) == 1
+        for call in (put_pin(writer, pin_of(CHAINS[1])), writer.delete_note(PINS, pin_of(CHAINS[0]).name)):
             with pytest.raises(StoreError) as caught:
                 await call
             assert caught.value.reason == "unauthorised"
@@ -165,12 +142,13 @@ async def test_only_admins_pin(tmp_path: Path) -> None:
         await admin.close()
 
 
+@pytest.mark.process
 async def test_gc_deletes_pinned_segments_last(s3: S3Server, index: RedisProcess) -> None:
-    store = IndexedS3Store(f"s3://{BUCKET}/kv", IndexOptions(index.url), config=s3.config)
+    store = IndexedS3Store(f"s3://{BUCKET}/kv", IndexOptions(index.url, timeout_s=WAIT_S), config=s3.config)
     other = make_segment(CHAINS[0], 0, 16, model="another")
     for segment in (*SEGMENTS[:3], other):
         await put_segment(store, segment)
-    await store.put_pin(pin_of(CHAINS[0][:5]))  # ends within the segments of two namespaces
+    await put_pin(store, pin_of(CHAINS[0][:5]))  # ends within the segments of two namespaces
     unpinned = {segment.manifest.key for segment in SEGMENTS[1:3]}
     plan = await plan_sweep(store, 2 * SIZE + SIZE // 2)
     assert {segment.key for segment in plan.evicted} == unpinned
@@ -203,7 +181,7 @@ async def test_a_pin_holds_the_write_lock_for_its_pages_once(tmp_path: Path, mon
         for model in range(20):
             await put_segment(store, make_segment(chain, 0, 16, model=str(model)))
         monkeypatch.setattr(Catalog, "writing", counted)
-        await store.put_pin(pin_of(chain))
+        await put_pin(store, pin_of(chain))
         segments = await store.segment_usages(head_slice("7").folder, 1)
     assert [segment.is_pinned for segment in segments] == [True]
     assert max(statements) <= len(chain) + 10

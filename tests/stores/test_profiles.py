@@ -4,39 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
 import os
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 import pytest
 
-from harness.faults import Fault, FaultyProxy
-from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys
-from sgl_kvfetch.codec.container.signing import ManifestKeys
-from sgl_kvfetch.directory import local_profiles
+from sgl_kvfetch.codec.container.encryption import NO_KEYS, EncryptionKeys, ManifestKeys, StoreKeys
+from sgl_kvfetch.directory import files
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.stores.base import AdminStore
-from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.profiles import (
-    MAX_PROFILE_BYTES,
-    ProfileKeys,
+from sgl_kvfetch.stores.notes import (
+    PROFILES,
     list_profiles,
     publish_profile,
     read_profile,
     seal_profile,
 )
 from sgl_kvfetch.stores.s3 import S3Store
+from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts, put_segment
 from tests.codec.quant.profiles import CALIBRATION, make_profile
 
 WEIGHTS = CALIBRATION.weights
-NO_KEYS = ProfileKeys()
-SIGNING = ProfileKeys(ManifestKeys([b"k" * 32]))
+SIGNING = StoreKeys(ManifestKeys([b"k" * 32]))
 
 
-def with_key(name: str, byte: bytes) -> ProfileKeys:
-    return ProfileKeys(SIGNING.manifest, EncryptionKeys({name: byte * 32}))
+def with_key(name: str, byte: bytes) -> StoreKeys:
+    return StoreKeys(SIGNING.manifest, EncryptionKeys({name: byte * 32}))
 
 
 BOTH = with_key("ours", b"e")
@@ -51,8 +48,9 @@ def save(folder: Path, num_sinks: int = 0, weights: str = WEIGHTS) -> Path:
     return path
 
 
+@pytest.mark.process
 async def test_profiles_are_kept_beside_segments(store: AdminStore, tmp_path: Path) -> None:
-    assert list(await store.profiles()) == []
+    assert list(await store.notes(PROFILES)) == []
     path, other = save(tmp_path), save(tmp_path, weights="1" * 32)
     name = await publish_profile(store, path, NO_KEYS)
     assert name.startswith(f"{WEIGHTS}/")
@@ -67,39 +65,11 @@ async def test_profiles_are_kept_beside_segments(store: AdminStore, tmp_path: Pa
     assert [info async for info in store.list()] == []
     assert await store.folders() == frozenset()
     await store.delete_prefix("")
-    assert len(await store.profiles()) == 2
-    assert await store.delete_profile(name)
-    assert not await store.delete_profile(name)
-    assert await store.get_profile(name, 1) is None
+    assert len(await store.notes(PROFILES)) == 2
+    assert await store.delete_note(PROFILES, name)
+    assert not await store.delete_note(PROFILES, name)
+    assert await store.get_note(PROFILES, name, 1) is None
     assert await list_profiles(store, f"{WEIGHTS}/") == []
-
-
-@pytest.mark.parametrize("name", ["", "..", f"../{'a' * 32}", f"{'A' * 32}/{'a' * 32}", f"{'a' * 32}/{'a' * 33}"])
-async def test_other_names_and_lengths_are_refused(store: AdminStore, name: str) -> None:
-    for call in (store.get_profile(name, 1), store.put_profile(name, b"x"), store.delete_profile(name)):
-        with pytest.raises(StoreError) as caught:
-            await call
-        assert caught.value.reason == "invalid"
-    good = f"{'a' * 32}/{'a' * 32}"
-    with pytest.raises(StoreError) as caught:
-        await store.get_profile(good, MAX_PROFILE_BYTES + 1)
-    assert caught.value.reason == "too_large"
-
-
-async def test_a_shorter_profile_is_truncated(store: AdminStore, tmp_path: Path) -> None:
-    name, data = seal_profile(save(tmp_path), NO_KEYS)
-    await store.put_profile(name, data)
-    assert await store.get_profile(name, len(data)) == data
-    with pytest.raises(StoreError) as caught:
-        await store.get_profile(name, len(data) + 1)
-    assert caught.value.reason == "truncated"
-
-
-async def test_an_older_server_has_none(proxy: FaultyProxy) -> None:
-    store = HttpStore(proxy.url)
-    await proxy.set(Fault("error", status=404))
-    assert await list_profiles(store) == []
-    await store.close()
 
 
 async def test_the_newest_is_the_one_that_was_put_last(tmp_path: Path) -> None:
@@ -121,7 +91,7 @@ async def test_the_newest_is_the_one_that_was_put_last(tmp_path: Path) -> None:
         (BOTH, BOTH, ""),
         (SIGNING, NO_KEYS, ""),
         (NO_KEYS, SIGNING, "has no signature by a key of manifest_key_file"),
-        (ProfileKeys(ManifestKeys([b"x" * 32])), SIGNING, "has no signature by a key of manifest_key_file"),
+        (StoreKeys(ManifestKeys([b"x" * 32])), SIGNING, "has no signature by a key of manifest_key_file"),
         (SIGNING, BOTH, "is not encrypted, and there is an encryption_key_file"),
         (BOTH, SIGNING, "encrypted with the key 'ours'"),
         (
@@ -137,7 +107,7 @@ async def test_the_newest_is_the_one_that_was_put_last(tmp_path: Path) -> None:
     ],
 )
 async def test_only_holders_of_the_keys_publish(
-    tmp_path: Path, made_with: ProfileKeys, read_with: ProfileKeys, message: str
+    tmp_path: Path, made_with: StoreKeys, read_with: StoreKeys, message: str
 ) -> None:
     path, store = save(tmp_path), LocalStore(tmp_path / "store")
     await publish_profile(store, path, made_with)
@@ -153,10 +123,10 @@ async def test_only_holders_of_the_keys_publish(
 
 
 @pytest.mark.parametrize("keys", [NO_KEYS, SIGNING, BOTH], ids=["no keys", "signed", "encrypted"])
-async def test_each_damaged_byte_is_noticed(tmp_path: Path, keys: ProfileKeys) -> None:
+async def test_each_damaged_byte_is_noticed(tmp_path: Path, keys: StoreKeys) -> None:
     name, data = seal_profile(save(tmp_path), keys)
     store = LocalStore(tmp_path / "store")
-    await store.put_profile(name, data)
+    await store.put_note(PROFILES, name, data)
     path = tmp_path / "store" / ".profiles" / name
     for place in (0, 5, 20, 100, data.index(b"sha256") + 20, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
@@ -171,19 +141,20 @@ async def test_each_damaged_byte_is_noticed(tmp_path: Path, keys: ProfileKeys) -
     await store.close()
 
 
+@pytest.mark.process
 async def test_a_store_keeps_nothing_but_the_profile_of_its_name(store: AdminStore, tmp_path: Path) -> None:
     """S3 cannot look at what is put; readers do."""
     name, data = seal_profile(save(tmp_path), NO_KEYS)
     if isinstance(store, S3Store):
-        await store.put_profile(f"{'1' * 32}/{name[33:]}", data)
+        await store.put_note(PROFILES, f"{'1' * 32}/{name[33:]}", data)
         (listed,) = await list_profiles(store)
         assert listed.problem == f"its header belongs to {name}"
         return
     for other, content in ((f"{'1' * 32}/{name[33:]}", data), (name, data[:-1]), (name, b"nonsense")):
         with pytest.raises(StoreError) as caught:
-            await store.put_profile(other, content)
+            await store.put_note(PROFILES, other, content)
         assert caught.value.reason == "invalid"
-    assert list(await store.profiles()) == []
+    assert list(await store.notes(PROFILES)) == []
 
 
 async def test_profiles_take_a_part_of_the_capacity(tmp_path: Path) -> None:
@@ -192,19 +163,19 @@ async def test_profiles_take_a_part_of_the_capacity(tmp_path: Path) -> None:
     size = len(segments[0].data) + len(segments[0].manifest.encode())
     small = LocalStore(tmp_path / "small", capacity_bytes=8 * len(data) - 8, min_free_bytes=0)
     with pytest.raises(StoreError, match=r"the limit is \d+, 0\.125 of the capacity") as caught:
-        await small.put_profile(name, data)
+        await small.put_note(PROFILES, name, data)
     assert caught.value.reason == "full"
     assert not list((tmp_path / "small").rglob(".tmp-*"))
     await small.close()
 
     capacity = max(8 * len(data), len(data) + 4 * size)
     store = LocalStore(tmp_path / "store", capacity_bytes=capacity, min_free_bytes=0)
-    await store.put_profile(name, data)
+    await store.put_note(PROFILES, name, data)
     for segment in segments * 4:
         await put_segment(store, segment)
     usage = await store.usage()
     assert usage.stored_bytes <= capacity
-    assert [info.name for info in await store.profiles()] == [name]
+    assert [info.name for info in await store.notes(PROFILES)] == [name]
     assert parts(await store.lookup(FOLDER, page_hashes(16, branch="7"))) == [(0, 16)]
     await store.close()
 
@@ -213,29 +184,56 @@ async def test_uploads_at_once_count_each_other_before_a_byte_is_sent(tmp_path: 
     name, data = seal_profile(save(tmp_path), NO_KEYS)
     weights = name.partition("/")[0]
     store = LocalStore(tmp_path / "store", capacity_bytes=8 * 3 * len(data), min_free_bytes=0)
-    uploads = [store.upload_profile(f"{weights}/{i:032x}", len(data)) for i in range(12)]
+    uploads = [store.upload_note(PROFILES, f"{weights}/{i:032x}", len(data)) for i in range(12)]
     begun = await asyncio.gather(*(upload.__aenter__() for upload in uploads), return_exceptions=True)
     refused = [each for each in begun if isinstance(each, StoreError)]
     assert [each.reason for each in refused] == ["full"] * 9
     for upload, each in zip(uploads, begun, strict=True):
         if not isinstance(each, BaseException):
             await upload.__aexit__(None, None, None)
-    await store.put_profile(name, data)  # what was given up takes nothing
+    await store.put_note(PROFILES, name, data)  # what was given up takes nothing
     await store.close()
 
 
-async def test_profiles_of_some_weights_lock_out_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_profiles, "MAX_PROFILES_OF_WEIGHTS", 3)
+@pytest.mark.parametrize("is_removed", [True, False])
+async def test_an_upload_that_another_process_takes_for_a_dead_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_removed: bool
+) -> None:
+    """Between the moments at which a file is made and locked, whoever begins another upload may open and lock it."""
+    name, data = seal_profile(save(tmp_path), NO_KEYS)
+    root, lock = tmp_path / "store", files._lock
+    meanwhile: list[TextIO] = []
+
+    def taken(fd: int, kind: int) -> bool:
+        if not meanwhile and kind == fcntl.LOCK_EX:
+            (temp,) = (root / ".profiles" / WEIGHTS).iterdir()
+            meanwhile.append(temp.open())
+            fcntl.flock(meanwhile[0], fcntl.LOCK_EX)
+            if is_removed:
+                temp.unlink()
+                fcntl.flock(meanwhile[0], fcntl.LOCK_UN)
+        return lock(fd, kind)
+
+    monkeypatch.setattr(files, "_lock", taken)
+    store = LocalStore(root)
+    await store.put_note(PROFILES, name, data)
+    assert [info.name for info in await store.notes(PROFILES)] == [name]
+    assert len(list((root / ".profiles" / WEIGHTS).iterdir())) == 1
+    meanwhile[0].close()
+    await store.close()
+
+
+async def test_profiles_of_some_weights_lock_out_no_others(tmp_path: Path) -> None:
     name, data = seal_profile(save(tmp_path), NO_KEYS)
     weights = name.partition("/")[0]
     store = LocalStore(tmp_path / "store")
     folder = tmp_path / "store" / ".profiles" / weights
-    await store.put_profile(name, data)
-    for i in range(2):
+    await store.put_note(PROFILES, name, data)
+    for i in range(63):
         (folder / f"{i:032x}").write_bytes(b"x")
-    with pytest.raises(StoreError, match=f"the store has 3 profiles of weights {weights}"):
-        await store.put_profile(f"{weights}/{'f' * 32}", data)
-    await store.put_profile(name, data)  # again
+    with pytest.raises(StoreError, match=f"the store has 64 profiles of weights {weights}"):
+        await store.put_note(PROFILES, f"{weights}/{'f' * 32}", data)
+    await store.put_note(PROFILES, name, data)  # again
     with pytest.raises(StoreError, match="not the profile"):  # of other weights: there is room, were it one
-        await store.put_profile(f"{'1' * 32}/{'f' * 32}", data)
+        await store.put_note(PROFILES, f"{'1' * 32}/{'f' * 32}", data)
     await store.close()

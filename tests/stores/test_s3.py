@@ -12,16 +12,16 @@ import pytest
 from harness.faults import Fault, FaultKind, FaultyProxy
 from harness.reading import read_bytes
 from harness.s3_server import BUCKET, S3Server, s3_config
-from harness.small_segments import data_object, make_segment, page_hashes
-from harness.store_conformance import AdminStoreConformance
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Store, object_digest
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
 from sgl_kvfetch.stores.s3 import S3Store
+from sgl_kvfetch.testing import AdminStoreConformance, data_object, make_segment, page_hashes
 
 URL = f"s3://{BUCKET}/some/prefix"
 
 
+@pytest.mark.process
 class TestS3Store(AdminStoreConformance):
     checks_manifests = False
     finds_parts = False
@@ -45,6 +45,7 @@ CONTENT = bytes(range(256)) * 4000
 NAME = data_object(CONTENT)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("fault", "reason", "retriable"),
     [
@@ -76,6 +77,7 @@ async def test_faults_have_reasons(
     assert await proxied.get(NAME) == CONTENT
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["hang", "stall"])
 async def test_a_server_that_does_not_go_on_ends_with_a_timeout(
     s3: S3Server, s3_proxy: FaultyProxy, kind: FaultKind
@@ -89,6 +91,7 @@ async def test_a_server_that_does_not_go_on_ends_with_a_timeout(
         assert (caught.value.reason, caught.value.retriable) == ("timeout", True)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("status", [503, 500, 429])
 async def test_slow_down_and_other_passing_faults_are_retried(
     proxied: S3Store, s3_proxy: FaultyProxy, status: int
@@ -104,12 +107,14 @@ async def test_slow_down_and_other_passing_faults_are_retried(
     assert await proxied.head(NAME) is None
 
 
+@pytest.mark.process
 async def test_a_broken_read_continues_where_it_ended(proxied: S3Store, s3_proxy: FaultyProxy) -> None:
     await proxied.put(NAME, CONTENT)
     await s3_proxy.set(Fault("close", after_bytes=400_000, times=1))
     assert await read_bytes(proxied, NAME, 10, 900_000) == CONTENT[10:900_010]
 
 
+@pytest.mark.process
 async def test_a_bucket_that_does_not_exist_is_no_miss(s3: S3Server) -> None:
     store = S3Store("s3://no-such-bucket/x", config=s3.config)
     for call in (store.get(NAME), store.put(NAME, CONTENT), store.delete_prefix("")):
@@ -117,6 +122,7 @@ async def test_a_bucket_that_does_not_exist_is_no_miss(s3: S3Server) -> None:
             await call
 
 
+@pytest.mark.process
 async def test_large_objects_are_limited(s3: S3Server) -> None:
     store = S3Store(URL, options=HttpOptions(max_object_bytes=1000), config=s3.config)
     await store.put(NAME, CONTENT)
@@ -126,6 +132,7 @@ async def test_large_objects_are_limited(s3: S3Server) -> None:
         assert caught.value.reason == "too_large"
 
 
+@pytest.mark.process
 async def test_large_objects_are_put_in_parts(
     monkeypatch: pytest.MonkeyPatch, proxied: S3Store, s3_proxy: FaultyProxy
 ) -> None:
@@ -137,6 +144,7 @@ async def test_large_objects_are_put_in_parts(
     assert await proxied.get(data_object(content)) == content
 
 
+@pytest.mark.process
 async def test_only_objects_of_the_store_are_listed_and_deleted(s3: S3Server) -> None:
     store, other = S3Store(URL, config=s3.config), S3Store(f"s3://{BUCKET}/some", config=s3.config)
     await store.put(NAME, CONTENT)
@@ -187,6 +195,7 @@ class BareTagProxy(FaultyProxy):
 _IF_MATCH = re.compile(rb"(?im)^if-match: *(.*)\r\n")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("server", [DeafProxy, RefusingProxy])
 async def test_a_server_that_does_not_support_if_match_is_named_and_not_trusted(
     s3: S3Server, caplog: pytest.LogCaptureFixture, server: type[FaultyProxy]
@@ -206,6 +215,7 @@ async def test_a_server_that_does_not_support_if_match_is_named_and_not_trusted(
     ]
 
 
+@pytest.mark.process
 async def test_a_server_that_compares_etags_without_quotes_can_replace(s3: S3Server) -> None:
     async with BareTagProxy(s3.host, s3.port) as proxy:
         store = S3Store(URL, config=s3_config(proxy.url))
@@ -215,6 +225,7 @@ async def test_a_server_that_compares_etags_without_quotes_can_replace(s3: S3Ser
         assert await store.get(name) == after
 
 
+@pytest.mark.process
 async def test_the_probe_of_if_match_leaves_nothing(proxied: S3Store, s3_proxy: FaultyProxy) -> None:
     name, before, after = await _replaced(proxied)
     assert await proxied.replace(name, after, object_digest(before))
@@ -226,6 +237,7 @@ async def test_the_probe_of_if_match_leaves_nothing(proxied: S3Store, s3_proxy: 
     assert paths == [name]
 
 
+@pytest.mark.process
 async def test_a_probe_that_fails_is_made_again(proxied: S3Store, s3_proxy: FaultyProxy) -> None:
     name, before, after = await _replaced(proxied)
     await s3_proxy.set(Fault("error", status=503))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator
 
@@ -12,8 +11,6 @@ from typer.testing import Result
 from harness.ceph_server import CephProcess
 from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET
-from harness.small_segments import make_segment, page_hashes
-from harness.store_conformance import AdminStoreConformance
 from harness.swift_server import HAS_SWIFT, SWIFT_MISSING, SwiftProcess
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import StoreError
@@ -22,8 +19,11 @@ from sgl_kvfetch.stores.base import Store, object_digest
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from tests.segments import make_segment as make_real_segment
+from sgl_kvfetch.testing import AdminStoreConformance, make_segment, page_hashes
+from tests.segments import make_segment as make_real_segment, using
 from tests.tools.conftest import kvfetch
+
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture
@@ -94,13 +94,7 @@ def encode_one(url: str, config: dict[str, str], monkeypatch: pytest.MonkeyPatch
     """Put a segment, and run ``kvfetch encode``."""
     for key, value in config.items():
         monkeypatch.setenv(f"AWS_{key.upper()}", value)
-
-    async def put() -> None:
-        store = S3Store(url)
-        await commit_segment(store, make_real_segment(num_pages=2)[0])
-        await store.close()
-
-    asyncio.run(put())
+    using(S3Store(url), lambda store: commit_segment(store, make_real_segment(num_pages=2)[0]))
     return kvfetch("encode", url, "--grace", "0")
 
 

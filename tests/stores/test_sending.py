@@ -13,7 +13,7 @@ import xxhash
 
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, until, wait_until
-from sgl_kvfetch.codec.container.pieces import Pieces
+from sgl_kvfetch.codec.container.objects import Pieces
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
@@ -41,12 +41,14 @@ async def store(served: StoreProcess) -> AsyncIterator[HttpStore]:
     await store.close()
 
 
+@pytest.mark.process
 async def test_what_lies_in_pieces_is_stored_as_one_object(store: HttpStore) -> None:
     whole = b"".join(PARTS)
     await store.put(name_of(whole), Pieces(PARTS))
     assert await store.get(name_of(whole)) == whole
 
 
+@pytest.mark.process
 async def test_uploads_side_by_side_share_few_connections(store: HttpStore) -> None:
     contents = [bytes([n]) * MIB for n in range(12)]
     await asyncio.gather(*(store.put(name_of(each), each) for each in contents))
@@ -55,12 +57,14 @@ async def test_uploads_side_by_side_share_few_connections(store: HttpStore) -> N
     assert 1 <= len(store._sends._connections._idle) <= 4
 
 
+@pytest.mark.process
 async def test_the_servers_word_reaches_the_caller(store: HttpStore) -> None:
     with pytest.raises(StoreError, match="does not match the digest") as caught:
         await store.put(name_of(b"another"), bytes(MIB))
     assert caught.value.reason == "invalid"
 
 
+@pytest.mark.process
 async def test_a_server_that_refuses_at_once_is_heard(tmp_path: Path) -> None:
     """It does not read the body, of which the sockets take only a part."""
     content = bytes(64 * MIB)
@@ -72,6 +76,7 @@ async def test_a_server_that_refuses_at_once_is_heard(tmp_path: Path) -> None:
     assert caught.value.reason == "too_large"
 
 
+@pytest.mark.process
 async def test_a_connection_that_the_server_has_closed_is_opened_again(tmp_path: Path) -> None:
     first, second = bytes(MIB), bytes([1]) * MIB
     process = StoreProcess(tmp_path)
@@ -158,6 +163,7 @@ async def test_an_answer_that_is_not_http_is_a_fault_of_protocol() -> None:
     assert caught.value.reason == "protocol"
 
 
+@pytest.mark.process
 async def test_uploads_go_over_tls_and_a_wrong_certificate_is_named(tmp_path: Path) -> None:
     authority, content, ca, server = trustme.CA(), bytes(8 * MIB), tmp_path / "ca.pem", tmp_path / "server.pem"
     authority.cert_pem.write_to_path(str(ca))

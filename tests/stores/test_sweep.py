@@ -14,21 +14,19 @@ import pytest
 from harness.engine import free_port
 from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET, S3Server
-from harness.small_segments import FOLDER, data_object, head_slice, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import SegmentKey
-from sgl_kvfetch.stores import indexed_s3 as indexed, redis_index as page_index
+from sgl_kvfetch.stores import indexed_s3 as indexed, redis_index as page_index, upkeep
 from sgl_kvfetch.stores.base import AdminStore, Lookup
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
-from sgl_kvfetch.stores.pins import Pin
+from sgl_kvfetch.stores.notes import Pin, put_pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.stores.upkeep import sweep
-from sgl_kvfetch.stores.upkeep.listing import StoredSegment
-from sgl_kvfetch.stores.upkeep.sweep import plan_sweep
+from sgl_kvfetch.stores.upkeep import StoredSegment, plan_sweep
+from sgl_kvfetch.testing import FOLDER, data_object, head_slice, make_segment, page_hashes, parts, put_segment
 
 URL = f"s3://{BUCKET}/kv"
 CHAIN = page_hashes(48)
@@ -58,6 +56,7 @@ def keys(segments: list[StoredSegment]) -> list[object]:
     return [segment.key for segment in segments]
 
 
+@pytest.mark.process
 async def test_the_least_recently_used_go_first(store: IndexedS3Store, index: RedisProcess) -> None:
     now = time.time()
     await store._index.note_uses({KEYS[0]: now + 300, KEYS[1]: now + 100, KEYS[2]: now + 200})
@@ -67,13 +66,14 @@ async def test_the_least_recently_used_go_first(store: IndexedS3Store, index: Re
     plan = await plan_sweep(store, SIZE + SIZE // 2)
     assert keys(plan.evicted) == [KEYS[1], KEYS[2]]
 
-    swept = await sweep.sweep_segments(store, plan.doomed, grace_s=0)
+    swept = await upkeep.sweep_segments(store, plan.doomed, grace_s=0)
     assert (swept.num_objects, swept.num_bytes, swept.failures) == (4, plan.freed_bytes, {})
     assert await names(store) == {KEYS[0].manifest_name, SEGMENTS[0].data_name}
     assert [entry is not None for entry in await store._index.find(FOLDER, CHAIN)] == [True] * 16 + [False] * 32
     assert (await plan_sweep(store, SIZE + SIZE // 2)).freed_bytes == 0
 
 
+@pytest.mark.process
 async def test_a_lookup_is_a_use(
     s3: S3Server, index: RedisProcess, store: IndexedS3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +96,7 @@ async def test_a_lookup_is_a_use(
     assert [used is not None for used in await store.last_uses(KEYS)] == [True, False, False]
 
 
+@pytest.mark.process
 async def test_a_use_is_saved_that_comes_while_others_are_saved(
     s3: S3Server, index: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,7 @@ async def test_a_use_is_saved_that_comes_while_others_are_saved(
     await store.close()
 
 
+@pytest.mark.process
 async def test_without_an_index_the_oldest_go_first(s3: S3Server) -> None:
     store = S3Store(URL, config=s3.config)
     for segment in SEGMENTS[:2]:
@@ -140,7 +142,7 @@ async def test_a_directory_is_swept_by_use(tmp_path: Path) -> None:
     assert parts(await store.lookup(FOLDER, CHAIN[:8])) == [(0, 8)]
     plan = await plan_sweep(store, 2 * SIZE + SIZE // 2)
     assert keys(plan.evicted) == [KEYS[1]]
-    await sweep.sweep_segments(store, plan.doomed, grace_s=0)
+    await upkeep.sweep_segments(store, plan.doomed, grace_s=0)
     assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 16)]
     assert (await store.usage()).num_segments == 2
     await store.close()
@@ -172,7 +174,7 @@ async def test_a_quota_is_kept_beside_the_server_of_a_directory(tmp_path: Path) 
     for segment in SEGMENTS:
         await put_segment(server, segment)
     assert parts(await server.lookup(FOLDER, CHAIN)) == [(0, 16)] * 3
-    await sweep.sweep_segments(
+    await upkeep.sweep_segments(
         beside, (await plan_sweep(beside, None, {"conf": 2 * SIZE + SIZE // 2})).doomed, grace_s=0
     )
     assert (await server.usage()).num_segments == 2
@@ -185,7 +187,7 @@ async def test_pinned_segments_of_a_namespace_over_its_quota_go_last(tmp_path: P
     store = LocalStore(tmp_path)
     for segment in SEGMENTS:
         await put_segment(store, segment)
-    await store.put_pin(Pin("oldest", 1, b"".join(CHAIN[:16])))
+    await put_pin(store, Pin("oldest", 1, b"".join(CHAIN[:16])))
     plan = await plan_sweep(store, None, {"conf": SIZE + SIZE // 2})
     assert keys(plan.evicted) == KEYS[1:]
     plan = await plan_sweep(store, None, {"conf": 1})
@@ -203,6 +205,7 @@ async def test_a_namespace_without_a_readable_manifest_has_a_quota_by_digest(tmp
     await store.close()
 
 
+@pytest.mark.process
 async def test_a_manifest_that_is_too_large_does_not_hide_the_model(s3: S3Server) -> None:
     store = S3Store(URL, config=s3.config)
     sound, large = sorted(SEGMENTS[:2], key=lambda segment: segment.manifest.key.stem)
@@ -214,6 +217,7 @@ async def test_a_manifest_that_is_too_large_does_not_hide_the_model(s3: S3Server
     await store.close()
 
 
+@pytest.mark.process
 async def test_what_writers_left_is_deleted_once_it_is_old(
     store: IndexedS3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,13 +226,14 @@ async def test_what_writers_left_is_deleted_once_it_is_old(
     await store.delete(SEGMENTS[1].data_name)
     plan = await plan_sweep(store, 100 * SIZE)
     assert plan.freed_bytes == 0
-    monkeypatch.setattr(sweep, "ORPHAN_AGE_S", -60.0)  # all is old
+    monkeypatch.setattr(upkeep, "ORPHAN_AGE_S", -60.0)  # all is old
     plan = await plan_sweep(store, 100 * SIZE)
     assert plan.evicted == []
-    await sweep.sweep_segments(store, plan.doomed, grace_s=0)
+    await upkeep.sweep_segments(store, plan.doomed, grace_s=0)
     assert await names(store) == {name for i in (0, 2) for name in (KEYS[i].manifest_name, SEGMENTS[i].data_name)}
 
 
+@pytest.mark.process
 async def test_unfinished_writes_count_but_stay(store: IndexedS3Store) -> None:
     await store.delete(KEYS[0].manifest_name)
     plan = await plan_sweep(store, 1)
@@ -237,9 +242,10 @@ async def test_unfinished_writes_count_but_stay(store: IndexedS3Store) -> None:
     assert plan.broken == []
 
 
+@pytest.mark.process
 async def test_data_outlives_its_manifest_for_readers(store: IndexedS3Store) -> None:
     plan = await plan_sweep(store, 1)
-    sweeping = asyncio.create_task(sweep.sweep_segments(store, plan.doomed, grace_s=1e6))
+    sweeping = asyncio.create_task(upkeep.sweep_segments(store, plan.doomed, grace_s=1e6))
 
     async def has_no_manifests() -> bool:
         return await names(store) == {segment.data_name for segment in SEGMENTS}
@@ -251,6 +257,7 @@ async def test_data_outlives_its_manifest_for_readers(store: IndexedS3Store) -> 
         await sweeping
 
 
+@pytest.mark.process
 async def test_a_segment_that_is_written_again_meanwhile_stays(
     store: IndexedS3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,12 +266,13 @@ async def test_a_segment_that_is_written_again_meanwhile_stays(
 
     plan = await plan_sweep(store, 1)
     monkeypatch.setattr(asyncio, "sleep", write_again)
-    await sweep.sweep_segments(store, plan.doomed, grace_s=60)
+    await upkeep.sweep_segments(store, plan.doomed, grace_s=60)
     monkeypatch.undo()
     assert await names(store) == {KEYS[1].manifest_name, SEGMENTS[1].data_name}
     assert parts(await store.lookup(FOLDER, CHAIN[16:])) == [(0, 16)]
 
 
+@pytest.mark.process
 async def test_an_object_that_cannot_be_deleted_does_not_stop_the_rest(
     store: IndexedS3Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,11 +284,12 @@ async def test_an_object_that_cannot_be_deleted_does_not_stop_the_rest(
         return await delete(self, name)
 
     monkeypatch.setattr(IndexedS3Store, "delete", refuse_one)
-    swept = await sweep.sweep_segments(store, (await plan_sweep(store, 1)).doomed, grace_s=0)
+    swept = await upkeep.sweep_segments(store, (await plan_sweep(store, 1)).doomed, grace_s=0)
     assert swept.failures == {KEYS[1].manifest_name: "held"}
     assert await names(store) == {KEYS[1].manifest_name, SEGMENTS[1].data_name}
 
 
+@pytest.mark.process
 async def test_one_sweeper_at_a_time(s3: S3Server, index: RedisProcess, store: IndexedS3Store) -> None:
     other = opened(s3, index.url)
     async with store.sweeping():
@@ -297,6 +306,7 @@ async def test_one_sweeper_at_a_time(s3: S3Server, index: RedisProcess, store: I
     await other.close()
 
 
+@pytest.mark.process
 async def test_a_sweeper_that_lost_its_lease_is_stopped(
     store: IndexedS3Store, index: RedisProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,11 +322,13 @@ async def test_a_sweeper_that_lost_its_lease_is_stopped(
     assert index.client.get(store._index._key(b"lease")) == b"another"
 
 
+@pytest.mark.process
 async def test_the_lease_of_a_dead_sweeper_ends(store: IndexedS3Store, index: RedisProcess) -> None:
     async with store.sweeping():
         assert 0 < index.client.ttl(store._index._key(b"lease")) <= page_index._LEASE_S
 
 
+@pytest.mark.process
 async def test_an_index_that_does_not_answer_is_no_reason_to_guess(s3: S3Server) -> None:
     store = opened(s3, f"redis://127.0.0.1:{free_port()}")
     await put_segment(store, SEGMENTS[0])
@@ -325,6 +337,7 @@ async def test_an_index_that_does_not_answer_is_no_reason_to_guess(s3: S3Server)
     await store.close()
 
 
+@pytest.mark.process
 def test_the_documented_lifecycle_rule_is_accepted(s3: S3Server) -> None:
     text = (Path(__file__).parents[2] / "docs" / "retention.md").read_text()
     rules = json.loads(text.split("```json")[1].split("```")[0])

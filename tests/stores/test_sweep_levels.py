@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import time
@@ -14,19 +13,23 @@ import pytest
 
 from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET, S3Server
+from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
-from sgl_kvfetch.stores.pins import Pin
+from sgl_kvfetch.stores.notes import Pin, put_pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.stores.upkeep.sweep import ORPHAN_AGE_S, Swept, plan_sweep, sweep_segments
+from sgl_kvfetch.stores.upkeep import ORPHAN_AGE_S, Swept, plan_sweep, sweep_segments
 from tests.codec.container.test_levels import segment
 from tests.directory.test_dropped_levels import WHOLE, chain
+from tests.segments import using
 from tests.tools.conftest import kvfetch, kvfetch_json
+
+pytestmark = pytest.mark.process
 
 NUM = 3
 LAST = len(segment().level_data[-1])
@@ -43,7 +46,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path, s3: S3Server) ->
         store = S3Store(url, config=s3.config)
     else:
         redis: RedisProcess = request.getfixturevalue("index")
-        store = IndexedS3Store(url, IndexOptions(redis.url), config=s3.config)
+        store = IndexedS3Store(url, IndexOptions(redis.url, timeout_s=WAIT_S), config=s3.config)
     for number in range(NUM):
         await commit_segment(store, chain(number))
         if isinstance(store, IndexedS3Store):
@@ -101,7 +104,7 @@ async def test_no_more_levels_are_dropped_than_allowed(store: AdminStore) -> Non
 
 async def test_pinned_segments_keep_their_levels(store: AdminStore) -> None:
     first = chain(0).manifest
-    await store.put_pin(Pin("kept", 1, b"".join(first.page_hashes)))
+    await put_pin(store, Pin("kept", 1, b"".join(first.page_hashes)))
     await sweep(store, (NUM - 1) * WHOLE)
     assert (await lost(store))[0] == 0
 
@@ -167,13 +170,11 @@ async def test_levels_that_an_interrupted_sweep_has_left_are_deleted(tmp_path: P
 
 
 def test_gc_says_which_levels_it_drops(tmp_path: Path) -> None:
-    async def fill() -> None:
-        store = LocalStore(tmp_path)
+    async def fill(store: LocalStore) -> None:
         for number in range(NUM):
             await commit_segment(store, chain(number))
-        await store.close()
 
-    asyncio.run(fill())
+    using(LocalStore(tmp_path), fill)
     options = (str(tmp_path), "--capacity", f"{NUM * WHOLE - 1}", "--drop-levels", "1", "--grace", "0")
     planned = kvfetch_json("gc", *options, "--dry-run")
     assert (list(planned["coarser"].values()), planned["evicted"], planned["planned_bytes"]) == ([1], [], LAST)

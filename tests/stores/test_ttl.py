@@ -13,7 +13,25 @@ import torch
 
 from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET, S3Server
-from harness.small_segments import (
+from harness.waiting import WAIT_S, until
+from sgl_kvfetch.codec.container.pages import RawPages
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.directory.catalog import FOLDER as CATALOG
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.plane.store import StoreClient, open_client
+from sgl_kvfetch.plane.write.gather import PageBatch
+from sgl_kvfetch.server.config import ServerConfig
+from sgl_kvfetch.server.run import RunningServer, running_server
+from sgl_kvfetch.stores.base import AdminStore, Store, object_digest
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
+from sgl_kvfetch.stores.notes import Pin, put_pin
+from sgl_kvfetch.stores.redis_index import IndexOptions
+from sgl_kvfetch.stores.s3 import S3Store
+from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
+from sgl_kvfetch.testing import (
     FOLDER,
     NAMESPACE,
     data_object,
@@ -24,24 +42,8 @@ from harness.small_segments import (
     parts,
     put_segment,
 )
-from harness.waiting import until
-from sgl_kvfetch.codec.container.pages import RawPages
-from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.directory.catalog import FOLDER as CATALOG
-from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plane.client import StoreClient, open_client
-from sgl_kvfetch.plane.config import KVFetchConfig
-from sgl_kvfetch.plane.write.gather import PageBatch
-from sgl_kvfetch.server import ServerConfig
-from sgl_kvfetch.server.run import RunningServer, running_server
-from sgl_kvfetch.stores.base import AdminStore, Store, object_digest
-from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
-from sgl_kvfetch.stores.pins import Pin
-from sgl_kvfetch.stores.redis_index import IndexOptions
-from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.stores.upkeep.sweep import plan_sweep, sweep_segments
+
+pytestmark = pytest.mark.process
 
 CHAIN = page_hashes(8)
 LEFT, RIGHT = make_segment(CHAIN, 0, 4), make_segment(CHAIN, 4, 4)
@@ -76,7 +78,7 @@ async def store(
             store = S3Store(URL, config=s3.config)
         case "bucket with index":
             redis: RedisProcess = request.getfixturevalue("index")
-            store = IndexedS3Store(URL, IndexOptions(redis.url), config=s3.config)
+            store = IndexedS3Store(URL, IndexOptions(redis.url, timeout_s=WAIT_S), config=s3.config)
         case token:
             store = HttpStore(server.url, token=token[0])
     yield store
@@ -179,7 +181,7 @@ async def test_data_that_is_put_again_waits_for_its_manifest(store: AdminStore, 
 async def test_pinned_segments_expire_too(tmp_path: Path, later: Later) -> None:
     store = LocalStore(tmp_path)
     await put_segment(store, expiring(LEFT, time.time() + TTL_S))
-    await store.put_pin(Pin("a prompt", 1, b"".join(CHAIN)))
+    await put_pin(store, Pin("a prompt", 1, b"".join(CHAIN)))
     later(HOUR)
     plan = await plan_sweep(store, None)
     assert (plan.num_expired, plan.num_pinned_evicted) == (1, 0)  # it is no lack of room

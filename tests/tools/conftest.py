@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from sgl_kvfetch.codec.container.encryption import ManifestKeys, StoreKeys
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
-from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.tools.app import app
 from sgl_kvfetch.user_files import TOKEN_ENV
@@ -45,7 +45,7 @@ KEY = b"k" * 32
 
 def sign(stored: Stored, index: int, key: bytes = KEY) -> None:
     """Store a segment's manifest with a signature by ``key``."""
-    manifest = secure_segment(stored.segments[index], None, True).manifest.encode()
+    manifest = secure_segment(stored.segments[index], StoreKeys(ManifestKeys([key]))).manifest.encode()
     stored.manifest_path(index).write_bytes(ManifestKeys([key]).sign(manifest))
 
 

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from harness.engine import free_port
-from sgl_kvfetch.tools.audit import Audited, AuditResult, TopAnswer, _Export, compared, divergence
+from sgl_kvfetch.tools.audit import AuditedGroup, AuditResult, TopAnswer, _Export, compared, divergence
 from sgl_kvfetch.tools.sglang_server import samples_of, total
 from tests.tools.conftest import kvfetch
 
@@ -70,7 +70,7 @@ def test_what_is_refused(options: tuple[str, ...], said: str) -> None:
 
 
 def test_audits_that_go_on_export_what_they_find() -> None:
-    group = Audited("turn 1", "storage", 3, 640, 624, 12, 0.4, 0.5, 0.0, 2, 0, False)
+    group = AuditedGroup("turn 1", "storage", 3, 640, 624, 12, 0.4, 0.5, 0.0, 2, 0, False)
     export = _Export(free_port())
     export.add(AuditResult("http://x", "model", 0.03, 0, [group, replace(group, source="device", kl=0, is_sound=True)]))
     found = samples_of(prometheus_client.generate_latest().decode())

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.tools.bench import _Metrics
 from sgl_kvfetch.tools.bench_prompts import cut_prompts, read_conversations
+from sgl_kvfetch.tools.sglang_server import server_session
 from tests.tools.conftest import kvfetch
+from tests.tools.test_why import told_by_a_server
 
 SAID = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2")]
 TURNS = [("turn 1", "Be brief.\nOne?"), ("turn 2", "Be brief.\nOne?\n1\nTwo?")]
@@ -67,3 +70,17 @@ def test_what_it_refuses(options: tuple[str, ...], said: str) -> None:
     result = kvfetch("bench", "--server", "http://127.0.0.1:1", *options)
     assert result.exit_code == 2
     assert said in result.stderr
+
+
+async def test_what_waits_in_the_servers_queue_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than that the server does not write."""
+    monkeypatch.setattr("sgl_kvfetch.tools.bench._LOOK_EVERY_S", 0.0)
+    metrics = "".join(
+        f"sgl_kvfetch_{name} {value}\n"
+        for name, value in (("written_pages_total", 3), ('queued_bytes{queue="write"}', 1 << 20))
+    )
+    with told_by_a_server(None, metrics) as url:
+        async with server_session() as session:
+            found = _Metrics(session, url)
+            with pytest.raises(ConfigError, match=r"wrote 0 of 5 pages within 0 s, and 1 MiB .* raise --timeout"):
+                await found.wait_until_written(await found.read(), 5, 0.0)

@@ -1,5 +1,6 @@
 """``kvfetch calibrate`` on a small random model. That profiles serve is shown in ``tests/e2e/test_klt.py``."""
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,13 +12,14 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from harness.models import make_tiny_lfm2, make_tiny_llama
-from sgl_kvfetch.codec import calibrate
+from sgl_kvfetch import codec
 from sgl_kvfetch.codec.calibrate import curve
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.prompts import text_digest
+from sgl_kvfetch.stores import NoteKind
 from sgl_kvfetch.tools.app import app
 
 
@@ -118,15 +120,91 @@ def test_a_rotation_that_is_not_known_stays(
     assert "known are spiral" in profile.calibration.notes[0]
 
 
-def windows_of(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The windows that would be calibrated on."""
-    seen = []
+def test_each_kind_of_text_is_measured_and_the_worst_chooses_the_step(model: Path, text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "b"
+    other.write_text(" ".join(f"w{3 + i % 7}" for i in range(1000)))
+    args = ["--text", f"dull={other}:0.25", "--windows", "8"]
+    result = run(model, text, tmp_path / "p", *args, "--json")
+    assert result.exit_code == 0, result.output
+    profile = load_profile(tmp_path / "p")
+    assert [(kind.name, kind.num_windows, kind.num_held_out, kind.counts) for kind in profile.kinds] == [
+        ("words", 6, 1, True),
+        ("dull", 2, 1, True),
+    ]
+    words, dull = (kind.kls for kind in profile.kinds)
+    assert [point.kl for point in profile.curve] == [*map(max, words, dull)]
+    assert words != dull
+    assert profile.calibration.text == f"words ({text_digest(text)}), b ({text_digest(other)})"
+    printed = json.loads(result.stdout)
+    assert [kind["kls"] for kind in printed["kinds"]] == [[*words], [*dull]]
 
-    def no_calibration(model: object, windows: list[torch.Tensor], *args: object) -> None:
-        seen.extend(windows)
+    result = run(model, text, tmp_path / "q", *args, "--worst-of", "dull")
+    assert result.exit_code == 0, result.output
+    chosen = load_profile(tmp_path / "q")
+    assert [kind.counts for kind in chosen.kinds] == [False, True]
+    assert [point.kl for point in chosen.curve] == [*chosen.kinds[1].kls]
+    assert chosen.digest != profile.digest  # it promises something else
+    said = " ".join(result.output.split())
+    assert "words, does not count 6 1" in said
+    assert "Measured on 2 held-out windows" in said
+    assert "Other text may cost more." in said
+
+    result = CliRunner().invoke(app, ["profile", "show", str(tmp_path / "q")])
+    assert result.exit_code == 0, result.output
+    assert f"profile {chosen.digest} of {model.name}" in result.output
+    assert "words, does not count 6 1" in " ".join(result.output.split())
+    for args, message in (
+        (["--worst-of", "chats"], "the kinds of text ['chats'] are to count: expected some of ['words']"),
+        (["--text", f"dull={other}:0.25"], "2 kinds of text need 4 windows or more"),
+        (["--text", f"dull={other}:1.5"], "text dull: its share is 1.5, expected more than 0 and at most 1"),
+        (["--text", f"dull={other}:1.0"], "the shares of texts add up to 1: expected 1 in all and leave some"),
+        (["--text", f"dull={other}:1.0.0"], "expected [NAME=]FILE[:SHARE], with a number such as 0.5 as SHARE"),
+        (["--text", f"a:b={other}"], "the kind of text 'a:b': expected a name of up to 32 letters"),
+        (["--text", f"dull={tmp_path / 'none'}"], "No such file"),
+        (
+            ["--text", f"dull={other}", "--windows", "40"],
+            "text words: the text has 10 windows of 96 tokens, expected 20",
+        ),
+    ):
+        result = run(model, text, tmp_path / "r", *args)
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.split())
+
+
+def test_without_a_text_it_takes_the_default_one(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several kinds: four windows of each."""
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def no_calibration(model: object, windows: dict[str, list[torch.Tensor]], *args: object) -> None:
+        seen.update(windows)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(calibrate, "calibrate_model", no_calibration)
+    monkeypatch.setattr(codec, "calibrate_model", no_calibration)
+    command = [
+        "calibrate",
+        "--model",
+        str(model),
+        "--context",
+        "64",
+        "--continuation",
+        "32",
+        "--out",
+        str(tmp_path / "p"),
+    ]
+    assert "enough" in CliRunner().invoke(app, command).stderr
+    names = "english german russian arabic chinese japanese code tools chats"
+    assert {name: len(windows) for name, windows in seen.items()} == dict.fromkeys(names.split(), 4)
+
+
+def windows_of(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The windows that would be calibrated on."""
+    seen: list[torch.Tensor] = []
+
+    def no_calibration(model: object, windows: dict[str, list[torch.Tensor]], *args: object) -> None:
+        seen.extend(windows["words"])
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(codec, "calibrate_model", no_calibration)
     assert "enough" in run(model, text, tmp_path / "p", "--windows", "5").stderr
     return seen
 
@@ -182,10 +260,10 @@ def test_a_profile_is_published(model: Path, text: Path, tmp_path: Path, monkeyp
     assert f"published {path.parent.name}/{path.name}; servers that start with this model take it" in result.output
     assert list(temp.iterdir()) == []
 
-    async def fail(store: LocalStore, name: str, data: bytes) -> None:
+    async def fail(store: LocalStore, kind: NoteKind, name: str, data: bytes) -> None:
         raise StoreError("full", "no room")
 
-    monkeypatch.setattr(LocalStore, "put_profile", fail)
+    monkeypatch.setattr(LocalStore, "put_note", fail)
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 2
     (kept,) = temp.rglob("*.profile")

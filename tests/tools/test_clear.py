@@ -1,18 +1,17 @@
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from pathlib import Path
 
 import pytest
 
-from harness.small_segments import head_slice, make_segment, page_hashes, put_segment
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.labels import Labels
-from sgl_kvfetch.stores.pins import Pin
+from sgl_kvfetch.keys import Labels
+from sgl_kvfetch.stores.notes import Pin, put_pin
+from sgl_kvfetch.testing import head_slice, make_segment, page_hashes
 from sgl_kvfetch.tools.terminal import format_size
-from tests.segments import with_labels
+from tests.segments import put_all, using, with_labels
 from tests.tools.conftest import kvfetch, kvfetch_json, unchanged
 
 CHAIN = page_hashes(4)
@@ -21,25 +20,15 @@ CHAIN = page_hashes(4)
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """A directory with a segment of each of two models."""
-
-    async def fill() -> None:
-        store = LocalStore(tmp_path)
-        for model in ("a", "b"):
-            await put_segment(store, make_segment(CHAIN, 0, 4, model=model))
-        await store.close()
-
-    asyncio.run(fill())
+    put_all(LocalStore(tmp_path), *(make_segment(CHAIN, 0, 4, model=model) for model in ("a", "b")))
     return tmp_path
 
 
 def names(root: Path) -> set[str]:
-    async def listed() -> set[str]:
-        store = LocalStore(root)
-        found = {info.name.partition("/")[0] async for info in store.list()}
-        await store.close()
-        return found
+    async def listed(store: LocalStore) -> set[str]:
+        return {info.name.partition("/")[0] async for info in store.list()}
 
-    return asyncio.run(listed())
+    return using(LocalStore(root), listed)
 
 
 def test_everything(store: Path) -> None:
@@ -63,15 +52,6 @@ def test_nothing_without_an_answer(store: Path) -> None:
     assert "add --yes" in result.stderr
 
 
-def pin(root: Path, pages: list[bytes]) -> None:
-    async def put() -> None:
-        store = LocalStore(root)
-        await store.put_pin(Pin("pinned", 16, b"".join(pages)))
-        await store.close()
-
-    asyncio.run(put())
-
-
 def test_the_segments_of_a_model(store: Path) -> None:
     result = kvfetch("clear", str(store), "--model", "a", "--yes")
     assert result.exit_code == 0, result.output
@@ -87,14 +67,8 @@ def test_the_segments_of_a_model(store: Path) -> None:
 @pytest.mark.parametrize("name", ["org/llama", "llama", "/models/org/llama"])
 def test_a_model_by_its_label(tmp_path: Path, name: str) -> None:
     label = "llama" if name.startswith("/") else "org/llama"
-
-    async def fill() -> None:
-        store = LocalStore(tmp_path)
-        for model, labelled in (("weights:1", label), ("weights:2", f"{label}-instruct")):
-            await put_segment(store, with_labels(make_segment(CHAIN, 0, 4, model=model), Labels(labelled)))
-        await store.close()
-
-    asyncio.run(fill())
+    for model, labelled in (("weights:1", label), ("weights:2", f"{label}-instruct")):
+        put_all(LocalStore(tmp_path), with_labels(make_segment(CHAIN, 0, 4, model=model), Labels(labelled)))
     assert kvfetch("clear", str(tmp_path), "--model", name, "--yes").exit_code == 0
     assert names(tmp_path) == {head_slice("weights:2").folder}
     result = kvfetch("clear", str(tmp_path), "--model", name, "--yes")
@@ -105,13 +79,8 @@ def test_a_model_by_its_label(tmp_path: Path, name: str) -> None:
 
 
 def test_a_model_by_its_id(store: Path) -> None:
-    async def put_another() -> None:
-        local = LocalStore(store)
-        await put_segment(local, make_segment(CHAIN, 0, 4, model="id:mine"))
-        await local.close()
-
     for name in ("mine", "id:mine"):
-        asyncio.run(put_another())
+        put_all(LocalStore(store), make_segment(CHAIN, 0, 4, model="id:mine"))
         assert kvfetch("clear", str(store), "--model", name, "--yes").exit_code == 0
         assert names(store) == {head_slice("a").folder, head_slice("b").folder}
 
@@ -137,6 +106,8 @@ def test_data_without_a_manifest_is_no_segment(store: Path, flags: tuple[str, ..
     (manifest,) = (store / head_slice("a").folder).glob("*.kvm")
     manifest.unlink()
     (data,) = (store / head_slice("a").folder).iterdir()
+    planned = kvfetch_json("clear", str(store), "--dry-run")
+    assert [planned[key] for key in ("num_segments", "num_orphans", "orphan_bytes")] == [1, 1, data.stat().st_size]
     size, whole = data.stat().st_size, sum(path.stat().st_size for path in (store / head_slice("b").folder).iterdir())
     output = kvfetch("clear", str(store), *flags).output
     assert (
@@ -147,14 +118,6 @@ def test_data_without_a_manifest_is_no_segment(store: Path, flags: tuple[str, ..
         assert names(store) == set()
 
 
-def test_a_program_reads_how_much_data_has_no_manifest(store: Path) -> None:
-    for manifest in (store / head_slice("a").folder).glob("*.kvm"):
-        manifest.unlink()
-    planned = kvfetch_json("clear", str(store), "--dry-run")
-    assert (planned["num_segments"], planned["num_orphans"]) == (1, 1)
-    assert planned["orphan_bytes"] == sum(path.stat().st_size for path in (store / head_slice("a").folder).iterdir())
-
-
 def test_what_a_program_reads(store: Path) -> None:
     planned = kvfetch_json("clear", str(store), "--dry-run")
     assert planned["num_segments"] == 2
@@ -163,13 +126,8 @@ def test_what_a_program_reads(store: Path) -> None:
 
 
 def test_pinned_segments_stay_unless_they_are_asked_for(store: Path) -> None:
-    async def put_another() -> None:
-        local = LocalStore(store)
-        await put_segment(local, make_segment(page_hashes(8)[4:], 0, 4, model="a"))
-        await local.close()
-
-    asyncio.run(put_another())
-    pin(store, CHAIN)
+    put_all(LocalStore(store), make_segment(page_hashes(8)[4:], 0, 4, model="a"))
+    using(LocalStore(store), lambda opened: put_pin(opened, Pin("pinned", 16, b"".join(CHAIN))))
     result = kvfetch("clear", str(store), "--yes")
     assert result.exit_code == 0, result.output
     assert "2 pinned segments stay; --pinned deletes them, too" in result.output

@@ -1,4 +1,4 @@
-"""``kvfetch decoders``, on a chunk that is small enough to be quick."""
+"""``kvfetch decoders``, on a cell that is small enough to be quick."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from sgl_kvfetch.codec import bitstream
-from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile, load_decode_profile
+from sgl_kvfetch import codec
+from sgl_kvfetch.plane.fetch.pool import DecodeProfile, load_decode_profile
 from sgl_kvfetch.tools.app import app
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
@@ -31,7 +31,7 @@ def test_it_measures_every_codec_and_resolution(tmp_path: Path) -> None:
     profile = load_decode_profile(path)
     assert {v.name for v in profile.variants} == {"hevc 240p", "hevc 480p", "zstd"}
     assert profile.max_concurrency == 2
-    assert profile.chunk_values == 32 * 3 * 8 * 128
+    assert profile.cell_values == 32 * 3 * 8 * 128
     sizes = [v.size_bytes for v in profile.variants]
     assert sizes == sorted(sizes)
     assert "synthetic" in profile.source
@@ -62,7 +62,7 @@ def nvc(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
     nvdec = make_nvdec(nvc, num_engines=1)
     nvdec.surface_limit_bytes = 1
     found = nvdec, "decoded on NVDEC, 1 engines: hevc, hevc420"
-    monkeypatch.setattr(bitstream, "open_current_nvdec", lambda: found)
+    monkeypatch.setattr(codec, "open_current_nvdec", lambda: found)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Made Up 1000")
     return nvc
 

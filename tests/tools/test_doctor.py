@@ -13,13 +13,13 @@ import msgspec
 import pytest
 import torch
 
-from sgl_kvfetch import plugin
-from sgl_kvfetch.codec import bitstream
-from sgl_kvfetch.codec.bitstream.nvidia import DecodeCaps
+from sgl_kvfetch import codec
+from sgl_kvfetch.codec.bitstream.nvdec import DecodeCaps
 from sgl_kvfetch.codec.bitstream.registry import CODECS
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.errors import ConfigError, CorruptError
-from sgl_kvfetch.labels import Labels
+from sgl_kvfetch.keys import Labels
+from sgl_kvfetch.plugin import seams, versions
 from sgl_kvfetch.plugin.cpu.platform import ENV
 from sgl_kvfetch.tools import doctor
 from sgl_kvfetch.tools.doctor import Check, check_models, check_store, run_check
@@ -103,6 +103,7 @@ def test_the_store_comes_first_and_rows_come_at_once(tmp_path: Path, monkeypatch
     assert result.stderr.startswith(f"checking {tmp_path.as_uri()} ...")
 
 
+@pytest.mark.process
 def test_a_machine_without_sglang_checks_the_store_alone(tmp_path: Path) -> None:
     """As with the install for stores, which has neither SGLang nor PyTorch."""
     put(tmp_path, make_segment(num_pages=1)[0])
@@ -183,7 +184,7 @@ def test_sglang_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", missing)
     (check,) = doctor.check_sglang()
     assert check.status == "no"
-    assert check.advice == f'pip install "sglang=={plugin.NEWEST}"'
+    assert check.advice == f'pip install "sglang=={versions.NEWEST}"'
 
 
 def test_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +196,8 @@ def test_another_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: plugin.NEWEST)
-    monkeypatch.setattr(plugin, "check_seams", lambda scopes: ["a.b moved", "c.d moved"])
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.NEWEST)
+    monkeypatch.setattr(seams, "check_seams", lambda scopes: ["a.b moved", "c.d moved"])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     monkeypatch.setattr(doctor, "_search_path", lambda: "")
     found = by_name(doctor.check_sglang())
@@ -208,15 +209,15 @@ def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) 
     def broken(scopes: object) -> list[str]:
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr(plugin, "check_seams", broken)
+    monkeypatch.setattr(seams, "check_seams", broken)
     found = by_name(doctor.check_sglang())
     assert found["SGLang's seams"].status == "no"
     assert "nms" in found["SGLang's seams"].found
 
 
 def test_a_plugin_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: plugin.NEWEST)
-    monkeypatch.setattr(plugin, "check_seams", lambda scopes: [])
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.NEWEST)
+    monkeypatch.setattr(seams, "check_seams", lambda scopes: [])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [SimpleNamespace(name="kvfetch")])
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     assert by_name(doctor.check_sglang())["plugin registered"].advice == "add kvfetch to SGLANG_PLUGINS"
@@ -250,9 +251,9 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_how_servers_restore_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {"A card, Triton 3.9.0, 70 coefficients, torch.bfloat16, a shape": {"2 stages": 281.0}}
+    kept = {"A card, Triton 3.9.0, 70 coefficients, torch.bfloat16, a shape": {"128 tokens, 2 stages": 281.0}}
     monkeypatch.setattr(klt_choice, "choices", lambda: kept)
-    found = "compiled with 2 stages (Triton 3.9.0, 70 coefficients; 281 us a column of cells)"
+    found = "compiled with 128 tokens, 2 stages (Triton 3.9.0, 70 coefficients; 281 us a column of cells)"
     assert doctor._check_restoring("A card") == doctor.Check("restore_klt", "yes", found)
     assert doctor._check_restoring("Another card").found == "the first server will choose how"
 
@@ -291,9 +292,9 @@ def test_the_decoders_structure_has_its_c_size() -> None:
 
 
 def test_what_a_server_decodes_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bitstream, "open_current_nvdec", lambda: (object(), "decoded on NVDEC, 7 engines: hevc"))
+    monkeypatch.setattr(codec, "open_current_nvdec", lambda: (object(), "decoded on NVDEC, 7 engines: hevc"))
     assert doctor._check_decoding() == Check("HEVC decoding", "yes", "decoded on NVDEC, 7 engines: hevc")
-    monkeypatch.setattr(bitstream, "open_current_nvdec", lambda: (None, "HEVC is decoded on the CPU: no library"))
+    monkeypatch.setattr(codec, "open_current_nvdec", lambda: (None, "HEVC is decoded on the CPU: no library"))
     check = doctor._check_decoding()
     assert (check.status, check.found) == ("warn", "HEVC is decoded on the CPU: no library")
 

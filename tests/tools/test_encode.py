@@ -89,6 +89,7 @@ def test_what_cannot_be(arguments: list[str], said: str) -> None:
     assert said in result.stderr
 
 
+@pytest.mark.process
 def test_a_service_stops_in_good_order(stored: Stored) -> None:
     command = [sys.executable, "-m", "sgl_kvfetch.tools", "encode", stored.url, "--watch", "-v"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -108,6 +109,7 @@ def test_help_says_what_it_encodes_with() -> None:
     assert "libx265" in result.stdout
 
 
+@pytest.mark.process
 def test_starting_is_lean() -> None:
     """What the command needs of SGLang, pictures and metrics: nothing."""
     code = (

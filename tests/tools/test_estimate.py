@@ -71,8 +71,29 @@ def test_sizes_break_even_and_costs(config: Path) -> None:
     assert raw["s3_usd_a_month"]["puts"] == pytest.approx(4 * prompts * 5e-6)
     assert raw["s3_usd_a_month"]["gets"] == pytest.approx((2 + 45 + 10) * prompts * 0.4e-6)
     assert raw["s3_usd_a_month"]["storage"] == pytest.approx(raw["stored_bytes"] / 1e9 * 0.023)
+    given = kvfetch_json(*args, *use, "--s3-prices", "0.05,10,1")["codings"]["raw"]["s3_usd_a_month"]
+    assert given["puts"] == pytest.approx(4 * prompts * 0.01)
+    assert given["gets"] == pytest.approx((2 + 45 + 10) * prompts * 0.001)
+    assert given["storage"] == pytest.approx(raw["stored_bytes"] / 1e9 * 0.05)
     lines = kvfetch(*args[:-4], "--prefill-tps", "1e9").stdout
     assert lines.count("never") == len(CODINGS)
+
+
+@pytest.mark.parametrize(
+    ("link", "prefill_tps", "expected"),
+    [
+        ("10Gbps", "8000", "worth it: a prompt of 4,096 tokens takes 0.512 s to compute, 0.0991 s to fetch with exact"),
+        ("500Mbps", "8000", "worth it with klt alone: a prompt of 4,096 tokens takes 0.512 s to compute, 1.03 s"),
+        ("1Gbps", "100000", "not worth it: a prompt of 4,096 tokens takes 0.041 s to compute"),
+        ("10Mbps", "8000", "not worth it: a prompt of 4,096 tokens takes 0.512 s to compute"),
+    ],
+)
+def test_the_first_line_is_whether_it_is_worth_it(config: Path, link: str, prefill_tps: str, expected: str) -> None:
+    options = ("estimate", "--model", str(config), "--link", link, "--prefill-tps", prefill_tps)
+    assert kvfetch_json(*options)["verdict"].startswith(expected)
+    said = kvfetch(*options).stdout
+    assert said.startswith(expected[:9])
+    assert "in 2024, by aws.amazon.com/s3/pricing; --s3-prices takes yours" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(
@@ -104,6 +125,20 @@ def test_what_it_cannot_read_is_named(tmp_path: Path, content: str | None, link:
     result = kvfetch("estimate", "--model", str(tmp_path), "--link", link, "--prefill-tps", "1000")
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_model_s_name_gets_the_command_that_downloads_its_config() -> None:
+    result = kvfetch("estimate", "--model", "Qwen/Qwen3-8B", "--link", "1Gbps", "--prefill-tps", "1000")
+    assert result.exit_code == 2
+    assert "type hf download Qwen/Qwen3-8B config.json --local-dir Qwen3-8B, and give that folder" in result.stderr
+
+
+@pytest.mark.parametrize("prices", ["1,2", "a,b,c", "-1,1,1", "nan,1,1", "inf,1,1"])
+def test_prices_that_are_none_are_named(config: Path, prices: str) -> None:
+    options = ("--model", str(config), "--link", "1Gbps", "--prefill-tps", "1000", "--s3-prices", prices)
+    result = kvfetch("estimate", *options)
+    assert result.exit_code == 2
+    assert "expected three numbers such as 0.023,0.005,0.0004" in result.stderr
 
 
 def test_links_are_bits_a_second() -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from harness.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, running_s3_server
 
+pytestmark = pytest.mark.process
+
 RUNS = 8  # of each command; Python's own end aborts one in five
 
 

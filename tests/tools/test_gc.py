@@ -9,11 +9,13 @@ import pytest
 
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server, running_s3_server
-from harness.small_segments import expiring, make_segment, page_hashes, put_segment
+from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex
 from sgl_kvfetch.stores.s3 import S3Store
+from sgl_kvfetch.testing import expiring, make_segment, page_hashes
+from tests.segments import put_all, using
 from tests.tools.conftest import Stored, kvfetch, kvfetch_json, unchanged
 
 URL = f"s3://{BUCKET}/kv"
@@ -23,33 +25,28 @@ KEYS = [segment.manifest.key for segment in SEGMENTS]
 SIZE = len(SEGMENTS[0].data) + len(SEGMENTS[0].manifest.encode())
 
 
-async def names(store: AdminStore) -> set[str]:
-    found = {info.name async for info in store.list()}
-    await store.close()
-    return found
+def names(store: AdminStore) -> set[str]:
+    async def listed(store: AdminStore) -> set[str]:
+        return {info.name async for info in store.list()}
+
+    return using(store, listed)
 
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """A bucket with three segments, which the environment leads to."""
-
-    async def fill() -> None:
-        store = S3Store(URL)
-        for segment in SEGMENTS:
-            await put_segment(store, segment)
-        await store.close()
-
     with running_s3_server() as server:
         for key, value in server.config.items():
             monkeypatch.setenv(f"AWS_{key.upper()}", value)
-        asyncio.run(fill())
+        put_all(S3Store(URL), *SEGMENTS)
         yield server
 
 
+@pytest.mark.process
 @pytest.mark.skipif(REDIS is None, reason=REDIS_MISSING)
 def test_a_bucket_with_an_index(s3: S3Server) -> None:
     async def use_all_but_the_second(redis: RedisProcess) -> None:
-        pages = PageIndex(IndexOptions(redis.url), URL)
+        pages = PageIndex(IndexOptions(redis.url, timeout_s=WAIT_S), URL)
         await pages.note_uses({KEYS[0]: 4e9, KEYS[2]: 4e9})
         await pages.close()
 
@@ -60,20 +57,21 @@ def test_a_bucket_with_an_index(s3: S3Server) -> None:
         assert result.exit_code == 0, result.output
         assert KEYS[1].stem in result.output
         assert "would delete 1 segments, 0 of them expired, and 0 that are not whole" in result.output
-        assert len(asyncio.run(names(S3Store(URL)))) == 6
+        assert len(names(S3Store(URL))) == 6
 
         result = kvfetch("gc", *options)
         assert result.exit_code == 0, result.output
         assert result.output.startswith("deleted 1 segments, 0 of them expired, and 0 that are not whole")
         assert "2 segments stay" in result.output
-        assert not any(KEYS[1].stem in name for name in asyncio.run(names(S3Store(URL))))
+        assert not any(KEYS[1].stem in name for name in names(S3Store(URL)))
 
-        redis.client.set(PageIndex(IndexOptions(redis.url), URL)._key(b"lease"), b"another")
+        redis.client.set(PageIndex(IndexOptions(redis.url, timeout_s=WAIT_S), URL)._key(b"lease"), b"another")
         result = kvfetch("gc", *options)
         assert result.exit_code == 2
         assert "another sweeper is at work" in result.output
 
 
+@pytest.mark.process
 def test_a_bucket_without_an_index(s3: S3Server) -> None:
     summary = kvfetch_json("gc", URL, "--capacity", "1", "--grace", "0")
     assert set(summary["evicted"]) == {key.stem for key in KEYS}
@@ -83,11 +81,12 @@ def test_a_bucket_without_an_index(s3: S3Server) -> None:
         "num_levels": 0,
         "failures": {},
     }
-    assert asyncio.run(names(S3Store(URL))) == set()
+    assert names(S3Store(URL)) == set()
 
 
+@pytest.mark.process
 def test_without_limits_only_expired_segments_go(s3: S3Server, later: Callable[[float], None]) -> None:
-    asyncio.run(put_segment(S3Store(URL), expiring(SEGMENTS[1], time.time() + 3600)))
+    put_all(S3Store(URL), expiring(SEGMENTS[1], time.time() + 3600))
     later(3000)
     result = kvfetch("gc", URL, "--grace", "0")
     assert result.exit_code == 0, result.output
@@ -95,7 +94,7 @@ def test_without_limits_only_expired_segments_go(s3: S3Server, later: Callable[[
     later(4000)
     summary = kvfetch_json("gc", URL, "--grace", "0")
     assert (summary["num_expired"], summary["evicted"]) == (1, [KEYS[1].stem])
-    assert not any(KEYS[1].stem in name for name in asyncio.run(names(S3Store(URL))))
+    assert not any(KEYS[1].stem in name for name in names(S3Store(URL)))
 
 
 def test_a_directory(stored: Stored) -> None:
@@ -105,7 +104,7 @@ def test_a_directory(stored: Stored) -> None:
     assert "3 segments stay" in result.output
     result = kvfetch("gc", stored.url, "--capacity", "1", "--grace", "0")
     assert result.exit_code == 0, result.output
-    assert asyncio.run(names(LocalStore(stored.root))) == set()
+    assert names(LocalStore(stored.root)) == set()
 
 
 def test_quotas(stored: Stored) -> None:
@@ -120,7 +119,7 @@ def test_quotas(stored: Stored) -> None:
     inside = {stem for stem in stems if stem.startswith(folder)}
     assert set(summary["evicted"]) == inside
     assert summary["unused_quotas"] == []
-    left = asyncio.run(names(LocalStore(stored.root)))
+    left = names(LocalStore(stored.root))
     assert left
     assert not any(name.startswith(f"{folder}/") for name in left)
 

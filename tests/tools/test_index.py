@@ -1,21 +1,21 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
 
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server, running_s3_server
-from harness.small_segments import FOLDER, expiring, head_slice, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
+from sgl_kvfetch.testing import FOLDER, expiring, head_slice, make_segment, page_hashes, parts
+from tests.segments import put_all, using
 from tests.tools.conftest import kvfetch, kvfetch_json
 
-pytestmark = pytest.mark.skipif(REDIS is None, reason=REDIS_MISSING)
+pytestmark = [pytest.mark.process, pytest.mark.skipif(REDIS is None, reason=REDIS_MISSING)]
 
 URL = f"s3://{BUCKET}/kv"
 CHAIN = page_hashes(24)
@@ -28,19 +28,9 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     with running_s3_server() as server:
         for key, value in server.config.items():
             monkeypatch.setenv(f"AWS_{key.upper()}", value)
-        asyncio.run(_fill())
+        segments = make_segment(CHAIN, 0, 16), make_segment(CHAIN, 16, 8), make_segment(CHAIN, 0, 4, model="another")
+        put_all(S3Store(URL), *segments)
         yield server
-
-
-async def _fill() -> None:
-    store = S3Store(URL)
-    for segment in (
-        make_segment(CHAIN, 0, 16),
-        make_segment(CHAIN, 16, 8),
-        make_segment(CHAIN, 0, 4, model="another"),
-    ):
-        await put_segment(store, segment)
-    await store.close()
 
 
 @pytest.fixture
@@ -50,14 +40,8 @@ def redis() -> Iterator[RedisProcess]:
 
 
 def look_up(redis: RedisProcess, namespace: str, first_page: int) -> Lookup:
-    async def run() -> Lookup:
-        store = IndexedS3Store(URL, IndexOptions(redis.url, timeout_s=WAIT_S))
-        try:
-            return await store.lookup(namespace, CHAIN[first_page:])
-        finally:
-            await store.close()
-
-    return asyncio.run(run())
+    store = IndexedS3Store(URL, IndexOptions(redis.url, timeout_s=WAIT_S))
+    return using(store, lambda store: store.lookup(namespace, CHAIN[first_page:]))
 
 
 def rebuild(redis_url: str, *options: str, exit_code: int = 0) -> str:
@@ -83,15 +67,12 @@ def test_rebuild_of_one_namespace(s3: S3Server, redis: RedisProcess) -> None:
 
 
 def test_rebuild_leaves_out_expired_segments(s3: S3Server, redis: RedisProcess) -> None:
-    asyncio.run(put_segment(S3Store(URL), expiring(make_segment(CHAIN, 0, 16), 1)))
+    put_all(S3Store(URL), expiring(make_segment(CHAIN, 0, 16), 1))
     assert rebuild(redis.url) == "2 segments with 12 pages entered, 0 failed\n"
 
 
 def test_a_bad_manifest_is_reported(s3: S3Server, redis: RedisProcess) -> None:
-    async def spoil() -> None:
-        await S3Store(URL).put(KEY.manifest_name, b"nonsense")
-
-    asyncio.run(spoil())
+    using(S3Store(URL), lambda store: store.put(KEY.manifest_name, b"nonsense"))
     output = rebuild(redis.url, exit_code=1)
     assert f"FAILED {KEY.manifest_name}: " in output
     assert "2 segments with 20 pages entered, 1 failed" in output

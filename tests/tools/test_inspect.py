@@ -8,14 +8,14 @@ import av
 import numpy as np
 import pytest
 
-from harness.small_segments import expiring
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys, StoreKeys
 from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES, Manifest, PartInfo, decode_manifest
 from sgl_kvfetch.codec.container.objects import Chunk, Variant
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
-from sgl_kvfetch.labels import Labels
+from sgl_kvfetch.keys import Labels
+from sgl_kvfetch.testing import expiring
 from sgl_kvfetch.tools.pictures import PictureWriter
 from sgl_kvfetch.tools.terminal import format_size
 from sgl_kvfetch.types import KVGeometry
@@ -219,7 +219,7 @@ def test_signatures_are_shown(stored: Stored, key_file: Path) -> None:
 
 
 def test_encrypted_segments_are_shown_with_the_key(tmp_path: Path) -> None:
-    segment = secure_segment(make_segment(codec="hevc")[0], EncryptionKeys({"ours": b"k" * 32}), False)
+    segment = secure_segment(make_segment(codec="hevc")[0], StoreKeys(encryption=EncryptionKeys({"ours": b"k" * 32})))
     put(tmp_path / "store", segment)
     url, file = (tmp_path / "store").as_uri(), tmp_path / "keys"
     file.write_text(f"ours {b'k'.hex() * 32}")

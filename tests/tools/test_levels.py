@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys, StoreKeys
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.errors import FormatError
-from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode, verify_variant
+from sgl_kvfetch.tools.encoder import make_targets, transcode, verify_variant
 from tests.codec.container.test_levels import KLT, LEVELS, cells, segment
 from tests.tools.conftest import kvfetch, kvfetch_json
 
@@ -88,7 +88,7 @@ def test_encode_makes_other_variants_of_all_levels_and_back(root: Path) -> None:
 def test_encode_adds_video_beside_encrypted_levels(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"k {'00' * 32}")
-    root, stored = tmp_path / "store", secure_segment(segment(), EncryptionKeys({"k": bytes(32)}), signs=False)
+    root, stored = tmp_path / "store", secure_segment(segment(), StoreKeys(encryption=EncryptionKeys({"k": bytes(32)})))
     objects = [*stored.data_objects(), (stored.manifest.key.manifest_name, stored.manifest.encode())]
     for name, content in objects:
         (root / name).parent.mkdir(parents=True, exist_ok=True)

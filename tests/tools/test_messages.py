@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,7 @@ def in_a_process(*args: str, **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.process
 def test_https_on_an_http_store(stores: Stores) -> None:
     url = stores.plain.replace("http:", "https:")
     said = refusal("inspect", url)
@@ -75,6 +77,7 @@ def test_https_on_an_http_store(stores: Stores) -> None:
     assert "kvfetch serve" not in said
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_http_on_an_https_store(stores: Stores, command: str) -> None:
     assert f"it speaks TLS: type {stores.tls}\n" in refusal(command, stores.tls.replace("https:", "http:"))
@@ -85,6 +88,7 @@ def test_a_connection_that_breaks_is_not_taken_for_tls(tmp_path: Path) -> None:
         assert "TLS" not in refusal("inspect", f"http://127.0.0.1:{port}")
 
 
+@pytest.mark.process
 def test_a_certificate_of_an_unknown_ca(stores: Stores) -> None:
     said = refusal("inspect", stores.tls)
     assert "no CA that this machine knows has signed the certificate of 127.0.0.1" in said
@@ -93,6 +97,7 @@ def test_a_certificate_of_an_unknown_ca(stores: Stores) -> None:
     assert in_a_process("inspect", stores.tls, SSL_CERT_FILE=str(stores.ca)).returncode == 0
 
 
+@pytest.mark.process
 def test_a_certificate_of_another_host(stores: Stores) -> None:
     url = stores.tls.replace("127.0.0.1", "localhost")
     said = in_a_process("inspect", url, SSL_CERT_FILE=str(stores.ca)).stderr
@@ -101,12 +106,14 @@ def test_a_certificate_of_another_host(stores: Stores) -> None:
     assert "SSL_CERT_FILE" not in said
 
 
+@pytest.mark.process
 def test_no_token(stores: Stores) -> None:
     said = refusal("inspect", stores.with_tokens)
     assert "the store wants a token and got none" in said
     assert "give the store's token: --token-file FILE, or KVFETCH_TOKEN in the environment" in said
 
 
+@pytest.mark.process
 def test_a_wrong_token(stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "token"
     file.write_text("wrong\n")
@@ -120,12 +127,14 @@ def test_a_wrong_token(stores: Stores, tmp_path: Path, monkeypatch: pytest.Monke
     assert f"the token came from {TOKEN_ENV} in the environment" in refusal("inspect", stores.with_tokens)
 
 
+@pytest.mark.process
 def test_a_token_whose_role_is_too_low(stores: Stores) -> None:
     said = refusal("pin", stores.with_tokens, "--token", READ, "--prompt", "[1]", "--page-size", "1")
     assert "this needs a token with the role admin" in said
     assert "the token came from --token: give another one" in said
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("text", [f"# role token\nread {READ}\nadmin {ADMIN}\n", f"admin {ADMIN}\n"])
 def test_the_servers_token_file_is_no_clients(stores: Stores, tmp_path: Path, text: str) -> None:
     file = tmp_path / "roles"
@@ -215,12 +224,31 @@ def test_a_model_that_nobody_has_is_asked_for_once(tmp_path: Path) -> None:
     assert sum(b"nosuch/model" in request for request in asked) == 1
 
 
+class _OtherServer(BaseHTTPRequestHandler):
+    """Answers 501, and logs nothing."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", ["inspect", "verify", "clear"])
+def test_an_address_that_is_no_stores(command: str, stores: Stores) -> None:
+    """Another program's, as SGLang's, or a path of a store."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _OtherServer) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        for url in (f"http://127.0.0.1:{other.server_port}", f"{stores.plain}/v1"):
+            assert "no kvfetch store has this address; a store's URL is the one that kvfetch" in refusal(command, url)
+        other.shutdown()
+
+
+@pytest.mark.process
 def test_warm_without_sglang(stores: Stores, tmp_path: Path) -> None:
     warm = ("warm", str(tmp_path), "--prompt", "[1]", "--server")
     said = refusal(*warm, f"http://127.0.0.1:{free_port()}")
     assert "no SGLang server answers there: start it, or correct the host and port" in said
     said = refusal(*warm, stores.plain)
-    assert f"--server {stores.plain} is no SGLang server" in said
+    assert said.startswith(f"kvfetch: --server {stores.plain} is no SGLang server: ")
     assert "30000" in said
     assert "does not speak TLS" in refusal(*warm, stores.plain.replace("http:", "https:"))
 
@@ -231,6 +259,7 @@ def s3() -> Iterator[S3Server]:
         yield server
 
 
+@pytest.mark.process
 def test_s3_without_credentials(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
@@ -250,6 +279,7 @@ def test_s3_without_credentials(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -
     assert "kvfetch serve" not in said
 
 
+@pytest.mark.process
 def test_s3_over_tls(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store's TLS is good enough: nothing is asked before the handshake."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -270,7 +300,6 @@ def test_s3_over_tls(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
         ("serve", "store", "--token-file", "FOLDER"),
         ("serve", "store", "--tls-cert", "NOSUCH", "--tls-key", "key"),
         ("estimate", "--link", "1Gbps", "--prefill-tps", "1", "--model", "NOSUCH"),
-        ("timeline", "NOSUCH", "--perfetto", "trace"),
         ("calibrate", "--model", "m", "--out", "profile", "--text", "NOSUCH"),
         ("decoders", "--codecs", "zstd", "--tokens", "16", "--rounds", "1", "--out", "FOLDER"),
         ("verify", "NOSUCH"),

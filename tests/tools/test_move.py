@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from harness.small_segments import FOLDER, make_segment, page_hashes, put_segment
 from harness.store_process import StoreProcess
 from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes
+from tests.segments import put_all, using
 from tests.tools.conftest import kvfetch, kvfetch_json
 
 CHAIN = page_hashes(12)
@@ -16,34 +16,19 @@ SEGMENTS = [make_segment(CHAIN, first, 4) for first in (0, 4, 8)]
 
 
 def contents(root: Path) -> dict[str, bytes | None]:
-    async def read() -> dict[str, bytes | None]:
-        store = LocalStore(root)
-        found = {info.name: await store.get(info.name) async for info in store.list()}
-        await store.close()
-        return found
+    async def read(store: LocalStore) -> dict[str, bytes | None]:
+        return {info.name: await store.get(info.name) async for info in store.list()}
 
-    return asyncio.run(read())
+    return using(LocalStore(root), read)
 
 
 def num_found(root: Path) -> int:
-    async def look_up() -> int:
-        store = LocalStore(root)
-        found = await store.lookup(FOLDER, CHAIN)
-        await store.close()
-        return found.num_pages
-
-    return asyncio.run(look_up())
+    return using(LocalStore(root), lambda store: store.lookup(FOLDER, CHAIN)).num_pages
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    async def fill() -> None:
-        store = LocalStore(tmp_path / "source")
-        for segment in SEGMENTS:
-            await put_segment(store, segment)
-        await store.close()
-
-    asyncio.run(fill())
+    put_all(LocalStore(tmp_path / "source"), *SEGMENTS)
     return tmp_path / "source"
 
 
@@ -53,6 +38,7 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "target"
 
 
+@pytest.mark.process
 def test_to_a_server(source: Path, target: Path) -> None:
     before = contents(source)
     with StoreProcess(target) as store:
@@ -101,23 +87,19 @@ def test_after_an_interruption_it_goes_on(source: Path, target: Path) -> None:
     assert (contents(source), contents(target)) == ({}, before)
 
 
-def with_a_missing_object(source: Path) -> None:
-    (source / SEGMENTS[1].data_name).unlink()
-
-
-def with_a_damaged_manifest(source: Path) -> None:
-    path = source / SEGMENTS[1].manifest.key.manifest_name
+def damage(path: Path) -> None:
+    path.chmod(0o600)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
 
 
-def with_a_damaged_object(source: Path) -> None:
-    path = source / SEGMENTS[1].data_name
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
+DATA, MANIFEST = SEGMENTS[1].data_name, SEGMENTS[1].manifest.key.manifest_name
 
 
-@pytest.mark.parametrize("harm", [with_a_missing_object, with_a_damaged_object, with_a_damaged_manifest])
-def test_a_segment_that_is_not_whole_stays(source: Path, target: Path, harm: Callable[[Path], None]) -> None:
-    harm(source)
+@pytest.mark.parametrize(("name", "harm"), [(DATA, Path.unlink), (DATA, damage), (MANIFEST, damage)])
+def test_a_segment_that_is_not_whole_stays(
+    source: Path, target: Path, name: str, harm: Callable[[Path], object]
+) -> None:
+    harm(source / name)
     result = kvfetch("move", str(source), str(target))
     assert result.exit_code == 1
     assert f"FAILED {SEGMENTS[1].manifest.key.manifest_name}: " in result.stdout
@@ -142,14 +124,13 @@ def test_nothing_is_deleted_that_did_not_come_back(source: Path, target: Path, m
 def test_a_damaged_copy_at_the_target_is_written_again(source: Path, target: Path) -> None:
     before = contents(source)
     kvfetch("move", str(source), str(target), "--copy")
-    damaged = target / SEGMENTS[1].data_name
-    damaged.chmod(0o600)
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    damage(target / SEGMENTS[1].data_name)
     result = kvfetch_json("move", str(source), str(target))
     assert (result["num_moved"], result["num_there"]) == (3, 2)
     assert (contents(source), contents(target)) == ({}, before)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["{}/", "file://{}", "{}-link", "http://127.0.0.1:{port}", "http://localhost:{port}"])
 def test_the_same_store_under_another_name(source: Path, name: str) -> None:
     before = contents(source)
@@ -162,13 +143,8 @@ def test_the_same_store_under_another_name(source: Path, name: str) -> None:
 
 
 def test_the_segments_of_a_model(source: Path, target: Path) -> None:
-    async def put_another() -> None:
-        store = LocalStore(source)
-        await put_segment(store, make_segment(CHAIN, 0, 4, model="another"))
-        await store.close()
-
     before = contents(source)
-    asyncio.run(put_another())
+    put_all(LocalStore(source), make_segment(CHAIN, 0, 4, model="another"))
     both = contents(source)
     assert kvfetch("move", str(source), str(target), "--model", "another").exit_code == 0
     assert contents(source) == before

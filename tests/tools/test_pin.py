@@ -1,20 +1,21 @@
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from harness.small_segments import NAMESPACE, put_segment
 from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.prompts import page_hashes
-from sgl_kvfetch.stores.upkeep.listing import pages_stored
+from sgl_kvfetch.stores.upkeep import pages_stored
+from sgl_kvfetch.testing import NAMESPACE
+from tests.segments import put_all, using
 from tests.tools.conftest import kvfetch, kvfetch_json
+from tests.tools.test_why import told_by_a_server
 
 TOKENS = list(range(3, 11))
 TEXT = " ".join(f"w{token}" for token in TOKENS)
@@ -26,13 +27,7 @@ def store_pages(root: Path, num_pages: int, heads: range, salt: str | None = Non
     spec = SegmentSpec(HeadSlice(namespace, heads), make_quantiser("exact"), "zstd", "240p", 8)
     values = torch.zeros(num_pages, 1, len(heads), 48, dtype=torch.bfloat16)
     segment = encode_segment(spec, {"k": values, "v": values}, 0, None, page_hashes(TOKENS, 1, salt)[:num_pages])
-
-    async def put() -> None:
-        store = LocalStore(root)
-        await put_segment(store, segment)
-        await store.close()
-
-    asyncio.run(put())
+    put_all(LocalStore(root), segment)
     return namespace.digest()
 
 
@@ -75,20 +70,16 @@ def test_a_file_of_prompts(tmp_path: Path) -> None:
 
 
 def test_a_page_counts_when_all_heads_are_stored(tmp_path: Path) -> None:
-    async def look() -> dict[str, int]:
-        store = LocalStore(tmp_path)
-        try:
-            return await pages_stored(store, page_hashes(TOKENS, 1))
-        finally:
-            await store.close()
+    def look() -> dict[str, int]:
+        return using(LocalStore(tmp_path), lambda store: pages_stored(store, page_hashes(TOKENS, 1)))
 
-    assert asyncio.run(look()) == {}
+    assert look() == {}
     namespace = store_pages(tmp_path, 4, range(1))
-    assert asyncio.run(look()) == {namespace: 0}
+    assert look() == {namespace: 0}
     store_pages(tmp_path, 2, range(2))
-    assert asyncio.run(look()) == {namespace: 2}
+    assert look() == {namespace: 2}
     store_pages(tmp_path, 8, range(1, 2))
-    assert asyncio.run(look()) == {namespace: 4}
+    assert look() == {namespace: 4}
 
 
 @pytest.mark.parametrize(
@@ -127,3 +118,20 @@ def test_look_up_prompts(tmp_path: Path, tiny_llama: Path) -> None:
     assert run(*look, "--prompt", "[1, 2]") == "prompt 0: 2 tokens, 2 pages; stored: none\n"
     assert "expected --prompt or --file" in run(*look, exit_code=2)
     assert "texts need --model" in run(*look, "--prompt", TEXT, exit_code=2)
+
+
+@pytest.mark.parametrize(
+    ("num_queued", "said"),
+    [
+        (2 << 20, "2 MiB of pages wait in its write queue: raise --timeout"),
+        (0, "kvfetch why says what kept the others from it"),
+    ],
+)
+def test_warm_says_how_much_the_server_has_still_to_write(tmp_path: Path, num_queued: int, said: str) -> None:
+    namespace = store_pages(tmp_path, 4, range(2))
+    metrics = f'sgl_kvfetch_queued_bytes{{queue="write"}} {num_queued}\n'
+    with told_by_a_server(None, metrics) as url:
+        result = kvfetch("warm", str(tmp_path), "--server", url, "--prompt", str(TOKENS), "--timeout", "0")
+    assert result.exit_code == 1
+    assert f"8 pages; stored: 4 in {namespace}" in result.stdout
+    assert result.stderr == f"kvfetch: not all pages are stored after 0 s; {said}\n"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.plane.audit import FailedAudits, keep_verdict, verdict_file
+from sgl_kvfetch.keys import HeadSlice
+from sgl_kvfetch.plane.audit import AuditRecord, Compared, FailedAudits, keep_record, keep_verdict, verdict_file
 from sgl_kvfetch.tools.doctor import check_audits
 from tests.segments import make_heads
 from tests.stores.test_profiles import WEIGHTS, save
@@ -38,6 +39,11 @@ def test_publish_list_get_and_withdraw(tmp_path: Path, stored: Stored) -> None:
     assert [(row["digest"], row["is_newest"], row["problem"]) for row in rows] == [(new, True, ""), (old, False, "")]
     assert "newest: new servers take it" in said("profile", "list", str(root))
 
+    shown = kvfetch_json("profile", "show", str(root), old[:6])
+    assert (shown["digest"], [kind["name"] for kind in shown["kinds"]]) == (old, ["chats", "tables"])
+    assert f"profile {old} of " in said("profile", "show", str(root), old)
+    assert "cannot be read" in said("profile", "show", str(tmp_path / "none"), exit_code=2)
+
     said("profile", "get", str(root), old[:6], "--out", str(tmp_path / "out"))
     assert (tmp_path / "out").read_bytes() == save(tmp_path, 1).read_bytes()
     assert f"withdrawn: {WEIGHTS}/{new}; new servers take {old}" in said("profile", "rm", str(root), new)
@@ -63,7 +69,26 @@ def test_a_profile_that_audits_have_ended_is_named(
     assert "m, klt step 2, in http://store, is not used here" in row.found
     path.unlink()
     assert "audits" not in said("profile", "list", str(stored.root))
-    assert [each.status for each in check_audits()] == ["yes"]
+    assert [each.found for each in check_audits()] == ["no server of this machine has audited anything yet"]
+
+
+@pytest.mark.parametrize(("typical", "status", "says"), [(0.8, "yes", "it fits"), (1.8, "warn", "it does not fit")])
+def test_doctor_says_whether_a_profile_fits_the_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typical: float, status: str, says: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for first_head, of_rank in ((0, typical), (2, 0.5)):  # a line for both ranks
+        heads = HeadSlice(make_heads().namespace, range(first_head, first_head + 2))
+        record = AuditRecord("http://store", "m", "klt 1e-3", "klt(profile=1;step=2.0)")
+        for i in range(25):
+            record = record.and_also(Compared(2 * of_rank, "all layers", of_rank), 600 * i)
+        keep_record(verdict_file("http://store", heads), record)
+    (row,) = check_audits()
+    assert row.status == status
+    assert row.found.startswith(f"m, klt 1e-3, in http://store: errors are {typical} times as large as expected")
+    assert f"to 1024 tokens {typical}, to 8192 tokens {typical}, to 65536 tokens {typical}" in row.found
+    assert f"{says} the prompts; the last was 0 s ago" in row.found
+    assert ("calibrate --publish" in row.advice) == (status == "warn")
 
 
 def test_keys(tmp_path: Path, stored: Stored) -> None:
@@ -90,11 +115,6 @@ def test_keys(tmp_path: Path, stored: Stored) -> None:
         (("rm", "STORE"), "kvfetch profile rm expects a DIGEST behind the store"),
         (("get", "STORE", "x"), "--out FILE belongs to kvfetch profile get, which needs it"),
         (("list", "STORE", "--out", "x"), "--out FILE belongs to kvfetch profile get, which needs it"),
-        (
-            ("--out", "decode-profile.json"),
-            "to measure decoders, as it did once, type kvfetch decoders --out decode-pro",
-        ),
-        ((), "type kvfetch decoders"),
     ],
 )
 def test_wrong_uses(stored: Stored, args: tuple[str, ...], message: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.waiting import WAIT_S
 from sgl_kvfetch import __version__
 from sgl_kvfetch.user_files import TOKEN_ENV
 from tests.tools.conftest import Stored, kvfetch
@@ -40,6 +41,7 @@ def serving(root: Path, *args: str, token: str | None = None) -> Iterator[tuple[
         process.stderr.close()
 
 
+@pytest.mark.process
 def test_serve_with_a_token_and_look_at_it(stored: Stored, tmp_path: Path) -> None:
     token_file = tmp_path / "token"
     token_file.write_text("secret\n")
@@ -55,18 +57,40 @@ def test_serve_with_a_token_and_look_at_it(stored: Stored, tmp_path: Path) -> No
         assert kvfetch("verify", url, "--token", "secret").exit_code == 1
 
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(WAIT_S) == 0
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.process
 def test_serve_makes_its_directory_and_stops_on_sigterm(tmp_path: Path) -> None:
     root = tmp_path / "new" / "store"
     with serving(root) as (url, process):
         assert root.is_dir()
         assert "no segments" in kvfetch("inspect", url).stdout
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(WAIT_S) == 0
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        result = kvfetch("serve", str(tmp_path / "store"), "--port", str(other.getsockname()[1]))
+    assert result.exit_code == 2
+    assert "Address already in use: another program listens there, perhaps a store; --port takes" in result.stderr
+
+
+@pytest.mark.process
+def test_lines_of_the_log_have_our_name_once(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("secret\n")
+    tokens.chmod(0o644)  # which is warned of, as in SGLang's servers
+    command = [sys.executable, "-m", "sgl_kvfetch.tools", "serve", str(tmp_path / "store"), "--port", "0"]
+    with subprocess.Popen([*command, "--token-file", str(tokens)], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        warned, listens = process.stderr.readline(), process.stderr.readline()
+        process.terminate()
+    assert warned.startswith("kvfetch: all users of this machine may read the secret in")
+    assert listens.startswith("kvfetch: serving ")
 
 
 @pytest.mark.parametrize(
@@ -76,6 +100,8 @@ def test_serve_makes_its_directory_and_stops_on_sigterm(tmp_path: Path) -> None:
         (["--host", "0.0.0.0"], "there is no token"),
         (["--token", "a", "--token-file", "b"], "not both"),
         (["--host", "192.0.2.1", "--token", "t"], "cannot listen on 192.0.2.1"),
+        (["--host", "192.0.2.1", "--token", "t"], "this machine has no such address; --host takes one that it has"),
+        (["--host", "nosuch.invalid", "--token", "t"], "--host takes an address of this machine"),
     ],
 )
 def test_serve_refuses_in_one_line(args: list[str], message: str, tmp_path: Path) -> None:
@@ -86,6 +112,7 @@ def test_serve_refuses_in_one_line(args: list[str], message: str, tmp_path: Path
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("args", "access"),
     [
@@ -108,12 +135,14 @@ def test_serve_says_how_it_serves(tmp_path: Path, args: tuple[str, ...], access:
     assert "secret" not in line
 
 
+@pytest.mark.process
 def test_a_small_capacity_is_shown_in_a_unit_that_fits(tmp_path: Path) -> None:
     with serving(tmp_path / "store", "--capacity", "10MiB") as (_, process):
         assert process.stderr is not None
         assert "; capacity: 10 MiB, on a disk of " in process.stderr.readline()
 
 
+@pytest.mark.process
 def test_serve_warns_of_a_capacity_that_the_disk_does_not_have(tmp_path: Path) -> None:
     for capacity, is_warned in (("1000000TiB", True), ("1MiB", False)):
         with serving(tmp_path / "store", "--capacity", capacity) as (_, process):

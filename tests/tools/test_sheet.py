@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from PIL import Image
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.tools.pictures import MAX_SHEET_ROWS, draw_sheet
-from tests.segments import SMALL, make_segment
+from tests.segments import SMALL, make_segment, using
 from tests.tools.conftest import kvfetch, put
 
 
@@ -46,11 +45,5 @@ def test_a_sheet_is_the_one_that_inspect_draws(tmp_path: Path) -> None:
     drawn = kvfetch("inspect", str(tmp_path / "store"), "--png", str(tmp_path), "--span", "1")
     assert drawn.exit_code == 0, drawn.output
     expected = np.asarray(Image.open(tmp_path / "span1_contact-sheet.png"))
-
-    async def draw() -> bytes:
-        store = LocalStore(tmp_path / "store")
-        png = await draw_sheet(store, segment.manifest, 1)
-        await store.close()
-        return png
-
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(asyncio.run(draw())))), expected)
+    png = using(LocalStore(tmp_path / "store"), lambda store: draw_sheet(store, segment.manifest, 1))
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(png))), expected)

@@ -12,10 +12,9 @@ from harness.waiting import WAIT_S
 from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import LimitedLogger, printable
-from sgl_kvfetch.sizes import parse_duration, parse_size
 from sgl_kvfetch.tools.app import COMMANDS, import_command
 from sgl_kvfetch.tools.terminal import format_size, read_token
-from sgl_kvfetch.user_files import TOKEN_ENV
+from sgl_kvfetch.user_files import TOKEN_ENV, parse_duration, parse_size
 from tests.tools.conftest import Stored, kvfetch
 
 HEAVY = {"torch", "av", "numpy", "obstore", "redis", "transformers", "sglang", "PIL"}
@@ -123,11 +122,13 @@ def require_light(*args: str) -> None:
     assert (done.returncode, done.stderr) == (0, "[]\n"), done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("args", [(), *((command,) for command in COMMANDS)])
 def test_help_is_light(args: tuple[str, ...]) -> None:
     require_light(*args, "--help")
 
 
+@pytest.mark.process
 def test_what_needs_no_tensors_is_light(stored: Stored) -> None:
     with StoreProcess(stored.root) as store:
         require_light("inspect", store.url)
@@ -166,6 +167,7 @@ def test_a_bad_target_is_one_line_and_exit_code_2(
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.process
 def test_a_reader_that_leaves_gets_no_traceback(stored: Stored) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)

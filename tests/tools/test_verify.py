@@ -1,4 +1,3 @@
-import asyncio
 import dataclasses
 import json
 import random
@@ -14,17 +13,16 @@ import pytest
 import torch
 
 from harness.store_process import StoreProcess
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys, StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.sides import encode_side
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores.base import Lookup
-from sgl_kvfetch.stores.upkeep.listing import list_segments
+from sgl_kvfetch.stores.upkeep import list_segments
 from sgl_kvfetch.tools.verify import Report, Verifier
-from tests.segments import as_newer, make_segment
+from tests.segments import as_newer, make_segment, using
 from tests.tools.conftest import Stored, kvfetch, kvfetch_json, put, sign, unchanged
 
 
@@ -51,15 +49,12 @@ def in_namespace(manifest: Manifest, **changes: Any) -> Manifest:
 
 
 def run_verifier(store: LocalStore, read_bytes: int = 4 << 20) -> Report:
-    async def run() -> Report:
-        try:
-            with ThreadPoolExecutor(1) as pool:
-                verifier = Verifier(store, pool, jobs=2, read_bytes=read_bytes)
-                return await verifier.run(await list_segments(store, ""))
-        finally:
-            await store.close()
+    async def run(store: LocalStore) -> Report:
+        with ThreadPoolExecutor(1) as pool:
+            verifier = Verifier(store, pool, jobs=2, read_bytes=read_bytes)
+            return await verifier.run(await list_segments(store, ""))
 
-    return asyncio.run(run())
+    return using(store, run)
 
 
 def test_a_sound_store(stored: Stored) -> None:
@@ -108,8 +103,9 @@ def test_an_empty_store_is_sound(tmp_path: Path) -> None:
     assert verify_json(str(tmp_path), 0)["num_segments"] == 0
 
 
+@pytest.mark.process
 def test_a_manifest_above_the_formats_limit_is_named_over_http_too(stored: Stored) -> None:
-    """As earlier versions could write them. Lookups skip it, and its size is all that a client learns."""
+    """Lookups skip it, and its size is all that a client learns."""
     with stored.manifest_path(1).open("ab") as file:
         file.truncate(2 << 20)
     with StoreProcess(stored.root) as served:
@@ -165,6 +161,7 @@ def test_what_is_corrupt_can_be_deleted_by_the_commands_that_it_prints(
     assert "kvfetch clear" not in after
 
 
+@pytest.mark.process
 def test_the_store_keeps_what_was_found_for_its_page(stored: Stored) -> None:
     flip(stored.data_path(0), -1)
     with StoreProcess(stored.root) as store:
@@ -178,6 +175,7 @@ def test_the_store_keeps_what_was_found_for_its_page(stored: Stored) -> None:
     assert "checksum does not match" in damaged["what"]
 
 
+@pytest.mark.process
 def test_a_token_that_may_only_read_verifies_and_says_that_the_page_does_not_show_it(
     stored: Stored, tmp_path: Path
 ) -> None:
@@ -277,9 +275,9 @@ def test_a_manifest_that_nests_without_end(stored: Stored) -> None:
 
 
 def test_encrypted_segments_are_decoded_with_the_key(tmp_path: Path, coded: tuple[CodedSegment, ...]) -> None:
-    keys, file = EncryptionKeys({"ours": b"k" * 32}), tmp_path / "keys"
+    keys, file = StoreKeys(encryption=EncryptionKeys({"ours": b"k" * 32})), tmp_path / "keys"
     file.write_text(f"ours {b'k'.hex() * 32}")
-    stored = Stored(tmp_path / "store", tuple(secure_segment(each, keys, False) for each in coded))
+    stored = Stored(tmp_path / "store", tuple(secure_segment(each, keys) for each in coded))
     for segment in stored.segments:
         put(stored.root, segment)
     report = verify_json(stored.url, 0, "--encryption-key-file", str(file))
@@ -343,19 +341,12 @@ def test_rebuild_makes_the_catalog_anew(stored: Stored) -> None:
     result = kvfetch("verify", stored.url, "--rebuild")
     assert result.exit_code == 0
     key = stored.segments[0].manifest.key
-    found = asyncio.run(_lookup(stored.root, key.namespace, stored.segments[0].manifest.page_hashes))
+    pages = stored.segments[0].manifest.page_hashes
+    found = using(LocalStore(stored.root), lambda store: store.lookup(key.namespace, pages))
     assert found.num_pages == key.num_pages
     result = kvfetch("verify", "http://127.0.0.1:1", "--rebuild")
     assert result.exit_code == 2
     assert "not a directory" in result.stderr
-
-
-async def _lookup(root: Path, namespace: str, page_hashes: tuple[bytes, ...]) -> Lookup:
-    store = LocalStore(root)
-    try:
-        return await store.lookup(namespace, page_hashes)
-    finally:
-        await store.close()
 
 
 def test_one_segment_among_others(stored: Stored) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,21 +18,21 @@ import torch
 import xxhash
 
 from harness.models import make_llama_8b_config
-from harness.small_segments import NAMESPACE, put_segment
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys, ManifestKeys, StoreKeys
 from sgl_kvfetch.codec.container.partial import without_last_level
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.keys import FORMAT_MAJOR, HeadSlice, Namespace
-from sgl_kvfetch.labels import label_of_request
+from sgl_kvfetch.keys import FORMAT_MAJOR, HeadSlice, Namespace, label_of_request
 from sgl_kvfetch.prompts import page_hashes
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.status import Decided, ServerStatus
+from sgl_kvfetch.testing import NAMESPACE
 from tests.codec.container.test_levels import KLT, SPEC as KLT_SPEC
 from tests.codec.quant.profiles import values_of
 from tests.reasons import assert_why
+from tests.segments import put_all
 from tests.tools.conftest import kvfetch, kvfetch_json
 
 TOKENS = list(range(3, 19))
@@ -64,9 +63,14 @@ def told_by_a_server(status: ServerStatus | None, metrics: str = "") -> Iterator
     answers = {
         "/server_info": msgspec.json.encode({"page_size": 1, "internal_states": [state]}),
         "/metrics": metrics.encode(),
+        "/generate": b"{}",
     }
 
     class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
         def do_GET(self) -> None:
             body = answers[self.path]
             self.send_response(200)
@@ -100,13 +104,7 @@ def told(root: Path, namespace: Namespace = NAMESPACE, **changes: Any) -> dict[s
 
 
 def store(root: Path, *segments: CodedSegment) -> None:
-    async def put() -> None:
-        opened = LocalStore(root)
-        for each in segments:
-            await put_segment(opened, each)
-        await opened.close()
-
-    asyncio.run(put())
+    put_all(LocalStore(root), *segments)
 
 
 def delete(root: Path, segment: CodedSegment) -> None:
@@ -139,11 +137,27 @@ def test_pages_that_were_never_written(tmp_path: Path) -> None:
     assert found["stored_pages"] == 4
     assert_why(why(tmp_path, prompt=[7, 7, 7]), Reason.NEVER_WRITTEN)
     text = kvfetch("why", str(tmp_path), "--prompt", str(TOKENS[:8])).output
-    assert (
-        "3 tokens, pages of a size that --server would" in kvfetch("why", str(tmp_path), "--prompt", "[7, 7, 7]").output
-    )
     assert "never_written: pages 4 to 7: the store has no trace of them" in text
     assert "what to do: see sgl_kvfetch_written_pages_total" in text
+
+
+def test_a_prompt_that_no_namespace_begins_with(tmp_path: Path) -> None:
+    """Without a server, the store's page size counts, if it has one."""
+    (found,) = kvfetch_json("why", str(tmp_path), "--prompt", "[7, 7]", exit_code=1)
+    assert_why(found, Reason.NEVER_WRITTEN)
+    assert found["findings"][0]["detail"] == "nothing is stored"
+    wide = replace(NAMESPACE, page_size=4)
+    store(tmp_path, coded(wide, range(2)))
+    found = why(tmp_path, prompt=[7] * 9)
+    assert (found["num_pages"], found["page_size"]) == (2, 4)
+    assert_why(found, Reason.NEVER_WRITTEN, pages=range(2))
+    assert found["findings"][0]["detail"].endswith("first page. No stored prompt has its tokens 0 to 3")
+    found = why(tmp_path, prompt=[7] * 4)
+    assert_why(found, Reason.SHORT, pages=range(1))
+    assert found["findings"][0]["detail"] == "0 tokens could be served, and lookups begin at 4"
+    store(tmp_path, coded())
+    text = kvfetch("why", str(tmp_path), "--prompt", "[7, 7, 7]").output
+    assert "3 tokens, pages of a size that --server would tell" in text
 
 
 @pytest.mark.parametrize("segments", [[range(8)], [range(4), range(4, 8)]])
@@ -173,7 +187,7 @@ def test_the_text_at_which_a_prompt_leaves_a_stored_one(tmp_path: Path) -> None:
         said = why(tmp_path / "store", *args, prompt=[99, 98])["findings"][0]["detail"]
         assert said.endswith('no trace of them. No stored prompt has its tokens 0 to 0: "w99"')
         told = why(tmp_path / "store", "--server", url, prompt=[99, 98])["findings"][0]["detail"]
-        assert told.endswith("the store has no trace of them")  # this server tells no text
+        assert told.endswith("No stored prompt has its tokens 0 to 0")  # this server tells no text
 
 
 def test_a_request_that_leaves_a_stored_prompt(tmp_path: Path) -> None:
@@ -244,7 +258,7 @@ def test_keys(tmp_path: Path, key_file: Path) -> None:
     plain, locked = tmp_path / "plain", tmp_path / "locked"
     store(plain, coded())
     assert_why(why(plain, "--manifest-key-file", str(key_file)), Reason.UNSIGNED, pages=range(8))
-    secured = secure_segment(coded(), EncryptionKeys({"a": b"a" * 32}), True)
+    secured = secure_segment(coded(), StoreKeys(ManifestKeys([b"k" * 32]), EncryptionKeys({"a": b"a" * 32})))
     store(locked, secured)
     assert why(locked, exit_code=0)["findings"] == []
     other_key = tmp_path / "keys"
@@ -355,7 +369,7 @@ def test_why_a_server_has_not_written_pages(tmp_path: Path) -> None:
             'misses_total{stage="fetch",reason="late"}': 3,
         },
     )
-    assert "says of its writes: 7 bytes wait in its write queue; it has dropped 5 pages since its start: " in said
+    assert "says of its writes: 7 B of pages wait in its write queue; it has dropped 5 pages since its start: " in said
     assert said.endswith("; 2 writes have failed: full (a larger --capacity)")
 
 

@@ -8,7 +8,8 @@ import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, *FP8)
 NUM_SLOTS = 1024
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

@@ -21,9 +21,8 @@ from sgl_kvfetch.codec.bitstream.registry import resolution_for  # noqa: E402
 from sgl_kvfetch.codec.container.reader import cell_place  # noqa: E402
 from sgl_kvfetch.codec.container.segment import CodedSegment  # noqa: E402
 from sgl_kvfetch.codec.quant.base import Quantiser  # noqa: E402
-from sgl_kvfetch.plugin.device.coded_loads import CodedLoad  # noqa: E402
-from sgl_kvfetch.plugin.device.cuda_pages import CudaPages  # noqa: E402
-from sgl_kvfetch.plugin.device.pinned_memory import PinnedMemory  # noqa: E402
+from sgl_kvfetch.plugin.device.gpu_loads import CodedLoad  # noqa: E402
+from sgl_kvfetch.plugin.device.gpu_pages import CudaPages, PinnedMemory  # noqa: E402
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName  # noqa: E402
 from tests.segments import make_segment, make_values, there_and_back  # noqa: E402
 

@@ -77,6 +77,13 @@ def restore_klt_interleaved() -> None:
     )
 
 
+def restore_klt_fp8() -> None:
+    restoring_klt.run_case(restoring_klt.run_kernels, replace(KLT, rotary_dim=40, dtype=torch.float8_e4m3fn))
+    restoring_klt.run_case(
+        restoring_klt.run_kernels, replace(KLT, rotary_dim=80, interleaved=True, dtype=torch.float8_e5m2)
+    )
+
+
 def restore_klt_slots_anywhere() -> None:
     """Slots of pages of one token begin at any multiple of 8 bytes."""
     span = restoring_klt.Span(replace(KLT, k_dim=48, coefficients=16, exact=(3,)))
@@ -93,9 +100,14 @@ def restore_klt_options() -> None:
 
 
 def quantise_klt() -> None:
-    """In bfloat16, with layers that rotate differently, and in float32 with neighbours that rotate."""
+    """In bfloat16 and fp8, with layers that rotate differently, and in float32 with neighbours that rotate."""
     alike = plain_layers(4, quantising.EVERY)
-    kinds = (quantising.MIXED, torch.bfloat16, True), (alike, torch.float32, False)
+    kinds = (
+        (quantising.MIXED, torch.bfloat16, True),
+        (quantising.MIXED, torch.float8_e4m3fn, True),
+        (quantising.MIXED, torch.float8_e5m2, False),
+        (alike, torch.float32, False),
+    )
     for layers, dtype, has_bfloat16 in kinds:
         with patch.object(klt, "_HAS_BFLOAT16", has_bfloat16):
             quantiser = KltQuantiser(quantising.profile_of(layers), step=1.0)
@@ -183,6 +195,7 @@ CASES: tuple[Callable[[], None], ...] = (
     restore_klt_plain,
     restore_klt_rotated,
     restore_klt_interleaved,
+    restore_klt_fp8,
     restore_klt_slots_anywhere,
     restore_klt_options,
     quantise_klt,

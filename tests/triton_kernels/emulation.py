@@ -14,7 +14,7 @@ import triton
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.compiled_kernels.machine_code import gpu_target
-from benchmarks.compiled_kernels.recorder import Recorder, leaves_of
+from benchmarks.compiled_kernels.recorder import Recorder
 from harness.ptx.block import Kernel
 from harness.ptx.global_memory import GlobalMemory
 from sgl_kvfetch.triton_kernels import ans, quantise_klt, restore_klt, xxh3
@@ -80,14 +80,10 @@ class _Launcher(Recorder):
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         reachable = list(self._addressed.tensors)
         super().__call__(*args, **kwargs)
-        names = [param.name for param in self.kernel.params]
-        values = {**dict(zip(names, args, strict=False)), **kwargs}
-        passed = [values[param.name] for param in self.kernel.params if not param.is_constexpr]
-        arguments = [leaf for value in passed for _, leaf in leaves_of(value, ())]
         memory = GlobalMemory()
-        for tensor in [*(x for x in arguments if isinstance(x, torch.Tensor)), *reachable]:
+        for tensor in [*(x for x in self.arguments if isinstance(x, torch.Tensor)), *reachable]:
             memory.add(tensor, self.kernel.__name__)
-        self._emulator.compiled(self).launch(self._grid[0], list(map(_number_of, arguments)), memory)
+        self._emulator.compiled(self).launch(self._grid[0], list(map(_number_of, self.arguments)), memory)
 
 
 def _number_of(argument: Any) -> int:

@@ -10,21 +10,24 @@ from typing import Any
 import pytest
 
 from benchmarks.compiled_kernels.__main__ import PAGE
-from benchmarks.compiled_kernels.floors import floor_lines
 from benchmarks.compiled_kernels.machine_code import Facts as MachineFacts
-from benchmarks.compiled_kernels.page import page
+from benchmarks.compiled_kernels.page import floor_lines, page
 from tests.triton_kernels.tritons import run_python
+
+pytestmark = pytest.mark.process
 
 DOCS = Path(__file__).parents[2] / "docs"
 FLOATS = ("float32", "bfloat16", "float16")
+FP8 = ("float8_e4m3fn", "float8_e5m2")
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 KLT_KERNELS = [
     *(f"restore_klt {which} {dtype} 2x128" for which in ("rotated", "interleaved") for dtype in FLOATS),
     *(f"restore_klt {which}bfloat16 {shape}" for which in ("", "rotated ") for shape in ("3x64", "2x80", "2x256")),
+    *(f"restore_klt rotated {dtype} 2x128" for dtype in FP8),
     "restore_klt bfloat16 2x128",
     "restore_klt mixed bfloat16 2x128",
 ]
-QUANTISING_KERNELS = [*(f"centre rotated {dtype} 2x128" for dtype in FLOATS), "centre bfloat16 2x128", "round"]
+QUANTISING_KERNELS = [*(f"centre rotated {dtype} 2x128" for dtype in (*FLOATS, *FP8)), "centre bfloat16 2x128", "round"]
 
 Facts = dict[tuple[str, str], dict[str, Any]]
 
@@ -81,7 +84,7 @@ def test_compiles_what_quantises(kernel: str, target: str, compiled: Facts) -> N
 
 
 def test_every_variant_is_named_here(compiled: Facts) -> None:
-    exact = (f"exact_tokens {dtype} 2x128" for dtype in FLOATS)
+    exact = (f"exact_tokens {dtype} 2x128" for dtype in (*FLOATS, FP8[0]))
     others = "ans_decode", "xxh3"
     assert {kernel for kernel, _ in compiled} == {*KLT_KERNELS, *QUANTISING_KERNELS, *exact, *others}
 
@@ -113,6 +116,16 @@ def test_the_docs_have_the_floors_that_are_computed_now() -> None:
     assert "\n".join(floor_lines()) in (DOCS / "kernels.md").read_text()
 
 
+def test_the_page_has_what_the_options_of_restore_klt_are_expected_to_take() -> None:
+    """By this Triton's machine code, and by the cycles that the emulator counts."""
+    page = (DOCS / "gpu" / "model.md").read_text()
+    if f"compiled by Triton {importlib.metadata.version('triton').rpartition('.')[0]}," not in page:
+        pytest.skip("it was compiled with another Triton")
+    lines = run_python("-m", "benchmarks.compiled_kernels", "options").splitlines()
+    assert len(lines) == 2 + 4 + 5
+    assert set(lines) <= set(page.splitlines())
+
+
 def test_references_need_no_triton() -> None:
     run_python(
         "-c",
@@ -124,7 +137,7 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec
 from sgl_kvfetch.triton_kernels.ans import AnsChunk, ans_decode
 from sgl_kvfetch.triton_kernels.quantise_klt import KltCells, KltInput
-from sgl_kvfetch.codec.quant import pack
+from sgl_kvfetch.codec import pack
 from sgl_kvfetch.triton_kernels.restore_klt import KltCell, KltModel, klt_shape, restore_klt
 from sgl_kvfetch.triton_kernels.xxh3 import xxh3_sums
 

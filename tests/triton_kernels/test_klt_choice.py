@@ -50,8 +50,11 @@ def test_the_fastest_options_are_chosen_once(path: Path) -> None:
     options, about = choose(clock)
     assert options == OPTIONS[2]
     assert clock.timed == list(OPTIONS)
-    assert "compiled with 2 stages, 128 registers, transposed, chosen in a trial of" in about
-    assert "2 stages 281, 2 stages, 128 registers 281, 2 stages, 128 registers, transposed 150" in about
+    assert "compiled with 128 tokens, 2 stages, 128 registers, transposed, chosen in a trial of" in about
+    assert (
+        ", 2 stages 281, 128 tokens, 2 stages, 128 registers 281, 128 tokens, 2 stages, 128 registers, transposed 150"
+        in about
+    )
     again = Clock(OPTIONS[0])
     assert choose(again)[0] == OPTIONS[2]
     assert "as in an earlier trial" in choose(again)[1]
@@ -60,9 +63,10 @@ def test_the_fastest_options_are_chosen_once(path: Path) -> None:
     assert len(again.timed) == len(OPTIONS)
     assert len(choices()) == 2
     assert all(key.startswith("a card, Triton ") for key in choices())
+    with_triton = f"Triton {triton.__version__}"
     assert chosen("a card") == [
-        f"2 stages, 128 registers, transposed (Triton {triton.__version__}, 70 coefficients; 150 us a column of cells)",
-        f"2 stages (Triton {triton.__version__}, 64 coefficients; 150 us a column of cells)",
+        f"{OPTIONS[2]} ({with_triton}, 70 coefficients; 150 us a column of cells)",
+        f"{OPTIONS[0]} ({with_triton}, 64 coefficients; 150 us a column of cells)",
     ]
     assert not chosen("another card")
     assert [each.name for each in path.parent.iterdir()] == [path.name]
@@ -91,16 +95,18 @@ def test_options_that_fail_or_give_other_bits_are_left_out(
             trial[0].model.k[0][0, 0, 0] += 1
 
     trial: list[restore_klt.KltCell] = []
-    cell = klt_choice._cell
-    monkeypatch.setattr(klt_choice, "_cell", lambda *args: trial.append(cell(*args)) or trial[0])  # type: ignore[func-returns-value]
+    cell = klt_choice.made_up_cell
+    made = lambda *args: trial.append(cell(*args)) or trial[0]  # type: ignore[func-returns-value]  # noqa: E731
+    monkeypatch.setattr(klt_choice, "made_up_cell", made)
     monkeypatch.setattr(klt_choice, "launch_klt", launch)
     clock = Clock(OPTIONS[2])
     assert choose(clock)[0] == OPTIONS[2]
-    assert clock.timed == [OPTIONS[0], OPTIONS[2]]
+    assert clock.timed == [OPTIONS[0], OPTIONS[2], OPTIONS[4]]
     assert (
-        "cannot be compiled with 2 stages, 128 registers: RuntimeError: out of resource: shared memory" in caplog.text
+        "cannot be compiled with 128 tokens, 2 stages, 128 registers: RuntimeError: out of resource: shared memory"
+        in caplog.text
     )
-    assert "with 3 stages, 128 registers, transposed adds up in another order" in caplog.text
+    assert "with 256 tokens, 2 stages, 128 registers adds up in another order" in caplog.text
 
 
 def test_without_a_trial_that_passes_the_default_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,10 @@ def run(code: str, argument: int = 0, num_blocks: int = 1, threads: int = THREAD
         ("setp.gtu.f32 %p1, 0f7FC00000, 0f00000000; selp.b32 %r3, 1, 2, %p1;", lambda i: 1),
         ("setp.gt.f32 %p1, 0f7FC00000, 0f00000000; selp.b32 %r3, 1, 2, %p1;", lambda i: 2),
         ("cvt.rn.bf16x2.f32 %r3, 0f3F800000, 0f3F818000;", lambda i: 0x3F803F82),  # ties to even
+        ("cvt.rn.bf16.f32 %rs1, 0f3F818000; cvt.u32.u16 %r3, %rs1;", lambda i: 0x3F82),
+        ("add.s32 %r4, %r1, 100; cvt.s8.s32 %rs1, %r4; cvt.s32.s16 %r3, %rs1;", lambda i: i + 100 - 256 * (i > 27)),
+        ("st.shared.b8 [%r2], 200; ld.shared.s8 %rs1, [%r2]; cvt.s32.s16 %r3, %rs1;", lambda i: -56),
+        ("add.s32 %r4, %r1, 240; cvt.u8.u32 %rs1, %r4; cvt.u32.u16 %r3, %rs1;", lambda i: (i + 240) % 256),
         ("shfl.sync.bfly.b32 %r3, %r1, 1, 31, -1;", lambda i: i ^ 1),
         ("shfl.sync.up.b32 %r3, %r1, 2, 0, -1;", lambda i: i - 2 if i % 32 > 1 else i),
         ("redux.sync.add.s32 %r3, %r1, -1;", lambda i: 496 + 1024 * (i // 32)),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvfetch.codec.quant import klt, pack
-from sgl_kvfetch.codec.quant.base import CellValues
-from sgl_kvfetch.codec.quant.exact import to_planes
+from sgl_kvfetch.codec import pack
+from sgl_kvfetch.codec.quant import klt
+from sgl_kvfetch.codec.quant.base import CellValues, to_planes
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser, scales_of
 from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer
 from sgl_kvfetch.codec.quant.rope import Rope, Rotations, rotate
@@ -28,10 +28,20 @@ from sgl_kvfetch.triton_kernels.restore_klt import (
     restore_klt_reference,
     vector_of,
 )
+from sgl_kvfetch.triton_kernels.runtime import (
+    COMPILE_OPTIONS,
+    FP8_MANTISSA,
+    jit,
+    load_values,
+    next_power_of_2,
+    stored_values,
+    tl,
+)
 from tests.codec.quant.profiles import make_profile, place_of, values_of
 from tests.triton_kernels.cases import (
     DEVICE,
     FLOATS,
+    FP8,
     NUM_SLOTS,
     Shape,
     assert_nearly_same,
@@ -318,10 +328,43 @@ def test_cells_of_any_size_in_one_launch(run: Restore) -> None:
 
 
 @both
-def test_values_past_the_largest_are_bounded(run: Restore) -> None:
-    case = replace(SMALL, dtype=torch.float16, largest_mean=1e5)
-    assert bool((Span(case).expected()[0][0].abs() > torch.finfo(torch.float16).max).any())
+@pytest.mark.parametrize("dtype", [torch.float16, *FP8], ids=str)
+def test_values_past_the_largest_are_bounded(dtype: torch.dtype, run: Restore) -> None:
+    case = replace(SMALL, dtype=dtype, largest_mean=1e5)
+    assert bool((Span(case).expected()[0][0].abs() > torch.finfo(dtype).max).any())
     run_case(run, case)
+
+
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_fp8_is_rounded_as_torch_does(dtype: torch.dtype) -> None:
+    """All its values, halves between them, numbers beside those, and any others."""
+    every = torch.arange(256, dtype=torch.uint8)
+    values = every.view(dtype).float()
+    finite = values[values.isfinite()].sort().values
+    halves = (finite[1:] + finite[:-1]) / 2
+    beside = [torch.nextafter(halves, torch.tensor(sign * torch.inf)) for sign in (1, -1)]
+    any_others = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.randint(-24, 6, (4096,))
+    x = torch.cat([finite, halves, *beside, any_others, torch.tensor([0.0, -0.0, 1e-30, -1e-30])]).to(DEVICE)
+    x = x[x.abs() <= torch.finfo(dtype).max]
+    found = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
+    back = torch.empty(256, device=DEVICE)
+    both_ways_kernel[(1,)](
+        x, found, every.to(DEVICE), back, len(x), FP8_MANTISSA[dtype], next_power_of_2(len(x)), **COMPILE_OPTIONS
+    )
+    assert_same_bits(found, x.to(dtype).view(torch.uint8))
+    is_finite = values.isfinite()
+    assert_same_bits(back[is_finite.to(DEVICE)].cpu(), values[is_finite])
+    assert bool(back.cpu()[~is_finite].isnan().all())
+
+
+@jit  # type: ignore[untyped-decorator]
+def both_ways_kernel(  # type: ignore[no-untyped-def]
+    p_x, p_fp8, p_every, p_back, num_values, MANTISSA: tl.constexpr, BLOCK: tl.constexpr
+):
+    o_x, o_every = tl.arange(0, BLOCK), tl.arange(0, 256)
+    b_x = tl.load(p_x + o_x, mask=o_x < num_values, other=0.0)
+    tl.store(p_fp8 + o_x, stored_values(b_x, tl.uint8, MANTISSA), mask=o_x < num_values)
+    tl.store(p_back + o_every, load_values(p_every + o_every, o_every < 256, MANTISSA))
 
 
 @pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
@@ -444,8 +487,8 @@ class TestArguments:
         self.refused("buffers are .*, expected", v=[poisoned(1024, 3, 56, dtype=torch.float16)] * 2)
         off = poisoned(1024 * 240 + 1, dtype=torch.bfloat16)[1:].view(1024, 3, 80)
         self.refused("does not begin at a multiple of 16 bytes", k=[off] * 2)
-        fp8 = {t: [poisoned(1024, 3, d, dtype=torch.float8_e5m2)] * 2 for t, d in (("k", 80), ("v", 56))}
-        self.refused("only the exact quantiser", UnsupportedError, **fp8)
+        wide = {t: [poisoned(1024, 3, d, dtype=torch.float64)] * 2 for t, d in (("k", 80), ("v", 56))}
+        self.refused(r"have no torch\.float64: expected float32, .*float8_e5m2", UnsupportedError, **wide)
 
     def test_matrix(self) -> None:
         channels = 2 * 3 * (80 + 56)

@@ -9,6 +9,8 @@ import pytest
 
 from tests.triton_kernels.tritons import run_python
 
+pytestmark = pytest.mark.process
+
 KERNELS = {
     "ans_decode_kernel": 1,
     "centre_kernel": 2,  # for K, whose rotation it undoes, and for V

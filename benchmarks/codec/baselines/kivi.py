@@ -27,7 +27,6 @@ class Kivi(TensorMethod):
 
     def __init__(self, bits: int) -> None:
         self.name = f"kivi-{bits}"
-        self.source = f"KIVI (arXiv 2402.02750, 3.2), {bits} bits, groups of 32, residual of 128 tokens"
         self._bits = bits
 
     def encode_tensor(self, tensor: TensorName, values: torch.Tensor) -> Iterator[bytes]:

@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.codec.baselines.affine import META_DTYPE, from_levels, pack, to_levels, unpack
 from benchmarks.codec.baselines.fp8 import from_fp8, to_fp8
-from benchmarks.codec.baselines.saw_int4 import hadamard
 from benchmarks.codec.method import KV_DTYPE, Shape, TensorMethod, from_bytes, to_bytes
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.types import TensorName
@@ -43,9 +42,9 @@ class TurboQuant(TensorMethod):
     have it, the paper does not). Left out: QJL's bit for unbiased products (algorithm 2), which both leave out too.
     """
 
-    def __init__(self, name: str, source: str, family: str, coders: tuple[Coder, Coder], exact_layers: int) -> None:
+    def __init__(self, name: str, family: str, coders: tuple[Coder, Coder], exact_layers: int) -> None:
         """``coders``: of K and of V. ``exact_layers``: how many first and how many last layers stay in bfloat16."""
-        self.name, self.source, self.family = name, source, family
+        self.name, self.family = name, family
         self._coders: dict[TensorName, Coder] = {"k": coders[0], "v": coders[1]}
         self._exact_layers = exact_layers
 
@@ -96,31 +95,12 @@ class TurboQuant(TensorMethod):
 
 
 def turboquant_methods() -> list[TurboQuant]:
-    """Return the shipped presets; the same with all layers coded, as OSCAR's authors compare; and the paper's MSE
-    quantiser for both K and V."""
-    presets = {
-        "k8v4": (Coder("fp8", 8), Coder("uniform", 4)),
-        "4bit": (Coder("mse", 4), Coder("uniform", 4)),
-        "k3v4": (Coder("mse", 3), Coder("uniform", 4)),
-        "3bit": (Coder("mse", 3), Coder("uniform", 3)),
-    }
-    shipped = "TurboQuant (arXiv 2504.19874) as vLLM and LMCache ship it"
-    paper = "TurboQuant (arXiv 2504.19874, algorithm 1) for K and V, with norm correction"
+    """Return two of the shipped presets, and the paper's MSE quantiser for both K and V."""
+    presets = "TurboQuant, presets"
     return [
-        *(
-            TurboQuant(f"turboquant-{name}", f"{shipped}, preset {name}", "TurboQuant, presets", coders, 2)
-            for name, coders in presets.items()
-        ),
-        *(
-            TurboQuant(
-                f"turboquant-{name}/all", f"{shipped}, all layers coded", "TurboQuant, presets, all layers", coders, 0
-            )
-            for name, coders in presets.items()
-        ),
-        *(
-            TurboQuant(f"turboquant-mse-{bits}", paper, "TurboQuant, MSE for K and V", (Coder("mse", bits),) * 2, 0)
-            for bits in (4, 3, 2)
-        ),
+        TurboQuant("turboquant-k8v4", presets, (Coder("fp8", 8), Coder("uniform", 4)), 2),
+        TurboQuant("turboquant-4bit", presets, (Coder("mse", 4), Coder("uniform", 4)), 2),
+        TurboQuant("turboquant-mse-4", "TurboQuant, MSE for K and V", (Coder("mse", 4),) * 2, 0),
     ]
 
 
@@ -168,7 +148,10 @@ def _rotation(dim: int, layer: int) -> torch.Tensor:
         raise UnsupportedError(f"turboquant: head dimension is {dim}; expected a power of two")
     generator = torch.Generator().manual_seed(_SEED + 1337 * layer)
     signs = torch.randint(0, 2, (dim,), generator=generator).float() * 2 - 1
-    return signs[:, None] * hadamard(dim)
+    hadamard = torch.ones(1, 1)  # Sylvester's
+    while len(hadamard) < dim:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    return signs[:, None] * (hadamard / math.sqrt(dim))
 
 
 def turned(values: torch.Tensor, first_layer: int) -> torch.Tensor:

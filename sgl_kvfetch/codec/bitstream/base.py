@@ -1,12 +1,28 @@
-"""The interfaces of codecs and decoders."""
+"""The interfaces of codecs and decoders, and the names and types of levels.
+
+The coder of levels is in `ladder`: it needs numpy and torch, which a store does not have.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:  # a store has none
+    import torch
+
+LADDER, DIGITS = "ladder", "digits"  # the codecs of level 0 and of the other levels
+MOST_LEVELS = 4
+
+
+class Wide(NamedTuple):
+    """A coefficient of two integers: ``low + high * 2**bits``. The second integers of all rows come after all first
+    ones, in the order of the rows."""
+
+    row: int
+    bits: int
+
 
 PictureShape = tuple[int, int, int]  # number of frames, height, width
 

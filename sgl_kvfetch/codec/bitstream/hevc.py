@@ -86,6 +86,7 @@ class HevcCodec(Codec):
         return join_access_units([_with_known_level(unit) for unit in access_units])
 
     def decode(self, bitstream: bytes | memoryview, shape: PictureShape) -> torch.Tensor:
+        """Decode on the CPU. Raises CorruptError unless exactly the announced pictures come, in the expected size."""
         import av
         import av.error
 

@@ -18,8 +18,7 @@ import torch
 
 from sgl_kvfetch.codec.bitstream import _ans
 from sgl_kvfetch.codec.bitstream.ans import fill, static_tables
-from sgl_kvfetch.codec.bitstream.base import PictureShape
-from sgl_kvfetch.codec.bitstream.levels import MOST_LEVELS, Wide
+from sgl_kvfetch.codec.bitstream.base import MOST_LEVELS, PictureShape, Wide
 from sgl_kvfetch.codec.layout.frames import PLANES
 from sgl_kvfetch.errors import CorruptError
 

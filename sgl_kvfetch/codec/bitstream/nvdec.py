@@ -1,19 +1,21 @@
-"""Decode the HEVC bitstreams of `hevc` on the GPU's video engines, through PyNvVideoCodec 2.2, into frames on
-the host.
+"""Decode the HEVC bitstreams of `hevc` on the GPU's video engines, through PyNvVideoCodec 2.2, into frames on the host.
 
 A bitstream's table gives NVDEC what it takes: one access unit a packet, without a demuxer. A decoder writes its
 surfaces on its stream, and reuses them from its next ``Decode`` on. The copy from a surface to the host is launched on
 the same stream before that, so no thread has to wait for it.
+
+What the current GPU's video decoders can do is asked of the driver's library, and tried.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -26,19 +28,92 @@ from torch.utils.dlpack import from_dlpack
 
 from sgl_kvfetch.codec.bitstream.base import DecodedFrames, Decoders, FrameDecoder, PictureShape
 from sgl_kvfetch.codec.bitstream.hevc import HEVC_CODECS, HevcCodec
-from sgl_kvfetch.codec.bitstream.nvidia import (
-    DecodeCaps,
-    decode_caps,
-    moving_gradients,
-    pass_trials,
-    supports_size,
-)
 from sgl_kvfetch.codec.cuda_streams import Device, Stream, why_no_gpu
 from sgl_kvfetch.codec.layout.frames import MIN_PICTURE
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.log import LimitedLogger, brief
 
 _limited = LimitedLogger(logging.getLogger(__name__))
+
+_DECODE_LIBRARY = "libnvcuvid.so.1"
+ENCODE_LIBRARY = "libnvidia-encode.so.1"  # PyNvVideoCodec loads it even to decode
+
+# Enumerators of the Video Codec SDK's cuviddec.h.
+_CUVID_HEVC = 8
+CHROMA = {"hevc": 3, "hevc420": 1}  # by codec: 4:4:4 and 4:2:0
+
+
+class DecodeCaps(ctypes.Structure):
+    """The struct CUVIDDECODECAPS of the Video Codec SDK's cuviddec.h."""
+
+    _fields_ = (
+        ("codec", ctypes.c_int),
+        ("chroma", ctypes.c_int),
+        ("bit_depth_minus_8", ctypes.c_uint),
+        ("reserved1", ctypes.c_uint * 3),
+        ("is_supported", ctypes.c_ubyte),
+        ("num_engines", ctypes.c_ubyte),
+        ("output_formats", ctypes.c_ushort),
+        ("max_width", ctypes.c_uint),
+        ("max_height", ctypes.c_uint),
+        ("max_macroblocks", ctypes.c_uint),
+        ("min_width", ctypes.c_ushort),
+        ("min_height", ctypes.c_ushort),
+        ("has_histogram", ctypes.c_ubyte),
+        ("histogram_bits", ctypes.c_ubyte),
+        ("max_histogram_bins", ctypes.c_ushort),
+        ("reserved3", ctypes.c_uint * 10),
+    )
+
+
+def decode_caps() -> dict[str, DecodeCaps]:
+    """Return the capabilities for 8-bit HEVC of the GPU whose context is current, by codec name. Codecs that it cannot
+    decode are left out. Raises OSError if the library cannot be loaded."""
+    library = ctypes.CDLL(_DECODE_LIBRARY)
+    found = {name: _decode_caps_of(library, chroma) for name, chroma in CHROMA.items()}
+    return {name: caps for name, caps in found.items() if caps is not None}
+
+
+def _decode_caps_of(library: ctypes.CDLL, chroma: int) -> DecodeCaps | None:
+    caps = DecodeCaps(codec=_CUVID_HEVC, chroma=chroma)
+    failed = library.cuvidGetDecoderCaps(ctypes.byref(caps))
+    return None if failed or not caps.is_supported else caps
+
+
+def supports_size(caps: DecodeCaps, width: int, height: int) -> bool:
+    """Return whether NVDEC supports pictures of this size, in pixels."""
+    macroblocks = -(-width // 16) * -(-height // 16)
+    return bool(
+        caps.min_width <= width <= caps.max_width
+        and caps.min_height <= height <= caps.max_height
+        and macroblocks <= caps.max_macroblocks
+    )
+
+
+def pass_trials(
+    codecs: Collection[str], supported: Container[str], trial: Callable[[str], str]
+) -> tuple[list[str], str]:
+    """Try out those of ``codecs`` that are supported. Return those that pass, and a description of the result.
+
+    ``trial`` takes a codec's name and returns what is wrong; an empty string if nothing is.
+    """
+    usable, on_cpu = [], ""
+    for name in codecs:
+        reason = trial(name) if name in supported else "its chroma format is not supported"
+        if reason:
+            on_cpu += f"; {name} on the CPU: {reason}"
+        else:
+            usable.append(name)
+    return usable, f"{', '.join(usable) or 'nothing'}{on_cpu}"
+
+
+def moving_gradients(num_frames: int) -> torch.Tensor:
+    """Return frames for a trial, uint8 ``(frames, 3, MIN_PICTURE, MIN_PICTURE)``, each predictable from the one
+    before."""
+    rows, columns = torch.meshgrid(torch.arange(MIN_PICTURE), torch.arange(MIN_PICTURE), indexing="ij")
+    planes = torch.stack([(rows * (plane + 1) + columns) // 2 for plane in range(3)])
+    return torch.stack([(planes + frame) % 256 for frame in range(num_frames)]).to(torch.uint8)
+
 
 # Surfaces of one decoder: PyNvVideoCodec asks for as many as NVIDIA's parser does and four more, and two for output.
 # The parser's number is an estimate; `scripts/gpu_check` compares the sum with the memory that is really used.
@@ -132,6 +207,7 @@ class Nvdec:
             self._release_surfaces(decoder.num_bytes)
 
     def _create_decoder(self, size: PictureSize) -> _Decoder:
+        """Make a decoder, after dropping broken ones if there is no room. Raises _NoDecoderError if there is none."""
         nvc, num_bytes = self.nvc, surface_bytes(*size)
         with self._lock:
             while self._broken and not self._has_room(num_bytes):
@@ -297,7 +373,7 @@ def open_nvdec_alone(index: int) -> tuple[Nvdec | None, str]:
 def _trial(codec: HevcCodec, decoder: FrameDecoder) -> str:
     """Decode six small pictures, each predicted from the one before: more than a decoder holds back. Return what is
     wrong with them; an empty string if nothing is."""
-    frames = moving_gradients(6, MIN_PICTURE, MIN_PICTURE)
+    frames = moving_gradients(6)
     try:
         found = decoder.decode(codec.encode(frames), (frames.shape[0], *frames.shape[2:]))
     except Exception as e:

@@ -10,6 +10,10 @@ The predictions p after the exact context, and q after another, give the cost: t
 windows. That of the forgotten context is what the context is worth to the model; the default ``target_kl`` is a share
 of it.
 
+What a step costs differs by the kind of text, several times. So each kind is measured by itself, and the curve has the
+cost of the worst of the kinds that count, at each step: a target takes a step that keeps it in all of them. What the
+context is worth is the mean over windows of these kinds.
+
 Layers that a profile is not of, such as those with states, find what they kept of the exact context, as on a server.
 
 Steps are kept as far as the cost grows with them. That of the finest ones may be lost in rounding.
@@ -18,16 +22,17 @@ Steps are kept as far as the cost grows with them. That of the finest ones may b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import structs
 
-from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel, Past
+from sgl_kvfetch.codec.calibrate.layers import KV, Exact, LayeredModel
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.codec.quant.profile import MeasuredStep, Profile
+from sgl_kvfetch.codec.quant.profile import MeasuredKind, MeasuredStep, Profile
 from sgl_kvfetch.errors import ConfigError
 
 _ROWS_AT_ONCE = 64  # of distributions, which are as wide as the vocabulary
@@ -38,11 +43,14 @@ Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 
 class HeldOut(NamedTuple):
-    """A context, as layers have kept it. ``coded``: K and V of the layers that a profile is of, bfloat16 ``(tokens,
-    layers, heads, dim)``. ``others``: what other layers have kept, by number."""
+    """A context, as layers have kept it, and the tokens that follow it. ``coded``: K and V of the layers that a profile
+    is of, bfloat16 ``(tokens, layers, heads, dim)``. ``others``: what stays exact, by the layer's number. ``kind``: of
+    its text."""
 
     coded: CellValues
-    others: Mapping[int, Past]
+    others: Mapping[int, Exact]
+    continuation: torch.Tensor
+    kind: str
 
 
 def silent(steps: Iterable[Any], total: int, what: str) -> Iterable[Any]:
@@ -59,18 +67,19 @@ def measure_contexts(
     model: LayeredModel,
     profile: Profile,
     contexts: Sequence[HeldOut],
-    continuations: Sequence[torch.Tensor],
+    num_windows: Mapping[str, int],
+    worst_of: Collection[str] = (),
     progress: Progress = silent,
 ) -> Profile:
     """Return the profile with its curve, the KL divergence and entropy at each step, and with the value of the context
-    to the model (``context_kl``).
+    to the model (``context_kl``), each also by kind of text.
 
-    ``continuations``: the tokens that follow each context.
+    ``num_windows``: of the whole calibration, by kind. ``worst_of``: the kinds that count; all if it is empty.
     Raises ConfigError for a KL divergence that does not grow.
     """
-    calls = model.calls(len(continuations[0]), len(contexts[0].coded.k))
+    calls = model.calls(len(contexts[0].continuation), len(contexts[0].coded.k))
     # Of each continuation: after the exact context, after that of each step, after one that is forgotten.
-    streams = [[model.embed(c)] * (len(_STEPS) + 2) for c in continuations]
+    streams = [[model.embed(context.continuation)] * (len(_STEPS) + 2) for context in contexts]
     bits = [0.0] * len(_STEPS)
     grid = profile.grid
     coded = {number: index for index, number in enumerate(profile.layers.coded)}
@@ -85,18 +94,42 @@ def measure_contexts(
                 for i, hidden in enumerate(of_window):
                     past = contexts[which].others.get(number)
                     if number in coded:
-                        past = KV(*(x[:, within] for x in restored[which][i]))
+                        k, v = (x[:, within] for x in restored[which][i])
+                        past = KV(k, v, past if isinstance(past, torch.Tensor) else None)
+                    assert not isinstance(past, torch.Tensor)
                     of_window[i] = layer.after(hidden, calls, past).cpu()
-    kls = [0.0] * (len(_STEPS) + 1)
-    for exact, *others in streams:
-        for i, kl in enumerate(_divergences(model, exact, others)):
-            kls[i] += kl / len(streams)
+    costs = [_divergences(model, exact, others) for exact, *others in streams]
     num_values = sum(x.numel() for x in contexts[0].coded) * len(contexts)
-    curve = [MeasuredStep(step, kl, b / num_values) for step, kl, b in zip(_STEPS, kls, bits, strict=False)]
-    rising = [p for i, p in enumerate(curve) if p.kl > max((0.0, *(q.kl for q in curve[:i])))]
-    if len(rising) < 2 or kls[-1] <= 0:
+    kinds = _by_kind([context.kind for context in contexts], costs, num_windows, worst_of)
+    counting = [cost for context, cost in zip(contexts, costs, strict=True) if not worst_of or context.kind in worst_of]
+    worst = [max(kind.kls[i] for kind in kinds if kind.counts) for i in range(len(_STEPS))]
+    context_kl = sum(cost[-1] for cost in counting) / len(counting)
+    curve = [MeasuredStep(step, kl, b / num_values) for step, kl, b in zip(_STEPS, worst, bits, strict=True)]
+    rising = [i for i, kl in enumerate(worst) if kl > max((0.0, *worst[:i]))]
+    if len(rising) < 2 or context_kl <= 0:
         raise ConfigError("the KL divergence does not grow with the step: is the model trained?")
-    return replace(profile, curve=tuple(rising), context_kl=kls[-1])
+    return replace(
+        profile,
+        curve=tuple(curve[i] for i in rising),
+        context_kl=context_kl,
+        kinds=tuple(structs.replace(kind, kls=tuple(kind.kls[i] for i in rising)) for kind in kinds),
+    )
+
+
+def _by_kind(
+    names: Sequence[str],
+    costs: Sequence[Sequence[float]],
+    num_windows: Mapping[str, int],
+    worst_of: Collection[str],
+) -> list[MeasuredKind]:
+    """Return the means over each kind's windows. ``names``, ``costs``: of each window, as `_divergences` gives them."""
+    kinds = []
+    for name in dict.fromkeys(names):
+        of_kind = [cost for each, cost in zip(names, costs, strict=True) if each == name]
+        *kls, context_kl = (max(0.0, sum(kl) / len(kl)) for kl in zip(*of_kind, strict=True))
+        counts = not worst_of or name in worst_of
+        kinds.append(MeasuredKind(name, num_windows[name], len(of_kind), counts, context_kl, tuple(kls)))
+    return kinds
 
 
 @torch.no_grad()

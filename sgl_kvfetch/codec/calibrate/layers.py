@@ -16,8 +16,8 @@ experts, and restores most kinds of quantised weights; `packed.py` restores thos
 
 Keys and values are what a layer hands its cache: a cache of one layer (``_layer_cache``) takes them, and hands back
 those of a given past. So it does not matter how attention is written, as long as it has keys and values to cache, and
-caches nothing else. Layers of another kind, such as convolutions and linear attention, keep states instead, which the
-cache takes and hands back as well.
+caches nothing else but the keys of an indexer. Layers of another kind, such as convolutions and linear attention, keep
+states instead. The cache takes and hands back these as well.
 
 A checkpoint may hold more than a language model, such as an encoder of images. Text does not pass through it, and the K
 and V of the language model are ordinary ones. So modules beside the language model are emptied, and their weights are
@@ -61,10 +61,14 @@ _OTHER_STATES = "keep other states, beside keys and values or instead of them"
 
 class KV(NamedTuple):
     """Keys and values of one layer, ``(tokens, heads, dim)``. Keys are rotated, as in SGLang's pools. With MLA, K is
-    the rotated part of the one vector that a token has in a layer, and V is the rest, the latent vector."""
+    the rotated part of the one vector that a token has in a layer, and V is the rest, the latent vector.
+
+    ``indexer``: the keys of the layer's indexer, which chooses the tokens to attend to, ``(tokens, dim)``; None if it
+    has none. SGLang keeps them in a side pool, so they are always exact."""
 
     k: torch.Tensor
     v: torch.Tensor
+    indexer: torch.Tensor | None = None
 
 
 class States(NamedTuple):
@@ -76,6 +80,9 @@ class States(NamedTuple):
 
 Past = KV | States | None
 """What a layer keeps of a sequence. None: nothing, as a layer that is an MLP alone."""
+
+Exact = Past | torch.Tensor
+"""What stays exact of a layer: all that it keeps, or the keys of its indexer beside K and V that do not."""
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 """How a model calls each of its layers: arguments behind the hidden states, and named ones."""
@@ -123,7 +130,7 @@ class LayeredModel:
         self._open_files = ExitStack()
         self._weights = self._open(files, packing)
         self._load_rest(dtype)
-        self._has_tuples = self._find_tuples()
+        self._extras = self._find_extras()
         small = torch.arange(_SMALL_TOKENS) + self.config.vocab_size // 2  # ordinary tokens, most likely
         self._require_calls_of_any_tokens(small)
         # A few different tokens, as the first layer gets them, and how layers are called for them.
@@ -201,18 +208,17 @@ class LayeredModel:
             f"{self.path}: {type(self._model).__name__} has no list of its {self.num_layers} decoder layers"
         )
 
-    def _find_tuples(self) -> bool:
-        """Return whether the model expects a tuple from each layer, and not the hidden states alone."""
-        self._has_tuples = False
-        try:
-            self.calls(_SMALL_TOKENS)
-        except UnsupportedError as e:
-            self._has_tuples = True
+    def _find_extras(self) -> int | None:
+        """Return how many values the model expects from each layer beside the hidden states, in a tuple. None if it
+        expects the hidden states alone."""
+        refused: list[UnsupportedError] = []
+        for self._extras in (None, 0, 1):
             try:
                 self.calls(_SMALL_TOKENS)
-            except UnsupportedError:
-                raise e from None
-        return self._has_tuples
+                return self._extras
+            except UnsupportedError as e:
+                refused.append(e)
+        raise refused[0]
 
     def _require_calls_of_any_tokens(self, ids: torch.Tensor) -> None:
         """Raise UnsupportedError if layers get arguments that depend on the tokens: `calls` has none of those."""
@@ -286,7 +292,7 @@ class LayeredModel:
 
     def _returned(self, hidden: torch.Tensor) -> Any:
         """Return hidden states as the model expects them from a layer."""
-        return (hidden,) if self._has_tuples else hidden
+        return hidden if self._extras is None else (hidden, *[None] * self._extras)
 
     def _run(self, layers: list[Callable[..., Any]], ids: torch.Tensor, num_past: int) -> Any:
         """Run the model with other layers."""
@@ -369,7 +375,7 @@ class Layer:
     def after(self, hidden: torch.Tensor, calls: Calls, past: Past) -> torch.Tensor:
         """Return the layer's output for tokens that follow ``past``. Gradients flow to K and V."""
         if isinstance(past, KV):
-            return self._call(hidden, calls, _layer_cache(self._to_cache(past)))
+            return self._call(hidden, calls, _layer_cache(self._to_cache(past), indexer=past.indexer))
         return self._call(hidden, calls, _layer_cache(None, past))
 
     def attention_after(self, hidden: torch.Tensor, calls: Calls, past: KV) -> torch.Tensor:
@@ -404,7 +410,7 @@ class Layer:
     def kept(self, hidden: torch.Tensor, calls: Calls) -> Past:
         """Return what the layer keeps of a sequence's first tokens. What it has behind its attention is not computed.
 
-        Raises _NotPlainError if that is neither keys and values alone, nor states alone.
+        Raises _NotPlainError if that is neither keys and values, nor states alone.
         """
         cache = _layer_cache(None)
         running: list[bool] = []  # of each module that runs, whether it began before K and V were there
@@ -444,10 +450,12 @@ class Layer:
         if cache.new is None or any(x.ndim != 4 for x in cache.new):
             raise _NotPlainError("keep no keys and values")
         k, v = (x[0].transpose(0, 1) for x in cache.new)
-        return KV(*latent_kv(k, v, self._model.config, self._model.path)) if self._model._is_mla else KV(k, v)
+        if self._model._is_mla:
+            k, v = latent_kv(k, v, self._model.config, self._model.path)
+        return KV(k, v, None if cache.indexer is None else cache.indexer[0].cpu())
 
     def _to_cache(self, kv: KV) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = cached_latent(*kv, self._model.config) if self._model._is_mla else kv
+        k, v = cached_latent(kv.k, kv.v, self._model.config) if self._model._is_mla else (kv.k, kv.v)
         device = self._model.device
         return k.to(device).float().transpose(0, 1)[None], v.to(device).float().transpose(0, 1)[None]
 
@@ -505,10 +513,14 @@ def _stopped_by(hook: Any) -> Iterator[None]:
 
 
 def _layer_cache(
-    past: tuple[torch.Tensor, torch.Tensor] | None, states: States | None = None, *, is_zero: bool = False
+    past: tuple[torch.Tensor, torch.Tensor] | None,
+    states: States | None = None,
+    *,
+    indexer: torch.Tensor | None = None,
+    is_zero: bool = False,
 ) -> Any:
-    """Return a cache for one call of one layer. ``new``: the keys and values that the layer gave it. ``states``: the
-    states that it has now; None if it has none.
+    """Return a cache for one call of one layer. ``new``: the keys and values that the layer gave it, ``indexer``:
+    those of its indexer. ``states``: the states that it has now. None if the layer has none of these.
 
     With ``is_zero``, keys and values are replaced by zeros, which need gradients. Whatever else a layer does with its
     cache raises _NotPlainError.
@@ -522,6 +534,7 @@ def _layer_cache(
             self._kept = LinearAttentionLayer(number_of_states=_MOST_STATES)
             self.layers = _EveryLayer([self._kept])
             self.new: tuple[torch.Tensor, torch.Tensor] | None = None
+            self.indexer: torch.Tensor | None = None
             for number, x in (states.conv if states else {}).items():
                 self._kept.lazy_initialization(conv_states=x, state_idx=number)
                 self._kept.conv_states[number].copy_(x)
@@ -559,8 +572,9 @@ def _layer_cache(
             numbers = range(_MOST_STATES) if state_idx is None else (state_idx,)
             return any(self._kept.has_previous_state[number] for number in numbers)
 
-        def update_indexer(self, *args: Any, **kwargs: Any) -> Any:
-            raise _NotPlainError(_OTHER_STATES)
+        def update_indexer(self, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self.indexer = states  # (1, tokens, dim)
+            return states if indexer is None else torch.cat((indexer[None].to(states), states), 1)
 
     return LayerCache()
 

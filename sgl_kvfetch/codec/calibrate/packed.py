@@ -66,6 +66,8 @@ class PackedWeight:
     """The weight of a packed layer, as a slice: it is restored when it is read."""
 
     def __init__(self, packing: Packing, linear: str, parts: dict[str, Any]) -> None:
+        """Compare the shapes of the packed parts with each other. Raises ConfigError, and UnsupportedError for other
+        forms."""
         name = f"{packing.path}: {linear}"
         for part in ("qweight", "qzeros", "scales"):
             if part not in parts:

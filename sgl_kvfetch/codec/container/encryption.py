@@ -1,15 +1,20 @@
-"""Encrypt data objects, so that a bucket, a store or its disk cannot read what they hold.
+"""Encrypt data objects, and sign manifests, so that whoever holds the bytes can neither read nor replace them.
 
 Each data object has a key of its own, derived from a key that the servers share, from 32 random bytes and from the
 object's place: the pages, heads and cells that it is for. AES-256-GCM encrypts its chunks, each with its number as the
 nonce. So no nonce repeats under a key, and a chunk decrypts nowhere but in its place. See docs/format.md.
+
+A signed manifest is a manifest with ``"KVFS"`` and a HMAC-SHA256 behind it. Its data objects have chunk digests: the
+other checksums find damage, but an attacker can make other bytes with the same checksums. See docs/format.md.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +30,7 @@ TAG_BYTES = 16  # by which what AES-GCM has encrypted is longer than its content
 TABLE_NONCE = (1 << 96) - 1  # of the encrypted table; the chunks' nonces count from 0
 _KEY_BYTES = 32
 _NONCE_BYTES = 12
-_CONTEXT = b"sgl_kvfetch data\0"
+_DATA_CONTEXT = b"sgl_kvfetch data\0"
 _LINE = re.compile(r"([A-Za-z0-9._-]{1,64})\s+([0-9a-fA-F]{64})")
 
 
@@ -48,7 +53,7 @@ class DataCipher:
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
         self._key_name = key_name
-        self._aes = AESGCM(HKDF(SHA256(), _KEY_BYTES, salt, _CONTEXT + place).derive(key))
+        self._aes = AESGCM(HKDF(SHA256(), _KEY_BYTES, salt, _DATA_CONTEXT + place).derive(key))
 
     def encrypt(self, number: int, content: bytes | memoryview) -> bytes:
         """Return chunk ``number``, encrypted. Never call this twice with one number: it is the nonce."""
@@ -101,3 +106,87 @@ def read_encryption_keys(path: str | Path | None) -> EncryptionKeys | None:
             f"encryption key file {path}: expected a name and 64 hex digits on each line, and each name once"
         )
     return EncryptionKeys(keys)
+
+
+_MAGIC = b"KVFS"
+_SIGNED_CONTEXT = b"sgl_kvfetch manifest\0"
+TRAILER_BYTES = len(_MAGIC) + 32
+CHUNK_DIGEST_BYTES = 16
+_LEAST_KEY_CHARS = 32
+
+
+def chunk_digest(bitstream: bytes | memoryview) -> bytes:
+    """Return the first 16 bytes of the SHA-256 of a chunk's bitstream."""
+    return hashlib.sha256(bitstream).digest()[:CHUNK_DIGEST_BYTES]
+
+
+def split_trailer(data: bytes, manifest_bytes: int) -> tuple[bytes, bytes]:
+    """Split a stored manifest into itself, of ``manifest_bytes``, and its signature; b"" if it has none."""
+    is_signed = len(data) == manifest_bytes + TRAILER_BYTES and data[manifest_bytes:].startswith(_MAGIC)
+    return (data[:manifest_bytes], data[manifest_bytes + len(_MAGIC) :]) if is_signed else (data, b"")
+
+
+class ManifestKeys:
+    """Keys that servers which trust each other share. The first one signs; all are accepted."""
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        assert keys
+        self._keys = keys
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What tells these keys from others, and says nothing of them."""
+        return hashlib.sha256(b"\0".join(self._keys)).digest()
+
+    def sign(self, manifest: bytes) -> bytes:
+        """Return an unsigned manifest with its signature."""
+        return manifest + _MAGIC + _signature(manifest, self._keys[0])
+
+    def is_signed(self, manifest: bytes, signature: bytes) -> bool:
+        """Return whether one of the keys gives ``manifest`` this signature."""
+        return any(hmac.compare_digest(_signature(manifest, key), signature) for key in self._keys)
+
+
+def _signature(manifest: bytes, key: bytes) -> bytes:
+    return hmac.digest(key, _SIGNED_CONTEXT + manifest, "sha256")
+
+
+def read_manifest_keys(path: str | Path | None) -> ManifestKeys | None:
+    """Read a file with a key on each line, such as ``openssl rand -hex 32`` prints. Return None without a file.
+
+    Raises ConfigError if it cannot be read, has no key, or has one that is not 32 or more printable ASCII characters.
+    """
+    if path is None:
+        return None
+    keys = [line.encode() for line in read_secret_lines(path, "manifest key file")]
+    if not keys or min(map(len, keys)) < _LEAST_KEY_CHARS:
+        raise ConfigError(
+            f"manifest key file {path}: expected keys of {_LEAST_KEY_CHARS} or more characters, one a line"
+        )
+    return ManifestKeys(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreKeys:
+    """Keys that the servers of a store share. With keys of a kind, what is written is signed, or encrypted, with the
+    first of them, and only what is signed, or encrypted, with one of them counts."""
+
+    manifest: ManifestKeys | None = None
+    encryption: EncryptionKeys | None = None
+
+    @classmethod
+    def read(cls, manifest_key_file: str | Path | None, encryption_key_file: str | Path | None) -> StoreKeys:
+        """Read the files that there are. Raises ConfigError."""
+        return cls(read_manifest_keys(manifest_key_file), read_encryption_keys(encryption_key_file))
+
+    def __bool__(self) -> bool:
+        return self.manifest is not None or self.encryption is not None
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What tells these keys from others, and says nothing of them."""
+        every = (b"" if keys is None else keys.fingerprint for keys in (self.manifest, self.encryption))
+        return b"".join(hashlib.sha256(each).digest() for each in every)
+
+
+NO_KEYS = StoreKeys()

@@ -25,8 +25,15 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from sgl_kvfetch.codec.bitstream.levels import DIGITS, LADDER, MOST_LEVELS
-from sgl_kvfetch.codec.container.encryption import ENCRYPTED, DataCipher, Encryption
+from sgl_kvfetch.codec.bitstream.base import DIGITS, LADDER, MOST_LEVELS
+from sgl_kvfetch.codec.container.encryption import (
+    CHUNK_DIGEST_BYTES,
+    ENCRYPTED,
+    TRAILER_BYTES,
+    DataCipher,
+    Encryption,
+    split_trailer,
+)
 from sgl_kvfetch.codec.container.objects import (
     CHECKSUM_BYTES,
     MAX_CHUNK_BYTES,
@@ -38,9 +45,7 @@ from sgl_kvfetch.codec.container.objects import (
     Side,
     Variant,
 )
-from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, TRAILER_BYTES, split_trailer
-from sgl_kvfetch.codec.layout.frames import MIN_PICTURE, PICTURE_MULTIPLE, PLANES, Layout
-from sgl_kvfetch.codec.layout.tiles import TileLayout
+from sgl_kvfetch.codec.layout.frames import MIN_PICTURE, PICTURE_MULTIPLE, PLANES, Layout, TileLayout
 from sgl_kvfetch.errors import (
     DECODE_ERRORS,
     CorruptError,
@@ -55,12 +60,12 @@ from sgl_kvfetch.keys import (
     MAX_NAMESPACE_CHARS,
     PAGE_HASH_BYTES,
     HeadSlice,
+    Labels,
     Namespace,
     SegmentKey,
     is_power_of_two,
     split_hashes,
 )
-from sgl_kvfetch.labels import Labels
 from sgl_kvfetch.types import MAX_HEADS, MAX_LAYERS, TENSORS, CellGrid, KVGeometry, first_to_last
 
 MAGIC = b"KVFM"
@@ -432,6 +437,7 @@ def require_rewritable(data: bytes) -> None:
 
 
 def _validated(body: _Body) -> Manifest:
+    """Return the manifest of a decoded body. Raises FormatError if its parts contradict each other or the bounds."""
     num_pages, rest = divmod(len(body.page_hashes), PAGE_HASH_BYTES)
     if rest or not is_power_of_two(num_pages) or num_pages > MAX_SEGMENT_PAGES:
         raise FormatError(
@@ -521,6 +527,7 @@ def check_variant(manifest: Manifest, variant: Variant) -> None:
 
 
 def _check_levels(manifest: Manifest, variant: Variant) -> None:
+    """Raises FormatError if a variant's levels do not fit its codecs, or the number of its chunks."""
     is_hidden = ENCRYPTED in variant.codecs  # then the codecs are checked once the manifest is opened
     if is_hidden:
         pass

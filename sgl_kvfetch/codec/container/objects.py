@@ -6,11 +6,15 @@ have chunk digests, which a signature covers, and it may be encrypted. What hold
 `DataObject`, and `protect` works on lists of those. So it can sign and encrypt a new kind of object without a change.
 
 The fields are declared by each kind, because their order is the order in which manifests store them.
+
+An encoder leaves an object's bytes in several places (`Pieces`). A data object is named by the digest of all its bytes,
+and is sent from its first byte to its last: neither needs them in one place. Joining them copies each byte once more,
+into memory that the kernel clears first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -18,12 +22,59 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from sgl_kvfetch.codec.bitstream.levels import LADDER, MOST_LEVELS
-from sgl_kvfetch.codec.container.encryption import Encryption
-from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES, chunk_digest
-from sgl_kvfetch.codec.layout.regions import RegionLayout
-from sgl_kvfetch.codec.layout.tiles import TileLayout
+from sgl_kvfetch.codec.bitstream import _ans
+from sgl_kvfetch.codec.bitstream.base import LADDER, MOST_LEVELS
+from sgl_kvfetch.codec.container.encryption import CHUNK_DIGEST_BYTES, Encryption, chunk_digest
+from sgl_kvfetch.codec.layout.frames import RegionLayout, TileLayout
 from sgl_kvfetch.errors import CorruptError
+
+
+class Pieces:
+    """Pieces of bytes, one after another. They must not change."""
+
+    __slots__ = ("_num_bytes", "views")
+
+    def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
+        self.views = tuple(memoryview(piece).cast("B") for piece in pieces)
+        self._num_bytes = sum(map(len, self.views))
+
+    def __len__(self) -> int:
+        return self._num_bytes
+
+    def __getitem__(self, part: slice) -> bytes:
+        """Return a copy of some bytes. ``part`` has no step."""
+        start, end, step = part.indices(self._num_bytes)
+        assert step == 1, part
+        found = []
+        for view in self.views:
+            if start < len(view) and end > 0:
+                found.append(view[max(0, start) : end])
+            start, end = start - len(view), end - len(view)
+        return b"".join(found)
+
+    def joined(self) -> bytes:
+        """Return a copy of all bytes, in huge pages. Releases the GIL."""
+        return _ans.join(self.views)
+
+    def hexdigest(self) -> str:
+        """Return their xxh3-128, which names a data object."""
+        hasher = xxhash.xxh3_128()
+        for view in self.views:
+            hasher.update(view)
+        return hasher.hexdigest()
+
+
+Content = bytes | Pieces  # of an object that is to be stored
+
+
+def views_of(content: Content) -> tuple[memoryview, ...]:
+    return content.views if isinstance(content, Pieces) else (memoryview(content),)
+
+
+def bytes_of(content: Content) -> bytes:
+    """Return a content in one place, for what takes no pieces."""
+    return content.joined() if isinstance(content, Pieces) else content
+
 
 CHECKSUM_BYTES = 16
 # This bounds what a reader allocates for one chunk: its bitstream, and the frames or bytes that this decodes to.
@@ -81,7 +132,7 @@ class Table(msgspec.Struct, frozen=True):
 
 class DataObject(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a manifest says of one data object: its *rows*. ``data_digest`` names it. ``chunk_digests``: in signed
-    manifests, `signing.chunk_digest` of each chunk. ``encryption``: since version 2.3, of levels since 2.6."""
+    manifests, `encryption.chunk_digest` of each chunk. ``encryption``: since version 2.3, of levels since 2.6."""
 
     if TYPE_CHECKING:
 
@@ -150,7 +201,7 @@ class Variant(DataObject, frozen=True, omit_defaults=True):
     # may use another codec (noise does), and short spans have smaller pictures.
     codec: Name = ""
     resolution: Name = ""
-    # For each chunk, the sum of its decoded frames (`layout.frame_sum`) or None; empty if no chunk has one. The sums
+    # For each chunk, the sum of its decoded frames (`layout.frames`) or None; empty if no chunk has one. The sums
     # depend on the layout, so they are not in the chunk's row, which identifies its content.
     frame_sums: tuple[_FrameSum | None, ...] = ()
     chunk_digests: bytes = b""

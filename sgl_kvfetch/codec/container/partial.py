@@ -12,6 +12,7 @@ from collections.abc import Container
 
 import msgspec
 
+from sgl_kvfetch.codec.container.encryption import ManifestKeys
 from sgl_kvfetch.codec.container.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
@@ -20,7 +21,6 @@ from sgl_kvfetch.codec.container.manifest import (
     split_signature,
     whole_of,
 )
-from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.errors import FormatError
 
 _HEAD_BYTES = 128  # that a manifest takes to carry another, and its own signature

@@ -23,10 +23,11 @@ from sgl_kvfetch.codec.container.encryption import (
     DataCipher,
     Encryption,
     EncryptionKeys,
+    StoreKeys,
+    chunk_digest,
 )
 from sgl_kvfetch.codec.container.manifest import Manifest, check_variant
 from sgl_kvfetch.codec.container.objects import CHECKSUM_BYTES, Chunk, DataObject, Side, Table, Variant
-from sgl_kvfetch.codec.container.signing import chunk_digest
 from sgl_kvfetch.errors import DECODE_ERRORS, CorruptError, FormatError
 
 if TYPE_CHECKING:  # importing it loads torch
@@ -36,31 +37,28 @@ Rows = TypeVar("Rows", bound=DataObject)
 _tables = msgspec.msgpack.Decoder(Table)  # made before there are threads, as in `manifest`
 
 
-def secure_segment(segment: CodedSegment, keys: EncryptionKeys | None, signs: bool) -> CodedSegment:
-    """Encrypt a segment's objects with the first of ``keys``, if there are any, and add chunk digests if the store
-    ``signs``. Objects that are encrypted, or have digests, stay as they are. Those with equal data and places share one
-    object."""
+def secure_segment(segment: CodedSegment, keys: StoreKeys) -> CodedSegment:
+    """Encrypt a segment's objects, if ``keys`` encrypt, and add chunk digests, if they sign. Objects that are
+    encrypted, or have digests, stay as they are. Those with equal data and places share one object."""
     m = segment.manifest
     made: dict[object, tuple[DataObject, bytes]] = {}
     secured = []
     for rows, place, data in zip(m.data, _places(m), segment.contents, strict=True):
         kind = place, rows.data_digest, rows.table
         if kind not in made:
-            made[kind] = _secured(rows, place, data, keys, signs)
+            made[kind] = _secured(rows, place, data, keys)
         secured.append((_with_rows_of(rows, made[kind][0]), made[kind][1]))
     return segment.of(m.with_data(rows for rows, _ in secured), [data for _, data in secured])
 
 
-def secure_side(
-    manifest: Manifest, side: Side, data: bytes, keys: EncryptionKeys | None, signs: bool
-) -> tuple[Side, bytes]:
+def secure_side(manifest: Manifest, side: Side, data: bytes, keys: StoreKeys) -> tuple[Side, bytes]:
     """Return an object of side pages that ``manifest`` does not name yet, and its bytes, as `secure_segment` makes
     them."""
     *_, place = _places(msgspec.structs.replace(manifest, sides=(side,)))
-    return _secured(side, place, data, keys, signs)
+    return _secured(side, place, data, keys)
 
 
-def open_manifest(manifest: Manifest, keys: EncryptionKeys | None) -> Manifest:
+def open_manifest(manifest: Manifest, keys: StoreKeys) -> Manifest:
     """Return a stored manifest with everything that encryption hides, so that its data can be decoded. It cannot be
     encoded again. Raises EncryptedError if a key is missing, CorruptError and FormatError."""
     if not manifest.is_encrypted:
@@ -70,9 +68,9 @@ def open_manifest(manifest: Manifest, keys: EncryptionKeys | None) -> Manifest:
     for rows, place in zip(manifest.data, _places(manifest), strict=True):
         encryption = rows.encryption
         assert encryption is not None
-        if keys is None or encryption.key not in keys:
+        if keys.encryption is None or encryption.key not in keys.encryption:
             raise manifest.locked(encryption.key)
-        cipher = keys.cipher(encryption.key, encryption.salt, place)
+        cipher = keys.encryption.cipher(encryption.key, encryption.salt, place)
         ciphers[rows.data_digest] = cipher
         opened.append(_opened(rows, cipher, encryption.table, f"the table of {manifest.key.stem}"))
     whole = msgspec.structs.replace(manifest.with_data(opened), ciphers=ciphers)
@@ -81,7 +79,7 @@ def open_manifest(manifest: Manifest, keys: EncryptionKeys | None) -> Manifest:
     return whole
 
 
-def plain_segment(segment: CodedSegment, keys: EncryptionKeys | None) -> CodedSegment:
+def plain_segment(segment: CodedSegment, keys: StoreKeys) -> CodedSegment:
     """Return a stored segment without encryption. Raises EncryptedError, CorruptError and FormatError."""
     m = open_manifest(segment.manifest, keys)
     if not m.is_encrypted:
@@ -96,10 +94,10 @@ def plain_segment(segment: CodedSegment, keys: EncryptionKeys | None) -> CodedSe
     return segment.of(manifest, [data for _, data in plain])
 
 
-def _secured(rows: Rows, place: bytes, data: bytes, keys: EncryptionKeys | None, signs: bool) -> tuple[Rows, bytes]:
-    if keys is not None and rows.encryption is None:
-        rows, data = _encrypted(rows, place, data, keys)
-    if signs and not rows.chunk_digests:
+def _secured(rows: Rows, place: bytes, data: bytes, keys: StoreKeys) -> tuple[Rows, bytes]:
+    if keys.encryption is not None and rows.encryption is None:
+        rows, data = _encrypted(rows, place, data, keys.encryption)
+    if keys.manifest is not None and not rows.chunk_digests:
         rows = msgspec.structs.replace(rows, chunk_digests=b"".join(map(chunk_digest, rows.pieces(data))))
     return rows, data
 

@@ -11,16 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sgl_kvfetch.codec.bitstream.base import Decoders
+from sgl_kvfetch.codec.bitstream.base import LADDER, Decoders
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder
-from sgl_kvfetch.codec.bitstream.levels import LADDER
-from sgl_kvfetch.codec.bitstream.registry import CODECS, READABLE, get_codec
+from sgl_kvfetch.codec.bitstream.registry import CODECS, can_decode, get_codec
 from sgl_kvfetch.codec.container.manifest import Cell, Manifest, PartInfo
 from sgl_kvfetch.codec.container.objects import MAX_CHUNK_BYTES, Chunk, DataObject
 from sgl_kvfetch.codec.container.sides import SideKey, SidePlace, side_places
-from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
-from sgl_kvfetch.codec.layout.frames import Layout
+from sgl_kvfetch.codec.layout.frames import Layout, sum_of_frames
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
 from sgl_kvfetch.types import KVGeometry
@@ -261,7 +259,7 @@ class SegmentReader:
         return tuple(
             self if variant is self.variant else SegmentReader(self.manifest, self.quantiser, index, self.rank_heads)
             for index, variant in enumerate(self.manifest.variants)
-            if variant.codecs <= READABLE
+            if can_decode(variant.codecs)
         )
 
     def decode_cell(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> Quantised:
@@ -402,7 +400,7 @@ def first_readable(manifest: Manifest, engine_codecs: Collection[str] = ()) -> i
     reports the unknown codec. ``engine_codecs`` are decoded by video engines: variants that leave no video codec to the
     CPU are preferred."""
     codecs = [variant.codecs for variant in manifest.variants]
-    readable = [i for i, names in enumerate(codecs) if names <= READABLE]
+    readable = [i for i, names in enumerate(codecs) if can_decode(names)]
     if engine_codecs:
         on_cpu = {name for name, codec in CODECS.items() if codec.is_video and name not in engine_codecs}
         readable = [i for i in readable if not codecs[i] & on_cpu] or readable

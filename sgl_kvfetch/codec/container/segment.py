@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec, entropy_bits
+from sgl_kvfetch.codec.bitstream.base import DIGITS, LADDER, Wide
 from sgl_kvfetch.codec.bitstream.entropy import RawCodec
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder, encode_ladder
-from sgl_kvfetch.codec.bitstream.levels import DIGITS, LADDER, Wide
 from sgl_kvfetch.codec.bitstream.registry import get_codec
 from sgl_kvfetch.codec.container.manifest import (
     MAX_MANIFEST_BYTES,
@@ -28,12 +28,10 @@ from sgl_kvfetch.codec.container.manifest import (
     checked_namespace,
     require_layouts,
 )
-from sgl_kvfetch.codec.container.objects import Chunk, Level, Side, Variant
+from sgl_kvfetch.codec.container.objects import Chunk, Content, Level, Pieces, Side, Variant, bytes_of
 from sgl_kvfetch.codec.container.pages import Pages, RawPages, quantised_cells
-from sgl_kvfetch.codec.container.pieces import Content, Pieces, bytes_of
 from sgl_kvfetch.codec.container.reader import BYTES_CODEC, CodedChunk, cell_place, coefficients_of, part_infos
-from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
-from sgl_kvfetch.codec.layout.frames import Layout
+from sgl_kvfetch.codec.layout.frames import Layout, sum_of_frames
 from sgl_kvfetch.codec.quant.base import Quantised, Quantiser
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice

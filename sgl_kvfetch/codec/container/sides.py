@@ -19,12 +19,11 @@ import xxhash
 
 from sgl_kvfetch.codec.bitstream.ans import AnsTablesCodec
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
-from sgl_kvfetch.codec.container.encryption import DataCipher
+from sgl_kvfetch.codec.container.encryption import CHUNK_DIGEST_BYTES, DataCipher
 from sgl_kvfetch.codec.container.manifest import Manifest
 from sgl_kvfetch.codec.container.objects import SIDE_CHUNK_BYTES, Chunk, Side, SidePage, nth_digest
-from sgl_kvfetch.codec.container.signing import CHUNK_DIGEST_BYTES
 from sgl_kvfetch.codec.layout.frames import PLANES
-from sgl_kvfetch.codec.quant.exact import from_planes, to_planes
+from sgl_kvfetch.codec.quant.base import from_planes, to_planes
 from sgl_kvfetch.errors import CorruptError, FormatError
 
 _ZSTD, _TABLES = ZstdCodec(), AnsTablesCodec()

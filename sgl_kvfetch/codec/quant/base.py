@@ -1,4 +1,6 @@
-"""The interface of quantisers, which convert the KV values of a cell into coded parts and back."""
+"""The interface of quantisers, which convert the KV values of a cell into coded parts and back, and the simplest one,
+`exact`, which loses nothing: it stores the bytes of values as separate planes.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from sgl_kvfetch.codec.bitstream.levels import Wide
-from sgl_kvfetch.codec.layout.frames import Layout
-from sgl_kvfetch.codec.layout.tiles import tile_layout
+from sgl_kvfetch import blocks
+from sgl_kvfetch.codec.bitstream.base import Wide
+from sgl_kvfetch.codec.layout.frames import Layout, tile_layout
+from sgl_kvfetch.codec.quant import _exact
 from sgl_kvfetch.codec.quant.rope import Rotations
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.types import TENSORS, KVGeometry
+from sgl_kvfetch.types import TENSORS, KVGeometry, torch_dtype
 
 if TYPE_CHECKING:
     from sgl_kvfetch.codec.quant.klt import KltForward
@@ -94,6 +97,8 @@ class Quantiser(ABC):
 
     # Name and parameters, as recorded in the namespace. Equal identities can restore each other's integers.
     identity: str
+    # Whether every bit is restored, so that what is stored is nearly as large as the values.
+    is_lossless = False
 
     @abstractmethod
     def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
@@ -126,10 +131,12 @@ class Quantiser(ABC):
 
     def repeat_ratios(self, computed: CellValues, restored: CellValues, place: CellPlace) -> torch.Tensor:
         """Return how much ``restored`` differs from what this quantiser makes of ``computed`` now; its own errors are
-        1. Of the same values, two roundings differ by 2 at most, also where other layers of their cell differ. So this
-        shows faults that are small beside the values, but not beside what a coarse step leaves of them."""
+        1. So this shows faults that are small beside the values, but not beside what a coarse step leaves of them. Of
+        the same values, two roundings differ by 2 at most. Where other layers of their cell differ, what is made of
+        them now may be as far from ``computed``; what is stored is no fault if it is nearer, and the lesser of both
+        distances counts."""
         again = self.dequantise(self.quantise(computed, place), computed.k.dtype, place)
-        return _ratios(again, restored, again, computed, 1.0)
+        return torch.minimum(*(_ratios(x, restored, again, computed, 1.0) for x in (again, computed)))
 
     def require_sound(  # noqa: B027, may be all
         self, plain: Sequence[np.ndarray], shape: tuple[int, int, int], token_bytes: int
@@ -143,6 +150,13 @@ class Quantiser(ABC):
     def some_tokens(self, parts: Quantised, tokens: slice) -> Quantised:
         """Return the parts of some tokens of a cell."""
         raise NotImplementedError(f"{self.identity} quantises on the host only")
+
+    def split_cells(
+        self, rows: torch.Tensor, exact: torch.Tensor, sizes: Sequence[tuple[int, int]]
+    ) -> Sequence[Quantised]:
+        """Return each cell's parts of what a GPU has quantised. ``rows``, ``exact``: uint8 ``(rows, tokens)`` and
+        ``(bytes,)``, of all cells, as `protocol.Write` has them. ``sizes``: rows and bytes of each cell."""
+        raise AssertionError(f"no kernel quantises {self.identity}")
 
     profile: Profile | None = None  # of the model that it was calibrated for
     # What a GPU can do with its cells: restore (`restore_klt`, with what `inverse_of` returns), and quantise
@@ -191,7 +205,10 @@ class Quantiser(ABC):
 
         ``resolution``: a name in ``RESOLUTIONS``, or ``FLAT``.
         """
-        return {t: tile_layout(cell_heads, geometry.head_dim(t), span_tokens, resolution) for t in TENSORS}
+        named = {part.layout for part in self.parts(torch_dtype(geometry.dtype))}
+        return {
+            t: tile_layout(cell_heads, geometry.head_dim(t), span_tokens, resolution) for t in TENSORS if t in named
+        }
 
 
 def sums_noise(dtype: torch.dtype) -> float:
@@ -228,3 +245,58 @@ def join_parts(parts: Sequence[Part], pieces: Sequence[Quantised]) -> Quantised:
     return tuple(
         torch.cat(each, dim=part.token_dim) for part, each in zip(parts, zip(*pieces, strict=True), strict=True)
     )
+
+
+class ExactQuantiser(Quantiser):
+    """Rotates each value's bits left by one, then splits it into its bytes, least significant first.
+
+    A float's sign is noise and its first bit. The rotation moves it to the end, so that the last plane is the exponent
+    (all of it for bfloat16 and float32), which varies little and compresses well. The low mantissa bytes are noise and
+    do not compress. Byte planes, unlike interleaved bytes, show a codec each kind of byte separately.
+    """
+
+    identity = "exact"
+    is_lossless = True
+
+    def parts(self, dtype: torch.dtype) -> tuple[Part, ...]:
+        return tuple(Part(f"{t} byte {i}", t) for t in TENSORS for i in range(dtype.itemsize))
+
+    def quantise(self, values: CellValues, place: CellPlace) -> Quantised:
+        return self.quantise_pieces([values], place)
+
+    def quantise_pieces(self, pieces: Sequence[CellValues], place: CellPlace) -> Quantised:
+        return tuple(plane for tensor in zip(*pieces, strict=True) for plane in _planes_of(tensor))
+
+    def dequantise(
+        self, quantised: Quantised, dtype: torch.dtype, place: CellPlace, tokens: slice = slice(None)
+    ) -> CellValues:
+        size = dtype.itemsize
+        assert len(quantised) == len(TENSORS) * size
+        k, v = (torch.stack([plane[tokens] for plane in quantised[i : i + size]]) for i in (0, size))
+        return CellValues(from_planes(k, dtype), from_planes(v, dtype))
+
+
+def to_planes(values: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of ``values``, whose bits are rotated left by one: uint8 ``(itemsize, *values.shape)``, least
+    significant first."""
+    return _planes_of((values,))
+
+
+def _planes_of(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the planes of tensors on the host that follow each other in their first dimension. Reads each of them
+    once, and copies nothing else."""
+    size = pieces[0].dtype.itemsize
+    planes = blocks.empty((size, sum(map(len, pieces)), *pieces[0].shape[1:]))
+    first = 0
+    for piece in pieces:
+        aligned = piece if piece.stride(-1) == 1 else piece.contiguous()
+        _exact.split(aligned.detach().view(torch.uint8).numpy().data, size, planes.numpy().data, first)
+        first += piece.numel()
+    return planes
+
+
+def from_planes(rotated: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values that ``to_planes`` split."""
+    assert rotated.shape[0] == dtype.itemsize
+    planes = (rotated >> 1) | (rotated.roll(-1, 0) << 7)
+    return planes.movedim(0, -1).contiguous().flatten(-2).view(dtype)

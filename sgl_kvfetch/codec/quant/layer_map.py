@@ -3,7 +3,7 @@
 Layers of a model differ. Some attend to all tokens and some to a window; some keep a state instead of K and V, or read
 the K and V of another layer; some turn K by one base, some by another, some not at all. SGLang puts them into pools
 accordingly, and numbers the layers of each pool from 0. A profile is of the layers in the pool of K and V, in that
-order: they are *coded*. `calibrate.layer_map` makes a map, and `plugin.namespace` compares it with SGLang's pools.
+order: they are *coded*. `calibrate.layer_map` makes a map, and `plugin.identity` compares it with SGLang's pools.
 """
 
 from __future__ import annotations

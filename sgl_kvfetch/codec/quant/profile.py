@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from sgl_kvfetch.codec.quant.rope import Rotations
 from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, why
 from sgl_kvfetch.types import CellGrid, TensorName
 
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 _METADATA_KEY = "kvfetch"
 _HEADER_LENGTH = struct.Struct("<Q")  # which a safetensors file begins with
 # Seven tensors take 0.7 KB of the header, so a profile may have 12,000 cells. The metadata takes a few KB.
@@ -36,10 +37,15 @@ _MOST_METADATA_CHARS = 1 << 20
 # Of steps and of KL divergences, far beyond what calibration measures: interpolating between two stays finite.
 _NUMBERS = 1e-9, 1e6
 
+# What a profile may restore, whatever integers somebody has stored: rotated and summed, it is finite in float32. A
+# token's scale is at most 16, and a coefficient has 16 bits.
+_LARGEST_VALUE, _LARGEST_INTEGER = 2.0**100, 2.0**20
+
 # What a step of 1 in all coefficients should cost, in nats a token, as the weights foretell for fine steps.
 UNIT_KL = 1e-4
 
-# The default of target_kl, as a share of the value of the whole context to the model. docs/klt.md explains it.
+# What the default of target_kl costs in the mean, as a share of the value of the whole context to the model.
+# docs/klt.md explains it.
 DEFAULT_SHARE = 1e-3
 
 
@@ -49,6 +55,21 @@ class MeasuredStep(msgspec.Struct, frozen=True):
     step: float
     kl: float  # nats a token
     bits_per_value: float  # order-0 entropy of the coefficients
+
+
+class MeasuredKind(msgspec.Struct, frozen=True):
+    """What the steps of a curve cost in one kind of text.
+
+    ``counts``: whether the curve's ``kl`` is that of the worst of this kind and others. ``kls``: in nats a token, of
+    each step of the curve. ``context_kl``: the KL divergence when all tokens but the sinks are forgotten.
+    """
+
+    name: Annotated[str, Meta(min_length=1, max_length=32)]
+    num_windows: Annotated[int, Meta(ge=1, le=1 << 16)]  # of the calibration, with those that are held out
+    num_held_out: Annotated[int, Meta(ge=1, le=1 << 16)]
+    counts: bool
+    context_kl: float
+    kls: tuple[float, ...]
 
 
 class Calibration(msgspec.Struct, frozen=True):
@@ -82,6 +103,7 @@ class _Metadata(msgspec.Struct, frozen=True):
     num_sinks: Annotated[int, Meta(ge=0, le=1 << 16)]
     curve: tuple[MeasuredStep, ...]
     context_kl: float
+    kinds: tuple[MeasuredKind, ...]
     calibration: Calibration
 
     def __post_init__(self) -> None:
@@ -94,6 +116,7 @@ class _Metadata(msgspec.Struct, frozen=True):
                 f"its curve needs two or more points that rise in step and in kl, and they and context_kl numbers from "
                 f"{least:g} to {most:g}"
             )
+        _require_kinds(self.kinds, self.curve)
         if self.num_heads % self.cell_heads:
             raise ValueError(f"cell_heads is {self.cell_heads}, expected a divisor of num_heads = {self.num_heads}")
         if not self.layers.coded:
@@ -101,6 +124,28 @@ class _Metadata(msgspec.Struct, frozen=True):
         for rope in self.layers.rotations:
             if rope.rotary_dim > self.k_head_dim:
                 raise ValueError(f"a rotation turns {rope.rotary_dim} channels, but heads have {self.k_head_dim}")
+
+
+def _require_kinds(kinds: Sequence[MeasuredKind], curve: Sequence[MeasuredStep]) -> None:
+    """Raise ValueError unless the curve is that of the worst of the kinds that count."""
+    if not kinds:  # a profile that was made without text
+        return
+    names = [kind.name for kind in kinds]
+    if len({*names}) != len(names) or not all(name.isprintable() for name in names):
+        raise ValueError(f"its kinds of text are called {names}, expected different names that can be printed")
+    for kind in kinds:
+        if len(kind.kls) != len(curve):
+            raise ValueError(
+                f"its kind {kind.name!r} has {len(kind.kls)} of kls, expected one for each of {len(curve)} steps"
+            )
+        if not all(0 <= n <= _NUMBERS[1] for n in (*kind.kls, kind.context_kl)):
+            raise ValueError(f"its kind {kind.name!r} needs numbers from 0 to {_NUMBERS[1]:g} as kls and context_kl")
+    for i, point in enumerate(curve):
+        worst = max((kind.kls[i] for kind in kinds if kind.counts), default=None)
+        if worst != point.kl:
+            raise ValueError(
+                f"its curve has the kl {point.kl:g} at the step {point.step:g}, but its worst kind {worst}"
+            )
 
 
 @dataclass(frozen=True)
@@ -116,7 +161,7 @@ class CellProfile:
     ``reach``: float32 ``(2, C)``: the magnitude that a coefficient, divided by its token's scale, exceeded in 1% of the
     calibration's tokens, and its largest magnitude.
     ``sensitivity``: float32, the weights of a token's features and a constant, which predict the logarithm of the cost
-    of its errors: see `quant.sensitivity`.
+    of its errors: see `quant.klt`.
     """
 
     inverse: torch.Tensor
@@ -138,7 +183,8 @@ class Profile:
 
     ``grid``: of the layers that ``layers`` says are coded. ``cells``: by layer group and head block. ``num_sinks``:
     tokens at the start of a sequence that are kept exact. ``curve`` rises in ``step`` and in ``kl``. ``context_kl``:
-    the KL divergence when all tokens but the sinks are forgotten."""
+    the KL divergence when all tokens but the sinks are forgotten. ``kinds``: of text, each with what the steps cost in
+    it; the curve's ``kl`` is the largest of those that count. Profiles that no text was measured for have none."""
 
     grid: CellGrid
     k_head_dim: int
@@ -149,13 +195,35 @@ class Profile:
     curve: tuple[MeasuredStep, ...]
     context_kl: float
     calibration: Calibration
+    kinds: tuple[MeasuredKind, ...] = ()
 
     def head_dim(self, tensor: TensorName) -> int:
         return self.k_head_dim if tensor == "k" else self.v_head_dim
 
     @property
     def default_target_kl(self) -> float:
-        return _default_target(self.curve, self.context_kl)
+        """What the worst kind of text costs at the step at which the mean of those that count costs ``DEFAULT_SHARE``
+        of the context's value, limited to the measured range."""
+        wanted, means = DEFAULT_SHARE * self.context_kl, self.mean_kls
+        for (low, high), (low_mean, high_mean) in zip(
+            itertools.pairwise(self.curve), itertools.pairwise(means), strict=True
+        ):
+            if wanted <= low_mean:
+                return low.kl
+            if wanted <= high_mean:
+                part = 0.0 if not low_mean else math.log(wanted / low_mean) / math.log(high_mean / low_mean)
+                return low.kl * math.pow(high.kl / low.kl, part)
+        return self.curve[-1].kl
+
+    @property
+    def mean_kls(self) -> Sequence[float]:
+        """The mean over held-out windows of the kinds that count, in nats a token, at each step of the curve."""
+        counting = [kind for kind in self.kinds if kind.counts]
+        if not counting:
+            return [point.kl for point in self.curve]
+        weights = [kind.num_held_out for kind in counting]
+        columns = zip(*(kind.kls for kind in counting), strict=True)
+        return [sum(map(operator.mul, weights, column)) / sum(weights) for column in columns]
 
     @cached_property
     def rotations(self) -> Rotations | None:
@@ -164,8 +232,11 @@ class Profile:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits over everything that affects coding: equal digests restore each other's coefficients."""
-        whole = xxhash.xxh3_128(msgspec.json.encode((PROFILE_VERSION, self.layers, self.num_sinks)))
+        """32 hex digits over all but ``calibration``: equal digests restore each other's coefficients, and promise the
+        same of each step."""
+        assert self.cells, "an outline has no digest"
+        described = PROFILE_VERSION, self.layers, self.num_sinks, self.curve, self.context_kl, self.kinds
+        whole = xxhash.xxh3_128(msgspec.json.encode(described))
         for name, x in self._tensors().items():
             whole.update(f"{name} {tuple(x.shape)}".encode())
             whole.update(x.view(torch.uint8).numpy().data)
@@ -177,12 +248,23 @@ class Profile:
 
         Raises ConfigError for a target outside the measured range.
         """
-        target_kl = _reachable_target(self.curve, self.context_kl, target_kl)
+        target_kl = self.require_target(target_kl)
         for low, high in itertools.pairwise(self.curve):
             if target_kl <= high.kl:
                 part = math.log(target_kl / low.kl) / math.log(high.kl / low.kl)
                 return float(f"{low.step * (high.step / low.step) ** part:.4g}")
         return self.curve[-1].step
+
+    def require_target(self, target_kl: float | None, key: str = "target_kl") -> float:
+        """Return what ``target_kl`` stands for. ``key``: of the config. Raises ConfigError if it was not measured."""
+        default = self.default_target_kl
+        target_kl = default if target_kl is None else target_kl
+        if not self.curve[0].kl <= target_kl <= self.curve[-1].kl:
+            raise ConfigError(
+                f"{key} = {target_kl:g} is outside this profile's range, {self.curve[0].kl:.2g} to "
+                f"{self.curve[-1].kl:.2g}; its default is {default:.2g}"
+            )
+        return target_kl
 
     def kl_of(self, step: float) -> float:
         """Return what a step costs, in nats a token, interpolated between measured steps; infinite beyond them."""
@@ -221,12 +303,10 @@ class Profile:
         }
 
 
-def require_targets(path: Path, **targets: float | None) -> None:
-    """Raise ConfigError unless this profile can be read and reaches the targets. Does not read tensors."""
-    with _opened(path) as (metadata, _):
-        pass
-    for key, target_kl in targets.items():
-        _reachable_target(metadata.curve, metadata.context_kl, target_kl, key)
+def read_outline(path: Path) -> Profile:
+    """Read a profile without its cells, which takes no tensor and hardly any time. Raises ConfigError."""
+    with _opened(path) as (m, _):
+        return _profile_of(m, {})
 
 
 def load_profile(path: Path) -> Profile:
@@ -243,7 +323,14 @@ def load_profile(path: Path) -> Profile:
             cells = {(g, b): _cell_of(m, file, found, f"{g}.{b}.", len(grid.layers(g))) for g, b in grid.cells()}
         except ValueError as e:
             raise ConfigError(f"profile {path} is malformed: {e}") from e
-    return Profile(grid, m.k_head_dim, m.v_head_dim, cells, m.layers, m.num_sinks, m.curve, m.context_kl, m.calibration)
+    return _profile_of(m, cells)
+
+
+def _profile_of(m: _Metadata, cells: Mapping[tuple[int, int], CellProfile]) -> Profile:
+    grid = CellGrid(len(m.layers.coded), m.num_heads, m.cell_layers, m.cell_heads)
+    return Profile(
+        grid, m.k_head_dim, m.v_head_dim, cells, m.layers, m.num_sinks, m.curve, m.context_kl, m.calibration, m.kinds
+    )
 
 
 def _require_tensors(grid: CellGrid, found: int) -> None:
@@ -254,24 +341,6 @@ def _require_tensors(grid: CellGrid, found: int) -> None:
             f"it has {found} tensors, expected {each} for each of {num_cells} cells of {grid.num_layers} layers and "
             f"{grid.num_heads} heads"
         )
-
-
-def _default_target(curve: Sequence[MeasuredStep], context_kl: float) -> float:
-    """Return ``DEFAULT_SHARE`` of the context's value, limited to the measured range."""
-    return min(max(DEFAULT_SHARE * context_kl, curve[0].kl), curve[-1].kl)
-
-
-def _reachable_target(
-    curve: Sequence[MeasuredStep], context_kl: float, target_kl: float | None, key: str = "target_kl"
-) -> float:
-    default = _default_target(curve, context_kl)
-    target_kl = default if target_kl is None else target_kl
-    if not curve[0].kl <= target_kl <= curve[-1].kl:
-        raise ConfigError(
-            f"{key} = {target_kl:g} is outside this profile's range, {curve[0].kl:.2g} to {curve[-1].kl:.2g}; "
-            f"its default is {default:.2g}"
-        )
-    return target_kl
 
 
 @contextmanager
@@ -286,7 +355,8 @@ def _opened(path: Path) -> Iterator[tuple[_Metadata, Any]]:
             yield _metadata_of(path, file.metadata() or {}), file
     except (OSError, SafetensorError) as e:
         # safetensors appends the name to its message.
-        raise ConfigError(f"profile {path} cannot be read: {str(e).removesuffix(f': {path}')}") from e
+        what = why(e) if isinstance(e, OSError) else str(e).removesuffix(f": {path}")
+        raise ConfigError(f"profile {path} cannot be read: {what}") from e
 
 
 def _require_header(path: Path) -> None:
@@ -343,6 +413,14 @@ def _cell_of(m: _Metadata, file: Any, names: Collection[str], prefix: str, num_l
         if not bool(torch.isfinite(x).all()):
             raise ValueError(f"{prefix}{name} has values that are not finite")
         read[name] = x
+    # Kernels do not look at what they restore, so no value can be out of bounds.
+    sums = read["inverse"].abs().sum(0, dtype=torch.float32) * (m.curve[-1].step * _LARGEST_INTEGER)
+    largest = float((sums + read["mean"].abs()).max())
+    if not largest <= _LARGEST_VALUE:
+        raise ValueError(
+            f"{prefix}inverse and {prefix}mean could restore values up to {largest:.2g}, expected "
+            f"{_LARGEST_VALUE:.2g} at most"
+        )
     return CellProfile(**read)
 
 

@@ -7,7 +7,6 @@ operations is that of SGLang's PyTorch code (``srt/layers/rotary_embedding``). C
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -32,8 +31,10 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     position_divisor: float = 1.0  # not merged into inv_freq: float32 rounds p / d * f and p * (f / d) differently
 
     def __post_init__(self) -> None:
-        if not self.inv_freq or not all(math.isfinite(f) for f in self.inv_freq):
-            raise ValueError(f"inv_freq has {len(self.inv_freq)} entries; expected one or more, all finite")
+        if not self.inv_freq or not all(abs(f) <= _MOST for f in self.inv_freq):
+            raise ValueError(
+                f"inv_freq has {len(self.inv_freq)} entries; expected one or more, all numbers up to {_MOST:g}"
+            )
         for name in ("attention_scaling", "position_divisor"):
             value = getattr(self, name)
             if not _LEAST <= value <= _MOST:

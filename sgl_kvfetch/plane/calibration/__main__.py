@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from sgl_kvfetch.errors import KVFetchError, why
-from sgl_kvfetch.plane.calibration.job import READY, Job
+from sgl_kvfetch.plane.calibration.own import READY, Job
 from sgl_kvfetch.processes import available_bytes, end_with_parent, map_large_blocks, own_bytes
 from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS
 
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _SAY_EVERY_S = 60.0
 _LOOK_EVERY_S = 0.5
+_KIND = "prompts"  # of text
 _MEMORY_PART = 0.8  # of what is available
 
 
@@ -80,14 +81,8 @@ def calibrate(job: Job) -> None:
     """Write the profile of a model to ``job.profile``. Raises ConfigError and UnsupportedError."""
     import torch
 
-    from sgl_kvfetch.codec.calibrate import (
-        CalibrationOptions,
-        LayeredModel,
-        calibrate_model,
-        calibration_windows,
-        map_layers,
-    )
-    from sgl_kvfetch.codec.quant import Calibration
+    from sgl_kvfetch.codec import Calibration, CalibrationOptions, LayeredModel, calibrate_model, map_layers
+    from sgl_kvfetch.codec.calibrate.text import calibration_windows
 
     torch.set_num_threads(job.num_threads)
     map_large_blocks()
@@ -109,7 +104,7 @@ def calibrate(job: Job) -> None:
         notes=notes,
     )
     options = CalibrationOptions(num_context=context, tp_size=job.tp_size)
-    profile = calibrate_model(model, windows, layers, describe, options, _progress, Path(job.unfinished))
+    profile = calibrate_model(model, {_KIND: windows}, layers, describe, options, _progress, Path(job.unfinished))
     partial = Path(job.profile).with_suffix(".new")
     profile.save(partial)
     partial.replace(job.profile)

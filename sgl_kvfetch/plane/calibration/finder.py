@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from pathlib import Path
 
 from sgl_kvfetch.errors import KVFetchError, StoreError
 from sgl_kvfetch.log import LimitedLogger, brief
-from sgl_kvfetch.plane import messages as m
+from sgl_kvfetch.plane import protocol as m
 from sgl_kvfetch.plane.arena import Emit
 from sgl_kvfetch.plane.calibration.own import OwnCalibration
 from sgl_kvfetch.plane.config import KVFetchConfig
-from sgl_kvfetch.plane.profiles import TakenProfile, cache_folder, open_profile_store, profile_keys, take_from_store
+from sgl_kvfetch.plane.profiles import PassedOver, TakenProfile, cache_folder, open_profile_store, take_from_store
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.stores import publish_profile
 
@@ -36,6 +37,7 @@ class ProfileFinder:
         self._news = asyncio.Event()
         folder = cache_folder("calibrations", watch.weights, config.store)
         self._own = OwnCalibration(folder, watch, config.codec_threads, self._news.set)
+        self._passed_over = PassedOver()
         self._tasks = Tasks()
         if watch.finds:
             self._tasks.begin(self._find())
@@ -61,6 +63,7 @@ class ProfileFinder:
         self._emit(m.ProfileTaken(taken.digest, taken.path, taken.about))
 
     async def _find(self) -> None:
+        await asyncio.to_thread(self._own.delete_old)
         while (taken := await self._in_store()) is None:
             if not await self._make_one():
                 await self._wait()
@@ -74,7 +77,11 @@ class ProfileFinder:
         """Calibrate, or publish what was calibrated. Return whether there is a profile in the store now."""
         try:
             await self._own.begin()
-            return self._own.profile is not None and await self._publish()
+            if (path := self._own.profile) is None:
+                return False
+            # One that this server would pass over would be published again and again.
+            await asyncio.to_thread(self._watch.needs.require_file, str(path))
+            return await self._publish(path)
         except Exception as e:  # the finder must go on: nothing else looks for a profile
             _limited.warning("making", f"kvfetch: a profile cannot be made or published here: {brief(e)}")
             return False
@@ -99,14 +106,13 @@ class ProfileFinder:
         return None
 
     def _ask_store(self, digest: str | None) -> TakenProfile | None:
-        return asyncio.run(take_from_store(self._config, self._watch.weights, digest))
+        fits = self._watch.needs.require_file
+        return asyncio.run(take_from_store(self._config, self._watch.weights, fits, digest, self._passed_over))
 
-    async def _publish(self) -> bool:
-        path = self._own.profile
-        assert path is not None
+    async def _publish(self, path: Path) -> bool:
         store = open_profile_store(self._config)
         try:
-            name = await publish_profile(store, path, profile_keys(self._config))
+            name = await publish_profile(store, path, self._config.store_keys())
         except KVFetchError as e:
             needs = "; the token needs the role write" if isinstance(e, StoreError) else ""
             message = f"kvfetch: the profile in {path} cannot be published, and this server stores with 'exact': {e}"

@@ -2,7 +2,10 @@
 
 What it needs and has done stands in a folder of the user's cache, one for each model's weights and store. So a server
 that was started again goes on where the last one was. Of all servers of these on this machine, the one that holds the
-lock calibrates. The folder is deleted, by it, once there is a profile.
+lock calibrates. The folder is deleted, by it, once there is a profile, or when calibrating has failed: it has what
+users have sent. What a server has left that ended before, another one deletes after a week.
+
+`Job` is what a data plane hands over to that process.
 """
 
 from __future__ import annotations
@@ -15,17 +18,70 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sgl_kvfetch.errors import why
-from sgl_kvfetch.plane.calibration.job import READY, Job, Windows, write_prompts
-from sgl_kvfetch.plane.messages import Watch
+from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, why
+from sgl_kvfetch.plane.protocol import Watch
+from sgl_kvfetch.processes import SLEEPING_THREADS
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
+READY = b"ready\n"  # the process writes it once it ends with its parent, and before it computes
+Windows = Sequence[Sequence[bytes]]  # as in `protocol.ShowPrompts`
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What the process that calibrates needs to know. Paths are of files; ``parent`` is the data plane's process."""
+
+    parent: int
+    model_folder: str
+    model_name: str
+    weights: str
+    tp_size: int
+    num_threads: int
+    prompts: str
+    unfinished: str
+    profile: str
+
+    def read_windows(self, tokenizer: Any) -> list[torch.Tensor]:
+        """Return the prompts' windows, ``(tokens,)`` int64 each, without the tokens that stand before every prompt.
+        Raises ConfigError."""
+        import torch
+
+        from sgl_kvfetch.codec.calibrate.text import without_prompt_start
+
+        def tokens(piece: bytes) -> torch.Tensor:
+            return without_prompt_start(tokenizer, torch.frombuffer(bytearray(piece), dtype=torch.int32))
+
+        return [torch.cat([tokens(piece) for piece in each]) for each in read_prompts(Path(self.prompts))]
+
+
+def write_prompts(path: Path, windows: Windows) -> None:
+    """Write the prompts, which only this user may read. Raises OSError."""
+    partial = path.with_suffix(".new")
+    partial.unlink(missing_ok=True)
+    partial.touch(mode=0o600)
+    partial.write_bytes(msgspec.msgpack.encode(windows))
+    partial.replace(path)
+
+
+def read_prompts(path: Path) -> Windows:
+    """Read the prompts that `write_prompts` wrote. Raises ConfigError."""
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=list[list[bytes]])
+    except (*DECODE_ERRORS, OSError) as e:
+        raise ConfigError(f"{path}: {why(e) if isinstance(e, OSError) else e}") from e
+
+
+_MOST_AGE_S = 7 * 24 * 3600.0
 _NOT_ITS = ("KVFETCH_TOKEN", "PROMETHEUS_MULTIPROC_DIR")  # parts of the environment
 
 
@@ -81,13 +137,14 @@ class OwnCalibration:
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
-                env=environ | {"CUDA_VISIBLE_DEVICES": ""},
+                env=SLEEPING_THREADS | environ | {"CUDA_VISIBLE_DEVICES": ""},
             )
         except OSError as e:
             self._has_failed = True
             logger.warning(
                 "kvfetch: no profile can be made in %s, and this server stores with 'exact': %s", self._folder, why(e)
             )
+            await asyncio.to_thread(self._delete)
             return
         self._ended = asyncio.get_running_loop().create_task(self._await_end(self._process))
 
@@ -110,7 +167,7 @@ class OwnCalibration:
     def _job(self) -> Job:
         watch, at = self._watch, self._folder
         files = (str(at / name) for name in ("prompts", "unfinished", "profile"))
-        model = watch.model_folder, watch.model_name, watch.weights, watch.tp_size
+        model = watch.model_folder, watch.model_name, watch.weights, watch.needs.tp_size
         return Job(os.getpid(), *model, self._num_threads, *files)
 
     async def _await_end(self, process: asyncio.subprocess.Process) -> None:
@@ -122,6 +179,8 @@ class OwnCalibration:
         self._process, self._can_pause = None, False
         if status and not self._is_closed:
             self._has_failed = True
+        if status > 0 and not self._is_closed:  # it has said why, and would fail again
+            await asyncio.to_thread(self._delete)
         if status < 0 and not self._is_closed:
             logger.warning(
                 "kvfetch: the calibration was ended by signal %d, as where memory is short; this server stores with "
@@ -153,20 +212,35 @@ class OwnCalibration:
                 shutil.rmtree(self._folder, ignore_errors=True)
         self._unlock()
 
+    def delete_old(self) -> None:
+        """Delete what servers of this user have left, of any model and store, if it has not changed for a week."""
+        for folder in self._folder.parent.glob("*/"):
+            with contextlib.suppress(OSError):
+                newest_s = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+                if time.time() - newest_s < _MOST_AGE_S or (lock := _lock_of(folder)) is None:
+                    continue
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
     def _take_lock(self) -> bool:
         """Return whether no other server of this machine is at it. Raises OSError."""
         if self._lock is None:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(lock)
-                return False
-            self._lock = lock
-        return True
+            self._lock = _lock_of(self._folder)
+        return self._lock is not None
 
     def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _lock_of(folder: Path) -> int | None:
+    """Lock a calibration's folder until what is returned is closed. None if a server has it. Raises OSError."""
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock

@@ -68,9 +68,11 @@ class AheadReader:
             lookup.taken.add(unit.cells_key)
 
     def drop_units(self, data_name: str | None = None) -> None:
-        """Drop all units, or all of this data object, of which no lookup reads more."""
-        if data_name is not None:
-            for lookup in self._lookups:
+        """Drop all units, or all of this data object. No lookup reads more of what is dropped."""
+        for lookup, task in self._lookups.items():
+            if data_name is None:
+                task.cancel()
+            else:
                 lookup.dropped.add(data_name)
         for key in [key for key in self._reads if data_name in (None, key[0])]:
             self._drop(key)

@@ -15,7 +15,7 @@ What must hold:
   a circle.
 * **A budget's bytes are given back once, whatever happens**: when their job is over, not when a coroutine ends. A
   cancelled fetch still has jobs on the pool.
-* **Nothing is written after a fetch is over**: the sink is closed first (`sink`). SGLang gives the pages to others.
+* **Nothing is written after a fetch is over**: the destination is closed first. SGLang gives the pages to others.
 * **Damage is reported, not judged.** Only the store can tell damage on its disk from damage on the way here.
 """
 
@@ -26,7 +26,9 @@ import contextlib
 import logging
 import math
 import sys
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,18 +38,19 @@ from itertools import islice
 import numpy as np
 
 from sgl_kvfetch import metrics, timeline
-from sgl_kvfetch.codec import Decoders, SegmentReader
+from sgl_kvfetch.codec import Cell, CellValues, Decoders, Quantised, SegmentReader
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
-from sgl_kvfetch.plane.adapt.policy import Policy
-from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.arena import PagePool
+from sgl_kvfetch.plane.choice import Cost
 from sgl_kvfetch.plane.fetch.ahead import AheadReader
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
-from sgl_kvfetch.plane.fetch.offers import Chooser
 from sgl_kvfetch.plane.fetch.plan import (
     CellChunks,
     CellsKey,
+    Chooser,
     LevelPolicy,
     PageSource,
+    Policy,
     ReadSize,
     ReadUnit,
     SpanPart,
@@ -55,15 +58,204 @@ from sgl_kvfetch.plane.fetch.plan import (
     read_units,
     span_parts,
 )
-from sgl_kvfetch.plane.fetch.restore import Restorer
-from sgl_kvfetch.plane.fetch.sink import CodedPool, Destination
+from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.memory_cache import Held, MemoryCache
-from sgl_kvfetch.plane.messages import Cost
 from sgl_kvfetch.reasons import Reason, reason_of
 from sgl_kvfetch.side_by_side import together
 from sgl_kvfetch.stores import Store
 
 logger = logging.getLogger(__name__)
+
+# Values dequantised at a time: dequantising needs several times their memory.
+_VALUES_AT_ONCE = 1 << 19
+_BYTES_A_VALUE = 24  # during dequantisation: a few copies in float32
+
+Keep = Callable[[], object]  # keeps cells that were decoded
+
+
+class Destination(ABC):
+    """What one fetch restores cells to, until it is closed. Closing waits for the write under way, and nothing is
+    written afterwards: the memory may then belong to another request. Threads may restore cells at once."""
+
+    takes_units = False  # whether all cells of a unit are decoded in one job, and not each in its own
+
+    def __init__(self) -> None:
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+
+    def write(self, write: Callable[[], None]) -> bool:
+        """Call ``write``. Return False, without calling it, if the destination is closed."""
+        with self._lock:
+            if not self._is_closed:
+                write()
+            return not self._is_closed
+
+    def is_kept(self, part: int) -> bool:
+        """Return whether the cells of a fetch's part were verified by another fetch, and need not be read."""
+        return False
+
+    def places(self, reader: SegmentReader, cells: Sequence[Cell]) -> list[CellChunks] | None:
+        """Return where the chunks of some cells may be received, if they stay as they are coded. Else return None."""
+        return None
+
+    @abstractmethod
+    def decode(
+        self, part: SpanPart, reader: SegmentReader, cells: Sequence[tuple[Cell, CellChunks]], decoders: Decoders
+    ) -> Keep:
+        """Verify and decode the chunks of some cells of a part, which ``reader`` reads; they may lie in `places`. What
+        is returned writes them. Both raise CorruptError, FormatError, UnsupportedError."""
+
+    @abstractmethod
+    def working_bytes(self, reader: SegmentReader, cells: Sequence[Cell]) -> int:
+        """Return the bytes of memory that some cells need until they are written."""
+
+
+class PoolPages(Destination):
+    """Pages of a pool. Cells are dequantised."""
+
+    def __init__(self, pool: PagePool, pages: Sequence[int]) -> None:
+        """``pages``: one for each page of the fetch."""
+        super().__init__()
+        self._pool = pool
+        self._pages = pages
+
+    def decode(
+        self, part: SpanPart, reader: SegmentReader, cells: Sequence[tuple[Cell, CellChunks]], decoders: Decoders
+    ) -> Keep:
+        decoded = [(cell, reader.decode_chunks(cell, chunks, decoders)) for cell, chunks in cells]
+        return partial(self._dequantise, part, reader, decoded)
+
+    def working_bytes(self, reader: SegmentReader, cells: Sequence[Cell]) -> int:
+        """Count frames, their integers, and some values."""
+        most_values = max(min(_VALUES_AT_ONCE, reader.manifest.cell_values(cell)) for cell in cells)
+        return sum(2 * reader.frames_bytes(cell) for cell in cells) + most_values * _BYTES_A_VALUE
+
+    def _dequantise(self, part: SpanPart, reader: SegmentReader, cells: Sequence[tuple[Cell, Quantised]]) -> None:
+        """Dequantise cells a few pages at a time, and write those that are wanted."""
+        page_size, grid = reader.geometry.page_size, reader.manifest.grid
+        places = {page: self._pages[i] for page, i in zip(part.span_pages, part.request_pages, strict=True)}
+        num_pages = reader.manifest.span_tokens(part.span) // page_size
+        for cell, quantised in cells:
+            layers, heads = grid.layers(cell.layer_group), reader.heads_of(cell)
+            step = max(1, _VALUES_AT_ONCE * num_pages // reader.manifest.cell_values(cell))
+            for first in range(0, num_pages, step):
+                wanted = [page for page in range(first, min(first + step, num_pages)) if page in places]
+                if not wanted:
+                    continue
+                tokens = slice(wanted[0] * page_size, (wanted[-1] + 1) * page_size)
+                values = reader.dequantise_cell(cell, quantised, tokens)
+                if len(wanted) <= wanted[-1] - wanted[0]:
+                    values = _pages_of(values, page_size, [page - wanted[0] for page in wanted])
+                into = [places[page] for page in wanted]
+                if not self.write(partial(self._pool.write, layers, heads, into, values)):
+                    return
+
+
+def _pages_of(values: CellValues, page_size: int, pages: Sequence[int]) -> CellValues:
+    """Select some pages of the values."""
+    return CellValues(*(x.reshape(-1, page_size, *x.shape[1:])[list(pages)].flatten(0, 1) for x in values))
+
+
+class Restorer:
+    """Restores cells within a budget of memory. Belongs to one event loop."""
+
+    def __init__(self, pool: DecodePool[Decoders], chooser: Chooser, decode_bytes: int) -> None:
+        """``chooser`` knows what a cell costs the pool. ``decode_bytes``: the budget."""
+        self._pool = pool
+        self._chooser = chooser
+        self._budget = BytesBudget(decode_bytes)
+
+    async def restore(
+        self,
+        unit: ReadUnit,
+        chunks: Sequence[CellChunks],
+        part: SpanPart,
+        destination: Destination,
+        request: timeline.Request,
+    ) -> None:
+        """Restore the cells of a unit, which have these chunks. ``part``: the pages that are wanted of its span.
+        Raises what `restore_cells` raises, when no cell is under way any more."""
+        cells = list(zip(unit.cells, chunks, strict=True))
+        # To verify a cell takes less than to hand it to a thread. To decode its values takes long.
+        runs = [cells] if destination.takes_units else [[each] for each in cells]
+        jobs = [
+            self._run(
+                unit.reader,
+                [cell for cell, _ in run],
+                partial(restore_cells, destination, part, unit.reader, run, request=request),
+                destination.working_bytes(unit.reader, [cell for cell, _ in run]),
+            )
+            for run in runs
+        ]
+        # Wait for all cells even if one fails: they hold memory until they are done.
+        for error in await asyncio.gather(*jobs, return_exceptions=True):
+            if error is not None:
+                raise error
+
+    async def _run(
+        self, reader: SegmentReader, cells: Sequence[Cell], job: Callable[[Decoders], None], num_bytes: int
+    ) -> None:
+        """Run the job of some cells on the pool, within ``num_bytes`` of memory."""
+        await self._budget.acquire(num_bytes)
+        try:
+            variant = self._chooser.profile_variant(reader)
+            work = sum(self._chooser.work(reader, cell) for cell in cells)
+            future = self._pool.submit(job, variant, work=work, size_bytes=sum(map(reader.coded_bytes, cells)))
+        except BaseException:
+            self._budget.release(num_bytes)
+            raise
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def end() -> None:
+            self._budget.release(num_bytes)
+            ended.set()
+
+        # The memory is used until the job is over, even if this coroutine has been cancelled.
+        future.add_done_callback(lambda _: _call_soon(loop, end))
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        future.result()
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    """Call ``function`` on the loop, from any thread. Do nothing if the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
+
+
+def restore_cells(
+    destination: Destination,
+    part: SpanPart,
+    reader: SegmentReader,
+    cells: Sequence[tuple[Cell, CellChunks]],
+    decoders: Decoders,
+    *,
+    request: timeline.Request = timeline.NOBODY,
+) -> None:
+    """Restore some cells of one part, each with its chunks, which ``reader`` reads. ``decoders`` are those of the
+    session that runs this. ``request`` is for the timeline. Raises CorruptError, FormatError, UnsupportedError."""
+    started_s = time.monotonic()
+    keep = destination.decode(part, reader, cells, decoders)
+    decoded_s = time.monotonic()
+    keep()
+    ended_s = time.monotonic()
+    metrics.STAGE_SECONDS.labels("decode").observe(decoded_s - started_s)
+    metrics.STAGE_SECONDS.labels("restore").observe(ended_s - decoded_s)
+    about: dict[str, int | str] = {
+        "bytes": sum(len(x) for _, chunks in cells for x in chunks),
+        "codec": reader.variant.codec,
+    }
+    timeline.add(request, "decode", started_s, decoded_s, **about, levels_left_out=reader.levels_left_out)
+    timeline.add(request, "restore", decoded_s, ended_s)
+
 
 _COMPARE_S = 0.05  # how often a fetch is compared with computing
 _SLOWER = 1.1  # it ends if it would take so many times as long: estimates have noise, and what has come is lost in part
@@ -73,9 +265,19 @@ _MAX_REPORTS = 4  # at once; a segment for which there is no room is reported wh
 @dataclass(frozen=True, slots=True)
 class FetchResult:
     num_pages: int = 0  # length of the restored run, from the first requested page
-    failures: tuple[KVFetchError, ...] = ()
-    timed_out: bool = False  # bytes did not arrive in time
+    failures: tuple[KVFetchError | TimeoutError, ...] = ()  # TimeoutError: bytes did not arrive in time
     late: bool = False  # the rest was not requested in time, or would have arrived too late
+
+    def count(self, num_asked: int, page_bytes: int) -> None:
+        """Count the pages, and misses by reason. ``num_asked``: the pages that the engine wanted, of ``page_bytes`` raw
+        bytes each."""
+        for failure in self.failures:
+            metrics.count_miss("fetch", failure)
+        if self.late:
+            metrics.miss("fetch", "late")
+        metrics.FETCHED_PAGES.labels("hit").inc(self.num_pages)
+        metrics.FETCHED_PAGES.labels("miss").inc(num_asked - self.num_pages)
+        metrics.RAW_BYTES.labels("read").inc(self.num_pages * page_bytes)
 
 
 class _SettledError(Exception):
@@ -86,14 +288,14 @@ class _RunningFetch:
     """Tracks which parts of a fetch are restored. A page counts only if it and all pages before it are whole."""
 
     def __init__(
-        self, sources: Sequence[PageSource], destination: Destination, held: Held, request: timeline.Request
+        self, sources: Sequence[PageSource], destination: Destination, held: Held | None, request: timeline.Request
     ) -> None:
-        """``held``: the spans whose bytes are in memory. ``request``: for the timeline."""
+        """``held``: the spans whose bytes are in memory; None without `memory_cache`. ``request``: for the timeline."""
         self.parts = span_parts(sources)  # in the order of their first pages; several may hold a page, each some heads
         self.destination = destination
         self.held = held
         self.request = request
-        self.failures: list[KVFetchError] = []
+        self.failures: list[KVFetchError | TimeoutError] = []
         self.num_asked = len(sources)
         self.num_transmitting = 0  # units
         self.is_late = False  # the rest would arrive after the deadline
@@ -103,6 +305,10 @@ class _RunningFetch:
         self._pages_before = [*(part.request_pages[0] for part in self.parts), self.num_asked]
         self._end = len(self.parts)  # the first part that failed or is not wanted
         self._num_whole = 0
+
+    def has(self, part: SpanPart) -> bool:
+        """Return whether all bytes of a span are in memory."""
+        return self.held is not None and self.held.has(part.reader, part.span)
 
     def is_wanted(self, part: int) -> bool:
         return part < self._end
@@ -185,7 +391,7 @@ class Fetcher:
         self._may_delete = may_delete
         self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
         self._running: set[_RunningFetch] = set()
-        self._ahead = AheadReader(self.link, self._ahead_budget, self._read_whole)
+        self._ahead: AheadReader | None = None  # once something is to be read ahead
         # Bytes of spans that a fetch used only in part. SGLang fetches in batches of 128 pages, and the next batch or
         # the next turn of a conversation begins with the rest of the span.
         self._begun: OrderedDict[UnitKey, memoryview] = OrderedDict()
@@ -203,13 +409,17 @@ class Fetcher:
     def drop_unused(self) -> None:
         """Drop all bytes that running fetches do not use."""
         self._begun.clear()
-        self._ahead.drop_units()
+        self._drop_ahead()
         if self._memory is not None:
             self._memory.clear()
 
-    def hold(self, sources: Sequence[PageSource]) -> Held:
-        """Keep what is in memory of these pages until it is let go."""
-        return Held() if self._memory is None else self._memory.hold(span_parts(sources))
+    def _drop_ahead(self, data_name: str | None = None) -> None:
+        if self._ahead is not None:
+            self._ahead.drop_units(data_name)
+
+    def hold(self, sources: Sequence[PageSource]) -> Held | None:
+        """Keep what is in memory of these pages until it is let go. Return None without `memory_cache`."""
+        return None if self._memory is None else self._memory.hold(span_parts(sources))
 
     def open(self, held: Held, parts: Sequence[SpanPart]) -> None:
         """Open entries in memory for what is not there of these parts, if it is known how they will be read."""
@@ -234,6 +444,8 @@ class Fetcher:
         """Start to transmit the bytes of these pages, as link and budget allow, and keep them for ``expire_s``
         seconds."""
         due_s = time.monotonic() + self.levels.within_s
+        if self._ahead is None:
+            self._ahead = AheadReader(self.link, self._ahead_budget, self._read_whole)
         self._ahead.begin(partial(self._units_ahead, span_parts(sources), due_s), expire_s)
 
     async def probe(self, sources: Sequence[PageSource]) -> None:
@@ -266,7 +478,7 @@ class Fetcher:
         compute_s: float = math.inf,
         held: Held | None = None,
     ) -> FetchResult:
-        """Restore pages to ``destination``. When this returns or raises, its sink is closed.
+        """Restore pages to ``destination``. When this returns or raises, it is closed.
 
         Returns within about ``timeout_s``, and does not request bytes that the link, at its measured speed, would bring
         only after that. ``num_pages`` excludes pages that failed or came too late; pages beyond it may have been
@@ -275,10 +487,10 @@ class Fetcher:
         would take to compute all pages; ends, as if the rest came too late, when the engine would compute the rest
         sooner. ``held``: what the caller holds of these pages, and has opened for them.
         """
-        own = Held()
-        if held is None:
-            held = own = self.hold(sources)
-            self.open(held, span_parts(sources))
+        own = None
+        if held is None and (own := self.hold(sources)) is not None:
+            held = own
+            self.open(own, span_parts(sources))
         fetch = _RunningFetch(sources, destination, held, request)
         self._running.add(fetch)
         timed_out = False
@@ -286,16 +498,18 @@ class Fetcher:
             async with asyncio.timeout(timeout_s):
                 await self._run(fetch, time.monotonic() + timeout_s, on_requested, compute_s)
         except TimeoutError:
-            timed_out = fetch.num_transmitting > 0
+            if timed_out := fetch.num_transmitting > 0:
+                fetch.failures.append(TimeoutError(f"not all pages arrived within {timeout_s:g} s"))
             fetch.is_late |= not timed_out
         finally:
-            destination.sink.close()
+            destination.close()
             self._running.remove(fetch)
-            own.let_go()
+            if own is not None:
+                own.let_go()
             if fetch.is_late or timed_out:  # the rest is computed: leave the link to others
                 for name in {part.reader.data_name for part in fetch.parts}:
-                    self._ahead.drop_units(name)
-        return FetchResult(fetch.num_pages, tuple(fetch.failures), timed_out, fetch.is_late)
+                    self._drop_ahead(name)
+        return FetchResult(fetch.num_pages, tuple(fetch.failures), fetch.is_late)
 
     async def _run(
         self, fetch: _RunningFetch, deadline_s: float, on_requested: Callable[[], None] | None, compute_s: float
@@ -307,17 +521,18 @@ class Fetcher:
                 if math.isfinite(compute_s):
                     group.create_task(self._end_when_slow(fetch, compute_s))
                 for index, part in enumerate(fetch.parts):
-                    if isinstance(pool := fetch.destination.sink.pool, CodedPool) and pool.is_kept(index):
+                    if fetch.destination.is_kept(index):
                         fetch.take_kept(index)
                         continue
-                    if not fetch.held.has(part.reader, part.span) and self._comes_after(part, deadline_s):
+                    if not fetch.has(part) and self._comes_after(part, deadline_s):
                         fetch.is_late = True
                         fetch.fail(index, None)
                     for unit in self._units(part, due_s, self._num_unasked):
                         if not fetch.is_wanted(index):
                             break
-                        self._ahead.leave_out(unit)
-                        is_here = fetch.held.has_unit(unit)
+                        if self._ahead is not None:
+                            self._ahead.leave_out(unit)
+                        is_here = fetch.held is not None and fetch.held.has_unit(unit)
                         if not is_here:
                             await self._fetch_budget.acquire(unit.size_bytes)
                         fetch.num_unasked -= len(unit.cells)
@@ -342,8 +557,7 @@ class Fetcher:
 
     async def _end_when_slow(self, fetch: _RunningFetch, compute_s: float) -> None:
         """End the fetch when the engine, which takes ``compute_s`` for all pages, would compute the rest sooner."""
-        is_held = fetch.held.has
-        sizes = [0 if is_held(part.reader, part.span) else part.size_bytes for part in fetch.parts]
+        sizes = [0 if fetch.has(part) else part.size_bytes for part in fetch.parts]
         while True:
             await asyncio.sleep(_COMPARE_S)
             link_bps = self.link.present_bps(time.monotonic())
@@ -415,7 +629,7 @@ class Fetcher:
             key = reader.stem, run[0]
             if is_taken(key):
                 continue
-            unit = self._ahead.find_unit(key)
+            unit = None if self._ahead is None else self._ahead.find_unit(key)
             # The segment may have been rewritten meanwhile, with other spans or cells.
             if unit is None or unit.cells != run or not unit.reader.has_cells_of(reader):
                 left_s, is_here = due_s - time.monotonic(), partial(self._is_in_memory, span=part.span)
@@ -426,31 +640,29 @@ class Fetcher:
         return self._memory is not None and self._memory.has(reader, span)
 
     async def _chunks_of(self, unit: ReadUnit, part: SpanPart, fetch: _RunningFetch) -> Sequence[CellChunks]:
-        held, pool = fetch.held, fetch.destination.sink.pool
-        if (chunks := held.chunks(unit)) is not None:
+        """Return the chunks of a unit's cells: from memory if something has read them, or else from the store."""
+        held, data = fetch.held, self._begun.get(unit.key)
+        if held is not None and (chunks := held.chunks(unit)) is not None:
             return chunks
-        if unit.key in self._begun:
-            return held.put(unit, unit.split(self._begun[unit.key]))
         is_used_again = part.is_begun and part.request_pages[-1] == fetch.num_asked - 1
-        if task := self._ahead.take_read(unit):
+        if data is None and self._ahead is not None and (task := self._ahead.take_read(unit)) is not None:
             try:
                 data = await task
             finally:
                 self._ahead_budget.release(unit.size_bytes)
-        elif (places := held.places(unit)) is not None:
-            await self._transmit(unit, fetch.request, unit.by_object(places))
-            held.received(unit)
-            return places
-        else:
-            in_pool = None
-            if isinstance(pool, CodedPool) and len(unit.reads) == 1 and not is_used_again:
-                in_pool = pool.places(unit.reader, unit.cells)
-            if in_pool is not None:
-                await self._transmit(unit, fetch.request, unit.by_object(in_pool))
-                return in_pool
+        if data is None:
+            if held is not None and (places := held.places(unit)) is not None:
+                await self._transmit(unit, fetch.request, unit.by_object(places))
+                held.received(unit)
+                return places
+            if len(unit.reads) == 1 and not is_used_again:
+                places = fetch.destination.places(unit.reader, unit.cells)
+                if places is not None:
+                    await self._transmit(unit, fetch.request, unit.by_object(places))
+                    return places
             data = await self._read_whole(unit, fetch.request)
         chunks = unit.split(data)
-        if (kept := held.put(unit, chunks)) is not chunks:
+        if held is not None and (kept := held.put(unit, chunks)) is not chunks:
             return kept
         if is_used_again:
             self._keep_begun(unit, data)
@@ -485,7 +697,7 @@ class Fetcher:
             if await self._store.report_damage(name):
                 logger.warning("the store has deleted the damaged segment %s", name)
                 metrics.DELETED_SEGMENTS.inc()
-                self._ahead.drop_units(data_name)
+                self._drop_ahead(data_name)
                 self.drop_kept(data_name)  # of what came since the damage was found
         except StoreError as e:
             logger.debug("cannot report the damaged segment %s: %s", name, e)

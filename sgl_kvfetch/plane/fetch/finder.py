@@ -12,6 +12,9 @@ Manifests in use are shared by requests, and decoded off the event loop unless t
 
 After three failures in a row, of lookups or of fetches, lookups stop for 1 to 30 s (`Breaker`): a store that hangs
 costs a request its timeout, and must not cost every request that.
+
+**Side pools.** Manifests name their pages, too (codec/container/sides.py). `usable_runs` says which runs of pages have
+those that they need, and `SideFetcher` reads them.
 """
 
 from __future__ import annotations
@@ -22,20 +25,144 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import Manifest, Quantiser, SegmentReader, decode_manifest, open_manifest
-from sgl_kvfetch.codec.container import first_readable
+from sgl_kvfetch.codec import Manifest, Quantiser, SegmentReader, SidePlace, decode_manifest, open_manifest
+from sgl_kvfetch.codec.container.reader import first_readable
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.plane.fetch.fetcher import FetchResult
+from sgl_kvfetch.metrics import note
 from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource
 from sgl_kvfetch.plane.memory_cache import MemoryCache
-from sgl_kvfetch.plane.misses import note
 from sgl_kvfetch.reasons import Reason
+from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.stores import Breaker, SegmentHit, Store
+
+KV_POOL = "kv"
+_READS = 8  # at a time
+_READ_BYTES = 8 << 20  # neighbouring pages are read together up to this size
+
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """``lengths``: the runs that have all their side pages. ``stored``: the longest run for each pool alone."""
+
+    lengths: tuple[int, ...]
+    stored: dict[str, int]
+
+    def up_to(self, num_pages: int) -> Usable:
+        """Return what there is of the first ``num_pages``."""
+        lengths = tuple(length for length in self.lengths if length <= num_pages)
+        return Usable(lengths, {pool: min(num_pages, number) for pool, number in self.stored.items()})
+
+
+def usable_runs(sources: Sequence[PageSource], trailing: Mapping[str, int]) -> Usable:
+    """Return which runs of pages, from the first on, can be used. ``trailing``: as in `protocol.Stage`.
+
+    The rules are SGLang's (``HiCacheFile.batch_exists_v2``).
+    """
+    lengths, stored = set(range(1, len(sources) + 1)), {}
+    for pool, num_trailing in trailing.items():
+        found = set()
+        num_there = 0  # pages in front of here, without a gap
+        for end, source in enumerate(sources, 1):
+            num_there = num_there + 1 if (pool, source.page) in source.reader.side_places else 0
+            if num_there >= min(num_trailing or end, end):
+                found.add(end)
+        stored[pool] = max(found, default=0)
+        lengths &= found
+    return Usable(tuple(sorted(lengths)), stored)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Neighbouring side pages of an object. ``pages``: indices into the request, in the order of their bytes."""
+
+    source: PageSource
+    pages: tuple[int, ...]
+    places: tuple[SidePlace, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(place.size_bytes for place in self.places)
+
+
+class SideFetcher:
+    """Fetches the side pages of one store. Belongs to one event loop."""
+
+    def __init__(self, store: Store, report_damage: Callable[[SegmentReader], None]) -> None:
+        """``report_damage`` is called for segments whose side pages are missing or broken."""
+        self._store = store
+        self._report_damage = report_damage
+
+    async def fetch(
+        self, sources: Sequence[PageSource], pool: str, num_bytes: int, take: Callable[[int, bytearray], None]
+    ) -> list[KVFetchError]:
+        """Fetch pages of one side pool, ``num_bytes`` each. ``take`` gets each page that is there and verified, with
+        its index, on some thread, and may wait. Return why others are not there; those that nobody stored are not
+        errors."""
+        failures: list[KVFetchError] = []
+
+        async def read(each: _Read) -> None:
+            try:
+                _require_size(each, num_bytes)
+                await self._read(each, take)
+            except KVFetchError as e:
+                failures.append(e)
+                if isinstance(e, FormatError):
+                    metrics.CORRUPT_CHUNKS.inc()
+                if isinstance(e, FormatError) or (isinstance(e, StoreError) and e.reason == "missing"):
+                    self._report_damage(each.source.reader)
+
+        await side_by_side(_READS, _reads(sources, pool), read)
+        return failures
+
+    async def _read(self, each: _Read, take: Callable[[int, bytearray], None]) -> None:
+        first = each.places[0]
+        started_s = time.monotonic()
+        data = memoryview(bytearray(each.size_bytes))
+        if not await self._store.read(first.data_name, first.start, [data]):
+            raise StoreError("missing", f"{first.data_name} is not in the store")
+        metrics.STAGE_SECONDS.labels("transmit").observe(time.monotonic() - started_s)
+        metrics.WIRE_BYTES.labels("read").inc(len(data))
+
+        def decode() -> None:
+            for page, place in zip(each.pages, each.places, strict=True):
+                start = place.start - first.start
+                take(page, place.decode(data[start : start + place.size_bytes]))
+
+        await asyncio.to_thread(decode)
+
+
+def _require_size(each: _Read, num_bytes: int) -> None:
+    """Raise FormatError for pages of another size, before anything is allocated for them."""
+    for place in each.places:
+        if place.page.num_bytes != num_bytes:
+            raise FormatError(
+                f"a side page of {place.page.pool} has {place.page.num_bytes} bytes, expected {num_bytes}"
+            )
+
+
+def _reads(sources: Sequence[PageSource], pool: str) -> list[_Read]:
+    reads: list[_Read] = []
+    for page, source in enumerate(sources):
+        place = source.reader.side_places.get((pool, source.page))
+        if place is None:
+            continue
+        last = reads[-1] if reads else None
+        if (
+            last is not None
+            and last.places[-1].data_name == place.data_name
+            and last.places[-1].start + last.places[-1].size_bytes == place.start
+            and last.size_bytes + place.size_bytes <= _READ_BYTES
+        ):
+            reads[-1] = _Read(last.source, (*last.pages, page), (*last.places, place))
+        else:
+            reads.append(_Read(source, (page,), (place,)))
+    return reads
+
 
 _MAX_KNOWN_PAGES = 1 << 15  # remembered between a lookup and its fetch
 # Of manifests, as stored, that are remembered or in use; decoded they take up to ten times as much.
@@ -217,25 +344,19 @@ class PageFinder:
             return await self.find_pages(hashes, timeout_s)
         return known
 
-    def fetched(self, hashes: Sequence[bytes], sources: Sequence[PageSource], result: FetchResult) -> None:
-        """Update the memory and the breaker from the result of a fetch of ``sources``."""
-        # The other pages may be merged, evicted or corrupt: ask the store again.
-        for page_hash in hashes[result.num_pages :]:
+    def fetched(
+        self, missing: Sequence[bytes], failures: Sequence[KVFetchError | TimeoutError], *, is_of_sides: bool = False
+    ) -> None:
+        """Update the memory and the breakers from a fetch. ``missing``: pages that are not there. ``is_of_sides``:
+        whether they are side pages."""
+        # They may be merged, evicted or corrupt: ask the store again.
+        for page_hash in missing:
             self._known.pop(page_hash, None)
-        if result.timed_out or any(isinstance(f, StoreError) and f.reason != "missing" for f in result.failures):
-            self._fetches.failed(time.monotonic())
-        elif sources:
-            self._fetches.succeeded()
-
-    def sides_fetched(self, hashes: Sequence[bytes], failures: Sequence[KVFetchError | TimeoutError]) -> None:
-        """Update the memory and the breaker from why a fetch of side pages fell short."""
-        if failures:
-            for page_hash in hashes:
-                self._known.pop(page_hash, None)
+        breaker = self._side_fetches if is_of_sides else self._fetches
         if any(isinstance(f, TimeoutError) or (isinstance(f, StoreError) and f.reason != "missing") for f in failures):
-            self._side_fetches.failed(time.monotonic())
+            breaker.failed(time.monotonic())
         else:
-            self._side_fetches.succeeded()
+            breaker.succeeded()
 
     def turn_off(self) -> None:
         """Find nothing from now on: what is stored is wrong."""
@@ -289,7 +410,7 @@ class PageFinder:
     def _reader(self, heads: HeadSlice, manifest_bytes: bytes) -> SegmentReader:
         manifest = decode_manifest(manifest_bytes)
         if manifest.is_encrypted:
-            manifest = open_manifest(manifest, self._store.encryption_keys)
+            manifest = open_manifest(manifest, self._store.keys)
         heads.require_same(manifest.heads)
         variant = first_readable(manifest, self._engine_codecs)
         reader = SegmentReader(manifest, self._quantiser, variant, self._heads.heads)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sgl_kvfetch.codec import SideKey
-from sgl_kvfetch.codec.container import CodedChunk, Pages
+from sgl_kvfetch.codec import CodedChunk, Pages, SideKey
 from sgl_kvfetch.keys import buddy_split
 
 

@@ -36,7 +36,6 @@ import msgspec
 from sgl_kvfetch import blocks, metrics
 from sgl_kvfetch.codec import (
     MAX_MANIFEST_BYTES,
-    MAX_SIDES,
     CodedSegment,
     EncodedSegment,
     Manifest,
@@ -48,19 +47,15 @@ from sgl_kvfetch.codec import (
     secure_segment,
     signed_by,
 )
-from sgl_kvfetch.codec.container import (
-    encode_pages,
-    encode_side,
-    encode_span,
-    merge_segments,
-    plain_segment,
-    secure_side,
-    side_places,
-)
+from sgl_kvfetch.codec.container.manifest import MAX_SIDES
+from sgl_kvfetch.codec.container.merge import merge_segments
+from sgl_kvfetch.codec.container.protect import plain_segment, secure_side
+from sgl_kvfetch.codec.container.segment import encode_pages, encode_span
+from sgl_kvfetch.codec.container.sides import encode_side, side_places
 from sgl_kvfetch.errors import FormatError, KVFetchError, QuantiseError, StoreError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plane.misses import miss
+from sgl_kvfetch.metrics import miss
 from sgl_kvfetch.plane.write.gather import Gatherer, PageBatch, SpanPages
 from sgl_kvfetch.reasons import Reason, reason_of
 from sgl_kvfetch.side_by_side import Tasks
@@ -325,8 +320,7 @@ class Writer:
             if not _may_change(self._store, manifest, hit.manifest):
                 continue
             side, data = await self._run(partial(encode_side, new, self._encode_pool))
-            how = self._store.encryption_keys, self._store.signs
-            side, data = await self._run(partial(secure_side, manifest, side, data, *how))
+            side, data = await self._run(partial(secure_side, manifest, side, data, self._store.keys))
             whole = msgspec.structs.replace(manifest, sides=(*manifest.sides, side))
             content = whole.encode()
             await self._store.put(whole.data_name(side), data)
@@ -406,7 +400,7 @@ class Merger:
         return num_merged
 
     def _merged(self, left: CodedSegment, right: CodedSegment) -> CodedSegment:
-        keys = self._store.encryption_keys
+        keys = self._store.keys
         return merge_segments(self._spec, plain_segment(left, keys), plain_segment(right, keys), self._executor)
 
     async def _left_buddy(self, manifest: Manifest) -> CodedSegment | None:
@@ -472,7 +466,8 @@ def _coarse_segments(hits: Sequence[SegmentHit]) -> list[Manifest]:
 
 def _may_change(store: Store, manifest: Manifest, stored: bytes) -> bool:
     """Return whether readers with keys could still use a segment if it was written again through ``store``."""
-    return (store.signs or not signed_by(stored)) and (store.encryption_keys is not None or not manifest.is_encrypted)
+    keys = store.keys
+    return bool((keys.manifest or not signed_by(stored)) and (keys.encryption or not manifest.is_encrypted))
 
 
 async def commit_segment(store: Store, segment: Segment) -> tuple[Segment, int]:
@@ -481,7 +476,7 @@ async def commit_segment(store: Store, segment: Segment) -> tuple[Segment, int]:
 
     Raises StoreError; objects put before are then garbage that no reader sees.
     """
-    if store.signs or store.encryption_keys is not None:
+    if store.keys:
         segment = await asyncio.to_thread(_secured, segment, store)
     manifest = segment.manifest.encode()
     num_bytes = len(manifest)
@@ -494,7 +489,7 @@ async def commit_segment(store: Store, segment: Segment) -> tuple[Segment, int]:
 
 def _secured(segment: Segment, store: Store) -> CodedSegment:
     whole = segment.joined() if isinstance(segment, EncodedSegment) else segment
-    return secure_segment(whole, store.encryption_keys, store.signs)
+    return secure_segment(whole, store.keys)
 
 
 async def delete_segment(store: Store, known: Manifest) -> None:

@@ -21,6 +21,9 @@ restored, of other quantisers or codecs, go the same way, a layer at a time.
 
 Statuses and checksums are compared when the pass has been launched: if one is wrong, SGLang aborts the requests of the
 load before their results are used.
+
+**A part** is cells that go through scratch memory together: a layer group, or several of a short prompt, or what of one
+fits. Its tables are made when its turn comes, so the first part is launched before those of the others are made.
 """
 
 from __future__ import annotations
@@ -32,24 +35,286 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import Device, Event, Fence, Stream
+from sgl_kvfetch.codec import PLANES, CellPlace, Device, Fence, Stream
+from sgl_kvfetch.codec.cuda_streams import Event
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.openmp import use_one_thread
 from sgl_kvfetch.plane import StagedValues
-from sgl_kvfetch.plugin.device.coded_loads import ALIGNMENT, CodedLoad, Works
-from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
-from sgl_kvfetch.plugin.device.loads import Load, Loader
-from sgl_kvfetch.plugin.device.pinned_memory import PinnedMemory
+from sgl_kvfetch.plane.coded import StagedCode
+from sgl_kvfetch.plane.memory_cache import CODE_ALIGNMENT
+from sgl_kvfetch.plugin.device.gpu_pages import CudaPages, PinnedMemory, copy
+from sgl_kvfetch.plugin.device.pages import EnginePools, Load, Loader, SideBuffers, SidePart, SideSlots
+from sgl_kvfetch.processes import use_one_thread
+from sgl_kvfetch.triton_kernels.ans import ans_decode_table
+from sgl_kvfetch.triton_kernels.restore_klt import KltModel, klt_rows, launch_klt, vector_of
+from sgl_kvfetch.triton_kernels.xxh3 import SUMS, digests_of, xxh3_sums_table
 
 logger = logging.getLogger(__name__)
+
+N = TypeVar("N", int, np.ndarray)
+V = TypeVar("V")
+
+ALIGNMENT = 256  # of scratch memory, and of frames in it, in bytes
+_ANS_FIELDS, _SUM_FIELDS, _TABLES = 5, 2, 3
+_STATUS_BYTES, _SUM_BYTES = 4, 8 * SUMS
+_POINTER_BYTES = 16  # of what kernels get pointers to: for others, Triton would compile them again while SGLang serves
+
+_OF_MODELS = "first_layer", "num_layers", "first_head", "num_heads", "model_layer", "model_head"
+_OF_ROTATIONS = "first_token", "num_tokens"
+
+Work = Callable[[], object]  # launches something on the current stream
+
+
+class Works(NamedTuple):
+    """What to launch for a part. ``copies`` fill its scratch memory, ``restores`` read it and write slots. ``checks``
+    read it, too, and nothing waits for them but what uses the scratch memory next."""
+
+    copies: Sequence[Work]
+    restores: Sequence[Work]
+    checks: Sequence[Work] = ()
+
+
+class _Part(NamedTuple):
+    """``cells``: a slice of the prompt's, all of them coded or none. ``status``: the range of their statuses.
+    ``frames_at``: where the decoded frames begin in scratch memory, behind the code."""
+
+    layer: int
+    is_coded: bool
+    cells: slice
+    status: slice
+    frames_at: int
+    frames_bytes: int
+
+
+class CodedLoad:
+    """Keeps the memory that the device uses."""
+
+    def __init__(
+        self,
+        pages: CudaPages,
+        device: Device,
+        stream: Stream,
+        scratch_bytes: int,
+        code: StagedCode,
+        memory: PinnedMemory,
+        slots: torch.Tensor,
+    ) -> None:
+        """``stream``: of copies. ``scratch_bytes``: of a part, a multiple of `ALIGNMENT`. ``memory``: that of the
+        prompt. ``slots``: those of all its pages, on the device; -1 for pages that are in the pool already. Raises
+        UnsupportedError if a cell does not fit into the scratch memory."""
+        assert pages.quantiser is not None
+        self._pages, self._quantiser = pages, pages.quantiser
+        self._memory, self._slots = memory, slots
+        self._cells = cells = code.cells
+        self._num_frames = -(-cells["coefficients"] // PLANES)
+        frames_bytes = _rounded(self._num_frames * PLANES * cells["num_tokens"], ALIGNMENT)
+        self._frames_bytes = np.where(cells["is_coded"], frames_bytes, 0)
+        self._sizes = cells["coefficients"] * cells["num_tokens"]
+        self._parts = list(_parts(cells, self._frames_bytes, scratch_bytes))
+        sizes = len(cells), _rounded(self._parts[-1].status.stop, _POINTER_BYTES)
+        self._results, self._on_host = _Results(device, stream, *sizes), _Results(device, None, *sizes)
+        self._packed_on_host = code.packed
+        self._packed = device.empty((code.packed.numel(),), stream)
+        self._models, self._rotations = _Made(self._model), _Made(self._rotation)
+        self._models.of(cells[:1], _OF_MODELS)
+        (first,) = self._models.found
+        self._shape, self._dtype = first.shape, first.dtype
+        row_bytes = 8 * (_ANS_FIELDS + _SUM_FIELDS) + self._shape.row_bytes
+        num_bytes = row_bytes * len(cells) + _TABLES * _POINTER_BYTES * len(self._parts)
+        self._tables_on_host, self._tables = device.pinned(num_bytes), device.empty((num_bytes,), stream)
+        self._tables_at: dict[int, int] = {}  # by a part's first cell
+        self._tables_end = 0
+
+    def begin(self) -> list[Work]:
+        """Return what to launch on the stream of copies before any part."""
+        return [self._memory.copy_of(self._packed_on_host, self._packed), self._results.status.zero_]
+
+    def parts(self, layer: int) -> Iterator[Callable[[torch.Tensor], Works]]:
+        """Yield the parts without which a layer cannot be read, if they were not yielded for a layer before. A part is
+        a function of its scratch memory."""
+        return (partial(self._works, part) for part in self._parts if part.layer == layer)
+
+    def fetch_results(self) -> None:
+        """Copy to the host what `num_wrong` looks at. Launch this last."""
+        copy(self._on_host.memory, self._results.memory)
+
+    def num_wrong(self) -> int:
+        """Return how many cells did not decode to what was stored, once all is done."""
+        found = digests_of(self._on_host.sums.numpy(), self._sizes)
+        status = np.concatenate([self._on_host.status[part.status] for part in self._parts])
+        is_wrong = (status != 0) | (found != self._cells["digest"]).any(axis=1)
+        return int((is_wrong & (self._cells["is_coded"] != 0)).sum())
+
+    # Parts
+
+    def _works(self, part: _Part, scratch: torch.Tensor) -> Works:
+        """Return the copies and launches that restore a part, and those that check it."""
+        of, cells = part.cells, self._cells[part.cells]
+        (begins, sizes, places), code_start = _runs(cells)
+        tokens = cells["num_tokens"]
+        out_start = np.cumsum(self._frames_bytes[of]) - self._frames_bytes[of]
+        integers = (part.frames_at + out_start if part.is_coded else code_start) + scratch.data_ptr()
+        tables = [
+            np.stack([code_start, cells["size"], self._num_frames[of], tokens, out_start], axis=1),
+            np.stack([out_start, self._sizes[of]], axis=1),
+            self._klt_rows(cells, integers),
+        ]
+        copy_tables, (ans, sums, klt) = self._uploaded(of.start, tables)
+        copies: list[Work] = [copy_tables, self._memory.copies_of(begins, sizes, scratch, places)]
+        kind = self._shape, self._dtype, min(map(vector_of, np.unique(tokens).tolist())), self._pages.klt_options
+        most = int(tokens.max()), int(cells["num_exact"].max())
+        rows = klt.view(-1).view(torch.uint8)
+        restore = partial(launch_klt, *kind, rows, self._slots, self._pages.geometry.page_size, *most)
+        if not part.is_coded:
+            return Works(copies, [restore])
+        data, out = scratch[: part.frames_at], scratch[part.frames_at :][: part.frames_bytes]
+        decode = partial(ans_decode_table, data, ans, most[0], out, self._results.status[part.status])
+        check = partial(xxh3_sums_table, out, sums, self._results.sums[of])
+        return Works(copies, [decode, restore], [check])
+
+    def _klt_rows(self, cells: np.ndarray, integers: np.ndarray) -> np.ndarray:
+        fields = {
+            "data": cells["packed"] + self._packed.data_ptr(),
+            "integers": integers,
+            "rotations": self._rotation_addresses(cells),
+            "tokens": cells["num_tokens"],
+            "pages": cells["num_pages"],
+            "exact": cells["num_exact"],
+            "models": self._models.of(cells, _OF_MODELS),
+        }
+        rows: np.ndarray = klt_rows(self._shape, fields, self._models.found)
+        return rows
+
+    def _uploaded(self, first_cell: int, tables: list[np.ndarray]) -> tuple[Work, list[torch.Tensor]]:
+        """Put a part's int64 tables into pinned memory, at the same place each time. Return their copy to the device,
+        and the tables there."""
+        begin = end = self._tables_at.setdefault(first_cell, self._tables_end)
+        made = []
+        for table in tables:
+            here = slice(end, end + table.nbytes)
+            self._tables_on_host[here].view(torch.int64).numpy()[:] = table.reshape(-1)
+            made.append(self._tables[here].view(torch.int64).view(table.shape))
+            end = _rounded(here.stop, _POINTER_BYTES)
+        self._tables_end = max(self._tables_end, end)
+        all_of = slice(begin, end)
+        return partial(copy, self._tables[all_of], self._tables_on_host[all_of]), made
+
+    # What cells have in common
+
+    def _model(
+        self, layer: int, num_layers: int, head: int, num_heads: int, model_layer: int, model_head: int
+    ) -> KltModel:
+        place = CellPlace(
+            range(model_layer, model_layer + num_layers), range(model_head, model_head + num_heads), range(0)
+        )
+        layers, heads = range(layer, layer + num_layers), range(head, head + num_heads)
+        return self._pages.klt_model(self._quantiser, place, layers, heads)
+
+    def _rotation(self, first_token: int, num_tokens: int) -> torch.Tensor:
+        assert self._quantiser.profile is not None
+        rotations = self._quantiser.profile.rotations
+        assert rotations is not None
+        return self._pages.rotations_of(rotations, range(first_token, first_token + num_tokens))
+
+    def _rotation_addresses(self, cells: np.ndarray) -> np.ndarray:
+        """Return the address of the rotations of each cell's span; 0 without any."""
+        assert self._quantiser.profile is not None
+        if self._quantiser.profile.rotations is None:
+            return np.zeros(len(cells), dtype=np.int64)
+        which = self._rotations.of(cells, _OF_ROTATIONS)
+        return np.take(np.array([table.data_ptr() for table in self._rotations.found], dtype=np.int64), which)
+
+
+class _Made(Generic[V]):
+    """What several cells share, made once: ``make`` gets a cell's values of some fields. ``found``: all of it."""
+
+    def __init__(self, make: Callable[..., V]) -> None:
+        self._make = make
+        self._numbers: dict[bytes, int] = {}
+        self.found: list[V] = []
+
+    def of(self, cells: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        """Return where in ``found`` is what each cell has."""
+        values = np.stack([cells[name] for name in names], axis=1)
+        raw, size = values.tobytes(), values.itemsize * len(names)
+        keys = [raw[begin : begin + size] for begin in range(0, len(raw), size)]
+        for key in dict.fromkeys(keys):
+            if key not in self._numbers:
+                self.found.append(self._make(*np.frombuffer(key, dtype=np.int64).tolist()))
+                self._numbers[key] = len(self._numbers)
+        return np.array([self._numbers[key] for key in keys])
+
+
+class _Results:
+    """What the kernels say of each cell: on the device, or pinned on the host if ``stream`` is None."""
+
+    def __init__(self, device: Device, stream: Stream | None, num_cells: int, num_status: int) -> None:
+        sizes = [num_cells * _SUM_BYTES, num_status * _STATUS_BYTES]
+        self.memory = device.pinned(sum(sizes)) if stream is None else device.empty((sum(sizes),), stream)
+        sums, status = self.memory[: sizes[0]], self.memory[sizes[0] :]
+        self.sums, self.status = sums.view(torch.int64).view(num_cells, SUMS), status.view(torch.int32)
+
+
+def _parts(cells: np.ndarray, frames_bytes: np.ndarray, scratch_bytes: int) -> Iterator[_Part]:
+    """Cut the cells into parts that fit into scratch memory with their frames.
+
+    A layer group that fits is not cut. The first part has one, each later one up to twice as many as the one before:
+    few launches for a short prompt, whose first layers do not wait for the others.
+    """
+    used = np.concatenate([[0], np.cumsum(frames_bytes)])  # bytes of frames, before each cell
+    code = np.concatenate([[0], np.cumsum(_rounded(cells["size"], CODE_ALIGNMENT))])
+    needed = used[1:] + code[1:]
+    is_coded, layers = cells["is_coded"] != 0, cells["first_layer"]
+    of_kinds = np.append(np.flatnonzero(is_coded[1:] != is_coded[:-1]) + 1, len(cells))
+    is_next = (layers[1:] != layers[:-1]) | (is_coded[1:] != is_coded[:-1])
+    groups = np.append(np.flatnonzero(is_next) + 1, len(cells))  # where layer groups end
+    first, most_groups, num_status = 0, 1, 0
+    while first < len(cells):
+        group = int(np.searchsorted(groups, first, "right"))
+        kind_end = of_kinds[np.searchsorted(of_kinds, first, "right")]
+        end = int(np.searchsorted(needed, scratch_bytes + used[first] + code[first], "right"))  # of what fits
+        whole = int(np.searchsorted(groups, end, "right"))  # groups that end there
+        last = groups[min(whole - 1, group + most_groups - 1)] if whole > group else min(end, groups[group])
+        end = int(min(last, kind_end))
+        frames = int(used[max(end, first + 1)] - used[first])
+        frames_at = _rounded(int(code[max(end, first + 1)] - code[first]), ALIGNMENT)
+        if end == first:
+            raise UnsupportedError(f"{frames_at + frames} bytes of a cell do not fit into {scratch_bytes} of a part")
+        status = slice(num_status, num_status + end - first)
+        num_status = _rounded(status.stop * _STATUS_BYTES, _POINTER_BYTES) // _STATUS_BYTES
+        yield _Part(int(layers[first]), bool(is_coded[first]), slice(first, end), status, frames_at, frames)
+        first, most_groups = end, 2 * most_groups
+
+
+def _runs(cells: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+    """Return the fewest ranges that bring a part's code to scratch memory, and where each cell's code then begins.
+
+    Of a range: where it begins in shared memory, its bytes, and where it goes. A part's cells lie together in a region;
+    those that are held in memory lie together span by span.
+    """
+    order = np.argsort(cells["start"], kind="stable")
+    starts, sizes = cells["start"][order], cells["size"][order]
+    rooms = _rounded(sizes, CODE_ALIGNMENT)
+    places = np.cumsum(rooms) - rooms
+    first = np.concatenate([[0], np.flatnonzero(starts[1:] != (starts + rooms)[:-1]) + 1])
+    last = np.append(first[1:], len(cells)) - 1
+    ends, code_start = (starts + sizes)[last], np.empty_like(places)
+    code_start[order] = places
+    return (starts[first], ends - starts[first], places[first]), code_start
+
+
+def _rounded(num_bytes: N, unit: int) -> N:
+    """Return the next multiple of ``unit``, for a number or an array."""
+    return -(-num_bytes // unit) * unit
+
 
 MiB = 1 << 20
 LANES = 2
@@ -58,7 +323,8 @@ LEAST_SCRATCH_BYTES = 64 * MiB
 _FIRST_BYTES = 512 * MiB  # of the memory in which prompts are staged, pinned from the start: the first ones lie there
 _FREE_SHARE = 8  # the scratch memory is at most that part of what is free at the start
 
-_Part = Callable[[torch.Tensor], Works]  # a part, as a function of its scratch memory
+
+_WorksOfPart = Callable[[torch.Tensor], Works]  # a part, as a function of its scratch memory
 
 
 class GpuLayerCounter(LayerWiseLoadCounter):  # type: ignore[misc]
@@ -94,12 +360,14 @@ class _Lane:
 
 @dataclass(eq=False)
 class _Running:
-    """A batch's loads, until SGLang has finished them. ``slots``: of each, on the device. ``after``: what the pool's
-    slots are written after. ``coded``, and ``slots``, keep memory that the device uses until ``done``. ``launching`` is
+    """A batch's loads, until SGLang has finished them. ``slots``: of each, on the device, and of its side pages in
+    ``sides``. ``after``: what the pool's slots are written after. These and ``coded`` keep memory that the device uses
+    until ``done``. ``launching`` is
     done when all was launched that will be; ``is_complete``: whether it was all."""
 
     loads: Sequence[Load]
     slots: list[torch.Tensor] = field(default_factory=list)
+    sides: list[Sequence[SideSlots]] = field(default_factory=list)
     after: list[Fence] = field(default_factory=list)
     launching: Future[None] | None = None
     done: Event | None = None
@@ -110,11 +378,12 @@ class _Running:
 class GpuLoader(Loader):
     """Loads on streams of its own. ``begin`` and ``finish`` run on the scheduler's thread."""
 
-    def __init__(self, pages: CudaPages, device: Device, scratch_bytes: int | None = None) -> None:
+    def __init__(self, pages: CudaPages, pools: EnginePools, scratch_bytes: int | None = None) -> None:
         """``scratch_bytes``: by default, what is free on the device decides. Raises UnsupportedError if the device has
         no room for them."""
-        self.counter = GpuLayerCounter(pages.geometry.num_layers, device)
-        self._pages = pages
+        device = pages.device
+        self.counter = GpuLayerCounter(len(pools.layers), device)
+        self._pages, self._pools = pages, pools
         self._device = device
         self._copies = device.new_stream()
         scratch = self._allocate(scratch_bytes)
@@ -154,7 +423,7 @@ class GpuLoader(Loader):
         if not staged.num_pages:
             return
         memory = self._memory_of(staged.memory)
-        tensors = staged.values if staged.code is None else [staged.code.packed]
+        tensors = [*(staged.values if staged.code is None else [staged.code.packed]), *staged.sides.values()]
         begins = np.array([x.data_ptr() - memory.whole.data_ptr() for x in tensors])
         ends = begins + [x.nbytes for x in tensors]
         if staged.code is not None:
@@ -181,6 +450,7 @@ class GpuLoader(Loader):
             # Coded cells say which pages of the prompt their tokens are; of values, those are taken that are wanted.
             num_before = 0 if load.staged.code is None else load.first_page * page_size
             running.slots.append(self._pages.open_load(load.slots, num_before))
+            running.sides.append([replace(side, slots=self._pages.open_load(side.slots)) for side in load.sides])
         running.after += self._pages.fences()
         running.launching = self._thread.submit(self._run, index, running)
         return index
@@ -231,18 +501,23 @@ class GpuLoader(Loader):
     # On the loading thread
 
     def _run(self, index: int, running: _Running) -> None:
+        """Launch loads layer by layer, on the thread that loads. A failure ends all of them: their requests are
+        computed."""
         try:
             restored: dict[int, Fence] = {}  # by lane
             for lane, fence in itertools.product(self._lanes, running.after):
                 lane.stream.wait_event(fence)
             parts_of = [
-                self._open(load, slots, running) for load, slots in zip(running.loads, running.slots, strict=True)
+                self._twice_at_most(partial(self._open, load, slots, running))
+                for load, slots in zip(running.loads, running.slots, strict=True)
             ]
-            for layer in range(self._pages.geometry.num_layers):
-                for part in itertools.chain.from_iterable(parts(layer) for parts in parts_of):
+            sides = itertools.chain.from_iterable(map(self._side_parts, running.loads, running.sides))
+            for number, layer in enumerate(self._pools.layers):
+                parts = () if layer is None else itertools.chain.from_iterable(parts(layer) for parts in parts_of)
+                for part in itertools.chain(sides, parts):  # all side pages before the first layer
                     lane = next(self._turns)
-                    restored[id(lane)] = self._launch(part(lane.scratch), lane)
-                self.counter.complete(index, layer, tuple(restored.values()))
+                    restored[id(lane)] = self._twice_at_most(partial(self._launch, part, lane))
+                self.counter.complete(index, number, tuple(restored.values()))
             self._join()
             with self._device.launching(self._copies) as launch:
                 for coded in running.coded.values():
@@ -256,8 +531,22 @@ class GpuLoader(Loader):
                 self._join()  # what was launched may still run
             running.done = self._device.mark(self._copies)
 
-    def _launch(self, works: Works, lane: _Lane) -> Fence:
-        """Launch a part. Return the fence after which its slots may be read."""
+    @staticmethod
+    def _twice_at_most(launch: Callable[[], V]) -> V:
+        """Launch something, and once more if that fails: what it loads is still staged, and SGLang aborts requests
+        whose loads fail. Memory may be short for a moment, as while a forward pass has all of it."""
+        try:
+            return launch()
+        except UnsupportedError:  # which will not change
+            raise
+        except Exception:
+            logger.exception("kvfetch: a part of a load could not be launched; it is tried once more")
+            return launch()
+
+    def _launch(self, part: _WorksOfPart, lane: _Lane) -> Fence:
+        """Launch a part. Return the fence after which its slots may be read. Launching it again, after a failure, uses
+        the same memory for the same, so what of it was launched does no harm."""
+        works = part(lane.scratch)
         if lane.free is not None:
             self._copies.wait_event(lane.free)
         with self._device.launching(self._copies) as launch:
@@ -265,13 +554,14 @@ class GpuLoader(Loader):
                 launch(work)
         lane.stream.wait_event(self._copies.record_event())
         with self._device.launching(lane.stream) as launch:
-            for work in works.restores:
-                launch(work)
-            restored = lane.free = lane.stream.record_event()
-            for work in works.checks:
-                launch(work)
-        if works.checks:
-            lane.free = lane.stream.record_event()
+            try:
+                for work in works.restores:
+                    launch(work)
+                restored = lane.stream.record_event()
+                for work in works.checks:
+                    launch(work)
+            finally:
+                lane.free = lane.stream.record_event()
         return restored
 
     def _join(self) -> None:
@@ -279,7 +569,7 @@ class GpuLoader(Loader):
         for lane in self._lanes:
             self._copies.wait_event(lane.stream.record_event())
 
-    def _open(self, load: Load, slots: torch.Tensor, running: _Running) -> Callable[[int], Iterator[_Part]]:
+    def _open(self, load: Load, slots: torch.Tensor, running: _Running) -> Callable[[int], Iterator[_WorksOfPart]]:
         """Return a function that yields the parts of a load that a layer needs beside those of layers before."""
         memory, code = self._pinned(load.staged.memory), load.staged.code
         if code is None:
@@ -316,7 +606,7 @@ class GpuLoader(Loader):
         self._pins.submit(self._pin_next, memory, itertools.chain(first, kept))
         return memory
 
-    def _copy_values(self, load: Load, memory: PinnedMemory, slots: torch.Tensor, layer: int) -> Iterator[_Part]:
+    def _copy_values(self, load: Load, memory: PinnedMemory, slots: torch.Tensor, layer: int) -> Iterator[_WorksOfPart]:
         first = load.first_page * self._pages.geometry.page_size
         for buffer, values in zip(self._pages.layer_buffers(layer), load.staged.values, strict=True):
             rows = values[layer, first : first + len(slots)].view(buffer.dtype)
@@ -324,6 +614,33 @@ class GpuLoader(Loader):
             for begin in range(0, len(rows), at_once):
                 some = slice(begin, begin + at_once)
                 yield partial(_values_part, memory, rows[some], buffer, slots[some])
+
+    def _side_parts(self, load: Load, sides: Sequence[SideSlots]) -> Iterator[_WorksOfPart]:
+        """Yield the parts that bring a prompt's side pages. ``sides``: with slots on the device."""
+        for side in sides:
+            buffers, memory = self._pools.side_buffers[side.pool], self._memory_of(load.staged.memory)
+            pages = [load.staged.sides[side.pool, page] for page in side.pages]
+            begins = np.array([page.data_ptr() for page in pages], dtype=np.int64) - memory.whole.data_ptr()
+            for part in buffers.parts(len(pages), self._lane_bytes):
+                yield partial(_side_part, memory, begins, buffers, part, side.slots)
+
+
+def _side_part(
+    memory: PinnedMemory,
+    begins: np.ndarray,
+    buffers: SideBuffers,
+    part: SidePart,
+    slots: torch.Tensor,
+    scratch: torch.Tensor,
+) -> Works:
+    """``begins``: where side pages are in shared memory. ``slots``: of all of these."""
+    pages, num_bytes, size = part.pages, len(part.columns), buffers.page_size
+    there = scratch[: len(pages) * num_bytes].view(len(pages), num_bytes)
+    places = np.arange(len(pages), dtype=np.int64) * num_bytes
+    sizes = np.full(len(pages), num_bytes, dtype=np.int64)
+    bring = memory.copies_of(begins[pages.start : pages.stop] + part.columns.start, sizes, scratch, places)
+    of_part = slots[pages.start * size : pages.stop * size]
+    return Works([bring], [partial(buffers.scatter, of_part, there, part.buffers)])
 
 
 def _values_part(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -17,22 +17,31 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 from sgl_kvfetch import timeline
-from sgl_kvfetch.errors import KVFetchError, UnsupportedError
+from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.plane import DataPlane, parse_config
 from sgl_kvfetch.plugin import weight_updates
-from sgl_kvfetch.plugin.attaching import try_to_connect
-from sgl_kvfetch.plugin.device.board import Board
-from sgl_kvfetch.plugin.device.loads import Load, Loader, ValueLoader
+from sgl_kvfetch.plugin.backend import BACKEND, HookedLinker
 from sgl_kvfetch.plugin.device.offloads import Offloads
-from sgl_kvfetch.plugin.device.pages import DevicePages, SlotPages, open_gpu
-from sgl_kvfetch.plugin.device.prefixes import Prefix, Prefixes
-from sgl_kvfetch.plugin.hooks import BACKEND
+from sgl_kvfetch.plugin.device.pages import (
+    DevicePages,
+    EnginePools,
+    Load,
+    Loader,
+    SideSlots,
+    SlotPages,
+    ValueLoader,
+    open_gpu,
+    open_pools,
+)
+from sgl_kvfetch.plugin.device.parking import Board, Prefix, Prefixes
+from sgl_kvfetch.plugin.hooks import try_to_connect
 from sgl_kvfetch.plugin.host.pages import is_mla
 from sgl_kvfetch.plugin.launch_check import read_extra_config
 from sgl_kvfetch.plugin.prefill import PrefillMeter
 from sgl_kvfetch.plugin.starting import open_engine_plane
 from sgl_kvfetch.plugin.versions import require_distinct_images
 from sgl_kvfetch.plugin.weight_updates import Access
+from sgl_kvfetch.status import Audits
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +59,12 @@ class _Parts:
     extra_config: str | None
 
 
-class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
-    """Loads what was staged, and offloads to the store. ``scheduler_hooks`` steps it, and parks requests for it.
+class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
+    """Loads what was staged, and offloads to the store. ``waiting_queue`` steps it, and parks requests for it.
 
     SGLang asks it for an arriving request in the same way as for one that it is about to admit: by `lookup`. For the
     first kind, `arrive` has to be what makes SGLang ask. All methods run on the scheduler's thread.
     """
-
-    is_kvfetch = True  # The hooks recognise the linker by this: importing this module would load all of the plugin.
 
     def __init__(
         self,
@@ -73,25 +80,23 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         require_distinct_images()
         self._rank = _rank_of(params)
         timeline.start(self._rank.tp_rank)
-        if components != {ComponentType.FULL}:
-            others = ", ".join(sorted(str(each) for each in components if each != ComponentType.FULL))
-            raise UnsupportedError(
-                f"device mode supports only models whose layers all have full attention, and this model's KV cache has "
-                f"{others} as well: add --enable-hierarchical-cache"
-            )
-        pool = params.token_to_kv_pool_allocator.get_kvcache()
+        pools = open_pools(params, components)
+        pool, self._pools, self._sides = pools.kv, pools, pools.sides
         self._rank.is_mla_model = is_mla(pool)
         self.forward_stream = forward_stream
-        self.pools = {PoolName.KV: pool}
+        self.pools = {PoolName.KV: pool, **dict.fromkeys(map(PoolName, pools.handed_over))}
         self.prefill_meter = PrefillMeter()
         self._pool_tokens: int = params.token_to_kv_pool_allocator.size
-        self._pages, self._takes_code = _open_pages(pool, params.page_size, forward_stream)
-        self._loader = _open_loader(self._pages)
+        self._pages, self._takes_code = _open_pages(pools, params.page_size, forward_stream)
+        self._loader = _open_loader(self._pages, pools)
+        if PoolName.MAMBA in self.pools:
+            params.req_to_token_pool.register_layer_transfer_counter(self._loader.counter)
         self.layer_done_counter = self._loader.counter
         self._group = params.attn_tp_cache_group or params.tp_cache_group
-        self._arrive: Callable[[Sequence[str]], None] | None = None  # takes what SGLang looks up for `arrive`
+        # Takes what SGLang looks up for `arrive`, and how many side pages that needs.
+        self._arrive: Callable[[Sequence[str], Mapping[str, int]], None] | None = None
         is_writer = not self._rank.is_mla_model or self._rank.tp_rank == 0  # all ranks have the same latent vectors
-        self._offloads = Offloads(self._pages, is_writer=is_writer)
+        self._offloads = Offloads(self._pages, pools, is_writer=is_writer)
         self._loads: dict[str, tuple[Prefix, Load]] = {}  # queued, by request id
         self._loading: dict[str, Prefix] = {}  # begun, until their batch has computed
         self._parts: _Parts | None = None
@@ -107,8 +112,16 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         config = parse_config(extra)
         geometry = self._pages.geometry
         staging_bytes = self._pool_tokens // geometry.page_size * geometry.page_bytes
+        staging_bytes += sum(buffers.num_bytes for buffers in self._pools.side_buffers.values())
+        gpu = None if self._pages.device is None else self._pages.device.torch_device.index
         plane = open_engine_plane(
-            config, self._rank, self._pages, None, staging_bytes=staging_bytes, takes_code=self._takes_code
+            config,
+            self._rank,
+            self._pages,
+            gpu,
+            sides=self._sides,
+            staging_bytes=staging_bytes,
+            takes_code=self._takes_code,
         )
         plane.on_switch = self._offloads.forget_stored
         access = Access(config)
@@ -187,7 +200,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._parts.prefixes.has(req.rid):  # SGLang has made a new list of those that wait
             return
         prefixes = self._parts.prefixes
-        self._arrive = lambda hashes: prefixes.arrive(req, hashes, span, is_idle=is_idle)
+        self._arrive = lambda hashes, trailing: prefixes.arrive(req, hashes, span, is_idle=is_idle, trailing=trailing)
         try:
             req.init_next_round_input(tree, cow_mamba=False)
         finally:
@@ -202,6 +215,11 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def threshold_tokens(self) -> int:
         """How many tokens are worth a lookup; 0 while no store is attached."""
         return 0 if self._parts is None else self._parts.prefixes.threshold_pages * self._pages.geometry.page_size
+
+    @property
+    def audits(self) -> Audits | None:
+        """What audits have found; None before the first one."""
+        return None if self._parts is None else self._parts.plane.audits
 
     def is_parked(self, handle: Any) -> bool:
         return self._parts is not None and self._parts.prefixes.is_parked(handle)
@@ -251,13 +269,14 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._parts is None or not self._parts.access.reads:
             return []
         if self._arrive is not None:
-            self._arrive(hashes)
+            self._arrive(hashes, self._pools.trailing(transfers))
             return []
         # Ranks have agreed on the number. SGLang asks for every length that could be loaded; it would take the longest.
         num_pages = self._parts.prefixes.num_staged(rid, hashes)
         return [num_pages] if num_pages else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Note what a request's next batch copies from its staged prefix, and to which slots. Nothing is copied yet."""
         parts = self._parts
         assert parts is not None
         transfer = _kv(transfers)
@@ -267,7 +286,16 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         assert prefix.work is not None
         assert prefix.staged is not None
         on_end = partial(_unstage, parts.plane, prefix.work)
-        self._loads[rid] = prefix, Load(prefix.staged, first_page, transfer.device_indices, on_end)
+        side_transfers = _sides(transfers)
+        pages = {page_hash: first_page + page for page, page_hash in enumerate(transfer.keys)} if side_transfers else {}
+        sides = [
+            SideSlots(str(each.name), [pages[page_hash] for page_hash in each.keys], each.device_indices)
+            for each in side_transfers
+        ]
+        following = range(first_page, first_page + len(transfer.keys))
+        sides += [SideSlots(name, following, transfer.device_indices) for name in self._pools.following]
+        self._offloads.loaded(side_transfers)
+        self._loads[rid] = prefix, Load(prefix.staged, first_page, transfer.device_indices, on_end, sides)
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
@@ -298,7 +326,7 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._parts.prefixes.landed(_kv(transfers).keys)
         if not self._parts.access.writes:
             return False  # SGLang offers the pages again when they are used, perhaps to another store
-        self._offloads.add()
+        self._offloads.add(_sides(transfers))
         return True
 
     def num_completed_offloads(self) -> int:
@@ -336,26 +364,28 @@ class KVFetchLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._loader.close()
 
 
-def _open_pages(pool: Any, page_size: int, forward_stream: Any) -> tuple[SlotPages, bool]:
-    """Return access to the pool's pages, and whether coded cells can be restored there. Raises UnsupportedError for a
-    pool or device that is not supported."""
-    opened = open_gpu(pool)
+def _open_pages(pools: EnginePools, page_size: int, forward_stream: Any) -> tuple[SlotPages, bool]:
+    """Return access to the pages of K and V, and whether coded cells can be restored there. Raises UnsupportedError for
+    a pool or device that is not supported."""
+    opened = open_gpu(pools.kv)
     if opened is None:
-        return DevicePages(pool, page_size), False
-    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+        return DevicePages(pools.kv, page_size), False
+    from sgl_kvfetch.plugin.device.gpu_pages import READ_BUFFER_BYTES, CudaPages
 
     gpu, decodes_ans = opened
-    return CudaPages(pool, page_size, gpu, forward_stream or gpu.current_stream()), decodes_ans
+    rows = [buffers.most_row_bytes for buffers in pools.side_buffers.values()]
+    stream, room = forward_stream or gpu.current_stream(), max([READ_BUFFER_BYTES, *rows])
+    return CudaPages(pools.kv, page_size, gpu, stream, read_buffer_bytes=room), decodes_ans
 
 
-def _open_loader(pages: SlotPages) -> Loader:
+def _open_loader(pages: SlotPages, pools: EnginePools) -> Loader:
     if isinstance(pages, DevicePages):
-        return ValueLoader(pages, LayerWiseLoadCounter(pages.geometry.num_layers))
-    from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+        return ValueLoader(pages, LayerWiseLoadCounter(len(pools.layers)), pools)
     from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
+    from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 
     assert isinstance(pages, CudaPages)
-    return GpuLoader(pages, pages.device)
+    return GpuLoader(pages, pools)
 
 
 def _unstage(plane: DataPlane, work: int, is_sound: bool) -> None:
@@ -366,10 +396,14 @@ def _kv(transfers: list[PoolTransfer]) -> Any:
     return next(transfer for transfer in transfers if transfer.name == PoolName.KV)
 
 
+def _sides(transfers: list[PoolTransfer]) -> list[PoolTransfer]:
+    return [transfer for transfer in transfers if transfer.name != PoolName.KV]
+
+
 def _rank_of(params: Any) -> SimpleNamespace:
     """Return this process's place among the ranks that share the model's heads."""
     rank, size = 0, 1
     if torch.distributed.is_initialized():
         group = params.attn_tp_cache_group or params.tp_cache_group
         rank, size = torch.distributed.get_rank(group=group), torch.distributed.get_world_size(group=group)
-    return SimpleNamespace(tp_rank=rank, tp_size=size, is_mla_model=False)
+    return SimpleNamespace(tp_rank=rank, tp_size=size, pp_rank=0, pp_size=1, is_mla_model=False)

@@ -5,6 +5,8 @@ has queued an offload it keeps the node, which knows its prefix. So an offload b
 
 SGLang hands a node over once. Since then, the store may have lost its pages, or another store may have been attached.
 So an offload also writes pages before its own that the store is not known to have. Without them, it would not be found.
+Windows and states are written with the node that has them, and with it the windows of nodes before it that its own end
+needs. Side pages that have the slots of K and V (an indexer's keys, a draft model's KV cache) are written with these.
 
 A prompt may be larger than the write queue, and is computed faster than it is encoded. So pages wait in the pool for
 room in the queue, as long as half of the pool is left for other requests, and the next one needs no more than that.
@@ -12,29 +14,40 @@ room in the queue, as long as half of the pool is left for other requests, and t
 
 from __future__ import annotations
 
+import itertools
+import operator
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from sgl_kvfetch.openmp import use_one_thread
-from sgl_kvfetch.plane import DataPlane, Quantising
-from sgl_kvfetch.plugin.device.pages import GuardedSource, SlotPages
-from sgl_kvfetch.plugin.page_hashes import hash_bytes
-from sgl_kvfetch.plugin.waiting_queue import spare_tokens
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+from sgl_kvfetch.codec import SideKey
+from sgl_kvfetch.keys import hash_bytes
+from sgl_kvfetch.plane import DataPlane
+from sgl_kvfetch.plane.process import Quantising
+from sgl_kvfetch.plugin.device.pages import EnginePools, GuardedSource, ReadSidePage, SlotPages
+from sgl_kvfetch.plugin.device.waiting_queue import spare_tokens
 from sgl_kvfetch.plugin.weight_updates import Access
+from sgl_kvfetch.processes import use_one_thread
 
 _MOST_KNOWN = 1 << 18  # pages
 
 
 class _StoredPages:
-    """The hashes of pages that are known to be in the store: the latest 262,144."""
+    """The pages that are known to be in the store, the latest 262,144: their hashes, with the names of their pools if
+    they are side pages."""
 
     def __init__(self) -> None:
         self._hashes: OrderedDict[str, None] = OrderedDict()
+
+    def __contains__(self, page_hash: str) -> bool:
+        return page_hash in self._hashes
 
     def add(self, hashes: Iterable[str]) -> None:
         for page_hash in hashes:
@@ -58,9 +71,11 @@ class _StoredPages:
 
 @dataclass(slots=True, eq=False)
 class _Offload:
-    """``result``: whether all pages were queued for writing; None before that is known. ``dropped``: the hashes of
-    the pages that were not."""
+    """``sides``: the node's side pages, each with its pool, the hash of its page, and its slots.
+    ``result``: whether all pages were queued for writing; None before that is known. ``dropped``: the hashes of the
+    pages that were not."""
 
+    sides: Sequence[tuple[str, str, torch.Tensor]] = ()
     is_begun: bool = False
     result: bool | None = None
     dropped: Sequence[str] = ()
@@ -70,9 +85,10 @@ class _Offload:
 class Offloads:
     """The offloads that SGLang has queued and not yet seen completed, in its order."""
 
-    def __init__(self, pages: SlotPages, *, is_writer: bool) -> None:
+    def __init__(self, pages: SlotPages, pools: EnginePools, *, is_writer: bool) -> None:
         """``is_writer`` is false if another rank has the same pages and writes them."""
         self._pages = pages
+        self._pools = pools
         self._is_writer = is_writer
         self._plane: DataPlane | None = None
         self._access: Access | None = None
@@ -103,14 +119,26 @@ class Offloads:
             if offload.source is not None:
                 offload.source.close()
 
-    def add(self) -> None:
-        """Queue an offload of the node that SGLang hands over now."""
-        self._queue.append(_Offload())
+    def add(self, sides: Iterable[PoolTransfer] = ()) -> None:
+        """Queue an offload of the node that SGLang hands over now. ``sides``: its side pages."""
+        self._queue.append(_Offload([side for transfer in sides for side in self._side_pages(transfer)]))
+
+    def loaded(self, sides: Iterable[PoolTransfer]) -> None:
+        """Note that side pages came from the store."""
+        self._stored.add(_side_hash(*side[:2]) for transfer in sides for side in self._side_pages(transfer))
+
+    def _side_pages(self, transfer: PoolTransfer) -> Iterable[tuple[str, str, torch.Tensor]]:
+        name, keys = str(transfer.name), transfer.keys or ()
+        slots = transfer.device_indices.split(self._pools.side_buffers[name].page_size)
+        return ((name, key, each) for key, each in zip(keys, slots, strict=True))
 
     def looked_up(self, hashes: Sequence[str], num_found: int) -> None:
         """Note that the store has so many of these pages, from the first on."""
         self._stored.add(hashes[:num_found])
-        self._stored.remove(hashes[num_found:])
+        others = hashes[num_found:]
+        self._stored.remove(
+            [*others, *(_side_hash(name, each) for name in self._pools.side_buffers for each in others)]
+        )
 
     def forget_stored(self) -> None:
         """Note that the store may have no pages."""
@@ -131,6 +159,7 @@ class Offloads:
                     self._begin(offload, tree, pending.lock_node_id)
 
     def _begin(self, offload: _Offload, tree: Any, node: Any) -> None:
+        """Begin to write those pages of a node that are not stored yet."""
         assert self._plane is not None
         assert self._access is not None
         if self._plane.num_losses != self._num_losses:
@@ -141,15 +170,25 @@ class Offloads:
             offload.result = self._access.writes
             return
         path = [*tree.tree_core.get_prefix_hash_values(node), *tree.tree_core.get_hash_values(node)]
+        size, slots = self._pages.geometry.page_size, tree.path_device_indices(node)
         new = self._stored.range_of_others(path)
+        sides = self._new_sides(offload, path, tree.tree_core, node)
+        if sides:
+            pages = [page for _, page in sides]
+            new = range(min([*pages, *new[:1]]), max([*pages, *new[-1:]]) + 1)
         if not new:
             offload.result = True
             return
         hashes = path[new.start : new.stop]
-        self._stored.add(hashes)
-        size = self._pages.geometry.page_size
-        slots = tree.path_device_indices(node)[new.start * size : new.stop * size]
-        offload.source = GuardedSource(self._pages.open_reads(slots))
+        hashes_of_sides = [(page - new.start, _side_hash(name, path[page])) for name, page in sides]
+        self._stored.add([*hashes, *(each for _, each in hashes_of_sides)])
+        slots = slots[new.start * size : new.stop * size]
+        reads = self._pages.open_reads(slots)
+        numbers, side_reads = self._open_sides(sides)
+        for name in self._pools.following:
+            numbers |= {(name, page): number for number, page in enumerate(new)}
+            side_reads[name] = self._pages.open_side_reads(self._pools.side_buffers[name], slots)
+        offload.source = source = GuardedSource(reads, side_reads)
         rows = offload.source.num_rows
         write = partial(
             self._plane.write,
@@ -158,10 +197,34 @@ class Offloads:
             hash_bytes(hashes),
             range(len(hashes)),
             offload.source.read,
+            {(name, page - new.start): partial(source.read_side, name, i) for (name, page), i in numbers.items()},
             quantising=Quantising(rows, partial(offload.source.quantise, new.start)) if rows else None,
             may_wait=partial(self._may_wait, offload.source),
         )
-        self._copies.put(partial(_copy, write, offload, hashes))
+        self._copies.put(partial(_copy, write, offload, hashes, hashes_of_sides))
+
+    def _new_sides(self, offload: _Offload, path: Sequence[str], core: Any, node: Any) -> dict[SideKey, torch.Tensor]:
+        """Return the slots of side pages that are to be written, by pool and page of ``path``. SGLang locks a node with
+        the window at its end, also where that begins in nodes before it."""
+        if not self._pools.handed_over:
+            return {}
+        position = {page_hash: page for page, page_hash in enumerate(path)}
+        found = {(name, position[page_hash]): slots for name, page_hash, slots in offload.sides}
+        for page, slots in self._pools.window_pages(core, node, len(path), self._pages.geometry.page_size):
+            found.setdefault((PoolName.SWA.value, page), slots)
+        new = [key for key in sorted(found) if _side_hash(key[0], path[key[1]]) not in self._stored]
+        return {key: found[key] for key in new}
+
+    def _open_sides(self, sides: Mapping[SideKey, torch.Tensor]) -> tuple[dict[SideKey, int], dict[str, ReadSidePage]]:
+        """Open side pages for reads, pool by pool. Return their numbers there, and how they are read."""
+        numbers: dict[SideKey, int] = {}
+        reads = {}
+        for name, group in itertools.groupby(sides, key=operator.itemgetter(0)):
+            keys = list(group)
+            numbers |= {key: number for number, key in enumerate(keys)}
+            slots = torch.cat([sides[key] for key in keys])
+            reads[name] = self._pages.open_side_reads(self._pools.side_buffers[name], slots)
+        return numbers, reads
 
     def _may_wait(self, source: GuardedSource) -> bool:
         """Return whether pages may wait in the pool for room in the write queue. SGLang keeps their slots that long."""
@@ -190,14 +253,19 @@ class Offloads:
         self._copies.put(None)
 
 
+def _side_hash(name: str, page_hash: str) -> str:
+    return f"{name} {page_hash}"
+
+
 def _make_copies(copies: SimpleQueue[Callable[[], None] | None]) -> None:
     use_one_thread()
     while (copy := copies.get()) is not None:
         copy()
 
 
-def _copy(write: Callable[[], int], offload: _Offload, hashes: Sequence[str]) -> None:
-    """Copy pages out of the pool and queue them for writing, by ``write``, which returns how many were queued."""
+def _copy(write: Callable[[], int], offload: _Offload, hashes: Sequence[str], sides: Sequence[tuple[int, str]]) -> None:
+    """Copy pages out of the pool and queue them for writing, by ``write``, which returns how many were queued.
+    ``sides``: the side pages' pages, and what `_side_hash` says of them."""
     num_queued = write()
-    offload.dropped = hashes[num_queued:]
+    offload.dropped = [*hashes[num_queued:], *(each for page, each in sides if page >= num_queued)]
     offload.result = num_queued == len(hashes)

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.pool_host.common import ShmHostTensorAllocator
 
-from sgl_kvfetch.codec import CellValues
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plane import PagePool, consecutive_runs
+from sgl_kvfetch.plane import SharedPool
+from sgl_kvfetch.plane.arena import StridedPages
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, dtype_name
 
 _FP8_FLAGS = {"auto": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
-class HostPages(PagePool):
+class HostPages(StridedPages):
     """Reads and writes the pages of a host pool in place, whatever its layout.
 
     MLA keeps one vector a token and layer (DeepSeek-V2, arXiv:2405.04434, section 2.1): a latent vector, which K and V
@@ -30,13 +31,16 @@ class HostPages(PagePool):
             k, v = latent[..., pool.kv_lora_rank :], latent[..., : pool.kv_lora_rank]
         else:
             k, v = (pages_view(x, pool.layout, pool.page_size) for x in (pool.k_buffer, pool.v_buffer))
-        self._views: dict[TensorName, torch.Tensor] = {"k": k, "v": v}
+        own, packed = ([x[:, :, layers] for x in (k, v)] for layers in _split(pool))
+        super().__init__(own)
+        self._pool = pool
+        self.packed = PackedLayers(packed, pool) if packed[0].shape[2] else None
         self.first_layer: int = pool.start_layer
         self.num_pages: int = k.shape[0]
         # Pages are read and written in the pool's own dtype, because torch cannot index fp8 everywhere.
-        self._raw_dtype, self._dtype = pool.dtype, _value_dtype(pool.dtype)
+        self._dtype = _value_dtype(pool.dtype)
         self.geometry = KVGeometry(
-            num_layers=k.shape[2],
+            num_layers=own[0].shape[2],
             num_heads=k.shape[3],
             k_head_dim=k.shape[4],
             v_head_dim=v.shape[4],
@@ -44,22 +48,58 @@ class HostPages(PagePool):
             dtype=dtype_name(self._dtype),
         )
 
-    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
-        for tensor, x in zip(TENSORS, values, strict=True):
-            rows = x.view(self._raw_dtype).reshape(len(pages), -1, *x.shape[1:])
-            into = self._views[tensor][:, :, layers.start : layers.stop, heads.start : heads.stop]
-            for run, positions in consecutive_runs(pages):
-                into[run] = rows[positions]
-
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
         """Return a copy of all layers and heads of ``pages``: ``(pages, page_size, layers, heads, dim)``."""
-        return self._views[tensor][list(pages)].view(self._dtype)
+        return self.views[TENSORS.index(tensor)][list(pages)].view(self._dtype)
+
+    def shared(self) -> SharedPool | None:
+        """Return the pool's memory, if other processes can map it (`hooks.share_host_pool`)."""
+        allocator = getattr(self._pool, "allocator", None)
+        if not isinstance(allocator, ShmHostTensorAllocator) or not allocator.fds:  # some devices do not ask it
+            return None
+        memories = [torch.frombuffer(memory, dtype=torch.uint8) for memory in allocator.mms]
+        return SharedPool(list(zip(allocator.fds, memories, strict=True)), self.views)
 
     def page_indices(self, token_indices: torch.Tensor) -> list[int]:
         """Return the page numbers of a run of whole pages. ``token_indices``: one per token, as SGLang gives them."""
         size = self.geometry.page_size
         assert token_indices.numel() % size == 0
         return (token_indices[::size] // size).tolist()
+
+
+class PackedLayers:
+    """The layers behind the model's own in a host pool. SGLang keeps those there with which the model drafts tokens
+    itself (MTP), each as a further layer of every page. They have the interface of SGLang's host pools that `SidePools`
+    uses, so they are stored beside the model's layers, as they are."""
+
+    layout = "layer_first"
+
+    def __init__(self, views: Sequence[torch.Tensor], pool: Any) -> None:
+        """``views``: K and V of these layers, ``(pages, page_size, layers, heads, dim)`` each."""
+        self._views = [view.transpose(1, 2) for view in views]
+        self.page_size: int = pool.page_size
+        self.dtype: torch.dtype = pool.dtype
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return torch.empty(sum(self._num_bytes), dtype=torch.uint8)
+
+    def get_data_page(self, place: int, flat: bool = True) -> torch.Tensor:
+        rows = (view[place // self.page_size] for view in self._views)
+        return torch.cat([x.contiguous().flatten().view(torch.uint8) for x in rows])
+
+    def set_from_flat_data_page(self, place: int, page: torch.Tensor) -> None:
+        for view, x in zip(self._views, torch.split(page, self._num_bytes), strict=True):
+            into = view[place // self.page_size]
+            into.copy_(x.clone().view(into.dtype).view(into.shape))  # a copy is aligned for any dtype
+
+    @property
+    def _num_bytes(self) -> list[int]:
+        return [view[0].nbytes for view in self._views]
+
+
+def _split(pool: Any) -> tuple[slice, slice]:
+    """Return a host pool's layers: the model's, and those behind them."""
+    return slice(pool.target_layer_num), slice(pool.target_layer_num, None)
 
 
 def is_mla(pool: Any) -> bool:

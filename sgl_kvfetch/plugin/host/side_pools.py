@@ -1,8 +1,16 @@
-"""SGLang's side pools in host memory: what models keep beside their KV, such as sliding windows or Mamba states."""
+"""SGLang's side pools: what models keep beside their KV, such as sliding windows or Mamba states.
+
+SGLang's pools in host memory have an interface for their pages. `device.pages.SideBuffers` has those of the device. A
+page has the same bytes in both, so servers in both modes share them.
+
+SGLang says which pages of its side pools belong to a run. It does not for layers that it has packed into the pool of K
+and V (`pages.PackedLayers`): here they are a side pool whose pages lie where those of K and V do. Each page of a run
+needs its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,9 +20,10 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from sgl_kvfetch.codec import SideKey
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plane import ReadSide
+from sgl_kvfetch.plane.process import ReadSide
 
-_DRAFT = (PoolName.DRAFT, PoolName.DRAFT_INDEXER, PoolName.DRAFT_SWA)
+PACKED = "packed_draft"
+_DRAFT = (PoolName.DRAFT, PoolName.DRAFT_INDEXER, PoolName.DRAFT_SWA, PACKED)
 _HIT_POLICIES = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
 
 
@@ -34,8 +43,8 @@ class SidePools:
 
     @property
     def has_draft(self) -> bool:
-        """Whether there is a draft model's pool."""
-        return any(name in self._pools for name in _DRAFT)
+        """Whether there is a draft model's pool, or a pool has layers of one behind the model's own."""
+        return any(name in _DRAFT or _has_packed(pool) for name, pool in self._pools.items())
 
     @property
     def page_bytes(self) -> dict[str, int]:
@@ -61,6 +70,13 @@ class SidePools:
         rank = "" if is_mla else f",rank {tp_rank} of {tp_size}"
         return ",".join(pools) + rank + (f",stage {pp_rank} of {pp_size}" if pp_size > 1 else "")
 
+    def with_kv(self, keys: Sequence[str], indices: torch.Tensor) -> list[PoolTransfer]:
+        """Return transfers of the side pages that lie where the pages of K and V do, of which SGLang says nothing.
+        ``indices``: of the run's slots of K and V."""
+        if PACKED not in self._pools:
+            return []
+        return [PoolTransfer(name=PACKED, keys=list(keys), host_indices=indices, hit_policy=PoolHitPolicy.ALL_PAGES)]
+
     # Writing. SGLang announces an operation's side pages first, and then writes its KV, on the same thread; the pages
     # stay where they are until both are done.
 
@@ -69,7 +85,7 @@ class SidePools:
         if self._is_new_write:
             self._pending.clear()
             self._is_new_write = False
-        places = self._places(transfer)
+        places = self.places(transfer)
         for key, place in zip(transfer.keys or [], places, strict=True):
             self._pending.setdefault(key, []).append((str(transfer.name), place))
         return len(places)
@@ -78,12 +94,13 @@ class SidePools:
         """Return how to read the announced side pages of the pages that are written now."""
         self._is_new_write = True
         return {
-            (name, page): partial(self._read, name, place)
+            (name, page): partial(self.read, name, place)
             for page, key in enumerate(keys)
             for name, place in self._pending.pop(key, ())
         }
 
-    def _read(self, name: str, place: int) -> torch.Tensor:
+    def read(self, name: str, place: int) -> torch.Tensor:
+        """Return a copy of the bytes of a page. ``place``: where it is in its pool, as SGLang counts."""
         page: torch.Tensor = self._pools[name].get_data_page(place, flat=True)
         return page.contiguous().view(torch.uint8).flatten().cpu()
 
@@ -99,15 +116,20 @@ class SidePools:
         page: torch.Tensor = self._pools[name].get_dummy_flat_data_page()
         return page
 
-    def write(self, transfer: PoolTransfer, pages: Sequence[torch.Tensor | None]) -> list[bool]:
-        """Copy fetched pages into their pool. Return which were there."""
-        for place, page in zip(self._places(transfer), pages, strict=True):
-            if page is not None:
-                self._pools[transfer.name].set_from_flat_data_page(place, page)
-        return [page is not None for page in pages]
+    def write_page(self, name: str, place: int, content: torch.Tensor) -> None:
+        """Copy a page into its pool. ``content``: as `new_page` returns it."""
+        self._pools[name].set_from_flat_data_page(place, content)
 
-    def _places(self, transfer: PoolTransfer) -> list[int]:
-        assert transfer.host_indices is not None
+    def write(self, transfer: PoolTransfer, pages: Mapping[int, torch.Tensor]) -> None:
+        """Copy those pages of a transfer into their pool that were fetched, uint8 ``(bytes,)``."""
+        places, name = self.places(transfer), str(transfer.name)
+        for page, content in pages.items():
+            into = self.new_page(name)
+            into.view(torch.uint8).copy_(content)
+            self.write_page(name, places[page], into)
+
+    def places(self, transfer: PoolTransfer) -> list[int]:
+        """Return where the pages of a transfer are in their pool."""
         size = getattr(self._pools[transfer.name], "page_size", 1) or 1
         places: list[int] = transfer.host_indices[::size].tolist()
         assert len(places) == len(transfer.keys or ()), (transfer.name, len(places), transfer.keys)
@@ -116,9 +138,16 @@ class SidePools:
 
 def _format(pool: Any) -> str:
     """Return a text that says how to read the bytes of a pool's pages."""
+    # A page has one layer after another in these layouts, and a state in all of them.
+    is_by_layer = hasattr(pool, "conv_dtype") or pool.layout in ("layer_first", "page_first_direct")
     # A pool of states has two dtypes, which flags and SGLang's environment choose apart from the model's.
-    names = ("layout", "dtype", "conv_dtype", "temporal_dtype")
-    return " ".join(str(getattr(pool, name, "-")) for name in names)
+    dtypes = (str(getattr(pool, name, "-")) for name in ("dtype", "conv_dtype", "temporal_dtype"))
+    return " ".join(("by layer" if is_by_layer else pool.layout, *dtypes))
+
+
+def _has_packed(pool: Any) -> bool:
+    num_layers = getattr(pool, "layer_num", None)
+    return bool(getattr(pool, "target_layer_num", num_layers) != num_layers)
 
 
 def trailing_pages(transfers: Sequence[PoolTransfer]) -> dict[str, int]:
@@ -136,4 +165,5 @@ def trailing_pages(transfers: Sequence[PoolTransfer]) -> dict[str, int]:
 
 def _differs_between_ranks(name: str, pool: Any) -> bool:
     """Return whether a pool differs between ranks, also where all of them have the same KV."""
-    return name == PoolName.MAMBA or (name in _DRAFT and isinstance(pool, MHATokenToKVPoolHost))
+    has_heads = isinstance(pool, MHATokenToKVPoolHost) or getattr(pool, "has_heads", False)
+    return name == PoolName.MAMBA or (name in _DRAFT and has_heads)

@@ -4,16 +4,27 @@ SGLang calls from three threads of its own: lookups (``batch_exists``) from one,
 another, writes (``batch_set_v1``) from a third. The scheduler's thread calls ``get_stats``, and on an operator's
 request ``clear`` and ``close``. Lookups and fetches may wait, within their deadlines. Their failures are misses,
 counted by reason, and raise nothing into those threads.
+
+**How long a request waits.** It waits as long as SGLang's prefetch policy says, at most ``fetch_timeout_s``. SGLang's
+default policy, ``timeout``, gives a prefetch 1 s and 0.25 s per 1,024 tokens. Then it keeps the complete batches of 128
+pages and drops the rest, often all of a prefix. So that budget is replaced unless the user has set one. A fetch ends a
+little before SGLang's budget does, so that the pages that have arrived count.
+
+**Pages that were lost on the way to the store**, and that SGLang still holds, are written once more. SGLang stores a
+node of its tree once, when the node's pages have reached the host pool. A prefix may stay in the tree, such as a system
+prompt that is always in use. If the store failed to take its pages, or they were stored by a quantiser that is no
+longer used, nothing behind them could be found. So when SGLang stores a node, the nodes before it are stored first,
+unless they have been since the last loss. Pages that the store has are recognised before they are encoded again.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,24 +40,114 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from sgl_kvfetch import metrics
+from sgl_kvfetch.codec import CellValues
 from sgl_kvfetch.errors import KVFetchError, UnsupportedError
-from sgl_kvfetch.labels import label_of_request
+from sgl_kvfetch.keys import hash_bytes, label_of_request
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plane import Cost, DataPlane, Destination, Found, GuardedSink, SideOver, counted, parse_config
+from sgl_kvfetch.metrics import counted
+from sgl_kvfetch.plane import DataPlane, SharedPool, parse_config
+from sgl_kvfetch.plane.engine_end import SideFetch
+from sgl_kvfetch.plane.protocol import Staged
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.host.pages import HostPages, is_mla
-from sgl_kvfetch.plugin.host.patience import GIVEN_UP, Patience, choose_budget, explain
-from sgl_kvfetch.plugin.host.rewriting import Rewriting
-from sgl_kvfetch.plugin.host.side_pools import SidePools, trailing_pages
-from sgl_kvfetch.plugin.host.turns import NO_TURN, Turn, Turns
-from sgl_kvfetch.plugin.page_hashes import hash_bytes
+from sgl_kvfetch.plugin.host.side_pools import PACKED, SidePools, trailing_pages
 from sgl_kvfetch.plugin.prefill import PrefillMeter
-from sgl_kvfetch.plugin.starting import engine_nvdec, open_engine_plane
-from sgl_kvfetch.plugin.versions import dcp_size
+from sgl_kvfetch.plugin.starting import open_engine_plane
+from sgl_kvfetch.plugin.versions import budget_pages, dcp_size, is_deadline_expired
 from sgl_kvfetch.plugin.weight_updates import Access, register_access, require_no_former_pages
+from sgl_kvfetch.processes import use_one_thread
+from sgl_kvfetch.status import Audits
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
+
+SGLANG_BUDGET = (1.0, 0.25)  # SGLang's defaults of prefetch_timeout_base and prefetch_timeout_per_ki_token
+_BACKSTOP_S = 1.0  # how long SGLang waits for a fetch that should have ended
+_MARGIN_S = 0.1  # what SGLang needs to notice that a fetch has ended
+
+# Why a fetch was given up, by the reason that metrics count.
+GIVEN_UP = {
+    "policy": "SGLang's prefetch policy no longer waits for it: see --hicache-storage-prefetch-policy, "
+    "prefetch_timeout_base and prefetch_timeout_per_ki_token",
+    "cancelled": "the request was aborted, or SGLang flushes its cache, detaches its storage or stops",
+}
+
+
+def choose_budget(base_s: float, per_ki_token_s: float, fetch_timeout_s: float) -> tuple[float, float]:
+    """Return SGLang's budget for a prefetch: ``fetch_timeout_s`` in place of SGLang's defaults, else the user's."""
+    if (base_s, per_ki_token_s) == SGLANG_BUDGET:
+        return fetch_timeout_s + _BACKSTOP_S, 0.0
+    return base_s, per_ki_token_s
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Knows how long SGLang waits for a prefetch. ``cache``: SGLang's radix cache, whose policy may change at run
+    time."""
+
+    cache: Any
+    fetch_timeout_s: float
+
+    def deadline_s(self, operation: Any) -> float:
+        """Return when the fetch of a ``PrefetchOperation`` must end, in ``time.monotonic()``."""
+        wait_s = self.fetch_timeout_s
+        if self.cache.prefetch_stop_policy == "timeout":
+            budget_s = self._budget_s(operation)
+            wait_s = min(wait_s, max(budget_s - _MARGIN_S, budget_s / 2))
+        return float(operation.start_time + wait_s)
+
+    def reason(self, operation: Any) -> str:
+        """Return why SGLang has terminated an operation: a key of `GIVEN_UP`."""
+        if self.cache.prefetch_stop_policy != "timeout":
+            return "policy" if self.cache.prefetch_stop_policy == "best_effort" else "cancelled"
+        elapsed_s = time.monotonic() - operation.start_time
+        return "policy" if is_deadline_expired(operation, elapsed_s, self._budget_s(operation)) else "cancelled"
+
+    def _budget_s(self, operation: Any) -> float:
+        pages = budget_pages(operation, self.cache.page_size)
+        return float(self.cache.prefetch_timeout_base + pages * self.cache.prefetch_timeout_per_page)
+
+
+def explain(policy: str, budget: tuple[float, float], fetch_timeout_s: float) -> str:
+    """Return what SGLang's policy means for a request. ``budget``: as `choose_budget` returns it."""
+    at_most = f"at most {fetch_timeout_s:g} s (fetch_timeout_s)"
+    if policy == "best_effort":
+        return "no request waits for its stored prefix: what is not there when its turn comes is computed"
+    if policy == "timeout" and budget != choose_budget(*SGLANG_BUDGET, fetch_timeout_s):
+        at_most += f" and {budget[0]:g} s + {budget[1]:g} s per 1,024 tokens (prefetch_timeout_*)"
+    return f"a request waits for its stored prefix {at_most}; what is not there then is computed"
+
+
+_MOST_NODES = 1 << 16  # after so many, it begins anew
+
+
+class Rewriting:
+    """SGLang stores the same nodes on all ranks, so all must decide alike which others to store."""
+
+    def __init__(self) -> None:
+        self._stored: set[int] = set()  # ids of nodes, since the last loss
+        self._num_losses = 0  # of the rank that has had most
+
+    def store(self, original: Callable[[Any, int], None], cache: Any, node_id: int, num_losses: int) -> None:
+        """Store a node of SGLang's ``UnifiedRadixCache``, and those before it that may be lost. ``num_losses``: how
+        often this rank has lost pages so far."""
+        least = torch.tensor([-num_losses])
+        # Of pipeline stages, the first one's counts. This does nothing where there is one rank.
+        cache._all_reduce(least, torch.distributed.ReduceOp.MIN)
+        most_losses = -int(least.item())
+        if most_losses > self._num_losses or len(self._stored) > _MOST_NODES:
+            self._num_losses = most_losses
+            self._stored.clear()
+        if not self._num_losses:
+            original(cache, node_id)
+            return
+        (path,) = cache.tree_core.collect_path_info([node_id])
+        before = [info.node_id for info in path if info.node_id not in self._stored and info.node_id != node_id]
+        for each in (*before, node_id):
+            self._stored.add(each)
+            original(cache, each)
+
+
 R = TypeVar("R")
 
 _WRITE_BACK = (
@@ -57,21 +158,22 @@ _GRACE_S = 1.0  # how long a thread waits for the data plane beyond a deadline
 _POLL_S = 0.05
 _BATCH_PAGES = 128  # how many pages SGLang fetches at a time
 _MAX_STATS = 1024
+_NO_INDICES = torch.empty(0, dtype=torch.long)
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefetch:
     """The prefetch that SGLang makes now, in fetches of some pages. ``hashes``: of the pages that it looked up.
-    ``last_hash``: of the last page that it fetches. ``compute_page_s``: how long the engine would take for each page.
-    ``end_s``: when its fetches must end. ``is_stopping``: whether SGLang waits for its threads to end. ``given_up``
-    returns why SGLang gave it up, or an empty string."""
+    ``first_hash``, ``last_hash``: of the first and the last page that it fetches. ``is_divisible``: whether some of its
+    pages are of use without the others. ``end_s``: when its fetches must end. ``is_stopping``: whether SGLang waits for
+    its threads to end. ``given_up`` returns why SGLang gave it up, or an empty string."""
 
     request_id: str = ""
     hashes: Sequence[str] = ()
+    first_hash: str = ""
     last_hash: str = ""
-    turn: Turn = NO_TURN
-    compute_page_s: float = math.inf
-    end_s: float = math.inf
+    is_divisible: bool = True
+    end_s: float = float("inf")
     is_stopping: Callable[[], bool] = lambda: False
     given_up: Callable[[], str] = lambda: ""
 
@@ -99,20 +201,28 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         self._config = config
         self._storage_config = storage_config
         self._pages = HostPages(mem_pool_host)
+        self._shared = self._pages.shared()
+        # A host pool that the data plane cannot map, as of a server that was started without us, gets its pages from
+        # here. SGLang fetches one batch after another.
+        self._staged = SharedPool.create(self._pages.geometry, _BATCH_PAGES) if self._shared is None else None
+        if self._staged is not None:
+            logger.info("kvfetch: the data plane cannot map this host pool, and its pages are copied once more")
         self._sides = SidePools()
+        if self._pages.packed is not None:
+            self._sides.add_pool(PACKED, self._pages.packed)
         self._patience = Patience(None, config.fetch_timeout_s)
         self.meter = PrefillMeter()
-        self.turns = Turns(self.meter, mem_pool_host.page_size, may_compute=config.recompute == "auto")
+        self._was_idle = False  # the engine has had nothing to compute since the data plane was told so
         self._looked_up_for = ""  # the label of the request whose pages SGLang looks up now
         self._prefetch = _Prefetch()
-        self._has_draft_layers = mem_pool_host.layer_num != mem_pool_host.target_layer_num
         self.access = Access(config)
         register_access(self.access, config.model_id)
         # Pages and GB/s of reads and writes, since SGLang last asked.
         self._reads: deque[tuple[int, float]] = deque(maxlen=_MAX_STATS)
         self._writes: deque[tuple[int, float]] = deque(maxlen=_MAX_STATS)
         buffers = mem_pool_host.device_kv_buffers if is_mla(mem_pool_host) else mem_pool_host.device_k_buffers
-        self._device = buffers[0].device
+        device = buffers[0].device
+        self._gpu = device.index if device.type == "cuda" else None
         self._open_plane: DataPlane | None = None
         self._rewriting = Rewriting()
 
@@ -133,15 +243,20 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
             self._config,
             self._storage_config,
             self._pages,
-            engine_nvdec(self._device),
+            self._gpu,
             _BATCH_PAGES,  # several fetches would each decode a span that is longer than a fetch
             self._sides,
-            has_draft=self._has_draft_layers or self._sides.has_draft,
+            pool=self._shared or self._staged,
         )
 
     def store_node(self, original: Callable[[Any, int], None], cache: Any, node_id: int) -> None:
         """See `Rewriting.store`."""
         self._rewriting.store(original, cache, node_id, self._plane.num_losses)
+
+    @property
+    def audits(self) -> Audits | None:
+        """What audits have found; None before the first one."""
+        return None if self._open_plane is None else self._open_plane.audits
 
     @property
     def _plane(self) -> DataPlane:
@@ -175,19 +290,27 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         which ``is_stopping`` tells; if the join fails, the scheduler dies. So a fetch ends soon after either event.
         """
         patience, hashes = self._patience, operation.hash_value
-        turn = self.turns.begin(hashes, time.monotonic())
         # SGLang reads side pages only behind the whole KV, so what has come of it would be lost.
         is_divisible = all(transfer.indices_from_pool == PoolName.KV for transfer in operation.pool_transfers or ())
         self._prefetch = _Prefetch(
             request_id=label_of_request(operation.request_id),
             hashes=operation.all_hash_values or (),
+            first_hash=hashes[0] if hashes else "",
             last_hash=hashes[-1] if hashes else "",
-            turn=turn,
-            compute_page_s=turn.compute_s / len(turn.hashes) if turn.hashes and is_divisible else math.inf,
-            end_s=min(patience.deadline_s(operation), time.monotonic() + turn.within_s),
+            is_divisible=is_divisible,
+            end_s=patience.deadline_s(operation),
             is_stopping=is_stopping,
             given_up=lambda: patience.reason(operation) if operation.is_terminated() else "",
         )
+
+    def note_idle_engine(self) -> None:
+        """Note that the engine has nothing to compute."""
+        self._was_idle = True
+
+    def _tell_idle(self) -> bool:
+        """Return whether the engine has had nothing to compute since this was last called."""
+        was_idle, self._was_idle = self._was_idle, False
+        return was_idle
 
     # Lookup
 
@@ -199,24 +322,19 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         Begins to transmit them."""
         return self._look_up(keys, ()).num_pages
 
-    def _look_up(self, keys: list[str], transfers: Sequence[PoolTransfer]) -> Found:
+    def _look_up(self, keys: list[str], transfers: Sequence[PoolTransfer]) -> Staged:
         if keys and self.access.reads:
-            found: Future[Found] = Future()
             with counted("lookup"):
-                trailing = trailing_pages(transfers)
-                work = self._plane.look_up(hash_bytes(keys), found.set_result, trailing=trailing)
+                found = self._plane.look_up(
+                    hash_bytes(keys),
+                    trailing=trailing_pages([*transfers, *self._sides.with_kv((), _NO_INDICES)]),
+                    saved_s=self.meter.speed.saved_s(len(keys), self._pages.geometry.page_size),
+                    is_idle=self._tell_idle(),
+                )
                 result = found.result(self._config.lookup_timeout_s + _GRACE_S)
-                is_fetched = self.turns.looked_up(keys, result, time.monotonic())
-                num_fetched = result.num_pages if is_fetched else 0
-                reason = "sooner" if result.num_pages and not is_fetched else result.reason
-                status.note(self._looked_up_for, keys, result.num_pages, num_fetched, reason)
-                if not result.num_pages:
-                    return result
-                if is_fetched:
-                    self._plane.read_ahead(work)
-                    return result
-                self._plane.forget_lookup(work)
-        return Found(0, 0, Cost(None, None))
+                status.note(self._looked_up_for, keys, result.num_found, result.num_pages, result.reason)
+                return result
+        return Staged(0)
 
     def batch_exists_v2(
         self,
@@ -229,7 +347,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         if not any(transfer.name != PoolName.KV for transfer in pool_transfers or ()):
             hit = found.num_pages
             return PoolTransferResult(hit, {PoolName.KV: hit} if hit else {}, list(range(1, hit + 1)))
-        stored = {PoolName(pool): num_pages for pool, num_pages in found.stored.items() if num_pages}
+        stored = {PoolName(pool): num_pages for pool, num_pages in found.stored.items() if num_pages and pool != PACKED}
         return PoolTransferResult(found.num_pages, stored, list(found.lengths))
 
     # Read
@@ -244,36 +362,58 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         if not keys or not self.access.reads:
             return [False] * len(keys)
         started_s = time.monotonic()
-        sink, prefetch = GuardedSink(self._pages), self._prefetch
+        prefetch = self._prefetch
         num_pages, given_up, reason = 0, "", ""
-        try:
-            with counted("fetch"):
-                destination = Destination(self._pages.page_indices(host_indices), sink)
-                deadline_s, compute_s = self._deadline_s(), len(keys) * prefetch.compute_page_s
-                work, over = self._plane.fetch(hash_bytes(keys), deadline_s, destination, compute_s)
-                try:
-                    awaited = _await(over, deadline_s + _GRACE_S, prefetch.why_given_up)
-                finally:
-                    if not over.done():
-                        self._plane.cancel(work)
-                ended, given_up = awaited
-                if ended is not None:
-                    num_pages, reason = ended.num_pages, ended.reason
-                else:
-                    reason = given_up
-                    metrics.MISSES.labels("fetch", reason).inc()
-                    after_s = time.monotonic() - started_s
-                    message = f"kvfetch fetch of {len(keys)} pages given up ({given_up}) after {after_s:.1f} s"
-                    _limited.warning(given_up, f"{message}: {GIVEN_UP[given_up]}")
-        finally:
-            sink.close()
-            if num_pages < len(keys) or keys[-1] == prefetch.last_hash:
-                self.turns.end(prefetch.turn, time.monotonic(), is_whole=num_pages == len(keys))
+        with counted("fetch"), ExitStack() as ends:
+            pool_pages = self._pages.page_indices(host_indices)
+            places: Sequence[int] = pool_pages if self._staged is None else range(min(len(keys), _BATCH_PAGES))
+            deadline_s = self._deadline_s()
+            here = slice(len(places) * self._pages.geometry.page_size)
+            packed = [
+                (each, self._begin_side(each, deadline_s, ends))
+                for each in self._sides.with_kv(keys[: len(places)], host_indices[here])
+            ]
+            fetch = self._plane.fetch(
+                hash_bytes(keys[: len(places)]),
+                places,
+                deadline_s,
+                is_first=keys[0] == prefetch.first_hash,
+                is_last=keys[-1] == prefetch.last_hash,
+                is_divisible=prefetch.is_divisible,
+                is_idle=self._tell_idle(),
+            )
+            try:
+                awaited = _await(fetch.over, deadline_s + _GRACE_S, prefetch.why_given_up)
+            finally:
+                fetch.end()
+            ended, given_up = awaited
+            if ended is not None:
+                num_pages, reason = ended.num_pages, ended.reason
+                for each in packed:
+                    there = self._end_side(*each, deadline_s, prefetch.why_given_up)
+                    num_pages = next(
+                        (page for page, is_there in enumerate(there[:num_pages]) if not is_there), num_pages
+                    )
+                if self._staged is not None and num_pages:
+                    self._take(self._staged, pool_pages[:num_pages])
+            else:
+                reason = given_up
+                metrics.MISSES.labels("fetch", reason).inc()
+                after_s = time.monotonic() - started_s
+                message = f"kvfetch fetch of {len(keys)} pages given up ({given_up}) after {after_s:.1f} s"
+                _limited.warning(given_up, f"{message}: {GIVEN_UP[given_up]}")
         if num_pages < len(keys):
             prefetch.note_shortfall(keys, num_pages, reason or "timeout")
         if num_pages:
             self._count(self._reads, num_pages, started_s)
         return [page < num_pages for page in range(len(keys))]
+
+    def _take(self, staged: SharedPool, pool_pages: Sequence[int]) -> None:
+        """Copy the first pages of ``staged`` into the host pool."""
+        use_one_thread()
+        values = CellValues(*(view[: len(pool_pages)].flatten(0, 1) for view in staged.views))
+        geometry = self._pages.geometry
+        self._pages.write(range(geometry.num_layers), range(geometry.num_heads), pool_pages, values)
 
     def _deadline_s(self) -> float:
         return min(time.monotonic() + self._config.fetch_timeout_s, self._prefetch.end_s)
@@ -311,6 +451,8 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         started_s = time.monotonic()
         previous_hash = hash_bytes(before[-1:])[0] if before else None
         pool_pages = self._pages.page_indices(host_indices)
+        for each in self._sides.with_kv(keys, host_indices):
+            self._sides.announce(each)
         num_queued = self._plane.write(
             len(before),
             previous_hash,
@@ -341,36 +483,41 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> dict[str, list[bool]]:
         """Restore side pages, after their KV. Return which are there and verified. Returns soon after
         the deadline, or when SGLang stops its threads."""
-        deadline_s = self._deadline_s()
-        calls = [self._begin_side(transfer, deadline_s) for transfer in transfers if transfer.name != PoolName.KV]
-        results = {
-            transfer.name: self.batch_get_v1(transfer.keys or [], transfer.host_indices, extra_info)
-            for transfer in transfers
-            if transfer.name == PoolName.KV
-        }
-        for transfer, pages, over in calls:
-            results[transfer.name] = [False] * len(pages)
-            with counted("fetch"):
-                ended = _await(over, deadline_s + _GRACE_S, lambda: "cancelled" if self._prefetch.is_stopping() else "")
-                come = ended[0].pages if ended[0] is not None else ()
-                there = [page if index in come else None for index, page in enumerate(pages)]
-                results[transfer.name] = self._sides.write(transfer, there)
+        deadline_s, is_stopping = self._deadline_s(), self._prefetch.is_stopping
+        with ExitStack() as ends:
+            calls = [(x, self._begin_side(x, deadline_s, ends)) for x in transfers if x.name != PoolName.KV]
+            results = {
+                transfer.name: self.batch_get_v1(transfer.keys or [], transfer.host_indices, extra_info)
+                for transfer in transfers
+                if transfer.name == PoolName.KV
+            }
+            for transfer, fetch in calls:
+                results[transfer.name] = [False] * len(transfer.keys or ())
+                with counted("fetch"):
+                    results[transfer.name] = self._end_side(
+                        transfer, fetch, deadline_s, lambda: "cancelled" if is_stopping() else ""
+                    )
         return results
 
-    def _begin_side(
-        self, transfer: PoolTransfer, deadline_s: float
-    ) -> tuple[PoolTransfer, list[torch.Tensor], Future[SideOver]]:
-        keys = transfer.keys or []
-        over: Future[SideOver] = Future()
-        if not keys or not self.access.reads:
-            over.set_result(SideOver(0, ()))
-            return transfer, [torch.empty(0)] * len(keys), over
-        pages = [self._sides.new_page(str(transfer.name)) for _ in keys]
+    def _begin_side(self, transfer: PoolTransfer, deadline_s: float, ends: ExitStack) -> SideFetch | None:
+        if not transfer.keys or not self.access.reads:
+            return None
+        fetch = self._plane.fetch_side(str(transfer.name), hash_bytes(transfer.keys), deadline_s)
+        ends.callback(fetch.end)
+        return fetch
 
-        def take(page: int, content: torch.Tensor) -> None:
-            pages[page].view(torch.uint8).copy_(content)
-
-        return transfer, pages, self._plane.fetch_side(str(transfer.name), hash_bytes(keys), deadline_s, take)
+    def _end_side(
+        self, transfer: PoolTransfer, fetch: SideFetch | None, deadline_s: float, given_up: Callable[[], str]
+    ) -> list[bool]:
+        """Wait for what `_begin_side` began, and copy what has come into its pool. Return which pages were there."""
+        is_there = [False] * len(transfer.keys or ())
+        if fetch is not None:
+            use_one_thread()
+            for come in fetch.parts(lambda over: _await(over, deadline_s + _GRACE_S, given_up)[0]):
+                self._sides.write(transfer, come)
+                for page in come:
+                    is_there[page] = True
+        return is_there
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -410,6 +557,8 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         """Write what is queued, within a few seconds, and release threads and sockets. Idempotent."""
         if self._open_plane is not None:
             self._open_plane.close()
+        if self._staged is not None:
+            self._staged.close()
 
     def get_stats(self) -> StorageMetrics:
         """Return the pages and the GB/s of each read and write since the last call."""

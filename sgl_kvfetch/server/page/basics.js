@@ -36,6 +36,9 @@ function span(seconds) {
 const ago = (seconds) => `${span(seconds)} ago`;
 const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 
+const day = (seconds) => new Date(1000 * seconds).toLocaleDateString([], { weekday: "short", day: "numeric" });
+const milliseconds = (seconds) => (seconds < 1 ? `${Number((1000 * seconds).toPrecision(2))} ms` : `${Number(seconds.toPrecision(2))} s`);
+
 // The children of a <dl>.
 function pairs(rows) {
   return rows.map(([term, value, note]) => {
@@ -53,6 +56,13 @@ const short = (text) => (text.length > 26 ? `${text.slice(0, 25)}…` : text);
 function link(text, hash, title = text) {
   return element("a", text, { href: `#${new URLSearchParams(hash)}`, title });
 }
+
+// A name that a writer chose, whole.
+const named = (content, title) => {
+  const cell = element("td", "", { class: "name", title });
+  cell.append(content);
+  return cell;
+};
 
 function inCell(content) {
   if (content instanceof HTMLTableCellElement) return content;

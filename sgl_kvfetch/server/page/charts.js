@@ -14,9 +14,22 @@ function rates(history, names) {
   return points;
 }
 
+// The share of the pages looked up that were found, between samples; null where nobody looked up.
+function sharesFound(history) {
+  return rates(history, ["lookup_pages_total:hit", "lookup_pages_total:miss"]).map(({ at_s, values: [hit, miss] }) => (
+    { at_s, values: [hit + miss ? hit / (hit + miss) : null] }));
+}
+
+// The mean seconds of answers of each kind, between samples; null where there were none.
+function meanSeconds(history, kinds) {
+  const names = kinds.flatMap((kind) => [`request_seconds_sum:${kind}`, `request_seconds_count:${kind}`]);
+  return rates(history, names).map(({ at_s, values }) => (
+    { at_s, values: kinds.map((_, i) => (values[2 * i + 1] ? values[2 * i] / values[2 * i + 1] : null)) }));
+}
+
 // The smallest 1, 2 or 5 times a power of ten that is not below `value`; in units of 1024 if they are bytes.
-function scaleTop(value, areBytes) {
-  const shown = Math.max(value, areBytes ? 1024 : 0.1);
+function scaleTop(value, areBytes, least = 0.1) {
+  const shown = Math.max(value, areBytes ? 1024 : least);
   let unit = 1;
   if (areBytes) while (shown > 1000 * unit) unit *= 1024;
   const power = 10 ** Math.floor(Math.log10(shown / unit) + 1e-9);
@@ -24,31 +37,37 @@ function scaleTop(value, areBytes) {
 }
 
 function drawCharts() {
-  const { history } = latest;
-  const from_s = history.at(-1).at_s - Number($("#range").value);
-  const shown = history.filter((sample) => sample.at_s >= from_s);
+  const { history, days } = latest;
+  const range_s = Number($("#range").value);
+  const from_s = history.at(-1).at_s - range_s;
+  const shown = (range_s > 3600 ? [...days, history.at(-1)] : history).filter((sample) => sample.at_s >= from_s);
   const rate = (value) => (value < 10 ? Number(value.toFixed(2)).toString() : count(Math.round(value)));
+  const kinds = ["lookup", "read", "write"];
   $("#charts").replaceChildren(
-    chart("Lookups a second", shown, ["lookups_total:hit", "lookups_total:partial", "lookups_total:miss"],
+    chart("Pages found, of those looked up", sharesFound(shown), ["found"], percent),
+    chart("Lookups a second", rates(shown, ["lookups_total:hit", "lookups_total:partial", "lookups_total:miss"]),
       ["found", "in part", "missed"], rate),
-    chart("Bytes a second", shown, ["sent_bytes_total", "received_bytes_total"], ["sent", "received"], size, true),
-    chart("Evictions a second", shown, ["evicted_segments_total"], ["evicted"], rate),
+    chart("Bytes a second", rates(shown, ["sent_bytes_total", "received_bytes_total"]), ["sent", "received"], size, true),
+    chart("Time to answer, on average", meanSeconds(shown, kinds), kinds, milliseconds),
+    chart("Evictions a second", rates(shown, ["evicted_segments_total"]), ["evicted"], rate),
   );
 }
 
-function chart(title, history, names, words, format, areBytes = false) {
-  const points = rates(history, names);
+// `points`: their values are null where there is nothing to show.
+function chart(title, points, words, format, areBytes = false) {
   const most = Math.max(0, ...points.flatMap((point) => point.values));
-  const top = scaleTop(most, areBytes);
-  const tell = (point) => words.map((word, index) => `${word} ${format(point?.values[index] ?? 0)}`);
+  const top = format === percent ? 1 : scaleTop(most, areBytes, format === milliseconds ? 0.001 : 0.1);
+  const value = (point, index) => point?.values[index] ?? (point && point.values[index] === null ? null : 0);
+  const tell = (point) => words.map((word, index) => `${word} ${value(point, index) === null ? "–" : format(value(point, index))}`);
   const label = `${title}: now ${tell(points.at(-1)).join(", ")}; at most ${format(most)}`;
   const svg = drawing("svg", { viewBox: "0 0 400 140", preserveAspectRatio: "none", role: "img", "aria-label": label });
   const [start, end] = [points[0]?.at_s ?? 0, points.at(-1)?.at_s ?? 0];
   const place = (at_s) => (end > start ? (400 * (at_s - start)) / (end - start) : 400);
   svg.append(drawing("path", { d: "M0,70H400", class: "grid" }));
-  names.forEach((_, index) => {
+  words.forEach((_, index) => {
+    const there = points.filter((point) => point.values[index] !== null);
     const at = (point) => `${place(point.at_s).toFixed(1)},${(138 - (136 * point.values[index]) / top).toFixed(1)}`;
-    svg.append(drawing("path", { d: points.length ? `M${points.map(at).join("L")}` : "", class: `series-${index}` }));
+    svg.append(drawing("path", { d: there.length ? `M${there.map(at).join("L")}` : "", class: `series-${index}` }));
   });
   const cursor = drawing("path", { class: "cursor" });
   svg.append(cursor);
@@ -56,7 +75,7 @@ function chart(title, history, names, words, format, areBytes = false) {
   const scale = element("div", "", { class: "scale", "aria-hidden": "true" });
   scale.append(...[top, top / 2, 0].map((value) => element("span", format(value))));
   const axis = element("p", "", { class: "axis" });
-  axis.append(...(points.length ? [start, (start + end) / 2, end] : []).map((at_s) => element("span", clock(at_s))));
+  axis.append(...(points.length ? [start, (start + end) / 2, end] : []).map((at_s) => element("span", end - start > 86400 ? day(at_s) : clock(at_s))));
   const when = element("span", "", { class: "when" });
   const legend = element("p", "", { class: "legend" });
   const keys = words.map((_, index) => [element("span", "", { class: `key key-${index}` }), element("span")]);
@@ -78,7 +97,8 @@ function chart(title, history, names, words, format, areBytes = false) {
     const nearest = points.reduce((best, point) => (best && far(best) <= far(point) ? best : point), null);
     if (!nearest) return;
     cursor.setAttribute("d", `M${place(nearest.at_s)},0V140`);
-    say(new Date(1000 * nearest.at_s).toLocaleTimeString(), nearest);
+    const at = new Date(1000 * nearest.at_s);
+    say(end - start > 86400 ? at.toLocaleString() : at.toLocaleTimeString(), nearest);
   });
   svg.addEventListener("pointerleave", () => {
     cursor.removeAttribute("d");

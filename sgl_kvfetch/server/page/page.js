@@ -71,16 +71,22 @@ async function show() {
 }
 
 // What somebody who was called at night has to know first, and whether it is good or bad.
-function verdict({ history, failures, write_problem, capacity_bytes, now_s, verified }) {
+function verdict({ history, failures, write_problem, capacity_bytes, now_s, verified, folders: rows }) {
   if (write_problem) return [`Read only: ${write_problem}`, "bad"];
   const recent = failures.filter((each) => each.at_s > now_s - 300);
   if (recent.length) return [`Errors: ${recent.length} in 5 minutes, the last one ${recent.at(-1).cause}`, "bad"];
   if (verified?.num_damaged) {
     return [`CORRUPT: ${count(verified.num_damaged)} objects, as kvfetch verify found ${ago(now_s - verified.at_s)}`, "bad"];
   }
+  const off = rows.flatMap((row) => row.audits).filter((each) => each.audits.off);
+  if (off.length) return [`Audits: not used by ${off.length} ${off.length > 1 ? "servers" : "server"}, where it would be wrong`, "bad"];
   const now = history.at(-1).values;
   const first = history.find((sample) => sample.at_s > now_s - 3600).values;
   const evicted = (now["evicted_segments_total"] ?? 0) - (first["evicted_segments_total"] ?? 0);
+  const asked = Object.entries(now).some(([name, value]) => name.startsWith("lookups_total:") && value);
+  if (!now["segments"]) {
+    return [asked ? "Empty: servers look up, and nothing is stored yet" : "Empty: nothing is stored yet, and nobody has asked", ""];
+  }
   const isFull = capacity_bytes !== null && now["stored_bytes"] > 0.9 * capacity_bytes;
   if (isFull && evicted > now["segments"]) {
     return [`Full and thrashing: ${count(evicted)} segments evicted within the hour, ${count(now["segments"])} are left`, "bad"];
@@ -112,8 +118,10 @@ function draw(summary) {
     : "";
   drawFailures(summary);
   drawEmpty(summary);
+  drawClients(summary);
   drawFolders(summary);
   drawProfiles(summary);
+  drawAudits(summary);
   drawVerified(summary);
   $("#text-help").textContent = summary.takes_text
     ? "A text as SGLang gets it after its chat template, or token numbers such as [1, 2, 3]."
@@ -121,18 +129,26 @@ function draw(summary) {
 }
 
 // Values of now, and of the last minute and hour: each says of which.
-function tiles({ folders: rows, history }) {
+function tiles({ folders: rows, history, days, answer_times: times }) {
   const now = history.at(-1);
   const [minute, hour] = [history.at(-7) ?? history[0], history[0]];
   const [sent, received] = rates([minute, now], ["sent_bytes_total", "received_bytes_total"])[0]?.values ?? [0, 0];
   const during = (name) => (now.values[name] ?? 0) - (hour.values[name] ?? 0);
-  const [hit, missed] = [during("lookup_pages_total:hit"), during("lookup_pages_total:miss")];
+  const found = (first) => sharesFound([first, now])[0]?.values[0] ?? NaN;
+  const took = (kind) => meanSeconds([hour, now], [kind])[0]?.values[0] ?? null;
+  const took_text = (kind) => (took(kind) === null ? "–" : milliseconds(took(kind)));
+  const within = (seconds) => (seconds === null ? "over 30 s" : `within ${milliseconds(seconds)}`);  // null is infinite
+  const spread = (kind) => (times[kind] ? `; half ${within(times[kind].half_s)}, 95% ${within(times[kind].most_s)}` : "");
+  const longest = days[0] ?? history[0];
   const dropped = during("dropped_levels_total");
   const [mean, last] = [`mean of ${span(now.at_s - minute.at_s)}`, `last ${span(now.at_s - hour.at_s)}`];
   return [
     ["Raw size", size(rows.reduce((sum, row) => sum + row.raw_bytes, 0)), "now"],
     ["Segments", count(now.values["segments"] ?? 0), "now"],
-    ["Pages found", percent(hit / (hit + missed)), last],
+    ["Pages found", percent(found(hour)), last],
+    ...(longest.at_s < hour.at_s ? [["Pages found", percent(found(longest)), `last ${span(now.at_s - longest.at_s)}`]] : []),
+    ["A lookup takes", took_text("lookup"), `mean, ${last}${spread("lookup")}`],
+    ["A read takes", took_text("read"), `mean, ${last}${spread("read")}`],
     ["Sent", `${size(sent)}/s`, mean],
     ["Received", `${size(received)}/s`, mean],
     ["Evictions", count(during("evicted_segments_total")), last],
@@ -187,13 +203,26 @@ function drawEmpty(summary) {
   $("#how-else").textContent = `kvfetch doctor ${originUrl()}`;
 }
 
+function drawClients({ clients, now_s }) {
+  $("#clients").hidden = !clients.length;
+  replaceRows($("#clients tbody"), clients, (each) => each.address, (each) => [
+    each.address || "–",
+    number(count(each.lookups)),
+    number(count(each.reads)),
+    number(size(each.read_bytes)),
+    number(count(each.writes)),
+    number(size(each.written_bytes)),
+    ago(now_s - each.last_s),
+  ]);
+}
+
 function drawFolders(summary) {
   folders = new Map(summary.folders.map((row) => [row.folder, row]));
   const rows = [...summary.folders].sort((a, b) => b.stored_bytes - a.stored_bytes);
   replaceRows($("#folders tbody"), rows, (row) => row.folder, (row) => [
-    link(`${short(row.model || row.folder)}, ${row.folder.split(".")[1]}`, { folder: row.folder },
-      row.model_identity || row.folder),
-    element("td", short(row.quantiser), { title: row.quantiser_identity }),
+    named(link(`${row.model || row.folder}, ${row.folder.split(".")[1]}`, { folder: row.folder },
+      row.model_identity || row.folder), row.model_identity || row.folder),
+    named(row.quantiser, row.quantiser_identity),
     number(count(row.num_segments)),
     number(count(row.num_tokens)),
     number(size(row.raw_bytes)),
@@ -210,12 +239,30 @@ function drawProfiles(summary) {
     .reduce((sum, row) => sum + row.stored_bytes, 0);
   $("#profiles").hidden = !summary.profiles.length;
   replaceRows($("#profiles tbody"), summary.profiles, (profile) => `${profile.weights}/${profile.digest}`, (profile) => [
-    element("td", short(profile.model || "–"), { title: `weights ${profile.weights}` }),
+    named(profile.model || "–", `weights ${profile.weights}`),
     element("td", profile.digest.slice(0, 12), { title: profile.digest }),
     ago(summary.now_s - profile.put_s),
     element("td", profile.is_newest ? "take it" : profile.problem ? "cannot use it" : "take a newer one", { title: profile.problem }),
     number(size(profile.num_bytes)),
     number(size(storedBy(profile))),
+  ]);
+}
+
+// One row a server and folder; those first that need somebody.
+function drawAudits({ folders: all, now_s }) {
+  const told = all.flatMap((row) => row.audits.map((each) => ({ ...each, row })));
+  told.sort((a, b) => Boolean(b.audits.off) - Boolean(a.audits.off) || b.audits.typical - a.audits.typical);
+  $("#audits").hidden = !told.length;
+  const name = ({ row }) => `${row.model || row.folder}, ${row.folder.split(".")[1]}`;
+  const ratio = (value) => number(value ? `${value.toFixed(2)}x` : "–");
+  replaceRows($("#audits tbody"), told, (each) => `${each.row.folder}/${each.client}`, (each) => [
+    named(name(each), each.row.model_identity || each.row.folder),
+    each.client || "–",
+    named(each.row.quantiser, each.row.quantiser_identity),
+    ratio(each.audits.typical),
+    ratio(each.audits.ratio),
+    ago(now_s - each.told_s),
+    element("td", each.advice ? `${each.says}. What to do: ${each.advice}` : each.says, { class: "long" }),
   ]);
 }
 
@@ -276,7 +323,7 @@ $("#prompt").addEventListener("submit", (event) => {
 });
 $("#pin").addEventListener("click", () => lookUp(true));
 $("#unpin").addEventListener("click", () => attempt(async () => {
-  await ask(`v1/pins/${$("#unpin").dataset.pin}`, { method: "DELETE" });
+  await ask(`v1/notes/pins/${$("#unpin").dataset.pin}`, { method: "DELETE" });
   await lookUp(false);
 }, $("#prompt output")));
 

@@ -39,9 +39,9 @@ def test_bits_at_equal_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[
     files[0].write_text(json.dumps(_report(*OURS, _row("other-1", (8.0, 1e-3)), _row("other-3", (4.0, 0.5)))))
     files[1].write_text(json.dumps(_report(_row("other-2", (4.0, 5e-4), (4.0, 1.5e-3)))))
     assert equal.main([*map(str, files), "--plot", str(tmp_path / "p.png")]) == 0
-    lines = {
-        line.split()[1]: line for line in capsys.readouterr().out.splitlines() if "klt-" in line or "other-" in line
-    }
+    said = capsys.readouterr().out
+    lines = {line.split()[1]: line for line in said.splitlines() if "klt-" in line or "other-" in line}
+    assert "ours at 1e-03: 1.73 bits a value, 1.41 to 2.00 in 2 single windows\n" in said
     assert "2.00" in lines["other-1"]
     assert "0.25x" in lines["other-1"]
     assert "1.73" in lines["other-2"]
@@ -59,6 +59,7 @@ def test_no_bits_beyond_what_was_measured() -> None:
     assert equal.bits_at(1e-5, ours, windows) is None
     assert equal.bits_at(1e-2, ours, windows) == pytest.approx(1.0)
     assert equal.bits_at(0.0, ours, windows) is None
+    assert equal._say_bits(3e-5, ours) == "ours at 3e-05: not measured"
 
 
 @pytest.mark.parametrize(

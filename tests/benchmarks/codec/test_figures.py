@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.codec import ans_tables, answers, equal, lengths, spans, speed
+from benchmarks.codec import ans_tables, equal, kinds, speed
 from benchmarks.codec.__main__ import main
 from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.measure import estimate, measure
 from benchmarks.codec.method import KVShape, Method
 from benchmarks.codec.segments import PAGE_TOKENS, SegmentMethod
-from harness.models import make_tiny_lfm2, make_tiny_llama, make_tiny_mellum
+from harness import default_text
+from harness.models import make_tiny_lfm2, make_tiny_mellum
 from sgl_kvfetch.codec.bitstream.ans import SLOTS, tables
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -27,6 +29,7 @@ from sgl_kvfetch.prompts import text_digest
 from tests.benchmarks.codec.kv import make_kv
 from tests.benchmarks.conftest import Run
 from tests.codec.quant.profiles import make_profile
+from tests.test_default_text import ASKED, CALL, TOLD, write_npm, write_wheel
 
 CONTEXT, CONTINUATION = 64, 20
 
@@ -35,12 +38,10 @@ def test_codec(run: Run, tiny_llama: Path, text: Path, tmp_path: Path, capsys: p
     profile = tmp_path / "tiny.profile"
     make_profile(num_layers=4, num_heads=2, head_dim=64, cell_heads=2, num_sinks=1).save(profile)
     args = ["--model", tiny_llama, "--text", text, "--windows", 2, "--context", 128, "--continuation", 16]
-    fitted = ["block-gtq-k2v2", "oscar-2/first-4"]
-    names = ["exact/zstd,cachegen-16/256,kivi-*,klt-0.001/zstd,klt/levels-*", *fitted]
-    methods = ["--methods", ",".join(names), "--profile", profile, "--calibrate-text", text, "--calibrate-windows", 1]
-    rows = {row["name"]: row for row in run(main, *args, *methods)["rows"]}
+    names = "exact/zstd,cachegen-16/2048,kivi-*,klt-0.001/ans,klt/levels-*"
+    rows = {row["name"]: row for row in run(main, *args, "--methods", names, "--profile", profile)["rows"]}
     levels = [f"klt/levels-{count}" for count in (1, 2, 3)]
-    assert set(rows) == {"exact/zstd", "cachegen-16/256", "kivi-4", "kivi-2", "klt-0.001/zstd", *levels, *fitted}
+    assert set(rows) == {"exact/zstd", "cachegen-16/2048", "kivi-4", "kivi-2", "klt-0.001/ans", *levels}
     for row in rows.values():
         assert row["ratio"] == pytest.approx(16 / row["bits_per_value"])
         for figure in ("bits", "kl", "dnll", "top1"):
@@ -52,13 +53,13 @@ def test_codec(run: Run, tiny_llama: Path, text: Path, tmp_path: Path, capsys: p
         ] == pytest.approx([row["bits_per_value"], row["kl"], row["top1"]])
     assert rows["exact/zstd"]["kl"] == pytest.approx(0, abs=1e-9)
     assert rows["kivi-2"]["kl"] > rows["kivi-4"]["kl"] > 0
-    assert sum(rows["klt-0.001/zstd"]["shares"].values()) == pytest.approx(1)
+    assert sum(rows["klt-0.001/ans"]["shares"].values()) == pytest.approx(1)
     bits, kls = ([rows[name][figure] for name in levels] for figure in ("bits_per_value", "kl"))
     assert sorted(bits) == bits
     assert kls[0] > kls[2]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    assert equal.main([str(tmp_path / "out.json"), "--ours", "klt/levels-*"]) == 0
-    assert "kivi-4" in capsys.readouterr().out
+    assert equal.main([str(tmp_path / "out.json")]) == 0
+    assert "\n| kivi-4 | " in capsys.readouterr().out
 
 
 def test_measuring_the_calibrations_text_is_noticed(
@@ -102,43 +103,51 @@ def test_speed_and_the_tables_of_ans(run: Run, tiny_llama: Path, text: Path, tmp
         assert found["digits"].min() > 0
 
 
-def test_answers(run: Run, tiny_llama: Path, text: Path) -> None:
-    args = ["--model", tiny_llama, "--text", text, "--methods", "exact/zstd,kivi-2", "--prompts", 2]
-    sizes = ["--prompt-tokens", 128, "--new-tokens", 4, "--passkeys", 1, "--passkey-tokens", 128]
-    exact, kivi = run(answers.main, *args, *sizes)["rows"]
-    assert (exact["equal_answers"], exact["tokens_alike"], exact["dnll"]) == (2, 4, 0)
-    assert kivi["bits_per_value"] < exact["bits_per_value"]
+def test_each_kind_of_text_is_measured_beside_the_default_target(
+    tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tiny.profile"
+    profile = make_profile(num_layers=4, num_heads=2, head_dim=64, cell_heads=2)
+    profile.save(file)
+    monkeypatch.setattr(kinds, "KINDS", {"words": Path.read_text, "other": lambda path: path.read_text()[9000:]})
+    args = ["--model", tiny_llama, "--profile", file, "--packages", text, "--windows", 2, "--continuation", 16]
+    assert kinds.main([*map(str, args), "--context", "128"]) == 0
+    said = capsys.readouterr().out
+    costs = {line.split()[1]: line.split("|")[4] for line in said.splitlines() if "±" in line}
+    assert set(costs) == {"words", "other"}
+    worst = max(costs, key=lambda kind: float(costs[kind]))
+    assert f"worst: {worst}, {costs[worst].strip()} times the target" in said
+    assert f"of the default target, {profile.default_target_kl:.2g} |" in said
 
 
-def test_lengths(run: Run, tiny_llama: Path, text: Path) -> None:
-    args = ["--model", tiny_llama, "--text", text, "--windows", 2, "--lengths", "128,256", "--continuation", 32]
-    rows = run(lengths.main, *args, "--methods", "exact/zstd,kivi-2")["rows"]
-    assert [(row["name"], row["context_tokens"]) for row in rows] == [
-        (name, length) for length in (128, 256) for name in ("exact/zstd", "kivi-2")
-    ]
-    exact, kivi = rows[:2]
-    assert exact["kl"]["mean"] == pytest.approx(0, abs=1e-6)
-    assert kivi["worst"] >= kivi["kl"]["mean"] > 0
-    assert kivi["bits_per_value"]["mean"] < exact["bits_per_value"]["mean"]
-
-
-@pytest.mark.slow
-def test_spans(run: Run, text: Path, tmp_path: Path) -> None:
-    model = make_tiny_llama(tmp_path / "tiny", num_layers=4, hidden_size=64, head_dim=32, vocab_size=256)
-    args = ["--model", model, "--text", text, "--windows", 1, "--calibrate-windows", 10]
-    rows = {row["name"]: row for row in run(spans.main, *args, "--context", 128, "--continuation", 32)["rows"]}
-    assert [row["is_chosen"] for row in rows.values()].count(True) == 1
-    for row in rows.values():
-        bits = [point["bits"] for point in row["points"]]
-        assert bits == sorted(bits, reverse=True)
-    narrow, wide = (rows[f"{layers}, all heads"] for layers in ("1 layer", "6 layers"))
-    assert narrow["price"]["tiny"]["profile_bytes"] < wide["price"]["tiny"]["profile_bytes"]
+def test_kinds_of_text_are_read_from_packages(tmp_path: Path) -> None:
+    """From other files than those of the default text."""
+    for package in ("learnyounode-4.2.2", "javascripting-2.7.4"):
+        files = {f"exercises/a/problem.{x}.md": x for x in ("ru", "ja", "zh-cn")}
+        files |= {f"problems/b/problem_{x}.md": x for x in ("ru", "ja", "zh-cn")}
+        write_npm(tmp_path / f"{package}.tgz", files)
+    catalogue = 'msgid "a"\nmsgstr "ein Satz von mehr als dreißig Zeichen"\n'
+    catalogues = {f"wagtail/locale/{x}/LC_MESSAGES/django.po": catalogue for x in ("de", "ar")}
+    write_wheel(tmp_path / "wagtail-8.0.1-py3-none-any.whl", catalogues)
+    data = "bfcl_eval/data/"
+    bfcl = {f"{data}memory_prereq_conversation/memory_student.json": json.dumps(TOLD)}
+    for name in ("live_simple", "simple_javascript", "parallel"):
+        bfcl[f"{data}BFCL_v4_{name}.json"] = json.dumps(ASKED)
+        bfcl[f"{data}possible_answer/BFCL_v4_{name}.json"] = json.dumps(CALL)
+    write_wheel(tmp_path / "bfcl_eval-2026.3.23-py3-none-any.whl", bfcl)
+    found = {kind: text(tmp_path) for kind, text in kinds.KINDS.items()}
+    assert list(found) == list(default_text.KINDS)
+    assert (found["russian"], found["chinese"]) == ("ru\n\nru", "zh-cn\n\nzh-cn")
+    assert found["german"] == found["arabic"] == "ein Satz von mehr als dreißig Zeichen"
+    assert found["tools"].count("You may call these tools:") == 3
+    assert found["chats"] == "USER: My order is late.\nUSER: It came."
+    assert "def " in found["code"]
 
 
 class _Noisy(Method):
     """Exact values in 3 bytes each, with noise on what comes back."""
 
-    name, source, family = "noisy", "the test", "noisy"
+    name, family = "noisy", "noisy"
 
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
         self.values = (k, v)
@@ -203,16 +212,14 @@ def test_nothing_begins_without_time(tiny_llama: Path) -> None:
 
 
 def test_intervals() -> None:
-    """1, 2, 3, 4: deviation sqrt(5/3), t of three degrees 3.182. Shares: Wilson's, as tables have them."""
+    """1, 2, 3, 4: deviation sqrt(5/3), t of three degrees 3.182."""
     assert estimate([1.0, 2.0, 3.0, 4.0]).margin == pytest.approx(3.182 * math.sqrt(5 / 3) / 2)
     assert estimate([1.0]).interval is None
-    for successes, low, high in ((0, 0.0, 0.278), (10, 0.722, 1.0), (5, 0.237, 0.763)):
-        assert list(answers.share_interval(successes, 10)) == pytest.approx([low, high], abs=1e-3)
 
 
 def test_all_that_a_writer_would_store_is_counted() -> None:
     k, v = make_kv(3 * PAGE_TOKENS)
-    method = SegmentMethod("exact/zstd", "", "", make_quantiser("exact"), "zstd")
+    method = SegmentMethod("exact/zstd", "", make_quantiser("exact"), "zstd")
     parts = method.encode(k, v)
     for manifest, data in zip(map(decode_manifest, parts[::2]), parts[1::2], strict=True):
         assert manifest.variants[0].size_bytes == len(data)

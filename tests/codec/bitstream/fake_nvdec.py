@@ -13,8 +13,7 @@ import av.error
 import numpy as np
 import torch
 
-from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
-from sgl_kvfetch.codec.bitstream.nvidia import CHROMA, DecodeCaps
+from sgl_kvfetch.codec.bitstream.nvdec import CHROMA, DecodeCaps, Nvdec
 from tests.plugin.device.fake_streams import FakeDevice, FakeStream
 
 

@@ -14,16 +14,15 @@ import torch
 from sgl_kvfetch.codec.bitstream import nvdec
 from sgl_kvfetch.codec.bitstream.base import FrameDecoder
 from sgl_kvfetch.codec.bitstream.hevc import Hevc420Codec, HevcCodec, join_access_units, split_access_units
-from sgl_kvfetch.codec.bitstream.nvdec import Nvdec, NvdecDecoder, open_nvdec, open_nvdec_alone
-from sgl_kvfetch.codec.bitstream.nvidia import DecodeCaps
+from sgl_kvfetch.codec.bitstream.nvdec import DecodeCaps, Nvdec, NvdecDecoder, open_nvdec, open_nvdec_alone
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
 from sgl_kvfetch.codec.cuda_streams import Device
-from sgl_kvfetch.codec.layout.tiles import TileLayout
+from sgl_kvfetch.codec.layout.frames import TileLayout
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plane.adapt.pool import DecodePool
+from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice

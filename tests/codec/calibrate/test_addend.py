@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from sgl_kvfetch.codec.calibrate import sweep
 from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
-from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS
-from sgl_kvfetch.codec.calibrate.sweep import Sweep
+from sgl_kvfetch.codec.calibrate.sweep import MOST_SINKS, Sweep
+from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.types import CellGrid
 
@@ -86,7 +86,7 @@ def test_weights_are_those_of_finite_differences(
         moments = gathered.pass_layer(index)
         assert moments is not None
         cached = found.past_key_values.layers[index]
-        past = KV(*(x[0, :, :CONTEXT].transpose(0, 1) for x in (cached.keys, cached.values)))
+        past = CellValues(*(x[0, :, :CONTEXT].transpose(0, 1) for x in (cached.keys, cached.values)))
         for tensor, weight in enumerate(moments.weights_of(0)):
             expected = _cost(model, index, calls, past, tensor, streams)
             direction = _direction(past[tensor])
@@ -99,7 +99,9 @@ def _direction(x: torch.Tensor) -> torch.Tensor:
     return torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(2))
 
 
-def _cost(model: LayeredModel, index: int, calls: Any, past: KV, tensor: int, streams: list[torch.Tensor]) -> float:
+def _cost(
+    model: LayeredModel, index: int, calls: Any, past: CellValues, tensor: int, streams: list[torch.Tensor]
+) -> float:
     """e^T W e for an error e in K or V, by finite differences: the mean over the context's tokens behind the sinks."""
     following, stream = streams[index][CONTEXT:], streams[index + 1][CONTEXT:]
     error = 1e-2 * _direction(past[tensor])

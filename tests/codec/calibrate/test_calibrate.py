@@ -12,17 +12,25 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from harness.models import make_tiny_lfm2, make_tiny_llama, make_tiny_mellum
-from sgl_kvfetch.codec.calibrate import curve, unfinished
+from sgl_kvfetch.codec.calibrate import curve, sweep
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
 from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
-from sgl_kvfetch.codec.calibrate.statistics import Moments
-from sgl_kvfetch.codec.calibrate.sweep import Sweep
-from sgl_kvfetch.codec.calibrate.text import cut_windows, part_of, prompt_start, tokenise
+from sgl_kvfetch.codec.calibrate.sweep import Moments, Sweep
+from sgl_kvfetch.codec.calibrate.text import (
+    DEFAULT_TEXT,
+    Kind,
+    cut_windows,
+    part_of,
+    prompt_start,
+    read_kinds,
+    shared_out,
+    tokenise,
+)
 from sgl_kvfetch.codec.quant.layer_map import plain_layers
 from sgl_kvfetch.codec.quant.profile import Profile
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.prompts import read_texts
+from sgl_kvfetch.prompts import read_texts, text_digest
 from sgl_kvfetch.types import CellGrid
 from tests.codec.quant.profiles import CALIBRATION
 
@@ -52,7 +60,7 @@ def windows() -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def profile(model: LayeredModel, windows: list[torch.Tensor]) -> Profile:
-    return calibrate_model(model, windows, map_layers(model)[0], CALIBRATION, OPTIONS)
+    return calibrate_model(model, {"text": windows}, map_layers(model)[0], CALIBRATION, OPTIONS)
 
 
 def test_the_profile_has_the_models_shape(model: LayeredModel, profile: Profile) -> None:
@@ -72,7 +80,11 @@ def test_fine_steps_cost_by_their_square(profile: Profile) -> None:
 
 def test_wider_cells_need_fewer_bits(model: LayeredModel, windows: list[torch.Tensor], profile: Profile) -> None:
     narrow = calibrate_model(
-        model, windows, profile.layers, CALIBRATION, CalibrationOptions(num_context=CONTEXT, max_channels=1, tp_size=2)
+        model,
+        {"text": windows},
+        profile.layers,
+        CALIBRATION,
+        CalibrationOptions(num_context=CONTEXT, max_channels=1, tp_size=2),
     )
     assert narrow.grid.cell_heads == 1
     assert bits_at(profile, 2e-4) < bits_at(narrow, 2e-4) - 0.05
@@ -95,7 +107,7 @@ def bits_at(profile: Profile, kl: float) -> float:
 @pytest.fixture
 def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The layers that were passed. The first calibration is interrupted behind layer 0, which is noted as -1."""
-    monkeypatch.setattr(unfinished, "_EVERY_S", 0.0)
+    monkeypatch.setattr(sweep, "_EVERY_S", 0.0)
     passed: list[int] = []
     whole = Sweep.pass_layer
 
@@ -120,7 +132,7 @@ def test_a_calibration_that_was_interrupted_goes_on(
 
     def calibrate(part: list[torch.Tensor], file: Path | None) -> Profile:
         short = [window[:96] for window in part]
-        return calibrate_model(model, short, layers, CALIBRATION, options, unfinished=file)
+        return calibrate_model(model, {"text": short}, layers, CALIBRATION, options, unfinished=file)
 
     with pytest.raises(KeyboardInterrupt):
         calibrate(windows, file)
@@ -149,7 +161,7 @@ def test_it_goes_on_with_what_layers_keep_that_are_not_coded(
 
     def calibrate(file: Path | None) -> Profile:
         options = CalibrationOptions(num_context=128)
-        return calibrate_model(other, windows, map_layers(other)[0], CALIBRATION, options, unfinished=file)
+        return calibrate_model(other, {"text": windows}, map_layers(other)[0], CALIBRATION, options, unfinished=file)
 
     with pytest.raises(KeyboardInterrupt):
         calibrate(tmp_path / "unfinished")
@@ -161,8 +173,8 @@ def test_it_goes_on_with_what_layers_keep_that_are_not_coded(
 
 
 def test_one_window_is_too_little(model: LayeredModel, windows: list[torch.Tensor]) -> None:
-    with pytest.raises(ConfigError, match="two windows"):
-        calibrate_model(model, windows[:1], plain_layers(model.num_layers), CALIBRATION, OPTIONS)
+    with pytest.raises(ConfigError, match="at least two windows of each kind of text, found one of text"):
+        calibrate_model(model, {"text": windows[:1]}, plain_layers(model.num_layers), CALIBRATION, OPTIONS)
 
 
 def test_texts(tmp_path: Path) -> None:
@@ -186,6 +198,55 @@ def test_texts(tmp_path: Path) -> None:
         read_texts(tmp_path / "c.txt")
 
 
+def test_kinds_of_text(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.txt", "b.txt", "c.jsonl", "d.txt")]
+    for file in files:
+        file.write_text(f'{{"prompt": "{file.stem}"}}')
+    a, b, c, d = map(str, files)
+    kinds, described = read_kinds([a, f"more={b}:0.25", f"more={c}:0.25", f"{d}:4e-1"])
+    assert kinds == [
+        Kind("a", ('{"prompt": "a"}',)),
+        Kind("more", ('{"prompt": "b"}', "c"), 0.5),
+        Kind("d", ('{"prompt": "d"}',), 0.4),
+    ]
+    assert described.startswith(f"a.txt ({text_digest(files[0])}), b.txt (")
+
+
+def test_windows_are_shared_out() -> None:
+    """By the shares, as near as whole windows come, and at least two for each."""
+
+    def numbers(num_windows: int, *shares: float | None) -> list[int]:
+        return shared_out([Kind(f"k{i}", (), share) for i, share in enumerate(shares)], num_windows)
+
+    assert numbers(25, None) == [25]
+    assert numbers(25, None, None) == [13, 12]
+    assert numbers(25, 0.5, None, None) == [13, 6, 6]
+    assert numbers(10, 0.9, 0.05, 0.05) == [6, 2, 2]
+    assert numbers(36, *[None] * 9) == [4] * 9
+    assert numbers(7, 0.01, 0.01, None) == [2, 2, 3]
+    for shares, message in (
+        ((0.5, 0.4), "add up to 0.9: expected 1 in all"),
+        ((0.5, 0.6), "add up to 1.1"),
+        ((0.5, 0.5, None), "and leave some for texts without one"),
+        ([None] * 65, "there are 65 kinds of text, expected 64 at most"),
+        ([None] * 6, "6 kinds of text need 12 windows or more"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            numbers(11, *shares)
+
+
+def test_the_default_text_has_windows_of_each_kind_for_any_tokenizer() -> None:
+    """As large vocabularies do, count 3.5 characters of letters as a token, and one of Chinese as a bit more."""
+    kinds, described = read_kinds(())
+    assert described == f"the default text ({text_digest(DEFAULT_TEXT)})"
+    assert len(kinds) == 9
+    for kind in kinds:
+        wide = sum(ord(character) >= 0x3000 for text in kind.texts for character in text)
+        num_chars = sum(map(len, kind.texts))
+        assert num_chars - wide + 4 * wide > 3.5 * 4 * 1536, kind.name
+    assert DEFAULT_TEXT.stat().st_size < 200_000
+
+
 def test_windows_do_not_overlap() -> None:
     texts = [torch.arange(100), torch.arange(100, 125), torch.arange(200, 205)]
     none = torch.tensor([], dtype=torch.long)
@@ -194,8 +255,10 @@ def test_windows_do_not_overlap() -> None:
     seen = torch.cat(windows)
     assert len(seen.unique()) == 70
     assert seen.max() >= 100
-    with pytest.raises(ConfigError, match="has 12 windows of 10 tokens, expected 13"):
+    with pytest.raises(ConfigError, match=r"has 12 windows of 10 tokens, expected 13 .* the longest of 3 has 100 tok"):
         cut_windows(texts, 13, 10, none)
+    with pytest.raises(ConfigError, match=r"expected 13 or more; give more text, or ask for fewer \(--windows\)"):
+        cut_windows(texts[:1], 13, 10, none)
 
 
 def test_every_window_begins_as_a_prompt_does() -> None:
@@ -234,7 +297,9 @@ def test_a_model_that_no_transform_can_be_made_from_is_named(
     _scale(path, "model.layers.0.self_attn.o_proj.weight", scale)
     _scale(path, "model.layers.1.self_attn.o_proj.weight", scale)
     with pytest.raises(ConfigError, match=message):
-        calibrate_model(LayeredModel(str(path)), windows[:2], plain_layers(model.num_layers), CALIBRATION, OPTIONS)
+        calibrate_model(
+            LayeredModel(str(path)), {"text": windows[:2]}, plain_layers(model.num_layers), CALIBRATION, OPTIONS
+        )
 
 
 def test_a_default_that_no_step_reaches_is_no_profile(
@@ -242,7 +307,7 @@ def test_a_default_that_no_step_reaches_is_no_profile(
 ) -> None:
     monkeypatch.setattr(curve, "_STEPS", (16.0, 32.0))
     with pytest.raises(ConfigError, match=r"no profile: the finest step .*, 16, costs .* expected at most .* default"):
-        calibrate_model(model, windows, map_layers(model)[0], CALIBRATION, OPTIONS)
+        calibrate_model(model, {"text": windows}, map_layers(model)[0], CALIBRATION, OPTIONS)
 
 
 def test_parts() -> None:
@@ -259,4 +324,6 @@ def test_a_model_that_overflows_is_named(model: LayeredModel, windows: list[torc
     shutil.copytree(model.path, path)
     _scale(path, "lm_head.weight", float("nan"))
     with pytest.raises(ConfigError, match="log probabilities contain NaN"):
-        calibrate_model(LayeredModel(str(path)), windows[:2], plain_layers(model.num_layers), CALIBRATION, OPTIONS)
+        calibrate_model(
+            LayeredModel(str(path)), {"text": windows[:2]}, plain_layers(model.num_layers), CALIBRATION, OPTIONS
+        )

@@ -18,8 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from benchmarks.codec.kv_model import KVModel
 from harness.models import make_tiny_deepseek, make_tiny_lfm2, make_tiny_mellum, make_tiny_qwen3_5
 from sgl_kvfetch.codec.calibrate import pools
-from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
+from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model, cell_grid
+from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
+from sgl_kvfetch.codec.calibrate.sweep import Sweep
 from sgl_kvfetch.codec.quant.layer_map import Pool, plain_layers
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
 from tests.codec.quant.profiles import CALIBRATION
@@ -72,6 +74,19 @@ GRANITE = {
     "shared_intermediate_size": 64,
 }
 
+LATENT = {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 3,
+    "index_n_heads": 12,  # with few, many tokens score 0 alike
+    "index_head_dim": 16,
+    "index_topk": 16,
+}
 KIMI = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "num_key_value_heads": 4,
@@ -144,7 +159,7 @@ def test_language_models_inside_image_text_checkpoints(tokenizer_files: Path, tm
     assert not [name for name in names if "vis" in name]
     windows = torch.randint(3, 256, (5, 288), generator=torch.Generator().manual_seed(0))
     profile = calibrate_model(
-        model, [*windows], plain_layers(model.num_layers), CALIBRATION, CalibrationOptions(num_context=256)
+        model, {"text": [*windows]}, plain_layers(model.num_layers), CALIBRATION, CalibrationOptions(num_context=256)
     )
     assert profile.grid.num_layers == SHAPE["num_hidden_layers"]
 
@@ -178,6 +193,8 @@ MADE: dict[str, Callable[[Path], Path]] = {
         ("nemotron_h", NEMOTRON),  # Mamba 2, and layers that are an MLP alone
         ("granitemoehybrid", GRANITE),
         ("kimi_linear", KIMI),  # MLA without a rotation, and Kimi's delta attention
+        ("glm_moe_dsa", LATENT),
+        ("deepseek_v32", LATENT),  # each token attends to 16 that an indexer chooses
     ],
 )
 def test_layers_compute_what_the_whole_model_does(
@@ -212,6 +229,32 @@ def _require_equal(path: Path, whole: Any) -> LayeredModel:
     torch.testing.assert_close(model.log_probabilities(hidden), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.log_probabilities(after), expected[40:], rtol=1e-4, atol=1e-4)
     return model
+
+
+def test_keys_of_an_indexer_stay_exact(tokenizer_files: Path, tmp_path: Path) -> None:
+    """Layers choose tokens by them while K and V come from coefficients, also in a calibration that goes on."""
+    path = make(tokenizer_files, tmp_path / "model", "deepseek_v32", **LATENT)
+    model = LayeredModel(str(path))
+    layers, notes = map_layers(model)
+    assert not notes
+    assert {(layer.pool, layer.rotation) for layer in layers.layers} == {(Pool.KV, 0)}
+    windows = torch.randint(3, 256, (5, 288), generator=torch.Generator().manual_seed(0))
+    grid = cell_grid(model.num_layers, model.num_heads, model.k_head_dim + model.v_head_dim, 1536, 1)
+    sweep = Sweep(model, [*windows[:3]], [*windows[3:]], 256, layers, grid)
+    for index in range(model.num_layers):
+        sweep.pass_layer(index)
+    with model.layer(0) as layer:
+        past = layer.forward(model.embed(windows[3][:256]), model.calls(256))[1]
+    assert isinstance(past, KV)
+    assert past.indexer is not None
+    again = Sweep(model, [*windows[:3]], [*windows[3:]], 256, layers, grid)
+    again.restore(sweep.state(model.num_layers))
+    for each in (sweep, again):
+        kept = each.others[0][0]
+        assert isinstance(kept, torch.Tensor)
+        assert torch.equal(kept, past.indexer)
+    profile = calibrate_model(model, {"text": [*windows]}, layers, CALIBRATION, CalibrationOptions(num_context=256))
+    assert profile.grid.num_layers == SHAPE["num_hidden_layers"]
 
 
 def test_weights_in_fp8_are_restored(tokenizer_files: Path, tmp_path: Path) -> None:
@@ -355,26 +398,12 @@ def test_a_damaged_checkpoint_is_named(tokenizer_files: Path, tmp_path: Path) ->
 
 
 FALCON_H1 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16}
-LATENT = {
-    "head_dim": 8,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "first_k_dense_replace": 3,
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    "index_topk": 16,
-}
 
 
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
         ("falcon_h1", FALCON_H1, r"layers 0 to 2 \(hybrid\) of 3 keep other states, beside keys and values"),
-        ("deepseek_v32", LATENT, r"layers 0 to 2 \(indexed_attention\) of 3 keep other states"),
         ("mamba", {"state_size": 16}, "no layer with keys and values of all tokens"),
         (
             "gemma4_text",

@@ -41,7 +41,7 @@ def peak_and_kept_bytes(folder: Path, num_layers: int) -> tuple[int, int]:
             peak = max(peak, sum(size for address, size in live_storages().items() if address not in before))
 
     options = CalibrationOptions(num_context=CONTEXT, max_channels=3 * 64, tp_size=2)  # three layers of one head a cell
-    profile = calibrate_model(model, windows, layers, CALIBRATION, options, watched)
+    profile = calibrate_model(model, {"text": windows}, layers, CALIBRATION, options, watched)
     assert profile.grid.num_layer_groups == num_layers // 3
     context_bytes = CONTEXT * num_layers * model.num_heads * 64 * 2
     return peak, sum(x.nbytes for x in profile._tensors().values()) + context_bytes

@@ -143,7 +143,7 @@ def test_a_packed_checkpoint_has_the_profile_of_its_weights(tokenizer_files: Pat
     digests = set()
     for model in (LayeredModel(str(path)) for path in paths):
         options = CalibrationOptions(num_context=64)
-        digests.add(calibrate_model(model, windows, map_layers(model)[0], CALIBRATION, options).digest)
+        digests.add(calibrate_model(model, {"text": windows}, map_layers(model)[0], CALIBRATION, options).digest)
     assert len(digests) == 1
 
 

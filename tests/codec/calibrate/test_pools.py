@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.configs.model_config import get_hybrid_layer_ids, is_hybrid_swa_model
+from sglang.srt import runtime_context
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig, get_hybrid_layer_ids, is_hybrid_swa_model
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from harness.models import OTHER_FAMILIES, OTHER_IMAGE_TEXT, make_other_image_text, make_tiny
+from sgl_kvfetch.codec.calibrate.layer_map import map_layers
+from sgl_kvfetch.codec.calibrate.layers import LayeredModel
 from sgl_kvfetch.codec.calibrate.pools import WINDOWS_APART, keeps_nothing, pool_of_keys
 from sgl_kvfetch.codec.quant.layer_map import Pool
+from sgl_kvfetch.plugin.identity import pool_layers
 
 TYPES = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 # Their configs have layer types of their own. DeepSeek V4's pools have compressed keys, which nothing here takes.
@@ -37,6 +43,36 @@ def test_the_same_layers_are_in_the_pool_as_in_sglangs(architecture: str) -> Non
     found = [pool_of_keys([architecture], config, layer) for layer in range(4)]
     assert [layer for layer in range(4) if found[layer] == Pool.WINDOW] == windows
     assert [layer for layer in range(4) if found[layer] == Pool.KV] == full
+
+
+def made(folder: Path, family: str) -> Path:
+    if family in OTHER_FAMILIES:
+        return make_tiny(folder, family, OTHER_FAMILIES[family])
+    return make_other_image_text(folder, family)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", [*OTHER_FAMILIES, *OTHER_IMAGE_TEXT])
+def test_the_map_of_a_model_has_sglangs_layers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server compares a profile with these: which layers are in the pool of K and V, and the shapes of K and V."""
+    path = made(tmp_path / family, family)
+    model = LayeredModel(str(path))
+    layers, notes = map_layers(model)
+    assert not notes
+    config = ModelConfig(str(path))
+    monkeypatch.setattr(runtime_context, "process_model_config", lambda: config)
+    assert layers.coded == (pool_layers() or tuple(range(model.num_layers)))
+    windows = [number for number, layer in enumerate(layers.layers) if layer.pool == Pool.WINDOW]
+    assert windows == (config.swa_attention_layer_ids or [])
+    if config.attention_arch == AttentionArch.MLA:
+        assert (model.num_heads, model.k_head_dim, model.v_head_dim) == (
+            1,
+            config.qk_rope_head_dim,
+            config.kv_lora_rank,
+        )
+    else:
+        shape = config.get_num_kv_heads(1), config.head_dim, config.v_head_dim
+        assert (model.num_heads, model.k_head_dim, model.v_head_dim) == shape
 
 
 def test_windows_share_the_pool_elsewhere() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.codec.baselines.cachegen import CacheGen
 from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.measure import measure
-from benchmarks.codec.methods import all_methods, select
 from benchmarks.codec.segments import SegmentMethod
-from benchmarks.prose import prose
+from benchmarks.real_model import prose
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
 from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
@@ -41,7 +41,7 @@ def profile(model: KVModel, tokens: torch.Tensor) -> Profile:
     windows = calibration_windows(model.tokenizer, [tokens[: len(tokens) // 2]], 8, CONTEXT + CONTINUATION)
     layered = LayeredModel(model.path)
     return calibrate_model(
-        layered, windows, map_layers(layered)[0], CALIBRATION, CalibrationOptions(num_context=CONTEXT)
+        layered, {"text": windows}, map_layers(layered)[0], CALIBRATION, CalibrationOptions(num_context=CONTEXT)
     )
 
 
@@ -56,9 +56,8 @@ def test_the_default_is_within_reach(profile: Profile) -> None:
 
 def test_half_of_cachegens_bits_do_better_than_cachegen(model: KVModel, tokens: torch.Tensor, profile: Profile) -> None:
     windows = cut_windows([tokens[len(tokens) // 2 :]], 2, CONTEXT + CONTINUATION + 1, model.start)
-    cachegen = select(all_methods(None), ["cachegen-32/2048"])
-    (theirs,) = measure(model, windows, CONTEXT, cachegen).rows
-    ours = SegmentMethod("klt", "here", "ours", KltQuantiser(profile, theirs.kl.mean / 2), "hevc")
+    (theirs,) = measure(model, windows, CONTEXT, [CacheGen(32)]).rows
+    ours = SegmentMethod("klt", "ours", KltQuantiser(profile, theirs.kl.mean / 2), "hevc")
     (row,) = measure(model, windows, CONTEXT, [ours]).rows
     assert row.kl.mean < theirs.kl.mean
     assert row.bits_per_value.mean < theirs.bits_per_value.mean / 2

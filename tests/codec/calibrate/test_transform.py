@@ -4,11 +4,10 @@ import sys
 import pytest
 import torch
 
-from sgl_kvfetch.codec.calibrate.fit import cell_grid
-from sgl_kvfetch.codec.calibrate.statistics import MOST_SINKS, Moments, count_sinks
-from sgl_kvfetch.codec.calibrate.transform import transform_of
+from sgl_kvfetch.codec.calibrate.fit import cell_grid, transform_of
+from sgl_kvfetch.codec.calibrate.sweep import MOST_SINKS, Moments, count_sinks
 from sgl_kvfetch.codec.quant.base import CellValues
-from sgl_kvfetch.codec.quant.sensitivity import features as features_of, fit_log_cost, log_cost
+from sgl_kvfetch.codec.quant.klt import features as features_of, fit_log_cost, log_cost
 from sgl_kvfetch.types import CellGrid
 
 SIZES = (4, 8)
@@ -81,6 +80,7 @@ def test_a_transform_saves_bits_at_equal_cost() -> None:
     assert bits(transform_of(covariance, information).inverse) < bits(own_steps) - 0.5 < bits(one_step) - 0.5
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("channels", [192, 256])
 def test_wide_cells_on_two_threads(channels: int) -> None:
     """A batched inverse of matrices so wide may never return on two threads."""

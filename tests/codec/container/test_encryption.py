@@ -8,8 +8,14 @@ import msgspec
 import pytest
 import torch
 
-from harness.small_segments import make_segment as make_small
-from sgl_kvfetch.codec.container.encryption import ENCRYPTED, EncryptionKeys, read_encryption_keys
+from sgl_kvfetch.codec.container.encryption import (
+    ENCRYPTED,
+    NO_KEYS,
+    EncryptionKeys,
+    ManifestKeys,
+    StoreKeys,
+    read_encryption_keys,
+)
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest, encryption_keys_of
 from sgl_kvfetch.codec.container.merge import merge_segments
 from sgl_kvfetch.codec.container.objects import Side, Variant
@@ -17,21 +23,28 @@ from sgl_kvfetch.codec.container.protect import open_manifest, plain_segment, se
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec
 from sgl_kvfetch.codec.container.sides import encode_side, side_places
-from sgl_kvfetch.codec.layout.tiles import TileLayout
+from sgl_kvfetch.codec.layout.frames import TileLayout
 from sgl_kvfetch.codec.quant.base import Quantised
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import ConfigError, CorruptError, EncryptedError, FormatError
-from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
+from sgl_kvfetch.testing import make_segment as make_small
+from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.segments import SMALL, make_heads, make_segment, page_hashes
 
-OLD, NEW = EncryptionKeys({"old": b"o" * 32}), EncryptionKeys({"new": b"n" * 32, "old": b"o" * 32})
-KEYS = EncryptionKeys({"a": b"k" * 32})
+
+def encrypting(keys: dict[str, bytes]) -> StoreKeys:
+    return StoreKeys(encryption=EncryptionKeys(keys))
+
+
+OLD, NEW = encrypting({"old": b"o" * 32}), encrypting({"new": b"n" * 32, "old": b"o" * 32})
+KEYS = encrypting({"a": b"k" * 32})
+BOTH = StoreKeys(ManifestKeys([b"k" * 32]), KEYS.encryption)
 SIDES = {("swa", 2): torch.arange(100, dtype=torch.uint8), ("mamba", 3): torch.ones(300, dtype=torch.uint8)}
 PLAIN = make_segment(codec="hevc")[0].with_side(*encode_side(SIDES))
-SEGMENT = secure_segment(PLAIN, KEYS, False)
+SEGMENT = secure_segment(PLAIN, KEYS)
 
 
-def decoded(segment: CodedSegment, keys: EncryptionKeys | None = KEYS, variant: int = 0) -> list[Quantised]:
+def decoded(segment: CodedSegment, keys: StoreKeys = KEYS, variant: int = 0) -> list[Quantised]:
     """All cells of a stored segment."""
     manifest = open_manifest(decode_manifest(segment.manifest.encode()), keys)
     reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser), variant)
@@ -44,7 +57,7 @@ def same(a: list[Quantised], b: list[Quantised]) -> bool:
     return all(torch.equal(x, y) for x, y in pairs)
 
 
-def side_pages(segment: CodedSegment, keys: EncryptionKeys | None = KEYS) -> dict[tuple[str, int], bytes]:
+def side_pages(segment: CodedSegment, keys: StoreKeys = KEYS) -> dict[tuple[str, int], bytes]:
     manifest, objects = open_manifest(segment.manifest, keys), dict(segment.data_objects())
     return {
         key: bytes(place.decode(objects[place.data_name][place.start :][: place.size_bytes]))
@@ -62,7 +75,7 @@ def with_variant(segment: CodedSegment, **fields: object) -> CodedSegment:
 
 
 def test_values_and_side_pages_come_back_as_they_were() -> None:
-    assert same(decoded(SEGMENT), decoded(PLAIN, None))
+    assert same(decoded(SEGMENT), decoded(PLAIN, NO_KEYS))
     assert side_pages(SEGMENT) == {key: x.numpy().tobytes() for key, x in SIDES.items()}
     assert plain_segment(SEGMENT, KEYS) == PLAIN
 
@@ -86,7 +99,7 @@ def test_a_store_reads_names_and_sizes_and_nothing_of_content() -> None:
 
 def test_no_object_is_encrypted_as_another() -> None:
     """Keys derive from 32 random bytes: a nonce would repeat only if these did."""
-    again = secure_segment(PLAIN, KEYS, False)
+    again = secure_segment(PLAIN, KEYS)
     salts = {rows.encryption.salt for m in (SEGMENT.manifest, again.manifest) for rows in m.data if rows.encryption}
     assert len(salts) == 4
     assert again.data != SEGMENT.data
@@ -94,14 +107,14 @@ def test_no_object_is_encrypted_as_another() -> None:
 
 def test_variants_with_identical_data_share_an_object() -> None:
     made = transcode(PLAIN.manifest, PLAIN.data, make_targets(["hevc", "zstd"], ["240p", "480p"]))
-    stored = secure_segment(made, KEYS, True)
+    stored = secure_segment(made, BOTH)
     assert len(dict(stored.data_objects())) == len(dict(made.data_objects())) < 4
     for variant in range(4):
-        assert same(decoded(stored, variant=variant), decoded(made, None, variant))
+        assert same(decoded(stored, variant=variant), decoded(made, NO_KEYS, variant))
 
 
 def test_a_missing_key_is_named() -> None:
-    for keys in (None, OLD):
+    for keys in (NO_KEYS, OLD):
         with pytest.raises(EncryptedError, match="encrypted with the key 'a', which this reader does not have"):
             open_manifest(SEGMENT.manifest, keys)
     with pytest.raises(EncryptedError, match="'a'"):
@@ -110,20 +123,20 @@ def test_a_missing_key_is_named() -> None:
 
 def test_another_key_of_the_same_name_reads_nothing() -> None:
     with pytest.raises(CorruptError, match="does not decrypt with the key 'a'"):
-        open_manifest(SEGMENT.manifest, EncryptionKeys({"a": b"x" * 32}))
+        open_manifest(SEGMENT.manifest, encrypting({"a": b"x" * 32}))
 
 
 def test_keys_are_replaced_one_after_another() -> None:
-    stored = secure_segment(PLAIN, OLD, False)
-    assert same(decoded(stored, NEW), decoded(PLAIN, None))
-    fresh = secure_segment(PLAIN, NEW, False)
+    stored = secure_segment(PLAIN, OLD)
+    assert same(decoded(stored, NEW), decoded(PLAIN, NO_KEYS))
+    fresh = secure_segment(PLAIN, NEW)
     assert fresh.manifest.key_names == ["new"]
     with pytest.raises(EncryptedError, match="'new'"):
         decoded(fresh, OLD)
 
 
 def test_every_byte_of_the_data_counts() -> None:
-    small = secure_segment(make_small(page_hashes(4), 0, 4), KEYS, False)
+    small = secure_segment(make_small(page_hashes(4), 0, 4), KEYS)
     manifest = open_manifest(small.manifest, KEYS)
     cipher = manifest.ciphers[small.manifest.variants[0].data_digest]
     piece = small.data[: manifest.variants[0].chunks[0].size_bytes]
@@ -174,7 +187,7 @@ def test_a_variant_does_not_decrypt_with_other_layouts() -> None:
 
 
 def test_swapped_objects_and_side_pages_do_not_decrypt() -> None:
-    other = secure_segment(make_segment(seed="other")[0], KEYS, False)
+    other = secure_segment(make_segment(seed="other")[0], KEYS)
     (variant,), (side,) = SEGMENT.manifest.variants, SEGMENT.manifest.sides
     pages = tuple(msgspec.structs.replace(page, page=0) for page in side.pages)
     for manifest in (
@@ -205,14 +218,14 @@ def test_encrypted_segments_merge(span_pages: int) -> None:
     halves = [make_segment(SMALL, 8, span_pages=4, first_page=first)[0] for first in (16, 24)]
     spec = SegmentSpec(make_heads(SMALL, quantiser), quantiser, "zstd", "240p", span_pages)
     expected = merge_segments(spec, halves[0], halves[1])
-    left, right = (plain_segment(secure_segment(half, KEYS, True), KEYS) for half in halves)
+    left, right = (plain_segment(secure_segment(half, BOTH), KEYS) for half in halves)
     assert merge_segments(spec, left, right) == expected
 
 
 def test_writers_know_how_large_encrypted_manifests_are() -> None:
     quantiser = make_quantiser("exact")
     spec = SegmentSpec(make_heads(SMALL, quantiser), quantiser, "hevc", "240p", 1, encrypts=True)
-    made = secure_segment(make_segment(SMALL, 32, codec="hevc", span_pages=1)[0], KEYS, True)
+    made = secure_segment(make_segment(SMALL, 32, codec="hevc", span_pages=1)[0], BOTH)
     assert len(made.manifest.encode()) <= spec._manifest_bytes(32, 1)
 
 

@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from sgl_kvfetch import prompts
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys, ManifestKeys, StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.protect import open_manifest, plain_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
-from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser
-from sgl_kvfetch.labels import Labels
+from sgl_kvfetch.keys import Labels
 from tests.golden.make import (
     CASES,
     ENCRYPTED,
@@ -128,7 +127,7 @@ def test_golden_encrypted_segments_decrypt() -> None:
     raw, data = ENCRYPTED.read_bytes(), ENCRYPTED.with_suffix(".0.kvd").read_bytes()
     stored, plain = decode_manifest(raw), manifest_of(CASES["exact-hevc"])
     assert stored.encode() == raw
-    opened = open_manifest(stored, EncryptionKeys({KEY_NAME: KEY}))
+    opened = open_manifest(stored, StoreKeys(encryption=EncryptionKeys({KEY_NAME: KEY})))
     values = restored(SegmentReader(opened, golden_quantiser("exact")), data)
     expected = CASES["exact-hevc"].path("values").read_bytes()
     assert values.view(torch.uint8).numpy().tobytes() == expected
@@ -147,7 +146,9 @@ def test_encrypted_levels_are_those_of_the_golden_segment() -> None:
     raw = ENCRYPTED_LEVELS.read_bytes()
     stored = [ENCRYPTED_LEVELS.with_suffix(f".{number}.kvd").read_bytes() for number in range(NUM_LEVELS)]
     assert decode_manifest(raw).encode() == raw
-    found = plain_segment(CodedSegment.of(decode_manifest(raw), stored), EncryptionKeys({KEY_NAME: KEY}))
+    found = plain_segment(
+        CodedSegment.of(decode_manifest(raw), stored), StoreKeys(encryption=EncryptionKeys({KEY_NAME: KEY}))
+    )
     assert (found.manifest, found.contents) == (plain, tuple(objects))
     opened, contents = decrypted(raw, stored, KEY)
     assert (decode_manifest(opened), contents) == (plain, objects)
@@ -228,5 +229,5 @@ DIGESTS = {
     "exact-hevc": "75e4d282f6f453e5b6084435109154f0",
     "uint8-hevc": "dc563d52a6beb25040ef615ec5f36383",
     "cachegen-hevc": "34c62d012e0ea3db4e7f22ecd0f53aad",
-    "klt-hevc": "669d84fd00eb3771cc1775c52e0dc8d1",
+    "klt-hevc": "ef180b9e8394afa3603782b203cfcf57",
 }

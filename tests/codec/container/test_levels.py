@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from sgl_kvfetch.codec.bitstream.levels import MOST_LEVELS
+from sgl_kvfetch.codec.bitstream.base import MOST_LEVELS
 from sgl_kvfetch.codec.container import partial
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys, ManifestKeys, StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest, encryption_keys_of
 from sgl_kvfetch.codec.container.merge import merge_segments
 from sgl_kvfetch.codec.container.objects import Level
@@ -19,9 +19,7 @@ from sgl_kvfetch.codec.container.partial import num_droppable, without_last_leve
 from sgl_kvfetch.codec.container.protect import open_manifest, plain_segment, secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader, cell_place, first_readable
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
-from sgl_kvfetch.codec.container.signing import ManifestKeys
-from sgl_kvfetch.codec.layout.frames import FLAT
-from sgl_kvfetch.codec.layout.regions import region_layout
+from sgl_kvfetch.codec.layout.frames import FLAT, region_layout
 from sgl_kvfetch.codec.quant.base import Quantised
 from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
 from sgl_kvfetch.errors import CorruptError, EncryptedError, FormatError
@@ -190,7 +188,7 @@ def test_segments_that_lost_levels_are_not_merged_with_whole_ones() -> None:
 
 
 def test_levels_are_signed() -> None:
-    signed = secure_segment(segment(), None, signs=True)
+    signed = secure_segment(segment(), StoreKeys(SIGNS))
     cells(signed)
     first, last = signed.manifest.levels
     manifest = changed(
@@ -200,12 +198,13 @@ def test_levels_are_signed() -> None:
         cells(replace(signed, manifest=manifest))
 
 
-KEYS = EncryptionKeys({"k": bytes(32)})
+SIGNS = ManifestKeys([b"k" * 32])
+KEYS = StoreKeys(SIGNS, EncryptionKeys({"k": bytes(32)}))
 
 
 @cache
 def encrypted() -> CodedSegment:
-    return secure_segment(segment(), KEYS, signs=True)
+    return secure_segment(segment(), KEYS)
 
 
 def test_levels_are_encrypted() -> None:
@@ -278,8 +277,8 @@ def test_levels_that_do_not_fit_are_refused() -> None:
 def test_a_signed_manifest_keeps_its_levels_if_it_does_not_fit_beside_the_coarser_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    keys = ManifestKeys([b"k" * 32])
-    manifest = secure_segment(segment(), None, signs=True).manifest
+    keys = SIGNS
+    manifest = secure_segment(segment(), StoreKeys(SIGNS)).manifest
     content = keys.sign(manifest.encode())
     found = without_last_level(manifest, content)
     assert found is not None

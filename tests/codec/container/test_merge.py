@@ -2,7 +2,6 @@ import msgspec
 import pytest
 import torch
 
-from harness.small_segments import expiring
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.merge import merge_segments
 from sgl_kvfetch.codec.container.reader import SegmentReader
@@ -11,7 +10,8 @@ from sgl_kvfetch.codec.quant.base import CellValues, Quantised, Quantiser, join_
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser
 from sgl_kvfetch.errors import FormatError
-from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
+from sgl_kvfetch.testing import expiring
+from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile, values_of
 from tests.segments import SMALL, make_heads, make_segment, page_hashes, without_frame_sums

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import xxhash
 
-from sgl_kvfetch.codec.container.pieces import Pieces, bytes_of, views_of
+from sgl_kvfetch.codec.container.objects import Pieces, bytes_of, views_of
 
 PARTS: list[bytes | memoryview] = [b"abc", b"", memoryview(b"defg"), b"h"]
 WHOLE = b"abcdefgh"

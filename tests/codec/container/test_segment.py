@@ -9,7 +9,7 @@ import torch
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
-from sgl_kvfetch.codec.layout.frame_sum import sum_of_frames
+from sgl_kvfetch.codec.layout.frames import sum_of_frames
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser, quantiser_from_identity

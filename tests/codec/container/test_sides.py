@@ -9,6 +9,7 @@ import torch
 
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.container import manifest as manifest_module
+from sgl_kvfetch.codec.container.encryption import ManifestKeys, StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.merge import merge_segments
 from sgl_kvfetch.codec.container.objects import SIDE_CHUNK_BYTES
@@ -18,7 +19,7 @@ from sgl_kvfetch.codec.container.sides import SideKey, encode_side, join_sides, 
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError, FormatError
 from sgl_kvfetch.keys import Namespace
-from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
+from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.golden.second_reader import names_of, parse_manifest, read_sides
 from tests.segments import SMALL, make_heads, make_segment
 
@@ -29,6 +30,7 @@ def random_bytes(size: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 4, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
+SIGNS = StoreKeys(ManifestKeys([b"k" * 32]))
 PAGES: dict[SideKey, torch.Tensor] = {
     ("swa", 2): random_bytes(300, 0),
     ("swa", 3): random_bytes(300, 1),
@@ -140,7 +142,7 @@ def test_variants_are_made_without_their_side_pages() -> None:
 
 
 def test_digests_cover_side_pages() -> None:
-    segment = secure_segment(with_sides(make_segment()[0], PAGES), None, True)
+    segment = secure_segment(with_sides(make_segment()[0], PAGES), SIGNS)
     assert contents(segment) == expected(PAGES)
     (side,) = segment.manifest.sides
     wrong = msgspec.structs.replace(side, chunk_digests=bytes(len(side.chunk_digests)))
@@ -150,7 +152,7 @@ def test_digests_cover_side_pages() -> None:
 
 
 def test_joined_digests_are_kept_only_if_all_have_them() -> None:
-    signed = secure_segment(with_sides(make_segment()[0], PAGES), None, True)
+    signed = secure_segment(with_sides(make_segment()[0], PAGES), SIGNS)
     plain = with_sides(make_segment()[0], PAGES)
     both = [(0, zip(x.manifest.sides, x.side_data, strict=True)) for x in (signed, plain)]
     joined = join_sides(both)

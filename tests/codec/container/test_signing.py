@@ -6,19 +6,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.small_segments import make_segment, page_hashes
+from sgl_kvfetch.codec.container.encryption import ManifestKeys, StoreKeys, chunk_digest, read_manifest_keys
 from sgl_kvfetch.codec.container.manifest import Cell, decode_manifest, split_signature
 from sgl_kvfetch.codec.container.merge import merge_segments
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import SegmentSpec
-from sgl_kvfetch.codec.container.signing import ManifestKeys, chunk_digest, read_manifest_keys
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
+from sgl_kvfetch.testing import make_segment, page_hashes
 from tests.segments import SMALL, make_heads, make_segment as make_large
 
 KEYS = ManifestKeys([b"k" * 32])
-SEGMENT = secure_segment(make_segment(page_hashes(8), 0, 4), None, True)
+SIGNS = StoreKeys(KEYS)
+SEGMENT = secure_segment(make_segment(page_hashes(8), 0, 4), SIGNS)
 MANIFEST = SEGMENT.manifest.encode()
 
 
@@ -89,12 +90,12 @@ def test_a_merged_segment_has_the_digests_of_its_halves_whatever_their_data() ->
     """Merging copies chunks without reading them: digests of the copy would vouch for a store's bytes."""
     quantiser = make_quantiser("exact")
     left, right = (
-        secure_segment(make_large(SMALL, 8, quantiser=quantiser, span_pages=4, first_page=first)[0], None, True)
+        secure_segment(make_large(SMALL, 8, quantiser=quantiser, span_pages=4, first_page=first)[0], SIGNS)
         for first in (16, 24)
     )
     tampered = dataclasses.replace(right, data=bytes(len(right.data)))
     spec = SegmentSpec(make_heads(SMALL, quantiser), quantiser, "zstd", "240p", 4)
-    (variant,) = secure_segment(merge_segments(spec, left, tampered), None, True).manifest.variants
+    (variant,) = secure_segment(merge_segments(spec, left, tampered), SIGNS).manifest.variants
     assert variant.chunk_digests == b"".join(half.manifest.variants[0].chunk_digests for half in (left, right))
 
 

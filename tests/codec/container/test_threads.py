@@ -7,11 +7,13 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 DECODE = """
 import sys
-from harness.small_segments import make_segment, page_hashes
+from sgl_kvfetch.testing import make_segment, page_hashes
 from sgl_kvfetch.codec.container.manifest import decode_manifest
-from sgl_kvfetch.stores.pins import Pin, decode_pin
+from sgl_kvfetch.stores.notes import Pin, decode_pin
 
 manifest = make_segment(page_hashes(1), 0, 1).manifest.encode()
 pin = Pin("", 1, bytes(32)).encode()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
-from sgl_kvfetch.codec.layout import frame_sum
-from sgl_kvfetch.codec.layout.frame_sum import GAMMA, MIX_1, MIX_2, WORD_BYTES, sum_of_frames
+from sgl_kvfetch.codec.layout import frames as frame_sum
+from sgl_kvfetch.codec.layout.frames import GAMMA, MIX_1, MIX_2, WORD_BYTES, sum_of_frames
 
 _MASK = (1 << 64) - 1
 
@@ -92,63 +91,3 @@ def test_faults_are_found(frames: torch.Tensor, num_faults: int) -> None:
             assert sum_of_frames(wrong) != whole, fault
             num_found += 1
     assert num_found == num_faults
-
-
-def test_every_single_pixel_counts() -> None:
-    """In any of its values: the mixer is a permutation. Here, of one word's 8 x 255 changes."""
-    frames = FRAMES.clone()
-    word = frames.view(-1)[8 * 1000 : 8 * 1001]
-    before = word.clone()
-    sums = {SUM}
-    for pixel in range(8):
-        for value in range(256):
-            word[pixel] = value
-            sums.add(sum_of_frames(frames[:1]))
-        word.copy_(before)
-    assert len(sums) == 2 + 8 * 255  # and the one of three frames
-
-
-def test_each_step_of_the_mixer_can_be_undone() -> None:
-    """So that it is a permutation: odd factors have inverses, and upper bits tell what was shifted onto lower ones."""
-    assert all(factor % 2 == 1 for factor in (GAMMA, MIX_1, MIX_2))
-
-    def undo_shift(z: int, bits: int) -> int:
-        x = z
-        while (x ^ x >> bits) != z:
-            x = z ^ x >> bits
-        return x
-
-    generator = np.random.default_rng(0)
-    for x in (0, 1, _MASK, *map(int, generator.integers(0, _MASK, 200, dtype=np.uint64))):
-        z = by_the_book(((x - GAMMA) & _MASK).to_bytes(8, "little"))
-        z = undo_shift(z, 31) * pow(MIX_2, -1, 1 << 64) & _MASK
-        z = undo_shift(z, 27) * pow(MIX_1, -1, 1 << 64) & _MASK
-        assert undo_shift(z, 30) == x
-
-
-@pytest.mark.parametrize("low_bit", [0, 24, 48])
-@pytest.mark.parametrize("fault", ["swapped", "one up, one down", "highest bits"])
-def test_two_words_make_up_for_one_another_as_rarely_as_chance_has_it(fault: str, low_bit: int) -> None:
-    """64 bits cannot be tried; 16 of them can: a fault in two words leaves them as they were in one of 2^16 cases."""
-    num_cases, num_seen = 1 << 22, 16
-    generator = np.random.default_rng(low_bit)
-    values = generator.integers(0, 4, (2, num_cases, 8), dtype=np.uint8) + 126  # as pictures are: much alike
-    words = values.view("<u8")[..., 0]
-    places = generator.integers(0, 1 << 20, (2, num_cases), dtype=np.uint64)
-    if fault == "swapped":
-        wrong = words[::-1]
-    elif fault == "one up, one down":
-        wrong = words + np.array([[1], [_MASK]], dtype=np.uint64)
-    else:
-        wrong = words ^ np.uint64(1 << 63)
-    differ = (words != wrong).all(0) & (places[0] != places[1])
-
-    def mixed(x: np.ndarray) -> np.ndarray:
-        x = x + (places + np.uint64(1)) * np.uint64(GAMMA)
-        frame_sum._mix(x, np.empty_like(x))
-        return x[0] + x[1]
-
-    difference = mixed(words) - mixed(wrong)
-    seen = (difference >> np.uint64(low_bit)) & np.uint64((1 << num_seen) - 1)
-    expected = float(differ.sum()) / (1 << num_seen)
-    assert abs(int((seen[differ] == 0).sum()) - expected) < 5 * expected**0.5

@@ -2,9 +2,18 @@ import msgspec
 import pytest
 import torch
 
-from sgl_kvfetch.codec.layout.frames import FILL, FLAT, MIN_PICTURE, PICTURE_MULTIPLE, RESOLUTIONS, Layout
-from sgl_kvfetch.codec.layout.regions import RegionLayout, region_layout
-from sgl_kvfetch.codec.layout.tiles import TileLayout, tile_layout
+from sgl_kvfetch.codec.layout.frames import (
+    FILL,
+    FLAT,
+    MIN_PICTURE,
+    PICTURE_MULTIPLE,
+    RESOLUTIONS,
+    Layout,
+    RegionLayout,
+    TileLayout,
+    region_layout,
+    tile_layout,
+)
 from sgl_kvfetch.errors import FormatError
 
 GEOMETRIES = [(1, 48), (2, 64), (3, 80), (7, 96), (8, 128), (5, 112), (128, 256), (128, 48), (1, 576)]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kvfetch.codec.calibrate.transform import transform_of
+from sgl_kvfetch.codec.calibrate.fit import transform_of
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import forward_of
 from sgl_kvfetch.codec.quant.layer_map import LayerMap, plain_layers
-from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredStep, Profile
+from sgl_kvfetch.codec.quant.profile import Calibration, CellProfile, MeasuredKind, MeasuredStep, Profile
 from sgl_kvfetch.codec.quant.rope import Rope, rotate
 from sgl_kvfetch.types import CellGrid
 
 CALIBRATION = Calibration("numbers", "0" * 32, "none", 2, 64, 32)
 CURVE = (MeasuredStep(0.25, 1e-5, 2.0), MeasuredStep(1.0, 1e-4, 1.0), MeasuredStep(4.0, 1e-2, 0.3))
+KINDS = (
+    MeasuredKind("chats", 4, 1, True, 1.0, (1e-5, 1e-4, 1e-2)),
+    MeasuredKind("tables", 3, 1, False, 0.5, (2e-5, 3e-4, 9e-3)),
+)
 
 
 def make_profile(
@@ -34,7 +38,7 @@ def make_profile(
     grid = CellGrid(num_layers, num_heads, cell_layers, cell_heads)
     cells = {key: _cell(grid, key, head_dim, v_head_dim) for key in grid.cells()}
     layers = layers or plain_layers(num_layers, rope)
-    return Profile(grid, head_dim, v_head_dim, cells, layers, num_sinks, CURVE, 1.0, CALIBRATION)
+    return Profile(grid, head_dim, v_head_dim, cells, layers, num_sinks, CURVE, 1.0, CALIBRATION, KINDS)
 
 
 def _cell(grid: CellGrid, key: tuple[int, int], k_head_dim: int, v_head_dim: int) -> CellProfile:

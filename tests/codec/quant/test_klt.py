@@ -17,24 +17,25 @@ from safetensors.torch import save
 
 from sgl_kvfetch.codec.quant import _klt
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, join_parts
-from sgl_kvfetch.codec.quant.integer_matrix import IntegerMatrix
 from sgl_kvfetch.codec.quant.klt import (
     EXACT,
     UNIT,
     ZERO,
+    IntegerMatrix,
     KltQuantiser,
     exponents_of,
+    features,
     forward_of,
     head_norms,
+    log_cost,
     require_grid,
     restore_integers,
     scales_of,
 )
 from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, Pool, plain_layers
-from sgl_kvfetch.codec.quant.profile import CellProfile, Profile, load_profile, require_targets
+from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredKind, Profile, load_profile, read_outline
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
 from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
-from sgl_kvfetch.codec.quant.sensitivity import features, log_cost
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
 from tests.codec.quant.profiles import make_profile, place_of, values_of
 
@@ -277,16 +278,33 @@ def test_the_largest_values_stay_finite(dtype: torch.dtype) -> None:
     assert all(bool(torch.isfinite(x.float()).all()) for x in back)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_that_are_not_finite_are_not_restored(dtype: torch.dtype) -> None:
-    """A profile from a store may say anything of its cells. Values of fewer bits are clamped."""
-    profile = make_profile()
-    place = place_of(profile, ONLY, 30)
-    quantised = KltQuantiser(profile, step=1.0).quantise(values_of(profile, 30), place)
+def large_profile(part: str, times: float) -> Profile:
+    profile = make_profile(rope=Rope(inv_freq=(0.5, 0.01), attention_scaling=1e6))
     cell = profile.cells[ONLY]
-    large = replace(profile, cells={ONLY: replace(cell, inverse=torch.full_like(cell.inverse, 3e38))})
-    with pytest.raises(FormatError, match="not finite"):
-        KltQuantiser(large, step=1.0).dequantise(quantised, dtype, place)
+    return replace(profile, cells={ONLY: replace(cell, **{part: torch.full_like(getattr(cell, part), times)})})
+
+
+@pytest.mark.parametrize("part", ["inverse", "mean"])
+def test_a_profile_that_could_restore_values_that_are_not_finite_is_refused(tmp_path: Path, part: str) -> None:
+    """A store's writers choose what is in it, and what kernels restore is not looked at."""
+    large_profile(part, 1e31).save(tmp_path / "p")
+    with pytest.raises(ConfigError, match=r"0\.0\.inverse and 0\.0\.mean could restore values up to"):
+        load_profile(tmp_path / "p")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_restored_is_finite_whatever_integers_are_stored(tmp_path: Path, dtype: torch.dtype) -> None:
+    """With the largest cells that are taken."""
+    large_profile("inverse", 5e20).save(tmp_path / "p")
+    quantiser = KltQuantiser(load_profile(tmp_path / "p"), step=4.0)
+    place = place_of(quantiser.profile, ONLY, 2)
+    count = quantiser.num_coefficients(place)
+    assert count is not None
+    for fill in (0, 255):
+        integers = torch.full((count, 2), fill, dtype=torch.uint8)
+        exponents = torch.full((2,), 136, dtype=torch.uint8)
+        back = quantiser.dequantise((exponents, torch.empty(0, dtype=torch.uint8), integers), dtype, place)
+        assert all(bool(torch.isfinite(x).all()) for x in back)
 
 
 def test_parts_that_do_not_fit_together_are_refused() -> None:
@@ -364,12 +382,35 @@ def test_the_default_target_is_a_share_of_what_the_context_is_worth(context_kl: 
     assert KltQuantiser(profile).step == profile.step_for(profile.default_target_kl)
 
 
+def test_the_default_target_is_that_of_the_worst_kind_where_the_mean_costs_the_share() -> None:
+    profile = make_profile()
+    others = (1e-6, 2e-5, 2e-3)
+    kinds = tuple(
+        MeasuredKind(name, 4, 1, True, 1.0, kls) for name, kls in (("worst", (1e-5, 1e-4, 1e-2)), ("o", others))
+    )
+    profile = replace(profile, kinds=kinds, context_kl=6.0)
+    assert profile.mean_kls == pytest.approx([5.5e-6, 6e-5, 6e-3])
+    assert profile.default_target_kl == pytest.approx(1e-2)
+    profile = replace(profile, context_kl=0.6)  # halfway between the last two steps
+    assert profile.default_target_kl == pytest.approx(1e-3)
+
+
 def test_a_profile_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     profile = make_profile(num_layers=5, cell_heads=2, v_head_dim=8, rope=Rope(inv_freq=(1.0, 0.1)), num_sinks=1)
     profile.save(tmp_path / "p")
     again = load_profile(tmp_path / "p")
     assert again.digest == profile.digest
-    for field in ("grid", "k_head_dim", "v_head_dim", "layers", "num_sinks", "curve", "context_kl", "calibration"):
+    for field in (
+        "grid",
+        "k_head_dim",
+        "v_head_dim",
+        "layers",
+        "num_sinks",
+        "curve",
+        "context_kl",
+        "calibration",
+        "kinds",
+    ):
         assert getattr(again, field) == getattr(profile, field)
     for key, cell in profile.cells.items():
         for name in CellProfile.__dataclass_fields__:
@@ -404,10 +445,10 @@ def _edit_layers(metadata: dict[str, Any], **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda p: p.unlink(), "cannot be read"),
+        (lambda p: p.unlink(), "cannot be read: No such file or directory$"),
         (lambda p: p.write_bytes(b"no tensors"), "cannot be read"),
         (lambda p: p.write_bytes(p.read_bytes()[:-9]), "cannot be read"),
-        (_edit_metadata(lambda m: m.update(version=2)), "has version 2, expected 3; calibrate again"),
+        (_edit_metadata(lambda m: m.update(version=2)), "has version 2, expected 4; calibrate again"),
         (_edit_metadata(lambda m: m.pop("curve")), "malformed.*curve"),
         (_edit_metadata(lambda m: m["curve"].reverse()), "rise in step and in kl"),
         (_edit_metadata(lambda m: m.update(curve=[])), "two or more points"),
@@ -420,6 +461,24 @@ def _edit_layers(metadata: dict[str, Any], **changes: Any) -> dict[str, Any]:
             _edit_metadata(lambda m: m["layers"].update(rotations=[{"inv_freq": [1.0], "attention_scaling": 1e308}])),
             "attention_scaling = 1e\\+308: expected a number from 1e-06 to 1e\\+06",
         ),
+        (_edit_metadata(lambda m: m.pop("kinds")), "malformed.*kinds"),
+        (
+            _edit_metadata(lambda m: m["kinds"].append(m["kinds"][0])),
+            "called .'chats', 'tables', 'chats'., expected dif",
+        ),
+        (_edit_metadata(lambda m: m["kinds"][0].update(name="a\nb")), "names that can be printed"),
+        (_edit_metadata(lambda m: m["kinds"][0].update(name="x" * 33)), "malformed.*length"),
+        (
+            _edit_metadata(lambda m: m["kinds"][1]["kls"].pop()),
+            "'tables' has 2 of kls, expected one for each of 3 steps",
+        ),
+        (_edit_metadata(lambda m: m["kinds"][1].update(context_kl=-1.0)), "'tables' needs numbers from 0 to 1e\\+06"),
+        # Whoever says that a step costs less than its worst kind makes servers take a coarser one.
+        (
+            _edit_metadata(lambda m: m["curve"][1].update(kl=5e-5)),
+            "the kl 5e-05 at the step 1, but its worst kind 0.0001",
+        ),
+        (_edit_metadata(lambda m: m["kinds"][0].update(counts=False)), "but its worst kind None"),
         (_edit_metadata(lambda m: m.update(cell_heads=3)), "cell_heads is 3, expected a divisor of num_heads = 4"),
         (_edit_metadata(lambda m: m["layers"].update(layers=[])), "layers.layers`"),
         (
@@ -471,7 +530,7 @@ def test_a_small_profile_of_many_cells_takes_little_memory(tmp_path: Path) -> No
     assert most_bytes < 4 << 20
 
 
-@pytest.mark.parametrize("text", ['{"version":3,"later":%s}', '{"version":%s}', '{"version":3,"layers":%s}', "%s"])
+@pytest.mark.parametrize("text", ['{"version":4,"later":%s}', '{"version":%s}', '{"version":4,"layers":%s}', "%s"])
 @pytest.mark.parametrize("depth", [900, 1000, 100_000])
 def test_a_profile_that_nests_without_end_is_named(tmp_path: Path, text: str, depth: int) -> None:
     path = tmp_path / "p"
@@ -487,7 +546,7 @@ def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
     profile.save(tmp_path / "p")
     with pytest.raises(ConfigError, match=r"0\.0\.spread has values that are not finite"):
         load_profile(tmp_path / "p")
-    require_targets(tmp_path / "p", target_kl=None)  # looks at no tensors
+    assert read_outline(tmp_path / "p").grid == profile.grid  # looks at no tensors
 
 
 @pytest.mark.parametrize(
@@ -496,7 +555,7 @@ def test_numbers_that_are_not_finite_are_named(tmp_path: Path) -> None:
 def test_targets_within_the_curve_are_there(tmp_path: Path, target_kl: float | None, is_there: bool) -> None:
     make_profile().save(tmp_path / "p")
     with nullcontext() if is_there else pytest.raises(ConfigError, match=r"range, 1e-05 to 0\.01"):
-        require_targets(tmp_path / "p", target_kl=target_kl)
+        read_outline(tmp_path / "p").require_target(target_kl)
 
 
 _WIDE_CELLS = """
@@ -517,6 +576,7 @@ for size in (192, 256):
 """
 
 
+@pytest.mark.process
 def test_transforms_of_wide_layers_are_made_without_a_hang() -> None:
     """torch 2.13's inverse of a batch of matrices of 160 rows or more hangs on two threads: none is used."""
     subprocess.run([sys.executable, "-c", _WIDE_CELLS], check=True, timeout=120)
@@ -719,3 +779,24 @@ def test_values_that_are_not_finite_are_refused_wherever_they_are() -> None:
                 values[tensor][39, 2, 3, 15] = bad
                 with pytest.raises(QuantiseError, match="not finite"):
                     quantiser.quantise(values, place)
+
+
+def test_layers_of_a_cell_that_differ_are_no_fault_of_the_first_layer() -> None:
+    """Behind restored values, they differ. All layers of a cell are coded together."""
+    profile = make_profile()
+    quantiser, place = KltQuantiser(profile), place_of(profile, ONLY, 64)
+    values = values_of(profile, 64)
+    restored = there_and_back(quantiser, values, place)
+    computed = CellValues(*(x.clone() for x in values))
+    for x in computed:
+        x[5, 1:] *= 5
+    again = there_and_back(quantiser, computed, place)
+    moved, error = (
+        sum((x[5, 0] - y[5, 0]).square().sum() for x, y in zip(restored, other, strict=True))
+        for other in (again, values)
+    )
+    assert moved > 20 * error
+    assert float(quantiser.repeat_ratios(computed, restored, place)[:, 0, 5].max()) < 2
+    for x in restored:
+        x[5] = 0  # it is not restored
+    assert float(quantiser.repeat_ratios(computed, restored, place)[:, 0, 5].min()) > 24

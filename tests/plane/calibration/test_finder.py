@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import time
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from harness.models import TinyLlama, make_tiny_llama
@@ -19,18 +22,28 @@ from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.profile import load_profile
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import ConfigError, StoreError
-from sgl_kvfetch.plane import messages as m
-from sgl_kvfetch.plane.calibration import finder
+from sgl_kvfetch.plane import protocol as m
+from sgl_kvfetch.plane.calibration import finder, own
 from sgl_kvfetch.plane.calibration.__main__ import calibrate
 from sgl_kvfetch.plane.calibration.finder import ProfileFinder
-from sgl_kvfetch.plane.calibration.job import Job, write_prompts
-from sgl_kvfetch.plane.calibration.own import OwnCalibration
-from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
+from sgl_kvfetch.plane.calibration.own import Job, OwnCalibration, write_prompts
+from sgl_kvfetch.plane.config import KVFetchConfig, ProfileNeeds, parse_config
 from sgl_kvfetch.plane.profiles import cache_folder, take_from_store
-from sgl_kvfetch.stores.profiles import publish_profile
+from sgl_kvfetch.stores.notes import PROFILES, publish_profile
+from sgl_kvfetch.types import KVGeometry
+from tests.codec.quant.profiles import CALIBRATION, make_profile
 from tests.stores.test_profiles import NO_KEYS, save
 
 WINDOW = 96  # tokens: the positions of the model
+OF_MODEL = KVGeometry(num_layers=1, num_heads=2, k_head_dim=32, v_head_dim=32, page_size=4, dtype="bfloat16")
+SMALL = replace(OF_MODEL, num_heads=1, k_head_dim=8, v_head_dim=8)  # of what `save` writes
+
+
+def of_model(folder: Path, weights: str) -> Path:
+    """Write a profile that fits the model."""
+    profile = make_profile(num_layers=1, num_heads=2, head_dim=32, cell_layers=1, cell_heads=2)
+    replace(profile, calibration=msgspec.structs.replace(CALIBRATION, weights=weights)).save(folder / "of_model")
+    return folder / "of_model"
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +68,17 @@ def config(tmp_path: Path) -> KVFetchConfig:
 class Finding:
     """A finder at work, and its events."""
 
-    def __init__(self, config: KVFetchConfig, folder: Path, *, weights: str = "", finds: bool = True) -> None:
-        watch = m.Watch(weights or fingerprint_model(str(folder)), str(folder), "tiny", 1, finds)
+    def __init__(
+        self,
+        config: KVFetchConfig,
+        folder: Path,
+        *,
+        weights: str = "",
+        finds: bool = True,
+        target_kl: float | None = None,
+    ) -> None:
+        needs = ProfileNeeds(SMALL if weights else OF_MODEL, (0,), 0, 0, 1, target_kl)
+        watch = m.Watch(weights or fingerprint_model(str(folder)), str(folder), "tiny", needs, finds)
         self.events: list[m.Event] = []
         self.finder = ProfileFinder(config, watch, self.events.append)
 
@@ -79,6 +101,10 @@ class Finding:
 
 def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _environment(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def _exists(path: str) -> bool:
@@ -125,6 +151,7 @@ async def test_an_interrupted_calibration_goes_on_and_is_published(
         await first.begin_paused()
         assert first.process is not None
         pid = first.process.pid
+        assert b"OMP_WAIT_POLICY=PASSIVE\0" in _environment(pid)
         async with finding(config, model) as neighbour:  # of the same machine, which leaves it to the first one
             neighbour.finder.serve(m.ShowPrompts(windows()))
             await neighbour.finder._own.begin()
@@ -153,7 +180,7 @@ async def test_an_interrupted_calibration_goes_on_and_is_published(
     assert refusals == [str(folder / "profile")]
     assert not folder.exists()
     store = LocalStore(tmp_path / "store")
-    assert [info.name for info in await store.profiles()] == [f"{profile.calibration.weights}/{profile.digest}"]
+    assert [info.name for info in await store.notes(PROFILES)] == [f"{profile.calibration.weights}/{profile.digest}"]
     await store.close()
 
 
@@ -165,12 +192,43 @@ async def test_a_neighbour_that_is_sooner_ends_the_calibration(
         await found.begin_paused()
         assert found.process is not None
         pid, store = found.process.pid, LocalStore(tmp_path / "store")
-        name = await publish_profile(store, save(tmp_path, weights=weights), NO_KEYS)
+        name = await publish_profile(store, of_model(tmp_path, weights), NO_KEYS)
         await store.close()
         taken = await found.taken()
     assert name == f"{weights}/{taken.digest}"
     assert not _exists(f"/proc/{pid}")
     assert not list((cache / "calibrations").iterdir())
+
+
+async def test_one_that_does_not_fit_ends_no_calibration(
+    model: Path, config: KVFetchConfig, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that was made for other TP sizes."""
+    weights, store = fingerprint_model(str(model)), LocalStore(tmp_path / "store")
+    name = await publish_profile(store, save(tmp_path, weights=weights), NO_KEYS)
+    async with finding(config, model) as found:
+        await found.begin_paused()
+        assert f"profile {name} is passed over: profile " in caplog.text
+        assert not found.events
+        fitting = await publish_profile(store, of_model(tmp_path, weights), NO_KEYS)
+        assert fitting == f"{weights}/{(await found.taken()).digest}"
+    await store.close()
+
+
+async def test_its_own_is_not_published_if_it_does_not_fit(
+    model: Path, config: KVFetchConfig, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where it misses the server's target: nobody would take it here, and it would be made again and again."""
+    weights = fingerprint_model(str(model))
+    made = cache_folder("calibrations", weights, config.store) / "profile"
+    made.parent.mkdir(parents=True)
+    of_model(tmp_path, weights).rename(made)
+    async with finding(config, model, target_kl=1.0) as found:
+        found.finder.serve(m.ShowPrompts(windows()))
+        await until(lambda: "a profile cannot be made or published here: ConfigError: target_kl = 1 is" in caplog.text)
+    store = LocalStore(tmp_path / "store")
+    assert not await store.notes(PROFILES)
+    await store.close()
 
 
 async def test_a_server_of_another_store_keeps_its_calibration(
@@ -182,7 +240,7 @@ async def test_a_server_of_another_store_keeps_its_calibration(
         await found.begin_paused()
         await of_other.begin_paused()
         store = LocalStore(tmp_path / "other")
-        await publish_profile(store, save(tmp_path, weights=weights), NO_KEYS)
+        await publish_profile(store, of_model(tmp_path, weights), NO_KEYS)
         await store.close()
         await of_other.taken()
         assert found.process is not None
@@ -199,6 +257,23 @@ async def test_a_server_that_does_not_calibrate_deletes_nothing_of_its_neighbour
         async with finding(config, model) as neighbour:
             await neighbour.finder._own.forget()
         assert (folder / "prompts").exists()
+
+
+async def test_what_servers_have_left_is_deleted_after_a_week(model: Path, config: KVFetchConfig, cache: Path) -> None:
+    """Of any model: users' token ids are in it. But not what a server is at."""
+    names = {"old": 8, "young": 6, "in use": 8}
+    for name, days in names.items():
+        folder = cache / "calibrations" / name
+        folder.mkdir(parents=True)
+        for path in (folder / "prompts", folder / "lock", folder):
+            path.touch()
+            os.utime(path, (time.time() - days * 86400,) * 2)
+    lock = own._lock_of(cache / "calibrations" / "in use")
+    assert lock is not None
+    async with finding(config, model):
+        await until(lambda: not (cache / "calibrations" / "old").exists())
+    assert {path.name for path in (cache / "calibrations").iterdir()} == {"young", "in use"}
+    os.close(lock)
 
 
 async def test_no_fault_ends_the_finder(
@@ -223,9 +298,12 @@ async def test_a_model_that_cannot_be_calibrated_is_not_tried_again(
     async with finding(config, tmp_path, weights="0" * 32) as found:
         found.finder.serve(m.ShowPrompts(windows()))
         await until(lambda: found.finder._own._has_failed)
+        folder = cache_folder("calibrations", "0" * 32, config.store)
+        await until(lambda: not folder.exists())  # with what users have sent
         await found.finder._own.begin()
         assert found.process is None
         assert not found.events
+        assert not folder.exists()
     (said,) = [line for line in capfd.readouterr().err.splitlines() if "cannot be calibrated here" in line]
     assert "this server stores with 'exact': " in said
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.small_segments import put_segment
 from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.plane import disk_tier
 from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.testing import put_segment
 from tests.plane.disk_tier.tiers import CAPACITY, SEGMENT, Events, MakeTier, RemoteStore
 
 

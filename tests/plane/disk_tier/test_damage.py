@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from harness.reading import read_bytes
-from harness.small_segments import FOLDER
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.plane import disk_tier
 from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.remote import Breaker
+from sgl_kvfetch.testing import FOLDER
 from tests.plane.disk_tier.tiers import CHAIN, PIECE, SEGMENT, Events, MakeTier, RemoteStore, content, fetch, fill
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.small_segments import FOLDER, put_segment
 from harness.waiting import until
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.disk_tier import DiskTier
+from sgl_kvfetch.testing import FOLDER, put_segment
 from tests.plane.disk_tier.tiers import CHAIN, MANIFEST_NAME, PIECE, SEGMENT, Events, RemoteStore, content, fill, read
 
 

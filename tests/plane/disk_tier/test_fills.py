@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from harness.reading import read_bytes
-from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from harness.waiting import until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment
@@ -19,6 +18,7 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import disk_tier
 from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.plane.write.writer import commit_segment
+from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts, put_segment
 from tests.codec.container import test_levels as laddered
 from tests.plane.disk_tier.tiers import CHAIN, PIECE, SEGMENT, Events, MakeTier, RemoteStore, content, fetch, fill, read
 

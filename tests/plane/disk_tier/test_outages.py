@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from harness.reading import read_bytes
-from harness.small_segments import FOLDER, expiring, page_hashes, parts, put_segment
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.errors import StoreError
@@ -17,9 +16,11 @@ from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import Breaker, HttpOptions
+from sgl_kvfetch.testing import FOLDER, expiring, page_hashes, parts, put_segment
 from tests.plane.disk_tier.tiers import CHAIN, MANIFEST_NAME, PIECE, SEGMENT, Events, MakeTier, RemoteStore, fill, read
 
 
+@pytest.mark.process
 async def test_a_killed_server(tmp_path: Path, make: MakeTier, events: Events) -> None:
     with StoreProcess(tmp_path / "served") as server:
         tier = make(HttpStore(server.url, options=HttpOptions(timeout_s=WAIT_S, max_attempts=1)))

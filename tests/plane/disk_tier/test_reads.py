@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from harness.metrics import read_metric
-from harness.small_segments import FOLDER, make_segment, page_hashes, put_segment
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, until
-from sgl_kvfetch.codec.container.signing import ManifestKeys
+from sgl_kvfetch.codec.container.encryption import ManifestKeys, StoreKeys
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import disk_tier
 from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.keyed import KeyedStore
+from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, put_segment
 from tests.plane.disk_tier.tiers import (
     CHAIN,
     MANIFEST_NAME,
@@ -47,6 +47,7 @@ async def test_what_was_read_comes_from_the_disk(tier: DiskTier, remote: RemoteS
     assert not events.failures
 
 
+@pytest.mark.process
 async def test_a_real_server_sends_data_once(tmp_path: Path, make: MakeTier, events: Events) -> None:
     with StoreProcess(tmp_path / "served") as server:
         tier = make(HttpStore(server.url))
@@ -102,7 +103,7 @@ async def test_whole_data_comes_from_the_store(tier: DiskTier, remote: RemoteSto
 
 async def test_manifests_from_the_disk_need_a_signature(make: MakeTier, remote: RemoteStore, events: Events) -> None:
     """The tier is below the signatures, and keeps them."""
-    signed = KeyedStore(tier := make(), ManifestKeys([b"k" * 32]), None)
+    signed = KeyedStore(tier := make(), StoreKeys(ManifestKeys([b"k" * 32])))
     await put_segment(signed, SEGMENT)
     (before,) = (await signed.lookup(FOLDER, CHAIN)).hits
     assert await read(signed) == SEGMENT.data

@@ -9,25 +9,24 @@ import msgspec
 import pytest
 
 from harness.reading import read_bytes
-from harness.small_segments import FOLDER, make_segment, parts, put_segment
 from harness.waiting import until
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys, ManifestKeys, StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest, split_signature, whole_of
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
-from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import disk_tier
 from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.keyed import KeyedStore
+from sgl_kvfetch.testing import FOLDER, make_segment, parts, put_segment
 from tests.codec.container import test_levels as laddered
 from tests.plane.disk_tier.tiers import CHAIN, MANIFEST_NAME, SEGMENT, Events, MakeTier, RemoteStore, fetch, read
 
 KEYS = ManifestKeys([b"k" * 32])
 OTHER = make_segment(CHAIN, 0, 64, codec="deflate")
 _MANIFEST = msgspec.structs.replace(SEGMENT.manifest, variants=SEGMENT.manifest.variants + OTHER.manifest.variants)
-BOTH = secure_segment(CodedSegment(_MANIFEST, SEGMENT.data, (OTHER.data,)), None, signs=True)
+BOTH = secure_segment(CodedSegment(_MANIFEST, SEGMENT.data, (OTHER.data,)), StoreKeys(KEYS))
 DOWN = StoreError("refused", "as told")
 
 
@@ -35,7 +34,7 @@ DOWN = StoreError("refused", "as told")
 async def tier(make: MakeTier, remote: RemoteStore, events: Events) -> DiskTier:
     """Has read one of two variants of a signed segment. The store is down."""
     tier = make()
-    signed = KeyedStore(tier, KEYS, None)
+    signed = KeyedStore(tier, StoreKeys(KEYS))
     await put_segment(signed, BOTH)
     await signed.lookup(FOLDER, CHAIN)
     assert await read(signed, BOTH, 1) == OTHER.data
@@ -46,7 +45,7 @@ async def tier(make: MakeTier, remote: RemoteStore, events: Events) -> DiskTier:
 
 async def found(tier: DiskTier, keys: ManifestKeys = KEYS) -> list[Manifest]:
     """The manifests that a server with keys finds."""
-    hits = (await KeyedStore(tier, keys, None).lookup(FOLDER, CHAIN)).hits
+    hits = (await KeyedStore(tier, StoreKeys(keys)).lookup(FOLDER, CHAIN)).hits
     return [decode_manifest(hit.manifest) for hit in hits]
 
 
@@ -68,7 +67,7 @@ async def test_after_all_variants_were_read_the_manifest_is_the_stores(
     remote.error = None
     stored = await remote.get(MANIFEST_NAME)
     assert whole_of(before.manifest) == stored
-    await KeyedStore(tier, KEYS, None).lookup(FOLDER, CHAIN)
+    await KeyedStore(tier, StoreKeys(KEYS)).lookup(FOLDER, CHAIN)
     assert await read(tier, BOTH, 0) == SEGMENT.data
     await until(lambda: events.fills["stored"] == 2)
     remote.error = DOWN
@@ -81,9 +80,9 @@ async def test_after_all_variants_were_read_the_manifest_is_the_stores(
 async def test_levels_that_were_read_are_served(
     make: MakeTier, remote: RemoteStore, events: Events, order: tuple[int, ...]
 ) -> None:
-    segment = secure_segment(laddered.segment(), None, signs=True)
+    segment = secure_segment(laddered.segment(), StoreKeys(KEYS))
     folder, hashes = laddered.SPEC.heads.folder, segment.manifest.page_hashes
-    signed = KeyedStore(make(), KEYS, None)
+    signed = KeyedStore(make(), StoreKeys(KEYS))
     await commit_segment(signed, segment)
     await signed.lookup(folder, hashes)
     objects = list(segment.data_objects())
@@ -105,9 +104,9 @@ def _has_stored(events: Events, count: int) -> bool:
 
 
 async def test_encrypted_and_signed_segments_are_served(make: MakeTier, remote: RemoteStore, events: Events) -> None:
-    secret = EncryptionKeys({"name": bytes(32)})
-    signed = KeyedStore(tier := make(), KEYS, secret)
-    segment = secure_segment(BOTH, secret, signs=True)
+    keys = StoreKeys(KEYS, EncryptionKeys({"name": bytes(32)}))
+    signed = KeyedStore(tier := make(), keys)
+    segment = secure_segment(BOTH, keys)
     await put_segment(signed, segment)
     await signed.lookup(FOLDER, CHAIN)
     assert await read(signed, segment, 1) == segment.variant_data(1)
@@ -115,8 +114,8 @@ async def test_encrypted_and_signed_segments_are_served(make: MakeTier, remote: 
     remote.error = DOWN
     (hit,) = (await signed.lookup(FOLDER, CHAIN)).hits
     assert decode_manifest(hit.manifest).variants == segment.manifest.variants[1:]
-    other = EncryptionKeys({"other": bytes(32)})
-    assert (await KeyedStore(tier, KEYS, other).lookup(FOLDER, CHAIN)).hits == ()
+    other = StoreKeys(KEYS, EncryptionKeys({"other": bytes(32)}))
+    assert (await KeyedStore(tier, other).lookup(FOLDER, CHAIN)).hits == ()
 
 
 def _other_expiry(part: Manifest) -> Manifest:
@@ -159,7 +158,7 @@ async def test_a_part_that_would_be_too_large_is_kept_without_the_original(
     make: MakeTier, remote: RemoteStore, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_tier, "MAX_MANIFEST_BYTES", 1000)
-    signed = KeyedStore(tier := make(), KEYS, None)
+    signed = KeyedStore(tier := make(), StoreKeys(KEYS))
     await put_segment(signed, BOTH)
     await signed.lookup(FOLDER, CHAIN)
     assert await read(signed, BOTH, 1) == OTHER.data

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness.reading import read_bytes
-from harness.small_segments import FOLDER, make_segment, page_hashes, parts
 from harness.waiting import until
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
 from sgl_kvfetch.stores.base import Lookup, Store
+from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts
 
 CAPACITY = 100 << 20
 CHAIN = page_hashes(64)

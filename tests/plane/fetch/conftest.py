@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.fetching import fetch_pages
 from harness.memory_pool import MemoryPool
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, until_idle
@@ -20,14 +20,12 @@ from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile, VariantProfile
-from sgl_kvfetch.plane.adapt.policy import Situation
-from sgl_kvfetch.plane.adapt.pool import DecodePool
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
-from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize
-from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, PoolPages
+from sgl_kvfetch.plane.fetch.link import Link
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, Situation
+from sgl_kvfetch.plane.fetch.pool import DecodePool, DecodeProfile, VariantProfile
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
+from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import TENSORS, TensorName
 from tests.segments import SMALL, make_segment
 
@@ -116,7 +114,7 @@ def holds(pool: PoisonedPool, segment: Segment, pages: Sequence[int], pool_pages
 async def fetch(
     fetcher: Fetcher, wanted: Sequence[PageSource], pool: PoisonedPool, pool_pages: Sequence[int]
 ) -> FetchResult:
-    return await fetch_pages(fetcher, wanted, pool_pages, GuardedSink(pool), WAIT_S)
+    return await fetcher.fetch(wanted, PoolPages(pool, pool_pages), WAIT_S)
 
 
 def queued_bytes() -> float:
@@ -144,8 +142,6 @@ PROFILE = DecodeProfile(
 
 class Recorder:
     """Chooses in turn, and keeps what it was told."""
-
-    name = "recorder"
 
     def __init__(self) -> None:
         self.situations: list[Situation] = []
@@ -177,3 +173,16 @@ def choosing(store: SpoiltStore, recorder: Recorder) -> Iterator[Fetcher]:
 def wanted(made: CodedSegment) -> list[PageSource]:
     reader = SegmentReader(made.manifest, make_quantiser("exact"))
     return [PageSource(reader, page) for page in range(8)]
+
+
+def measured_link(size_bytes: int, bytes_per_s: float, num_transfers: int = 1) -> Link:
+    """Return a link that has carried transfers of this size and speed one after another, until now."""
+    seconds = size_bytes / bytes_per_s
+    ahead_s = -num_transfers * seconds
+    link = Link(lambda: time.monotonic() + ahead_s)
+    for _ in range(num_transfers):
+        started_s = time.monotonic() + ahead_s
+        link.started(size_bytes)
+        ahead_s += seconds
+        link.ended(size_bytes, started_s, is_whole=True)
+    return link

@@ -8,11 +8,11 @@ from contextlib import closing
 from harness.waiting import LoopClock, until, until_idle
 from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.segment import CodedSegment
-from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.plan import ReadSize, read_units
+from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
+from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.plane.fetch.conftest import (
     PoisonedPool,
     Recorder,

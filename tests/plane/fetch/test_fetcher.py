@@ -10,26 +10,21 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 
-from harness.fetching import fetch_pages, measured_link
 from harness.waiting import WAIT_S, LoopClock, until, until_idle
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.reader import SegmentReader
-from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError, StoreError
-from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.arena import Arena
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, read_units, span_parts
-from sgl_kvfetch.plane.fetch.restore import working_bytes
-from sgl_kvfetch.plane.fetch.sink import Destination, GuardedSink
+from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
+from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.plane.fetch.conftest import (
     NUM_PAGES,
     PoisonedPool,
@@ -38,6 +33,7 @@ from tests.plane.fetch.conftest import (
     assert_nothing_held,
     fetch,
     holds,
+    measured_link,
     queued_bytes,
     sources,
 )
@@ -51,7 +47,7 @@ async def test_pages_land_where_they_are_wanted(fetcher: Fetcher, segment: Segme
     pool = PoisonedPool(32)
     pool_pages = [31 - 2 * i for i in range(len(pages))]
     result = await fetch(fetcher, sources(segment, pages), pool, pool_pages)
-    assert result == FetchResult(len(pages), (), False)
+    assert result == FetchResult(len(pages))
     assert holds(pool, segment, pages, pool_pages)
     assert all(pool.is_poisoned(page) for page in set(range(32)) - set(pool_pages))
 
@@ -282,8 +278,9 @@ async def test_a_missing_object_is_a_miss(fetcher: Fetcher, segment: Segment, st
 async def test_after_the_deadline_nothing_is_written(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
     store.gate.clear()
     pool = PoisonedPool(8)
-    result = await fetch_pages(fetcher, sources(segment, range(8)), range(8), GuardedSink(pool), 0.1)
-    assert (result.timed_out, result.num_pages) == (True, 0)
+    result = await fetcher.fetch(sources(segment, range(8)), PoolPages(pool, range(8)), 0.1)
+    assert result.num_pages == 0
+    assert [type(each) for each in result.failures] == [TimeoutError]
     store.gate.set()
     await assert_nothing_held(fetcher)
     assert all(pool.is_poisoned(page) for page in range(8))
@@ -300,14 +297,14 @@ async def test_many_fetches_at_once(fetcher: Fetcher, segment: Segment) -> None:
 
 async def test_a_cancelled_fetch_gives_everything_back(fetcher: Fetcher, segment: Segment, store: SpoiltStore) -> None:
     store.gate.clear()
-    sink = GuardedSink(PoisonedPool(8))
-    task = asyncio.create_task(fetch_pages(fetcher, sources(segment, range(8)), list(range(8)), sink, WAIT_S))
+    destination = PoolPages(PoisonedPool(8), range(8))
+    task = asyncio.create_task(fetcher.fetch(sources(segment, range(8)), destination, WAIT_S))
     await until(lambda: store.num_gets > 0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     await assert_nothing_held(fetcher)
-    assert not sink.write(range(1), range(1), [0], CellValues(torch.zeros(1), torch.zeros(1)))
+    assert not destination.write(pytest.fail)
 
 
 def test_span_parts() -> None:
@@ -354,16 +351,16 @@ async def test_a_fetch_ends_once_the_rest_would_be_computed_sooner(
     monkeypatch.setattr(store, "get", get_the_first_span)
     monkeypatch.setattr(fetcher.link, "present_bps", after_the_first_span)
     fetcher.read_ahead(wanted, expire_s=600)
-    result = await fetch_pages(fetcher, wanted, range(8), GuardedSink(pool), WAIT_S, compute_s=1.0)
-    assert (result.num_pages, result.late, result.timed_out) == (2, True, False)
+    result = await fetcher.fetch(wanted, PoolPages(pool, range(8)), WAIT_S, compute_s=1.0)
+    assert result == FetchResult(2, late=True)
     assert holds(pool, segment, range(2), range(2))
     await assert_nothing_held(fetcher)  # nor is the rest read ahead
 
 
 async def test_a_fetch_goes_on_while_computing_would_take_longer(fetcher: Fetcher, segment: Segment) -> None:
     wanted, pool = sources(segment, range(8)), PoisonedPool(8)
-    result = await fetch_pages(fetcher, wanted, range(8), GuardedSink(pool), WAIT_S, compute_s=WAIT_S)
-    assert result == FetchResult(8, (), False)
+    result = await fetcher.fetch(wanted, PoolPages(pool, range(8)), WAIT_S, compute_s=WAIT_S)
+    assert result == FetchResult(8)
 
 
 async def test_the_link_is_left_to_others_once_all_is_requested(
@@ -373,7 +370,7 @@ async def test_the_link_is_left_to_others_once_all_is_requested(
     store.gate.clear()
     with closing(DecodePool[Decoders]([{}] * 2)) as pool:
         fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=False)
-        destination, is_requested = Destination(range(8), GuardedSink(PoisonedPool(8))), asyncio.Event()
+        destination, is_requested = PoolPages(PoisonedPool(8), range(8)), asyncio.Event()
         task = asyncio.create_task(
             fetcher.fetch(sources(segment, range(8)), destination, WAIT_S, on_requested=is_requested.set)
         )
@@ -390,7 +387,7 @@ async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) 
     wanted = sources(segment, range(8))
     reader = wanted[0].reader
     cells = [cell for span in range(4) for cell in reader.manifest.span_cells(span)]
-    largest = max(working_bytes(reader, [cell], Mock()) for cell in cells)
+    largest = max(PoolPages(Mock(), ()).working_bytes(reader, [cell]) for cell in cells)
     under_way = most = 0
 
     class Watched(DecodePool[Decoders]):
@@ -411,7 +408,7 @@ async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) 
             store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=False, decode_bytes=2 * largest
         )
         memory = PoisonedPool(8)
-        result = await fetch_pages(bounded, wanted, range(8), GuardedSink(memory), WAIT_S)
+        result = await bounded.fetch(wanted, PoolPages(memory, range(8)), WAIT_S)
         assert result.num_pages == 8
         assert holds(memory, segment, range(8), range(8))
     assert 1 <= most <= 2
@@ -425,6 +422,6 @@ async def test_what_would_come_too_late_is_not_asked_for(
     link = measured_link(1000, bytes_per_s)
     fetcher = Fetcher(store, fetcher.pool, read_size=ReadSize(600), inflight_bytes=4000, may_delete=True, link=link)
     result = await fetch(fetcher, sources(segment, range(8)), PoisonedPool(8), range(8))
-    assert (result.late, result.timed_out) == (is_late, False)
+    assert (result.late, result.failures) == (is_late, ())
     assert (result.num_pages, store.num_gets > 0) == ((0, False) if is_late else (8, True))
     await assert_nothing_held(fetcher)

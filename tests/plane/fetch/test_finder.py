@@ -15,7 +15,6 @@ import pytest
 import xxhash
 
 from harness.metrics import own_metric
-from harness.small_segments import expiring, put_segment
 from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader
@@ -23,13 +22,13 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import KVFetchError, NamespaceMismatchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.plane.fetch.fetcher import FetchResult
+from sgl_kvfetch.metrics import noted_here
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource
-from sgl_kvfetch.plane.misses import noted_here
 from sgl_kvfetch.stores.base import Lookup, SegmentHit
 from sgl_kvfetch.stores.remote import Breaker
-from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
+from sgl_kvfetch.testing import expiring, put_segment
+from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.segments import make_heads, make_segment, page_hashes
 
 NUM_PAGES = 8
@@ -86,7 +85,7 @@ async def test_pages_are_found_and_recalled_without_asking(store: LocalStore, mo
 
     monkeypatch.setattr(store, "lookup", fail)
     assert await pages.recall(hashes[3:], WAIT_S) == found[3:]
-    pages.fetched(hashes, found, FetchResult(4, (), False))
+    pages.fetched(hashes[4:], ())
     assert await pages.recall(hashes[:4], WAIT_S) == found[:4]
     with pytest.raises(StoreError, match="not to be asked"):
         await pages.recall(hashes, WAIT_S)
@@ -125,12 +124,12 @@ async def test_lookups_pause_after_fetches_that_fail_in_a_row(store: LocalStore)
     pages, _ = finder(store)
     pages._fetches = Breaker(first_pause_s=WAIT_S)
     hashes = page_hashes(NUM_PAGES)
-    found = await pages.find_pages(hashes, WAIT_S)
-    pages.fetched(hashes, found, FetchResult(0, (), True))
-    pages.fetched(hashes, found, FetchResult(8, (), False))
+    await pages.find_pages(hashes, WAIT_S)
+    pages.fetched(hashes, [TimeoutError()])
+    pages.fetched((), ())
     for _ in range(3):
         assert await pages.find_pages(hashes, WAIT_S)
-        pages.fetched(hashes, found, FetchResult(0, (), True))
+        pages.fetched(hashes, [TimeoutError()])
     with pytest.raises(StoreError, match="lookups are paused") as caught:
         await pages.find_pages(hashes, WAIT_S)
     assert caught.value.reason == "skipped"

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import torch
 
-from harness.fetching import fetch_pages, measured_link
 from harness.memory_pool import MemoryPool
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, until
@@ -21,18 +20,24 @@ from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.errors import CorruptError, StoreError
-from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile, VariantProfile
-from sgl_kvfetch.plane.adapt.policy import LookAhead
-from sgl_kvfetch.plane.adapt.pool import DecodePool
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
-from sgl_kvfetch.plane.fetch.offers import Chooser, Offer, Supply, best_offer
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource, ReadSize, read_units
-from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.fetch.plan import (
+    Chooser,
+    LevelPolicy,
+    LookAhead,
+    Offer,
+    PageSource,
+    ReadSize,
+    Supply,
+    best_offer,
+    read_units,
+)
+from sgl_kvfetch.plane.fetch.pool import DecodePool, DecodeProfile, VariantProfile
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
+from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, make
-from tests.plane.fetch.conftest import SpoiltStore, assert_nothing_held
+from tests.plane.fetch.conftest import SpoiltStore, assert_nothing_held, measured_link
 
 NUM_PAGES = 4
 ANY, NONE = LevelPolicy(LEVELS - 1, 1e9), LevelPolicy()
@@ -63,7 +68,7 @@ def sources(coded: CodedSegment) -> list[PageSource]:
 
 async def fetched(fetcher: Fetcher, wanted: list[PageSource]) -> tuple[FetchResult, CellValues]:
     memory = MemoryPool(GEOMETRY, NUM_PAGES, 57.0)
-    result = await fetch_pages(fetcher, wanted, range(NUM_PAGES), GuardedSink(memory), WAIT_S)
+    result = await fetcher.fetch(wanted, PoolPages(memory, range(NUM_PAGES)), WAIT_S)
     await assert_nothing_held(fetcher)
     return result, CellValues(*(memory.read(tensor, range(NUM_PAGES)) for tensor in ("k", "v")))
 
@@ -93,7 +98,7 @@ async def test_all_levels_are_read_unless_they_are_late(
     store: SpoiltStore, pool: DecodePool[Decoders], laddered: CodedSegment, levels: LevelPolicy
 ) -> None:
     result, values = await fetched(fetcher_of(store, pool, levels), sources(laddered))
-    assert result == FetchResult(NUM_PAGES, (), False)
+    assert result == FetchResult(NUM_PAGES)
     assert same(values, values_at(laddered, LEVELS))
     assert not same(values, values_at(laddered, LEVELS - 1))
 
@@ -117,7 +122,7 @@ async def test_levels_that_would_be_late_are_left_out_as_far_as_allowed(
     monkeypatch.setattr(timeline, "add", add)
     before = own_metric("sgl_kvfetch_read_cells_total", levels_left_out=str(most_left_out))
     result, values = await fetched(fetcher, sources(laddered))
-    assert result == FetchResult(NUM_PAGES, (), False)
+    assert result == FetchResult(NUM_PAGES)
     assert same(values, values_at(laddered, LEVELS - most_left_out))
     num_cells = len(list(laddered.manifest.cells()))
     assert own_metric("sgl_kvfetch_read_cells_total", levels_left_out=str(most_left_out)) == before + num_cells
@@ -161,7 +166,7 @@ async def test_the_levels_before_a_bad_one_count(
         path = store.root / name
         path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     result, values = await fetched(fetcher_of(store, pool, ANY), sources(laddered))
-    assert result == FetchResult(NUM_PAGES, (), False)
+    assert result == FetchResult(NUM_PAGES)
     expected = values_at(laddered, level), values_at(laddered, LEVELS)  # only one cell is corrupt
     if fault == "missing":
         assert same(values, expected[0])

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from sgl_kvfetch.plane.adapt.estimate import robust
-from sgl_kvfetch.plane.fetch.link import Link
+from sgl_kvfetch.plane.fetch.link import Link, robust
 
 
 class Clock:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.fetching import fetch_pages
 from harness.memory_pool import MemoryPool
 from harness.waiting import WAIT_S, LoopClock, until
 from sgl_kvfetch.codec.bitstream.base import Decoders
@@ -24,11 +23,10 @@ from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import KVFetchError, StoreError, UnsupportedError
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.plane.adapt.pool import DecodePool
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, total_bytes
-from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.types import TENSORS, KVGeometry
@@ -118,7 +116,7 @@ class Rank:
             fetcher = Fetcher(
                 self.store, decoders, read_size=ReadSize(1 << 20), inflight_bytes=1 << 20, may_delete=False
             )
-            return await fetch_pages(fetcher, sources, range(len(sources)), GuardedSink(self.pool), WAIT_S)
+            return await fetcher.fetch(sources, PoolPages(self.pool, range(len(sources))), WAIT_S)
 
     def holds(self, num_pages: int) -> bool:
         """Whether the first pages are restored, and the others untouched."""

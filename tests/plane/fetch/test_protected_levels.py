@@ -12,31 +12,30 @@ import msgspec
 import pytest
 import torch
 
-from harness.fetching import fetch_pages
 from harness.memory_pool import MemoryPool
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.bitstream.base import Decoders
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys
+from sgl_kvfetch.codec.container.encryption import EncryptionKeys, ManifestKeys, StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.partial import signed_by
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
-from sgl_kvfetch.codec.container.signing import ManifestKeys
 from sgl_kvfetch.codec.quant.base import CellValues
-from sgl_kvfetch.plane.adapt.pool import DecodePool
-from sgl_kvfetch.plane.fetch.fetcher import Fetcher
+from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import LevelPolicy, ReadSize
-from sgl_kvfetch.plane.fetch.sink import GuardedSink
+from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.keyed import KeyedStore
-from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
+from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, segment
 from tests.directory.test_dropped_levels import chain
 from tests.plane.fetch.test_levels import values_at
+
+pytestmark = pytest.mark.process
 
 SIGNS, ENCRYPTS = ManifestKeys([b"k" * 32]), EncryptionKeys({"name": bytes(32)})
 ROOM = 6  # segments that the store has room for, with all levels
@@ -44,8 +43,7 @@ ROOM = 6  # segments that the store has room for, with all levels
 
 @dataclass(frozen=True)
 class Kind:
-    signs: ManifestKeys | None
-    encrypts: EncryptionKeys | None
+    keys: StoreKeys
     has_video: bool = False
 
     def segment(self, number: int) -> CodedSegment:
@@ -64,10 +62,10 @@ def video() -> CodedSegment:
 
 
 KINDS = {
-    "signed": Kind(SIGNS, None),
-    "encrypted": Kind(None, ENCRYPTS),
-    "with video": Kind(None, None, has_video=True),
-    "signed, encrypted, with video": Kind(SIGNS, ENCRYPTS, has_video=True),
+    "signed": Kind(StoreKeys(SIGNS)),
+    "encrypted": Kind(StoreKeys(None, ENCRYPTS)),
+    "with video": Kind(StoreKeys(), has_video=True),
+    "signed, encrypted, with video": Kind(StoreKeys(SIGNS, ENCRYPTS), has_video=True),
 }
 
 
@@ -79,7 +77,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture
 def served(kind: Kind, tmp_path: Path) -> Iterator[StoreProcess]:
-    stored = secure_segment(kind.segment(0), kind.encrypts, kind.signs is not None)
+    stored = secure_segment(kind.segment(0), kind.keys)
     whole = len(stored.manifest.encode()) + sum(len(data) for _, data in stored.data_objects())
     options = "--capacity", str(ROOM * whole), "--drop-levels", "1"
     with StoreProcess(tmp_path, extra_args=options) as served:
@@ -105,13 +103,13 @@ async def fetched(store: Store, number: int) -> CellValues:
         finder = PageFinder(store, SPEC.heads, KLT, print, levels=LevelPolicy(1))
         sources = await finder.find_pages(list(chain(number).manifest.page_hashes), WAIT_S)
         memory = MemoryPool(GEOMETRY, 4, 0.0)
-        result = await fetch_pages(fetcher, sources, range(4), GuardedSink(memory), WAIT_S)
+        result = await fetcher.fetch(sources, PoolPages(memory, range(4)), WAIT_S)
         assert (result.num_pages, result.failures) == (4, ())
     return CellValues(*(memory.read(tensor, range(4)) for tensor in ("k", "v")))
 
 
 async def test_a_store_drops_levels_that_it_cannot_read_or_sign(kind: Kind, raw: Store) -> None:
-    store = KeyedStore(raw, kind.signs, kind.encrypts)
+    store = KeyedStore(raw, kind.keys)
     for number in range(ROOM + 1):
         await commit_segment(store, kind.segment(number))
     found = await manifests(store)
@@ -123,16 +121,16 @@ async def test_a_store_drops_levels_that_it_cannot_read_or_sign(kind: Kind, raw:
         assert all(torch.equal(x, y) for x, y in zip(values, expected, strict=True))
         manifest = found[number]
         assert manifest is not None
-        assert manifest.is_encrypted == (kind.encrypts is not None)
+        assert manifest.is_encrypted == (kind.keys.encryption is not None)
         # A variant that a dropped level does not make coarser would hold finer values than the others.
         assert len(manifest.variants) == 1 + (kind.has_video and not num_lost)
-    strangers = KeyedStore(raw, ManifestKeys([b"x" * 32]), kind.encrypts)
+    strangers = KeyedStore(raw, StoreKeys(ManifestKeys([b"x" * 32]), kind.keys.encryption))
     assert set(await manifests(strangers)) == {None}
 
 
 @pytest.mark.parametrize("kind", [KINDS["signed"], KINDS["signed, encrypted, with video"]], ids=["signed", "all"])
 async def test_a_signature_covers_what_is_left_and_nothing_else(kind: Kind, raw: Store) -> None:
-    store = KeyedStore(raw, kind.signs, kind.encrypts)
+    store = KeyedStore(raw, kind.keys)
     for number in range(ROOM + 1):
         await commit_segment(store, kind.segment(number))
     number = [each is not None and each.num_dropped for each in await manifests(store)].index(1)

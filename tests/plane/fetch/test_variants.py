@@ -7,17 +7,14 @@ from contextlib import closing
 
 import pytest
 
-from harness.fetching import measured_link
 from harness.waiting import WAIT_S, until, until_idle
 from sgl_kvfetch.codec.bitstream.base import Decoders
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.plane.adapt.policy import LookAhead
-from sgl_kvfetch.plane.adapt.pool import DecodePool
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
-from sgl_kvfetch.plane.fetch.offers import Chooser
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource, ReadSize
+from sgl_kvfetch.plane.fetch.plan import Chooser, LevelPolicy, LookAhead, PageSource, ReadSize
+from sgl_kvfetch.plane.fetch.pool import DecodePool
 from tests.plane.fetch.conftest import (
     PROFILE,
     PoisonedPool,
@@ -27,6 +24,7 @@ from tests.plane.fetch.conftest import (
     assert_nothing_held,
     fetch,
     holds,
+    measured_link,
     wanted,
 )
 
@@ -40,7 +38,7 @@ async def test_a_span_may_come_from_several_variants(
     assert holds(pool, segment, range(8), range(8))
     # SMALL has two layer groups: of each of the four spans' two cells each is a run.
     first = recorder.situations[0]
-    assert (first.remaining, first.available, first.previous) == (8, (0, 1), None)
+    assert (first.remaining, first.available) == (8, (0, 1))
     assert [s.remaining for s in recorder.situations] == list(range(8, 0, -1))
     assert sum(s.sizes_bytes[1] for s in recorder.situations) == len(made.data)
     assert sum(s.sizes_bytes[0] for s in recorder.situations) == len(made.variant_data(1))

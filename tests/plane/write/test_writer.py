@@ -11,8 +11,8 @@ import pytest
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, LoopClock, until_idle
 from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.objects import Content
 from sgl_kvfetch.codec.container.pages import RawPages
-from sgl_kvfetch.codec.container.pieces import Content
 from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_pages
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
@@ -20,7 +20,7 @@ from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.plane.write.gather import PageBatch
 from sgl_kvfetch.plane.write.writer import Writer, commit_segment
 from sgl_kvfetch.stores.base import Lookup
-from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
+from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import TENSORS
 from tests.segments import SMALL, as_newer, make_heads, make_values, page_hashes
 

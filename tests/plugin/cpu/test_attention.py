@@ -17,7 +17,7 @@ from sgl_kvfetch.plugin.cpu.attention import attend_to_prefix
 def test_new_tokens_attend_as_in_sglang(form: AttentionForm, dtype: torch.dtype) -> None:
     found = attend_to_prefix(None, **form.arguments(dtype))
     expected = sglang_attention()(**form.arguments(dtype))
-    # Where bits are equal depends on the processor: `python -m benchmarks.attention` tells.
+    # Where bits are equal depends on the processor.
     torch.testing.assert_close(found, expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 

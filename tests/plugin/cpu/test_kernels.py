@@ -1,14 +1,23 @@
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn import functional
+from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from sgl_kvfetch.plugin.cpu.kernels import (
     apply_delta_rule,
     apply_delta_rule_to_tokens,
+    apply_kimi_delta_rule,
+    apply_kimi_delta_rule_to_tokens,
     convolve_prompts,
     convolve_tokens,
+    normalise_and_gate,
+    normalise_and_gate_rows,
+    scan_prompts,
+    scan_tokens,
 )
 
 CHANNELS, WIDTH, SLOTS = 6, 4, 5
@@ -45,6 +54,16 @@ def _convolve(
         torch.tensor([3, 1]),
         torch.tensor([is_continued] * 2),
     )
+
+
+def test_both_functions_of_sglang_gate_what_is_normed() -> None:
+    x, gate, weight = torch.randn(3, HEADS_V, DIM_V), torch.randn(3, HEADS_V, DIM_V), torch.randn(DIM_V)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight * gate * gate.sigmoid()
+    rows = normalise_and_gate_rows(x, gate, weight, None, "swish", residual=None, prenorm=False, eps=1e-5)
+    torch.testing.assert_close(rows, expected)
+    for activation, times in (("swish", expected), ("sigmoid", expected / gate)):
+        found = normalise_and_gate(x=x, weight=weight, bias=None, eps=1e-5, z=gate, activation=activation)
+        torch.testing.assert_close(found, times)
 
 
 def test_the_delta_rule_goes_on_from_states_and_returns_those_before_each_chunk() -> None:
@@ -91,3 +110,129 @@ def _recurrent(inputs: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.T
         use_qk_l2norm_in_kernel=True,
     )
     return output, after[0].transpose(-1, -2)
+
+
+def test_kimi_s_delta_rule_goes_on_from_states_and_tracks_those_on_the_way() -> None:
+    lengths = [150, 70]
+    total = sum(lengths) + 2  # and one token more of each
+    qkv, gate = torch.randn(total, 3 * HEADS * DIM_K), torch.randn(total, HEADS * DIM_K)
+    beta, a_log, dt_bias = torch.randn(total, HEADS), torch.randn(1, 1, HEADS, 1), torch.randn(HEADS * DIM_K)
+    q, k, v = (x.reshape(1, total, HEADS, DIM_K) for x in qkv.chunk(3, dim=1))
+    states = torch.randn(SLOTS, HEADS, DIM_K, DIM_K)
+    slots = torch.tensor([3, 1])
+    before = states.clone()
+
+    tracked = torch.full((2, HEADS, DIM_K, DIM_K), torch.nan)
+    output, chunks = apply_kimi_delta_rule(
+        *(x[:, :-2] for x in (q, k, v, gate[None], beta[None])),
+        initial_state=states,
+        initial_state_indices=slots,
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+        A_log=a_log,
+        dt_bias=dt_bias,
+        output_intermediate_states=True,
+        track_state=tracked,
+        track_chunk_idx=torch.tensor([-1, 1]),
+    )
+    last = torch.empty(2, 1, HEADS, DIM_K)
+    apply_kimi_delta_rule_to_tokens(qkv[-2:], gate[-2:], beta[-2:], a_log, dt_bias, DIM_K**-0.5, states, last, slots)
+
+    decay = -a_log.exp() * functional.softplus(gate + dt_bias).reshape(1, total, HEADS, DIM_K)
+    assert chunks.shape == (1, 3 + 2, HEADS, DIM_K, DIM_K)
+    assert tracked[0].isnan().all()
+    for row, (slot, tokens) in enumerate([(3, [*range(150), 220]), (1, [*range(150, 220), 221])]):
+        for end, state in ((len(tokens), states[slot]), (64, chunks[0, 3 * row + 1])):
+            expected, after = recurrent_kimi_delta_attention(
+                *(x[:, tokens[:end]] for x in (q, k, v, decay, beta[None].sigmoid())),
+                initial_state=before[slot, None].transpose(-1, -2),
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+            )
+            torch.testing.assert_close(state, after[0].transpose(-1, -2), rtol=1e-4, atol=1e-5)
+            if end == len(tokens):
+                found = torch.cat([output[:, tokens[:-1]], last[row][None]], 1)
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tracked[1], chunks[0, 4], rtol=0, atol=0)
+    assert torch.equal(states[[0, 2, 4]], before[[0, 2, 4]])
+
+
+GROUPS, DIM, DIM_STATE, CHUNK = 2, 6, 5, 64
+
+
+def test_mamba_2_goes_on_from_states_and_returns_those_on_the_way() -> None:
+    lengths = [150, 70]
+    total = sum(lengths) + 2  # and one token more of each
+    x, dt = torch.randn(total, HEADS_V, DIM), torch.randn(total, HEADS_V)
+    b, c = torch.randn(2, total, GROUPS, DIM_STATE).unbind()
+    a, d, dt_bias = -torch.rand(HEADS_V), torch.randn(HEADS_V), torch.randn(HEADS_V)
+    states = torch.randn(SLOTS, HEADS_V, DIM, DIM_STATE)
+    slots = torch.tensor([3, 1])
+    before = states.clone()
+
+    out = torch.full((total - 2, HEADS_V, DIM), torch.nan)
+    on_grid, states[slots], tracked = scan_prompts(
+        x[None, :-2],
+        dt[None, :-2],
+        a,
+        b[None, :-2],
+        c[None, :-2],
+        CHUNK,
+        D=d,
+        dt_bias=dt_bias,
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+        out=out[None],
+        state_dtype=torch.float32,
+        initial_states=before[slots],
+        track_seq_idx=torch.tensor([1]),
+        track_end_locs=torch.tensor([150 + 64]),
+    )
+    last = torch.full((2, HEADS_V, DIM), torch.nan)
+    scan_tokens(
+        states,
+        x[-2:],
+        dt[-2:, :, None].expand(-1, -1, DIM),
+        a[:, None, None].expand(-1, DIM, DIM_STATE),
+        b[-2:],
+        c[-2:],
+        D=d[:, None].expand(-1, DIM),
+        dt_bias=dt_bias[:, None].expand(-1, DIM),
+        state_batch_indices=slots,
+        out=last,
+    )
+
+    assert on_grid.shape == (1, 4, HEADS_V, DIM, DIM_STATE)
+    assert tracked is not None
+    assert_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+    for row, (slot, tokens) in enumerate([(3, [*range(150), 220]), (1, [*range(150, 220), 221])]):
+        outputs, after = _token_by_token(before[slot], x[tokens], dt[tokens], a, b[tokens], c[tokens], d, dt_bias)
+        assert_close(torch.cat([out[tokens[:-1]], last[row, None]]), outputs)
+        assert_close(states[slot], after[-1])
+        assert_close(
+            on_grid[0, [0, 1, 2] if slot == 3 else [3]],
+            torch.stack([before[3], after[63], after[127]] if slot == 3 else [after[192 - 150 - 1]]),
+        )
+        if slot == 1:
+            assert_close(tracked[0, 0], after[63])
+    assert torch.equal(states[[0, 2, 4]], before[[0, 2, 4]])
+
+
+def _token_by_token(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor,
+    dt_bias: torch.Tensor,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The outputs, and the state behind each token."""
+    outputs, states = [], []
+    step = functional.softplus(dt + dt_bias)
+    b, c = (each.repeat_interleave(HEADS_V // GROUPS, dim=1) for each in (b, c))
+    for t in range(len(x)):
+        added = step[t, :, None, None] * x[t, :, :, None] * b[t, :, None]
+        state = (a * step[t]).exp()[:, None, None] * state + added
+        outputs.append((state * c[t, :, None]).sum(-1) + d[:, None] * x[t])
+        states.append(state)
+    return torch.stack(outputs), states

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache import unified_radix_cache
 
-from sgl_kvfetch.plane import client, service, store as plane_store
-from sgl_kvfetch.plane.quantiser import config_quantiser
+from sgl_kvfetch.plane import service, store, store as plane_store
+from sgl_kvfetch.plane.config import config_quantiser
 from sgl_kvfetch.plane.store import _open_store as open_configured
 from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker
@@ -27,8 +27,8 @@ collect_ignore_glob = [] if HAS_LINKER else ["test_*.py"]
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     """Builds ranks on one store, and closes them."""
     monkeypatch.setattr(plane_store, "_open_store", lambda *args: GatedStore(open_configured(*args)))
-    monkeypatch.setattr(client, "_LINGER_S", 0.01)
-    monkeypatch.setattr(client, "SPAN_TOKENS", 8)
+    monkeypatch.setattr(store, "_LINGER_S", 0.01)
+    monkeypatch.setattr(store, "SPAN_TOKENS", 8)
     monkeypatch.setattr(starting, "_launch", starting._launch)  # rigs set these
     monkeypatch.setattr(linker, "open_engine_plane", starting.open_engine_plane)
     monkeypatch.setattr(linker, "_open_pages", linker._open_pages)

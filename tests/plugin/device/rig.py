@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     InitLoadBackParams,
@@ -24,8 +25,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MiniMaxSparseKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -36,9 +38,9 @@ from sgl_kvfetch.plane import service
 from sgl_kvfetch.plane.service import Service
 from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker as linker_module
-from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 from sgl_kvfetch.plugin.device.linker import KVFetchLinker
-from sgl_kvfetch.plugin.device.pages import DevicePages, SlotPages
+from sgl_kvfetch.plugin.device.pages import DevicePages, EnginePools, SlotPages
 from sgl_kvfetch.stores.base import WrappedStore
 from sgl_kvfetch.types import TENSORS
 from tests.plugin.device.fake_streams import FakeDevice
@@ -47,6 +49,7 @@ from tests.plugin.planes import Served
 from tests.segments import make_heads
 
 PAGE, LAYERS, HEADS, DIM = 4, 4, 2, 48
+WINDOW_LAYERS = 2  # beside these, of a rig with windows
 HANG_S = 120.0  # without a step of any rank
 
 
@@ -62,6 +65,13 @@ def page_values(tokens: Sequence[int], tensor: str) -> torch.Tensor:
         seed = int.from_bytes(hashlib.sha256(f"{tensor}{list(tokens[:end])}".encode()).digest()[:7], "big")
         pages.append(torch.randn((PAGE, LAYERS, HEADS, DIM), generator=torch.Generator().manual_seed(seed)))
     return torch.cat(pages)
+
+
+def following_values(tokens: Sequence[int], number: int, buffer: torch.Tensor) -> torch.Tensor:
+    """Return what a buffer of a side pool that follows K and V has of a prompt, ``(tokens, heads, dim)``. A draft model
+    that goes by pairs of tokens has nothing of the first token: give those behind it."""
+    heads, dim = buffer.shape[1:]
+    return page_values(tokens, f"buffer {number} of side pools")[:, 0, :heads, :dim].to(buffer.dtype)
 
 
 @dataclass(eq=False)
@@ -97,15 +107,15 @@ class Request:
 
     def init_next_round_input(self, tree: UnifiedRadixCache, cow_mamba: bool = False) -> None:
         """As SGLang does: one token at least is left to compute."""
-        key = key_of(self.tokens[:-1], self.extra_key)
+        key = key_of(self.tokens[:-1], self.extra_key, tree.tree_core.is_eagle)
         matched = tree.match_prefix(MatchPrefixParams(key=key, req=self, cow_mamba=cow_mamba))
         self.prefix_len = self.device_len = matched.device_prefix_len
         self.last_node, self.best_match_node = matched.last_device_node, matched.best_match_node
         self.host_hit_length = matched.host_hit_length
 
 
-def key_of(tokens: Sequence[int], extra_key: str | None = None) -> RadixKey:
-    return RadixKey(array("q", tokens), extra_key=extra_key).page_aligned(PAGE)
+def key_of(tokens: Sequence[int], extra_key: str | None = None, has_pairs: bool = False) -> RadixKey:
+    return RadixKey(array("q", tokens), extra_key=extra_key, is_bigram=has_pairs).page_aligned(PAGE)
 
 
 @dataclass
@@ -118,6 +128,9 @@ class Rig:
     served: Served
     num_slots: int
     extra_config: str
+    windows: MHATokenToKVPool | None = None
+    following: Sequence[torch.Tensor] = ()  # the buffers of side pools that have the slots of K and V
+    has_pairs: bool = False
     requests: list[Request] = field(default_factory=list)
 
     @property
@@ -144,6 +157,11 @@ class Rig:
         self.linker.arrive(request, self.cache, is_idle=is_idle)
         return request
 
+    def arrive_staged(self, tokens: Sequence[int], rid: str = "", *, is_idle: bool = False) -> Request:
+        request = self.arrive(tokens, rid, is_idle=is_idle)
+        self.await_unparked(request)
+        return request
+
     def is_parked(self, request: Request) -> bool:
         return self.linker.is_parked(request.cache_request_handle)
 
@@ -164,8 +182,7 @@ class Rig:
 
     def fetch(self, tokens: Sequence[int], *, is_idle: bool = False) -> int:
         """Arrive, and be admitted. Return how many tokens were loaded."""
-        request = self.arrive(tokens, is_idle=is_idle)
-        self.await_unparked(request)
+        request = self.arrive_staged(tokens, is_idle=is_idle)
         (num_tokens,) = self.admit(request)
         return num_tokens
 
@@ -186,14 +203,14 @@ class Rig:
         counter = self.linker.layer_done_counter
         counter.set_consumer(index)
         prefixes = [self.cache.prefix_device_indices(request) for request in requests]
-        for layer in range(len(self.pool.k_buffer)):
+        for layer in range(len(self.pool.k_buffer) + (WINDOW_LAYERS if self.windows else 0)):
             counter.wait_until(layer)
         failed = self.cache.finish_external_linker_loads(list(requests))
         for request, prefix in zip(requests, prefixes, strict=True):
             if request in failed:  # which its end would free
                 self.cache.token_to_kv_pool_allocator.free(prefix[request.device_len :])
             else:
-                self._compute(request.tokens[:-1], prefix, request.device_len)
+                self._compute(request.tokens[:-1], prefix, request.device_len, request.kv)
         self.linker.batch_ended(_Batch(list(requests)), 0.0)
         return loaded
 
@@ -205,23 +222,72 @@ class Rig:
     def compute(self, tokens: Sequence[int]) -> None:
         self._compute(tokens, torch.empty(0, dtype=torch.int64), 0)
 
-    def _compute(self, tokens: Sequence[int], prefix: torch.Tensor, device_len: int) -> None:
-        """Compute what is not in ``prefix``, and insert it all. ``device_len``: tokens that the tree had."""
-        num_tokens = len(tokens) // PAGE * PAGE - len(prefix)
-        new = self.cache.token_to_kv_pool_allocator.alloc(num_tokens) if num_tokens else prefix[:0]
-        assert new is not None
+    def _compute(self, tokens: Sequence[int], prefix: torch.Tensor, device_len: int, kv: Any = None) -> None:
+        """Compute what is not in ``prefix``, and insert it all. ``device_len``: tokens that the tree had. ``kv``: of
+        the request."""
+        key = self._key(tokens)
+        num_tokens = len(key) - len(prefix)
+        new = self._alloc(tokens, num_tokens) if num_tokens else prefix[:0]
         for tensor, buffers in zip(TENSORS, (self.pool.k_buffer, self.pool.v_buffer), strict=True):
-            values = page_values(tokens, tensor)[len(prefix) :]
+            values = page_values(tokens, tensor)[len(prefix) : len(key)]
             for layer, buffer in enumerate(buffers):
-                buffer[new] = values[:, layer]
+                buffer[new] = _as_stored(values[:, layer], self.pool)
+        for number, buffer in enumerate(self.following):
+            buffer[new] = self._following(tokens, number, buffer)[len(prefix) : len(key)]
         slots = torch.cat([prefix.to(new.dtype), new])
-        self.cache.insert(InsertParams(key=key_of(tokens), value=slots, prev_prefix_len=device_len))
+        params = InsertParams(key=key, value=slots, prev_prefix_len=device_len)
+        if self.windows and kv is not None:
+            params.set_evicted_seqlen(ComponentType.SWA, kv.get_evicted_seqlen(ComponentType.SWA))
+        self.cache.insert(params)
 
-    def stored(self, tokens: Sequence[int]) -> None:
-        """Put the pages of a prompt into the store, and remove them from the tree."""
+    def _alloc(self, tokens: Sequence[int], num_tokens: int) -> torch.Tensor:
+        """Return slots for the last tokens. Where windows have slots of their own, fill these."""
+        allocator = self.cache.token_to_kv_pool_allocator
+        if self.windows is None:
+            new = allocator.alloc(num_tokens)
+        else:
+            new = allocator.full_attn_allocator.alloc(num_tokens)
+            of_window = allocator.swa_attn_allocator.alloc(num_tokens)
+            allocator.set_full_to_swa_mapping(new, of_window)
+            for buffers, values in self._window_values(tokens):
+                for layer, buffer in enumerate(buffers):
+                    buffer[of_window] = values[-num_tokens:, layer]
+        assert new is not None
+        return new
+
+    def _window_values(self, tokens: Sequence[int]) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
+        """Yield the buffers of the windows' K and V with what is in them for these tokens."""
+        assert self.windows is not None
+        for tensor, buffers in zip(TENSORS, (self.windows.k_buffer, self.windows.v_buffer), strict=True):
+            yield buffers, page_values(tokens, f"{tensor} of windows")
+
+    def holds_window(self, tokens: Sequence[int], num_tokens: int) -> bool:
+        """Return whether the windows' pool has the right values of the last ``num_tokens`` of these."""
+        matched = self.cache.match_prefix(MatchPrefixParams(key=key_of(tokens)))
+        if matched.device_prefix_len < len(tokens):
+            return False
+        slots = self.cache.path_device_indices(matched.last_device_node)[-num_tokens:]
+        there = self.cache.token_to_kv_pool_allocator.full_to_swa_index_mapping[slots]
+        return bool(there.all()) and all(
+            torch.equal(buffer[there], values[-num_tokens:, layer])
+            for buffers, values in self._window_values(tokens)
+            for layer, buffer in enumerate(buffers)
+        )
+
+    def stored(self, tokens: list[int]) -> list[int]:
+        """Put the pages of a prompt into the store, and remove them from the tree. Return the prompt."""
         self.compute(tokens)
         self.write_all()
         self.flush()
+        return tokens
+
+    def lost(self, tokens: list[int]) -> list[int]:
+        """Compute a prompt whose pages the store loses after they were written. Return the prompt."""
+        self.compute(tokens)
+        self.write_all()
+        self.parts.plane.clear()
+        self.linker._offloads.forget_stored()
+        return tokens
 
     def stored_by_all(self, tokens: Sequence[int]) -> None:
         """Do the same on several ranks, which step together. They agree on what has been offloaded, and so take the
@@ -239,15 +305,14 @@ class Rig:
 
     def hear_plane(self) -> None:
         """Wait until the data plane has done all that it was told so far."""
-        found: list[Any] = []
-        self.parts.plane.look_up([], found.append)
-        self.settle(lambda: bool(found))
+        self.settle(self.parts.plane.look_up([]).done)
 
     def flush(self) -> None:
         self.cache.reset()
         self.cache.token_to_kv_pool_allocator.clear()
-        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
-            buffer.fill_(float("nan"))
+        pools = [pool for pool in (self.pool, self.windows) if pool is not None]
+        for buffer in [*self.following, *(each for pool in pools for each in (*pool.k_buffer, *pool.v_buffer))]:
+            buffer.view(torch.uint8).fill_(0xFF)  # NaN in every dtype
 
     def evict(self) -> None:
         """Let the pool lose everything, as when other prompts need its slots."""
@@ -259,20 +324,34 @@ class Rig:
 
     def holds(self, tokens: Sequence[int], num_tokens: int) -> bool:
         """Return whether the tree has these tokens, with the right values."""
-        matched = self.cache.match_prefix(MatchPrefixParams(key=key_of(tokens)))
+        matched = self.cache.match_prefix(MatchPrefixParams(key=self._key(tokens)))
         if matched.device_prefix_len < num_tokens:
             return False
         slots = self.cache.path_device_indices(matched.last_device_node)[:num_tokens]
         return all(
+            torch.equal(buffer[slots], self._following(tokens, number, buffer)[:num_tokens])
+            for number, buffer in enumerate(self.following)
+        ) and all(
             torch.equal(torch.stack([buffer[slots] for buffer in buffers], dim=1), page_values(tokens, t)[:num_tokens])
             for t, buffers in zip(TENSORS, (self.pool.k_buffer, self.pool.v_buffer), strict=True)
         )
+
+    def _key(self, tokens: Sequence[int]) -> RadixKey:
+        return key_of(tokens, has_pairs=self.has_pairs)
+
+    def _following(self, tokens: Sequence[int], number: int, buffer: torch.Tensor) -> torch.Tensor:
+        return following_values(tokens[self.has_pairs :], number, buffer)
 
     def assert_nothing_held(self) -> None:
         """Assert that every slot is free or evictable, and that no memory is kept for requests."""
         self.settle(lambda: not self.cache.linker.pending_offloads and not self.parts.board.num_open)
         assert self.cache.protected_size() == 0
         available = self.cache.token_to_kv_pool_allocator.available_size()
+        allocator = self.cache.token_to_kv_pool_allocator
+        if self.windows is not None:
+            available = allocator.full_attn_allocator.available_size()
+            of_windows = allocator.swa_attn_allocator.available_size()
+            assert of_windows + self.cache.swa_evictable_size() == self.num_slots
         assert available + self.cache.evictable_size() == self.num_slots
         self.assert_no_memory_held()
 
@@ -280,6 +359,11 @@ class Rig:
         """Assert that no shared memory is kept for requests."""
         wait_until(lambda: not self.service._stager._stagings)
         assert not self.service._stager._turns._used_bytes
+
+
+def _as_stored(values: torch.Tensor, pool: Any) -> torch.Tensor:
+    """Return values as SGLang's pool has them: fp8 as bytes."""
+    return values.to(pool.dtype).view(pool.store_dtype)
 
 
 def make_pages(pool: MHATokenToKVPool, page_size: int, gpu: FakeDevice) -> CudaPages:
@@ -306,25 +390,63 @@ def make_rig(
     *,
     num_slots: int = 256,
     num_layers: int = LAYERS,
+    window: int = 0,
+    following: str = "",
+    has_pairs: bool = False,
     core: str = "python",
     rank: int = 0,
     device: dict[str, Any] | None = None,
     quantiser: Quantiser | None = None,
+    dtype: torch.dtype = torch.float32,
     gpu: FakeDevice | None = None,
     agree: Callable[[torch.Tensor], None] | None = None,
     **config: Any,
 ) -> Rig:
-    """Build a rank on a directory store. ``core``: of SGLang's tree. ``quantiser``: `exact` by default. ``gpu``: where
-    the pool is; the host by default. ``agree`` replaces the collectives of several ranks."""
-    pool = MHATokenToKVPool(num_slots, PAGE, torch.float32, HEADS, DIM, num_layers, "cpu", False)
-    allocator = PagedTokenToKVPoolAllocator(num_slots, PAGE, torch.float32, "cpu", pool, False)
+    """Build a rank on a directory store. ``core``: of SGLang's tree. ``window``: of two more layers, in tokens; 0 for
+    none. ``following``: "draft", "packed" or "indexer" for a side pool that has the slots of K and V. ``has_pairs``:
+    whether the tree's keys are pairs of tokens, as with EAGLE, whose draft model has a token's KV by the next one.
+    ``quantiser``: `exact` by default. ``dtype``: of K and V where there are no windows. ``gpu``: where the pool
+    is; the host by default. ``agree`` replaces the collectives of several ranks."""
+    windows: MHATokenToKVPool | None = None
+    allocator: Any
+    if window:
+        layers = [*range(num_layers + WINDOW_LAYERS)]
+        of_window, others = layers[1 : 1 + WINDOW_LAYERS], [*layers[:1], *layers[1 + WINDOW_LAYERS :]]
+        sizes = num_slots, num_slots, PAGE
+        both = SWAKVPool(*sizes, torch.float32, HEADS, DIM, of_window, others, "cpu")
+        pool, windows = both.full_kv_pool, both.swa_kv_pool
+        allocator = SWATokenToKVPoolAllocator(*sizes, torch.float32, "cpu", both, False)
+    else:
+        pool = MHATokenToKVPool(num_slots, PAGE, dtype, HEADS, DIM, num_layers, "cpu", False)
+        of_model = pool
+        if following == "indexer":
+            sparse = [*range(1, num_layers)]
+            which = {"dense_layer_ids": [0], "sparse_layer_ids": sparse, "disable_value_sparse_layer_ids": sparse}
+            stage = {"start_layer": 0, "end_layer": num_layers}
+            of_model = MiniMaxSparseKVPool(num_slots, PAGE, dtype, HEADS, DIM, 16, device="cpu", **which, **stage)
+            pool = of_model.main_pool
+        allocator = PagedTokenToKVPoolAllocator(num_slots, PAGE, dtype, "cpu", of_model, False)
+    # A draft model has other heads than the model; MTP's layers, which are packed, have the model's.
+    of_draft = (1, 16, 2) if following == "draft" else (HEADS, DIM, 1)
+    num_drafts = {"draft": 1, "packed": 2}.get(following, 0)
+    drafts = tuple(
+        MHATokenToKVPool(num_slots, PAGE, torch.bfloat16, *of_draft, "cpu", False) for _ in range(num_drafts)
+    )
+    buffers = [x for draft in drafts for x in (*draft.k_buffer, *draft.v_buffer)]
+    if following == "indexer":
+        buffers = of_model.index_k_pool.k_buffer
+    components = (ComponentType.FULL, ComponentType.SWA) if window else (ComponentType.FULL,)
     params = CacheInitParams(
         disable=False,
         req_to_token_pool=ReqToTokenPool(8, num_slots, "cpu", False),
         token_to_kv_pool_allocator=allocator,
         page_size=PAGE,
-        tree_components=(ComponentType.FULL,),
+        tree_components=components,
+        sliding_window_size=window or None,
+        is_eagle=has_pairs,
         tree_core_backend=core,
+        sidecar_draft_device_pools=drafts if following == "draft" else (),
+        mtp_draft_device_pools=drafts if following == "packed" else (),
     )
     served = Served()
     starting._launch = served.launch
@@ -332,11 +454,13 @@ def make_rig(
     own_rank = rank
     of_store = quantiser or make_quantiser("exact")
 
-    def open_engine_plane(config: Any, rank: Any, pages: Any, nvdec: Any, **staging: Any) -> Any:
+    def open_engine_plane(config: Any, rank: Any, pages: Any, gpu: int | None, sides: Any, **staging: Any) -> Any:
         heads = make_heads(pages.geometry, of_store, model=f"rank {own_rank}")
-        return starting.Opening(heads, own_rank, pages, None, **staging).open(config, of_store)
+        staging["side_bytes"] = sides.page_bytes
+        return starting.Opening(heads, own_rank, pages, gpu, **staging).open(config, of_store)
 
-    def open_pages(pool: Any, page_size: int, forward_stream: Any) -> tuple[SlotPages, bool]:
+    def open_pages(pools: EnginePools, page_size: int, forward_stream: Any) -> tuple[SlotPages, bool]:
+        pool = pools.kv
         return (DevicePages(pool, page_size), False) if gpu is None else (make_pages(pool, page_size, gpu), True)
 
     vars(linker_module).update(open_engine_plane=open_engine_plane, _open_pages=open_pages)
@@ -352,7 +476,7 @@ def make_rig(
         "fetch_timeout_s": 600,
     } | config
     cache = UnifiedRadixCache(params)
-    linker = KVFetchLinker(None, params, components={ComponentType.FULL}, extra_config={"config": json.dumps(extra)})
+    linker = KVFetchLinker(None, params, components={*components}, extra_config={"config": json.dumps(extra)})
     assert type(cache.tree_core).__name__.startswith("Rust") == (core == "rust")  # SGLang falls back to the other one
     cache.init_cache_linker(linker)
     if agree is not None:
@@ -361,7 +485,7 @@ def make_rig(
         linker._rank.tp_size = 2
         linker.detach()
         linker.connect(json.dumps(extra))
-    return Rig(cache, linker, pool, served, num_slots, json.dumps(extra))
+    return Rig(cache, linker, pool, served, num_slots, json.dumps(extra), windows, buffers, has_pairs)
 
 
 class Ranks:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
@@ -24,11 +27,17 @@ def _weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_updates, "_state", weight_updates._State())
 
 
-@pytest.mark.parametrize("component", [ComponentType.SWA, ComponentType.MAMBA])
-def test_models_with_more_than_full_attention_are_refused_by_name(component: ComponentType) -> None:
-    expected = f"KV cache has {component} as well: add --enable-hierarchical-cache"
-    with pytest.raises(UnsupportedError, match=expected):
-        KVFetchLinker(None, None, components={ComponentType.FULL, component})
+@pytest.mark.parametrize("component", [ComponentType.SWA, ComponentType.MAMBA, ComponentType.C128])
+def test_what_the_tree_keeps_elsewhere_is_refused_by_name(component: ComponentType) -> None:
+    """Its pages would not be stored, or not be handed over."""
+    pool = MHATokenToKVPool(8, 4, torch.float32, 1, 4, 1, "cpu", False)
+    no_drafts = dict.fromkeys(("mtp_draft_device_pools", "mtp_draft_mamba_pools", "sidecar_draft_device_pools"), ())
+    allocator = SimpleNamespace(get_kvcache=lambda: pool)
+    params = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=4, **no_drafts)
+    with pytest.raises(
+        UnsupportedError, match=f"a KV cache of .*{component}.* in the pools MHATokenToKVPool: add --en"
+    ):
+        KVFetchLinker(None, params, components={ComponentType.FULL, component})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from sgl_kvfetch.plugin.device.board import Board, Ticket
+from sgl_kvfetch.plugin.device.parking import Board, Ticket
 from tests.plugin.device.rig import Ranks
 
 

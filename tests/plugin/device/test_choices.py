@@ -19,13 +19,13 @@ from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plane import plane, service
-from sgl_kvfetch.plane.fetch import restore
+from sgl_kvfetch.plane import engine_end, service
+from sgl_kvfetch.plane.config import config_quantiser
+from sgl_kvfetch.plane.fetch import fetcher
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
-from sgl_kvfetch.plane.quantiser import config_quantiser
 from sgl_kvfetch.plugin import weight_updates
-from sgl_kvfetch.plugin.device import scheduler_hooks
-from sgl_kvfetch.plugin.waiting_queue import WaitingQueue
+from sgl_kvfetch.plugin.device import waiting_queue
+from sgl_kvfetch.plugin.device.waiting_queue import WaitingQueue
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Request, Rig, prompt
 from tests.plugin.queues import fill_queue, note_refusals
@@ -36,8 +36,8 @@ COMPUTED = (10_000, 20_000, 30_000, 40_000)  # tokens of batches
 
 
 def test_a_prefix_that_is_computed_faster_is_not_fetched(make: MakeRig) -> None:
-    rig, tokens = make(recompute="auto"), prompt(0)
-    rig.stored(tokens)
+    rig = make(recompute="auto")
+    tokens = rig.stored(prompt(0))
     assert fetched(rig, tokens) == 32  # nothing is measured yet
     speed = rig.linker.prefill_meter.speed
     for num_tokens in COMPUTED:
@@ -56,7 +56,7 @@ def test_whatever_slows_a_fetch_down_counts_from_the_second_request_on(
     make: MakeRig, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Else requests would wait for a data plane that is slower than the engine."""
-    lock, restore_cells, read = threading.Lock(), restore.restore_cells, LocalStore.get
+    lock, restore_cells, read = threading.Lock(), fetcher.restore_cells, LocalStore.get
 
     def one_by_one(*args: Any, **options: Any) -> None:
         with lock:
@@ -67,10 +67,10 @@ def test_whatever_slows_a_fetch_down_counts_from_the_second_request_on(
         time.sleep(0.02)  # noqa: ASYNC251, as work in Python is: it holds up the event loop
         return await read(*args)
 
-    rig, tokens = make(recompute="auto"), prompt(0)
-    rig.stored(tokens)
+    rig = make(recompute="auto")
+    tokens = rig.stored(prompt(0))
     if what == "decoders wait for each other":
-        monkeypatch.setattr(restore, "restore_cells", one_by_one)
+        monkeypatch.setattr(fetcher, "restore_cells", one_by_one)
     elif what == "the event loop is busy":
         monkeypatch.setattr(LocalStore, "get", blocking)
     else:
@@ -93,12 +93,12 @@ def test_whatever_slows_a_fetch_down_counts_from_the_second_request_on(
 
 def test_a_prefix_is_fetched_while_the_engine_is_busy_with_other_prompts(make: MakeRig) -> None:
     """It would wait for the engine, so a link that is slower than the engine brings it sooner."""
-    rig, tokens = make(recompute="auto"), prompt(0)
-    rig.stored(tokens)
+    rig = make(recompute="auto")
+    tokens = rig.stored(prompt(0))
     assert fetched(rig, tokens) == 32
     for num_tokens in COMPUTED:
         rig.linker.prefill_meter.speed.add_batch(num_tokens, num_tokens * 1e-9)
-    rig.service._stager._engine.add(WAIT_S, time.monotonic())
+    rig.service._stager._order.engine.add(WAIT_S, time.monotonic())
     assert fetched(rig, tokens) == 32
     assert fetched(rig, tokens, is_idle=True) == 0
     rig.assert_nothing_held()
@@ -109,7 +109,7 @@ def test_prompts_that_are_computed_keep_the_engine_busy(make: MakeRig) -> None:
     for num_tokens in (16, 24, 32, 40):
         rig.linker.prefill_meter.speed.add_batch(num_tokens, num_tokens * 100.0)
     assert fetched(rig, prompt(0)) == 0  # is not stored
-    assert 0 < rig.service._stager._engine.seconds(time.monotonic()) <= 32 * 100
+    assert 0 < rig.service._stager._order.engine.seconds(time.monotonic()) <= 32 * 100
     rig.assert_nothing_held()
 
 
@@ -124,7 +124,7 @@ def test_an_engine_is_idle_while_all_requests_are_parked(queued: str, is_running
     scheduler = SimpleNamespace(tree_cache=None, waiting_queue=queue, **batches)
     seen: list[bool] = []
     linker = SimpleNamespace(arrive=lambda *args, is_idle: seen.append(is_idle))
-    scheduler_hooks._arrive(scheduler, cast("Any", linker), SimpleNamespace())
+    waiting_queue._arrive(scheduler, cast("Any", linker), SimpleNamespace())
     assert seen == [is_idle]
 
 
@@ -228,18 +228,18 @@ def test_pages_that_a_store_has_not_taken_are_written_again_once_it_works(rig: R
 
 def test_pages_are_written_again_by_another_quantiser(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that SGLang has in its tree since before."""
-    tokens, plane = prompt(0, 12), rig.parts.plane
+    tokens, engine_end = prompt(0, 12), rig.parts.plane
     rig.compute(tokens[:32])
     rig.write_all()
     start = msgspec.structs.replace(
-        plane._start,
-        namespace=dataclasses.replace(plane._start.namespace, quantiser=make_quantiser("uint8").identity),
-        config=plane._start.config | {"quantiser": "uint8"},
+        engine_end._start,
+        namespace=dataclasses.replace(engine_end._start.namespace, quantiser=make_quantiser("uint8").identity),
+        config=engine_end._start.config | {"quantiser": "uint8"},
     )
     monkeypatch.setattr(service, "config_quantiser", config_quantiser)
-    plane.prepare(lambda: (start, plane._launch))
-    wait_until(lambda: plane.is_prepared)
-    plane.switch()
+    engine_end.prepare(lambda: (start, engine_end._launch))
+    wait_until(lambda: engine_end.is_prepared)
+    engine_end.switch()
     rig.compute(tokens)
     rig.write_all()
     assert fetched(rig, tokens) == 48
@@ -247,7 +247,7 @@ def test_pages_are_written_again_by_another_quantiser(rig: Rig, monkeypatch: pyt
 
 
 def test_pages_wait_in_the_pool_for_room_in_the_write_queue(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plane, "_WRITE_S", 0.01)
+    monkeypatch.setattr(engine_end, "_WRITE_S", 0.01)
     rig, tokens = make(write_queue_bytes=1 << 20), prompt(0)
     refusals, free = block_writes(rig, monkeypatch)
     rig.compute(tokens)
@@ -260,7 +260,7 @@ def test_pages_wait_in_the_pool_for_room_in_the_write_queue(make: MakeRig, monke
 
 
 def test_they_do_not_wait_where_others_need_the_pool(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plane, "_WRITE_S", 0.01)
+    monkeypatch.setattr(engine_end, "_WRITE_S", 0.01)
     rig = make(write_queue_bytes=1 << 20, num_slots=124)
     refusals, free = block_writes(rig, monkeypatch)
     rig.compute(prompt(0))
@@ -277,8 +277,8 @@ def test_they_do_not_wait_where_others_need_the_pool(make: MakeRig, monkeypatch:
 
 def test_they_do_not_wait_each_for_a_queue_that_stays_full(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As while a store hangs: half of the pool would be of no use to others for as long."""
-    monkeypatch.setattr(plane, "_WRITE_S", 0.01)
-    monkeypatch.setattr(plane, "_NO_ROOM_S", 1.0)
+    monkeypatch.setattr(engine_end, "_WRITE_S", 0.01)
+    monkeypatch.setattr(engine_end, "_NO_ROOM_S", 1.0)
     rig = make(write_queue_bytes=1 << 20)
     refusals, free = block_writes(rig, monkeypatch)
     for seed in range(2):
@@ -293,8 +293,8 @@ def test_they_do_not_wait_each_for_a_queue_that_stays_full(make: MakeRig, monkey
 
 
 def test_they_do_not_wait_while_the_store_takes_none(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plane, "_WRITE_S", 0.01)
-    monkeypatch.setattr(plane, "_NO_ROOM_S", math.inf)
+    monkeypatch.setattr(engine_end, "_WRITE_S", 0.01)
+    monkeypatch.setattr(engine_end, "_NO_ROOM_S", math.inf)
     rig = make(write_queue_bytes=1 << 20)
     rig.store.puts.error = StoreError("timeout", "as told")
     rig.compute(prompt(0))
@@ -311,8 +311,8 @@ def test_they_do_not_wait_where_the_next_request_needs_their_room(
     make: MakeRig, monkeypatch: pytest.MonkeyPatch, is_stored: bool
 ) -> None:
     """SGLang lets all wait behind a request for which there is no room. ``is_stored``: it was staged, and is held."""
-    monkeypatch.setattr(plane, "_WRITE_S", 0.01)
-    monkeypatch.setattr(plane, "_NO_ROOM_S", math.inf)
+    monkeypatch.setattr(engine_end, "_WRITE_S", 0.01)
+    monkeypatch.setattr(engine_end, "_NO_ROOM_S", math.inf)
     rig = make(write_queue_bytes=1 << 20, num_slots=124)
     if is_stored:
         rig.stored(prompt(1, 24))
@@ -333,7 +333,7 @@ def test_they_do_not_wait_where_the_next_request_needs_their_room(
 
     def step() -> bool:
         rig.cache.check_hicache_events()
-        scheduler_hooks.form_batch(lambda scheduler: None, scheduler)
+        waiting_queue.form_batch(lambda scheduler: None, scheduler)
         return not rig.cache.linker.pending_offloads
 
     wait_until(step, poll_s=0.001)

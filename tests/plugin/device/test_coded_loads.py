@@ -10,7 +10,7 @@ import pytest
 
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.coded import CELL
-from sgl_kvfetch.plugin.device.coded_loads import ALIGNMENT, _Part, _parts, _runs
+from sgl_kvfetch.plugin.device.gpu_loads import ALIGNMENT, _Part, _parts, _runs
 
 CODE_BYTES, FRAMES_BYTES = 100, 1024  # of a cell
 PART_BYTES = 4 * FRAMES_BYTES + 2 * ALIGNMENT
@@ -29,12 +29,12 @@ def parts_of(kinds: Sequence[Sequence[int]], scratch_bytes: int) -> list[_Part]:
         some = cells[part.cells]
         assert part.layer == some["first_layer"][0]
         assert set(some["is_coded"]) == {int(part.is_coded)}
-        ((here, there),), code_start = _runs(some)
-        assert (here.start, here.stop) == (some["start"][0], some["start"][-1] + CODE_BYTES)
-        assert there == slice(0, here.stop - here.start)
-        assert code_start.tolist() == (some["start"] - here.start).tolist()
+        ((begin,), (size,), (place,)), code_start = _runs(some)
+        assert (begin, begin + size) == (some["start"][0], some["start"][-1] + CODE_BYTES)
+        assert place == 0
+        assert code_start.tolist() == (some["start"] - begin).tolist()
         assert part.frames_bytes == FRAMES_BYTES * some["is_coded"].sum()
-        assert there.stop <= part.frames_at
+        assert size <= part.frames_at
         assert part.frames_at + part.frames_bytes <= scratch_bytes
         assert part.status.start % 4 == 0
         assert part.status.stop - part.status.start == len(some)
@@ -73,7 +73,8 @@ def test_cells_that_lie_together_are_copied_together() -> None:
     cells = np.zeros(6, dtype=CELL)
     cells["start"] = [1024, 1136, 64, 176, 1248, 288]  # two layer groups of two spans, and a third group
     cells["size"] = CODE_BYTES
-    runs, code_start = _runs(cells)
-    assert [(here.start, here.stop, there.start) for here, there in runs] == [(64, 388, 0), (1024, 1348, 336)]
+    (begins, sizes, places), code_start = _runs(cells)
+    assert begins.tolist() == [64, 1024]
+    assert sizes.tolist() == [324, 324]
+    assert places.tolist() == [0, 336]
     assert code_start.tolist() == [336, 448, 0, 112, 560, 224]
-    assert all(there.stop - there.start == here.stop - here.start for here, there in runs)

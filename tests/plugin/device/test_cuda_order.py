@@ -14,7 +14,7 @@ import torch
 
 from harness.waiting import polls
 from sgl_kvfetch.codec.cuda_streams import Stream
-from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
+from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
 from sgl_kvfetch.types import TENSORS
 from tests.plugin.device.cuda_pages import PLACES, always_and_without, is_set, make_pages, set_slots, slots_of
 from tests.plugin.device.fake_streams import FakeDevice, FakeEvent

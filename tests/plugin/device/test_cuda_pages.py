@@ -15,8 +15,8 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker, pages as pages_module
-from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
-from sgl_kvfetch.plugin.device.pages import DevicePages
+from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
+from sgl_kvfetch.plugin.device.pages import DevicePages, EnginePools
 from sgl_kvfetch.types import TENSORS, KVGeometry
 from tests.plugin.device.cuda_pages import (
     NUM_PAGES,
@@ -39,23 +39,24 @@ def test_a_gpu_is_used_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: p
     device = FakeDevice()
     monkeypatch.setattr(pages_module, "Device", lambda _: device)
     pool = make_pool()
+    pools = EnginePools(pool, range(4))
     caplog.clear()  # of what SGLang says of a pool
-    pages, takes_code = linker._open_pages(pool, 4, device.forward)
+    pages, takes_code = linker._open_pages(pools, 4, device.forward)
     assert type(pages) is DevicePages
     assert not takes_code
     assert not caplog.records
     pool.device = "cuda"
     caplog.set_level("INFO")
-    pages, takes_code = linker._open_pages(pool, 4, device.forward)
+    pages, takes_code = linker._open_pages(pools, 4, device.forward)
     assert isinstance(pages, CudaPages)
     assert takes_code
     assert "has run on one GPU so far" in caplog.text
     assert "kvfetch: ans is decoded on the GPU" in caplog.text
     monkeypatch.setenv("KVFETCH_GPU", "0")
-    assert not linker._open_pages(pool, 4, device.forward)[1]
+    assert not linker._open_pages(pools, 4, device.forward)[1]
     pool.device = "xpu"
     with pytest.raises(UnsupportedError, match="device mode does not support xpu: add --enable-hierarchical-cache"):
-        linker._open_pages(pool, 4, device.forward)
+        linker._open_pages(pools, 4, device.forward)
 
 
 def test_latent_vectors_are_read() -> None:

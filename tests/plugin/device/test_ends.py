@@ -49,8 +49,7 @@ def test_an_abort_of_a_request_that_waits_for_memory(make: MakeRig) -> None:
     rig = make(device={"pool_share": 16 * PAGE / 256})
     rig.stored(prompt(0, 20))
     rig.stored(prompt(1))
-    first = rig.arrive(prompt(0, 20))
-    rig.await_unparked(first)
+    first = rig.arrive_staged(prompt(0, 20))
     second = rig.arrive(prompt(1))
     rig.settle(lambda: rig.service._stager._turns._queue.first() is not None)
     for request in (second, first):
@@ -139,8 +138,7 @@ def test_pages_of_other_adapters_are_not_loaded(rig: Rig) -> None:
 
 def test_a_request_that_is_retracted_is_staged_again(rig: Rig) -> None:
     rig.stored(prompt(0))
-    request = rig.arrive(prompt(0))
-    rig.await_unparked(request)
+    request = rig.arrive_staged(prompt(0))
     assert rig.admit(request) == [32]
     rig.evict()
     rig.linker.arrive(request, rig.cache)

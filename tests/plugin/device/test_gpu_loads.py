@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,14 +20,15 @@ from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.objects import MAX_CHUNK_BYTES
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plane import client, service
+from sgl_kvfetch.plane import service, store
 from sgl_kvfetch.plane.arena import Room
 from sgl_kvfetch.plugin import status
-from sgl_kvfetch.plugin.device import coded_loads, gpu_loads, pinned_memory
+from sgl_kvfetch.plugin.device import gpu_loads, gpu_pages
 from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
+from sgl_kvfetch.triton_kernels.restore_klt import launch_klt
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_nvdec
 from tests.codec.quant.profiles import make_profile
 from tests.plugin.device import rig as device_rig, rig as linker_rig
@@ -75,7 +77,7 @@ def test_coded_cells_are_restored_on_the_gpu(
         decoded.append(len(table))
         ans_decode_table(data, table, *args)
 
-    monkeypatch.setattr(coded_loads, "ans_decode_table", decode)
+    monkeypatch.setattr(gpu_loads, "ans_decode_table", decode)
     found = loaded(rig, tokens)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # sums in another order
@@ -83,6 +85,32 @@ def test_coded_cells_are_restored_on_the_gpu(
     assert len(decoded) == 2 if scratch_bytes == LARGE else len(decoded) > 2
     assert len(gpu.pinned_memory) == 1
     assert_threads(before, {"kvfetch-load", "kvfetch-pin", "kvfetch-rotate"})
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("config", [{"codec": "ans"}, {"codec": "zstd"}], ids=["coded", "integers"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_slots_in_fp8_get_what_the_cpu_restores(
+    dtype: torch.dtype,
+    config: dict[str, Any],
+    make: MakeRig,
+    quantiser: KltQuantiser,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the kernels of `klt`, which the interpreter runs."""
+    tokens = prompt(0)
+    cpu = make(quantiser=quantiser, num_layers=LAYERS, dtype=dtype, **config)
+    cpu.stored(tokens)
+    expected = loaded(cpu, tokens)
+    monkeypatch.setattr(runtime, "INTERPRETED", True)
+    rig = make(quantiser=quantiser, num_layers=LAYERS, gpu=FakeDevice(), mode="read_only", dtype=dtype, **config)
+    assert len(staged_code(rig, tokens))
+    found = loaded(rig, tokens)
+    assert {x.dtype for x in found} == {torch.uint8}
+    ours, theirs = (torch.stack(x).view(dtype).float() for x in (found, expected))
+    assert len(ours.unique()) > 50
+    torch.testing.assert_close(ours, theirs, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).smallest_normal)
+    assert float((ours != theirs).float().mean()) < 0.001  # sums in another order
     rig.assert_nothing_held()
 
 
@@ -99,7 +127,7 @@ def test_integers_that_the_cpu_decodes_are_restored_on_the_gpu(
     cpu = make(quantiser=quantiser, num_layers=LAYERS, **config)
     cpu.stored(tokens)
     expected = loaded(cpu, tokens)
-    monkeypatch.setattr(coded_loads, "ans_decode_table", pytest.fail)
+    monkeypatch.setattr(gpu_loads, "ans_decode_table", pytest.fail)
     rig = make(quantiser=quantiser, num_layers=LAYERS, gpu=FakeDevice(), mode="read_only", **config)
     assert staged_code(rig, tokens)["is_coded"].tolist() == [0, 0, 0, 0]  # two layer groups, two heads
     for ours, theirs in zip(loaded(rig, tokens), expected, strict=True):
@@ -108,7 +136,7 @@ def test_integers_that_the_cpu_decodes_are_restored_on_the_gpu(
 
 
 def test_one_prompt_may_have_both(make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "MAX_SEGMENT_TOKENS", 16)
+    monkeypatch.setattr(store, "MAX_SEGMENT_TOKENS", 16)
     tokens = prompt(0)
     for codec, num_tokens in (("ans", 16), ("zstd", 32)):
         cpu = make(quantiser=quantiser, codec=codec, num_layers=LAYERS)
@@ -142,8 +170,7 @@ def test_cells_that_claim_more_bytes_than_there_is_room_for_hold_up_nobody(
 
 def staged_code(rig: Rig, tokens: list[int]) -> Any:
     """Return the cells of a prompt as they are staged for a request that then leaves."""
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    request = rig.arrive_staged(tokens)
     cells = rig.parts.prefixes._prefixes[request.rid].staged.code.cells.copy()
     rig.linker.leave(request)
     rig.hear_plane()
@@ -186,8 +213,7 @@ def test_a_prompt_of_which_the_tree_has_a_part_is_restored_from_there_on(
     tokens = prompt(0)
     make(quantiser=quantiser, codec="ans", num_layers=LAYERS).stored(tokens)
     rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=FakeDevice(), mode="read_only")
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    request = rig.arrive_staged(tokens)
     rig.compute(tokens[:12])
     assert rig.admit(request) == [20]
     assert rig.holds(tokens[:12], 12)
@@ -207,9 +233,8 @@ def test_cells_that_the_gpu_decodes_wrongly_abort_their_request_and_are_decoded_
         ans_decode_table(data, table, num_energies, out, *args)
         out[0] ^= 1
 
-    monkeypatch.setattr(coded_loads, "ans_decode_table", decode)
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    monkeypatch.setattr(gpu_loads, "ans_decode_table", decode)
+    request = rig.arrive_staged(tokens)
     with assert_counted("load", Reason.CORRUPT):
         rig.admit(request)
     assert request.discard_output_reason is not None
@@ -232,18 +257,20 @@ def test_a_prompt_whose_tables_find_no_shared_memory_is_computed(make: MakeRig, 
 
 
 class PoorDevice(FakeDevice):
-    """Has no memory left, lets no memory be pinned, or launches no kernels of a load, once it is told so."""
+    """Has no memory left, lets no memory be pinned, or launches no kernels of a load, once it is told so, and so many
+    times."""
 
-    lacks_memory = False
+    lacks_memory = 0
     refuses_to_pin = False
-    refuses_to_launch = False
+    refuses_to_launch = 0
 
     @contextmanager
     def launching(self, stream: Stream) -> Iterator[Callable[[Callable[[], object]], object]]:
         with super().launching(stream) as launch:
 
             def launch_copies(work: Callable[[], object]) -> object:
-                if cast(Any, work).func.__name__ == "_restore":
+                if isinstance(work, partial) and work.func is launch_klt and self.refuses_to_launch:
+                    self.refuses_to_launch -= 1
                     raise RuntimeError("Triton Error [CUDA]: out of resource")
                 return launch(work)
 
@@ -251,6 +278,7 @@ class PoorDevice(FakeDevice):
 
     def empty(self, shape: Sequence[int], stream: Stream) -> torch.Tensor:
         if self.lacks_memory:
+            self.lacks_memory -= 1
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().empty(shape, stream)
 
@@ -269,17 +297,15 @@ def test_a_load_that_cannot_be_launched_aborts_its_request_and_the_cpu_decodes_f
     if fault == "scratch memory too small":
         monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", 512)
     rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
-    gpu.refuses_to_launch = fault == "a kernel that does not launch"
-    gpu.lacks_memory = fault == "no memory left"
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    gpu.refuses_to_launch = 2 * (fault == "a kernel that does not launch")
+    gpu.lacks_memory = 2 * (fault == "no memory left")
+    request = rig.arrive_staged(tokens)
     with assert_counted("load", Reason.FAILED):
         rig.admit(request)
     assert request.discard_output_reason is not None
-    gpu.lacks_memory = gpu.refuses_to_launch = False
+    assert gpu.lacks_memory == gpu.refuses_to_launch == 0
     rig.hear_plane()
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    request = rig.arrive_staged(tokens)
     assert request.rid in rig.parts.prefixes._prefixes
     assert rig.parts.prefixes._prefixes[request.rid].staged.code is None
     assert rig.admit(request) == [len(tokens)]
@@ -287,9 +313,30 @@ def test_a_load_that_cannot_be_launched_aborts_its_request_and_the_cpu_decodes_f
     rig.assert_nothing_held()
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("fault", ["no memory left", "a kernel that does not launch"])
+def test_a_load_that_fails_once_is_launched_once_more(
+    fault: str, seed: int, make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was launched of it is under way still, in whatever order streams run."""
+    monkeypatch.setattr(gpu_loads, "MOST_SCRATCH_BYTES", 6 << 10)  # a cell a lane
+    tokens, gpu = prompt(0), PoorDevice(seed)
+    cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
+    cpu.stored(tokens)
+    expected = loaded(cpu, tokens)
+    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
+    gpu.refuses_to_launch = int(fault == "a kernel that does not launch")
+    gpu.lacks_memory = int(fault == "no memory left")
+    found = loaded(rig, tokens)
+    assert gpu.lacks_memory == gpu.refuses_to_launch == 0
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    rig.assert_nothing_held()
+
+
 def test_a_gpu_without_room_for_the_scratch_memory_is_named_at_the_start(make: MakeRig) -> None:
     gpu = PoorDevice()
-    gpu.lacks_memory = True
+    gpu.lacks_memory = 2
     with pytest.raises(UnsupportedError, match=r"needs 64 MiB on the GPU .* 512 are free: lower --mem-fraction-static"):
         make(num_layers=LAYERS, gpu=gpu)
 
@@ -390,15 +437,19 @@ def test_only_the_memory_that_loads_read_is_pinned(
     codec: str, make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Piece by piece, and no copy reaches from one piece into the next."""
-    monkeypatch.setattr(pinned_memory, "PIECE_BYTES", 192)
+    monkeypatch.setattr(gpu_pages, "PIECE_BYTES", 192)
     monkeypatch.setattr(gpu_loads, "_FIRST_BYTES", 0)
     copied: list[tuple[int, int]] = []
+    copy_ranges = FakeDevice.copy_ranges
 
-    def copy(into: torch.Tensor, x: torch.Tensor) -> None:
-        copied.append((x.data_ptr(), x.data_ptr() + x.nbytes))
-        into.copy_(x)
+    def noted(
+        self: FakeDevice, into: Any, places: Any, source: torch.Tensor, begins: Any, sizes: Any, **options: Any
+    ) -> None:
+        first = source.data_ptr() + begins
+        copied.extend(zip(first.tolist(), (first + sizes).tolist(), strict=True))
+        copy_ranges(self, into, places, source, begins, sizes, **options)
 
-    monkeypatch.setattr(pinned_memory, "copy", copy)
+    monkeypatch.setattr(FakeDevice, "copy_ranges", noted)
     tokens, gpu = prompt(0), FakeDevice()
     cpu = make(quantiser=quantiser, codec=codec, num_layers=LAYERS)
     cpu.stored(tokens)
@@ -409,6 +460,7 @@ def test_only_the_memory_that_loads_read_is_pinned(
     pinned = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in gpu.pinned_memory]
     assert len(set(pinned)) == len(pinned) > 2
     assert sum(end - begin for begin, end in pinned) < rig.served.service._stager._arena.num_bytes
+    assert copied
     assert all(any(begin <= x and y <= end for begin, end in pinned) for x, y in copied)
     rig.linker.close()
     assert not gpu.pinned_memory
@@ -434,14 +486,13 @@ class WatchedDevice(FakeDevice):
 def test_a_staged_prompt_is_pinned_before_its_load(
     codec: str, make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned_memory, "PIECE_BYTES", 192)
+    monkeypatch.setattr(gpu_pages, "PIECE_BYTES", 192)
     monkeypatch.setattr(gpu_loads, "_FIRST_BYTES", 0)
     tokens, gpu = prompt(0), WatchedDevice()
     make(quantiser=quantiser, codec=codec, num_layers=LAYERS).stored(tokens)
     rig = make(quantiser=quantiser, codec=codec, num_layers=LAYERS, gpu=gpu, mode="read_only")
     assert not gpu.pinning
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    request = rig.arrive_staged(tokens)
     loader = rig.linker._loader
     assert isinstance(loader, GpuLoader)
     loader._pins.submit(int).result()  # all that was asked for is pinned
@@ -456,7 +507,7 @@ def test_memory_that_will_be_in_use_is_pinned_from_the_start(
     make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And that of a data plane which has ended is not pinned any more, once the next one's is loaded from."""
-    monkeypatch.setattr(pinned_memory, "PIECE_BYTES", 4 << 10)
+    monkeypatch.setattr(gpu_pages, "PIECE_BYTES", 4 << 10)
     monkeypatch.setattr(gpu_loads, "_FIRST_BYTES", 8 << 10)
     make(quantiser=quantiser, codec="ans", num_layers=LAYERS).stored(prompt(0))
     gpu = WatchedDevice()
@@ -478,8 +529,7 @@ def test_values_of_other_quantisers_are_copied_layer_by_layer(make: MakeRig, mon
     tokens = prompt(0)
     make(num_layers=LAYERS).stored(tokens)
     rig = make(num_layers=LAYERS, gpu=FakeDevice(seed=1), mode="read_only")
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    request = rig.arrive_staged(tokens)
     assert rig.admit(request) == [32]
     assert rig.holds(tokens, 32)
     rig.assert_nothing_held()
@@ -502,8 +552,7 @@ def test_layers_compute_while_later_ones_are_loaded(
     make(**changes).stored(prompt(0))
     gpu = ClockedDevice()
     rig = make(**changes, gpu=gpu, mode="read_only")
-    request = rig.arrive(prompt(0))
-    rig.await_unparked(request)
+    request = rig.arrive_staged(prompt(0))
     request.init_next_round_input(rig.cache)
     rig.load_back(request)
     gpu.run()

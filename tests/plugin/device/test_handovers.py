@@ -14,12 +14,12 @@ import pytest
 import sgl_kvfetch
 from harness.handovers import hand_overs, require_equal
 from harness.store_process import StoreProcess
-from sgl_kvfetch.plane import client
+from sgl_kvfetch.plane import store as client
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import prompt
 from tests.test_threads import assert_threads
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore")]
 
 EIGHT = [
     "SGLang -> event loop: Stage",
@@ -32,7 +32,7 @@ EIGHT = [
     "kvfetch-load -> event loop: Unstage",
 ]
 THREADS = "copy", "data", "decode", "encode", "load", "segment"
-MOST_MODULES = 55
+MOST_MODULES = 37
 
 
 def test_hand_overs_of_a_prompt_of_one_cell(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,12 +40,10 @@ def test_hand_overs_of_a_prompt_of_one_cell(make: MakeRig, tmp_path: Path, monke
     before = threading.enumerate()
     with StoreProcess(tmp_path / "store") as store, hand_overs() as seen:
         rig = make(store=store.url, num_layers=1, max_tp_size=1)
-        tokens = prompt(0)
-        rig.stored(tokens)
+        tokens = rig.stored(prompt(0))
         rig.hear_plane()
         seen.clear()
-        request = rig.arrive(tokens)
-        rig.await_unparked(request)
+        request = rig.arrive_staged(tokens)
         assert rig.admit(request) == [32]
         require_equal(seen, EIGHT)
         # The data plane has its threads here: all of a write's and a fetch's have run.
@@ -78,15 +76,13 @@ def test_a_fetch_runs_through_few_modules(make: MakeRig, tmp_path: Path, monkeyp
     monkeypatch.setattr(client, "SPAN_TOKENS", 32)
     with StoreProcess(tmp_path / "store") as store, modules_run() as seen:
         rig = make(store=store.url, num_layers=1, max_tp_size=1)
-        tokens = prompt(0)
-        rig.stored(tokens)
+        tokens = rig.stored(prompt(0))
         rig.hear_plane()
         rig.served.wait_until_idle()
         seen.clear()
         monkeypatch.setattr(rig, "_compute", lambda *args: None)  # SGLang's part, after which pages are written
         monkeypatch.setattr(rig.linker, "batch_ended", lambda *args: None)
-        request = rig.arrive(tokens)
-        rig.await_unparked(request)
+        request = rig.arrive_staged(tokens)
         assert rig.admit(request) == [32]
         # The writer looks for halves to merge on its own, at any time.
         modules = sorted(module for module in seen if not module.startswith("/plane/write/"))

@@ -20,13 +20,12 @@ from sgl_kvfetch.codec.quant.klt import EXACT, KltQuantiser
 from sgl_kvfetch.codec.quant.rope import Rope
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plane import plane as plane_module
-from sgl_kvfetch.plane.messages import Start
-from sgl_kvfetch.plane.plane import DataPlane
-from sgl_kvfetch.plane.run import Quantising
-from sgl_kvfetch.plugin.device import cuda_reads, klt_reads, pinned_memory
-from sgl_kvfetch.plugin.device.cuda_pages import CudaPages
-from sgl_kvfetch.plugin.device.klt_reads import Others, others_in
+from sgl_kvfetch.plane import engine_end as plane_module
+from sgl_kvfetch.plane.engine_end import DataPlane
+from sgl_kvfetch.plane.process import Quantising
+from sgl_kvfetch.plane.protocol import Start
+from sgl_kvfetch.plugin.device import gpu_pages
+from sgl_kvfetch.plugin.device.gpu_pages import CudaPages, Others, others_in
 from sgl_kvfetch.plugin.device.pages import GuardedSource, PageRun
 from sgl_kvfetch.triton_kernels import quantise_klt
 from sgl_kvfetch.triton_kernels.quantise_klt import KltCells
@@ -45,7 +44,7 @@ NUM_TOKENS = len(PLACES) * GEOMETRY.page_size
 @pytest.fixture(autouse=True)
 def products_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(klt, "_HAS_BFLOAT16", False)
-    monkeypatch.setattr(klt_reads, "_TRIAL_TOKENS", 48)  # the interpreter takes a second for 512
+    monkeypatch.setattr(gpu_pages, "_TRIAL_TOKENS", 48)  # the interpreter takes a second for 512
 
 
 @pytest.fixture
@@ -114,7 +113,7 @@ def test_the_same_parts_as_on_the_cpu(
 ) -> None:
     """In parts, and in launches of a few cells."""
     monkeypatch.setattr(quantise_klt, "_SCRATCH_BYTES", 50_000)
-    monkeypatch.setattr(pinned_memory, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(gpu_pages, "PIECE_BYTES", 1000)
     device = FakeDevice(seed)
     pages = pages_of(quantiser, first_page, device)
     opened = pages.open_reads(slots_of(PLACES))
@@ -264,7 +263,7 @@ def test_a_trial_sees_sums_in_bfloat16(
         found.append(others_in(*args))
         return found[-1]
 
-    monkeypatch.setattr(klt_reads, "others_in", noted)
+    monkeypatch.setattr(gpu_pages, "others_in", noted)
     coarse = KltQuantiser(quantiser.profile, step=1.0)
     places = [place_of(coarse.profile, key, 16) for key in coarse.profile.cells]
     assert coarse.forward(places[0]).matrix.dtype == torch.bfloat16
@@ -294,7 +293,7 @@ def test_an_error_leaves_pages_to_the_cpu(
     quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     opened = pages_of(quantiser).open_reads(slots_of(PLACES))
-    monkeypatch.setattr(cuda_reads, "_limited", LimitedLogger(cuda_reads.logger))  # others may have warned just now
+    monkeypatch.setattr(gpu_pages, "_limited", LimitedLogger(gpu_pages.logger))  # others may have warned just now
 
     def fail(*args: Any) -> None:
         raise RuntimeError("the device is lost")

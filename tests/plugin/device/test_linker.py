@@ -9,10 +9,10 @@ import pytest
 
 from harness.waiting import wait_until
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.labels import label_of_request
-from sgl_kvfetch.plane import messages
+from sgl_kvfetch.keys import label_of_request
+from sgl_kvfetch.plane import protocol
 from sgl_kvfetch.plugin import status
-from sgl_kvfetch.plugin.device import prefixes
+from sgl_kvfetch.plugin.device import parking
 from sgl_kvfetch.plugin.device.pages import DevicePages
 from sgl_kvfetch.reasons import Reason
 from tests.plugin.device.conftest import MakeRig
@@ -23,8 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_a_stored_prompt_is_loaded_and_joins_the_tree(rig: Rig) -> None:
-    tokens = prompt(0)
-    rig.stored(tokens)
+    tokens = rig.stored(prompt(0))
     request = rig.arrive(tokens)
     assert rig.is_parked(request)
     rig.await_unparked(request)
@@ -35,21 +34,17 @@ def test_a_stored_prompt_is_loaded_and_joins_the_tree(rig: Rig) -> None:
 
 
 def test_a_prompt_of_which_the_tree_has_a_part_is_loaded_from_there_on(rig: Rig) -> None:
-    tokens = prompt(0)
-    rig.stored(tokens)
+    tokens = rig.stored(prompt(0))
     rig.compute(tokens[:12])
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    request = rig.arrive_staged(tokens)
     assert rig.admit(request) == [20]
     assert rig.holds(tokens, 32)
     rig.assert_nothing_held()
 
 
 def test_pages_that_have_come_into_the_tree_meanwhile_are_not_loaded(rig: Rig) -> None:
-    tokens = prompt(0)
-    rig.stored(tokens)
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    tokens = rig.stored(prompt(0))
+    request = rig.arrive_staged(tokens)
     rig.compute(tokens[:12])
     assert rig.admit(request) == [20]
     assert rig.holds(tokens, 32)
@@ -59,10 +54,8 @@ def test_pages_that_have_come_into_the_tree_meanwhile_are_not_loaded(rig: Rig) -
 def test_a_request_gets_no_pages_of_another_one_with_its_id(make: MakeRig) -> None:
     """SGLang refuses an id that is in use, but not in each of several tokenizer processes."""
     rig = make()
-    tokens = prompt(0)
-    rig.stored(tokens)
-    first = rig.arrive(tokens)
-    rig.await_unparked(first)
+    tokens = rig.stored(prompt(0))
+    first = rig.arrive_staged(tokens)
     second = Request(first.rid, [*tokens[:8], *prompt(1), 1])
     second.init_next_round_input(rig.cache)
     assert second.host_hit_length == 8
@@ -72,12 +65,10 @@ def test_a_request_gets_no_pages_of_another_one_with_its_id(make: MakeRig) -> No
 
 @pytest.mark.parametrize("rid", ["\ud800", "x" * (1 << 20)])
 def test_what_users_call_their_requests_is_cut(make: MakeRig, rid: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_MOST_BYTES", 4096)
+    monkeypatch.setattr(protocol, "_MOST_BYTES", 4096)
     rig = make()
-    tokens = prompt(0)
-    rig.stored(tokens)
-    request = rig.arrive(tokens, rid)
-    rig.await_unparked(request)
+    tokens = rig.stored(prompt(0))
+    request = rig.arrive_staged(tokens, rid)
     assert rig.admit(request) == [32]
     assert status._state.recent[-1].request_id == label_of_request(rid)
     rig.assert_nothing_held()
@@ -85,20 +76,17 @@ def test_what_users_call_their_requests_is_cut(make: MakeRig, rid: str, monkeypa
 
 def test_a_prompt_that_is_not_stored_is_computed_and_written(rig: Rig) -> None:
     tokens = prompt(0)
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    request = rig.arrive_staged(tokens)
     assert rig.admit(request) == [0]
     rig.write_all()
     rig.flush()
     # A part that was written behind another one is found in its place.
     longer = tokens + prompt(1, 4)
-    request = rig.arrive(longer)
-    rig.await_unparked(request)
+    request = rig.arrive_staged(longer)
     assert rig.admit(request) == [32]
     rig.write_all()
     rig.flush()
-    request = rig.arrive(longer)
-    rig.await_unparked(request)
+    request = rig.arrive_staged(longer)
     assert rig.admit(request) == [48]
     assert rig.holds(longer, 48)
     rig.assert_nothing_held()
@@ -134,8 +122,7 @@ def test_followers_compute_with_the_request_whose_pages_are_not_stored(rig: Rig)
 @pytest.mark.parametrize("when", ["staging", "staged"])
 def test_followers_of_a_request_that_is_gone_look_again(make: MakeRig, when: str) -> None:
     rig = make()
-    shared = prompt(0)
-    rig.stored(shared)
+    shared = rig.stored(prompt(0))
     rig.store.reads.is_open = when == "staged"
     first, second = rig.arrive(shared), rig.arrive(shared)
     if when == "staged":
@@ -150,11 +137,9 @@ def test_followers_of_a_request_that_is_gone_look_again(make: MakeRig, when: str
 
 def test_damage_is_a_miss_and_computed(make: MakeRig) -> None:
     rig = make()
-    tokens = prompt(0)
-    rig.stored(tokens)
+    tokens = rig.stored(prompt(0))
     rig.store.reads.error = StoreError("missing", "gone")
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    request = rig.arrive_staged(tokens)
     rig.store.reads.error = None
     assert rig.admit(request) == [0]
     assert rig.holds(tokens, 32)
@@ -172,10 +157,8 @@ def test_a_load_that_fails_is_tried_once_more(rig: Rig, monkeypatch: pytest.Monk
         write_layer(self, layer, *args)
 
     monkeypatch.setattr(DevicePages, "write_layer", fail)
-    tokens = prompt(0)
-    rig.stored(tokens)
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    tokens = rig.stored(prompt(0))
+    request = rig.arrive_staged(tokens)
     with assert_counted("load", Reason.INTERNAL) if num_failures > 1 else nullcontext():
         rig.admit(request)
     if num_failures == 1:
@@ -185,8 +168,7 @@ def test_a_load_that_fails_is_tried_once_more(rig: Rig, monkeypatch: pytest.Monk
 
 def test_a_flush_ends_what_is_staged(make: MakeRig) -> None:
     rig = make()
-    tokens = prompt(0)
-    rig.stored(tokens)
+    tokens = rig.stored(prompt(0))
     rig.store.reads.is_open = False
     request = rig.arrive(tokens)
     rig.flush()
@@ -199,10 +181,8 @@ def test_a_flush_ends_what_is_staged(make: MakeRig) -> None:
 
 def test_a_load_that_was_queued_can_be_cancelled(make: MakeRig) -> None:
     rig = make()
-    tokens = prompt(0)
-    rig.stored(tokens)
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    tokens = rig.stored(prompt(0))
+    request = rig.arrive_staged(tokens)
     request.init_next_round_input(rig.cache)
     rig.load_back(request)
     slots = rig.cache.linker.private_load_indices[request.rid]
@@ -216,10 +196,8 @@ def test_a_load_that_fails_aborts_its_request_and_changes_nothing(
     make: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make()
-    tokens = prompt(0)
-    rig.stored(tokens)
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    tokens = rig.stored(prompt(0))
+    request = rig.arrive_staged(tokens)
     write_layer = DevicePages.write_layer
 
     def fail_in_the_second(pages: DevicePages, layer: int, *args: Any) -> None:
@@ -239,8 +217,7 @@ def test_a_prompt_that_would_take_too_much_memory_waits_for_those_before_it(make
     longer, shorter = prompt(0, 20), prompt(1, 8)
     rig.stored(longer)
     rig.stored(shorter)
-    first = rig.arrive(longer)
-    rig.await_unparked(first)
+    first = rig.arrive_staged(longer)
     second = rig.arrive(shorter)
     for _ in range(20):
         rig.step()
@@ -255,8 +232,7 @@ def test_a_prompt_that_would_take_too_much_memory_waits_for_those_before_it(make
 
 def test_detaching_lets_requests_go_and_attaching_serves_them_again(make: MakeRig) -> None:
     rig = make()
-    tokens = prompt(0)
-    rig.stored(tokens)
+    tokens = rig.stored(prompt(0))
     text = rig.parts.extra_config
     rig.store.reads.is_open = False
     request = rig.arrive(tokens)
@@ -270,8 +246,7 @@ def test_detaching_lets_requests_go_and_attaching_serves_them_again(make: MakeRi
     rig.flush()
     assert rig.linker.attach("kvfetch", text, (None, None)) == (True, "kvfetch is attached.")
     assert rig.linker.attach("other", text, (None, None))[0] is False
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    request = rig.arrive_staged(tokens)
     assert rig.admit(request) == [32]
     assert rig.holds(tokens, 32)
     rig.assert_nothing_held()
@@ -286,8 +261,7 @@ def test_what_left_the_pool_comes_back_from_memory(make: MakeRig) -> None:
     num_lookups = rig.store.num_lookups
     rig.store.lookups.error = rig.store.reads.error = StoreError("io", "the network is down")
     for _ in range(2):
-        request = rig.arrive(tokens)
-        rig.await_unparked(request)
+        request = rig.arrive_staged(tokens)
         assert rig.admit(request) == [32]
         assert rig.holds(tokens, 32)
         rig.evict()
@@ -296,10 +270,8 @@ def test_what_left_the_pool_comes_back_from_memory(make: MakeRig) -> None:
 
 def test_a_staged_request_is_held_back_while_the_pool_has_no_room_for_it(make: MakeRig) -> None:
     rig = make()
-    tokens = prompt(0)
-    rig.stored(tokens)
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    tokens = rig.stored(prompt(0))
+    request = rig.arrive_staged(tokens)
     needed = len(tokens) + 1 + 1 + PAGE  # the last token, which is always computed, a new one, and a page
     rig.linker.hold_back(lambda: needed)
     assert rig.is_parked(request)
@@ -307,7 +279,7 @@ def test_a_staged_request_is_held_back_while_the_pool_has_no_room_for_it(make: M
     assert not rig.is_parked(request)
     assert rig.linker.take_changed()[-2:] == [request.cache_request_handle] * 2
     # Not for ever: others may go ahead only so often.
-    for number in range(prefixes._MOST_AHEAD):
+    for number in range(parking._MOST_AHEAD):
         rig.linker.hold_back(lambda: 0)
         assert rig.is_parked(request)
         rig.linker.leave(Request(f"other {number}", []))
@@ -320,8 +292,7 @@ def test_a_staged_request_is_held_back_while_the_pool_has_no_room_for_it(make: M
 def test_a_staged_request_is_not_held_back_if_nothing_else_runs(make: MakeRig) -> None:
     rig = make()
     rig.stored(prompt(0))
-    request = rig.arrive(prompt(0))
-    rig.await_unparked(request)
+    request = rig.arrive_staged(prompt(0))
     rig.linker.hold_back(lambda: 0)
     assert rig.is_parked(request)
     rig.linker.hold_back(lambda: None)

@@ -15,10 +15,10 @@ from harness.store_process import StoreProcess
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.plane import client
+from sgl_kvfetch.plane import store as client
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.memory_cache import MemoryCache
-from sgl_kvfetch.plugin.device import coded_loads
+from sgl_kvfetch.plugin.device import gpu_loads
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
@@ -101,8 +101,7 @@ def memory_of(rig: Rig) -> MemoryCache:
 
 def staged(rig: Rig, tokens: list[int] = TOKENS) -> tuple[Request, np.ndarray]:
     """Return a request that waits for admission, and the cells that it has."""
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    request = rig.arrive_staged(tokens)
     cells: np.ndarray = rig.parts.prefixes._prefixes[request.rid].staged.code.cells
     return request, cells
 
@@ -114,7 +113,7 @@ def left(rig: Rig, request: Request) -> None:
 
 def is_in_memory(rig: Rig, cells: np.ndarray) -> np.ndarray:
     """Return which cells lie in the cache."""
-    found: np.ndarray = cells["start"] >= rig.service._room.num_bytes
+    found: np.ndarray = cells["start"] >= rig.service._stager._room.num_bytes
     return found
 
 
@@ -123,6 +122,7 @@ def assert_nothing_held(rig: Rig) -> None:
     assert not [entry for entry in memory_of(rig)._entries.values() if entry.num_holders or entry.filler]
 
 
+@pytest.mark.process
 def test_a_prompt_that_was_read_before_is_loaded_without_a_read_a_copy_or_a_check(
     make: MakeRig, quantiser: KltQuantiser, store: str, work: Counter[str]
 ) -> None:
@@ -173,14 +173,14 @@ def test_what_does_not_fit_is_loaded_from_staging(
     _, cells = staged(whole)
     rig = reader(make, int(cells["size"].sum() * 0.8), quantiser=quantiser)
     copies = list[int]()
-    runs = coded_loads._runs
+    runs = gpu_loads._runs
 
     def count_runs(cells: np.ndarray) -> Any:
         found = runs(cells)
-        copies.append(len(found[0]))
+        copies.append(len(found[0][0]))
         return found
 
-    monkeypatch.setattr(coded_loads, "_runs", count_runs)
+    monkeypatch.setattr(gpu_loads, "_runs", count_runs)
     for _ in range(2):
         request, cells = staged(rig)
         is_here = is_in_memory(rig, cells)
@@ -293,7 +293,7 @@ def test_cells_that_the_gpu_decodes_wrongly_are_read_again_and_decoded_by_the_cp
         ans_decode_table(data, table, num_energies, out, *args)
         out[0] ^= 1
 
-    monkeypatch.setattr(coded_loads, "ans_decode_table", decode)
+    monkeypatch.setattr(gpu_loads, "ans_decode_table", decode)
     request, _ = staged(rig)
     with assert_counted("load", Reason.CORRUPT):
         rig.admit(request)

@@ -13,7 +13,7 @@ from sglang.srt.observability.trace import TraceNullContext
 
 from harness.waiting import wait_until
 from sgl_kvfetch import timeline
-from sgl_kvfetch.plugin.device.scheduler_hooks import _arrive
+from sgl_kvfetch.plugin.device.waiting_queue import _arrive
 from sgl_kvfetch.timeline import Recorded, Timeline
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Request, prompt
@@ -54,7 +54,6 @@ class Kept:
 def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
     kept = Kept()
     monkeypatch.setattr(timeline, "_process", Timeline(kept))
-    monkeypatch.setattr(timeline, "_is_traced", True)
     yield kept
     timeline.close()
 
@@ -72,10 +71,9 @@ def assert_stages_of_a_fetch(spans: dict[str | None, Recorded]) -> None:
 
 
 def test_the_stages_of_a_fetch(make: MakeRig, kept: Kept) -> None:
-    rig, tokens = make(), prompt(0)
-    rig.stored(tokens)
-    request = rig.arrive(tokens)
-    rig.await_unparked(request)
+    rig = make()
+    tokens = rig.stored(prompt(0))
+    request = rig.arrive_staged(tokens)
     assert rig.admit(request) == [32]
     kept.await_end(request.rid)
     assert_stages_of_a_fetch(kept.of(request.rid))

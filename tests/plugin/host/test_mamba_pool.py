@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +18,23 @@ from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost
 
 from harness.waiting import wait_until
-from sgl_kvfetch.plane import run_data_plane
-from sgl_kvfetch.plugin import starting
+from sgl_kvfetch.plugin import identity, starting
+from sgl_kvfetch.plugin.host.pages import HostPages
 from sgl_kvfetch.plugin.host.side_pools import SidePools
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
-from tests.plugin.host.test_storage import POOL_PAGES, after, keys, make_mla_pool, make_pool, storage_config, tokens
+from sgl_kvfetch.types import TENSORS
+from tests.codec.quant.profiles import make_profile, values_of
+from tests.plugin.backends import (
+    LAYERS,
+    PAGE_SIZE,
+    POOL_PAGES,
+    after,
+    keys,
+    make_mla_pool,
+    make_pool,
+    storage_config,
+    tokens,
+)
 from tests.plugin.planes import Served
 from tests.segments import make_heads
 
@@ -82,11 +93,14 @@ def open_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
     monkeypatch.setattr(starting, "engine_heads", lambda c, quantiser, s, geometry, *_: make_heads(geometry, quantiser))
     served = Served()
     monkeypatch.setattr(starting, "_launch", served.launch)
-    monkeypatch.setattr(starting, "run_data_plane", partial(run_data_plane, on_service=served.add))
     made: list[KVFetchStorage] = []
 
-    def build(kv_pool: HostKVCache, is_mla: bool = False, **side_pools: HostKVCache) -> KVFetchStorage:
+    def build(
+        kv_pool: HostKVCache, is_mla: bool = False, profile: Path | None = None, **side_pools: HostKVCache
+    ) -> KVFetchStorage:
         extra = {"store": f"file://{tmp_path}", "codec": "zstd", "lookup_timeout_s": 600, "fetch_timeout_s": 600}
+        extra["recompute"] = "never"  # whatever the machine measures
+        extra |= {} if profile is None else {"profile": str(profile)}
         backend = KVFetchStorage(storage_config(extra_config=extra, is_mla_model=is_mla), kv_pool)
         for name, pool in side_pools.items():
             backend.register_mem_host_pool_v2(pool, PoolName(name))
@@ -161,6 +175,37 @@ def test_the_keys_of_an_indexer_are_restored_with_each_page(
     for page, content in zip(elsewhere, expected, strict=True):
         restored = others.get_data_page(page * size)
         assert torch.equal(restored.view(torch.uint8), content.view(torch.uint8))  # some are NaN
+
+
+def test_keys_of_an_indexer_are_exact_beside_latent_vectors_of_klt(
+    open_backend: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "pool_layers", lambda: None)
+    monkeypatch.setattr(starting, "require_own_profile", lambda *args: None)
+    profile = make_profile(num_layers=LAYERS, num_heads=1, head_dim=16, v_head_dim=48, cell_heads=1)
+    profile.save(tmp_path / "mla.profile")
+    kv_pool, names = make_mla_pool(), keys(3)
+    values = values_of(profile, 3 * PAGE_SIZE)
+    HostPages(kv_pool).write(range(LAYERS), range(1), range(3), values)
+    indexer = make_indexer(kv_pool, "page_first_direct")
+    writer = open_backend(kv_pool, is_mla=True, profile=tmp_path / "mla.profile", indexer=indexer)
+    write(writer, names, [0, 1, 2], [], indexer_keys(names, [0, 1, 2]))
+    wait_until(lambda: writer.batch_exists(names) == 3)
+
+    restored_pool = make_mla_pool()
+    others = make_indexer(restored_pool, "page_first_direct")
+    reader = open_backend(restored_pool, is_mla=True, profile=tmp_path / "mla.profile", indexer=others)
+    elsewhere = [30, 8, 12]
+    assert reader.batch_exists_v2(names, [indexer_keys(names)]).kv_hit_pages == 3
+    assert all(reader.batch_get_v1(names, tokens(elsewhere)))
+    assert reader.batch_get_v2([indexer_keys(names, elsewhere)]) == {PoolName.INDEXER: [True] * 3}
+    for page, place in enumerate(elsewhere):
+        restored, stored = (each.get_data_page(at * PAGE_SIZE) for each, at in ((others, place), (indexer, page)))
+        assert torch.equal(restored.view(torch.uint8), stored.view(torch.uint8))
+    for tensor, x in zip(TENSORS, values, strict=True):
+        restored = HostPages(restored_pool).read(tensor, elsewhere).flatten(0, 1)
+        assert not torch.equal(restored, x)
+        assert (restored - x).square().mean() < 0.1 * x.square().mean()
 
 
 def indexer_keys(names: list[str], pages: list[int] | None = None) -> PoolTransfer:

@@ -15,7 +15,7 @@ from harness.waiting import WAIT_S, until
 from sgl_kvfetch.plane.write.writer import Merger
 from sgl_kvfetch.plugin import hooks
 from sgl_kvfetch.plugin.host import storage
-from sgl_kvfetch.plugin.host.patience import SGLANG_BUDGET, Patience, choose_budget, explain
+from sgl_kvfetch.plugin.host.storage import SGLANG_BUDGET, Patience, choose_budget, explain
 from tests.plugin.backends import PAGE_SIZE, Make, keys, store_pages, tokens
 from tests.plugin.planes import Served
 

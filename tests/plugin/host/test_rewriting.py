@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sgl_kvfetch.plugin.host.rewriting import Rewriting
+from sgl_kvfetch.plugin.host.storage import Rewriting
 
 
 class Cache:

@@ -20,7 +20,7 @@ from harness.metrics import own_metric
 from harness.waiting import wait_until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import StoreError, UnsupportedError
-from sgl_kvfetch.plane import plane as plane_module
+from sgl_kvfetch.plane import engine_end as plane_module
 from sgl_kvfetch.plane.write import writer as writer_module
 from sgl_kvfetch.plugin.host.side_pools import SidePools
 from sgl_kvfetch.plugin.host.storage import KVFetchStorage
@@ -222,7 +222,7 @@ def test_pages_of_another_size_are_misses(make: Make, served: Served) -> None:
     backend = make(sides={SWA: make_side_pool()})
     store(backend, keys(2), {SWA: {1: 1}})
     until_there(backend, keys(2), 2)
-    served.service._sides = {str(SWA): 64}
+    served.service._stager._sides = {str(SWA): 64}
     before = own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="format")
     assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [False]}
     assert own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="format") == before + 1
@@ -318,6 +318,17 @@ def test_pages_larger_than_the_shared_memory_take_more_of_it(make: Make, monkeyp
     store(backend, keys(8), {SWA: {page: page for page in range(8)}})
     assert backend.batch_get_v2([transfer(keys(8), range(20, 28))]) == {SWA: [True] * 8}
     assert all(torch.equal(page_of(pool, 20 + page), x) for page, x in enumerate(expected))
+
+
+def test_pages_come_in_parts(make: Make) -> None:
+    pool = make_side_pool()
+    backend = make(sides={SWA: pool})
+    expected = [page_of(pool, page) for page in range(8)]
+    store(backend, keys(8), {SWA: {page: page for page in range(8) if page != 4}})
+    backend._plane._side_part_bytes = 3 * expected[0].nbytes
+    there = [page != 4 for page in range(8)]
+    assert backend.batch_get_v2([transfer(keys(8), range(20, 28))]) == {SWA: there}
+    assert [torch.equal(page_of(pool, 20 + page), x) for page, x in enumerate(expected)] == there
 
 
 def test_reading_and_writing_stop_with_the_weights(make: Make) -> None:

@@ -17,9 +17,10 @@ from sglang.srt.mem_cache.pool_host.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
 
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
+from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import ConfigError, UnsupportedError
-from sgl_kvfetch.labels import label_of_request
-from sgl_kvfetch.plane import plane as plane_module
+from sgl_kvfetch.keys import label_of_request
+from sgl_kvfetch.plane import engine_end as plane_module
 from sgl_kvfetch.plugin import status
 from sgl_kvfetch.plugin.host import storage as storage_module
 from sgl_kvfetch.plugin.host.pages import HostPages, pages_view
@@ -47,9 +48,10 @@ from tests.reasons import assert_counted
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
-@pytest.mark.parametrize("v_dim", [DIM, 64])
-def test_pages_are_restored_to_other_places(make: Make, layout: str, v_dim: int) -> None:
-    pool = make_pool(layout, v_dim=v_dim)
+@pytest.mark.parametrize(("v_dim", "is_shared"), [(DIM, True), (64, True), (64, False)])
+def test_pages_are_restored_to_other_places(make: Make, layout: str, v_dim: int, is_shared: bool) -> None:
+    """``is_shared``: whether the data plane puts them there by itself."""
+    pool = make_pool(layout, v_dim=v_dim, is_shared=is_shared)
     backend = make(pool)
     before = HostPages(pool)
     expected = {t: before.read(t, range(7)) for t in ("k", "v")}
@@ -388,8 +390,8 @@ def test_a_draft_models_pool_is_stored_whenever_sglang_adds_it(
     """At a start SGLang adds it after it has attached the backend, and before it if the backend is attached later."""
     planes: list[SimpleNamespace] = []
 
-    def open_plane(*args: Any, has_draft: bool) -> SimpleNamespace:
-        planes.append(SimpleNamespace(pools=list(args[-1]._pools), has_draft=has_draft, is_open=True))
+    def open_plane(*args: Any, pool: Any) -> SimpleNamespace:
+        planes.append(SimpleNamespace(pools=list(args[-1]._pools), has_draft=args[-1].has_draft, is_open=True))
         planes[-1].close = lambda plane=planes[-1]: setattr(plane, "is_open", False)
         return planes[-1]
 
@@ -406,16 +408,59 @@ def test_a_draft_models_pool_is_stored_whenever_sglang_adds_it(
 
 
 @pytest.mark.parametrize(("target_layers", "has_draft"), [(LAYERS, False), (LAYERS - 1, True)])
-def test_layers_of_a_draft_model_in_the_pool_are_stored(
+def test_layers_of_a_draft_model_in_the_pool_are_no_layers_of_the_model(
     monkeypatch: pytest.MonkeyPatch, target_layers: int, has_draft: bool
 ) -> None:
     opened: list[bool] = []
-    monkeypatch.setattr(storage_module, "open_engine_plane", lambda *args, has_draft: opened.append(has_draft))
+    monkeypatch.setattr(storage_module, "open_engine_plane", lambda *args, pool: opened.append(args[-1].has_draft))
     pool = make_pool(target_layer_num=target_layers)
     backend = KVFetchStorage(storage_config(extra_config={"store": "file:///nowhere"}), pool)
     backend.on_host_pools_registered()
     assert opened == [has_draft]
-    assert backend._pages.geometry.num_layers == LAYERS
+    assert backend._pages.geometry.num_layers == target_layers
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_layers_of_a_draft_model_in_the_pool_are_stored_and_restored(make: Make, layout: str, is_shared: bool) -> None:
+    """They come back bit by bit beside the model's, which are quantised."""
+    pool = make_pool(layout, target_layer_num=LAYERS - 1, is_shared=is_shared)
+    writer = make(pool, quantiser="uint8")
+    assert writer.batch_set_v1(keys(4), tokens([0, 1, 2, 3]), after([])) == [True] * 4
+    wait_until(lambda: writer.batch_exists(keys(4)) == 4)
+    empty = make_pool(layout, target_layer_num=LAYERS - 1, is_shared=is_shared)
+    for x in empty.kv_buffer:
+        x.zero_()
+    reader = make(empty, quantiser="uint8")
+    assert reader.batch_exists_v2(keys(4), []).extra_pool_hit_pages == {PoolName.KV: 4}
+    assert reader.batch_get_v1(keys(4), tokens([7, 5, 2, 9])) == [True] * 4
+    for before, now in zip(pool.kv_buffer, empty.kv_buffer, strict=True):
+        stored, restored = (pages_view(x, layout, PAGE_SIZE) for x in (before, now))
+        assert torch.equal(restored[[7, 5, 2, 9], :, -1], stored[:4, :, -1])
+        torch.testing.assert_close(restored[[7, 5, 2, 9], :, :-1], stored[:4, :, :-1], rtol=0, atol=0.05)
+        assert not restored[[0, 1, 3, 4, 6]].any()
+
+
+def test_pages_without_layers_of_a_draft_model_are_not_used(make: Make, tmp_path: Path) -> None:
+    """Where an object with their bytes is gone, the hit ends."""
+    writer = make(make_pool(target_layer_num=LAYERS - 1))
+    writer.batch_set_v1(keys(4), tokens([0, 1, 2, 3]), after([]))
+    wait_until(lambda: writer.batch_exists(keys(4)) == 4)
+    for path in tmp_path.rglob("*.kvm"):
+        manifest = decode_manifest(path.read_bytes())
+        for side in manifest.sides:
+            (path.parent / Path(manifest.data_name(side)).name).unlink()
+    reader = make(make_pool(target_layer_num=LAYERS - 1))
+    assert reader.batch_get_v1(keys(4), tokens([0, 1, 2, 3])) == [False] * 4
+
+
+def test_layers_of_a_draft_model_in_a_side_pool_are_noticed() -> None:
+    """A model whose draft layers have windows: SGLang packs them into the windows' pool."""
+    sides = SidePools()
+    sides.add_pool(PoolName.SWA, make_pool())
+    assert not sides.has_draft
+    sides.add_pool(PoolName.SWA, make_pool(target_layer_num=LAYERS - 1))
+    assert sides.has_draft
 
 
 def test_a_draft_models_heads_are_not_taken_from_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:

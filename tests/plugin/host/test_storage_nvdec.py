@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
 from sgl_kvfetch.codec.container.manifest import decode_manifest
-from sgl_kvfetch.plane import client
-from sgl_kvfetch.plane.adapt.decode_profile import DecodeProfile, VariantProfile
-from sgl_kvfetch.plane.adapt.pool import DecodePool
-from sgl_kvfetch.plugin import starting
-from sgl_kvfetch.plugin.host import storage as storage_module
+from sgl_kvfetch.plane import service, store
+from sgl_kvfetch.plane.fetch.pool import DecodePool, DecodeProfile, VariantProfile
 from sgl_kvfetch.plugin.host.pages import HostPages
-from sgl_kvfetch.tools.encoding.transcode import make_targets, transcode
+from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import TENSORS
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.backends import Make, keys, make_pool, store_pages, tokens
@@ -29,10 +28,27 @@ from tests.plugin.planes import Served
 
 @pytest.fixture
 def nvc(monkeypatch: pytest.MonkeyPatch) -> FakeNvc:
-    """Every backend's, from now on."""
+    """Every data plane's, from now on."""
     nvc = FakeNvc(FakeDevice(seed=1))
-    monkeypatch.setattr(storage_module, "engine_nvdec", lambda device: make_nvdec(nvc, num_engines=3))
+    decode_on(monkeypatch, lambda: make_nvdec(nvc, num_engines=3))
     return nvc
+
+
+def decode_on(monkeypatch: pytest.MonkeyPatch, make_engines: Callable[[], Nvdec]) -> list[int]:
+    """Let data planes open these engines. Return the numbers of the GPUs that they ask for."""
+    asked: list[int] = []
+
+    def open_nvdec_alone(index: int) -> tuple[Nvdec, str]:
+        asked.append(index)
+        return make_engines(), "decoded on NVDEC"
+
+    monkeypatch.setattr(service, "open_nvdec_alone", open_nvdec_alone)
+    return asked
+
+
+def make_gpu_pool(index: int = 0) -> MHATokenToKVPoolHost:
+    """Return the host pool of an engine on a GPU."""
+    return make_pool(device_k_buffers=(SimpleNamespace(device=torch.device("cuda", index)),))
 
 
 @pytest.fixture
@@ -45,7 +61,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             super().__init__(opened, *args, **options)
             sessions.extend(opened)
 
-    monkeypatch.setattr(client, "DecodePool", Recording)
+    monkeypatch.setattr(store, "DecodePool", Recording)
     return sessions
 
 
@@ -54,7 +70,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_nvdec_decodes_and_the_cpu_restores(
     make: Make, sessions: list[Any], nvc: FakeNvc, codec: str, quantiser: str
 ) -> None:
-    pool = make_pool()
+    pool = make_gpu_pool()
     backend = make(pool, codec=codec, quantiser=quantiser, codec_threads=1)
     pages = HostPages(pool)
     store_pages(backend, keys(7), list(range(7)))
@@ -77,7 +93,7 @@ def test_nvdec_decodes_and_the_cpu_restores(
 def test_wrong_pixels_are_a_miss_and_the_segment_stays(
     make: Make, served: Served, nvc: FakeNvc, tmp_path: Path
 ) -> None:
-    pool = make_pool()
+    pool = make_gpu_pool()
     backend = make(pool, codec="hevc", quantiser="uint8")
     store_pages(backend, keys(2), [0, 1])
     nvc.fails = "pixels"
@@ -94,7 +110,7 @@ def test_the_variant_that_nvdec_decodes_is_read(
     make: Make, nvc: FakeNvc, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The store lists 4:4:4 first, but this GPU's engines decode only 4:2:0."""
-    pool = make_pool()
+    pool = make_gpu_pool()
     store_pages(make(pool, codec="hevc", quantiser="uint8"), keys(2), [0, 1])
     (path,) = tmp_path.rglob("*.kvm")
     manifest = decode_manifest(path.read_bytes())
@@ -103,7 +119,7 @@ def test_the_variant_that_nvdec_decodes_is_read(
     for name, content in (*made.data_objects(), (manifest.key.manifest_name, made.manifest.encode())):
         (tmp_path / name).write_bytes(content)
     only_420 = Nvdec(nvc, nvc.device, {"hevc420": make_caps()})
-    monkeypatch.setattr(storage_module, "engine_nvdec", lambda device: only_420)
+    decode_on(monkeypatch, lambda: only_420)
     reading = make(pool, quantiser="uint8")
     assert not nvc.packets
     assert reading.batch_get_v1(keys(2), tokens([3, 4])) == [True, True]
@@ -134,13 +150,13 @@ def test_at_least_one_session_an_engine(
         path = tmp_path / "profile.json"
         path.write_bytes(profile_of(profiled))
         config["decode_profile"] = str(path)
-    make(**config)
+    make(make_gpu_pool(), **config)
     assert len(sessions) == expected
     assert len({id(session["hevc"]) for session in sessions}) == expected
 
 
 def test_surfaces_of_decoders_are_bounded(make: Make, sessions: list[Any], nvc: FakeNvc) -> None:
-    make()
+    make(make_gpu_pool())
     assert {session["hevc"]._nvdec.surface_limit_bytes for session in sessions} == {256 << 20}
 
 
@@ -149,17 +165,9 @@ def test_without_nvdec_there_are_twice_as_many_sessions_as_threads(make: Make, s
     assert sessions == [{}] * 6
 
 
-def test_the_engines_gpu_is_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    asked: list[torch.device] = []
-
-    def open_nvdec(device: Any) -> tuple[None, str]:
-        asked.append(device.torch_device)
-        return None, "HEVC is decoded on the CPU: no library"
-
-    monkeypatch.setattr(starting, "open_nvdec", open_nvdec)
-    caplog.set_level("INFO")
-    assert starting.engine_nvdec(torch.device("cpu")) is None
-    assert not asked
-    assert starting.engine_nvdec(torch.device("cuda", 3)) is None
-    assert asked == [torch.device("cuda", 3)]
-    assert "kvfetch: HEVC is decoded on the CPU: no library" in caplog.text
+def test_the_engines_gpu_is_asked(make: Make, nvc: FakeNvc, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = decode_on(monkeypatch, lambda: make_nvdec(nvc))
+    make(make_pool())
+    assert asked == []
+    make(make_gpu_pool(3))
+    assert asked == [3]

@@ -1,1 +1,0 @@
-"""Simulates adaptive fetching: policies against fixed resolutions and against an oracle."""

@@ -1,1 +1,0 @@
-"""Measures how fetches slow down requests that need no fetch."""

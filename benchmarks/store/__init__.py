@@ -1,1 +1,0 @@
-"""Measures ``kvfetch serve`` from outside: see ``__main__``."""

@@ -1,0 +1,556 @@
+"""The engine's end of the data plane: all that the engine asks of it, whichever data plane serves.
+
+`Supervisor` keeps one serving: it starts, watches and restarts data planes, and switches to another one. They follow
+one another: one of them gets all new work, and two threads may replace it: the one that watches it, and the engine's,
+which switches. When a data plane dies, its work under way counts as misses (`process`). What must hold is said at the
+fields.
+
+Only methods whose docstrings say so wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from sgl_kvfetch import metrics, timeline
+from sgl_kvfetch.codec import SideKey
+from sgl_kvfetch.errors import KVFetchError, StoreError
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.plane import protocol as m
+from sgl_kvfetch.plane.config import KVFetchConfig
+from sgl_kvfetch.plane.process import (
+    ANSWER_S,
+    CLOSE_S,
+    EndedError,
+    Launch,
+    Quantising,
+    ReadPages,
+    ReadSide,
+    Run,
+)
+from sgl_kvfetch.plane.staging import StagedValues
+from sgl_kvfetch.status import Audits
+from sgl_kvfetch.types import KVGeometry
+
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
+
+
+# A data plane that cannot start fails again at once: there is no memory, or a file that it needs is gone.
+_LEAST_BACKOFF_S, _MOST_BACKOFF_S = 0.1, 30.0
+_STEADY_S = 5.0  # after a data plane has served this long, the backoff starts anew
+
+
+class _Prepared(NamedTuple):
+    """A data plane that serves already, but gets no work yet, and what it was started with."""
+
+    run: Run
+    start: m.Start
+    launch: Launch
+
+
+class Supervisor:
+    """Serves by one data plane at a time. Call ``close`` at the end."""
+
+    def __init__(
+        self,
+        start: m.Start,
+        geometry: KVGeometry,
+        launch: Launch,
+        page_bytes: int,
+        value_bytes: int,
+        pool_files: tuple[tuple[int, int], ...],
+    ) -> None:
+        """Start the data plane and wait until it serves. ``page_bytes``, ``value_bytes``, ``pool_files``: as for `Run`.
+        Raises KVFetchError if the data plane refuses the config or fails."""
+        # What the next data plane is started with: that of the first one, until a switch.
+        self._start = start
+        self._launch = launch
+        # What the present data plane was told last of each kind, and those that follow it are told, too.
+        self._told: dict[type, m.ShowPrompts | m.PauseCalibration | m.TakeProfile] = {}
+        self._geometry = geometry
+        self._shared = page_bytes, value_bytes, pool_files
+        self._closing = threading.Event()
+        # A data plane whose imports are done, which take most of a start, but that was sent no `Start`.
+        self._spare: Run | None = None
+        # How often pages that a data plane had taken were lost: it ended, or the store had failed to take them, or they
+        # were stored by another quantiser.
+        self.num_losses = 0
+        self._prepared: _Prepared | None = None  # for the next switch
+        self.on_switch: Callable[[], None] = lambda: None  # what is known of the store's pages holds no longer
+        # The data plane that gets all new work. It may have ended, while the next one is being started. Two threads
+        # replace it, both with `_choosing` held: the watching one only the data plane that it watched itself.
+        self._choosing = threading.Lock()
+        self._run = self._begin_run()
+        self._thread = self._begin_watch()  # watches `_run`
+        self._former: threading.Thread | None = None  # watches the data plane before the last switch, until its end
+
+    def tell(self, command: m.ShowPrompts | m.PauseCalibration | m.TakeProfile) -> None:
+        """Tell the data plane, and those that follow it until a switch."""
+        self._told[type(command)] = command
+        self._run.channel.send(command)
+
+    def prepare(self, make: Callable[[], tuple[m.Start, Launch]]) -> None:
+        """Start a second data plane, on a thread, for `switch`. ``make`` returns what it is started with; it may take
+        its time, and raise KVFetchError: then there is nothing to switch to."""
+        threading.Thread(target=self._prepare, args=(make,), name="kvfetch-switch", daemon=True).start()
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._prepared is not None
+
+    def switch(self) -> None:
+        """Serve by the data plane that was prepared. The former one writes what is queued, and ends; its other work
+        under way counts as misses. Call on the thread that steps: this never waits, since the new one serves already,
+        and the former one keeps the thread that watches it."""
+        assert self._prepared is not None
+        prepared, self._prepared = self._prepared, None
+        with self._choosing:
+            former, self._run = self._run, prepared.run
+            self._start, self._launch, self._told = prepared.start, prepared.launch, {}
+        self.num_losses += 1  # what it has queued is of no use to the next one
+        self.on_switch()
+        former.channel.send(m.Close())
+        self._former, self._thread = self._thread, self._begin_watch()
+
+    def close(self) -> None:
+        """Write what is queued, within a few seconds, and end the data plane. Waits for it. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        run = self._run
+        run.channel.send(m.Close())
+        if not run.running.join(CLOSE_S):
+            logger.warning("kvfetch: the data plane did not end in %g s", CLOSE_S)
+            run.running.kill()
+        self._thread.join(CLOSE_S)
+        if self._former is not None:
+            self._former.join(CLOSE_S)
+        if self._prepared is not None:
+            self._prepared.run.end()
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing.is_set()
+
+    def _begin_run(self) -> Run:
+        """Start a data plane, the spare one if there is one, and wait until it serves. Raises KVFetchError."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.launch is not self._launch:  # from before a switch
+            spare.end()
+            spare = None
+        run = spare or self._new_run()
+        self._let_start(run, self._start)
+        for command in [*self._told.values()]:
+            run.channel.send(command)
+        return run
+
+    def _let_start(self, run: Run, start: m.Start) -> None:
+        """Wait until a data plane serves. If it does not, end it and raise KVFetchError."""
+        try:
+            run.channel.send(start)
+            run.await_ready(self._closing)
+        except BaseException:
+            run.end()
+            raise
+
+    def _prepare(self, make: Callable[[], tuple[m.Start, Launch]]) -> None:
+        try:
+            start, launch = make()
+            run = self._start_at_last(start, launch)
+        except (KVFetchError, OSError) as e:
+            if not self._closing.is_set():
+                logger.warning("kvfetch: the profile cannot be used, and this server stores with 'exact': %s", e)
+            return
+        self._prepared = _Prepared(run, start, launch)
+        if self._closing.is_set():
+            run.end()
+
+    def _start_at_last(self, start: m.Start, launch: Launch) -> Run:
+        """Start a data plane, another one if it ends or takes too long, and so on: the other ranks wait for this one.
+        Raises KVFetchError if it refuses the config, or at the close."""
+        backoff_s = _LEAST_BACKOFF_S
+        while True:
+            try:
+                run = self._new_run(launch)
+                self._let_start(run, start)
+                return run
+            except (EndedError, OSError) as e:
+                if self._closing.wait(backoff_s):
+                    raise
+                logger.warning("kvfetch: a data plane that stores with the profile did not start: %s", e)
+                backoff_s = min(_MOST_BACKOFF_S, 2 * backoff_s)
+
+    def _begin_watch(self) -> threading.Thread:
+        thread = threading.Thread(target=self._watch, args=(self._run,), name="kvfetch-data", daemon=True)
+        thread.start()
+        return thread
+
+    def _watch(self, run: Run) -> None:
+        """Serve a run until its end, then start the next one, unless a switch has replaced it. Runs on the thread that
+        receives."""
+        backoff_s = _LEAST_BACKOFF_S
+        try:
+            while True:
+                began_s = time.monotonic()
+                run.serve(self._closing, self._launch_spare)
+                if run.end():
+                    self._lose()
+                if self._closing.is_set() or run is not self._run:
+                    return
+                if time.monotonic() - began_s > _STEADY_S:
+                    backoff_s = _LEAST_BACKOFF_S
+                logger.warning("kvfetch: the data plane ended; its work under way counts as misses; it is restarted")
+                metrics.DATA_PLANE_STARTS.inc()
+                while True:
+                    if self._closing.wait(backoff_s):
+                        return
+                    backoff_s = min(_MOST_BACKOFF_S, 2 * backoff_s)
+                    if run is not self._run:
+                        return
+                    try:
+                        following = self._begin_run()
+                    except (KVFetchError, OSError) as e:
+                        logger.warning("kvfetch: the data plane did not start: %s", e)
+                        continue
+                    with self._choosing:
+                        is_wanted = run is self._run
+                        if is_wanted:
+                            self._run = run = following
+                    if not is_wanted:  # a switch was faster, and has a thread of its own
+                        following.end()
+                        return
+                    break
+        finally:
+            spare, self._spare = self._spare, None
+            if spare is not None:
+                spare.end()
+
+    def _launch_spare(self) -> None:
+        """Launch a spare data plane, because the present one does not answer. It may hang, or only be slow: if it
+        answers after all, the spare one is kept for another time."""
+        if self._spare is None and not self._closing.is_set():
+            try:
+                self._spare = self._new_run()
+            except OSError as e:
+                logger.warning("kvfetch: a spare data plane cannot be started: %s", e)
+
+    def _new_run(self, launch: Launch | None = None) -> Run:
+        return Run(launch or self._launch, self._geometry, self._start.sides, *self._shared, self._lose)
+
+    def _lose(self) -> None:
+        self.num_losses += 1
+
+
+# Shared memory for side pages on their way to the engine: this, or twice the size of a page with all its side pages.
+# That for pages on their way to the store is the write queue. Memory that is never used takes no space.
+SHARED_BYTES = 64 << 20
+_QUEUE_BYTES = KVFetchConfig.model_fields["write_queue_bytes"].default
+_END_S = 4.0  # how long a fetch may take to end: SGLang waits 10 s for the thread that waits for it
+_WRITE_S = 1.0  # how long to wait for room for pages
+_WRITES_S = 4.0  # after which no further part of the pages is begun: SGLang waits 10 s for this thread when it stops it
+# Pages that may wait longer do so until there was no room for _NO_ROOM_S, for them and for those before them. There is
+# a pause between attempts: one fails at once while a data plane is restarted.
+_NO_ROOM_S, _PAUSE_S = 30.0, 0.1
+
+PART_BYTES = 16 << 20  # of pages that are copied at once
+_QUANTISED_BYTES = 32 << 20  # the same of their values, if they come quantised: a third of it is copied
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A fetch under way, in the pool's pages. ``over`` tells how many were restored; nothing is written after that."""
+
+    over: Future[m.Staged]
+    _run: Run
+    _work: int
+
+    def end(self) -> None:
+        """End it soon. Wait until the data plane writes nothing more, which takes milliseconds; one that does not
+        answer is killed."""
+        if self.over.done():
+            return
+        self._run.channel.send(m.Unstage(self._work))
+        try:
+            self.over.result(_END_S)
+        except TimeoutError:
+            logger.warning("kvfetch: the data plane does not end a fetch, and is ended itself")
+            self._run.running.kill()
+            self.over.result()
+
+
+class SideFetch:
+    """A fetch of side pages. They come in parts, since all of them may not fit into the shared memory."""
+
+    def __init__(self, ask: Callable[[int], tuple[Run, int, Future[m.Staged]]], firsts: Sequence[int]) -> None:
+        """``ask`` begins the part from some page on, and returns its number. ``firsts``: the parts' first pages."""
+        self._ask = ask
+        self._firsts = firsts
+        self._asked = ask(firsts[0])
+
+    def parts(self, wait: Callable[[Future[m.Staged]], m.Staged | None]) -> Iterator[dict[int, torch.Tensor]]:
+        """Yield the pages of each part that have come, uint8 ``(bytes,)``, by their index. They are readable until the
+        next part. ``wait`` waits for an answer, and returns None if no more is wanted."""
+        for number, first in enumerate(self._firsts):
+            if number:
+                self.end()
+                self._asked = self._ask(first)
+            run, _, over = self._asked
+            if (staged := wait(over)) is None:
+                return
+            yield {first + page: content for (_, page), content in run.side_pages(staged).items()}
+
+    def end(self) -> None:
+        """End it soon, and free its pages."""
+        run, work, _ = self._asked
+        run.channel.send(m.Unstage(work))
+
+
+class DataPlane(Supervisor):
+    """One rank's data plane. Call ``close`` at the end."""
+
+    def __init__(
+        self,
+        start: m.Start,
+        geometry: KVGeometry,
+        launch: Launch,
+        staging_bytes: int = 0,
+        pool_files: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        """Start the data plane and wait until it serves. ``staging_bytes``: the shared memory for values that wait to
+        be taken. ``pool_files``: those of `arena.SharedPool`, if pages are fetched. Raises KVFetchError if the data
+        plane refuses the config or fails."""
+        self._numbers = itertools.count(1)
+        self._refused_s = math.inf  # since when no pages were queued that might have waited
+        least_bytes = 2 * (geometry.page_bytes + sum(start.sides.values()))
+        queue_bytes = max(start.config.get("write_queue_bytes", _QUEUE_BYTES), least_bytes)
+        self._queue_bytes = queue_bytes
+        shared_bytes = staging_bytes or max(SHARED_BYTES, least_bytes)
+        # Of side pages that one command brings. The first ones of all pools may be asked for at once.
+        self._side_part_bytes = shared_bytes // (2 * max(1, len(start.sides)))
+        value_bytes = shared_bytes + start.config.get("memory_cache", 0)
+        super().__init__(start, geometry, launch, queue_bytes, value_bytes, pool_files)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The shared memory in which prompts are staged, uint8, and behind it that of `memory_cache`."""
+        return self._run.values.whole
+
+    @property
+    def audits(self) -> Audits | None:
+        """What audits have found; None before the first one, and after the data plane was started again."""
+        return self._run.audits
+
+    # Reading
+
+    def look_up(
+        self,
+        hashes: Sequence[bytes],
+        *,
+        trailing: Mapping[str, int] | None = None,
+        saved_s: Sequence[tuple[int, float]] = (),
+        is_idle: bool = False,
+    ) -> Future[m.Staged]:
+        """Find the longest stored run of these pages, and read it ahead unless computing it is sooner, as host mode
+        does. Arguments as in `protocol.Stage`."""
+        work = next(self._numbers)
+        command = m.Stage(
+            work,
+            b"".join(hashes),
+            tuple(saved_s),
+            is_idle=is_idle,
+            is_read_ahead=True,
+            trailing=dict(trailing or {}),
+        )
+        return self._run.ask(command, m.Staged(work))
+
+    def fetch(
+        self,
+        hashes: Sequence[bytes],
+        places: Sequence[int],
+        deadline_s: float,
+        *,
+        is_first: bool = False,
+        is_last: bool = False,
+        is_divisible: bool = True,
+        is_idle: bool = False,
+    ) -> Fetch:
+        """Begin to fetch pages to ``places`` in the pool. Other arguments as in `protocol.FetchPages`."""
+        work, run = next(self._numbers), self._run
+        command = m.FetchPages(
+            work, b"".join(hashes), tuple(places), deadline_s, is_first, is_last, is_divisible, is_idle
+        )
+        return Fetch(run.ask(command, m.Staged(work)), run, work)
+
+    def stage(
+        self,
+        hashes: Sequence[bytes],
+        on_staged: Callable[[StagedValues], None],
+        *,
+        saved_s: Sequence[tuple[int, float]] = (),
+        request: timeline.Request = timeline.NOBODY,
+        is_idle: bool = False,
+        trailing: Mapping[str, int] | None = None,
+    ) -> int:
+        """Restore the longest stored run of these pages into shared memory. ``on_staged`` is called once, on the thread
+        that steps unless the data plane ends. Return the number, for `unstage`. ``request``: for the timeline. Other
+        arguments as in `protocol.Stage`."""
+        work, run = next(self._numbers), self._run
+        sides = dict(trailing or {})
+        command = m.Stage(
+            work, b"".join(hashes), tuple(saved_s), request.id, request.traceparent, is_idle, trailing=sides
+        )
+        staged = run.ask(command, m.Staged(work))
+        staged.add_done_callback(lambda staged: on_staged(run.staged_values(staged.result())))
+        return work
+
+    def unstage(self, work: int, *, is_sound: bool = True) -> None:
+        """End the staging of some pages soon, or free their memory. Nothing may read it afterwards. ``is_sound``: as in
+        `protocol.Unstage`."""
+        self._send(m.Unstage(work, is_sound))
+
+    def fetch_side(self, pool: str, hashes: Sequence[bytes], deadline_s: float) -> SideFetch:
+        """Begin to bring pages of a side pool, one or more, into shared memory. Call ``end`` of what is returned."""
+        num_pages, run = max(1, self._side_part_bytes // self._start.sides[pool]), self._run
+
+        def ask(first: int) -> tuple[Run, int, Future[m.Staged]]:
+            work = next(self._numbers)
+            command = m.FetchSide(work, pool, b"".join(hashes[first : first + num_pages]), deadline_s)
+            return run, work, run.ask(command, m.Staged(work))
+
+        return SideFetch(ask, range(0, len(hashes), num_pages))
+
+    def flush(self) -> None:
+        """Drop all bytes that were read, because the engine's caches are emptied."""
+        self._send(m.Flush())
+
+    # Writing
+
+    def write(
+        self,
+        first_page: int,
+        previous_hash: bytes | None,
+        hashes: Sequence[bytes],
+        pool_pages: Sequence[int],
+        read: ReadPages,
+        sides: Mapping[SideKey, ReadSide] | None = None,
+        quantising: Quantising | None = None,
+        may_wait: Callable[[], bool] = lambda: False,
+    ) -> int:
+        """Queue consecutive pages of a sequence for writing. Return how many, from the first on, were queued; the rest
+        is counted as dropped. Waits a little for room, and longer while ``may_wait`` returns True, which is asked about
+        once a second, but not for a store that takes nothing. Raises nothing: SGLang's thread goes on if the pool
+        cannot be read.
+
+        ``first_page``: position in the sequence. ``previous_hash``: hash of the page before, None at the sequence's
+        start. ``pool_pages``: their page numbers in the pool. ``read`` returns a copy of pages of the pool, or None if
+        they are no longer available. ``sides``: how to read the side pages of some of these pages, which are counted
+        from the first. ``quantising`` goes before ``read``.
+        """
+        num_queued, result, started_s = 0, "dropped_full", time.monotonic()
+        sides, most_bytes = sides or {}, PART_BYTES if quantising is None else _QUANTISED_BYTES
+        try:
+            for part in self._parts(len(hashes), sides, most_bytes):
+                if part.start and time.monotonic() > started_s + _WRITES_S and not may_wait():
+                    break
+                theirs = {(pool, page - part.start): x for (pool, page), x in sides.items() if page in part}
+                run = slice(part.start, part.stop)
+                command = m.Write(0, first_page + part.start, previous_hash, b"".join(hashes[run]), 0, tuple(theirs))
+                what = pool_pages[run], read, quantising, part, list(theirs.values())
+                if not self._put(command, what, started_s, may_wait):
+                    break
+                previous_hash, num_queued = hashes[run][-1], part.stop
+        except Exception:
+            logger.exception("kvfetch: reading pages from the engine's pool failed")
+            metrics.MISSES.labels("write", "internal").inc()
+            result = "dropped_error"
+        if dropped := len(hashes) - num_queued:
+            metrics.WRITTEN_PAGES.labels(result).inc(dropped)
+            if result == "dropped_full":
+                why = "the write queue is full, or the engine has emptied its cache"
+                _limited.warning("full", f"kvfetch: {dropped} pages not written: {why}")
+        return num_queued
+
+    def _put(
+        self,
+        command: m.Write,
+        what: tuple[Sequence[int], ReadPages, Quantising | None, range, list[ReadSide]],
+        started_s: float,
+        may_wait: Callable[[], bool],
+    ) -> bool:
+        """Queue a part. Return whether there was room for it, in the time that `write` waits."""
+        while True:
+            command = msgspec.structs.replace(command, work=next(self._numbers))
+            if self._run.write(command, *what, max(0.0, started_s + _WRITE_S - time.monotonic())):
+                self._refused_s = math.inf
+                return True
+            if not may_wait() or not self._takes_pages():
+                return False
+            time.sleep(_PAUSE_S)
+
+    def _takes_pages(self) -> bool:
+        """Return whether the store still seems to take pages, just after there was no room for some."""
+        now_s = time.monotonic()
+        self._refused_s = min(self._refused_s, now_s)
+        return now_s <= self._refused_s + _NO_ROOM_S and not self._run.has_lost
+
+    def _parts(self, num_pages: int, sides: Iterable[SideKey], most_bytes: int) -> Iterator[range]:
+        """Cut pages into runs that take a quarter of the queue or ``most_bytes`` at most, or one page each."""
+        sizes, most_bytes = [self._geometry.page_bytes] * num_pages, min(most_bytes, self._queue_bytes // 4)
+        for pool, page in sides:
+            sizes[page] += self._start.sides[pool]
+        first = num_bytes = 0
+        for page, size in enumerate(sizes):
+            if page > first and num_bytes + size > most_bytes:
+                yield range(first, page)
+                first, num_bytes = page, 0
+            num_bytes += size
+        if num_pages:
+            yield range(first, num_pages)
+
+    def clear(self) -> None:
+        """Delete all segments of this rank from the store, and wait for it. Raises StoreError."""
+        work = next(self._numbers)
+        cleared = self._run.ask(m.Clear(work), m.ClearOver(work, "the data plane ended"))
+        try:
+            fault = cleared.result(2 * ANSWER_S).fault
+        except TimeoutError:
+            fault = "the data plane did not answer"
+        if fault:
+            raise StoreError("io", fault)
+
+    # Finding a profile
+
+    @property
+    def taken_profile(self) -> m.ProfileTaken | None:
+        """The profile that was found for the engine's weights, as `protocol.Start` has asked."""
+        return self._run.profile
+
+    def show_prompts(self, windows: Sequence[Sequence[bytes]]) -> None:
+        """Let the data plane calibrate on these prompts: see `protocol.ShowPrompts`."""
+        self.tell(m.ShowPrompts(tuple(map(tuple, windows))))
+
+    def pause_calibration(self, *, is_paused: bool) -> None:
+        self.tell(m.PauseCalibration(is_paused))
+
+    def take_profile(self, digest: str) -> None:
+        """Let the data plane take this profile, which another rank has chosen."""
+        self.tell(m.TakeProfile(digest))
+
+    def step(self) -> None:
+        """Complete the stagings whose results have come, a bounded number. Never waits."""
+        self._run.step()
+
+    def _send(self, command: m.Command) -> None:
+        self._run.channel.send(command)

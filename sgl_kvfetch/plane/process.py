@@ -1,0 +1,467 @@
+"""One data plane as the engine sees it, from its launch to its end, with its work under way.
+
+Several threads ask it for work; ``kvfetch-data`` receives the events that answer. What must hold, whatever happens:
+
+* Each piece of work is answered once: by its event, or, if the data plane ends first, as lost. So nobody waits for an
+  answer that never comes. A lock guards the tables of work under way; futures are completed after it is released,
+  since they call back.
+* The data plane may end at any moment, also between two bytes of a message. Then `serve` returns, `end` completes what
+  is left, and commands that come later fail at once.
+* The memory for pages is the write queue. It is freed only when the data plane has said that it has encoded them,
+  however long that takes.
+* A data plane that lives but does not answer counts as ended. Silence is counted in ticks in which this thread had
+  nothing to read, not in seconds: on a busy machine this thread may be the late one.
+
+It is a process beside the engine, or, in tests, a thread of the engine's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
+import torch
+
+from sgl_kvfetch import metrics
+from sgl_kvfetch.codec import SideKey
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, UnsupportedError
+from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.plane import protocol as m
+from sgl_kvfetch.plane.arena import Arena, Room
+from sgl_kvfetch.plane.protocol import Channel
+from sgl_kvfetch.plane.staging import StagedValues, side_views
+from sgl_kvfetch.reasons import Reason
+from sgl_kvfetch.status import Audits
+from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
+
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A data plane's connection to the engine: its ends of the two sockets of `Channel`, shared memory for the values
+    that it sends, and shared memory for the pages that it receives. ``pool``: the memory files of the pool whose pages
+    are fetched, with their sizes in bytes."""
+
+    commands: socket.socket
+    events: socket.socket
+    values: Arena
+    pages: Arena
+    pool: tuple[tuple[int, int], ...] = ()
+
+
+class Running(Protocol):
+    """A data plane that was started."""
+
+    def kill(self) -> None:
+        """End it at once, whatever it is doing."""
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` for its end. Return whether it has ended."""
+
+    def is_busy(self) -> bool:
+        """Return whether its event loop has run, or waited for a core or a disk, since the last call."""
+
+
+Launch = Callable[[Line], Running]
+
+
+class _Activity:
+    """Whether a process's main thread does anything, from what Linux says of it."""
+
+    def __init__(self, pid: int) -> None:
+        self._folder = Path(f"/proc/{pid}/task/{pid}")
+        self._times = ""
+
+    def since_last(self) -> bool:
+        try:
+            times = (self._folder / "schedstat").read_text()  # how long it ran, and how long it waited for a core
+            state = (self._folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        before, self._times = self._times, times
+        return times != before or state in "RD"
+
+
+class DataPlaneProcess:
+    """A separate process. When the engine's process ends, however it ends, the socket closes, and this ends too."""
+
+    module = "-m", "sgl_kvfetch.plane"
+
+    def __init__(self, line: Line) -> None:
+        memories = (line.values.fd, line.values.num_bytes), (line.pages.fd, line.pages.num_bytes), *line.pool
+        fds = line.commands.fileno(), line.events.fileno(), *(fd for fd, _ in memories)
+        numbers = map(str, (*fds[:2], *itertools.chain(*memories)))
+        # -P: the installed package, and not a folder of this name where SGLang was started, such as a checkout.
+        command = [sys.executable, "-P", *self.module, *numbers]
+        self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+        self._activity = _Activity(self.process.pid)
+        line.commands.close()
+        line.events.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def is_busy(self) -> bool:
+        return self._activity.since_last()
+
+    def join(self, timeout_s: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
+            if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+                # Remove its gauges from SGLang's metrics: a killed process cannot set its queues to empty. Imported
+                # only after SGLang has set the folder: the client decides at import what it writes to.
+                from prometheus_client.multiprocess import mark_process_dead
+
+                with contextlib.suppress(FileNotFoundError):  # another thread that joins removes them, too
+                    mark_process_dead(self.process.pid)  # type: ignore[no-untyped-call]
+            return True
+        return False
+
+
+_Answer = m.Staged | m.Taken | m.ClearOver
+A = TypeVar("A", bound=_Answer)
+
+_START_S = 60.0  # importing torch takes this long on a busy machine
+_TICK_S = 0.25
+# A data plane counts as hung after so many consecutive ticks without an answer: few if it does nothing in them, many if
+# it runs, or waits for a core or a disk, as on an overloaded machine.
+_IDLE_TICKS, _SILENT_TICKS = 12, 80
+_SUSPECT_TICKS = 4  # after so many without an answer in which it does nothing, a spare data plane is started
+CLOSE_S = 10.0
+_REFUSALS: dict[str, type[KVFetchError]] = {kind.__name__: kind for kind in (ConfigError, UnsupportedError)}
+ANSWER_S = 5.0  # how much longer a caller waits than the data plane's own deadline
+
+
+class EndedError(KVFetchError):
+    """The data plane ended, or did not start in time. Another one may fare better."""
+
+
+ReadPages = Callable[[TensorName, Sequence[int]], torch.Tensor | None]
+ReadSide = Callable[[], torch.Tensor | None]  # returns uint8, (bytes,); None if it is no longer available
+
+
+@dataclass(frozen=True)
+class Quantising:
+    """Quantises the pages of a write into shared memory.
+
+    Attributes:
+        num_rows: The integers of a token, by cell in storage order.
+        into: ``into(pages, memory, offset)`` quantises some of the pages, which are counted from the write's first.
+            From a byte of ``memory`` on, uint8, it writes the exponents of all cells, ``(cells, tokens)``, and each
+            cell's integers, ``(rows, tokens)``. It returns each cell's exact tokens, uint8 ``(bytes,)``; None if the
+            pages are to be read as values.
+    """
+
+    num_rows: Sequence[int]
+    into: Callable[[range, torch.Tensor, int], Sequence[torch.Tensor] | None]
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of a token, without exact ones."""
+        return len(self.num_rows) + sum(self.num_rows)
+
+
+class _Quantised(NamedTuple):
+    """Pages that lie quantised in shared memory. ``cells`` and ``exact_offset``: as in `protocol.Write`. ``num_bytes``:
+    without exact tokens."""
+
+    num_bytes: int
+    cells: tuple[tuple[int, int], ...]
+    exact_offset: int
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A command that one event answers. ``lost``: that event, if the data plane ends first. ``stage``: what is missed
+    then, for the metrics."""
+
+    lost: _Answer
+    stage: str
+    answer: Future[Any] = field(default_factory=Future)
+
+    def lose(self, reason: Reason = Reason.DATA_PLANE) -> None:
+        """Answer with ``lost``. ``reason``: why pages are missing, if the answer says so."""
+        lost = self.lost
+        if isinstance(lost, m.Staged):
+            metrics.MISSES.labels(self.stage, reason).inc()
+            lost = msgspec.structs.replace(lost, reason=reason)
+        self.answer.set_result(lost)
+
+
+class Run:
+    """One data plane, from its start to its end, with its work under way."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        geometry: KVGeometry,
+        sides: Mapping[str, int],
+        page_bytes: int,
+        value_bytes: int,
+        pool_files: tuple[tuple[int, int], ...] = (),
+        on_loss: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Launch a data plane, which waits for ``Start``. ``page_bytes``, ``value_bytes``: the shared memory for pages
+        on their way to the store, which is the write queue, and for what is on its way to the engine. ``pool_files``:
+        as in `Line`. ``on_loss`` is called when the store takes pages again after it has failed to take some."""
+        commands, events = socket.socketpair(), socket.socketpair()
+        self.launch = launch
+        self.channel = Channel(commands[0], events[0])
+        self.values, self._pages = Arena.create(value_bytes), Arena.create(page_bytes)
+        self._room = Room(page_bytes)
+        self._geometry = geometry
+        self._sides = sides
+        self._lock = threading.Lock()
+        self._ended = False  # guarded by the lock, like the work under way
+        self._asked: dict[int, _Asked] = {}
+        self.profile: m.ProfileTaken | None = None
+        self.audits: Audits | None = None
+        self._on_loss = on_loss
+        self.has_lost = False  # the store has failed to take pages, and has taken none since
+        self._num_queued = 0  # pages that the data plane has taken and not yet written or dropped
+        self.running = launch(Line(commands[1], events[1], self.values, self._pages, pool_files))
+
+    # Commands, which fail at once after the end
+
+    def ask(
+        self,
+        command: m.Stage | m.FetchPages | m.FetchSide | m.Write | m.Clear,
+        lost: A,
+    ) -> Future[A]:
+        """Send a command. Return the event that answers it, ``lost`` if the data plane ends first, or if the command is
+        too large to be sent."""
+        is_lookup = isinstance(command, m.Stage) and command.is_read_ahead
+        asked = _Asked(lost, "lookup" if is_lookup else "fetch")
+        with self._lock:
+            is_under_way = not self._ended
+            if is_under_way:
+                self._asked[command.work] = asked
+        if not is_under_way:
+            asked.lose()
+            return asked.answer
+        try:
+            self.channel.send(command)
+        except FormatError as e:  # one miss: the thread that asks may be the scheduler's
+            with self._lock:
+                is_under_way = self._asked.pop(command.work, None) is not None
+            if is_under_way:
+                _limited.warning("too large", f"kvfetch: pages of a request count as missing: {e}")
+                asked.lose(Reason.TOO_LARGE)
+        return asked.answer
+
+    def write(
+        self,
+        command: m.Write,
+        pool_pages: Sequence[int],
+        read: ReadPages,
+        quantising: Quantising | None,
+        part: range,
+        read_sides: Sequence[ReadSide],
+        timeout_s: float,
+    ) -> bool:
+        """Queue pages for writing. Waits for room for them. Return whether they are queued. ``part``: which of those of
+        ``quantising`` they are."""
+        side_sizes = [self._sides[pool] for pool, _ in command.sides]
+        deadline_s = time.monotonic() + timeout_s
+        with ExitStack() as undo:
+            offsets: list[int] = []
+
+            def allocate(num_bytes: int) -> int | None:
+                offset = self._room.allocate(num_bytes, max(0.0, deadline_s - time.monotonic()))
+                if offset is not None:
+                    offsets.append(offset)
+                    undo.callback(self._room.free, offset)
+                return offset
+
+            quantised = None
+            if quantising is not None:
+                quantised = self._quantise(quantising, part, sum(side_sizes), allocate)
+                if quantised is None:  # as where all tokens are exact
+                    undo.pop_all().close()
+                    offsets.clear()
+            if quantised is not None:
+                command = msgspec.structs.replace(command, cells=quantised.cells, exact=quantised.exact_offset)
+                value_bytes = quantised.num_bytes
+            else:
+                value_bytes = len(pool_pages) * self._geometry.page_bytes
+                offset = allocate(value_bytes + sum(side_sizes))
+                if offset is None or not self._copy(offset, pool_pages, read):
+                    return False
+            sides = self._pages.views(offsets[0] + value_bytes, torch.uint8, ((size,) for size in side_sizes))
+            for read_side, into in zip(read_sides, sides, strict=True):
+                content = read_side()
+                if content is None:
+                    return False
+                into.copy_(content)
+            undo.pop_all()
+        command = msgspec.structs.replace(command, offset=offsets[0])
+        self._count_queued(len(pool_pages))  # now: the answers may come before this thread goes on
+        taken = self.ask(command, m.Taken(command.work, is_lost=True))
+        for each in offsets:
+            taken.add_done_callback(lambda _, each=each: self._room.free(each))  # type: ignore[misc]
+        if taken.done() and taken.result().is_lost:
+            self._count_queued(-len(pool_pages))
+            return False
+        return True
+
+    def _quantise(
+        self, quantising: Quantising, part: range, side_bytes: int, allocate: Callable[[int], int | None]
+    ) -> _Quantised | None:
+        """Let pages be quantised into the shared memory, with room for side pages behind them. None if there is no
+        room, or if the pages are to be read as values."""
+        value_bytes = len(part) * self._geometry.page_bytes
+        num_bytes = quantising.token_bytes * len(part) * self._geometry.page_size
+        if num_bytes > value_bytes or (offset := allocate(num_bytes + side_bytes)) is None:
+            return None
+        exact = quantising.into(part, self._pages.whole, offset)
+        if exact is None:
+            return None
+        sizes = [x.nbytes for x in exact]
+        exact_offset = 0
+        if exact_bytes := sum(sizes):  # which is rare
+            room = allocate(exact_bytes) if num_bytes + exact_bytes <= value_bytes else None
+            if room is None:
+                return None
+            exact_offset = room
+            torch.cat(list(exact), out=self._pages.view(exact_offset, torch.uint8, (exact_bytes,)))
+        cells = tuple(zip(quantising.num_rows, sizes, strict=True))
+        return _Quantised(num_bytes, cells, exact_offset)
+
+    def _count_queued(self, num_pages: int) -> None:
+        with self._lock:
+            self._num_queued += num_pages
+
+    def _copy(self, offset: int, pool_pages: Sequence[int], read: ReadPages) -> bool:
+        """Copy pages into the shared memory. Return False if they are no longer available."""
+        for tensor, into in zip(TENSORS, self._pages.pages(offset, self._geometry, len(pool_pages)), strict=True):
+            values = read(tensor, pool_pages)
+            if values is None:
+                return False
+            into.copy_(values)
+        return True
+
+    # Events
+
+    def await_ready(self, closing: threading.Event) -> None:
+        """Wait until the data plane serves. Raises EndedError, or another KVFetchError if it refuses the config."""
+        deadline_s = time.monotonic() + _START_S
+        while time.monotonic() < deadline_s and not closing.is_set():
+            for event in self._receive():
+                match event:
+                    case m.Ready():
+                        return
+                    case m.AuditsTold():  # by those who served before
+                        self._take_in(event)
+                    case m.Refused():
+                        raise _REFUSALS.get(event.kind, KVFetchError)(event.reason)
+        raise EndedError(f"the data plane did not start within {_START_S:g} s")
+
+    def serve(self, closing: threading.Event, on_suspicion: Callable[[], None]) -> None:
+        """Process events until the data plane ends or hangs. ``on_suspicion`` is called when it may hang."""
+        num_silent = num_idle = 0
+        while True:
+            try:
+                events = self._receive()
+            except EndedError:
+                return
+            # Count ticks, not seconds: if a busy machine delays this thread, the data plane may well have answered.
+            if events:
+                num_silent = num_idle = 0
+            else:
+                num_silent += 1
+                num_idle += not self.running.is_busy()
+                if num_idle == _SUSPECT_TICKS:
+                    on_suspicion()
+            if (num_idle > _IDLE_TICKS or num_silent > _SILENT_TICKS) and not closing.is_set():
+                logger.warning("kvfetch: the data plane does not answer")
+                return
+            if num_silent:
+                self.channel.send(m.Ping())
+            self._take_in_all(events)
+
+    def step(self) -> None:
+        if self._asked:
+            try:
+                self._take_in_all(self.channel.receive_now())
+            except FormatError:
+                logger.exception("kvfetch: the data plane sends invalid bytes")
+                self.running.kill()
+
+    def _receive(self) -> list[m.Event]:
+        """Return new events. Raises EndedError if the data plane has ended."""
+        events = self.channel.receive(_TICK_S)
+        if events is None:
+            raise EndedError("the data plane ended")
+        return events
+
+    def _take_in_all(self, events: Iterable[m.Event]) -> None:
+        for event in events:
+            try:
+                self._take_in(event)
+            except Exception:  # must not end the thread, on which others depend
+                logger.exception("kvfetch: processing event %s failed", type(event).__name__)
+
+    def _take_in(self, event: m.Event) -> None:
+        """Handle an event of the data plane, on the thread that receives."""
+        match event:
+            case m.Staged() | m.Taken() | m.ClearOver():
+                self._answer(event)
+            case m.ProfileTaken():
+                self.profile = event
+            case m.AuditsTold():
+                self.audits = event.audits
+            case m.Settled():
+                self._count_queued(-event.num_pages)
+                # Not before the store works again: until then, pages that come again would be lost again.
+                if self.has_lost and not event.is_lost:
+                    self._on_loss()
+                self.has_lost = event.is_lost
+
+    def _answer(self, event: _Answer) -> None:
+        """Complete the work that an event answers, unless that is done: the data plane may have ended, as another
+        thread has noticed."""
+        with self._lock:
+            asked = self._asked.pop(event.work, None)
+        if asked is not None:
+            asked.answer.set_result(event)  # not with the lock held: it calls back
+
+    def staged_values(self, staged: m.Staged) -> StagedValues:
+        return StagedValues.of(staged, self.values, self._geometry, self._sides)
+
+    def side_pages(self, staged: m.Staged) -> dict[SideKey, torch.Tensor]:
+        return side_views(staged, self.values, self._sides)
+
+    def end(self) -> bool:
+        """End the data plane, and complete all its work under way as misses. Return whether it has lost pages that it
+        had taken for writing."""
+        self.running.kill()
+        self.running.join(CLOSE_S)
+        self.channel.close()
+        self._room.close()
+        with self._lock:
+            self._ended = True
+            lost, self._asked = self._asked, {}
+        for each in lost.values():
+            each.lose()
+        self.values.close()
+        self._pages.close()
+        if self._num_queued > 0:
+            metrics.WRITTEN_PAGES.labels("dropped_data_plane").inc(self._num_queued)
+            logger.warning("kvfetch: %d pages that were queued for writing are lost", self._num_queued)
+        return self._num_queued > 0

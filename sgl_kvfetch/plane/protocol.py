@@ -1,0 +1,475 @@
+"""The protocol between the engine and its data plane: its messages, and the sockets that carry them.
+
+The engine sends commands, the data plane sends events. A message is its length in four bytes, followed by MessagePack.
+Values and pages go through shared memory (`Arena`); messages contain only their offsets. The engine chooses the
+``work`` numbers and never reuses one.
+
+Sending never waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from sgl_kvfetch.errors import DECODE_ERRORS, FormatError
+from sgl_kvfetch.keys import Labels, Namespace
+from sgl_kvfetch.plane.config import ProfileNeeds
+from sgl_kvfetch.status import Audits
+
+VERSION = 10
+_LENGTH = struct.Struct("<I")
+_MOST_BYTES = 64 << 20  # limit for a message; a `Stage` has 32 bytes per page
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Watch(msgspec.Struct, frozen=True, array_like=True):
+    """What a data plane needs to find a profile for its engine's weights, or to make one. ``weights``: their
+    fingerprint. ``model_folder``: the checkpoint. ``model_name``: for people. ``needs``: what a profile must have.
+    ``finds``: whether to look for the newest profile and to calibrate if there is none, as rank 0 does; else only
+    `TakeProfile` asks for one."""
+
+    weights: str
+    model_folder: str
+    model_name: str
+    needs: ProfileNeeds
+    finds: bool
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a tensor lies in the memory files of a pool. ``file``: which one. ``offset``, ``strides``: in values."""
+
+    file: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+# Commands
+
+
+class Start(_Message, frozen=True):
+    """The first command. ``config``: the parsed `KVFetchConfig`. ``first_head``, ``end_head``: the rank's heads.
+    ``sides``: the bytes of a page in each side pool. ``watch``: what to find a profile for, if one is to be found.
+    ``takes_code``: whether the engine restores staged cells itself, where `coded.gpu_restores`. ``gpu``: the number of
+    the engine's GPU, whose video engines decode for the data plane, if they can. ``pool``: where K and V lie in the
+    pool to which pages are fetched, ``(pages, page_size, layers, heads, dim)`` each; empty in device mode."""
+
+    config: dict[str, Any]
+    namespace: Namespace
+    first_head: int
+    end_head: int
+    rank: int
+    most_span_pages: int | None
+    sides: dict[str, int] = {}
+    labels: Labels = Labels()
+    watch: Watch | None = None
+    takes_code: bool = False
+    gpu: int | None = None
+    pool: tuple[Place, ...] = ()
+    version: int = VERSION
+
+
+class Stage(_Message, frozen=True):
+    """Bring the longest stored run of these pages near, unless the engine would compute it sooner. ``hashes``: 32 bytes
+    per page.
+
+    In device mode, the pages are restored into shared memory, where the engine takes them: `Staged` answers. In host
+    mode (``is_read_ahead``) SGLang says only later where the values go, and they are ten times as large as what is
+    stored of them. So their bytes are read ahead, `Staged` answers before they have come, and `FetchPages` restores
+    them.
+
+    ``saved_s``: how much longer the engine would take without so many pages, for a few numbers of pages, ascending;
+    empty if it has not been measured. ``is_idle``: whether the engine has had nothing to compute since it last asked.
+    ``request_id``, ``traceparent``: as of `timeline.Request`. ``trailing``: side pools that the run needs, each with
+    the number of its last pages that must be there; 0 for all. In device mode, these side pages are staged, too.
+    """
+
+    work: int
+    hashes: bytes
+    saved_s: tuple[tuple[int, float], ...] = ()
+    request_id: str = ""
+    traceparent: str = ""
+    is_idle: bool = False
+    is_read_ahead: bool = False
+    trailing: dict[str, int] = {}
+
+
+def is_for_its_end(trailing: Mapping[str, int]) -> bool:
+    """Return whether a run that needs these side pages, as in `Stage`, is of use at its end alone. Otherwise a shorter
+    run has all that it needs, too."""
+    return any(trailing.values())
+
+
+class FetchPages(_Message, frozen=True):
+    """Restore these pages, as far as they are stored, to ``places`` in the engine's pool, as `Start` has described it:
+    `Staged` answers. Before that, any of these places may be written to.
+
+    ``deadline_s``: in time.monotonic(). ``is_first``, ``is_last``: whether they are the first or the last ones that the
+    engine takes of a `Stage`. ``is_divisible``: whether some of them are of use without the others; then the fetch ends
+    when the engine would compute the rest sooner. ``is_idle``: as in `Stage`.
+    """
+
+    work: int
+    hashes: bytes
+    places: tuple[int, ...]
+    deadline_s: float
+    is_first: bool = False
+    is_last: bool = False
+    is_divisible: bool = True
+    is_idle: bool = False
+
+
+class Unstage(_Message, frozen=True):
+    """End a `Stage` or a fetch soon, or free what was staged. Nothing is written to that memory afterwards.
+    ``is_sound``: false if the engine could not decode its cells; those segments are decoded here from now on."""
+
+    work: int
+    is_sound: bool = True
+
+
+class Flush(_Message, frozen=True):
+    """Drop all bytes that were read, because the engine's caches are emptied."""
+
+
+class FetchSide(_Message, frozen=True):
+    """Bring these pages of a side pool into shared memory: `Staged` answers. ``deadline_s``: as in `FetchPages`."""
+
+    work: int
+    pool: str
+    hashes: bytes
+    deadline_s: float
+
+
+class Write(_Message, frozen=True):
+    """Write pages that stay in shared memory until `Taken`: K of all pages at ``offset``, then V, then side pages in
+    the order of ``sides``: the name of the pool, and the page, counted from the first. ``cells``: the integers of a
+    token and the bytes of exact tokens, of each cell in storage order, if the exponents of all cells lie there instead
+    of K and V, and then each cell's integers, a row each. Their exact tokens lie at ``exact``."""
+
+    work: int
+    first_page: int  # position in the sequence
+    previous_hash: bytes | None  # hash of the page before, None at the sequence's start
+    hashes: bytes
+    offset: int
+    sides: tuple[tuple[str, int], ...] = ()
+    cells: tuple[tuple[int, int], ...] = ()
+    exact: int = 0
+
+
+class Clear(_Message, frozen=True):
+    """Delete all segments of this rank from the store."""
+
+    work: int
+
+
+class ShowPrompts(_Message, frozen=True):
+    """Calibrate on these prompts, unless the store has a profile before. ``windows``: for each window of text the
+    pieces of prompts that make it, int32 token ids."""
+
+    windows: tuple[tuple[bytes, ...], ...]
+
+
+class PauseCalibration(_Message, frozen=True):
+    """Stop calibrating, or go on with it: the engine needs the CPU, or does not."""
+
+    is_paused: bool
+
+
+class TakeProfile(_Message, frozen=True):
+    """Take a copy of this profile from the store; `ProfileTaken` answers."""
+
+    digest: str
+
+
+class Ping(_Message, frozen=True):
+    """Answer with a ``Pong``."""
+
+
+class Close(_Message, frozen=True):
+    """Write what is queued, within a few seconds, and exit."""
+
+
+# Events
+
+
+class Ready(_Message, frozen=True):
+    """The data plane serves commands from now on."""
+
+
+class Refused(_Message, frozen=True):
+    """The data plane cannot do what ``Start`` asks for, and exits. ``kind``: the name of the error's class."""
+
+    kind: str
+    reason: str
+
+
+class Staged(_Message, frozen=True):
+    """The result of a `Stage`, a `FetchPages` or a `FetchSide`. In device mode, the scheduler reads it in its steps.
+
+    ``num_found`` pages are stored, of which the first ``num_pages`` are restored and verified, or, for a `Stage` of
+    host mode, read ahead; of a side pool, any ``num_pages``. ``reason``: the first `reasons.Reason` why pages are
+    missing; "" if they are merely not stored.
+
+    In shared memory, until `Unstage`:
+
+    * In device mode, a region for all pages that were found is at ``offset``: see `staging.region_views`. If the pages
+      are still coded, there is a table of ``num_cells`` `coded.CELL` at ``tables``, ``tables_bytes`` with what follows
+      it.
+    * Side pages lie one after another from ``sides_offset`` on, in the order of ``sides``, as in `Write`.
+
+    In host mode, if side pools are needed: ``lengths`` has all the runs that could be used, in pages, and ``stored``
+    how long the longest run would be if each pool were the only one. The pool of KV is ``kv``.
+    """
+
+    work: int
+    num_pages: int = 0
+    num_found: int = 0
+    reason: str = ""
+    offset: int = 0
+    num_cells: int = 0
+    tables: int = 0
+    tables_bytes: int = 0
+    sides_offset: int = 0
+    sides: tuple[tuple[str, int], ...] = ()
+    lengths: tuple[int, ...] = ()
+    stored: dict[str, int] = {}
+
+
+class Taken(_Message, frozen=True):
+    """Nothing reads the shared memory of a `Write` any longer: its pages are encoded, or dropped. ``is_lost``: the
+    command has not reached a data plane."""
+
+    work: int
+    is_lost: bool = False
+
+
+class Settled(_Message, frozen=True):
+    """So many pages have left the queue: they were written or dropped. ``is_lost``: the store failed, so that they may
+    be written when they come again."""
+
+    num_pages: int
+    is_lost: bool = False
+
+
+class ClearOver(_Message, frozen=True):
+    """The result of a ``Clear``. ``fault``: why the store could not be cleared; empty if it was."""
+
+    work: int
+    fault: str
+
+
+class ProfileTaken(_Message, frozen=True):
+    """There is a profile for the engine's weights, and a copy of it on this machine. ``about``: one line for the
+    log."""
+
+    digest: str
+    path: str
+    about: str
+
+
+class AuditsTold(_Message, frozen=True):
+    """What audits have found until now."""
+
+    audits: Audits
+
+
+class Pong(_Message, frozen=True):
+    """Answers a ``Ping``."""
+
+
+Command = (
+    Start
+    | Stage
+    | FetchPages
+    | FetchSide
+    | Unstage
+    | Flush
+    | Write
+    | Clear
+    | ShowPrompts
+    | PauseCalibration
+    | TakeProfile
+    | Ping
+    | Close
+)
+Event = Ready | Refused | Staged | Taken | Settled | ClearOver | ProfileTaken | AuditsTold | Pong
+
+M = TypeVar("M")
+
+
+def encode(message: Command | Event) -> bytes:
+    """Return a message's bytes. Raises FormatError if they are more than the other end accepts: a command grows with
+    the prompt that it is for. So it does for text that is no Unicode, such as the name of a folder in another encoding.
+    """
+    try:
+        body = msgspec.msgpack.encode(message)
+    except UnicodeEncodeError as e:
+        found = ascii(e.object[max(0, e.start - 40) : e.end + 40])
+        raise FormatError(f"a {type(message).__name__} with the text {found}: expected valid Unicode") from e
+    if len(body) > _MOST_BYTES:
+        raise FormatError(f"a {type(message).__name__} of {len(body)} bytes; messages have at most {_MOST_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class MessageReader(Generic[M]):
+    """Decodes messages from received bytes, wherever these were split."""
+
+    def __init__(self, kind: Any) -> None:
+        """``kind``: `Command` or `Event`."""
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[M]:
+        """Add ``data`` and yield all complete messages. Raises FormatError for bytes that are not such messages."""
+        self._buffer += data
+        start = 0
+        try:
+            while len(self._buffer) - start >= _LENGTH.size:
+                (size,) = _LENGTH.unpack_from(self._buffer, start)
+                if size > _MOST_BYTES:
+                    raise FormatError(f"a message of {size} bytes; at most {_MOST_BYTES} are allowed")
+                end = start + _LENGTH.size + size
+                if end > len(self._buffer):
+                    return
+                body = bytes(self._buffer[start + _LENGTH.size : end])
+                start = end
+                try:
+                    yield self._decoder.decode(body)
+                except DECODE_ERRORS as e:
+                    raise FormatError(f"a message that cannot be decoded: {e}") from e
+        finally:
+            del self._buffer[:start]
+
+
+_READ_BYTES = 1 << 18
+
+
+class Outbox:
+    """Sends messages from any thread: bytes that the socket does not take at once are sent by ``flush``."""
+
+    def __init__(self, sock: socket.socket, on_unsent: Callable[[], object]) -> None:
+        """``on_unsent`` is called when bytes are left: call ``flush`` whenever the socket takes bytes, until it returns
+        True."""
+        sock.setblocking(False)
+        self.sock = sock
+        self._on_unsent = on_unsent
+        self._unsent: deque[memoryview] = deque()
+        self._lock = threading.RLock()
+        self._closed = False
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def send(self, message: Command | Event) -> None:
+        """Send a message. Does nothing once closed. Raises FormatError as `encode` does."""
+        data = memoryview(encode(message))
+        with self._lock:
+            if self._closed:
+                return
+            self._unsent.append(data)
+            if len(self._unsent) == 1 and not self.flush():
+                self._on_unsent()
+
+    def flush(self) -> bool:
+        """Send what is left. Return whether nothing is."""
+        with self._lock:
+            try:
+                while self._unsent:
+                    data = self._unsent[0]
+                    sent = self.sock.send(data)
+                    if sent == len(data):
+                        self._unsent.popleft()
+                    else:
+                        self._unsent[0] = data[sent:]
+            except BlockingIOError:
+                return False
+            except OSError:
+                self._unsent.clear()  # the reader of this socket will notice it
+            return True
+
+    def receive(self) -> bytes:
+        """Return bytes that the socket has received. Raises OSError if there are none, or once closed."""
+        with self._lock:
+            return self.sock.recv(_READ_BYTES)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._unsent.clear()
+            self.sock.close()
+
+
+class Channel:
+    """The engine's end. Commands are sent from any thread. Events come over two sockets: some to a thread that waits
+    for them, the others to the scheduler's steps, which do not."""
+
+    def __init__(self, commands: socket.socket, events: socket.socket) -> None:
+        """``commands`` brings the events for steps, too."""
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK)
+        self._outbox = Outbox(commands, lambda: os.eventfd_write(self._waker, 1))
+        self._events = events
+        self._events.setblocking(False)
+        self._reader: MessageReader[Event] = MessageReader(Event)
+        self._step_reader: MessageReader[Event] = MessageReader(Event)
+        self._poller = select.poll()
+        self._poller.register(self._waker, select.POLLIN)
+        self._poller.register(events, select.POLLIN)
+        self._poller.register(commands, 0)
+        self._step_poller = select.poll()
+        self._step_poller.register(commands, select.POLLIN)
+        self.send = self._outbox.send
+
+    def receive(self, timeout_s: float) -> list[Event] | None:
+        """Wait for events. Return an empty list only if the other end neither sends nor takes a byte for ``timeout_s``,
+        and None if it is gone or sends invalid bytes."""
+        while True:
+            self._poller.modify(self._outbox.sock, select.POLLOUT if self._outbox.has_unsent else 0)
+            ready = dict(self._poller.poll(timeout_s * 1e3))
+            if not ready:
+                return []
+            if self._waker in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._waker)
+            self._outbox.flush()
+            if self._events.fileno() in ready:
+                try:
+                    data = self._events.recv(_READ_BYTES)
+                    events = list(self._reader.feed(data)) if data else None
+                except BlockingIOError:
+                    continue
+                except (OSError, FormatError):
+                    return None
+                if events is None or events:
+                    return events
+
+    def receive_now(self) -> list[Event]:
+        """Return the events for a step that have come, at most as many as one read returns. Raises FormatError."""
+        if not self._step_poller.poll(0):  # cheaper than an attempt to read
+            return []
+        try:
+            data = self._outbox.receive()
+        except OSError:  # the other end is gone, which ``receive`` notices
+            return []
+        return list(self._step_reader.feed(data))
+
+    def close(self) -> None:
+        """Close the sockets. Call this on the thread that receives. Idempotent."""
+        self._outbox.close()
+        self._events.close()
+        if self._waker >= 0:
+            os.close(self._waker)
+            self._waker = -1

@@ -1,0 +1,530 @@
+"""Tests that every store must pass, and small segments to test stores with. It needs pytest and pytest-asyncio:
+``pip install 'sgl_kvfetch[testing]'``. For a store of your own:
+
+    import pytest
+    from sgl_kvfetch.testing import AdminStoreConformance
+
+    class TestMyStore(AdminStoreConformance):
+        @pytest.fixture
+        async def store(self, tmp_path):
+            store = MyStore(...)              # empty
+            yield store
+            await store.close()
+
+The tests are coroutines: ``pytest -o asyncio_mode=auto test_my_store.py`` runs them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import msgspec
+import pytest
+import torch
+import xxhash
+
+from sgl_kvfetch.codec import CodedSegment, SegmentSpec, make_quantiser, secure_segment
+from sgl_kvfetch.codec.container.segment import encode_segment
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.keys import HeadSlice, Namespace, SegmentKey
+from sgl_kvfetch.stores import (
+    NOTE_KINDS,
+    PINS,
+    AdminStore,
+    Lookup,
+    Pin,
+    Store,
+    Verified,
+    get_pin,
+    last_verified,
+    object_digest,
+    put_pin,
+)
+
+NAMESPACE = Namespace(
+    model="conformance",
+    model_dtype="bfloat16",
+    attention="mha",
+    kv_dtype="bfloat16",
+    page_size=1,
+    num_layers=1,
+    first_layer=0,
+    num_heads=1,
+    k_head_dim=48,
+    v_head_dim=48,
+    quantiser="exact",
+)
+
+
+def head_slice(model: str) -> HeadSlice:
+    return HeadSlice(replace(NAMESPACE, model=model), range(1))
+
+
+FOLDER = head_slice(NAMESPACE.model).folder
+
+
+def page_hashes(num_pages: int, branch: str = "", branch_at: int = 0) -> list[bytes]:
+    """Return a chain of page hashes, which depend on ``branch`` from page ``branch_at`` on."""
+    chain, last = [], b""
+    for page in range(num_pages):
+        content = f"{page}{branch if page >= branch_at else ''}"
+        last = hashlib.sha256(last + content.encode()).digest()
+        chain.append(last)
+    return chain
+
+
+@cache
+def _coded(
+    model: str, first_page: int, previous: bytes | None, hashes: tuple[bytes, ...], codec: str, content: int
+) -> CodedSegment:
+    spec = SegmentSpec(head_slice(model), make_quantiser("exact"), codec, "240p", 8)
+    shape = (len(hashes), 1, 1, 48)
+    generator = torch.Generator().manual_seed(content)
+    values = torch.randn(shape, generator=generator).to(torch.bfloat16)
+    return encode_segment(spec, {"k": values, "v": -values}, first_page, previous, list(hashes))
+
+
+def make_segment(
+    chain: Sequence[bytes],
+    first_page: int,
+    num_pages: int,
+    *,
+    model: str = "conformance",
+    codec: str = "zstd",
+    content: int = 0,
+) -> CodedSegment:
+    """Return a small real segment of pages ``[first_page, first_page + num_pages)``. ``content`` seeds its values."""
+    previous = chain[first_page - 1] if first_page else None
+    return _coded(model, first_page, previous, tuple(chain[first_page : first_page + num_pages]), codec, content)
+
+
+def expiring(segment: CodedSegment, expires: float | None) -> CodedSegment:
+    """Return the segment with a time from which on it has expired, in seconds since the epoch; None for never."""
+    manifest = msgspec.structs.replace(segment.manifest, expires=None if expires is None else int(expires))
+    return replace(segment, manifest=manifest)
+
+
+async def put_segment(store: Store, segment: CodedSegment) -> None:
+    """Put a segment as a writer does: the data, then the manifest."""
+    if store.keys:
+        segment = secure_segment(segment, store.keys)
+    for name, data in segment.data_objects():
+        await store.put(name, data)
+    await store.put(segment.manifest.key.manifest_name, segment.manifest.encode())
+
+
+def data_object(content: bytes, heads: str = "0-1") -> str:
+    """Return a name for a data object with this content. Its segment has no manifest."""
+    folder = f"{FOLDER.partition('.')[0]}.{heads}"
+    key = SegmentKey(folder, 1, hashlib.sha256(content).digest())
+    return key.data_name(xxhash.xxh3_128_hexdigest(content))
+
+
+def parts(found: Lookup) -> list[tuple[int, int]]:
+    return [(hit.first_page, hit.num_pages) for hit in found.hits]
+
+
+BAD_NAMES = (
+    "",
+    "x",
+    "/etc/passwd",
+    "../../etc/passwd",
+    f"{'0' * 32}/../{'0' * 32}/1-{'0' * 64}.kvm",
+    f"{'0' * 32}/1-{'0' * 64}.kvm/..",
+    f"{'0' * 32}/1-{'0' * 64}.kvm\n",
+    f"{'0' * 32}/%2e%2e/1-{'0' * 64}.kvm",
+    f"{'0' * 32}/0-{'0' * 64}.kvm",
+    f"{'0' * 32}/1-{'0' * 64}.tmp",
+    f"{'0' * 32}\\1-{'0' * 64}.kvm",
+)
+
+
+async def _require_replace(store: Store) -> None:
+    """Skip the test if the store says that it cannot replace manifests."""
+    try:
+        await store.require_replace()
+    except StoreError as e:
+        if e.reason != "invalid":
+            raise
+        pytest.skip(str(e))
+
+
+class StoreConformance:
+    """Set ``checks_manifests`` to False for a store that cannot check a manifest when it is put, and ``finds_parts`` to
+    False for one that finds a segment only if the requested pages include all of it."""
+
+    checks_manifests = True
+    finds_parts = True
+
+    async def test_get_returns_what_was_put(self, store: Store) -> None:
+        content = bytes(range(256)) * 5000
+        name = data_object(content)
+        await store.put(name, content)
+        assert await store.get(name) == content
+
+    async def test_ranges(self, store: Store) -> None:
+        content = bytes(range(200))
+        name = data_object(content)
+        await store.put(name, content)
+        for start, length in ((0, 1), (0, 200), (199, 1), (50, 100), (0, 0), (7, 0), (200, 0)):
+            assert await store.get(name, start, length) == content[start : start + length]
+        for start in (0, 1, 199, 200):
+            assert await store.get(name, start) == content[start:]
+
+    async def test_range_beyond_the_end_is_truncated(self, store: Store) -> None:
+        content = b"0123456789"
+        name = data_object(content)
+        await store.put(name, content)
+        for start, length in ((0, 11), (9, 2), (10, 1), (11, 0), (50, 1), (11, None)):
+            with pytest.raises(StoreError) as caught:
+                await store.get(name, start, length)
+            assert caught.value.reason == "truncated", (start, length)
+
+    async def test_missing_objects(self, store: Store) -> None:
+        name = data_object(b"never put")
+        assert await store.get(name) is None
+        assert await store.get(name, 5, 10) is None
+        assert await store.get(name, 5, 0) is None
+        assert await store.delete(name) is False
+
+    async def test_delete(self, store: Store) -> None:
+        content = b"short-lived"
+        name = data_object(content)
+        await store.put(name, content)
+        assert await store.delete(name) is True
+        assert await store.get(name) is None
+        assert await store.delete(name) is False
+
+    async def test_delete_prefix(self, store: Store) -> None:
+        assert await store.delete_prefix("") == 0
+        chain = page_hashes(8)
+        first, second = make_segment(chain, 0, 4), make_segment(chain, 4, 4)
+        another = make_segment(chain, 0, 4, model="another")
+        for segment in (first, second, another):
+            await put_segment(store, segment)
+        assert await store.delete_prefix("no such") == 0
+        assert await store.delete_prefix(first.manifest.key.stem) == 2
+        assert await store.get(first.data_name) is None
+        assert await store.get(second.data_name) == second.data
+        assert await store.lookup(FOLDER, chain) == Lookup(())
+        assert parts(await store.lookup(FOLDER, chain[4:])) == [(0, 4)]
+        assert await store.delete_prefix(FOLDER) == 2
+        assert await store.lookup(FOLDER, chain[4:]) == Lookup(())
+        assert parts(await store.lookup(another.manifest.key.namespace, chain)) == [(0, 4)]
+        await put_segment(store, first)
+        assert await store.delete_prefix("") == 4
+        assert await store.get(first.manifest.key.manifest_name) is None
+
+    async def test_bad_names_are_invalid(self, store: Store) -> None:
+        for name in BAD_NAMES:
+            for call in (store.get(name), store.put(name, b"x"), store.delete(name)):
+                with pytest.raises(StoreError) as caught:
+                    await call
+                assert caught.value.reason == "invalid", name
+
+    async def test_folders(self, store: Store) -> None:
+        namespace = head_slice("conformance").namespace
+        assert await store.folders(namespace.digest()) == frozenset()
+        chain = page_hashes(4)
+        for model in ("conformance", "another"):
+            await put_segment(store, make_segment(chain, 0, 4, model=model))
+        await store.put(data_object(b"of another rank", heads="1-2"), b"of another rank")
+        assert await store.folders(namespace.digest()) == {FOLDER, FOLDER.replace("0-1", "1-2")}
+        assert await store.folders("0" * 32) == frozenset()
+
+    async def test_lookup_in_an_invalid_namespace(self, store: Store) -> None:
+        for namespace in ("", "..", "0" * 31, "A" * 32):
+            with pytest.raises(StoreError) as caught:
+                await store.lookup(namespace, page_hashes(1))
+            assert caught.value.reason == "invalid"
+
+    async def test_lookup_in_an_empty_store(self, store: Store) -> None:
+        assert await store.lookup(FOLDER, page_hashes(3)) == Lookup(())
+        assert await store.lookup(FOLDER, []) == Lookup(())
+
+    async def test_lookup_finds_a_segment(self, store: Store) -> None:
+        chain = page_hashes(8)
+        segment = make_segment(chain, 0, 8)
+        await put_segment(store, segment)
+        found = await store.lookup(FOLDER, chain)
+        assert parts(found) == [(0, 8)]
+        assert found.hits[0].manifest == segment.manifest.encode()
+        assert await store.lookup(head_slice("another").folder, chain) == Lookup(())
+
+    async def test_lookup_uses_parts_of_a_segment(self, store: Store) -> None:
+        self._require_parts()
+        chain = page_hashes(16)
+        await put_segment(store, make_segment(chain, 8, 8))
+        for first, end, expected in (
+            (8, 12, [(0, 4)]),
+            (12, 16, [(4, 4)]),
+            (10, 13, [(2, 3)]),
+            (15, 16, [(7, 1)]),
+            (7, 16, []),
+        ):
+            assert parts(await store.lookup(FOLDER, chain[first:end])) == expected
+
+    async def test_lookup_ends_where_the_prefix_branches_off(self, store: Store) -> None:
+        self._require_parts()
+        await put_segment(store, make_segment(page_hashes(8), 0, 8))
+        other = page_hashes(12, "another question", branch_at=5)
+        assert parts(await store.lookup(FOLDER, other)) == [(0, 5)]
+        await put_segment(store, make_segment(other, 0, 8))
+        assert parts(await store.lookup(FOLDER, other)) == [(0, 8)]
+        assert parts(await store.lookup(FOLDER, page_hashes(8))) == [(0, 8)]
+
+    async def test_lookup_joins_segments_of_a_growing_prefix(self, store: Store) -> None:
+        chain = page_hashes(16)
+        for first, length, expected in (
+            (0, 4, [(0, 4)]),
+            (4, 2, [(0, 4), (0, 2)]),
+            (6, 1, [(0, 4), (0, 2), (0, 1)]),
+            (0, 8, [(0, 8)]),  # merged
+            (8, 8, [(0, 8), (0, 8)]),
+        ):
+            await put_segment(store, make_segment(chain, first, length))
+            assert parts(await store.lookup(FOLDER, chain)) == expected
+        if self.finds_parts:
+            assert parts(await store.lookup(FOLDER, chain[3:12])) == [(3, 5), (0, 4)]
+
+    def _require_parts(self) -> None:
+        if not self.finds_parts:
+            pytest.skip("this store does not find parts of segments")
+
+    async def test_lookup_ends_at_a_gap(self, store: Store) -> None:
+        chain = page_hashes(12)
+        await put_segment(store, make_segment(chain, 0, 4))
+        await put_segment(store, make_segment(chain, 8, 4))
+        assert parts(await store.lookup(FOLDER, chain)) == [(0, 4)]
+
+    async def test_a_deleted_manifest_is_not_found(self, store: Store) -> None:
+        chain = page_hashes(4)
+        segment = make_segment(chain, 0, 4)
+        await put_segment(store, segment)
+        assert await store.delete(segment.manifest.key.manifest_name)
+        assert await store.lookup(FOLDER, chain) == Lookup(())
+
+    async def test_an_expired_segment_is_not_found_until_it_is_written_again(self, store: Store) -> None:
+        chain = page_hashes(8)
+        whole, half = make_segment(chain, 0, 8), make_segment(chain, 0, 4)
+        await put_segment(store, expiring(whole, time.time() - 60))
+        assert parts(await store.lookup(FOLDER, chain)) == []
+        await put_segment(store, expiring(half, time.time() + 3600))
+        assert parts(await store.lookup(FOLDER, chain)) == [(0, 4)]
+        await put_segment(store, expiring(whole, time.time() + 3600))
+        assert parts(await store.lookup(FOLDER, chain)) == [(0, 8)]
+
+    async def test_a_replaced_manifest_is_found(self, store: Store) -> None:
+        chain = page_hashes(4)
+        old, new = make_segment(chain, 0, 4), make_segment(chain, 0, 4, codec="deflate")
+        assert old.manifest.key == new.manifest.key
+        await put_segment(store, old)
+        await put_segment(store, new)
+        found = await store.lookup(FOLDER, chain)
+        assert [hit.manifest for hit in found.hits] == [new.manifest.encode()]
+        assert await store.get(new.manifest.key.manifest_name) == new.manifest.encode()
+        assert await store.get(old.data_name) == old.data
+
+    async def test_replace_requires_the_expected_manifest(self, store: Store) -> None:
+        """Replace nothing that another writer has changed; a retry of what succeeded succeeds."""
+        await _require_replace(store)
+        chain = page_hashes(4)
+        old, new, other = (make_segment(chain, 0, 4, codec=codec) for codec in ("zstd", "deflate", "hevc"))
+        name = old.manifest.key.manifest_name
+        manifests = [segment.manifest.encode() for segment in (old, new, other)]
+        for segment in (old, new, other):
+            await store.put(segment.data_name, segment.data)
+        before, after, third = manifests
+        assert not await store.replace(name, after, object_digest(before))
+        assert await store.get(name) is None
+        await store.put(name, before)
+        assert not await store.replace(name, third, object_digest(after))
+        assert await store.get(name) == before
+        assert await store.replace(name, after, object_digest(before))
+        assert await store.get(name) == after
+        assert [hit.manifest for hit in (await store.lookup(FOLDER, chain)).hits] == [after]
+        # A retry, as after a lost answer, succeeds too.
+        assert await store.replace(name, after, object_digest(before))
+        assert not await store.replace(name, third, object_digest(before))
+        assert await store.get(name) == after
+
+    async def test_only_one_of_many_concurrent_replaces_succeeds(self, store: Store) -> None:
+        """Replace a manifest from several tasks at once."""
+        await _require_replace(store)
+        chain = page_hashes(4)
+        segments = [make_segment(chain, 0, 4, codec=codec) for codec in ("zstd", "deflate", "hevc", "hevc420")]
+        name = segments[0].manifest.key.manifest_name
+        first, *others = [segment.manifest.encode() for segment in segments]
+        for segment in segments:
+            await store.put(segment.data_name, segment.data)
+        for _ in range(10):
+            await store.put(name, first)
+            done = await asyncio.gather(*(store.replace(name, other, object_digest(first)) for other in others))
+            assert done.count(True) == 1
+            assert await store.get(name) == others[done.index(True)]
+
+    async def test_data_without_manifest_is_not_found(self, store: Store) -> None:
+        chain = page_hashes(4)
+        segment = make_segment(chain, 0, 4)
+        await store.put(segment.data_name, segment.data)
+        assert await store.lookup(FOLDER, chain) == Lookup(())
+
+    async def test_a_manifest_is_checked(self, store: Store) -> None:
+        if not self.checks_manifests:
+            pytest.skip("this store does not check manifests")
+        chain = page_hashes(8)
+        segment, other = make_segment(chain, 0, 4), make_segment(chain, 4, 4)
+        name, content = segment.manifest.key.manifest_name, segment.manifest.encode()
+        with pytest.raises(StoreError) as before_data:
+            await store.put(name, content)
+        assert before_data.value.reason == "invalid"
+        await store.put(segment.data_name, segment.data)
+        for bad in (b"", b"nonsense", content[:-1], content + b"x", other.manifest.encode()):
+            with pytest.raises(StoreError) as caught:
+                await store.put(name, bad)
+            assert caught.value.reason == "invalid"
+        assert await store.get(name) is None
+        await store.put(name, content)
+
+    async def test_many_at_once(self, store: Store) -> None:
+        async def write_and_read(task: int) -> None:
+            chain = page_hashes(4, f"task {task}")
+            segment = make_segment(chain, 0, 4, content=task)
+            await put_segment(store, segment)
+            assert parts(await store.lookup(FOLDER, chain)) == [(0, 4)]
+            for start in range(0, len(segment.data) - 10, 50):
+                assert await store.get(segment.data_name, start, 10) == segment.data[start : start + 10]
+
+        async with asyncio.TaskGroup() as tasks:
+            for task in range(32):
+                tasks.create_task(write_and_read(task))
+
+    async def test_replacing_is_atomic(self, store: Store) -> None:
+        """Read a manifest while it is replaced again and again."""
+        chain = page_hashes(4)
+        segments = [make_segment(chain, 0, 4), make_segment(chain, 0, 4, codec="deflate")]
+        manifests = [segment.manifest.encode() for segment in segments]
+        name = segments[0].manifest.key.manifest_name
+        for segment in segments:
+            await put_segment(store, segment)
+
+        async def replace_often() -> None:
+            for turn in range(30):
+                await store.put(name, manifests[turn % 2])
+
+        async def read_until(writing: asyncio.Task[None]) -> None:
+            while not writing.done():
+                assert await store.get(name) in manifests
+                (hit,) = (await store.lookup(FOLDER, chain)).hits
+                assert hit.manifest in manifests
+
+        async with asyncio.TaskGroup() as tasks:
+            writing = tasks.create_task(replace_often())
+            for _ in range(4):
+                tasks.create_task(read_until(writing))
+
+    async def test_cancelled_calls_leave_a_working_store(self, store: Store) -> None:
+        content = b"c" * 3_000_000
+        name = data_object(content)
+        for delay_s in (0.0, 0.0005, 0.002, 0.01):
+            put = asyncio.create_task(store.put(name, content))
+            await asyncio.sleep(delay_s)
+            put.cancel()
+            await asyncio.gather(put, return_exceptions=True)
+            assert await store.get(name) in (None, content)
+        await store.put(name, content)
+        get = asyncio.create_task(store.get(name))
+        await asyncio.sleep(0.0005)
+        get.cancel()
+        await asyncio.gather(get, return_exceptions=True)
+        assert await store.get(name) == content
+
+    async def test_close_is_idempotent(self, store: Store) -> None:
+        await store.get(data_object(b"x"))
+        await store.close()
+        await store.close()
+
+
+class AdminStoreConformance(StoreConformance):
+    """The tests of an `AdminStore`."""
+
+    async def test_head(self, store: AdminStore) -> None:
+        content = b"twelve bytes"
+        name = data_object(content)
+        await store.put(name, content)
+        info = await store.head(name)
+        assert info is not None
+        assert (info.name, info.size_bytes) == (name, 12)
+        assert abs(info.modified_s - time.time()) < 3600
+        assert await store.head(data_object(b"never put")) is None
+        for bad in BAD_NAMES:
+            with pytest.raises(StoreError) as caught:
+                await store.head(bad)
+            assert caught.value.reason == "invalid", bad
+
+    async def test_list(self, store: AdminStore) -> None:
+        assert [info async for info in store.list()] == []
+        chain = page_hashes(4)
+        segments = [make_segment(chain, 0, 4), make_segment(chain, 0, 4, model="another")]
+        for segment in segments:
+            await put_segment(store, segment)
+        expected = {s.data_name: len(s.data) for s in segments}
+        expected |= {s.manifest.key.manifest_name: len(s.manifest.encode()) for s in segments}
+        assert {info.name: info.size_bytes async for info in store.list()} == expected
+        assert await store.folders() == {s.manifest.key.namespace for s in segments}
+        key = segments[0].manifest.key
+        for prefix in (key.namespace, key.namespace[:5], key.stem, key.manifest_name, "no such"):
+            listed = {info.name async for info in store.list(prefix)}
+            assert listed == {name for name in expected if name.startswith(prefix)}, prefix
+        assert await store.delete_prefix("") == 4
+        assert [info async for info in store.list()] == []
+
+    async def test_notes_are_kept_beside_objects(self, store: AdminStore) -> None:
+        """Keep notes under their names, where neither listings nor deletions of objects find them."""
+        first, second = (Pin("a question", 1, b"".join(page_hashes(n))) for n in (4, 2))
+        assert list(await store.notes(PINS)) == []
+        assert await get_pin(store, first.name) is None
+        assert not await store.delete_note(PINS, first.name)
+        for pin in (first, second, first):
+            await put_pin(store, pin)
+        found = {info.name: info for info in await store.notes(PINS)}
+        assert set(found) == {first.name, second.name}
+        assert found[first.name].size_bytes == len(first.encode())
+        assert abs(found[first.name].modified_s - time.time()) < 3600
+        assert await get_pin(store, first.name) == first
+        await Verified.of(1, 2, {}).put(store)
+
+        assert [info async for info in store.list()] == []
+        assert await store.folders() == frozenset()
+        assert await store.delete_prefix("") == 0
+        assert await store.delete_note(PINS, first.name)
+        assert [info.name for info in await store.notes(PINS)] == [second.name]
+        assert [info.name for info in await store.notes(NOTE_KINDS["verified"])] == ["last"]
+
+    async def test_the_first_bytes_of_a_note(self, store: AdminStore) -> None:
+        kind, data = NOTE_KINDS["verified"], Verified.of(1, 2, {"an object": "is missing"}).encode()
+        assert await store.get_note(kind, "last", 1) is None
+        await store.put_note(kind, "last", data)
+        assert await store.get_note(kind, "last") == data
+        found = await last_verified(store)
+        assert found is not None
+        assert found[0] == Verified.of(1, 2, {"an object": "is missing"})
+        assert await store.get_note(kind, "last", 5) == data[:5]
+        for length, reason in ((len(data) + 1, "truncated"), (kind.max_bytes + 1, "too_large"), (0, "too_large")):
+            with pytest.raises(StoreError) as caught:
+                await store.get_note(kind, "last", length)
+            assert caught.value.reason == reason
+
+    async def test_other_names_of_notes_are_invalid(self, store: AdminStore) -> None:
+        for name in ("", "..", "../" + "a" * 61, "A" * 64, "a" * 65, f"{'a' * 32}/{'a' * 33}", f"../{'a' * 32}"):
+            for kind in NOTE_KINDS.values():
+                calls = store.get_note(kind, name), store.put_note(kind, name, b"x"), store.delete_note(kind, name)
+                for call in calls:
+                    with pytest.raises(StoreError) as caught:
+                        await call
+                    assert caught.value.reason == "invalid", (kind.name, name)

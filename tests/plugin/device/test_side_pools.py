@@ -1,0 +1,674 @@
+"""Device mode with windows in a pool of their own, and with SGLang's own tree, allocators and pools: on the CPU, and on
+a fake GPU, where states are tried as well."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    MHATokenToKVPool,
+    MiniMaxSparseKVPool,
+    MLATokenToKVPool,
+)
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+from harness.metrics import own_metric
+from harness.waiting import wait_until
+from sgl_kvfetch.codec import CellValues
+from sgl_kvfetch.codec.container.manifest import decode_manifest
+from sgl_kvfetch.codec.container.objects import Side
+from sgl_kvfetch.errors import UnsupportedError
+from sgl_kvfetch.plane import store
+from sgl_kvfetch.plane.staging import StagedValues
+from sgl_kvfetch.plugin.device import gpu_pages
+from sgl_kvfetch.plugin.device.gpu_loads import GpuLoader
+from sgl_kvfetch.plugin.device.pages import EnginePools, Load, SideBuffers, SideSlots, open_pools
+from sgl_kvfetch.plugin.host.pages import HostPages, pages_view
+from sgl_kvfetch.plugin.host.side_pools import PACKED, SidePools
+from sgl_kvfetch.types import TENSORS
+from tests.plugin.backends import DIM, HEADS, LAYERS, PAGE_SIZE, POOL_PAGES, make_mla_pool, make_pool
+from tests.plugin.device.conftest import MakeRig
+from tests.plugin.device.cuda_pages import always_and_without, make_pages, slots_of, stored
+from tests.plugin.device.fake_streams import FakeDevice
+from tests.plugin.device.rig import Rig, prompt
+from tests.plugin.host.test_mamba_pool import make_states
+
+WINDOW = 8  # tokens: two pages
+
+
+@pytest.fixture(params=["python", "rust", "on a GPU"])
+def rig(make: MakeRig, request: pytest.FixtureRequest) -> Rig:
+    if request.param == "on a GPU":
+        return make(window=WINDOW, gpu=FakeDevice(seed=1))
+    return make(core=request.param, window=WINDOW)
+
+
+def test_a_prefix_is_loaded_with_the_window_at_its_end(rig: Rig) -> None:
+    tokens = rig.stored(prompt(0))
+    assert rig.fetch(tokens) == 32
+    assert rig.holds(tokens, 32)
+    assert rig.holds_window(tokens, WINDOW)
+    rig.assert_nothing_held()
+
+
+def test_a_conversation_goes_on_from_a_stored_prefix(rig: Rig) -> None:
+    """Each turn's end is stored with its window, also behind a prefix that was itself loaded."""
+    tokens = rig.stored(prompt(0))
+    for turn in range(1, 4):
+        longer = tokens + prompt(turn, 3)
+        assert rig.fetch(longer) == len(tokens)
+        assert rig.holds_window(longer, WINDOW)
+        rig.write_all()
+        rig.flush()
+        tokens = longer
+    assert rig.fetch(tokens) == len(tokens)
+    assert rig.holds(tokens, len(tokens))
+    assert rig.holds_window(tokens, WINDOW)
+    rig.assert_nothing_held()
+
+
+def test_a_prompt_that_shares_a_part_gets_the_window_before_it_leaves(rig: Rig) -> None:
+    tokens = rig.stored(prompt(0))
+    other = tokens[:20] + prompt(1, 3)
+    assert rig.fetch(other) == 20
+    assert rig.holds(other, 32)
+    assert rig.holds_window(other, 12 + WINDOW)
+    rig.assert_nothing_held()
+
+
+def test_what_the_tree_has_is_not_loaded(rig: Rig) -> None:
+    tokens = rig.stored(prompt(0))
+    rig.compute(tokens[:28])
+    assert rig.fetch(tokens) == 4  # a page, whose window begins in the tree
+    assert rig.holds_window(tokens, WINDOW)
+    rig.assert_nothing_held()
+
+
+def test_requests_at_once_have_their_own_windows(rig: Rig) -> None:
+    shared = prompt(0)
+    longer = shared + prompt(1, 2)
+    rig.stored(longer)
+    first, second = rig.arrive(shared), rig.arrive(longer)
+    rig.await_unparked(first, second)
+    assert rig.admit(first) == [32]
+    rig.step()
+    assert sum(rig.admit(second)) in (8, 40)  # the tree may have what the first one brought
+    assert rig.holds(longer, 40)
+    assert rig.holds_window(longer, WINDOW)
+    rig.assert_nothing_held()
+
+
+@pytest.fixture
+def one_segment(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is written together is a segment, however long its pages take to come."""
+    monkeypatch.setattr(store, "_LINGER_S", 600.0)
+
+
+@pytest.mark.parametrize("fault", ["missing", "damaged"])
+@pytest.mark.usefixtures("one_segment")
+def test_a_prefix_without_its_window_is_computed_and_stored_again(rig: Rig, fault: str) -> None:
+    tokens = rig.stored(prompt(0))
+    for side, path in side_objects(rig):
+        assert {page.pool for page in side.pages} == {"swa"}
+        if fault == "missing":
+            path.unlink()
+        else:
+            content = bytearray(path.read_bytes())
+            content[-len(content) // 8] ^= 1  # of the window at the prompt's end
+            path.write_bytes(content)
+    request = rig.arrive_staged(tokens)
+    rig.served.wait_until_idle()  # the store deletes the segment
+    assert rig.admit(request) == [0]
+    assert rig.holds(tokens, 32)
+    rig.write_all()
+    rig.flush()
+    assert rig.fetch(tokens) == 32
+    assert rig.holds_window(tokens, WINDOW)
+    rig.assert_nothing_held()
+
+
+def side_objects(rig: Rig) -> Iterator[tuple[Side, Path]]:
+    root = Path(json.loads(rig.extra_config)["store"].removeprefix("file://"))
+    for path in root.rglob("*.kvm"):
+        manifest = decode_manifest(path.read_bytes())
+        yield from ((side, root / manifest.data_name(side)) for side in manifest.sides)
+
+
+def test_a_request_that_leaves_frees_its_window(make: MakeRig) -> None:
+    rig = make(window=WINDOW)
+    tokens = rig.stored(prompt(0))
+    request = rig.arrive_staged(tokens)
+    rig.linker.leave(request)
+    rig.assert_nothing_held()
+    assert rig.fetch(tokens) == 32
+
+
+def test_ranks_that_staged_other_numbers_of_pages_load_nothing(make: MakeRig) -> None:
+    """The window is for the end of what this rank has. Ranks agree on less."""
+    rig = make(window=WINDOW)
+    tokens = rig.stored(prompt(0))
+    request = rig.arrive_staged(tokens)
+    (prefix,) = rig.parts.prefixes._prefixes.values()
+    prefix.num_pages -= 1
+    assert rig.admit(request) == [0]
+    assert rig.holds_window(tokens, WINDOW)
+    rig.assert_nothing_held()
+
+
+def test_what_the_store_has_lost_is_written_again_with_its_window(rig: Rig) -> None:
+    tokens = prompt(0)
+    rig.compute(tokens)
+    rig.write_all()
+    rig.evict()
+    rig.parts.plane.clear()
+    assert rig.fetch(tokens) == 0
+    rig.write_all()
+    rig.evict()
+    assert rig.fetch(tokens) == 32
+    assert rig.holds_window(tokens, WINDOW)
+    rig.assert_nothing_held()
+
+
+def test_a_window_that_begins_before_a_node_is_written_with_it(rig: Rig) -> None:
+    """The store has lost what it had of the nodes before."""
+    longer = rig.lost(prompt(0)) + prompt(1, 1)  # less than a window
+    rig.compute(longer)
+    rig.write_all()
+    rig.flush()
+    assert rig.fetch(longer) == 36
+    assert rig.holds_window(longer, WINDOW)
+    rig.assert_nothing_held()
+
+
+@pytest.fixture(params=["draft", "packed", "indexer"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of the side pool, which has the slots of K and V."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(params=["python", "rust", "on a GPU"])
+def follower(make: MakeRig, kind: str, request: pytest.FixtureRequest) -> Rig:
+    if request.param == "on a GPU":
+        return make(following=kind, gpu=FakeDevice(seed=1))
+    return make(following=kind, core=request.param)
+
+
+def test_drafts_and_indexers_are_loaded_with_k_and_v(follower: Rig) -> None:
+    """Also behind a prefix that was itself loaded, and where the tree has a part."""
+    tokens = follower.stored(prompt(0))
+    longer = tokens + prompt(1, 3)
+    assert follower.fetch(longer) == 32
+    assert follower.holds(longer, 44)
+    follower.write_all()
+    follower.flush()
+    follower.compute(longer[:8])
+    assert follower.fetch(longer) == 36
+    assert follower.holds(longer, 44)
+    follower.assert_nothing_held()
+
+
+def test_a_prompt_that_shares_a_part_gets_drafts_and_indexers_of_it(follower: Rig) -> None:
+    tokens = follower.stored(prompt(0))
+    other = tokens[:20] + prompt(1, 3)
+    assert follower.fetch(other) == 20
+    assert follower.holds(other, 32)
+    follower.assert_nothing_held()
+
+
+def test_requests_at_once_fetch_drafts_and_indexers_once(follower: Rig) -> None:
+    shared = prompt(0)
+    longer = shared + prompt(1, 2)
+    follower.stored(longer)
+    first, second = follower.arrive(shared), follower.arrive(longer)
+    follower.settle(lambda: not follower.is_parked(first))
+    assert follower.is_parked(second)  # it waits for what the first one brings
+    assert follower.admit(first) == [32]
+    follower.await_unparked(second)
+    assert follower.admit(second) == [8]
+    assert follower.holds(longer, 40)
+    follower.assert_nothing_held()
+
+
+def test_ranks_load_what_all_have_of_drafts_and_indexers(make: MakeRig, kind: str) -> None:
+    """No page is for the end of a prefix alone."""
+    rig = make(following=kind)
+    tokens = rig.stored(prompt(0))
+    request = rig.arrive_staged(tokens)
+    (prefix,) = rig.parts.prefixes._prefixes.values()
+    prefix.num_pages -= 1
+    assert rig.admit(request) == [28]
+    assert rig.holds(tokens, 32)
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("fault", ["missing", "damaged"])
+@pytest.mark.usefixtures("one_segment")
+def test_pages_without_their_drafts_or_indexers_are_computed_and_stored_again(follower: Rig, fault: str) -> None:
+    tokens = follower.stored(prompt(0))
+    for side, path in side_objects(follower):
+        assert {page.page for page in side.pages} == {*range(8)}
+        if fault == "missing":
+            path.unlink()
+        else:
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+    request = follower.arrive_staged(tokens)
+    follower.served.wait_until_idle()  # the store deletes the segment
+    (num_loaded,) = follower.admit(request)
+    assert num_loaded == 0 if fault == "missing" else 0 < num_loaded < 32  # those in front of the damaged one
+    assert follower.holds(tokens, 32)
+    follower.write_all()
+    follower.flush()
+    assert follower.fetch(tokens) == 32
+    assert follower.holds(tokens, 32)
+    follower.assert_nothing_held()
+
+
+def test_drafts_and_indexers_of_nodes_before_are_written_where_the_store_lost_them(follower: Rig) -> None:
+    longer = follower.lost(prompt(0)) + prompt(1, 1)
+    follower.compute(longer)
+    follower.write_all()
+    follower.flush()
+    assert follower.fetch(longer) == 36
+    assert follower.holds(longer, 36)
+    follower.assert_nothing_held()
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_a_draft_model_and_windows_are_loaded_together(make: MakeRig, is_on_gpu: bool) -> None:
+    rig = make(window=WINDOW, following="draft", gpu=FakeDevice(seed=1) if is_on_gpu else None)
+    tokens = prompt(0)
+    rig.stored(tokens)
+    other = tokens[:20] + prompt(1, 3)
+    assert rig.fetch(other) == 20
+    assert rig.holds(other, 32)
+    assert rig.holds_window(other, 12 + WINDOW)
+    rig.write_all()
+    rig.flush()
+    assert rig.fetch(other) == 32
+    assert rig.holds(other, 32)
+    assert rig.holds_window(other, WINDOW)
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("core", ["python", "rust", "on a GPU"])
+@pytest.mark.parametrize("kind", ["draft", "packed"])
+@pytest.mark.parametrize("num_tokens", [32, 33, 35])
+def test_drafts_that_go_by_pairs_of_tokens_are_loaded(make: MakeRig, kind: str, core: str, num_tokens: int) -> None:
+    """A page ends with the pair of its last token and the one behind it. So a prompt that ends there, or goes on with
+    another token, has one page less."""
+    flags: dict[str, Any] = {"gpu": FakeDevice(seed=1)} if core == "on a GPU" else {"core": core}
+    rig = make(following=kind, has_pairs=True, **flags)
+    tokens, num_stored = (prompt(0) + prompt(1))[:num_tokens], 28 if num_tokens == 32 else 32
+    rig.stored(tokens)
+    assert rig.fetch(tokens) == num_stored
+    assert rig.holds(tokens, num_stored)
+    for shared, num_loaded in ((20, 16), (21, 20), (num_tokens, num_stored)):
+        rig.flush()
+        other = tokens[:shared] + prompt(2)
+        assert rig.fetch(other) == num_loaded
+        assert rig.holds(other, (shared + 31) // 4 * 4)
+        rig.write_all()
+    rig.flush()
+    assert rig.fetch(other) == (num_tokens + 31) // 4 * 4
+    assert rig.holds(other, (num_tokens + 31) // 4 * 4)
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("has_pairs", [False, True])
+def test_hits_with_drafts_and_indexers_are_audited(make: MakeRig, kind: str, has_pairs: bool) -> None:
+    """The engine computes the end of a hit, which is compared. The rest is loaded with all that it needs."""
+    rig = make(following=kind, has_pairs=has_pairs, audit={"share": 1})
+    tokens = prompt(0, num_pages=48)
+    num_tokens = len(tokens) - (4 if has_pairs else 0)  # in whole pages of pairs
+    rig.stored(tokens)
+    audited = own_metric("sgl_kvfetch_audits_total", result="sound")
+    num_loaded = rig.fetch(tokens)
+    assert 0 < num_loaded < num_tokens
+    assert rig.holds(tokens, num_tokens)
+    rig.write_all()
+    wait_until(lambda: own_metric("sgl_kvfetch_audits_total", result="sound") == audited + 1)
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_and_indexers_are_restored_in_any_order_that_streams_allow(make: MakeRig, kind: str, seed: int) -> None:
+    rig = make(following=kind, gpu=FakeDevice(seed))
+    for number in range(2):
+        tokens = rig.stored(prompt(number))
+        assert rig.fetch(tokens) == 32
+        assert rig.holds(tokens, 32)
+        rig.flush()
+    rig.assert_nothing_held()
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+def test_a_window_s_page_is_that_of_the_host_pool(layout: str) -> None:
+    host = make_pool(layout)
+    k, v = (pages_view(x, layout, PAGE_SIZE).flatten(0, 1) for x in host.kv_buffer)  # (slots, layers, heads, dim)
+    host.kv_buffer = torch.stack(host.kv_buffer)
+    buffers = [x[:, layer].clone() for x in (k, v) for layer in range(LAYERS)]
+    assert_equal_pages("swa", host, SideBuffers(buffers, PAGE_SIZE, torch.float32), 3 * PAGE_SIZE)
+
+
+def test_a_state_s_page_is_that_of_the_host_pool() -> None:
+    host = make_states()
+    states = [host.temporal_buffer, *host.conv_buffer]
+    dtypes = torch.bfloat16, torch.bfloat16, torch.float32
+    buffers = [state[:, layer, 0].clone() for state in states for layer in range(state.shape[1])]
+    assert_equal_pages("mamba", host, SideBuffers(buffers, 1, *dtypes), 2)
+
+
+def following(pool: Any, page_size: int = PAGE_SIZE, *, draft: Any = None, packed: Sequence[Any] = ()) -> EnginePools:
+    """Open the pools of a model with full attention, and of what has the slots of K and V."""
+    allocator = SimpleNamespace(get_kvcache=lambda: pool)
+    drafts = {"sidecar_draft_device_pools": () if draft is None else (draft,), "mtp_draft_device_pools": packed}
+    params = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=page_size, **drafts)
+    params.mtp_draft_mamba_pools = ()
+    return open_pools(params, {ComponentType.FULL})
+
+
+def plain_pool(num_layers: int = LAYERS) -> MHATokenToKVPool:
+    return MHATokenToKVPool(POOL_PAGES * PAGE_SIZE, PAGE_SIZE, torch.float32, HEADS, DIM, num_layers, "cpu", False)
+
+
+def latent_pool(num_layers: int = LAYERS) -> MLATokenToKVPool:
+    return MLATokenToKVPool(POOL_PAGES * PAGE_SIZE, PAGE_SIZE, torch.float32, 48, 16, num_layers, "cpu", False)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+@pytest.mark.parametrize("is_mla", [False, True], ids=["MHA", "MLA"])
+def test_a_draft_model_s_page_is_that_of_the_host_pool(layout: str, is_mla: bool) -> None:
+    draft: Any
+    if is_mla:
+        host, draft, pool = make_mla_pool(layout), latent_pool(), latent_pool()
+        values = pages_view(host.kv_buffer, layout, PAGE_SIZE).flatten(0, 1)
+        for layer, buffer in enumerate(draft.kv_buffer):
+            buffer[: len(values)] = values[:, layer]
+    else:
+        host, draft, pool = make_pool(layout), plain_pool(), plain_pool()
+        for buffers, x in zip((draft.k_buffer, draft.v_buffer), host.kv_buffer, strict=True):
+            for layer, buffer in enumerate(buffers):
+                buffer[: POOL_PAGES * PAGE_SIZE] = pages_view(x, layout, PAGE_SIZE).flatten(0, 1)[:, layer]
+        host.kv_buffer = torch.stack(host.kv_buffer)
+    pools = following(pool, draft=draft)
+    assert_equal_pages("draft", host, pools.side_buffers["draft"], 3 * PAGE_SIZE)
+    if is_mla:  # of other kinds of models, each rank's part is under its own name
+        pools.sides.identity(0, 2, is_mla=True)
+    else:
+        with pytest.raises(UnsupportedError, match="draft differ between ranks"):
+            pools.sides.identity(0, 2, is_mla=True)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+@pytest.mark.parametrize("is_mla", [False, True], ids=["MHA", "MLA"])
+def test_a_page_of_packed_layers_is_that_of_the_host_pool(layout: str, is_mla: bool) -> None:
+    """The last two layers of the host pool are MTP's."""
+    host: Any = make_mla_pool(layout) if is_mla else make_pool(layout)
+    host.target_layer_num = LAYERS - 2
+    drafts: list[Any] = [(latent_pool if is_mla else plain_pool)(1) for _ in range(2)]
+    in_host = [host.kv_buffer] if is_mla else host.kv_buffer
+    for depth, draft in enumerate(drafts):
+        buffers = draft.kv_buffer if is_mla else (*draft.k_buffer, *draft.v_buffer)
+        for x, buffer in zip(in_host, buffers, strict=True):
+            values = pages_view(x, layout, PAGE_SIZE).flatten(0, 1)
+            buffer[: len(values)] = values[:, host.target_layer_num + depth]
+    pools = following((latent_pool if is_mla else plain_pool)(3), packed=drafts)
+    assert pools.sides.has_draft
+    assert_equal_pages(PACKED, HostPages(host).packed, pools.side_buffers[PACKED], 3 * PAGE_SIZE)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+def test_a_page_of_an_indexer_s_keys_is_that_of_the_host_pool(layout: str) -> None:
+    """Layers that take the choice of the layer before have none. MTP's, which is packed, has."""
+    size, num_pages = 64, 8
+    flags: dict[str, Any] = {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "index_head_dim": 128, "kv_cache_dim": 64}
+    flags |= {
+        "dtype": torch.bfloat16,
+        "device": "cpu",
+        "enable_memory_saver": False,
+        "index_buf_size": num_pages * size,
+    }
+    model = DSATokenToKVPool(num_pages * size, size, layer_num=3, skip_topk_layers=[False, True, False], **flags)
+    draft = DSATokenToKVPool(num_pages * size, size, layer_num=1, **flags)
+    keys = [x for pool in (model, draft) for x in pool.index_k_with_scale_buffer if len(x)]
+    host: Any = object.__new__(DSAIndexerPoolHost)
+    for number, x in enumerate(keys):
+        x.copy_(torch.randint(256, x.shape, generator=torch.Generator().manual_seed(number)))
+    content = torch.stack(keys)  # (layers, pages, bytes)
+    if layout == "page_first_direct":
+        content = content.transpose(0, 1)[:, :, None].contiguous()
+    vars(host).update(layout=layout, page_size=size, index_k_with_scale_buffer=content, dtype=model.store_dtype)
+    vars(host).update(layer_num=3, indexer_page_stride_size=keys[0].shape[1], indexer_dtype=torch.uint8)
+    pools = following(model, size, packed=[draft])
+    assert pools.following == ("indexer", PACKED)
+    assert pools.layers == range(3)
+    assert_equal_pages("indexer", host, pools.side_buffers["indexer"], 3 * size)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+def test_a_page_of_plain_keys_of_an_indexer_is_that_of_the_host_pool(layout: str) -> None:
+    sparse = {"sparse_layer_ids": [1, 2], "disable_value_sparse_layer_ids": [1, 2]}
+    shape = {"head_num": HEADS, "head_dim": DIM, "idx_head_dim": 32, "dense_layer_ids": [0], **sparse}
+    model = MiniMaxSparseKVPool(
+        8 * PAGE_SIZE, PAGE_SIZE, torch.bfloat16, device="cpu", start_layer=0, end_layer=3, **shape
+    )
+    keys = model.index_k_pool.k_buffer
+    for number, x in enumerate(keys):
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(number)))
+    content = torch.stack(keys)
+    if layout == "page_first_direct":
+        content = content.view(2, -1, PAGE_SIZE, 1, 32).transpose(0, 1).contiguous()
+    host: Any = object.__new__(MHATokenToKOnlyPoolHost)
+    vars(host).update(layout=layout, page_size=PAGE_SIZE, k_buffer=content, dtype=torch.bfloat16, layer_num=2)
+    pools = following(model)
+    assert pools.kv is model.main_pool
+    assert_equal_pages("indexer", host, pools.side_buffers["indexer"], 3 * PAGE_SIZE, heads=1, dim=32)
+
+
+def test_side_pools_that_are_not_tried_are_refused() -> None:
+    is_scaled = {"kv_cache_dim": 48 + 16 + 4, "index_buf_size": 64}
+    scaled = DSATokenToKVPool(64, 64, 48, torch.float8_e4m3fn, 16, 1, "cpu", 128, False, **is_scaled)
+    with pytest.raises(UnsupportedError, match="DSATokenToKVPool"):
+        following(scaled, 64)
+    windows = SWAKVPool(64, 64, PAGE_SIZE, torch.float32, HEADS, DIM, [1], [0], "cpu")
+    with pytest.raises(UnsupportedError, match="SWAKVPool"):
+        following(plain_pool(), packed=[windows])
+
+
+def assert_equal_pages(
+    name: str, host: Any, device: SideBuffers, place: int, heads: int = HEADS, dim: int = DIM
+) -> None:
+    """Servers of both modes take each other's pages."""
+    of_host, of_device = SidePools(), EnginePools(None, (), {name: device}).sides
+    of_host.add_pool(name, host)
+    host.device, host.head_num, host.head_dim, host.pin_memory = "cpu", heads, dim, False
+    assert of_device.identity(0, 1, is_mla=False) == of_host.identity(0, 1, is_mla=False)
+    assert of_device.page_bytes == of_host.page_bytes
+    page = of_host.read(name, place)
+    size = device.page_size
+    here, there = torch.arange(place, place + size), torch.arange(size)
+    assert torch.equal(device.gather(here)[0], page)
+    device.scatter(there, page[None])
+    assert torch.equal(device.gather(torch.cat([here, there])), torch.stack([page, page]))
+
+
+# On a GPU
+
+
+class OnDevice(torch.Tensor):
+    """Numbers that are on a GPU: nothing may ask for them, which would wait for the GPU."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        assert name not in {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__index__", "nonzero"}, name
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_slots_stay_on_a_gpu(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the scheduler's thread does with those that SGLang hands over, it does not wait for them."""
+    rig = make(window=WINDOW, gpu=FakeDevice())
+    seen: list[str] = []
+
+    def hide(call: Callable[..., Any]) -> Callable[..., Any]:
+        def hidden(*args: Any, **kwargs: Any) -> Any:
+            transfers = next((x for x in args if isinstance(x, list)), [])
+            for transfer in transfers:
+                transfer.device_indices = transfer.device_indices.as_subclass(OnDevice)
+            seen.append(call.__name__)
+            found = call(*args, **kwargs)
+            for transfer in transfers:  # SGLang goes on with what it gave
+                transfer.device_indices = transfer.device_indices.as_subclass(torch.Tensor)
+            return found.as_subclass(OnDevice) if isinstance(found, torch.Tensor) else found
+
+        return hidden
+
+    core = rig.cache.tree_core
+    for owner, name in ((rig.linker, "load"), (rig.linker, "offload")):
+        monkeypatch.setattr(owner, name, hide(getattr(owner, name)))
+    begin = rig.linker._offloads._begin
+
+    def begin_hidden(*args: Any) -> None:
+        with (
+            patch.object(core, "get_component_device_value", hide(core.get_component_device_value)),
+            patch.object(rig.cache, "path_device_indices", hide(rig.cache.path_device_indices)),
+        ):
+            begin(*args)
+
+    monkeypatch.setattr(rig.linker._offloads, "_begin", begin_hidden)
+    tokens = rig.stored(prompt(0))
+    assert rig.fetch(tokens) == 32
+    assert rig.holds_window(tokens, WINDOW)
+    assert {*seen} == {"load", "offload", "get_component_device_value", "path_device_indices"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_windows_are_restored_in_any_order_that_streams_allow(
+    make: MakeRig, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where scratch memory and the read buffer have room for a page's row of one layer alone."""
+    row_bytes = PAGE_SIZE * 2 * 48 * 4
+    monkeypatch.setattr("sgl_kvfetch.plugin.device.gpu_loads.MOST_SCRATCH_BYTES", 4 * row_bytes)
+    monkeypatch.setattr(gpu_pages.CudaPages.__init__, "__kwdefaults__", {"read_buffer_bytes": row_bytes})
+    rig = make(window=WINDOW, gpu=FakeDevice(seed))
+    for number in range(2):
+        tokens = rig.stored(prompt(number))
+        assert rig.fetch(tokens) == 32
+        assert rig.holds(tokens, 32)
+        assert rig.holds_window(tokens, WINDOW)
+        rig.flush()
+    rig.assert_nothing_held()
+
+
+def test_both_modes_share_windows_with_a_gpu(make: MakeRig) -> None:
+    """The CPU engine's pages are those of host pools, which is tested above."""
+    tokens, longer = prompt(0), prompt(0) + prompt(1, 3)
+    make(window=WINDOW).stored(tokens)
+    gpu = make(window=WINDOW, gpu=FakeDevice())
+    assert gpu.fetch(longer) == 32
+    assert gpu.holds_window(longer, WINDOW)
+    gpu.write_all()
+    cpu = make(window=WINDOW)
+    assert cpu.fetch(longer) == 44
+    assert cpu.holds(longer, 44)
+    assert cpu.holds_window(longer, WINDOW)
+
+
+SLOTS, STATE_PAGES = 6, 3
+
+
+def make_gpu_states() -> SideBuffers:
+    """Return the buffers of states that are not aligned with one another, in dtypes of three sizes."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 3, 5), torch.float32), ((7, 3), torch.bfloat16), ((3,), torch.uint8)
+    states = [torch.randn((SLOTS, *shape), generator=generator).mul(50).to(dtype) for shape, dtype in shapes]
+    return SideBuffers([*states, *(x.clone() for x in states)], 1, torch.bfloat16, torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("scratch_bytes", [512, 4096])
+def test_states_are_restored_beside_values(seed: int, scratch_bytes: int) -> None:
+    """The model's layers that have states are complete when these are there, also before the first with K and V."""
+    device = FakeDevice(seed)
+    pages = make_pages(device)
+    states = make_gpu_states()
+    expected = torch.randint(0, 100, (STATE_PAGES, states.page_bytes), dtype=torch.uint8)
+    memory = torch.empty(1 << 16, dtype=torch.uint8)
+    begins = [1001 + page * 2 * states.page_bytes for page in range(STATE_PAGES)]
+    sides = {}
+    for page, (begin, content) in enumerate(zip(begins, expected, strict=True)):
+        sides["mamba", page] = memory[begin : begin + states.page_bytes]
+        sides["mamba", page].copy_(content)
+    pools = EnginePools(None, [None, 0, None, 1, 2, 3, None], {"mamba": states})
+    loader = GpuLoader(pages, pools, scratch_bytes)
+    slots = torch.tensor([4, 1, 3])
+    shapes = [(4, 4, 2, dim) for dim in (48, 64)]  # a page, of four layers
+    sizes = [2 * math.prod(shape) for shape in shapes]
+    parts = memory[1 << 15 :][: sum(sizes)].split(sizes)
+    values = CellValues(*(x.view(torch.bfloat16).view(shape) for x, shape in zip(parts, shapes, strict=True)))
+    for x in values:
+        x.copy_(torch.randn(x.shape))
+    of_states = [SideSlots("mamba", range(STATE_PAGES), slots)]
+    staged = StagedValues(1, 1, memory, values, sides=sides)
+    ends: list[bool] = []
+    device.forward_pass(lambda: [x.fill_(9) for x in states._rows])  # a request that has ended computes still
+    index = loader.begin([Load(staged, 0, slots_of([5]), ends.append, of_states)])
+    loader.counter.set_consumer(index)
+    seen: list[torch.Tensor] = []
+    loader.counter.wait_until(0)
+    device.launch(device.scheduler, lambda: seen.append(states.gather(slots)))  # the model's first layer
+    assert loader.finish(index)
+    device.run()
+    assert ends == [True]
+    assert torch.equal(seen[0], expected)
+    for tensor, x in zip(TENSORS, values, strict=True):
+        assert torch.equal(stored(pages, tensor, [5]), x.transpose(0, 1))
+    loader.close()
+
+
+def test_states_are_read_after_they_are_computed() -> None:
+    def is_right(seed: int, fences: bool) -> bool:
+        device = FakeDevice(seed)
+        states = make_gpu_states()
+        pages = make_pages(device, read_buffer_bytes=states.most_row_bytes)  # several pieces
+        device.forward_pass(lambda: [x.fill_(9) for x in states._rows])
+        with nullcontext() if fences else patch.object(pages, "_fence"):
+            read = pages.open_side_reads(states, torch.tensor([4, 1]))
+        found = torch.stack([read(page) for page in range(2)])
+        device.run()
+        return torch.equal(found, states.gather(torch.tensor([4, 1])))
+
+    assert always_and_without(is_right) == (True, False)
+
+
+def test_parts_of_side_pages_are_all_bytes_once() -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        rows = [rng.randrange(1, 20) for _ in range(rng.randrange(1, 6))]
+        buffers = SideBuffers([torch.empty(4, n, dtype=torch.uint8) for n in rows], 1, torch.uint8)
+        num_pages, most = rng.randrange(1, 6), rng.randrange(max(rows), 60)
+        counts = torch.zeros(num_pages, sum(rows), dtype=torch.int64)
+        for part in buffers.parts(num_pages, most):
+            assert len(part.pages) * len(part.columns) <= most
+            assert len(part.columns) == sum(rows[part.buffers])
+            counts[part.pages.start : part.pages.stop, part.columns.start : part.columns.stop] += 1
+        assert bool((counts == 1).all())

@@ -1,0 +1,192 @@
+"""What tests and benchmarks rely on: nothing is left running, links are as slow as they say, faults are heard."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
+
+from harness.children import children_cpu_s, note_cpu_time
+from harness.engine import has_accelerator
+from harness.imported_sglang import ImportedSGLang, common_environment
+from harness.slow_link import SlowLink
+from harness.store_process import StoreProcess
+from harness.waiting import WAIT_S, wait_until
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, put_segment
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).parents[1]
+
+# A store behind a slow link, a server in a session of its own with a child of its own, and a temporary folder.
+SCRIPT = """
+import subprocess, sys, tempfile, time
+from harness.children import start_child
+from harness.store_process import StoreProcess
+
+SLEEP = "import time; time.sleep(3600)"
+CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEP!r}])"
+with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder, StoreProcess(folder, link_gbps=[1]):
+    start_child([sys.executable, "-c", CHILD], start_new_session=True)
+    time.sleep(3600)
+"""
+
+
+def _is_running(process: psutil.Process) -> bool:
+    """A zombie has ended: whoever adopted it has not looked yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _has_link(processes: list[psutil.Process]) -> bool:
+    """Return whether a slow link is among them, which is the last that `SCRIPT` waits for."""
+    try:
+        return any("harness.slow_link" in " ".join(process.cmdline()) for process in processes)
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_children_and_theirs_end(number: signal.Signals, tmp_path: Path) -> None:
+    folders, started = tmp_path / "folders", list[psutil.Process]()
+    folders.mkdir()
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(folders)], cwd=ROOT, stdout=log, stderr=log)
+    try:
+
+        def has_started() -> bool:
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            started[:] = psutil.Process(process.pid).children(recursive=True)
+            return len(started) == 3 and _has_link(started)
+
+        # Each poll reads about every process of the machine. SGLang is imported several times, one after the other.
+        wait_until(has_started, timeout_s=2 * WAIT_S, poll_s=0.1)
+        process.send_signal(number)
+        assert process.wait(WAIT_S) != 0
+        wait_until(lambda: not any(map(_is_running, started)), found=lambda: [*filter(_is_running, started)])
+    finally:
+        for each in filter(_is_running, started):
+            each.kill()
+        process.kill()
+        process.wait()
+    assert not [*folders.iterdir()]
+    assert "the store ended by itself" not in (tmp_path / "log").read_text()
+
+
+def test_the_cpu_time_of_grandchildren_counts() -> None:
+    busy = "while True: pass"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {busy!r}])"
+    with subprocess.Popen([sys.executable, "-S", "-c", child], start_new_session=True) as process:
+        try:
+            found = psutil.Process(process.pid)
+            wait_until(lambda: any(each.cpu_times().user > 0.2 for each in found.children()))
+            before_s = children_cpu_s()
+            note_cpu_time(process.pid)
+            assert children_cpu_s() - before_s > 0.2
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_store_that_ends_by_itself_fails_its_test(tmp_path: Path) -> None:
+    message = r"ended by itself with code -9:\nkvfetch: serving "
+    with pytest.raises(RuntimeError, match=message), StoreProcess(tmp_path) as store:  # noqa: PT012
+        os.kill(store.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, store.pid, os.WEXITED | os.WNOWAIT)
+
+
+BYTES_PER_S = 12_500_000  # of a link of 0.1 Gbps
+
+
+async def seconds_for(link: SlowLink, num_bytes: int, streams: int = 1) -> float:
+    async def send() -> None:
+        for i in range(num_bytes // streams // link.piece_bytes):
+            await link.take(link.piece_bytes, continuing=i > 0)
+
+    started = time.monotonic()
+    await asyncio.gather(*(send() for _ in range(streams)))
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+async def test_streams_together_are_never_faster_than_the_link(streams: int) -> None:
+    assert await seconds_for(SlowLink(0.1), 2_500_000, streams) > 0.7 * 2_500_000 / BYTES_PER_S
+
+
+async def test_an_idle_link_earns_no_credit() -> None:
+    link = SlowLink(0.1)
+    await seconds_for(link, 1_250_000)
+    await asyncio.sleep(0.3)
+    assert await seconds_for(link, 1_250_000) > 0.4 * 1_250_000 / BYTES_PER_S
+
+
+async def test_link_speed_changes_every_second() -> None:
+    link = SlowLink(0.008, 0.0, 0.004)  # 1 MB a second, nothing, half a MB a second
+    assert link._sent_at(100.0, 500_000) == pytest.approx(100.5)
+    assert link._sent_at(100.5, 500_000) == pytest.approx(101.0)
+    assert link._sent_at(101.0, 250_000) == pytest.approx(102.5)
+    assert link._sent_at(100.5, 1_500_000) == pytest.approx(103.5)
+
+
+@pytest.mark.process
+async def test_a_store_sends_reads_and_lookups_at_the_links_speed(tmp_path: Path) -> None:
+    content = bytes(2_000_000)
+    segment = make_segment(page_hashes(4), 0, 4)
+    with StoreProcess(tmp_path, link_gbps=[0.05, 0.1]) as process:
+        store = HttpStore(process.url)
+        await store.put(data_object(content), content)
+        started = time.monotonic()
+        assert await store.get(data_object(content)) == content
+        assert time.monotonic() - started > 0.8 * len(content) / BYTES_PER_S
+        await put_segment(store, segment)
+        assert (await store.lookup(FOLDER, page_hashes(4))).num_pages == 4
+        await store.close()
+    with StoreProcess(tmp_path, link_gbps=[0.00001]) as process:  # 1,250 bytes a second
+        store = HttpStore(process.url)
+        started = time.monotonic()
+        assert (await store.lookup(FOLDER, page_hashes(4))).num_pages == 4
+        assert time.monotonic() - started > 0.8 * len(segment.manifest.encode()) / 1250
+        await store.close()
+
+
+IMPORTED = """
+import os, sys
+assert "sglang.srt.managers.scheduler" in sys.modules
+print(sys.argv, os.getcwd(), os.environ["XDG_CACHE_HOME"], os.getsid(0) == os.getpid())
+print("wrong", file=sys.stderr)
+"""
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_processes_that_find_sglang_imported_are_like_others(
+    imported_sglang: ImportedSGLang | None, tmp_path: Path
+) -> None:
+    if imported_sglang is None:
+        pytest.skip("with an accelerator, each process imports SGLang itself")
+    done = imported_sglang.run(["-c", IMPORTED, "--flag", "a b"], tmp_path, XDG_CACHE_HOME="cache")
+    assert (done.returncode, done.stderr) == (0, "wrong\n")
+    assert done.stdout == f"['-c', '--flag', 'a b'] {tmp_path} cache True\n"
+    ends = {"sys.exit(3)": 3, "raise ValueError": 1, "os.kill(os.getpid(), 9)": -9}
+    assert {how: imported_sglang.run(["-c", f"import os, sys; {how}"], tmp_path).returncode for how in ends} == ends
+
+
+def test_what_is_read_while_sglang_is_imported_needs_an_import_of_its_own(tmp_path: Path) -> None:
+    with ImportedSGLang() as imported, (tmp_path / "log").open("wb") as log:
+        environment = common_environment(), {"KVFETCH_CPU_ENGINE": "other"}
+        assert imported.start(["-c", ""], tmp_path, *environment, log, log) is None
+
+
+def test_an_accelerator_is_found_without_torch_where_there_is_none() -> None:
+    assert has_accelerator() == torch.accelerator.is_available()
+    assert torch.get_num_threads() == 1  # as tests/conftest.py says, without torch
