@@ -17,6 +17,8 @@ tensors use, and which the tests compare with. What must hold for each:
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -32,6 +34,26 @@ except ImportError:  # the references work without Triton
     triton = tl = None
 
 INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+def _interpret_one_at_a_time() -> None:
+    """Let a thread wait until others' kernels have ended, SGLang's too. The interpreter keeps a launch's grid, and what
+    it puts in the place of triton.language, in globals: two at once would compute with each other's."""
+    from triton.runtime.interpreter import GridExecutor
+
+    lock = threading.RLock()
+    interpret = GridExecutor.__call__
+
+    @functools.wraps(interpret)
+    def interpret_alone(self: Any, *args: Any, **kwargs: Any) -> None:
+        with lock:
+            interpret(self, *args, **kwargs)
+
+    GridExecutor.__call__ = interpret_alone
+
+
+if INTERPRETED:
+    _interpret_one_at_a_time()
 
 FP8_MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits
 # What kernels have in memory: fp8 as bytes, which they convert themselves. Older GPUs have no fp8, nor has the
