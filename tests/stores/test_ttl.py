@@ -42,6 +42,7 @@ from sgl_kvfetch.testing import (
     parts,
     put_segment,
 )
+from tests.segments import names
 
 pytestmark = pytest.mark.process
 
@@ -87,10 +88,6 @@ async def store(
 
 async def found(store: Store) -> list[tuple[int, int]]:
     return parts(await store.lookup(FOLDER, CHAIN))
-
-
-async def names(store: AdminStore) -> set[str]:
-    return {info.name async for info in store.list()}
 
 
 async def test_an_expired_segment_is_not_found_until_it_is_written_again(store: AdminStore, later: Later) -> None:
