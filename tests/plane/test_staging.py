@@ -81,6 +81,7 @@ def test_that_computing_is_sooner_is_told_before_what_a_lookup_noted() -> None:
     assert shortfall([Reason.DIVERGES, Reason.AUDIT, Reason.SOONER]) == Reason.SOONER
     assert shortfall([Reason.DIVERGES, Reason.LATE, Reason.TIMEOUT]) == Reason.LATE
     assert shortfall([Reason.DIVERGES]) == Reason.DIVERGES
+    assert shortfall([]) == ""
 
 
 @pytest.mark.usefixtures("launcher")
