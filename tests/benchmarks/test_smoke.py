@@ -14,9 +14,8 @@ from tests.benchmarks.conftest import Run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("link", [[], ["--without-link"]], ids=["link", "no link"])
-def test_data_plane_of_coded_cells(link: list[str], run: Run) -> None:
-    coded = run(data_plane.main, "--coded", "--tokens", 256, "--rounds", 2, *link)["coded"]
+def test_data_plane_of_coded_cells(run: Run) -> None:
+    coded = run(data_plane.main, "--coded", "--tokens", 256, "--rounds", 2)["coded"]
     assert coded["num_cells"] == 11 * 4
     assert 256 * 32 * 8 * 256 * 1 / 8 < coded["wire_bytes"] < 256 * 32 * 8 * 256 * 2 / 8
     assert all(figure > 0 for each in coded["rounds"] for name, figure in each.items() if name.endswith("_s"))
