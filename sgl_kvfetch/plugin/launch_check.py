@@ -11,8 +11,7 @@ from sgl_kvfetch.codec.cuda_streams import GPU_ENV
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plane import parse_config
 from sgl_kvfetch.plane.config import check_files
-from sgl_kvfetch.plugin.backend import BACKEND, LINKER_MODULE
-from sgl_kvfetch.plugin.register import needed_scopes
+from sgl_kvfetch.plugin.register import BACKEND, LINKER_MODULE, needed_scopes
 from sgl_kvfetch.plugin.seams import check_seams
 from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS, WITH_LINKER, installed_version
 from sgl_kvfetch.timeline import check_tracing

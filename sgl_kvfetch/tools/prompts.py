@@ -217,28 +217,20 @@ def warm(
 
         kvfetch warm http://127.0.0.1:8700 --server http://127.0.0.1:30000 --file prompts.jsonl
     """
-    from sgl_kvfetch.tools.sglang_server import (
-        queued_text,
-        server_errors,
-        server_info,
-        server_samples,
-        server_session,
-    )
+    from sgl_kvfetch.tools.sglang_server import open_server, queued_text, server_info, server_samples
 
     prompts, server = prompts_of(prompt, file, required=True), require_scheme(server).rstrip("/")
 
     async def send_all(store: Store) -> tuple[list[StoredPrompt], str]:
-        with server_errors(server):
-            async with server_session() as session:
-                page_size = (await server_info(session, server))["page_size"]
-                sent = [await _send(session, server, prompt, cache_salt) for prompt in prompts]
+        async with open_server(server) as session:
+            page_size = (await server_info(session, server))["page_size"]
+            sent = [await _send(session, server, prompt, cache_salt) for prompt in prompts]
         until = asyncio.get_running_loop().time() + timeout_s
         found = [await _wait_for(store, tokens, page_size, cache_salt, until) for tokens in sent]
         if all(one.is_stored for one in found):
             return found, ""
-        with server_errors(server):
-            async with server_session() as session:
-                return found, queued_text(await server_samples(session, server))
+        async with open_server(server) as session:
+            return found, queued_text(await server_samples(session, server))
 
     warmed, queued = run_on_store(store, token, token_file, index, send_all)
     _show_stored(warmed, as_json)
