@@ -74,11 +74,7 @@ def longest_prompt(info: Mapping[str, Any], num_new_tokens: int) -> int:
 
 
 async def make_groups(
-    file: Path | None,
-    lengths: Sequence[int],
-    count: int,
-    longest: int,
-    tokenise: Callable[[str], Awaitable[Tokens]],
+    file: Path | None, lengths: Sequence[int], count: int, longest: int, tokenise: Callable[[str], Awaitable[Tokens]]
 ) -> tuple[list[Group], int]:
     """Return the prompts of a file, or else of these lengths, and how many of the file are longer than ``longest``
     tokens, which the server takes. ``count``: of each length, or at most of the file. Raises ConfigError."""

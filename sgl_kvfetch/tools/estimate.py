@@ -91,8 +91,7 @@ def estimate(
     prompts: Annotated[float, option("COUNT", "New prompts of a user a day, each fetched once.", min=0)] = 20.0,
     tokens: Annotated[int, option("COUNT", "Tokens of such a prompt.", min=1)] = 4096,
     s3_prices: Annotated[
-        str,
-        option("USD", "Your prices: a GB a month, 1,000 PUTs and 1,000 GETs. The default is a list price of 2024."),
+        str, option("USD", "Your prices: a GB a month, 1,000 PUTs and 1,000 GETs. The default is a list price of 2024.")
     ] = _PRICES,
     as_json: Annotated[
         bool,

@@ -12,13 +12,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from sgl_kvfetch.codec import (
-    Manifest,
-    RegionLayout,
-    StoreKeys,
-    TileLayout,
-    open_manifest,
-)
+from sgl_kvfetch.codec import Manifest, RegionLayout, StoreKeys, TileLayout, open_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import profile_rows
@@ -125,10 +119,7 @@ def inspect(
 
 
 async def _read_segments(
-    target: OpenTarget,
-    segments: Sequence[StoredSegment],
-    keys: StoreKeys,
-    limit: int,
+    target: OpenTarget, segments: Sequence[StoredSegment], keys: StoreKeys, limit: int
 ) -> tuple[list[SegmentSummary], dict[str, str]]:
     """Summarise the first ``limit`` segments, in each namespace the longest first. Also return errors by name."""
     in_order = sorted(segments, key=lambda s: (s.key.namespace, -s.key.num_pages, s.key.last_page_hash))

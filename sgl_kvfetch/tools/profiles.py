@@ -177,8 +177,7 @@ def profile(
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     as_json: Annotated[
-        bool,
-        json_flag(f"a list of profiles (get, put, rm: of one), each with {_FIELDS}; with show {SUMMARY}"),
+        bool, json_flag(f"a list of profiles (get, put, rm: of one), each with {_FIELDS}; with show {SUMMARY}")
     ] = False,
 ) -> None:
     """List, show, read, publish or withdraw the profiles of a store.

@@ -19,15 +19,7 @@ from sgl_kvfetch.stores import MAX_LABEL, PINS, AdminStore, Pin, Store, get_pin,
 from sgl_kvfetch.stores.notes import MAX_PIN_PAGES
 from sgl_kvfetch.stores.upkeep import pages_stored, stored_page_sizes
 from sgl_kvfetch.tools.target import require_scheme, run_on_store
-from sgl_kvfetch.tools.terminal import (
-    IndexOption,
-    StoreArgument,
-    TokenFileOption,
-    TokenOption,
-    json_flag,
-    option,
-    show,
-)
+from sgl_kvfetch.tools.terminal import IndexOption, StoreArgument, TokenFileOption, TokenOption, json_flag, option, show
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession

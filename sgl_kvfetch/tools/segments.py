@@ -49,10 +49,7 @@ _AT_ONCE = 4
 _SOME_FOLDER = f"{'0' * 32}.0-1"  # of a namespace, for a probe
 _CLOCK_S = 1.01  # S3 stores have times in whole seconds
 
-ModelOption = Annotated[
-    str | None,
-    option("NAME", f"Only segments of this model: {MODEL_HELP}"),
-]
+ModelOption = Annotated[str | None, option("NAME", f"Only segments of this model: {MODEL_HELP}")]
 
 
 class ClearSummary(Struct):

@@ -114,14 +114,11 @@ CLIENT_CERTIFICATE_OPTIONS: dict[str, Any] = {
     "tls_client_cert": Annotated[
         Path | None,
         option(
-            "FILE",
-            "Our certificate, for a store that demands one (--tls-client-ca).",
-            envvar="KVFETCH_TLS_CLIENT_CERT",
+            "FILE", "Our certificate, for a store that demands one (--tls-client-ca).", envvar="KVFETCH_TLS_CLIENT_CERT"
         ),
     ],
     "tls_client_key": Annotated[
-        Path | None,
-        option("FILE", "Its key, if that is not in the same file.", envvar="KVFETCH_TLS_CLIENT_KEY"),
+        Path | None, option("FILE", "Its key, if that is not in the same file.", envvar="KVFETCH_TLS_CLIENT_KEY")
     ],
 }
 KeyFileOption = Annotated[Path | None, option("FILE", "The key that manifests of this store are signed with.")]

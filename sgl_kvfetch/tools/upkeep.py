@@ -38,8 +38,7 @@ def gc(
     store: StoreArgument,
     capacity: Annotated[str | None, option("SIZE", "Most bytes that stay, such as 10TiB, manifests included.")] = None,
     quota: Annotated[
-        list[str] | None,
-        option("MODEL=SIZE", f"Most bytes that stay of this model: {MODEL_HELP} Repeatable."),
+        list[str] | None, option("MODEL=SIZE", f"Most bytes that stay of this model: {MODEL_HELP} Repeatable.")
     ] = None,
     drop_levels: Annotated[
         int,

@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from sgl_kvfetch.codec import (
-    NO_KEYS,
-    Cell,
-    DataObject,
-    Manifest,
-    Side,
-    StoreKeys,
-    open_manifest,
-)
+from sgl_kvfetch.codec import NO_KEYS, Cell, DataObject, Manifest, Side, StoreKeys, open_manifest
 from sgl_kvfetch.errors import ConfigError, EncryptedError, FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck, parse_object_name
 from sgl_kvfetch.log import printable
@@ -143,12 +135,7 @@ def _for_the_page(report: Report) -> Verified:
     return Verified.of(report.num_segments, report.read_bytes, first)
 
 
-async def _verify(
-    target: OpenTarget,
-    segments: list[StoredSegment],
-    keys: StoreKeys,
-    jobs: int,
-) -> Report:
+async def _verify(target: OpenTarget, segments: list[StoredSegment], keys: StoreKeys, jobs: int) -> Report:
     """Read and check segments, ``jobs`` at a time, and show how far it is."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
@@ -159,11 +146,7 @@ async def _verify(
     ):
         task = progress.add_task("", total=total)
         verifier = Verifier(
-            target.objects,
-            pool,
-            jobs=jobs,
-            keys=keys,
-            on_read=lambda num_bytes: progress.advance(task, num_bytes),
+            target.objects, pool, jobs=jobs, keys=keys, on_read=lambda num_bytes: progress.advance(task, num_bytes)
         )
         return await verifier.run(segments)
 

@@ -24,14 +24,7 @@ from sgl_kvfetch.status import STATUS_KEY, Decided, ServerStatus
 from sgl_kvfetch.stores import AdminStore
 from sgl_kvfetch.stores.upkeep import list_segments
 from sgl_kvfetch.tools.diagnosis import Diagnosis, Finding, Stored, tokens_of_page, when
-from sgl_kvfetch.tools.prompts import (
-    FileOption,
-    PromptOption,
-    SaltOption,
-    TokenizerOption,
-    prompts_of,
-    tokens_of,
-)
+from sgl_kvfetch.tools.prompts import FileOption, PromptOption, SaltOption, TokenizerOption, prompts_of, tokens_of
 from sgl_kvfetch.tools.sglang_server import (
     open_server,
     queued_text,
