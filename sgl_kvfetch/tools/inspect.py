@@ -30,11 +30,9 @@ from sgl_kvfetch.tools.summary import (
 )
 from sgl_kvfetch.tools.target import OpenTarget, run_on_target
 from sgl_kvfetch.tools.terminal import (
-    EncryptionKeyFileOption,
-    KeyFileOption,
+    Access,
+    KeyFiles,
     TargetArgument,
-    TokenFileOption,
-    TokenOption,
     format_age,
     format_ratio,
     format_size,
@@ -51,10 +49,8 @@ NAMESPACE_DIGITS, HASH_DIGITS = 12, 16  # enough to be unique, and to use as a p
 
 def inspect(
     target: TargetArgument,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    manifest_key_file: KeyFileOption = None,
-    encryption_key_file: EncryptionKeyFileOption = None,
+    key_files: KeyFiles,
+    access: Access,
     as_json: Annotated[
         bool,
         json_flag(
@@ -86,7 +82,7 @@ def inspect(
 
         kvfetch inspect file:///var/cache/kv#4f0c...e1/8-91ab --png pictures
     """
-    keys = StoreKeys.read(manifest_key_file, encryption_key_file)
+    keys = key_files.read()
 
     async def look(opened: OpenTarget) -> None:
         """Show one segment, the segments of a part of the store, or its namespaces."""
@@ -115,7 +111,7 @@ def inspect(
             inspected = Inspected(namespaces, [], len(whole), {}, *of_orphans, profiles)
             show(inspected, as_json, _store_tables(opened.label, inspected, limit))
 
-    run_on_target(target, token, token_file, look)
+    run_on_target(target, access, look)
 
 
 async def _read_segments(

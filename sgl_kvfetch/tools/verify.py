@@ -24,11 +24,9 @@ from sgl_kvfetch.stores.upkeep import Objects, StoredSegment, decode_named_manif
 from sgl_kvfetch.tools.summary import signature_of
 from sgl_kvfetch.tools.target import OpenTarget, run_on_target
 from sgl_kvfetch.tools.terminal import (
-    EncryptionKeyFileOption,
-    KeyFileOption,
+    Access,
+    KeyFiles,
     TargetArgument,
-    TokenFileOption,
-    TokenOption,
     format_size,
     how_to_install,
     json_flag,
@@ -48,10 +46,8 @@ MAX_COMMANDS = 20
 
 def verify(
     target: TargetArgument,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    manifest_key_file: KeyFileOption = None,
-    encryption_key_file: EncryptionKeyFileOption = None,
+    key_files: KeyFiles,
+    access: Access,
     as_json: Annotated[
         bool,
         json_flag(
@@ -91,7 +87,7 @@ def verify(
 
         kvfetch verify backup/8-91ab.kvm
     """
-    keys = StoreKeys.read(manifest_key_file, encryption_key_file)
+    keys = key_files.read()
     store: str | None = None
     untold: str | None = None
 
@@ -115,7 +111,7 @@ def verify(
         return report
 
     try:
-        report = run_on_target(target, token, token_file, check)
+        report = run_on_target(target, access, check)
     except FormatError as e:  # TARGET is the path of an invalid manifest
         report = Report(problems=[Problem(str(Path(target)), str(e))])
     lines = [*_lines(report), *_next_steps(report, store)]

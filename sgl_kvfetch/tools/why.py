@@ -14,7 +14,6 @@ from aiohttp import ClientSession
 from msgspec import Struct
 from prometheus_client.samples import Sample
 
-from sgl_kvfetch.codec import StoreKeys
 from sgl_kvfetch.errors import ConfigError, KVFetchError
 from sgl_kvfetch.keys import Labels, Namespace, label_of_request
 from sgl_kvfetch.log import printable
@@ -36,17 +35,7 @@ from sgl_kvfetch.tools.sglang_server import (
 )
 from sgl_kvfetch.tools.summary import summarise_namespaces
 from sgl_kvfetch.tools.target import require_scheme, run_on_store
-from sgl_kvfetch.tools.terminal import (
-    EncryptionKeyFileOption,
-    IndexOption,
-    KeyFileOption,
-    StoreArgument,
-    TokenFileOption,
-    TokenOption,
-    json_flag,
-    option,
-    show,
-)
+from sgl_kvfetch.tools.terminal import IndexedAccess, KeyFiles, StoreArgument, json_flag, option, show
 
 _MOST_SHOWN = 3  # requests with a prompt
 _MOST_TEXT = 300  # characters of a page
@@ -88,6 +77,8 @@ class Asked:
 
 def why(
     store: StoreArgument,
+    key_files: KeyFiles,
+    access: IndexedAccess,
     prompt: PromptOption = None,
     file: FileOption = None,
     server: Annotated[
@@ -98,11 +89,6 @@ def why(
     ] = None,
     model: TokenizerOption = None,
     cache_salt: SaltOption = None,
-    manifest_key_file: KeyFileOption = None,
-    encryption_key_file: EncryptionKeyFileOption = None,
-    index: IndexOption = None,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
     as_json: Annotated[
         bool,
         json_flag(
@@ -134,7 +120,7 @@ def why(
     prompts = prompts_of(prompt, file, required=request is None)
     if request is not None and (prompts or server is None):
         raise ConfigError("--request needs --server, and neither --prompt nor --file")
-    keys = StoreKeys.read(manifest_key_file, encryption_key_file)
+    keys = key_files.read()
 
     async def explain(opened: AdminStore) -> list[Explained]:
         """Return for each prompt, or for the request, why it was not served from the store."""
@@ -167,7 +153,7 @@ def why(
             explained.append(await _with_text(await _explain(diagnosis, len(tokens), asked), tokens, model, server))
         return explained
 
-    found = run_on_store(store, token, token_file, index, explain)
+    found = run_on_store(store, access, explain)
     lines = _lines if request is None else _request_lines
     show(found, as_json, [line for number, each in enumerate(found) for line in lines(number, each)])
     if any(each.findings for each in found):
