@@ -16,7 +16,7 @@ import msgspec
 
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.plugin import versions, weight_updates
-from sgl_kvfetch.plugin.backend import BACKEND, is_chosen, linker_of, require_packages
+from sgl_kvfetch.plugin.register import BACKEND, is_chosen, linker_of, require_packages
 from sgl_kvfetch.status import STATUS_KEY
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,6 @@ def suspend_for_update(manager: Any, recv_req: Any) -> None:
     It does not wait for success, because a failed update may have changed some weights. Beginning a session of updates
     counts too, because other processes may write into the weights from then on.
     """
-    from sgl_kvfetch.plugin import weight_updates
-
     weight_updates.weights_change(type(recv_req).__name__)
 
 
@@ -152,8 +150,6 @@ def suspend_for_release(manager: Any, recv_req: Any) -> None:
 
 def note_empty_tree(result: None, tree: Any) -> None:
     """After ``UnifiedRadixCache.reset``, which a flush calls: note that the tree is empty."""
-    from sgl_kvfetch.plugin import weight_updates
-
     weight_updates.tree_is_empty()
 
 
@@ -189,7 +185,8 @@ def begin_transfer(controller: Any, operation: Any) -> None:
 
 
 def measure_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any) -> None:
-    """After ``Scheduler.process_batch_result``: tell the backend how long the batch took."""
+    """After ``Scheduler.process_batch_result``: tell the backend how long the batch took. Let a calibration look at
+    the batch's prompts, if one is to be made."""
     controller = getattr(scheduler.tree_cache, "cache_controller", None)
     backend = getattr(controller, "storage_backend", None)  # None while it is detached
     if backend is not None and controller.storage_backend_type == BACKEND:  # type: ignore[union-attr]
@@ -198,10 +195,6 @@ def measure_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any)
             backend.note_idle_engine()
     if (linker := linker_of(scheduler.tree_cache)) is not None:
         linker.batch_ended(batch, time.monotonic())
-
-
-def sample_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any) -> None:
-    """After ``Scheduler.process_batch_result``: let a calibration look at the batch's prompts, if one is to be made."""
     from sgl_kvfetch.plugin import auto_profile
 
     if (profile := auto_profile.current()) is not None:
