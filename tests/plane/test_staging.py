@@ -83,6 +83,7 @@ def test_that_computing_is_sooner_is_told_before_what_a_lookup_noted() -> None:
     assert shortfall([Reason.DIVERGES, Reason.AUDIT, Reason.SOONER]) == Reason.SOONER
     assert shortfall([Reason.DIVERGES, Reason.LATE, Reason.TIMEOUT]) == Reason.LATE
     assert shortfall([Reason.DIVERGES]) == Reason.DIVERGES
+    assert shortfall([]) == ""
 
 
 def test_stagings_of_the_same_pages_are_one_until_the_last_is_released(tmp_path: Path, launcher: Launcher) -> None:
