@@ -320,8 +320,7 @@ class Stager:
         config: KVFetchConfig,
         heads: HeadSlice,
         client: StoreClient,
-        emit: Emit,
-        emit_for_step: Emit,
+        answer: Emit,
         arena: Arena,
         room: Room,
         *,
@@ -330,7 +329,7 @@ class Stager:
         takes_code: bool = False,
         audited: Callable[[Sequence[bytes], list[PageSource]], list[PageSource]] = lambda hashes, sources: sources,
     ) -> None:
-        """``emit``, ``emit_for_step``: as for `Service`. ``room`` allocates bytes of ``arena``. ``pool``: where fetched
+        """``answer``: as for `Service`. ``room`` allocates bytes of ``arena``. ``pool``: where fetched
         pages go. ``sides``, ``takes_code``: as in `protocol.Start`. ``audited`` returns the sources of those pages that
         are to be served."""
         self._pool = pool
@@ -342,8 +341,7 @@ class Stager:
         self._room = room
         self._geometry = heads.geometry
         self._client = client
-        self._emit = emit
-        self._emit_for_step = emit_for_step
+        self._answer = answer
         self._arena = arena
         self._most_pages = room.num_bytes // heads.geometry.page_bytes
         self._tasks = Tasks()
@@ -411,7 +409,7 @@ class Stager:
         other.works |= staging.works
         staging.works = {}  # the other one answers
         if other.staged is not None:
-            self._emit_for_step(msgspec.structs.replace(other.staged, work=command.work))
+            self._answer(msgspec.structs.replace(other.staged, work=command.work))
         return True
 
     async def close(self) -> None:
@@ -453,7 +451,7 @@ class Stager:
                 self._forget(staging)
             timeline.fetched(request)
             for work, is_wanted in works.items():
-                self._emit_for_step(msgspec.structs.replace(staged if is_wanted else none, work=work))
+                self._answer(msgspec.structs.replace(staged if is_wanted else none, work=work))
 
     def _staged(self, staged: m.Staged, staging: _Staging, num_pages: int) -> m.Staged:
         """Add what lies in shared memory."""
@@ -517,7 +515,7 @@ class Stager:
                 staged = m.Staged(command.work, stored=usable.stored)
         finally:
             reason = shortfall(reasons) if staged.num_pages < len(hashes) else ""
-            self._emit(msgspec.structs.replace(staged, reason=reason))
+            self._answer(msgspec.structs.replace(staged, reason=reason))
 
     def fetch(self, command: m.FetchPages) -> None:
         if command.is_idle:
@@ -551,7 +549,7 @@ class Stager:
                 self._order.ended(time.monotonic(), is_whole=is_whole)
             result.count(len(hashes), self._geometry.page_bytes)
             self._forget(staging)
-            self._emit(m.Staged(command.work, result.num_pages, result.num_pages, shortfall(reasons)))
+            self._answer(m.Staged(command.work, result.num_pages, result.num_pages, shortfall(reasons)))
 
     def fetch_side(self, command: m.FetchSide) -> None:
         self._begin(command.work, partial(self._fetch_side, command))
@@ -584,7 +582,7 @@ class Stager:
                 staged = self._staged(staged, staging, len(sides))
             else:
                 self._forget(staging)
-            self._emit(staged)
+            self._answer(staged)
 
     # Device mode
 
