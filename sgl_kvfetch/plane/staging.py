@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
-import numpy as np
 import torch
 
 from sgl_kvfetch import metrics, timeline
@@ -32,7 +31,7 @@ from sgl_kvfetch.metrics import counted, miss, note, noted_here, shortfall
 from sgl_kvfetch.plane import protocol as m
 from sgl_kvfetch.plane.arena import Arena, Emit, PagePool, Room, consecutive_runs
 from sgl_kvfetch.plane.choice import Cost, FetchOrder
-from sgl_kvfetch.plane.coded import CELL, CodedRegion, RegionPlan, StagedCode, gpu_restores
+from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, StagedCode, gpu_restores
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import Destination, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.finder import KV_POOL, Usable, usable_runs
@@ -73,10 +72,9 @@ class StagedValues:
     ) -> StagedValues:
         """``side_bytes``: of a page in each side pool."""
         values, code = NO_VALUES, None
-        if staged.num_cells:
-            tables = arena.view(staged.tables, torch.uint8, (staged.tables_bytes,))
-            cells = np.frombuffer(tables.numpy().data, dtype=CELL, count=staged.num_cells)
-            code = StagedCode(cells, tables[cells.nbytes :])
+        if staged.code is not None:
+            tables = arena.view(staged.code.offset, torch.uint8, (staged.code.num_bytes,))
+            code = StagedCode.of(tables, staged.code.num_cells)
         elif staged.num_pages:
             values = region_views(arena, staged.offset, geometry, staged.num_found)
         sides = side_views(staged, arena, side_bytes or {})
@@ -101,8 +99,10 @@ def region_views(arena: Arena, offset: int, geometry: KVGeometry, num_pages: int
 
 def side_views(staged: m.Staged, arena: Arena, side_bytes: Mapping[str, int]) -> dict[SideKey, torch.Tensor]:
     """Return the side pages that were staged, uint8 ``(bytes,)``. ``side_bytes``: of a page in each side pool."""
-    sizes = ((side_bytes[pool],) for pool, _ in staged.sides)
-    return dict(zip(staged.sides, arena.views(staged.sides_offset, torch.uint8, sizes), strict=True))
+    if staged.sides is None:
+        return {}
+    sizes = ((side_bytes[pool],) for pool, _ in staged.sides.keys)
+    return dict(zip(staged.sides.keys, arena.views(staged.sides.offset, torch.uint8, sizes), strict=True))
 
 
 class _Region(PagePool):
@@ -131,9 +131,8 @@ class _Staging:
     """``works``: the engine's numbers, each with whether it has not been released: stagings of the same pages are one.
     ``turn``: done when the fetch may begin. ``needs_link``: whether not all bytes are in memory. ``num_bytes``: of
     its region, which is at ``offset`` from its turn on. ``held``: what it needs of `memory_cache`, if there is one.
-    ``tables``: where the tables of coded cells are, and their numbers of cells and bytes. ``sides``: where side pages
-    are, and which. ``data_names``: the objects that it is read from. ``shared_as``: identifies its pages. ``staged``:
-    what was answered, once it has pages."""
+    ``code``, ``sides``: as in `protocol.Staged`. ``data_names``: the objects that it is read from. ``shared_as``:
+    identifies its pages. ``staged``: what was answered, once it has pages."""
 
     works: dict[int, bool]
     turn: asyncio.Future[None]
@@ -143,8 +142,8 @@ class _Staging:
     num_bytes: int = 0
     offset: int | None = None
     held: Held | None = None
-    tables: tuple[int, int, int] | None = None
-    sides: tuple[int, tuple[SideKey, ...]] | None = None
+    code: m.CodedCells | None = None
+    sides: m.SidePages | None = None
     data_names: set[str] = field(default_factory=set)
     shared_as: _SharedAs | None = None
     staged: m.Staged | None = None
@@ -261,10 +260,9 @@ class _Turns:
         if staging.offset is not None:
             self._room.free(staging.offset)
             self._used_bytes -= staging.num_bytes
-        if staging.tables is not None:
-            self._room.free(staging.tables[0])
-        if staging.sides is not None:
-            self._room.free(staging.sides[0])
+        for place in (staging.code, staging.sides):
+            if place is not None:
+                self._room.free(place.offset)
         self.end(staging)
 
     def shrink(self, staging: _Staging, num_bytes: int) -> None:
@@ -439,7 +437,7 @@ class Stager:
             works, none = staging.works, m.Staged(command.work, 0, staging.num_pages, reason)
             staged = none
             if staging.is_wanted and num_pages:
-                if staging.held is not None and staging.tables is None:  # it is restored: nothing of it lies there
+                if staging.held is not None and staging.code is None:  # it is restored: nothing of it lies there
                     staging.held.let_go()
                 elif staging.held is not None:
                     staging.held.end_filling()
@@ -455,18 +453,8 @@ class Stager:
 
     def _staged(self, staged: m.Staged, staging: _Staging, num_pages: int) -> m.Staged:
         """Add what lies in shared memory."""
-        tables, num_cells, tables_bytes = staging.tables or (0, 0, 0)
-        sides_offset, sides = staging.sides or (0, ())
-        return msgspec.structs.replace(
-            staged,
-            num_pages=num_pages,
-            offset=staging.offset or 0,
-            num_cells=num_cells,
-            tables=tables,
-            tables_bytes=tables_bytes,
-            sides_offset=sides_offset,
-            sides=sides,
-        )
+        what = {"num_pages": num_pages, "offset": staging.offset or 0, "code": staging.code, "sides": staging.sides}
+        return msgspec.structs.replace(staged, **what)
 
     async def _look_up(
         self, command: m.Stage, hashes: list[bytes], request: timeline.Request
@@ -715,7 +703,7 @@ class Stager:
         into, begin = self._arena.buffer(place, num_bytes), 0
         for content in sides.values():
             into[begin : (begin := begin + len(content))] = content
-        staging.sides = place, tuple(sides)
+        staging.sides = m.SidePages(place, tuple(sides))
         return True
 
     async def _fetch_sides(
@@ -752,7 +740,7 @@ class Stager:
         if place is None:
             return False
         self._arena.buffer(place, len(tables))[:] = tables
-        staging.tables = place, num_cells, len(tables)
+        staging.code = m.CodedCells(place, len(tables), num_cells)
         return True
 
 
