@@ -10,7 +10,7 @@ import pytest
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.tools.bench import _Metrics
 from sgl_kvfetch.tools.bench_prompts import cut_prompts, read_conversations
-from sgl_kvfetch.tools.sglang_server import server_session
+from sgl_kvfetch.tools.sglang_server import open_server
 from tests.tools.test_why import told_by_a_server
 
 SAID = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2")]
@@ -63,7 +63,7 @@ async def test_what_waits_in_the_servers_queue_is_said(monkeypatch: pytest.Monke
         for name, value in (("written_pages_total", 3), ('queued_bytes{queue="write"}', 1 << 20))
     )
     with told_by_a_server(None, metrics) as url:
-        async with server_session() as session:
+        async with open_server(url) as session:
             found = _Metrics(session, url)
             with pytest.raises(ConfigError, match=r"wrote 0 of 5 pages within 0 s, and 1 MiB .* raise --timeout"):
                 await found.wait_until_written(await found.read(), 5, 0.0)

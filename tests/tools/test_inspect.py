@@ -169,7 +169,7 @@ def test_a_segment_is_shown_in_full(stored: Stored, suffix: str) -> None:
     # One layer group's chunks, looked up one by one.
     cells = [cell for cell in segment.manifest.cells() if cell.layer_group == 1]
     reader = SegmentReader(segment.manifest, quantiser_from_identity("uint8(k=256;v=256)"))
-    stored_bytes = sum(end - start for start, end in map(reader.cell_range, cells))
+    stored_bytes = sum(map(reader.coded_bytes, cells))
     assert sum(p["stored_bytes"] for p in variant["parts"][-4:]) == stored_bytes
     values = 8 * SMALL.num_heads * (SMALL.k_head_dim + SMALL.v_head_dim)
     assert sum(p["bits_per_value"] for p in variant["parts"][-4:]) == pytest.approx(8 * stored_bytes / values)
@@ -293,7 +293,7 @@ def test_pictures_hold_exactly_the_frames(stored: Stored, tmp_path: Path) -> Non
     assert len(list(pictures.iterdir())) == 2 * 2 * 2 * 2 + 1
     reader = SegmentReader(segment.manifest, quantiser_from_identity("exact"))
     for cell in segment.manifest.span_cells(1):
-        parts = reader.decode_cell(cell, segment.data[slice(*reader.cell_range(cell))])
+        parts = reader.decode_cell(cell, reader.chunks_in(cell, [segment.data]))
         layers = ("0-2", "3")[cell.layer_group]
         for part, integers in zip(segment.manifest.parts, parts, strict=True):
             frame = reader.variant.layouts[part.layout].to_frames(integers).numpy()[0]
@@ -348,7 +348,7 @@ def test_integers_that_are_no_pictures_are_drawn_as_video_would_be(tmp_path: Pat
     for variant, name in enumerate(("ans", "hevc")):
         reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser), variant)
         assert variant == 1 or reader.variant.layouts["coefficients"].is_flat
-        integers = reader.decode_cell(cell, case.data(variant)[slice(*reader.cell_range(cell))])
+        integers = reader.decode_cell(cell, reader.chunks_in(cell, [case.data(variant)]))
         PictureWriter(tmp_path / name, reader, 4).write_cell(cell, integers)
         drawn.append({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()})
     assert drawn[0] == drawn[1] != {}
