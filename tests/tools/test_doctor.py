@@ -199,7 +199,7 @@ def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.NEWEST)
     monkeypatch.setattr(seams, "check_seams", lambda scopes: ["a.b moved", "c.d moved"])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
-    monkeypatch.setattr(doctor, "_search_path", lambda: "")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path: None)
     found = by_name(doctor.check_sglang())
     assert found["SGLang"].status == "yes"
     assert found["SGLang's seams"].found == "a.b moved (and 1 more)"
