@@ -276,20 +276,16 @@ class LocalStore(AdminStore):
 
     @on("reads")
     def _read(self, name: str, start: int, length: int | None) -> bytes | None:
-        assert start >= 0
-        assert length is None or length >= 0
+        assert not start or length is not None, "a range has a length"
         opened = self._open(name)
         if opened is None:
             return None
         with opened.file as file, files.os_errors(f"reading {name}"):
-            wanted = opened.info.size_bytes - start if length is None else length
-            data = files.read_fully(file, start, wanted) if wanted >= 0 else b""
-        expected = "" if length is None else f"{length} bytes "
-        if wanted < 0 or start > opened.info.size_bytes or len(data) < wanted:
-            raise StoreError(
-                "truncated",
-                f"{name} has {opened.info.size_bytes} bytes; expected {expected}from byte {start} on",
-            )
+            size = opened.info.size_bytes
+            wanted = size if length is None else length
+            data = files.read_fully(file, start, wanted)
+        if start > size or len(data) < wanted:
+            raise StoreError("truncated", f"{name} has {size} bytes; expected {wanted} from byte {start} on")
         return data
 
     async def put(self, name: str, data: Content) -> None:

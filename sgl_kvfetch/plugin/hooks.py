@@ -116,12 +116,51 @@ def share_host_pool(allocator_type: str, *args: Any, **kwargs: Any) -> str:
 
 
 def suspend_for_update(manager: Any, recv_req: Any) -> None:
-    """Before each method of the scheduler that changes weights: suspend the backends, which have pages of the old ones.
+    """Before a method of the scheduler that changes weights: suspend the backends, which have pages of the old ones.
 
     It does not wait for success, because a failed update may have changed some weights. Beginning a session of updates
     counts too, because other processes may write into the weights from then on.
     """
     weight_updates.weights_change(type(recv_req).__name__)
+
+
+def suspend_in_session(manager: Any, recv_req: Any) -> None:
+    """Before the methods that SGLang refuses, on all ranks, unless a session of updates is open: suspend the backends
+    if one is."""
+    if manager._session is not None:
+        suspend_for_update(manager, recv_req)
+
+
+# SGLang's answer to an update from files that it does not find. What it says of later faults begins otherwise.
+_REFUSED = "Failed to get weights iterator"
+
+
+def watch_disk_update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """Around ``update_weights_from_disk``: suspend the backends, unless SGLang refused before it changed any weight."""
+    from sgl_kvfetch.plugin import weight_updates
+
+    has_happened = True
+    weight_updates.begin_change()
+    try:
+        output = original(manager, recv_req)
+        has_happened = _may_have_changed(manager, output)
+    finally:
+        weight_updates.end_change(type(recv_req).__name__, has_happened=has_happened)
+    return output
+
+
+def _may_have_changed(manager: Any, output: Any) -> bool:
+    """Return whether an update from disk may have changed weights of any rank. All ranks of a pipeline stage must call
+    this: one of them may lack files that another one has."""
+    import torch
+    from sglang.srt.runtime_context import get_parallel
+
+    is_refused = not output.success and output.message.startswith(_REFUSED)
+    # A draft model's files are looked for when the model has its new weights. Stages of a pipeline do not agree here.
+    is_refused = is_refused and len(manager._select_runners()) == 1 and get_parallel().pp_size == 1
+    may_have_changed = torch.tensor([int(not is_refused)])
+    torch.distributed.all_reduce(may_have_changed, op=torch.distributed.ReduceOp.MAX, group=manager.tp_cpu_group)
+    return bool(may_have_changed.item())
 
 
 def suspend_for_reset(manager: Any, recv_req: Any) -> None:

@@ -110,15 +110,16 @@ SEAMS: tuple[Seam, ...] = (
     *_seams(
         Scope.HOST,
         _HOOKS,
+        # Changes the weights, in every rank, if it finds them.
+        (f"{_UPDATER}.update_weights_from_disk", "around", "watch_disk_update"),
         # Changes the weights, in every rank.
-        (f"{_UPDATER}.update_weights_from_disk", "before", "suspend_for_update"),
         (f"{_UPDATER}.update_weights_from_ipc", "before", "suspend_for_update"),
         # Opens the update that the next three need; from here on, others may write into the weights.
         (f"{_UPDATER}.begin_weight_update", "before", "suspend_for_update"),
-        # Changes the weights, also for a backend that was attached after the update was opened.
-        (f"{_UPDATER}.update_weights_from_tensor", "before", "suspend_for_update"),
-        (f"{_UPDATER}.update_weights_from_distributed", "before", "suspend_for_update"),
-        (f"{_UPDATER}.end_weight_update", "before", "suspend_for_update"),
+        # Change the weights, also for a backend that was attached after the update was opened.
+        (f"{_UPDATER}.update_weights_from_tensor", "before", "suspend_in_session"),
+        (f"{_UPDATER}.update_weights_from_distributed", "before", "suspend_in_session"),
+        (f"{_UPDATER}.end_weight_update", "before", "suspend_in_session"),
         # Can overwrite the weights, to test updates.
         (f"{_UPDATER}.check_weights", "before", "suspend_for_reset"),
         # Can release the weights.

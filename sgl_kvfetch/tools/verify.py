@@ -437,4 +437,4 @@ def _decode_side(place: SidePlace, offset: int, content: bytes) -> None:
 
 def _decode_cell(unit: ReadUnit, cell: Cell, content: bytes) -> None:
     """Decode one cell of what was read. Raises FormatError. Runs on the decode pool."""
-    unit.reader.decode_chunks(cell, unit.split(content)[unit.cells.index(cell)])
+    unit.reader.decode_cell(cell, unit.split(content)[unit.cells.index(cell)])

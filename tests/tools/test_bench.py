@@ -11,7 +11,6 @@ from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.tools.bench import _Metrics
 from sgl_kvfetch.tools.bench_prompts import cut_prompts, read_conversations
 from sgl_kvfetch.tools.sglang_server import open_server
-from tests.tools.conftest import kvfetch
 from tests.tools.test_why import told_by_a_server
 
 SAID = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2")]
@@ -54,22 +53,6 @@ def test_prompts_of_a_length_follow_one_another_in_the_text() -> None:
         ("2 tokens", [[5, 6], [7, 5]]),
         ("4 tokens", [[6, 7, 5, 6], [7, 5, 6, 7]]),
     ]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ((), "--flush empties its caches, also of its other users' prompts; --reader URL measures on a second server"),
-        (("--reader", "http://127.0.0.1:1/"), "--flush"),  # it is the same server
-        (("--flush", "--lengths", "1024,x"), "--lengths '1024,x': expected numbers of tokens"),
-        (("--flush", "--plot", "no/such/folder/x.png"), "--plot no/such/folder/x.png: expected a file"),
-        (("--flush",), "no SGLang server answers there"),
-    ],
-)
-def test_what_it_refuses(options: tuple[str, ...], said: str) -> None:
-    result = kvfetch("bench", "--server", "http://127.0.0.1:1", *options)
-    assert result.exit_code == 2
-    assert said in result.stderr
 
 
 async def test_what_waits_in_the_servers_queue_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
