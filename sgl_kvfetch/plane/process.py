@@ -103,14 +103,12 @@ class _Activity:
 class DataPlaneProcess:
     """A separate process. When the engine's process ends, however it ends, the socket closes, and this ends too."""
 
-    module = "-m", "sgl_kvfetch.plane"
-
     def __init__(self, line: Line) -> None:
         memories = (line.values.fd, line.values.num_bytes), (line.pages.fd, line.pages.num_bytes), *line.pool
         fds = line.commands.fileno(), line.events.fileno(), *(fd for fd, _ in memories)
         numbers = map(str, (*fds[:2], *itertools.chain(*memories)))
         # -P: the installed package, and not a folder of this name where SGLang was started, such as a checkout.
-        command = [sys.executable, "-P", *self.module, *numbers]
+        command = [sys.executable, "-P", "-m", "sgl_kvfetch.plane", *numbers]
         self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
         self._activity = _Activity(self.process.pid)
         line.commands.close()

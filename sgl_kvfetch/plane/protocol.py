@@ -26,7 +26,7 @@ from sgl_kvfetch.keys import Labels, Namespace
 from sgl_kvfetch.plane.config import ProfileNeeds
 from sgl_kvfetch.status import Audits
 
-VERSION = 10
+VERSION = 11
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 64 << 20  # limit for a message; a `Stage` has 32 bytes per page
 
@@ -55,6 +55,23 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+
+class CodedCells(msgspec.Struct, frozen=True, array_like=True):
+    """Where the cells of a staged prompt are that are still coded: ``num_cells`` rows of `coded.CELL` are at ``offset``
+    of shared memory, and what the rows point to follows them. ``num_bytes``: of all that."""
+
+    offset: int
+    num_bytes: int
+    num_cells: int
+
+
+class SidePages(msgspec.Struct, frozen=True, array_like=True):
+    """Where staged side pages are: one after another from ``offset`` of shared memory on. ``keys``: which they are, as
+    in `Write`."""
+
+    offset: int
+    keys: tuple[tuple[str, int], ...]
 
 
 # Commands
@@ -226,9 +243,8 @@ class Staged(_Message, frozen=True):
     In shared memory, until `Unstage`:
 
     * In device mode, a region for all pages that were found is at ``offset``: see `staging.region_views`. If the pages
-      are still coded, there is a table of ``num_cells`` `coded.CELL` at ``tables``, ``tables_bytes`` with what follows
-      it.
-    * Side pages lie one after another from ``sides_offset`` on, in the order of ``sides``, as in `Write`.
+      are still coded, ``code`` says where their cells are.
+    * Side pages are where ``sides`` says.
 
     In host mode, if side pools are needed: ``lengths`` has all the runs that could be used, in pages, and ``stored``
     how long the longest run would be if each pool were the only one. The pool of KV is ``kv``.
@@ -239,11 +255,8 @@ class Staged(_Message, frozen=True):
     num_found: int = 0
     reason: str = ""
     offset: int = 0
-    num_cells: int = 0
-    tables: int = 0
-    tables_bytes: int = 0
-    sides_offset: int = 0
-    sides: tuple[tuple[str, int], ...] = ()
+    code: CodedCells | None = None
+    sides: SidePages | None = None
     lengths: tuple[int, ...] = ()
     stored: dict[str, int] = {}
 

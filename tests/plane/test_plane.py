@@ -81,12 +81,12 @@ def plane(tmp_path: Path, launcher: Launcher) -> Iterator[DataPlane]:
         assert each.join(WAIT_S)
 
 
-def open_plane(directory: Path, launcher: Launcher, **config: object) -> DataPlane:
+def open_plane(directory: Path, launcher: Launcher, *, staging_bytes: int = 0, **config: object) -> DataPlane:
     heads = make_heads(SMALL, make_quantiser("exact"))
     patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600, "recompute": "never"}  # on slow machines, too
     settings = {"store": f"file://{directory}", "codec": "zstd"} | patient | config
     start = Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None, pool=POOL.places)
-    return DataPlane(start, SMALL, launcher, pool_files=POOL.files)
+    return DataPlane(start, SMALL, launcher, staging_bytes=staging_bytes, pool_files=POOL.files)
 
 
 def look_up(plane: DataPlane, hashes: Sequence[bytes]) -> Staged:
