@@ -122,13 +122,19 @@ class _Region(PagePool):
                 into[:, run.start * size : run.stop * size] = rows[:, tokens]
 
 
+# The first and the last page, whose hashes identify all between them, and the side pools that are needed.
+_SharedAs = tuple[bytes, bytes, frozenset[tuple[str, int]]]
+
+
 @dataclass(slots=True, eq=False)
 class _Staging:
-    """``turn``: done when the fetch may begin. ``needs_link``: whether not all bytes are in memory. ``num_bytes``: of
+    """``works``: the engine's numbers, each with whether it has not been released: stagings of the same pages are one.
+    ``turn``: done when the fetch may begin. ``needs_link``: whether not all bytes are in memory. ``num_bytes``: of
     its region, which is at ``offset`` from its turn on. ``held``: what it needs of `memory_cache`, if there is one.
-    ``code``, ``sides``: as in `protocol.Staged`. ``data_names``: the objects that it is read from. ``is_wanted``:
-    whether the engine has not released it."""
+    ``code``, ``sides``: as in `protocol.Staged`. ``data_names``: the objects that it is read from. ``shared_as``:
+    identifies its pages. ``staged``: what was answered, once it has pages."""
 
+    works: dict[int, bool]
     turn: asyncio.Future[None]
     task: asyncio.Task[None] | None = None
     num_pages: int = 0
@@ -139,7 +145,13 @@ class _Staging:
     code: m.CodedCells | None = None
     sides: m.SidePages | None = None
     data_names: set[str] = field(default_factory=set)
-    is_wanted: bool = True
+    shared_as: _SharedAs | None = None
+    staged: m.Staged | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the engine has not released it."""
+        return any(self.works.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +318,7 @@ class Stager:
         config: KVFetchConfig,
         heads: HeadSlice,
         client: StoreClient,
-        emit: Emit,
-        emit_for_step: Emit,
+        answer: Emit,
         arena: Arena,
         room: Room,
         *,
@@ -316,7 +327,7 @@ class Stager:
         takes_code: bool = False,
         audited: Callable[[Sequence[bytes], list[PageSource]], list[PageSource]] = lambda hashes, sources: sources,
     ) -> None:
-        """``emit``, ``emit_for_step``: as for `Service`. ``room`` allocates bytes of ``arena``. ``pool``: where fetched
+        """``answer``: as for `Service`. ``room`` allocates bytes of ``arena``. ``pool``: where fetched
         pages go. ``sides``, ``takes_code``: as in `protocol.Start`. ``audited`` returns the sources of those pages that
         are to be served."""
         self._pool = pool
@@ -328,12 +339,12 @@ class Stager:
         self._room = room
         self._geometry = heads.geometry
         self._client = client
-        self._emit = emit
-        self._emit_for_step = emit_for_step
+        self._answer = answer
         self._arena = arena
         self._most_pages = room.num_bytes // heads.geometry.page_bytes
         self._tasks = Tasks()
         self._stagings: dict[int, _Staging] = {}  # by number
+        self._shared: dict[_SharedAs, _Staging] = {}  # that others may join
         self._decoded_here: set[str] = set()  # objects that the engine could not decode
         self._turns = _Turns(config, heads.geometry, room)
         self._order = FetchOrder(heads.geometry.page_size, may_compute=config.recompute == "auto")
@@ -347,30 +358,57 @@ class Stager:
             self._begin(command.work, partial(self._stage, command))
 
     def _begin(self, work: int, run: Callable[[_Staging], Coroutine[Any, Any, None]]) -> None:
-        staging = self._stagings[work] = _Staging(asyncio.get_running_loop().create_future())
+        staging = self._stagings[work] = _Staging({work: True}, asyncio.get_running_loop().create_future())
         staging.task = self._tasks.begin(run(staging))
 
     def release(self, work: int, *, is_sound: bool) -> None:
         """Free what was staged, or end a staging or a fetch soon. ``is_sound``: as in `protocol.Unstage`."""
-        staging = self._stagings.get(work)
+        staging = self._stagings.pop(work, None)
         if staging is None:  # it ended without pages, or an earlier data plane had it
             return
         if not is_sound:
             self._decoded_here |= staging.data_names
             for name in staging.data_names:
                 self._client.fetcher.drop_kept(name)
-        staging.is_wanted = False
-        if staging.task is None:
-            self._forget(work, staging)
+            self._share_no_more(staging)
+        staging.works[work] = False
+        if staging.is_wanted:
+            pass
+        elif staging.task is None:
+            self._free(staging)
         else:
+            self._share_no_more(staging)
             # Not at once: a task that is cancelled before its first step never runs, not even its ``finally``.
             asyncio.get_running_loop().call_soon(staging.task.cancel)
 
-    def _forget(self, work: int, staging: _Staging) -> None:
-        del self._stagings[work]
+    def _forget(self, staging: _Staging) -> None:
+        """Free a staging that brings nothing."""
+        for work in staging.works:
+            self._stagings.pop(work, None)
+        self._free(staging)
+
+    def _free(self, staging: _Staging) -> None:
+        self._share_no_more(staging)
         if staging.held is not None:
             staging.held.let_go()
         self._turns.free(staging)
+
+    def _share_no_more(self, staging: _Staging) -> None:
+        if staging.shared_as is not None and self._shared.get(staging.shared_as) is staging:
+            del self._shared[staging.shared_as]
+
+    def _joins(self, command: m.Stage, staging: _Staging, hashes: list[bytes]) -> bool:
+        """Return whether another staging brings, or has brought, the same pages, and answers for this one, too."""
+        staging.shared_as = hashes[0], hashes[-1], frozenset(command.trailing.items())
+        other = self._shared.setdefault(staging.shared_as, staging)
+        if other is staging:
+            return False
+        self._stagings[command.work] = other
+        other.works |= staging.works
+        staging.works = {}  # the other one answers
+        if other.staged is not None:
+            self._answer(msgspec.structs.replace(other.staged, work=command.work))
+        return True
 
     async def close(self) -> None:
         await self._tasks.cancel()
@@ -389,23 +427,29 @@ class Stager:
                 pass
             elif not sources:
                 self._order.computes(len(hashes), command.saved_s, time.monotonic())
+            elif self._joins(command, staging, hashes[: len(sources)]):
+                pass
             else:
                 num_pages = await self._fetch(command, staging, hashes[: len(sources)], sources, request)
         finally:
             staging.task = None
             reason = shortfall(reasons) if num_pages < len(hashes) else ""
-            staged = m.Staged(command.work, 0, staging.num_pages, reason)
+            works, none = staging.works, m.Staged(command.work, 0, staging.num_pages, reason)
+            staged = none
             if staging.is_wanted and num_pages:
                 if staging.held is not None and staging.code is None:  # it is restored: nothing of it lies there
                     staging.held.let_go()
                 elif staging.held is not None:
                     staging.held.end_filling()
                 self._turns.end(staging)
-                staged = self._staged(staged, staging, num_pages)
+                staged = staging.staged = self._staged(none, staging, num_pages)
+                if num_pages < staging.num_pages:  # another fetch may bring more
+                    self._share_no_more(staging)
             else:
-                self._forget(command.work, staging)
+                self._forget(staging)
             timeline.fetched(request)
-            self._emit_for_step(staged)
+            for work, is_wanted in works.items():
+                self._answer(msgspec.structs.replace(staged if is_wanted else none, work=work))
 
     def _staged(self, staged: m.Staged, staging: _Staging, num_pages: int) -> m.Staged:
         """Add what lies in shared memory."""
@@ -459,7 +503,7 @@ class Stager:
                 staged = m.Staged(command.work, stored=usable.stored)
         finally:
             reason = shortfall(reasons) if staged.num_pages < len(hashes) else ""
-            self._emit(msgspec.structs.replace(staged, reason=reason))
+            self._answer(msgspec.structs.replace(staged, reason=reason))
 
     def fetch(self, command: m.FetchPages) -> None:
         if command.is_idle:
@@ -492,8 +536,8 @@ class Stager:
             if command.is_last or not is_whole:
                 self._order.ended(time.monotonic(), is_whole=is_whole)
             result.count(len(hashes), self._geometry.page_bytes)
-            self._forget(command.work, staging)
-            self._emit(m.Staged(command.work, result.num_pages, result.num_pages, shortfall(reasons)))
+            self._forget(staging)
+            self._answer(m.Staged(command.work, result.num_pages, result.num_pages, shortfall(reasons)))
 
     def fetch_side(self, command: m.FetchSide) -> None:
         self._begin(command.work, partial(self._fetch_side, command))
@@ -525,8 +569,8 @@ class Stager:
             if staging.sides is not None:
                 staged = self._staged(staged, staging, len(sides))
             else:
-                self._forget(command.work, staging)
-            self._emit(staged)
+                self._forget(staging)
+            self._answer(staged)
 
     # Device mode
 
