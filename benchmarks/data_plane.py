@@ -12,9 +12,6 @@ K and V, for the engine's process, the data plane's and the store's.
 that nobody calibrated, about 1.4 bits a value). Then it stages them again, from `memory_cache`. Each round also
 receives the same bytes with `http.client`, in one thread, into memory that is used again: that is what sockets alone
 take. With many rounds of a short prompt it shows whether the data plane grows: `--coded --tokens 64 --rounds 20000`.
-`--without-link` shows how fast the data plane would be with a link, sockets and a store that are no limit: reads are
-copied from memory (`memory_link`). Its event loop's thread has Python's lock whenever it runs; the other threads have
-it for a part of their time.
 
 `--security none tls signed encrypted` also measures a store that speaks TLS, signed manifests, whose chunks are
 verified with SHA-256, and chunks that AES-256-GCM encrypts.
@@ -26,7 +23,6 @@ import argparse
 import asyncio
 import hashlib
 import http.client
-import os
 import statistics
 import sys
 import tempfile
@@ -37,7 +33,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -116,7 +111,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--coded", action="store_true", help="stage cells that stay coded")
-    parser.add_argument("--without-link", action="store_true", help="with --coded: copy reads from memory")
     parser.add_argument("--codecs", default="raw,zstd,hevc", help="(default: %(default)s)")
     parser.add_argument("--security", nargs="+", choices=SECURITY, default=["none"], help="(default: none)")
     parser.add_argument("--prefixes", type=int, default=4, help="fetched together (default: %(default)s)")
@@ -213,7 +207,7 @@ def _measure_coded(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     started: list[DataPlaneProcess] = []
 
     def launch(line: Line) -> DataPlaneProcess:
-        started.append((_WithoutLink if args.without_link else DataPlaneProcess)(line))
+        started.append(DataPlaneProcess(line))
         return started[-1]
 
     with StoreProcess(folder / "store") as store:
@@ -243,14 +237,6 @@ def _measure_coded(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         finally:
             plane.close()
     return {"num_cells": num_cells, "wire_bytes": wire_bytes, "rounds": [asdict(each) for each in rounds]}
-
-
-class _WithoutLink(DataPlaneProcess):
-    module = "-m", "benchmarks.memory_link"
-
-    def __init__(self, line: Line) -> None:
-        with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parents[1])):  # this is not an installed package
-            super().__init__(line)
 
 
 async def _reads(

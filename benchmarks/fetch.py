@@ -34,13 +34,12 @@ from benchmarks.report import make_parser, make_table, settings, whole_number, w
 from harness.memory_pool import MemoryPool
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.manifest import Cell
-from sgl_kvfetch.codec.container.reader import SegmentReader
+from sgl_kvfetch.codec.container.reader import CellChunks, SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages, restore_cells
 from sgl_kvfetch.plane.fetch.plan import (
-    CellChunks,
     LookAhead,
     PageSource,
     Policy,
@@ -210,11 +209,11 @@ class Bench:
             raise SystemExit(f"only {result.num_pages} of {num_pages} pages were fetched: {result.failures}")
 
     def _decode_s(self) -> float:
-        return self._on_threads(lambda unit, cell: self._reader.decode_chunks(cell, self._chunks(unit, cell)))
+        return self._on_threads(lambda unit, cell: self._reader.decode_cell(cell, self._chunks(unit, cell)))
 
     def _restore_s(self) -> float:
         quantised = {
-            cell: self._reader.decode_chunks(cell, self._chunks(unit, cell))
+            cell: self._reader.decode_cell(cell, self._chunks(unit, cell))
             for unit in self._units
             for cell in unit.cells
         }
@@ -232,7 +231,8 @@ class Bench:
         parts = {part.span: part for part in span_parts(self._sources)}
 
         def restore(unit: ReadUnit, cell: Any) -> None:
-            restore_cells(pages, parts[cell.span], self._reader, [(cell, self._chunks(unit, cell))], {})
+            one = ReadUnit(self._reader, (cell,))
+            restore_cells(pages, parts[cell.span], one, [self._chunks(unit, cell)], {})
 
         return self._on_threads(restore)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.plane.arena import Arena
-from sgl_kvfetch.plane.coded import CELL, CodedRegion, RegionPlan, StagedCode, gpu_restores
+from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, StagedCode, gpu_restores
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, span_parts
 from sgl_kvfetch.plane.staging import StagedValues
 
@@ -28,11 +27,9 @@ def stage_coded(segments: Sequence[CodedSegment], quantiser: Quantiser) -> Stage
     for part in plan.parts:
         content = data[part.reader.data_name]
         for cell in part.reader.span_cells(part.span):
-            unit = ReadUnit(part.reader, (cell,))
-            (chunks,) = unit.split(part.reader.cell_data(cell, [content]))
-            region.decode(part, part.reader, [(cell, chunks)], {})()
+            chunks = part.reader.chunks_in(cell, [content])
+            region.decode(part, ReadUnit(part.reader, (cell,)), [chunks], {})()
     num_cells, tables = region.tables(len(sources))
-    cells = np.frombuffer(tables, dtype=CELL, count=num_cells)
-    packed = torch.frombuffer(bytearray(tables[cells.nbytes :]), dtype=torch.uint8)
-    memory = torch.cat([arena.whole, packed])
-    return StagedValues(len(sources), len(sources), memory, code=StagedCode(cells, memory[arena.num_bytes :]))
+    memory = torch.cat([arena.whole, torch.frombuffer(bytearray(tables), dtype=torch.uint8)])
+    code = StagedCode.of(memory[arena.num_bytes :], num_cells)
+    return StagedValues(len(sources), len(sources), memory, code=code)

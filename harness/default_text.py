@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import json
+import lzma
 import re
 import sys
 import tarfile
@@ -23,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from sgl_kvfetch.codec.calibrate.text import DEFAULT_TEXT, write_kinds
+from sgl_kvfetch.codec.calibrate.text import DEFAULT_TEXT
 
 # Characters of each kind: a few windows of 1,536 tokens for any tokenizer. Of Chinese, one is half a token to three.
 _LATIN, _CYRILLIC, _ARABIC, _CJK = 64_000, 45_000, 30_000, 26_000
@@ -34,7 +35,9 @@ _TURNS = 6  # of the tools' prompts, behind one list of tools
 
 def main(argv: Sequence[str]) -> None:
     packages = Path(argv[0])
-    write_kinds(DEFAULT_TEXT, {kind: texts(packages) for kind, texts in KINDS.items()})
+    pairs = ({"kind": kind, "text": text} for kind, texts in KINDS.items() for text in texts(packages) if text)
+    lines = "\n".join(json.dumps(pair, ensure_ascii=False, separators=(",", ":")) for pair in pairs)
+    DEFAULT_TEXT.write_bytes(lzma.compress(lines.encode(), preset=9 | lzma.PRESET_EXTREME))
     print(f"wrote {DEFAULT_TEXT}, {DEFAULT_TEXT.stat().st_size:,} bytes")
 
 

@@ -316,4 +316,4 @@ def hash_bytes(hashes: Sequence[str]) -> list[bytes]:
         raise UnsupportedError(f"expected hexadecimal page hashes, found {hashes[0]!r}") from e
     if len(joined) != len(hashes) * PAGE_HASH_BYTES or not {2 * PAGE_HASH_BYTES}.issuperset(map(len, hashes)):
         raise UnsupportedError(f"expected page hashes of {PAGE_HASH_BYTES} bytes, found {hashes[0]!r}")
-    return [joined[first : first + PAGE_HASH_BYTES] for first in range(0, len(joined), PAGE_HASH_BYTES)]
+    return split_hashes(joined)

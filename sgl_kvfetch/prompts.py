@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import xxhash
-from msgspec import Meta
+from msgspec import Meta, defstruct
 
 from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, why
 from sgl_kvfetch.user_files import read_text
@@ -47,23 +47,25 @@ def text_digest(file: Path) -> str:
 
 
 def _read(file: Path, kind: Any, expected: str) -> list[Any]:
-    line_type: Any = msgspec.defstruct("Line", [("prompt", kind)])
     content = read_text(file, "the file")
     if file.suffix != ".jsonl":
         if not content.strip():
             raise ConfigError(f"{file} is empty")
         return [content]
-    prompts = []
-    for number, line in enumerate(content.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            prompts.append(msgspec.json.decode(line, type=line_type).prompt)
-        except DECODE_ERRORS as e:
-            raise ConfigError(f"{file}:{number}: expected {expected}: {e}") from e
+    prompts = [line.prompt for line in decode_lines(file, content, defstruct("Line", [("prompt", kind)]), expected)]
     if not prompts:
         raise ConfigError(f"{file} holds no prompts")
     return prompts
+
+
+def decode_lines(file: Path, content: str, kind: Any, expected: str) -> Iterator[Any]:
+    """Decode the lines of JSONL, but for blank ones. Raises ConfigError, which names the line and what is wrong."""
+    for number, line in enumerate(content.splitlines(), 1):
+        if line.strip():
+            try:
+                yield msgspec.json.decode(line, type=kind)
+            except DECODE_ERRORS as e:
+                raise ConfigError(f"{file}:{number}: expected {expected}: {e}") from e
 
 
 def page_hashes(tokens: Sequence[int], page_size: int, cache_salt: str | None = None) -> list[bytes]:

@@ -173,14 +173,12 @@ class StoreConformance:
         await store.put(name, content)
         for start, length in ((0, 1), (0, 200), (199, 1), (50, 100), (0, 0), (7, 0), (200, 0)):
             assert await store.get(name, start, length) == content[start : start + length]
-        for start in (0, 1, 199, 200):
-            assert await store.get(name, start) == content[start:]
 
     async def test_range_beyond_the_end_is_truncated(self, store: Store) -> None:
         content = b"0123456789"
         name = data_object(content)
         await store.put(name, content)
-        for start, length in ((0, 11), (9, 2), (10, 1), (11, 0), (50, 1), (11, None)):
+        for start, length in ((0, 11), (9, 2), (10, 1), (11, 0), (50, 1)):
             with pytest.raises(StoreError) as caught:
                 await store.get(name, start, length)
             assert caught.value.reason == "truncated", (start, length)

@@ -18,7 +18,7 @@ from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encod
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import FORMAT_MAJOR, FORMAT_MINOR, HeadSlice, Labels, Namespace
-from sgl_kvfetch.stores.base import Store
+from sgl_kvfetch.stores.base import AdminStore, Store
 from sgl_kvfetch.testing import put_segment
 from sgl_kvfetch.types import TENSORS, CellGrid, KVGeometry, TensorName, torch_dtype
 
@@ -45,6 +45,11 @@ def put_all(store: Store, *segments: CodedSegment) -> None:
             await put_segment(store, segment)
 
     using(store, put)
+
+
+async def names(store: AdminStore) -> set[str]:
+    """Return the names of all objects."""
+    return {info.name async for info in store.list()}
 
 
 def make_heads(geometry: KVGeometry = SMALL, quantiser: Quantiser | None = None, model: str = "m") -> HeadSlice:

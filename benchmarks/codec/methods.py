@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from benchmarks.codec.baselines.cachegen import CacheGen
-from benchmarks.codec.baselines.fp8 import Fp8
-from benchmarks.codec.baselines.kivi import Kivi
-from benchmarks.codec.baselines.turboquant import turboquant_methods
+from benchmarks.codec.cachegen import CacheGen
 from benchmarks.codec.method import Method
 from benchmarks.codec.ours import our_methods
 from benchmarks.codec.segments import SegmentMethod
@@ -21,8 +18,7 @@ _BINS = (32, 16, 8)
 
 def all_methods(profile: Profile | None) -> list[Method]:
     """Return all methods. ``klt`` needs a profile."""
-    others = (*map(CacheGen, _BINS), *_kvfetcher(), Kivi(4), Kivi(2), *turboquant_methods(), Fp8())
-    methods = [*our_methods(profile), *others]
+    methods = [*our_methods(profile), *map(CacheGen, _BINS), *_kvfetcher()]
     assert len({method.name for method in methods}) == len(methods)
     return methods
 

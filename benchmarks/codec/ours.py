@@ -47,8 +47,8 @@ class KltMethod(SegmentMethod):
             place = cell_place(reader.manifest, cell)
             num_wide = len(self.klt.wide_coefficients(place))
             if num_wide:
-                chunk = reader.variant.chunks[reader.manifest.cell_index(cell) * reader.manifest.chunks_per_cell + part]
-                integers = reader.decode_cell(cell, data[slice(*reader.cell_range(cell))])[part]
+                chunk = reader.variant.chunks[reader.stored(cell)[part].number]
+                integers = reader.decode_cell(cell, reader.chunks_in(cell, [data]))[part]
                 without = get_codec(chunk.codec).encode(layout.to_frames(integers[:-num_wide]))
                 num_bytes += chunk.size_bytes - len(without)
         return num_bytes

@@ -98,7 +98,7 @@ class SegmentMethod(Method):
         ends = accumulate((each.size_bytes for each in manifest.data), initial=0)
         objects = [memoryview(data)[start:end] for start, end in pairwise(ends)]
         for cell in manifest.cells():
-            values = reader.dequantise_cell(cell, reader.decode_cell(cell, reader.cell_data(cell, objects)))
+            values = reader.dequantise_cell(cell, reader.decode_cell(cell, reader.chunks_in(cell, objects)))
             tokens = slice(*(page * PAGE_TOKENS for page in manifest.span_range(cell.span)))
             layers, heads = manifest.grid.layers(cell.layer_group), manifest.grid.heads(cell.head_block)
             for whole, part in zip(into.tokens(tokens).cell(layers, heads), values, strict=True):

@@ -9,18 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.compiled_kernels.recorder import recording
 from benchmarks.compiled_kernels.variants import all_variants
-from benchmarks.gpu_model import RESTORE_COEFFICIENTS, RestoreProgram
-from harness.ptx.block import Kernel
-from harness.ptx.global_memory import GlobalMemory
-from sgl_kvfetch.triton_kernels import restore_klt
-from sgl_kvfetch.triton_kernels.klt_choice import made_up_cell
-from sgl_kvfetch.triton_kernels.restore_klt import COEFFICIENTS, KltOptions
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 
@@ -76,49 +68,6 @@ def compile_all(targets: Sequence[str] = TARGETS) -> Iterator[Facts]:
                 instructions,
                 matrix_loop(_dump(compiled.asm["cubin"], "-sass")) if instructions and not is_amd else None,
             )
-
-
-def restore_program(options: KltOptions) -> RestoreProgram:
-    """Return what a program of `restore_klt` takes on compute capability 9.0, with NeoX's rotation. Instructions are
-    counted in the machine code, half of which outside the loop is for K, and half for V. Cycles of shared memory are
-    counted in the emulator, of a program that restores K."""
-    steps = -(-RESTORE_COEFFICIENTS // COEFFICIENTS)
-    compiled, two = _emulated(options, 2 * COEFFICIENTS)
-    _, four = _emulated(options, 4 * COEFFICIENTS)
-    registers, stack_bytes = _cuda_usage(compiled.asm["cubin"])
-    sass = _dump(compiled.asm["cubin"], "-sass")
-    loop = matrix_loop(sass)
-    assert loop is not None
-    return RestoreProgram(
-        tokens=options.tokens,
-        warps=options.launch["num_warps"],
-        registers=registers,
-        stack_bytes=stack_bytes,
-        shared_bytes=compiled.metadata.shared,
-        loop=loop[0],
-        instructions=loop[0] * steps + (len(_instructions(sass)) - loop[0]) // 2,
-        shared_cycles=two + (four - two) * (steps - 2) // 2,
-    )
-
-
-def _emulated(options: KltOptions, coefficients: int) -> tuple[Any, int]:
-    """Return the kernel of a cell that one program restores, and the cycles of shared memory that it takes."""
-    buffer = torch.empty((1, 8, 128), dtype=torch.bfloat16, device="meta")[:, :2]
-    shape = restore_klt.klt_shape(buffer, buffer, 3, 128)
-    cell = made_up_cell(shape, buffer.dtype, coefficients, options.tokens, torch.device("cpu"))
-    table, slots = torch.frombuffer(bytearray(cell.row()), dtype=torch.uint8), torch.arange(options.tokens)
-    with recording(restore_klt, "restore_klt_kernel") as recorder:
-        restore_klt.launch_klt(
-            shape, buffer.dtype, restore_klt.VECTORS[0], options, table, slots, 1, options.tokens, cell.num_exact
-        )
-    compiled: Any = triton.compile(recorder.source, target=gpu_target("sm_90"), options=recorder.options)
-    memory, model = GlobalMemory(), cell.model
-    assert cell.rotations is not None
-    own = model.matrix, model.mean, model.scales, *model.k, *model.v, cell.integers, cell.rotations, cell.data
-    for tensor in (table, slots, *own):
-        memory.add(tensor, "restore_klt")
-    numbers = [x.data_ptr() if isinstance(x, torch.Tensor) else int(x) for x in recorder.arguments]
-    return compiled, Kernel(compiled.asm["ptx"], compiled.metadata.shared).launch(1, numbers, memory)
 
 
 def ptx_access_bytes(ptx: str, access: str) -> int:

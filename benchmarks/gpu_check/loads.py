@@ -435,8 +435,8 @@ class Prompt:
             manifest = segment.manifest
             if span < manifest.num_spans:
                 for cell in manifest.span_cells(span):
-                    start, end = reader.cell_range(cell)
-                    values = reader.dequantise_cell(cell, reader.decode_cell(cell, segment.data[start:end]))
+                    quantised = reader.decode_cell(cell, reader.chunks_in(cell, [segment.data]))
+                    values = reader.dequantise_cell(cell, quantised)
                     yield manifest.grid.layers(cell.layer_group), reader.heads_of(cell), values
                 return
             span -= manifest.num_spans

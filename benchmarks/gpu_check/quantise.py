@@ -49,10 +49,9 @@ def check(record: Record, device: Device, num_tokens: int, dim: int, dtype: torc
     first_s = time.perf_counter() - started_s
     slots = torch.arange(num_tokens, device=device.torch_device)
     memory = torch.empty(sum(reads.num_rows, len(cells)) * num_tokens, dtype=torch.uint8)  # shared, as far as it knows
-    opened = reads.open(slots, lambda some: values.tokens(some.cpu()), page_size=1)  # type: ignore[arg-type]
 
     def read() -> list[Quantised]:
-        exact = opened.quantise(0, range(num_tokens), memory, 0)
+        exact = reads.quantise(slots, 0, lambda some: values.tokens(some.cpu()), memory, 0)  # type: ignore[arg-type]
         assert exact is not None
         exponents, *integers = torch.split(memory.view(-1, num_tokens), [len(cells), *reads.num_rows])
         return list(zip(exponents, exact, integers, strict=True))

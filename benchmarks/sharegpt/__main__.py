@@ -1,15 +1,13 @@
-"""Sends multi-turn conversations to SGLang and measures how long its users wait.
+"""Starts SGLang and a store, sends multi-turn conversations, and measures how long its users wait: with no cache, with
+SGLang's file backend, and with kvfetch. `kvfetch bench` measures a server that runs already.
 
-python -m benchmarks.sharegpt --dataset FILE --url http://HOST:PORT     a live server
-python -m benchmarks.sharegpt --dataset FILE --launch [-- SGLANG ARGS]  starts SGLang and a store, and compares
-                                                                        no cache, SGLang's file backend and kvfetch
+python -m benchmarks.sharegpt --dataset FILE [-- SGLANG ARGS]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import time
@@ -26,14 +24,12 @@ from benchmarks.machine import machine
 from benchmarks.report import make_parser, make_table, no_traceback, output_file, positive, whole_number, write_json
 from benchmarks.sharegpt.backends import BACKENDS
 from benchmarks.sharegpt.report import make_report, plot_ttft, table_rows
-from benchmarks.sharegpt.runs import LAUNCH_METHOD, LIVE_METHOD, Launcher, live_run
+from benchmarks.sharegpt.runs import METHOD, Launcher
 from benchmarks.sharegpt.workload import Workload
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plane.config import parse_config
 
-_API_KEY_ENV = "SGLANG_API_KEY"
 _BUSY_SHARE = 0.1  # share of the cores above which to warn
-_LAUNCH_ONLY = ("model", "store", "kvfetch", "backends", "sglang_args")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,15 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
     started_s = time.monotonic()
-    method = LAUNCH_METHOD if args.launch else LIVE_METHOD
-    console.print(method)
+    console.print(METHOD)
     with no_traceback():
         workload = Workload(args, console)
-        runs = Launcher(workload, args, console).runs() if args.launch else [live_run(workload, args, console)]
+        runs = Launcher(workload, args, console).runs()
     content = make_report(
         runs,
         duration_s=time.monotonic() - started_s,
-        method=method,
+        method=METHOD,
         dataset=_dataset_json(args, workload),
         server=asdict(workload.server) if workload.server else None,
         config=_config_json(args),
@@ -71,7 +66,7 @@ def _warn(runs: Sequence[dict[str, Any]], console: Console) -> None:
     for run in runs:
         for error, count in run["errors"].items():
             console.print(f"{run['name']}: {count} x {error}", style="red", markup=False)
-        if (others := run["other_cores"] or 0.0) > _BUSY_SHARE * machine()["cores"]:
+        if (others := run["other_cores"]) > _BUSY_SHARE * machine()["cores"]:
             console.print(
                 f"[yellow]{run['name']}: other programs used {others:.1f} cores; do not rely on its times.[/]"
             )
@@ -94,9 +89,7 @@ def _dataset_json(args: argparse.Namespace, workload: Workload) -> dict[str, Any
 
 def _config_json(args: argparse.Namespace) -> dict[str, Any]:
     """Return the command line as JSON, without secrets."""
-    shown = report.settings(args)
-    del shown["api_key"]
-    return shown | {"kvfetch": {k: "(hidden)" if k == "token" else v for k, v in args.kvfetch.items()}}
+    return report.settings(args) | {"kvfetch": {k: "(hidden)" if k == "token" else v for k, v in args.kvfetch.items()}}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -129,12 +122,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     rate.add_argument("--concurrency", type=whole_number, default=2, metavar="N", help="conversations at a time")
     load.add_argument("--seed", type=int, default=0, help="for the Poisson process")
     load.add_argument("--timeout", type=positive, default=120.0, metavar="S", help="per request")
-    live = parser.add_argument_group("a live server")
-    live.add_argument("--url", default="http://127.0.0.1:30000", help="SGLang's")
-    live.add_argument("--api-key", help=f"or {_API_KEY_ENV} in the environment")
-    live.add_argument("--tokenizer", help="directory or name; the server's own, if not given")
-    launch = parser.add_argument_group("--launch")
-    launch.add_argument("--launch", action="store_true", help="start SGLang and the store, and stop them at the end")
+    launch = parser.add_argument_group("servers")
     launch.add_argument("--model", help="directory or name; a small random Llama, if not given")
     launch.add_argument("--backends", type=_backends, metavar="LIST", help=f"{','.join(BACKENDS)}, if not given")
     launch.add_argument(
@@ -146,10 +134,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     out.add_argument("--plot", type=output_file, metavar="FILE", help="where to write the PNG; else beside --json")
     args = parser.parse_args(own)
     args.sglang_args = sglang_args
-    args.api_key = args.api_key or os.environ.get(_API_KEY_ENV)  # no default, which --help would show
-    for name in _LAUNCH_ONLY:
-        if getattr(args, name) and not args.launch:
-            parser.error(f"{name} need --launch: they tell how to start SGLang, but {args.url} runs already")
     args.backends = args.backends or list(BACKENDS)
     if "kvfetch" not in args.backends and (args.store or args.kvfetch):
         parser.error("--store and --kvfetch need the backend kvfetch, which --backends leaves out")

@@ -140,7 +140,7 @@ def load_encoder(tokenizer_path: str, dataset: Dataset) -> tuple[Encode, str]:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     except (OSError, ValueError) as e:
         said = str(e).strip().partition("\n")[0]
-        raise ConfigError(f"no tokenizer at {tokenizer_path!r} ({said}); name one with --tokenizer") from e
+        raise ConfigError(f"no tokenizer at {tokenizer_path!r} ({said})") from e
 
     def encode(text: str) -> list[int]:
         # A text longer than the model's context is cut later, so the tokenizer's warning would be misleading.

@@ -66,7 +66,6 @@ class Load:
         *,
         max_new_tokens: int,
         timeout_s: float,
-        api_key: str | None = None,
         on_record: Callable[[], object] = lambda: None,
     ) -> None:
         self._url = url.rstrip("/")
@@ -74,7 +73,6 @@ class Load:
         self._transcript = transcript
         self._max_new_tokens = max_new_tokens
         self._timeout_s = timeout_s
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._on_record = on_record
         self._records: dict[tuple[int, int], Record] = {}
         self._prompts: dict[tuple[int, int], bytes] = {}
@@ -87,7 +85,6 @@ class Load:
         async with (
             aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self._timeout_s),
-                headers=self._headers,
                 connector=aiohttp.TCPConnector(limit=0),  # a limit would silently delay requests in this client
             ) as session,
             asyncio.TaskGroup() as group,

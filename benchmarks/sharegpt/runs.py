@@ -1,4 +1,4 @@
-"""Measures a live server, or servers that are started for each backend."""
+"""Measures servers that are started for each backend."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,11 +17,9 @@ from rich.console import Console
 
 from benchmarks.processes import usage
 from benchmarks.sharegpt.backends import Backend, open_backend, wait_until_settled
-from benchmarks.sharegpt.workload import Run, Workload, ask_facts, get
+from benchmarks.sharegpt.workload import Run, Workload, ask_facts
 from harness.engine import SGLangServer
-from harness.metrics import Traffic, kvfetch_traffic
 from harness.models import make_tiny_llama
-from sgl_kvfetch.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -49,36 +47,12 @@ def other_cores(before: CpuUse, after: CpuUse) -> float:
     return max(0.0, others_s / (after.at_s - before.at_s))
 
 
-LIVE_METHOD = (
-    "One run against a live server, without changing the state of its caches first, after a warm-up of two requests "
-    "that are not counted."
-)
-LAUNCH_METHOD = (
+METHOD = (
     "Per backend: a first SGLang process serves all conversations and fills the store; when its background writes have "
     "ended it is stopped, and a fresh process (device and host tier empty) serves the same conversations again, which "
     "is what is measured. 'none' has nothing to fill. Histories repeat the answers of the very first run, so that "
     "all runs send the same prompts. Each process is warmed up with two requests that are not counted."
 )
-
-
-def live_run(workload: Workload, args: argparse.Namespace, console: Console) -> Run:
-    """Measure the server at ``--url``. Raises ConfigError."""
-    url: str = args.url
-    facts = ask_facts(url, args.api_key)
-    backend = facts.storage_backend
-    console.print(f"{url}: {facts.model_path}, SGLang {facts.version}, storage backend {backend or 'none'}")
-    workload.prepare(facts)
-    metrics: list[str] = []
-
-    def look() -> None:
-        if backend == "kvfetch":
-            with suppress(ConfigError):  # it may run without --enable-metrics
-                metrics.append(get(url, "/metrics", args.api_key))
-
-    result = workload.send(url, "measure", before=look)
-    look()
-    traffic = Traffic(0, 0) if backend is None else kvfetch_traffic(*metrics) if len(metrics) == 2 else None
-    return Run(backend or "none", f"live server at {url}", result, traffic)
 
 
 class Launcher:
@@ -139,5 +113,5 @@ class Launcher:
         assert self._model is not None
         flags = [*backend.flags, *self._args.sglang_args]
         with SGLangServer(self._model, extra_args=flags, env=backend.env, request_timeout_s=60.0) as server:
-            self._workload.prepare(ask_facts(server.url, None))
+            self._workload.prepare(ask_facts(server.url))
             yield server

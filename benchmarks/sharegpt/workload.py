@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import random
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,20 +26,20 @@ _WARM_UP_TIMEOUT_S = 600.0  # the first request may trigger compilation
 
 @dataclass(frozen=True)
 class Run:
-    """``traffic`` is None if the server does not tell. ``fill`` describes how the store was filled before the run; None
-    without storage. ``other_cores``: how many cores other processes used on average; None if they were not watched."""
+    """``fill`` describes how the store was filled before the run; None without storage. ``other_cores``: how many cores
+    other processes used on average."""
 
     name: str
     description: str
     result: Result
-    traffic: Traffic | None
-    other_cores: float | None = None
-    fill: dict[str, Any] | None = None
+    traffic: Traffic
+    other_cores: float
+    fill: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """``storage_backend`` is None without HiCache's storage. ``max_prompt_tokens`` reserves nothing for an answer."""
+    """``max_prompt_tokens`` reserves nothing for an answer."""
 
     version: str
     model_path: str
@@ -48,36 +47,26 @@ class ServerFacts:
     max_prompt_tokens: int
     pool_tokens: int
     page_size: int
-    storage_backend: str | None
 
 
-def get(url: str, path: str, api_key: str | None = None) -> str:
-    """Raises ConfigError if nothing answers as SGLang does."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            return str(response.read().decode())
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"no SGLang at {url}{path}: {e}; start one, or use --launch") from e
+def ask_facts(url: str) -> ServerFacts:
+    """Return what SGLang says of itself."""
+    model, info = (_get(url, path) for path in ("/model_info", "/server_info"))
+    limits = (info.get(key) for key in ("context_length", "max_req_input_len", "max_total_num_tokens"))
+    return ServerFacts(
+        version=info["version"],
+        model_path=model["model_path"],
+        tokenizer_path=model["tokenizer_path"],
+        max_prompt_tokens=min(limit for limit in limits if limit is not None),
+        pool_tokens=info["max_total_num_tokens"],
+        page_size=info["page_size"],
+    )
 
 
-def ask_facts(url: str, api_key: str | None) -> ServerFacts:
-    """Raises ConfigError if nothing answers as SGLang does."""
-    try:
-        model, info = (json.loads(get(url, path, api_key)) for path in ("/model_info", "/server_info"))
-        limits = (info.get(key) for key in ("context_length", "max_req_input_len", "max_total_num_tokens"))
-        return ServerFacts(
-            version=info["version"],
-            model_path=model["model_path"],
-            tokenizer_path=model["tokenizer_path"],
-            max_prompt_tokens=min(limit for limit in limits if limit is not None),
-            pool_tokens=info["max_total_num_tokens"],
-            page_size=info["page_size"],
-            storage_backend=info.get("hicache_storage_backend"),
-        )
-    except (KeyError, TypeError, ValueError) as e:
-        raise ConfigError(f"{url} does not answer as SGLang 0.5.23 does: {e!r}") from e
+def _get(url: str, path: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url + path, timeout=_TIMEOUT_S) as response:
+        found: dict[str, Any] = json.load(response)
+    return found
 
 
 class Workload:
@@ -104,7 +93,7 @@ class Workload:
         args = self._args
         # One token less: SGLang requires prompt and answer together to be below its limit.
         self.max_input_tokens = min(args.max_input_tokens, facts.max_prompt_tokens - args.max_new_tokens - 1)
-        encode, self.token_ids = load_encoder(args.tokenizer or facts.tokenizer_path, self.dataset)
+        encode, self.token_ids = load_encoder(facts.tokenizer_path, self.dataset)
         self.conversations = make_conversations(
             self.dataset, encode, args.num_conversations, args.turns, self.max_input_tokens, args.max_new_tokens
         )
@@ -130,7 +119,6 @@ class Workload:
                 self._transcript,
                 max_new_tokens=args.max_new_tokens,
                 timeout_s=args.timeout,
-                api_key=args.api_key,
                 on_record=bar.update,
             )
             if fills or not args.request_rate:
@@ -149,7 +137,6 @@ class Workload:
             {},
             max_new_tokens=min(_WARM_UP_NEW_TOKENS, self._args.max_new_tokens),
             timeout_s=_WARM_UP_TIMEOUT_S,
-            api_key=self._args.api_key,
         )
         for record in asyncio.run(load.run(concurrency=1)).records:
             if record.error:

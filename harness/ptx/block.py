@@ -50,15 +50,12 @@ class Kernel:
         self.everyone = np.ones(self.num_threads, bool)
         self._steps = [self._decode(each) for each in self.program.code]
 
-    def launch(self, num_blocks: int, arguments: Sequence[int], memory: GlobalMemory) -> int:
-        """Run blocks one after the other. Return the cycles that their accesses of shared memory take. ``arguments``: a
-        number for each parameter; scratch pointers that Triton adds may be left out. Raises Fault."""
-        missing, cycles = len(self.program.parameters) - len(arguments), 0
+    def launch(self, num_blocks: int, arguments: Sequence[int], memory: GlobalMemory) -> None:
+        """Run blocks one after the other. ``arguments``: a number for each parameter; scratch pointers that Triton adds
+        may be left out. Raises Fault."""
+        missing = len(self.program.parameters) - len(arguments)
         for index in range(num_blocks):
-            block = Block(self, index, [*arguments, *[0] * missing], memory)
-            self._run(block)
-            cycles += block.shared.cycles
-        return cycles
+            self._run(Block(self, index, [*arguments, *[0] * missing], memory))
 
     def without(self, *names: str) -> Kernel:
         """Return this kernel without the instructions whose names begin like this, to test which faults are found."""

@@ -14,7 +14,6 @@ import numpy as np
 from harness.ptx.values import Fault, Values
 
 _NOBODY, _SEVERAL = -1, -2
-_BANKS, _WORD_BYTES, _WAVE_BYTES = 32, 4, 128
 
 
 class _Copy(NamedTuple):
@@ -24,11 +23,10 @@ class _Copy(NamedTuple):
 
 
 class SharedMemory:
-    """Shared memory of ``size`` bytes. ``cycles``: that its accesses take, at 128 bytes a cycle and one word a bank."""
+    """Shared memory of ``size`` bytes."""
 
     def __init__(self, size: int) -> None:
         self.content = np.full(size, 0xCD, np.uint8)
-        self.cycles = 0
         self._time = 0
         self._writers, self._written = np.full(size, _NOBODY, np.int32), np.full(size, _NOBODY, np.int32)
         self._readers, self._read = np.full(size, _NOBODY, np.int32), np.full(size, _NOBODY, np.int32)
@@ -53,7 +51,6 @@ class SharedMemory:
         return places
 
     def read(self, places: Values, warps: Values) -> Values:
-        self._count(places, warps)
         own = np.broadcast_to(warps[:, None], places.shape)
         self._require_written(places)
         if ((self._writers[places] != own) & (self._written[places] == self._time)).any():
@@ -66,13 +63,11 @@ class SharedMemory:
         return found
 
     def write(self, places: Values, data: Values, warps: Values) -> None:
-        self._count(places, warps)
         self._require_free(places, warps)
         self._put(places, data, warps)
 
     def copy(self, places: Values, data: Values, warps: Values) -> None:
         """Begin an asynchronous copy, in the open group."""
-        self._count(places, warps)
         self._require_free(places, warps)
         if self._in_flight[places].any():
             raise Fault("cp.async writes where another copy is in flight")
@@ -92,7 +87,6 @@ class SharedMemory:
     def multiply(self, places: Values) -> Values:
         """Return what a ``wgmma`` reads, which has to stay until the group is waited for. All warps may have written
         it, but before the last barrier."""
-        self.cycles += -(-places.size // _WAVE_BYTES)
         self._require_written(places)
         if (self._written[places] == self._time).any():
             raise Fault("wgmma reads shared memory that was written since the last barrier")
@@ -110,17 +104,6 @@ class SharedMemory:
         while len(self._product_groups) > num_left:
             for read in self._product_groups.pop(0):
                 self._multiplied[read] -= 1
-
-    def _count(self, places: Values, warps: Values) -> None:
-        """Count the cycles of an instruction of several warps. A warp's accesses are taken 128 bytes at a time, and
-        those of one such part that need several words of a bank one after the other."""
-        lanes = np.arange(len(warps)) - np.searchsorted(warps, warps)
-        parts = warps * _BANKS + lanes * places.shape[1] // _WAVE_BYTES
-        words = np.unique(np.stack([np.repeat(parts, places.shape[1]), places.ravel() // _WORD_BYTES]), axis=1)
-        used = np.unique(words[0] * _BANKS + words[1] % _BANKS, return_counts=True)
-        most = np.zeros(int(parts.max()) + 1, np.int64)
-        np.maximum.at(most, used[0] // _BANKS, used[1])
-        self.cycles += int(most.sum())
 
     def _require_written(self, places: Values) -> None:
         if self._in_flight[places].any():

@@ -29,7 +29,12 @@ from .container.partial import (
     without_last_level as without_last_level,
 )
 from .container.protect import open_manifest as open_manifest, secure_segment as secure_segment
-from .container.reader import CodedChunk as CodedChunk, SegmentReader as SegmentReader, cell_place as cell_place
+from .container.reader import (
+    CellChunks as CellChunks,
+    CodedChunk as CodedChunk,
+    SegmentReader as SegmentReader,
+    cell_place as cell_place,
+)
 from .container.segment import (
     CodedSegment as CodedSegment,
     EncodedSegment as EncodedSegment,

@@ -100,16 +100,15 @@ def decompress(data: bytes, profile: Profile | None = None) -> tuple[torch.Tenso
     if len(manifest.variants) != 1 or not 1 <= num_tokens <= most:
         raise FormatError(f"these bytes say {num_tokens} tokens in {most} places: they are damaged")
     reader = SegmentReader(manifest, _reading(manifest, profile))
+    if len(stored) < (expected := reader.variant.size_bytes):
+        raise FormatError(f"these bytes end after {len(data)}, {expected - len(stored)} too early: they are cut off")
     shape = most, geometry.num_layers, geometry.num_heads
     dims = geometry.k_head_dim, geometry.v_head_dim
     out = CellValues(*(torch.empty(*shape, dim, dtype=geometry.torch_dtype) for dim in dims))
     for span in range(len(manifest.page_hashes) // manifest.span_pages):
         tokens = slice(*(page * geometry.page_size for page in manifest.span_range(span)))
         for cell in reader.span_cells(span):
-            first, end = reader.cell_range(cell)
-            if end > len(stored):
-                raise FormatError(f"these bytes end after {len(data)}: they are cut off")
-            quantised = reader.decode_cell(cell, stored[first:end])
+            quantised = reader.decode_cell(cell, reader.chunks_in(cell, [stored]))
             into = out.tokens(tokens).cell(manifest.grid.layers(cell.layer_group), reader.heads_of(cell))
             for part, restored in zip(into, reader.dequantise_cell(cell, quantised), strict=True):
                 part.copy_(restored)

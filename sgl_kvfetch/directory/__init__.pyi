@@ -1,2 +1,1 @@
-from .local import LocalStore as LocalStore, StoreUsage as StoreUsage
-from .open import open_store as open_store
+from .local import LocalStore as LocalStore, StoreUsage as StoreUsage, open_store as open_store

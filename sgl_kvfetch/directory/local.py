@@ -1,4 +1,4 @@
-"""A store in a directory of one machine, which several processes may share.
+"""A store in a directory of one machine, which several processes may share; and how any store is opened by its URL.
 
 `notes` has the files of notes; `StoredNotes` puts and deletes each as a whole, on threads.
 """
@@ -16,6 +16,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import ParamSpec, TypeVar
+from urllib.parse import unquote
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Content, bytes_of, decode_manifest, views_of
 from sgl_kvfetch.directory import catalog as index, files, notes
@@ -30,16 +31,19 @@ from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, ObjectName, Segme
 from sgl_kvfetch.stores import (
     PINS,
     AdminStore,
+    HttpOptions,
     Lookup,
     NoteKind,
     ObjectInfo,
     Pin,
+    S3Options,
     SegmentHit,
     decode_pin,
     object_digest,
     require_name,
 )
 from sgl_kvfetch.stores.base import require_namespace
+from sgl_kvfetch.stores.open import open_remote, split_store_url
 from sgl_kvfetch.stores.wire import MAX_FOLDERS, MAX_LOOKUP_ANSWER_BYTES
 
 logger = logging.getLogger(__name__)
@@ -272,20 +276,16 @@ class LocalStore(AdminStore):
 
     @on("reads")
     def _read(self, name: str, start: int, length: int | None) -> bytes | None:
-        assert start >= 0
-        assert length is None or length >= 0
+        assert not start or length is not None, "a range has a length"
         opened = self._open(name)
         if opened is None:
             return None
         with opened.file as file, files.os_errors(f"reading {name}"):
-            wanted = opened.info.size_bytes - start if length is None else length
-            data = files.read_fully(file, start, wanted) if wanted >= 0 else b""
-        expected = "" if length is None else f"{length} bytes "
-        if wanted < 0 or start > opened.info.size_bytes or len(data) < wanted:
-            raise StoreError(
-                "truncated",
-                f"{name} has {opened.info.size_bytes} bytes; expected {expected}from byte {start} on",
-            )
+            size = opened.info.size_bytes
+            wanted = size if length is None else length
+            data = files.read_fully(file, start, wanted)
+        if start > size or len(data) < wanted:
+            raise StoreError("truncated", f"{name} has {size} bytes; expected {wanted} from byte {start} on")
         return data
 
     async def put(self, name: str, data: Content) -> None:
@@ -634,3 +634,27 @@ def _is_sound(content: bytes, manifest_name: str) -> bool:
 
 def _segment_usage(name: str, num_pages: int, stored_bytes: int, last_used_s: float, is_pinned: int) -> SegmentUsage:
     return SegmentUsage(name, num_pages, stored_bytes, last_used_s, bool(is_pinned))
+
+
+def open_store(
+    url: str,
+    *,
+    token: str | None = None,
+    capacity_bytes: int | None = None,
+    options: HttpOptions | None = None,
+    s3: S3Options | None = None,
+) -> AdminStore:
+    """Open a directory, or create a client of another store (`stores.open_remote`). ``capacity_bytes``: for ``file://``
+    stores. Raises ConfigError."""
+    parts = split_store_url(url)
+    if parts.scheme != "file":
+        if capacity_bytes is not None:
+            raise ConfigError(f"capacity_bytes is for file:// stores; {url!r} has its own limit")
+        return open_remote(url, token=token, options=options, s3=s3)
+    if token is not None:
+        raise ConfigError(f"a token is for http:// and https:// stores; {url!r} is a directory")
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise ConfigError(f"store URL {url!r} needs an absolute path, as in file:///var/cache/kv")
+    if parts.query or parts.fragment:
+        raise ConfigError(f"store URL {url!r} has a query or a fragment; expected only a path")
+    return LocalStore(Path(unquote(parts.path)), capacity_bytes=capacity_bytes)

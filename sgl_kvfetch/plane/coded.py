@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from sgl_kvfetch.codec import TAG_BYTES, Cell, Decoders, SegmentReader, cell_place, pack
+from sgl_kvfetch.codec import TAG_BYTES, Cell, CellChunks, Decoders, SegmentReader, cell_place, pack
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.fetch.fetcher import Destination, Keep
-from sgl_kvfetch.plane.fetch.plan import CellChunks, PageSource, SpanPart
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, SpanPart
 from sgl_kvfetch.plane.memory_cache import CODE_ALIGNMENT, CachedSpan, Kept
 
 CODEC = "ans"  # that GPUs decode
@@ -48,6 +48,12 @@ class StagedCode:
 
     cells: np.ndarray
     packed: torch.Tensor
+
+    @classmethod
+    def of(cls, tables: torch.Tensor, num_cells: int) -> StagedCode:
+        """``tables``: what `CodedRegion.tables` returns, uint8."""
+        cells = np.frombuffer(tables.numpy().data, dtype=CELL, count=num_cells)
+        return cls(cells, tables[cells.nbytes :])
 
 
 def gpu_restores(sources: Sequence[PageSource]) -> bool:
@@ -97,25 +103,25 @@ class RegionPlan:
         ]
         self.rows["start"] = np.where(self.in_region, np.cumsum(rooms) - rooms, np.concatenate(held)[order])
         self.num_bytes = int(rooms.sum())
-        self.part_of: list[int] = part_of.tolist()  # each row's
-        # The numbers of each part's rows, in storage order.
-        self.rows_of = [each.tolist() for each in np.split(np.argsort(order), np.cumsum(counts)[:-1])]
+        # Of each row: its part, and which of the part's cells it is, in storage order.
+        self.part_of: list[int] = part_of.tolist()
+        self.number_of: list[int] = np.concatenate([np.arange(count) for count in counts])[order].tolist()
 
-    def row(self, reader: SegmentReader, cell: Cell) -> int:
-        """Return the number of a cell's row. Raises UnsupportedError if the cell was not planned for."""
-        row = self._places.get((reader.data_name, cell))
-        if row is None:
-            raise UnsupportedError(f"{cell} of {reader.data_name} has no place in its prompt's region")
-        return row
+    def rows_of(self, unit: ReadUnit) -> list[int]:
+        """Return the numbers of a unit's rows. Raises UnsupportedError if one of its cells was not planned for."""
+        name = unit.reader.data_name
+        try:
+            return [self._places[name, cell] for cell in unit.cells]
+        except KeyError as e:
+            raise UnsupportedError(f"{unit.cells[0]} of {name} has no place in its prompt's region") from e
 
     @cached_property
     def _places(self) -> dict[tuple[str, Cell], int]:
         """The row of each data object's cells. A prompt that is all in memory needs none."""
-        return {
-            (part.reader.data_name, cell): row
-            for part, rows in zip(self.parts, self.rows_of, strict=True)
-            for cell, row in zip(part.reader.span_cells(part.span), rows, strict=True)
-        }
+        cells = [list(part.reader.span_cells(part.span)) for part in self.parts]
+        names = [part.reader.data_name for part in self.parts]
+        places = enumerate(zip(self.part_of, self.number_of, strict=True))
+        return {(names[part], cells[part][number]): row for row, (part, number) in places}
 
 
 _made: WeakKeyDictionary[SegmentReader, dict[int, np.ndarray]] = WeakKeyDictionary()
@@ -168,27 +174,20 @@ class CodedRegion(Destination):
         self._rows = plan.rows.copy()
         self._rows["start"] += offset * plan.in_region
         self._starts, self._sizes, self._is_coded = (self._rows[x].tolist() for x in ("start", "size", "is_coded"))
-        self._kept: dict[int, Kept] = {}  # by row
-        self._of_entries: dict[int, tuple[CachedSpan, int]] = {}  # by row: where a cell's entry keeps what it has, too
-        self._is_whole = []
-        for part, entry in enumerate(plan.entries):
-            self._is_whole.append(entry is not None and None not in entry.kept)
-            if entry is None:
-                continue
-            for number, (row, kept) in enumerate(zip(plan.rows_of[part], entry.kept, strict=True)):
-                if kept is None:
-                    self._of_entries[row] = entry, number
-                else:
-                    self._kept[row] = kept
+        # Of each part's cells, in storage order. What an entry keeps is shared with those who read it meanwhile.
+        self._kept: list[list[Kept | None]] = [
+            [None] * part.reader.cells_per_span if entry is None else entry.kept
+            for part, entry in zip(plan.parts, plan.entries, strict=True)
+        ]
 
     def is_kept(self, part: int) -> bool:
-        return self._is_whole[part]
+        return None not in self._kept[part]
 
-    def places(self, reader: SegmentReader, cells: Sequence[Cell]) -> list[CellChunks] | None:
-        rows = [self._plan.row(reader, cell) for cell in cells]
-        if reader.manifest.is_encrypted or not all(self._is_coded[row] for row in rows):
+    def places(self, unit: ReadUnit) -> list[CellChunks] | None:
+        rows = self._plan.rows_of(unit)
+        if unit.reader.manifest.is_encrypted or not all(self._is_coded[row] for row in rows):
             return None
-        sizes = [reader.chunk_sizes(cell) for cell in cells]
+        sizes = [[each.end - each.start for each in unit.reader.stored(cell)] for cell in unit.cells]
         # What a cell has beside its integers is little, and does not go to the engine as it is stored.
         rest = memoryview(bytearray(sum(map(sum, sizes)) - sum(self._sizes[row] for row in rows)))
         places: list[CellChunks] = []
@@ -206,42 +205,39 @@ class CodedRegion(Destination):
         start = self._starts[row]
         return self._memory[start : start + size]
 
-    def decode(
-        self, part: SpanPart, reader: SegmentReader, cells: Sequence[tuple[Cell, CellChunks]], decoders: Decoders
-    ) -> Keep:
+    def decode(self, part: SpanPart, unit: ReadUnit, chunks: Sequence[CellChunks], decoders: Decoders) -> Keep:
         found: list[tuple[int, Kept, bytes | memoryview]] = []
-        for cell, chunks in cells:
-            row = self._plan.row(reader, cell)
+        for row, cell, each in zip(self._plan.rows_of(unit), unit.cells, chunks, strict=True):
             if self._is_coded[row]:
-                parts, integers = reader.verified_cell(cell, chunks)
+                parts, integers = unit.reader.verified_cell(cell, each)
             else:
-                *tensors, decoded = reader.decode_chunks(cell, chunks, decoders)
+                *tensors, decoded = unit.reader.decode_cell(cell, each, decoders)
                 parts = [x.numpy() for x in tensors]
                 integers = decoded.contiguous().view(torch.uint8).flatten().numpy().data
             found.append((row, pack(*parts), integers))
         return partial(self.write, partial(self._keep, found))
 
-    def working_bytes(self, reader: SegmentReader, cells: Sequence[Cell]) -> int:
-        decoded = (cell for cell in cells if not self._is_coded[self._plan.row(reader, cell)])
-        return sum(2 * reader.frames_bytes(cell) for cell in decoded)
+    def working_bytes(self, unit: ReadUnit) -> int:
+        cells = zip(self._plan.rows_of(unit), unit.cells, strict=True)
+        return sum(2 * unit.reader.frames_bytes(cell) for row, cell in cells if not self._is_coded[row])
 
     def _keep(self, cells: Sequence[tuple[int, Kept, bytes | memoryview]]) -> None:
         for row, kept, integers in cells:
             place = self._place(row, len(integers))
             if not _is_at(integers, place):
                 place[:] = integers
-            self._kept[row] = kept
-            if row in self._of_entries:
-                entry, number = self._of_entries[row]
-                entry.kept[number] = kept
+            self._kept[self._plan.part_of[row]][self._plan.number_of[row]] = kept
 
     def tables(self, num_pages: int) -> tuple[int, bytes]:
         """Return the number of cells that have some of the first ``num_pages`` pages, and their rows with what they
         have beside their integers."""
         pages = [_page_table(part, num_pages) for part in self._plan.parts]
-        wanted = [row for row in sorted(self._kept) if pages[self._plan.part_of[row]]]
-        tables = [pages[self._plan.part_of[row]] for row in wanted]
-        kept = [self._kept[row] for row in wanted]
+        wanted, tables, kept = [], [], []
+        for row, (part, number) in enumerate(zip(self._plan.part_of, self._plan.number_of, strict=True)):
+            if pages[part] and (found := self._kept[part][number]) is not None:
+                wanted.append(row)
+                tables.append(pages[part])
+                kept.append(found)
         rows = self._rows[wanted]
         sizes = np.fromiter(map(len, tables), np.int64) + np.fromiter((len(content) for content, _ in kept), np.int64)
         rows["packed"] = np.cumsum(sizes) - sizes

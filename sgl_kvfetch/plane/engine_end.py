@@ -16,7 +16,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +31,7 @@ from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.process import (
     ANSWER_S,
     CLOSE_S,
+    Answer,
     EndedError,
     Launch,
     Quantising,
@@ -272,7 +272,7 @@ _QUANTISED_BYTES = 32 << 20  # the same of their values, if they come quantised:
 class Fetch:
     """A fetch under way, in the pool's pages. ``over`` tells how many were restored; nothing is written after that."""
 
-    over: Future[m.Staged]
+    over: Answer[m.Staged]
     _run: Run
     _work: int
 
@@ -293,13 +293,13 @@ class Fetch:
 class SideFetch:
     """A fetch of side pages. They come in parts, since all of them may not fit into the shared memory."""
 
-    def __init__(self, ask: Callable[[int], tuple[Run, int, Future[m.Staged]]], firsts: Sequence[int]) -> None:
+    def __init__(self, ask: Callable[[int], tuple[Run, int, Answer[m.Staged]]], firsts: Sequence[int]) -> None:
         """``ask`` begins the part from some page on, and returns its number. ``firsts``: the parts' first pages."""
         self._ask = ask
         self._firsts = firsts
         self._asked = ask(firsts[0])
 
-    def parts(self, wait: Callable[[Future[m.Staged]], m.Staged | None]) -> Iterator[dict[int, torch.Tensor]]:
+    def parts(self, wait: Callable[[Answer[m.Staged]], m.Staged | None]) -> Iterator[dict[int, torch.Tensor]]:
         """Yield the pages of each part that have come, uint8 ``(bytes,)``, by their index. They are readable until the
         next part. ``wait`` waits for an answer, and returns None if no more is wanted."""
         for number, first in enumerate(self._firsts):
@@ -361,7 +361,7 @@ class DataPlane(Supervisor):
         trailing: Mapping[str, int] | None = None,
         saved_s: Sequence[tuple[int, float]] = (),
         is_idle: bool = False,
-    ) -> Future[m.Staged]:
+    ) -> Answer[m.Staged]:
         """Find the longest stored run of these pages, and read it ahead unless computing it is sooner, as host mode
         does. Arguments as in `protocol.Stage`."""
         work = next(self._numbers)
@@ -424,7 +424,7 @@ class DataPlane(Supervisor):
         """Begin to bring pages of a side pool, one or more, into shared memory. Call ``end`` of what is returned."""
         num_pages, run = max(1, self._side_part_bytes // self._start.sides[pool]), self._run
 
-        def ask(first: int) -> tuple[Run, int, Future[m.Staged]]:
+        def ask(first: int) -> tuple[Run, int, Answer[m.Staged]]:
             work = next(self._numbers)
             command = m.FetchSide(work, pool, b"".join(hashes[first : first + num_pages]), deadline_s)
             return run, work, run.ask(command, m.Staged(work))

@@ -28,15 +28,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import Cell, CodedSegment, EncodedSegment, SegmentReader
+from sgl_kvfetch.codec import Cell, CellChunks, CodedSegment, EncodedSegment, SegmentReader
 from sgl_kvfetch.plane.arena import Arena, Room
-from sgl_kvfetch.plane.fetch.plan import CellChunks, PageSource, ReadSize, ReadUnit, SpanPart, read_units
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, SpanPart, UnitKey, read_units
 
 CODE_ALIGNMENT = 16  # of a cell's integers, in bytes: GPUs read them from there
 
 Kept = tuple[bytes, int]  # what a cell has beside its integers, and its number of exact tokens
 _SpanKey = tuple[str, int, int]  # data object, number of levels, span
-_UnitKey = tuple[Cell, int]  # first cell, number of cells
 
 
 class _Layout(NamedTuple):
@@ -62,7 +61,7 @@ class CachedSpan:
     layout: _Layout
     offset: int
     missing_bytes: int
-    units: set[_UnitKey] = field(default_factory=set)
+    units: set[UnitKey] = field(default_factory=set)
     kept: list[Kept | None] = field(default_factory=list)
     filler: Held | None = None
     num_holders: int = 0
@@ -132,7 +131,7 @@ class MemoryCache:
         objects = dict(segment.data_objects())
         for span in range(reader.manifest.num_spans):
             for unit in read_units(reader, span, size):
-                self.put(unit, unit.split_objects([objects[name][start:end] for name, start, end in unit.reads]))
+                self.put(unit, unit.split(b"".join(objects[name][start:end] for name, start, end in unit.reads)))
 
     def open(self, parts: Iterable[SpanPart], held: Held) -> None:
         """Open entries for spans that are not here, as far as there is room or something can be evicted, and nobody
@@ -147,7 +146,7 @@ class MemoryCache:
 
     def lacks(self, entry: CachedSpan, unit: ReadUnit) -> bool:
         """Return whether an entry could take a unit. One that overlaps with units of another size is not taken."""
-        return _unit_key(unit) not in entry.units and unit.size_bytes <= entry.missing_bytes
+        return unit.key not in entry.units and unit.size_bytes <= entry.missing_bytes
 
     def places(self, entry: CachedSpan, unit: ReadUnit) -> list[CellChunks]:
         """Return where the chunks of a unit's cells lie."""
@@ -167,7 +166,7 @@ class MemoryCache:
 
     def filled(self, entry: CachedSpan, unit: ReadUnit) -> None:
         """Note that a unit's bytes are in their places."""
-        entry.units.add(_unit_key(unit))
+        entry.units.add(unit.key)
         entry.missing_bytes -= unit.size_bytes
         if entry.is_dropped:
             return
@@ -266,12 +265,12 @@ class Held:
 
     def has_unit(self, unit: ReadUnit) -> bool:
         entry = self.entry(unit.reader, unit.cells[0].span)
-        return entry is not None and _unit_key(unit) in entry.units
+        return entry is not None and unit.key in entry.units
 
     def chunks(self, unit: ReadUnit) -> list[CellChunks] | None:
         """Return the chunks of a unit's cells, which stay as they are until ``let_go``; None if they are not here."""
         entry = self.entry(unit.reader, unit.cells[0].span)
-        if entry is None or _unit_key(unit) not in entry.units:
+        if entry is None or unit.key not in entry.units:
             return None
         metrics.MEMORY_CACHE_READ_BYTES.inc(unit.size_bytes)
         return self._cache.places(entry, unit)
@@ -316,10 +315,6 @@ def _key(reader: SegmentReader, span: int) -> _SpanKey:
     return reader.data_name, reader.num_levels, span
 
 
-def _unit_key(unit: ReadUnit) -> _UnitKey:
-    return unit.cells[0], len(unit.cells)
-
-
 _layouts: WeakKeyDictionary[SegmentReader, dict[int, _Layout]] = WeakKeyDictionary()
 
 
@@ -328,7 +323,7 @@ def _layout(reader: SegmentReader, span: int) -> _Layout:
     made = _layouts.setdefault(reader, {})
     if span not in made:
         cells, last = list(reader.span_cells(span)), reader.manifest.chunks_per_cell - 1
-        sizes = [reader.chunk_sizes(cell) for cell in cells]
+        sizes = [[each.end - each.start for each in reader.stored(cell)] for cell in cells]
         rooms = [-(-each[last] // CODE_ALIGNMENT) * CODE_ALIGNMENT for each in sizes]
         *begins, end = accumulate(rooms, initial=0)
         chunks: dict[Cell, list[tuple[int, int]]] = {}

@@ -1,9 +1,11 @@
 """One data plane as the engine sees it, from its launch to its end, with its work under way.
 
-Several threads ask it for work; ``kvfetch-data`` receives the events that answer. What must hold, whatever happens:
+Several threads ask it for work. What is asked for by a thread that waits, or by the scheduler, which looks for answers
+in its steps, is received by these threads themselves (`Answer`); of several that wait, one receives for all.
+``kvfetch-data`` receives all other events, and watches over the data plane. What must hold, whatever happens:
 
 * Each piece of work is answered once: by its event, or, if the data plane ends first, as lost. So nobody waits for an
-  answer that never comes. A lock guards the tables of work under way; futures are completed after it is released,
+  answer that never comes. A lock guards the tables of work under way; answers are completed after it is released,
   since they call back.
 * The data plane may end at any moment, also between two bytes of a message. Then `serve` returns, `end` completes what
   is left, and commands that come later fail at once.
@@ -29,7 +31,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -101,14 +103,12 @@ class _Activity:
 class DataPlaneProcess:
     """A separate process. When the engine's process ends, however it ends, the socket closes, and this ends too."""
 
-    module = "-m", "sgl_kvfetch.plane"
-
     def __init__(self, line: Line) -> None:
         memories = (line.values.fd, line.values.num_bytes), (line.pages.fd, line.pages.num_bytes), *line.pool
         fds = line.commands.fileno(), line.events.fileno(), *(fd for fd, _ in memories)
         numbers = map(str, (*fds[:2], *itertools.chain(*memories)))
         # -P: the installed package, and not a folder of this name where SGLang was started, such as a checkout.
-        command = [sys.executable, "-P", *self.module, *numbers]
+        command = [sys.executable, "-P", "-m", "sgl_kvfetch.plane", *numbers]
         self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
         self._activity = _Activity(self.process.pid)
         line.commands.close()
@@ -134,11 +134,11 @@ class DataPlaneProcess:
         return False
 
 
-_Answer = m.Staged | m.Taken | m.ClearOver
-A = TypeVar("A", bound=_Answer)
+A = TypeVar("A", bound=m.Answer | m.Taken)
 
 _START_S = 60.0  # importing torch takes this long on a busy machine
 _TICK_S = 0.25
+_FOR_EVER_S = 1e6  # the largest time that a poller takes is not much more
 # A data plane counts as hung after so many consecutive ticks without an answer: few if it does nothing in them, many if
 # it runs, or waits for a core or a disk, as on an overloaded machine.
 _IDLE_TICKS, _SILENT_TICKS = 12, 80
@@ -186,22 +186,28 @@ class _Quantised(NamedTuple):
     exact_offset: int
 
 
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """A command that one event answers. ``lost``: that event, if the data plane ends first. ``stage``: what is missed
-    then, for the metrics."""
+class Answer(Future[A]):
+    """The event that answers a command."""
 
-    lost: _Answer
-    stage: str
-    answer: Future[Any] = field(default_factory=Future)
+    def __init__(self, run: Run, lost: A, stage: str) -> None:
+        """``lost``: the event, if the data plane ends first. ``stage``: what is missed then, for the metrics."""
+        super().__init__()
+        self._run = run
+        self._lost = lost
+        self._stage = stage
+
+    def result(self, timeout: float | None = None) -> A:
+        """Wait for the event. Not for `Taken`, and not on the thread ``kvfetch-data``. Raises TimeoutError."""
+        self._run.hear_until(self, timeout)
+        return super().result(0)
 
     def lose(self, reason: Reason = Reason.DATA_PLANE) -> None:
         """Answer with ``lost``. ``reason``: why pages are missing, if the answer says so."""
-        lost = self.lost
+        lost = self._lost
         if isinstance(lost, m.Staged):
-            metrics.MISSES.labels(self.stage, reason).inc()
+            metrics.MISSES.labels(self._stage, reason).inc()
             lost = msgspec.structs.replace(lost, reason=reason)
-        self.answer.set_result(lost)
+        self.set_result(lost)
 
 
 class Run:
@@ -229,7 +235,9 @@ class Run:
         self._sides = sides
         self._lock = threading.Lock()
         self._ended = False  # guarded by the lock, like the work under way
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, Answer[Any]] = {}
+        self._hearing = threading.Condition()
+        self._is_heard = False  # one of the threads that wait receives for all; or none can, as the data plane is gone
         self.profile: m.ProfileTaken | None = None
         self.audits: Audits | None = None
         self._on_loss = on_loss
@@ -243,18 +251,18 @@ class Run:
         self,
         command: m.Stage | m.FetchPages | m.FetchSide | m.Write | m.Clear,
         lost: A,
-    ) -> Future[A]:
+    ) -> Answer[A]:
         """Send a command. Return the event that answers it, ``lost`` if the data plane ends first, or if the command is
         too large to be sent."""
         is_lookup = isinstance(command, m.Stage) and command.is_read_ahead
-        asked = _Asked(lost, "lookup" if is_lookup else "fetch")
+        asked = Answer(self, lost, "lookup" if is_lookup else "fetch")
         with self._lock:
             is_under_way = not self._ended
             if is_under_way:
                 self._asked[command.work] = asked
         if not is_under_way:
             asked.lose()
-            return asked.answer
+            return asked
         try:
             self.channel.send(command)
         except FormatError as e:  # one miss: the thread that asks may be the scheduler's
@@ -263,7 +271,7 @@ class Run:
             if is_under_way:
                 _limited.warning("too large", f"kvfetch: pages of a request count as missing: {e}")
                 asked.lose(Reason.TOO_LARGE)
-        return asked.answer
+        return asked
 
     def write(
         self,
@@ -397,11 +405,35 @@ class Run:
 
     def step(self) -> None:
         if self._asked:
+            self._hear(0)
+
+    def hear_until(self, answer: Answer[Any], timeout_s: float | None) -> None:
+        """Wait until a command is answered, or for ``timeout_s``."""
+        deadline_s = time.monotonic() + (_FOR_EVER_S if timeout_s is None else timeout_s)
+        while not answer.done() and (left_s := deadline_s - time.monotonic()) > 0:
+            with self._hearing:
+                if self._is_heard:
+                    self._hearing.wait_for(lambda: answer.done() or not self._is_heard, left_s)
+                    continue
+                self._is_heard = True
+            may_hear = True
             try:
-                self._take_in_all(self.channel.receive_now())
-            except FormatError:
-                logger.exception("kvfetch: the data plane sends invalid bytes")
-                self.running.kill()
+                may_hear = self._hear(left_s)
+            finally:
+                with self._hearing:
+                    self._is_heard = not may_hear
+                    self._hearing.notify_all()
+
+    def _hear(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` for answers. Return False if none can come any more: `end` completes the rest."""
+        try:
+            answers = self.channel.receive_answers(timeout_s)
+        except FormatError:
+            logger.exception("kvfetch: the data plane sends invalid bytes")
+            self.running.kill()
+            return False
+        self._take_in_all(answers or ())
+        return answers is not None
 
     def _receive(self) -> list[m.Event]:
         """Return new events. Raises EndedError if the data plane has ended."""
@@ -418,7 +450,7 @@ class Run:
                 logger.exception("kvfetch: processing event %s failed", type(event).__name__)
 
     def _take_in(self, event: m.Event) -> None:
-        """Handle an event of the data plane, on the thread that receives."""
+        """Handle an event of the data plane, on the thread that receives it."""
         match event:
             case m.Staged() | m.Taken() | m.ClearOver():
                 self._answer(event)
@@ -433,13 +465,13 @@ class Run:
                     self._on_loss()
                 self.has_lost = event.is_lost
 
-    def _answer(self, event: _Answer) -> None:
+    def _answer(self, event: m.Answer | m.Taken) -> None:
         """Complete the work that an event answers, unless that is done: the data plane may have ended, as another
         thread has noticed."""
         with self._lock:
             asked = self._asked.pop(event.work, None)
         if asked is not None:
-            asked.answer.set_result(event)  # not with the lock held: it calls back
+            asked.set_result(event)  # not with the lock held: it calls back
 
     def staged_values(self, staged: m.Staged) -> StagedValues:
         return StagedValues.of(staged, self.values, self._geometry, self._sides)
@@ -452,13 +484,15 @@ class Run:
         had taken for writing."""
         self.running.kill()
         self.running.join(CLOSE_S)
-        self.channel.close()
         self._room.close()
         with self._lock:
             self._ended = True
             lost, self._asked = self._asked, {}
         for each in lost.values():
             each.lose()
+        with self._hearing:
+            self._hearing.notify_all()
+        self.channel.close()  # now that nobody waits for answers
         self.values.close()
         self._pages.close()
         if self._num_queued > 0:

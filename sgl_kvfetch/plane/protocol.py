@@ -26,7 +26,7 @@ from sgl_kvfetch.keys import Labels, Namespace
 from sgl_kvfetch.plane.config import ProfileNeeds
 from sgl_kvfetch.status import Audits
 
-VERSION = 10
+VERSION = 11
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 64 << 20  # limit for a message; a `Stage` has 32 bytes per page
 
@@ -55,6 +55,23 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+
+class CodedCells(msgspec.Struct, frozen=True, array_like=True):
+    """Where the cells of a staged prompt are that are still coded: ``num_cells`` rows of `coded.CELL` are at ``offset``
+    of shared memory, and what the rows point to follows them. ``num_bytes``: of all that."""
+
+    offset: int
+    num_bytes: int
+    num_cells: int
+
+
+class SidePages(msgspec.Struct, frozen=True, array_like=True):
+    """Where staged side pages are: one after another from ``offset`` of shared memory on. ``keys``: which they are, as
+    in `Write`."""
+
+    offset: int
+    keys: tuple[tuple[str, int], ...]
 
 
 # Commands
@@ -217,7 +234,7 @@ class Refused(_Message, frozen=True):
 
 
 class Staged(_Message, frozen=True):
-    """The result of a `Stage`, a `FetchPages` or a `FetchSide`. In device mode, the scheduler reads it in its steps.
+    """The result of a `Stage`, a `FetchPages` or a `FetchSide`.
 
     ``num_found`` pages are stored, of which the first ``num_pages`` are restored and verified, or, for a `Stage` of
     host mode, read ahead; of a side pool, any ``num_pages``. ``reason``: the first `reasons.Reason` why pages are
@@ -226,9 +243,8 @@ class Staged(_Message, frozen=True):
     In shared memory, until `Unstage`:
 
     * In device mode, a region for all pages that were found is at ``offset``: see `staging.region_views`. If the pages
-      are still coded, there is a table of ``num_cells`` `coded.CELL` at ``tables``, ``tables_bytes`` with what follows
-      it.
-    * Side pages lie one after another from ``sides_offset`` on, in the order of ``sides``, as in `Write`.
+      are still coded, ``code`` says where their cells are.
+    * Side pages are where ``sides`` says.
 
     In host mode, if side pools are needed: ``lengths`` has all the runs that could be used, in pages, and ``stored``
     how long the longest run would be if each pool were the only one. The pool of KV is ``kv``.
@@ -239,11 +255,8 @@ class Staged(_Message, frozen=True):
     num_found: int = 0
     reason: str = ""
     offset: int = 0
-    num_cells: int = 0
-    tables: int = 0
-    tables_bytes: int = 0
-    sides_offset: int = 0
-    sides: tuple[tuple[str, int], ...] = ()
+    code: CodedCells | None = None
+    sides: SidePages | None = None
     lengths: tuple[int, ...] = ()
     stored: dict[str, int] = {}
 
@@ -305,7 +318,8 @@ Command = (
     | Ping
     | Close
 )
-Event = Ready | Refused | Staged | Taken | Settled | ClearOver | ProfileTaken | AuditsTold | Pong
+Answer = Staged | ClearOver  # the thread that has asked receives them
+Event = Ready | Refused | Answer | Taken | Settled | ProfileTaken | AuditsTold | Pong
 
 M = TypeVar("M")
 
@@ -414,23 +428,23 @@ class Outbox:
 
 
 class Channel:
-    """The engine's end. Commands are sent from any thread. Events come over two sockets: some to a thread that waits
-    for them, the others to the scheduler's steps, which do not."""
+    """The engine's end. Commands are sent from any thread. Events come over two sockets: answers to whoever asked, on
+    its own thread, so that no other thread has to wake up for them; all else to a thread that waits for it."""
 
     def __init__(self, commands: socket.socket, events: socket.socket) -> None:
-        """``commands`` brings the events for steps, too."""
+        """``commands`` brings the answers, too."""
         self._waker = os.eventfd(0, os.EFD_NONBLOCK)
         self._outbox = Outbox(commands, lambda: os.eventfd_write(self._waker, 1))
         self._events = events
         self._events.setblocking(False)
         self._reader: MessageReader[Event] = MessageReader(Event)
-        self._step_reader: MessageReader[Event] = MessageReader(Event)
+        self._answers: MessageReader[Answer] = MessageReader(Answer)
         self._poller = select.poll()
         self._poller.register(self._waker, select.POLLIN)
         self._poller.register(events, select.POLLIN)
         self._poller.register(commands, 0)
-        self._step_poller = select.poll()
-        self._step_poller.register(commands, select.POLLIN)
+        self._answer_poller = select.poll()
+        self._answer_poller.register(commands, select.POLLIN)
         self.send = self._outbox.send
 
     def receive(self, timeout_s: float) -> list[Event] | None:
@@ -456,15 +470,18 @@ class Channel:
                 if events is None or events:
                     return events
 
-    def receive_now(self) -> list[Event]:
-        """Return the events for a step that have come, at most as many as one read returns. Raises FormatError."""
-        if not self._step_poller.poll(0):  # cheaper than an attempt to read
+    def receive_answers(self, timeout_s: float) -> list[Answer] | None:
+        """Wait up to ``timeout_s`` for answers. Return those that have come, at most as many as one read returns; None
+        if the other end is gone. One thread at a time may call this. Raises FormatError."""
+        if not self._answer_poller.poll(timeout_s * 1e3):  # cheaper than an attempt to read
             return []
         try:
             data = self._outbox.receive()
-        except OSError:  # the other end is gone, which ``receive`` notices
+        except BlockingIOError:
             return []
-        return list(self._step_reader.feed(data))
+        except OSError:
+            return None
+        return list(self._answers.feed(data)) if data else None
 
     def close(self) -> None:
         """Close the sockets. Call this on the thread that receives. Idempotent."""

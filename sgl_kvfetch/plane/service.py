@@ -77,15 +77,16 @@ class Service:
         line: Line,
         room: Room,
         emit: Emit,
-        emit_for_step: Emit,
+        answer: Emit,
     ) -> None:
         """``room`` allocates those bytes of ``line.values`` that are not the cache's. ``emit`` may be called on any
-        thread; what ``emit_for_step`` is given, the engine takes in its steps."""
+        thread. ``answer`` sends a `protocol.Answer`."""
         self.client = client
         self._config = config
         self._heads = heads
         self._geometry: KVGeometry = heads.geometry
         self._emit = emit
+        self._answer = answer
         self._written = line.pages  # where the engine puts pages that are to be written
         self._sides = start.sides
         self._verdict = verdict_file(config.store, heads)
@@ -117,8 +118,7 @@ class Service:
             config,
             heads,
             client,
-            emit,
-            emit_for_step,
+            answer,
             line.values,
             room,
             sides=start.sides,
@@ -259,13 +259,13 @@ class Service:
         except KVFetchError as e:
             fault = valid_unicode(str(e))
         finally:
-            self._emit(m.ClearOver(command.work, fault))
+            self._answer(m.ClearOver(command.work, fault))
 
 
 async def run_data_plane(line: Line, on_service: Callable[[Service], None] = lambda service: None) -> None:
     """Serve until told to close, or until the engine is gone. ``on_service`` is called with the new service."""
     loop = asyncio.get_running_loop()
-    outboxes = for_steps, others = _outbox(loop, line.commands), _outbox(loop, line.events)
+    outboxes = answers, others = _outbox(loop, line.commands), _outbox(loop, line.events)
     emit = others.send
     commands: m.MessageReader[m.Command] = m.MessageReader(m.Command)
     service: Service | None = None
@@ -277,7 +277,7 @@ async def run_data_plane(line: Line, on_service: Callable[[Service], None] = lam
                     case m.Start():
                         config, heads, client = _open(command, line)
                         room = Room(line.values.num_bytes - config.memory_cache)
-                        service = Service(command, config, heads, client, line, room, emit, for_steps.send)
+                        service = Service(command, config, heads, client, line, room, emit, answers.send)
                         on_service(service)
                         emit(m.Ready())
                     case m.Close():

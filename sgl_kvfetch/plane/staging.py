@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
-import numpy as np
 import torch
 
 from sgl_kvfetch import metrics, timeline
@@ -32,7 +31,7 @@ from sgl_kvfetch.metrics import counted, miss, note, noted_here, shortfall
 from sgl_kvfetch.plane import protocol as m
 from sgl_kvfetch.plane.arena import Arena, Emit, PagePool, Room, consecutive_runs
 from sgl_kvfetch.plane.choice import Cost, FetchOrder
-from sgl_kvfetch.plane.coded import CELL, CodedRegion, RegionPlan, StagedCode, gpu_restores
+from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, StagedCode, gpu_restores
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import Destination, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.finder import KV_POOL, Usable, usable_runs
@@ -73,10 +72,9 @@ class StagedValues:
     ) -> StagedValues:
         """``side_bytes``: of a page in each side pool."""
         values, code = NO_VALUES, None
-        if staged.num_cells:
-            tables = arena.view(staged.tables, torch.uint8, (staged.tables_bytes,))
-            cells = np.frombuffer(tables.numpy().data, dtype=CELL, count=staged.num_cells)
-            code = StagedCode(cells, tables[cells.nbytes :])
+        if staged.code is not None:
+            tables = arena.view(staged.code.offset, torch.uint8, (staged.code.num_bytes,))
+            code = StagedCode.of(tables, staged.code.num_cells)
         elif staged.num_pages:
             values = region_views(arena, staged.offset, geometry, staged.num_found)
         sides = side_views(staged, arena, side_bytes or {})
@@ -101,8 +99,10 @@ def region_views(arena: Arena, offset: int, geometry: KVGeometry, num_pages: int
 
 def side_views(staged: m.Staged, arena: Arena, side_bytes: Mapping[str, int]) -> dict[SideKey, torch.Tensor]:
     """Return the side pages that were staged, uint8 ``(bytes,)``. ``side_bytes``: of a page in each side pool."""
-    sizes = ((side_bytes[pool],) for pool, _ in staged.sides)
-    return dict(zip(staged.sides, arena.views(staged.sides_offset, torch.uint8, sizes), strict=True))
+    if staged.sides is None:
+        return {}
+    sizes = ((side_bytes[pool],) for pool, _ in staged.sides.keys)
+    return dict(zip(staged.sides.keys, arena.views(staged.sides.offset, torch.uint8, sizes), strict=True))
 
 
 class _Region(PagePool):
@@ -122,14 +122,19 @@ class _Region(PagePool):
                 into[:, run.start * size : run.stop * size] = rows[:, tokens]
 
 
+# The first and the last page, whose hashes identify all between them, and the side pools that are needed.
+_SharedAs = tuple[bytes, bytes, frozenset[tuple[str, int]]]
+
+
 @dataclass(slots=True, eq=False)
 class _Staging:
-    """``turn``: done when the fetch may begin. ``needs_link``: whether not all bytes are in memory. ``num_bytes``: of
+    """``works``: the engine's numbers, each with whether it has not been released: stagings of the same pages are one.
+    ``turn``: done when the fetch may begin. ``needs_link``: whether not all bytes are in memory. ``num_bytes``: of
     its region, which is at ``offset`` from its turn on. ``held``: what it needs of `memory_cache`, if there is one.
-    ``tables``: where the tables of coded cells are, and their numbers of cells and bytes. ``sides``: where side pages
-    are, and which. ``data_names``: the objects that it is read from. ``is_wanted``: whether the engine has not released
-    it."""
+    ``code``, ``sides``: as in `protocol.Staged`. ``data_names``: the objects that it is read from. ``shared_as``:
+    identifies its pages. ``staged``: what was answered, once it has pages."""
 
+    works: dict[int, bool]
     turn: asyncio.Future[None]
     task: asyncio.Task[None] | None = None
     num_pages: int = 0
@@ -137,10 +142,16 @@ class _Staging:
     num_bytes: int = 0
     offset: int | None = None
     held: Held | None = None
-    tables: tuple[int, int, int] | None = None
-    sides: tuple[int, tuple[SideKey, ...]] | None = None
+    code: m.CodedCells | None = None
+    sides: m.SidePages | None = None
     data_names: set[str] = field(default_factory=set)
-    is_wanted: bool = True
+    shared_as: _SharedAs | None = None
+    staged: m.Staged | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the engine has not released it."""
+        return any(self.works.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +260,9 @@ class _Turns:
         if staging.offset is not None:
             self._room.free(staging.offset)
             self._used_bytes -= staging.num_bytes
-        if staging.tables is not None:
-            self._room.free(staging.tables[0])
-        if staging.sides is not None:
-            self._room.free(staging.sides[0])
+        for place in (staging.code, staging.sides):
+            if place is not None:
+                self._room.free(place.offset)
         self.end(staging)
 
     def shrink(self, staging: _Staging, num_bytes: int) -> None:
@@ -308,8 +318,7 @@ class Stager:
         config: KVFetchConfig,
         heads: HeadSlice,
         client: StoreClient,
-        emit: Emit,
-        emit_for_step: Emit,
+        answer: Emit,
         arena: Arena,
         room: Room,
         *,
@@ -318,7 +327,7 @@ class Stager:
         takes_code: bool = False,
         audited: Callable[[Sequence[bytes], list[PageSource]], list[PageSource]] = lambda hashes, sources: sources,
     ) -> None:
-        """``emit``, ``emit_for_step``: as for `Service`. ``room`` allocates bytes of ``arena``. ``pool``: where fetched
+        """``answer``: as for `Service`. ``room`` allocates bytes of ``arena``. ``pool``: where fetched
         pages go. ``sides``, ``takes_code``: as in `protocol.Start`. ``audited`` returns the sources of those pages that
         are to be served."""
         self._pool = pool
@@ -330,12 +339,12 @@ class Stager:
         self._room = room
         self._geometry = heads.geometry
         self._client = client
-        self._emit = emit
-        self._emit_for_step = emit_for_step
+        self._answer = answer
         self._arena = arena
         self._most_pages = room.num_bytes // heads.geometry.page_bytes
         self._tasks = Tasks()
         self._stagings: dict[int, _Staging] = {}  # by number
+        self._shared: dict[_SharedAs, _Staging] = {}  # that others may join
         self._decoded_here: set[str] = set()  # objects that the engine could not decode
         self._turns = _Turns(config, heads.geometry, room)
         self._order = FetchOrder(heads.geometry.page_size, may_compute=config.recompute == "auto")
@@ -349,30 +358,57 @@ class Stager:
             self._begin(command.work, partial(self._stage, command))
 
     def _begin(self, work: int, run: Callable[[_Staging], Coroutine[Any, Any, None]]) -> None:
-        staging = self._stagings[work] = _Staging(asyncio.get_running_loop().create_future())
+        staging = self._stagings[work] = _Staging({work: True}, asyncio.get_running_loop().create_future())
         staging.task = self._tasks.begin(run(staging))
 
     def release(self, work: int, *, is_sound: bool) -> None:
         """Free what was staged, or end a staging or a fetch soon. ``is_sound``: as in `protocol.Unstage`."""
-        staging = self._stagings.get(work)
+        staging = self._stagings.pop(work, None)
         if staging is None:  # it ended without pages, or an earlier data plane had it
             return
         if not is_sound:
             self._decoded_here |= staging.data_names
             for name in staging.data_names:
                 self._client.fetcher.drop_kept(name)
-        staging.is_wanted = False
-        if staging.task is None:
-            self._forget(work, staging)
+            self._share_no_more(staging)
+        staging.works[work] = False
+        if staging.is_wanted:
+            pass
+        elif staging.task is None:
+            self._free(staging)
         else:
+            self._share_no_more(staging)
             # Not at once: a task that is cancelled before its first step never runs, not even its ``finally``.
             asyncio.get_running_loop().call_soon(staging.task.cancel)
 
-    def _forget(self, work: int, staging: _Staging) -> None:
-        del self._stagings[work]
+    def _forget(self, staging: _Staging) -> None:
+        """Free a staging that brings nothing."""
+        for work in staging.works:
+            self._stagings.pop(work, None)
+        self._free(staging)
+
+    def _free(self, staging: _Staging) -> None:
+        self._share_no_more(staging)
         if staging.held is not None:
             staging.held.let_go()
         self._turns.free(staging)
+
+    def _share_no_more(self, staging: _Staging) -> None:
+        if staging.shared_as is not None and self._shared.get(staging.shared_as) is staging:
+            del self._shared[staging.shared_as]
+
+    def _joins(self, command: m.Stage, staging: _Staging, hashes: list[bytes]) -> bool:
+        """Return whether another staging brings, or has brought, the same pages, and answers for this one, too."""
+        staging.shared_as = hashes[0], hashes[-1], frozenset(command.trailing.items())
+        other = self._shared.setdefault(staging.shared_as, staging)
+        if other is staging:
+            return False
+        self._stagings[command.work] = other
+        other.works |= staging.works
+        staging.works = {}  # the other one answers
+        if other.staged is not None:
+            self._answer(msgspec.structs.replace(other.staged, work=command.work))
+        return True
 
     async def close(self) -> None:
         await self._tasks.cancel()
@@ -391,38 +427,34 @@ class Stager:
                 pass
             elif not sources:
                 self._order.computes(len(hashes), command.saved_s, time.monotonic())
+            elif self._joins(command, staging, hashes[: len(sources)]):
+                pass
             else:
                 num_pages = await self._fetch(command, staging, hashes[: len(sources)], sources, request)
         finally:
             staging.task = None
             reason = shortfall(reasons) if num_pages < len(hashes) else ""
-            staged = m.Staged(command.work, 0, staging.num_pages, reason)
+            works, none = staging.works, m.Staged(command.work, 0, staging.num_pages, reason)
+            staged = none
             if staging.is_wanted and num_pages:
-                if staging.held is not None and staging.tables is None:  # it is restored: nothing of it lies there
+                if staging.held is not None and staging.code is None:  # it is restored: nothing of it lies there
                     staging.held.let_go()
                 elif staging.held is not None:
                     staging.held.end_filling()
                 self._turns.end(staging)
-                staged = self._staged(staged, staging, num_pages)
+                staged = staging.staged = self._staged(none, staging, num_pages)
+                if num_pages < staging.num_pages:  # another fetch may bring more
+                    self._share_no_more(staging)
             else:
-                self._forget(command.work, staging)
+                self._forget(staging)
             timeline.fetched(request)
-            self._emit_for_step(staged)
+            for work, is_wanted in works.items():
+                self._answer(msgspec.structs.replace(staged if is_wanted else none, work=work))
 
     def _staged(self, staged: m.Staged, staging: _Staging, num_pages: int) -> m.Staged:
         """Add what lies in shared memory."""
-        tables, num_cells, tables_bytes = staging.tables or (0, 0, 0)
-        sides_offset, sides = staging.sides or (0, ())
-        return msgspec.structs.replace(
-            staged,
-            num_pages=num_pages,
-            offset=staging.offset or 0,
-            num_cells=num_cells,
-            tables=tables,
-            tables_bytes=tables_bytes,
-            sides_offset=sides_offset,
-            sides=sides,
-        )
+        what = {"num_pages": num_pages, "offset": staging.offset or 0, "code": staging.code, "sides": staging.sides}
+        return msgspec.structs.replace(staged, **what)
 
     async def _look_up(
         self, command: m.Stage, hashes: list[bytes], request: timeline.Request
@@ -471,7 +503,7 @@ class Stager:
                 staged = m.Staged(command.work, stored=usable.stored)
         finally:
             reason = shortfall(reasons) if staged.num_pages < len(hashes) else ""
-            self._emit(msgspec.structs.replace(staged, reason=reason))
+            self._answer(msgspec.structs.replace(staged, reason=reason))
 
     def fetch(self, command: m.FetchPages) -> None:
         if command.is_idle:
@@ -504,8 +536,8 @@ class Stager:
             if command.is_last or not is_whole:
                 self._order.ended(time.monotonic(), is_whole=is_whole)
             result.count(len(hashes), self._geometry.page_bytes)
-            self._forget(command.work, staging)
-            self._emit(m.Staged(command.work, result.num_pages, result.num_pages, shortfall(reasons)))
+            self._forget(staging)
+            self._answer(m.Staged(command.work, result.num_pages, result.num_pages, shortfall(reasons)))
 
     def fetch_side(self, command: m.FetchSide) -> None:
         self._begin(command.work, partial(self._fetch_side, command))
@@ -537,8 +569,8 @@ class Stager:
             if staging.sides is not None:
                 staged = self._staged(staged, staging, len(sides))
             else:
-                self._forget(command.work, staging)
-            self._emit(staged)
+                self._forget(staging)
+            self._answer(staged)
 
     # Device mode
 
@@ -671,7 +703,7 @@ class Stager:
         into, begin = self._arena.buffer(place, num_bytes), 0
         for content in sides.values():
             into[begin : (begin := begin + len(content))] = content
-        staging.sides = place, tuple(sides)
+        staging.sides = m.SidePages(place, tuple(sides))
         return True
 
     async def _fetch_sides(
@@ -708,7 +740,7 @@ class Stager:
         if place is None:
             return False
         self._arena.buffer(place, len(tables))[:] = tables
-        staging.tables = place, num_cells, len(tables)
+        staging.code = m.CodedCells(place, len(tables), num_cells)
         return True
 
 

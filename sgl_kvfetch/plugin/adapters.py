@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plugin.backend import BACKEND, is_chosen
+from sgl_kvfetch.plugin.register import BACKEND, is_chosen
 
 
 class _State:

@@ -114,6 +114,7 @@ class AutoProfile:
         self._is_busy = False  # as the data plane knows
         self._num_steps = 0  # since the ranks have last agreed
         self._wanted = ""  # the digest that rank 0 has, once it is known here
+        self._about = ""  # that profile, for people
         self._is_preparing = False
         if rank == 0:
             logger.info(
@@ -155,38 +156,40 @@ class AutoProfile:
         self._go_on(state)
 
     def _state(self) -> list[int]:
-        """Return what the minimum over ranks is taken of: whether this rank could switch, and rank 0's profile."""
+        """Return what the minimum over ranks is taken of: whether this rank could switch, whether it has the profile
+        that all want, and rank 0's profile."""
         taken = self._plane.taken_profile
+        has_wanted = taken is not None and taken.digest == self._wanted
         digest = taken.digest if taken is not None and self._rank == 0 else "0" * 8 * _PARTS
-        return [int(self._plane.is_prepared), *(-int(digest[8 * i : 8 * i + 8], 16) for i in range(_PARTS))]
+        parts = (-int(digest[8 * i : 8 * i + 8], 16) for i in range(_PARTS))
+        return [int(self._plane.is_prepared), int(has_wanted), *parts]
 
     def _go_on(self, least: Sequence[int]) -> None:
-        """Go one step towards ``klt``, on each rank alike. ``least``: over all ranks, whether to switch, and the
-        digest."""
-        can_switch, *parts = least
-        taken = self._plane.taken_profile
-        digest = "".join(f"{-part:08x}" for part in parts)
+        """Go one step towards ``klt``. ``least``: `_state` over all ranks. It alone decides when this is over: a rank
+        that left the others before would miss in their next collective."""
+        can_switch, all_have_it, *parts = least
         if not any(parts):
             return
         if not self._wanted:
-            self._wanted = digest
+            self._wanted = "".join(f"{-part:08x}" for part in parts)
             if self._rank != 0:
-                self._plane.take_profile(digest)
-        if taken is None or taken.digest != self._wanted:
-            return
-        if self._follow is None:
+                self._plane.take_profile(self._wanted)
+        taken = self._plane.taken_profile
+        if taken is not None and taken.digest == self._wanted:
+            self._about = taken.about
+            if self._follow is not None and not self._is_preparing:
+                self._is_preparing = True
+                self._plane.prepare(partial(self._follow, taken.path))
+        if self._follow is None and all_have_it:
             end()
             logger.info(
-                "kvfetch: %s; device mode on a GPU stores with it once the backend is attached again", taken.about
+                "kvfetch: %s; device mode on a GPU stores with it once the backend is attached again", self._about
             )
-        elif not self._is_preparing:
-            self._is_preparing = True
-            self._plane.prepare(partial(self._follow, taken.path))
         elif can_switch:
             end()
             self._plane.switch()
             if self._rank == 0:
-                logger.info("kvfetch: %s; this server stores with 'klt' from now on", taken.about)
+                logger.info("kvfetch: %s; this server stores with 'klt' from now on", self._about)
 
 
 class _State:

@@ -16,7 +16,7 @@ import msgspec
 
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.plugin import versions, weight_updates
-from sgl_kvfetch.plugin.backend import BACKEND, is_chosen, linker_of, require_packages
+from sgl_kvfetch.plugin.register import BACKEND, is_chosen, linker_of, require_packages
 from sgl_kvfetch.status import STATUS_KEY
 
 logger = logging.getLogger(__name__)
@@ -116,14 +116,51 @@ def share_host_pool(allocator_type: str, *args: Any, **kwargs: Any) -> str:
 
 
 def suspend_for_update(manager: Any, recv_req: Any) -> None:
-    """Before each method of the scheduler that changes weights: suspend the backends, which have pages of the old ones.
+    """Before a method of the scheduler that changes weights: suspend the backends, which have pages of the old ones.
 
     It does not wait for success, because a failed update may have changed some weights. Beginning a session of updates
     counts too, because other processes may write into the weights from then on.
     """
+    weight_updates.weights_change(type(recv_req).__name__)
+
+
+def suspend_in_session(manager: Any, recv_req: Any) -> None:
+    """Before the methods that SGLang refuses, on all ranks, unless a session of updates is open: suspend the backends
+    if one is."""
+    if manager._session is not None:
+        suspend_for_update(manager, recv_req)
+
+
+# SGLang's answer to an update from files that it does not find. What it says of later faults begins otherwise.
+_REFUSED = "Failed to get weights iterator"
+
+
+def watch_disk_update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """Around ``update_weights_from_disk``: suspend the backends, unless SGLang refused before it changed any weight."""
     from sgl_kvfetch.plugin import weight_updates
 
-    weight_updates.weights_change(type(recv_req).__name__)
+    has_happened = True
+    weight_updates.begin_change()
+    try:
+        output = original(manager, recv_req)
+        has_happened = _may_have_changed(manager, output)
+    finally:
+        weight_updates.end_change(type(recv_req).__name__, has_happened=has_happened)
+    return output
+
+
+def _may_have_changed(manager: Any, output: Any) -> bool:
+    """Return whether an update from disk may have changed weights of any rank. All ranks of a pipeline stage must call
+    this: one of them may lack files that another one has."""
+    import torch
+    from sglang.srt.runtime_context import get_parallel
+
+    is_refused = not output.success and output.message.startswith(_REFUSED)
+    # A draft model's files are looked for when the model has its new weights. Stages of a pipeline do not agree here.
+    is_refused = is_refused and len(manager._select_runners()) == 1 and get_parallel().pp_size == 1
+    may_have_changed = torch.tensor([int(not is_refused)])
+    torch.distributed.all_reduce(may_have_changed, op=torch.distributed.ReduceOp.MAX, group=manager.tp_cpu_group)
+    return bool(may_have_changed.item())
 
 
 def suspend_for_reset(manager: Any, recv_req: Any) -> None:
@@ -152,8 +189,6 @@ def suspend_for_release(manager: Any, recv_req: Any) -> None:
 
 def note_empty_tree(result: None, tree: Any) -> None:
     """After ``UnifiedRadixCache.reset``, which a flush calls: note that the tree is empty."""
-    from sgl_kvfetch.plugin import weight_updates
-
     weight_updates.tree_is_empty()
 
 
@@ -189,7 +224,8 @@ def begin_transfer(controller: Any, operation: Any) -> None:
 
 
 def measure_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any) -> None:
-    """After ``Scheduler.process_batch_result``: tell the backend how long the batch took."""
+    """After ``Scheduler.process_batch_result``: tell the backend how long the batch took. Let a calibration look at
+    the batch's prompts, if one is to be made."""
     controller = getattr(scheduler.tree_cache, "cache_controller", None)
     backend = getattr(controller, "storage_backend", None)  # None while it is detached
     if backend is not None and controller.storage_backend_type == BACKEND:  # type: ignore[union-attr]
@@ -198,10 +234,6 @@ def measure_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any)
             backend.note_idle_engine()
     if (linker := linker_of(scheduler.tree_cache)) is not None:
         linker.batch_ended(batch, time.monotonic())
-
-
-def sample_prompts(result: None, scheduler: Any, batch: Any, batch_result: Any) -> None:
-    """After ``Scheduler.process_batch_result``: let a calibration look at the batch's prompts, if one is to be made."""
     from sgl_kvfetch.plugin import auto_profile
 
     if (profile := auto_profile.current()) is not None:

@@ -11,14 +11,15 @@ from sgl_kvfetch.codec.cuda_streams import GPU_ENV
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plane import parse_config
 from sgl_kvfetch.plane.config import check_files
-from sgl_kvfetch.plugin.backend import BACKEND, LINKER_MODULE
-from sgl_kvfetch.plugin.register import needed_scopes
+from sgl_kvfetch.plugin.register import BACKEND, LINKER_MODULE, needed_scopes
 from sgl_kvfetch.plugin.seams import check_seams
 from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS, WITH_LINKER, installed_version
 from sgl_kvfetch.timeline import check_tracing
 
 logger = logging.getLogger(__name__)
 
+_FLAG = f"--hicache-storage-backend {BACKEND}"
+_DEVICE_MODE = f"{_FLAG} without --enable-hierarchical-cache (device mode)"
 PAGE_SIZE = 64  # tokens, where the user does not choose; the kernels and backends of attention all take it
 
 
@@ -85,8 +86,8 @@ def _check_flags(server_args: Any) -> None:
     """Raises UnsupportedError for SGLang's flags that do not work with ours, and says what to use."""
     if server_args.disaggregation_decode_enable_offload_kvcache:
         raise UnsupportedError(
-            f"--hicache-storage-backend {BACKEND} does not work with "
-            "--disaggregation-decode-enable-offload-kvcache: it writes pages without saying where they belong"
+            f"{_FLAG} does not work with --disaggregation-decode-enable-offload-kvcache: it writes pages without "
+            "saying where they belong"
         )
     if not server_args.enable_hierarchical_cache:
         _check_device_mode(server_args)
@@ -94,13 +95,13 @@ def _check_flags(server_args: Any) -> None:
         return
     if server_args.hicache_mem_layout == "page_first_kv_split":
         raise UnsupportedError(
-            f"--hicache-storage-backend {BACKEND} does not support --hicache-mem-layout page_first_kv_split: "
-            "use page_first_direct, page_first, page_head or layer_first"
+            f"{_FLAG} does not support --hicache-mem-layout page_first_kv_split: use page_first_direct, page_first, "
+            "page_head or layer_first"
         )
     if server_args.hicache_host_memory_mode == "buffer_only" and server_args.pp_size > 1:
         raise UnsupportedError(
-            f"--hicache-storage-backend {BACKEND} does not work with --hicache-host-memory-mode buffer_only "
-            f"and --pp-size {server_args.pp_size}: use the mode cache, or --pp-size 1"
+            f"{_FLAG} does not work with --hicache-host-memory-mode buffer_only and --pp-size {server_args.pp_size}: "
+            "use the mode cache, or --pp-size 1"
         )
 
 
@@ -108,8 +109,8 @@ def _check_device_mode(server_args: Any) -> None:
     """Refuse an SGLang that accepts no linker from outside, and flags that need another radix cache or pool."""
     if not hasattr(server_args, "unified_cache_external_linker_config"):
         raise UnsupportedError(
-            f"--hicache-storage-backend {BACKEND} without --enable-hierarchical-cache (device mode) needs sglang "
-            f"{' or '.join(WITH_LINKER)}, found {installed_version()}: add --enable-hierarchical-cache"
+            f"{_DEVICE_MODE} needs sglang {' or '.join(WITH_LINKER)}, found {installed_version()}: "
+            "add --enable-hierarchical-cache"
         )
     refused = {
         "--disable-radix-cache": server_args.disable_radix_cache,
@@ -128,8 +129,7 @@ def _check_device_mode(server_args: Any) -> None:
     for flag, is_given in refused.items():
         if is_given:
             raise UnsupportedError(
-                f"--hicache-storage-backend {BACKEND} without --enable-hierarchical-cache (device mode) "
-                f"does not work with {flag}: leave it out, or add --enable-hierarchical-cache"
+                f"{_DEVICE_MODE} does not work with {flag}: leave it out, or add --enable-hierarchical-cache"
             )
 
 
@@ -142,8 +142,7 @@ def _check_environment(*, is_device_mode: bool) -> None:
         why = "SGLANG_VIT_ENABLE_CUDA_GRAPH: SGLang captures graphs while it serves, and our threads would break that"
         if is_device_mode:
             raise UnsupportedError(
-                f"--hicache-storage-backend {BACKEND} without --enable-hierarchical-cache (device mode) does not work "
-                f"with {why}; unset it, or add --enable-hierarchical-cache"
+                f"{_DEVICE_MODE} does not work with {why}; unset it, or add --enable-hierarchical-cache"
             )
         if not why_no_gpu():
             logger.warning("kvfetch: %s; set %s=0, or unset it", why, GPU_ENV)

@@ -1,27 +1,75 @@
-"""The general plugin: installs the hooks of the seam table. SGLang calls ``register`` in each of its processes."""
+"""Our backend among SGLang's: its name, what it needs, whether a launch has chosen it, and the general plugin that
+installs the hooks of the seam table. SGLang calls ``register`` in each of its processes."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
 
-from sgl_kvfetch.errors import KVFetchError, SeamError
-from sgl_kvfetch.plugin.backend import BACKEND, require_packages
+from sgl_kvfetch.errors import KVFetchError, SeamError, UnsupportedError
 from sgl_kvfetch.plugin.cpu.platform import is_active
-from sgl_kvfetch.plugin.seams import (
-    REGISTERED_NAMES,
-    Scope,
-    Seam,
-    check_seam,
-    check_seams,
-    find,
-    has,
-    installed_seams,
-)
+from sgl_kvfetch.plugin.seams import REGISTERED_NAMES, Scope, Seam, check_name, check_seams, find, has, installed_seams
+
+if TYPE_CHECKING:
+    from sgl_kvfetch.plugin.weight_updates import Access
+    from sgl_kvfetch.status import Audits
 
 logger = logging.getLogger(__name__)
+
+BACKEND = "kvfetch"
+_EXTRA_PACKAGES = ("av", "cryptography", "zstandard")  # of the extra `codec`, which SGLang may come without
+LINKER_MODULE = "sgl_kvfetch.plugin.device.linker"
+
+
+def is_chosen(memory: Any) -> bool:
+    """Return whether SGLang's resolved config of the group ``memory`` has our backend, in either mode. Device mode is
+    there as a linker: see `launch_check.use_linker`."""
+    linker = getattr(memory, "unified_cache_external_linker_config", None)
+    is_linker = isinstance(linker, dict) and linker.get("linker_module_path") == LINKER_MODULE
+    return is_linker or memory.hicache_storage_backend == BACKEND
+
+
+class HookedLinker(Protocol):
+    """What hooks ask of device mode's linker, `device.linker.KVFetchLinker`, which says what each method does. Hooks
+    are there without our backend, too, and must not import that module: it would load all of the plugin."""
+
+    is_kvfetch: bool = True  # hooks recognise the linker by this
+
+    @property
+    def access(self) -> Access | None: ...
+    @property
+    def threshold_tokens(self) -> int: ...
+    @property
+    def audits(self) -> Audits | None: ...
+
+    def arrive(self, req: Any, tree: Any, span: Any = None, *, is_idle: bool = False) -> None: ...
+    def is_parked(self, handle: Any) -> bool: ...
+    def take_changed(self) -> list[Any]: ...
+    def retain(self, rids: Collection[str]) -> None: ...
+    def leave(self, req: Any) -> None: ...
+    def hold_back(self, free_tokens: Callable[[], int | None]) -> None: ...
+    def step(self, tree: Any, wanted_tokens: Callable[[], int]) -> list[Any]: ...
+    def batch_ended(self, batch: Any, now_s: float) -> None: ...
+    def stop_using_pool(self) -> None: ...
+    def attach(self, backend: str, extra_config: str | None, policies: Sequence[str | None]) -> tuple[bool, str]: ...
+    def detach(self) -> None: ...
+    def clear(self) -> bool: ...
+
+
+def linker_of(cache: Any) -> HookedLinker | None:
+    """Return our linker of a radix cache, or None."""
+    linker: HookedLinker | None = getattr(getattr(cache, "linker", None), "cache_linker", None)
+    return linker if getattr(linker, "is_kvfetch", False) else None
+
+
+def require_packages() -> None:
+    """Raise UnsupportedError if a package is missing that every launch with our backend needs."""
+    if missing := [name for name in _EXTRA_PACKAGES if not find_spec(name)]:
+        raise UnsupportedError(f"{', '.join(missing)} not installed here: pip install 'sgl_kvfetch[codec]'")
 
 
 def register() -> None:
@@ -43,7 +91,7 @@ def register() -> None:
         if selects_backend(sys.argv[1:]):
             raise SystemExit(f"sgl_kvfetch: {error}") from error
         logger.warning("sgl_kvfetch is off: %s", error)
-        _install(seam for seam in installed_seams({Scope.GATE}) if check_seam(seam) is None)
+        _install(seam for seam in installed_seams({Scope.GATE}) if check_name(seam.path) is None)
     else:
         if takes_names:
             from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory

@@ -63,7 +63,7 @@ _HOOKS = "sgl_kvfetch.plugin.hooks"
 _VERSION_HOOKS = "sgl_kvfetch.plugin.versions"
 _ADAPTER_HOOKS = "sgl_kvfetch.plugin.adapters"
 _DEVICE_HOOKS = "sgl_kvfetch.plugin.device.waiting_queue"
-_CPU_HOOKS = "sgl_kvfetch.plugin.cpu.engine"
+_CPU_HOOKS = "sgl_kvfetch.plugin.cpu.platform"
 _CPU_KERNELS = "sgl_kvfetch.plugin.cpu.kernels"
 _SRT = "sglang.srt"
 _HOST_POOLS = "sglang.srt.mem_cache.pool_host"
@@ -75,8 +75,12 @@ _LORA = f"{_SRT}.lora"
 _CONV1D = "sglang.kernels.ops.mamba.causal_conv1d_triton"
 _MAMBA_2 = "sglang.kernels.ops.mamba.triton_ops"
 _FLA = "sglang.kernels.ops.attention.fla"
+_GATED = f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule"
 _FACTORY = f"{_SRT}.mem_cache.storage.backend_factory.StorageBackendFactory"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_CONTROLLER = f"{_SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_ATTACHMENT = f"{_SRT}.mem_cache.unified_cache.storage_attachment.StorageAttachment"
+_GRAPH_RUNNER = f"{_SRT}.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 # Names that SGLang has only with one of `patches/`.
@@ -106,15 +110,16 @@ SEAMS: tuple[Seam, ...] = (
     *_seams(
         Scope.HOST,
         _HOOKS,
+        # Changes the weights, in every rank, if it finds them.
+        (f"{_UPDATER}.update_weights_from_disk", "around", "watch_disk_update"),
         # Changes the weights, in every rank.
-        (f"{_UPDATER}.update_weights_from_disk", "before", "suspend_for_update"),
         (f"{_UPDATER}.update_weights_from_ipc", "before", "suspend_for_update"),
         # Opens the update that the next three need; from here on, others may write into the weights.
         (f"{_UPDATER}.begin_weight_update", "before", "suspend_for_update"),
-        # Changes the weights, also for a backend that was attached after the update was opened.
-        (f"{_UPDATER}.update_weights_from_tensor", "before", "suspend_for_update"),
-        (f"{_UPDATER}.update_weights_from_distributed", "before", "suspend_for_update"),
-        (f"{_UPDATER}.end_weight_update", "before", "suspend_for_update"),
+        # Change the weights, also for a backend that was attached after the update was opened.
+        (f"{_UPDATER}.update_weights_from_tensor", "before", "suspend_in_session"),
+        (f"{_UPDATER}.update_weights_from_distributed", "before", "suspend_in_session"),
+        (f"{_UPDATER}.end_weight_update", "before", "suspend_in_session"),
         # Can overwrite the weights, to test updates.
         (f"{_UPDATER}.check_weights", "before", "suspend_for_reset"),
         # Can release the weights.
@@ -143,21 +148,11 @@ SEAMS: tuple[Seam, ...] = (
         # Chooses the memory of host pools by the name of the backend, and does not know this one.
         (f"{_SRT}.mem_cache.hybrid_cache.hybrid_pool_assembler._get_allocator_type", "after", "share_host_pool"),
         # Looks up the pages of a prefetch; the backend is not told for which request.
-        (
-            f"{_SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._storage_hit_query",
-            "before",
-            "begin_lookup",
-        ),
+        (f"{_CONTROLLER}._storage_hit_query", "before", "begin_lookup"),
         # Reads the pages of a prefetch, KV first; the backend is not told when the request stops waiting.
-        (
-            f"{_SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._page_transfer",
-            "before",
-            "begin_transfer",
-        ),
-        # Handles a finished batch, which shows how fast the engine computes prompts.
+        (f"{_CONTROLLER}._page_transfer", "before", "begin_transfer"),
+        # Handles a finished batch, which shows how fast the engine computes prompts, and which a calibration may use.
         (f"{_SCHEDULER}.process_batch_result", "after", "measure_prompts"),
-        # Handles a finished batch, whose prompts a calibration may use.
-        (f"{_SCHEDULER}.process_batch_result", "after", "sample_prompts"),
         # Tells operators what the scheduler runs with.
         (f"{_SCHEDULER}.get_internal_state", "after", "tell_status"),
         # Stores a node once, when it has reached the host pool.
@@ -165,22 +160,14 @@ SEAMS: tuple[Seam, ...] = (
         # Runs every step, on all ranks alike.
         (f"{_SCHEDULER}._process_hicache_events", "after", "step_profile"),
         # Sets what a prefetch may take, and hicache_storage_pass_prefix_keys, at start-up and at run time.
-        (
-            f"{_SRT}.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",
-            "before",
-            "configure_prefetches",
-        ),
+        (f"{_ATTACHMENT}.apply_runtime_config", "before", "configure_prefetches"),
     ),
     *_seams(
         Scope.HOST,
         _HOOKS,
         # Gives the zero-copy interface to a fixed list of names, and does not detach a backend that refuses side pools;
         # runs at start-up and at run time.
-        (
-            f"{_SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.attach_storage_backend",
-            "around",
-            "attach_backend",
-        ),
+        (f"{_CONTROLLER}.attach_storage_backend", "around", "attach_backend"),
         patch=REGISTERED_NAMES,
     ),
     # Its _create_builtin_backend refuses a registered name unless SGLang knows it.
@@ -198,11 +185,7 @@ SEAMS: tuple[Seam, ...] = (
         # Copies pages to the host pool while a forward pass may still write them.
         (f"{_SRT}.managers.cache_controller.HiCacheController.start_writing", "before", "fence_writes"),
         # Replays a graph of a whole forward pass while its layers may still be loaded.
-        (
-            f"{_SRT}.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.execute",
-            "before",
-            "wait_for_layers",
-        ),
+        (f"{_GRAPH_RUNNER}.execute", "before", "wait_for_layers"),
         versions=before("0.5.23"),
     ),
     *_seams(
@@ -264,11 +247,7 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_MAMBA_2}.ssd_combined.mamba_chunk_scan_combined", "replace", "scan_prompts"),
         (f"{_MAMBA_2}.mamba_ssm.selective_state_update", "replace", "scan_tokens"),
         (f"{_FLA}.chunk.chunk_gated_delta_rule", "replace", "apply_delta_rule"),
-        (
-            f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode",
-            "replace",
-            "apply_delta_rule_to_tokens",
-        ),
+        (f"{_GATED}_packed_decode", "replace", "apply_delta_rule_to_tokens"),
         (f"{_FLA}.kda.chunk_kda", "replace", "apply_kimi_delta_rule"),
         (f"{_FLA}.fused_recurrent.fused_recurrent_kda_packed_decode", "replace", "apply_kimi_delta_rule_to_tokens"),
         (f"{_FLA}.layernorm_gated.rms_norm_gated", "replace", "normalise_and_gate"),
@@ -326,11 +305,6 @@ def _import(name: str) -> Any:
         raise ImportError(f"{name} cannot be imported: {error}", name=name) from error
     except Exception as error:  # of SGLang and all that it imports: a shared library is missing, a package is too old
         raise ImportError(f"{name} cannot be imported: {type(error).__name__}: {error}", name=name) from error
-
-
-def check_seam(seam: Seam) -> str | None:
-    """Return what is wrong with one seam, or None. Imports the seam's module."""
-    return check_name(seam.path)
 
 
 def check_name(path: str) -> str | None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.plugin.backend import BACKEND, linker_of
+from sgl_kvfetch.plugin.register import BACKEND, linker_of
 from sgl_kvfetch.status import MAX_RECENT, Decided, ServerStatus
 
 if TYPE_CHECKING:  # hooks import this module in every SGLang, also without our backend

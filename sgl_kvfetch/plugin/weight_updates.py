@@ -3,6 +3,8 @@
 A namespace identifies the weights that the engine started with. SGLang can change them while it runs, from files,
 tensors or another process, wholly or in part, and a failed update may have changed some of them. So the first sign of a
 change switches every backend off. Afterwards the model's files no longer identify the weights; the user must name them.
+Nothing is switched off only where SGLang refused an update before it touched a weight, on every rank: files that are
+not there, or tensors outside a session of updates.
 
 All of this runs on the scheduler's thread, as attaching, detaching and updating weights do.
 """
@@ -76,8 +78,21 @@ def tree_is_empty() -> None:
 
 def weights_change(change: str) -> None:
     """Suspend every backend, because the weights are about to change. ``change`` says how, for the log."""
-    _state.change = change
+    begin_change()
+    end_change(change, has_happened=True)
+
+
+def begin_change() -> None:
+    """Note that an update begins, at whose end SGLang may empty its tree. `end_change` must follow."""
     _state.num_changes += 1
+
+
+def end_change(change: str, *, has_happened: bool) -> None:
+    """Suspend every backend if the update has changed a weight, or may have."""
+    if not has_happened:
+        _state.num_changes -= 1
+        return
+    _state.change = change
     _state.former_model_ids |= _state.model_ids
     _state.model_ids.clear()
     # Suspend each backend only once, so that it is counted and logged once.

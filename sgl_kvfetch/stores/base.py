@@ -150,7 +150,7 @@ class Store(ABC):
 
     @abstractmethod
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        """Return bytes ``[start, start + length)`` of an object (to its end if ``length`` is None); None if missing.
+        """Return an object, or its bytes ``[start, start + length)`` if ``length`` is given; None if it is missing.
 
         Raises StoreError, with reason ``truncated`` if fewer bytes than requested arrive.
         """

@@ -81,8 +81,8 @@ class HedgedStore(WrappedStore):
             into = bytearray(length)
             return bytes(into) if await self.read(name, start, [memoryview(into)]) else None
         if require_name(name).is_manifest:
-            return await HedgedCall(self._lookups, lambda _: self._store.get(name, start)).run()
-        return await self._store.get(name, start)
+            return await HedgedCall(self._lookups, lambda _: self._store.get(name)).run()
+        return await self._store.get(name)
 
     async def read(
         self,

@@ -58,7 +58,6 @@ _BROKEN = (  # after connecting: ClientConnectorError is caught before
 _UNKNOWN_CA = frozenset({18, 19, 20, 21})
 _NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST"})
 _RANGE_SENT = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]{1,18}|\*)")
-_RANGE_REFUSED = re.compile(r"bytes \*/([0-9]{1,18})")
 
 
 @contextmanager
@@ -167,29 +166,16 @@ async def read_whole(response: aiohttp.ClientResponse, most: int) -> bytes:
     return body
 
 
-async def read_range(response: aiohttp.ClientResponse, start: int, length: int | None, most: int) -> bytes:
-    """Read the body of an answer to a ranged request. If the server ignored the range, cut it out of the whole object.
-
-    Raises ``truncated`` if the object ends too early, ``too_large`` for more than ``most`` bytes.
-    """
+async def take_range(
+    response: aiohttp.ClientResponse, start: int, length: int, take: Callable[[bytes], object]
+) -> None:
+    """Pass the body of a ranged answer to ``take`` as it arrives. If the server ignored the range, cut it out of the
+    whole object. Raises ``truncated`` if the object ends too early."""
     if response.status == 200:
-        return await _cut(response, start, length, most)
-    num_bytes = await _require_range(response, start, length)
-    if num_bytes == 0:
-        return b""
-    if num_bytes > most:
-        raise StoreError("too_large", f"{response.url}: the range has {num_bytes} bytes, the limit is {most}")
-    body = await _read_up_to(response, num_bytes + 1)
-    _require_length(response, len(body), num_bytes)
-    return body
-
-
-async def take_range(response: aiohttp.ClientResponse, start: int, length: int, take: Callable[[bytes], None]) -> None:
-    """Pass the body of a ranged answer to ``take`` as it arrives; in one piece if the server ignored the range."""
-    if response.status == 200:
-        take(await _cut(response, start, length, length))
+        take(await _cut(response, start, length))
         return
-    left = await _require_range(response, start, length)
+    await _require_range(response, start, length)
+    left = length
     while left:
         piece = await response.content.read(left)
         if not piece:
@@ -198,12 +184,9 @@ async def take_range(response: aiohttp.ClientResponse, start: int, length: int, 
         left -= len(piece)
 
 
-async def _require_range(response: aiohttp.ClientResponse, start: int, length: int | None) -> int:
-    """Check the headers of an answer to a ranged request. Return the body's size in bytes: ``length`` if given."""
+async def _require_range(response: aiohttp.ClientResponse, start: int, length: int) -> None:
+    """Check the headers of an answer to a ranged request. Raises StoreError."""
     if response.status == 416:
-        refused = _RANGE_REFUSED.fullmatch(response.headers.get("Content-Range", ""))
-        if refused and length is None and int(refused[1]) == start:
-            return 0
         raise StoreError("truncated", f"{response.url}: the object ends before byte {start}")
     await require_status(response, 206)
     sent = _RANGE_SENT.fullmatch(response.headers.get("Content-Range", ""))
@@ -211,33 +194,25 @@ async def _require_range(response: aiohttp.ClientResponse, start: int, length: i
         found = response.headers.get("Content-Range")
         raise StoreError("protocol", f"{response.url}: expected a Content-Range from byte {start} on, found {found!r}")
     num_bytes = int(sent[2]) + 1 - start
-    if length is not None and num_bytes != length:
+    if num_bytes != length:
         raise StoreError("truncated", f"{response.url}: expected a range of {length} bytes, found {num_bytes}")
-    _require_length(response, response.content_length, num_bytes)
-    return num_bytes
+    _require_length(response, response.content_length, length)
 
 
-async def _cut(response: aiohttp.ClientResponse, start: int, length: int | None, most: int) -> bytes:
+async def _cut(response: aiohttp.ClientResponse, start: int, length: int) -> bytes:
     """Return bytes of an answer with the whole object, as of servers that ignore ranges. Raises StoreError."""
     announced = response.content_length
-    if announced is not None and start + (length or 0) > announced:
-        wanted = "" if length is None else f"{length} bytes "
-        raise StoreError("truncated", f"{response.url}: {announced} bytes; expected {wanted}from byte {start} on")
+    if announced is not None and start + length > announced:
+        raise StoreError("truncated", f"{response.url}: {announced} bytes; expected {length} from byte {start} on")
     to_skip = start
     while to_skip:
         piece = await response.content.read(min(to_skip, 1 << 20))
         if not piece:
             raise StoreError("truncated", f"{response.url}: the object ends before byte {start}")
         to_skip -= len(piece)
-    if length is not None:
-        body = await _read_up_to(response, length)
-        _require_length(response, len(body), length)
-        response.close()  # instead of reading the rest
-        return body
-    body = await _read_up_to(response, most + 1)
-    if len(body) > most:
-        raise StoreError("too_large", f"{response.url}: the limit is {most} bytes; found more from byte {start} on")
-    _require_length(response, len(body), None if announced is None else announced - start)
+    body = await _read_up_to(response, length)
+    _require_length(response, len(body), length)
+    response.close()  # instead of reading the rest
     return body
 
 
@@ -333,24 +308,28 @@ class HttpStore(RemoteStore):
 
         Without ``length``, the size is not known in advance, so the deadline is ``timeout_s``.
         """
-        assert start >= 0
-        assert length is None or length >= 0
+        assert not start or length is not None, "a range has a length"
         most = self._size_limit(name, length or 0)
         if length == 0:
             return await self._get_nothing(name, start)
-        whole = start == 0 and length is None
-        headers = {} if whole else {"Range": f"bytes={start}-{start + length - 1 if length else ''}"}
+        return await self._get(f"getting {name}", self._object_url(name), start, length, most)
+
+    async def _get(self, what: str, url: str, start: int, length: int | None, most: int) -> bytes | None:
+        """Read all of what has up to ``most`` bytes, or a range."""
+        headers = None if length is None else {"Range": f"bytes={start}-{start + length - 1}"}
 
         async def attempt() -> bytes | None:
-            async with self._request("GET", self._object_url(name), headers=headers) as response:
+            async with self._request("GET", url, headers=headers) as response:
                 if response.status == 404:
                     return None
-                if whole:
-                    await require_status(response, 200)
-                    return await read_whole(response, most)
-                return await read_range(response, start, length, most)
+                if length is not None:
+                    body = io.BytesIO()
+                    await take_range(response, start, length, body.write)
+                    return body.getvalue()
+                await require_status(response, 200)
+                return await read_whole(response, most)
 
-        return await self._retried(f"getting {name}", attempt, length or 0)
+        return await self._retried(what, attempt, length or 0)
 
     async def read(
         self,
@@ -538,18 +517,7 @@ class HttpStore(RemoteStore):
 
     async def get_note(self, kind: NoteKind, name: str, length: int | None = None) -> bytes | None:
         url = self._note_url(kind, name, length)
-
-        async def attempt() -> bytes | None:
-            headers = None if length is None else {"Range": f"bytes=0-{length - 1}"}
-            async with self._request("GET", url, headers=headers) as response:
-                if response.status == 404:
-                    return None
-                if length is not None:
-                    return await read_range(response, 0, length, length)
-                await require_status(response, 200)
-                return await read_whole(response, kind.max_bytes)
-
-        return await self._retried(f"getting {kind.one} {name}", attempt, length or 0)
+        return await self._get(f"getting {kind.one} {name}", url, 0, length, kind.max_bytes)
 
     async def put_note(self, kind: NoteKind, name: str, data: bytes) -> None:
         what, url, headers = f"putting {kind.one} {name}", self._note_url(kind, name), {"Content-Type": wire.BYTES_TYPE}

@@ -29,7 +29,7 @@ class KeyedStore(WrappedStore):
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         if not name.endswith(MANIFEST_SUFFIX):
             return await self._store.get(name, start, length)
-        if start or length is not None:
+        if length is not None:
             raise StoreError("invalid", f"{name}: only a whole manifest can be verified")
         data = await self._store.get(name)
         return data if data is not None and self._is_good(data) else None

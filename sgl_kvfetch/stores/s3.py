@@ -110,22 +110,16 @@ class S3Store(RemoteStore):
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         """Read an object. Raises ``too_large``, too, beyond ``max_object_bytes`` or the size of a manifest."""
-        assert start >= 0
-        assert length is None or length >= 0
+        assert not start or length is not None, "a range has a length"
         most = self._size_limit(name, length or 0)
-        if length == 0:
-            return await self._get_nothing(name, start)
+        return await self._get_nothing(name, start) if length == 0 else await self._get(name, start, length, most)
 
+    async def _get(self, path: str, start: int, length: int | None, most: int) -> bytes | None:
         async def get() -> bytes:
-            result = await self._begin_get(name, start, length, most)
+            result = await self._begin_get(path, start, length, most)
             return bytes(await result.bytes_async())
 
-        try:
-            return await self._call(f"getting {name}", get, length or 0)
-        except StoreError as e:
-            if e.reason == "truncated" and start and length is None:  # S3 refuses the empty range at the end
-                return await self._get_nothing(name, start)
-            raise
+        return await self._call(f"getting {path}", get, length or 0)
 
     async def read(
         self,
@@ -160,8 +154,6 @@ class S3Store(RemoteStore):
         """Send a GET, and check the size that its answer announces: ``most`` is the limit."""
         if length is not None:
             result = await obstore.get_async(self._objects, name, options={"range": (start, start + length)})
-        elif start:
-            result = await obstore.get_async(self._objects, name, options={"range": {"offset": start}})
         else:
             result = await obstore.get_async(self._objects, name)
         first, end = result.range
@@ -305,13 +297,7 @@ class S3Store(RemoteStore):
         return kind.require_list(what, infos)
 
     async def get_note(self, kind: NoteKind, name: str, length: int | None = None) -> bytes | None:
-        path = f"{_NOTES}{kind.name}/{kind.require(name, length)}"
-
-        async def get() -> bytes:
-            result = await self._begin_get(path, 0, length, kind.max_bytes)
-            return bytes(await result.bytes_async())
-
-        return await self._call(f"getting {path}", get, length or 0)
+        return await self._get(f"{_NOTES}{kind.name}/{kind.require(name, length)}", 0, length, kind.max_bytes)
 
     async def put_note(self, kind: NoteKind, name: str, data: bytes) -> None:
         await self._put(f"{_NOTES}{kind.name}/{kind.require(name)}", data)

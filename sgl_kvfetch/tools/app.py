@@ -12,8 +12,8 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -22,7 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.processes import let_threads_sleep, run_and_end
-from sgl_kvfetch.tools.terminal import CLIENT_CERTIFICATE_OPTIONS, needs_package, show_client_certificate
+from sgl_kvfetch.tools.terminal import needs_package
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -72,37 +72,42 @@ def import_command(name: str) -> Callable[..., None]:
     function: Callable[..., None] = getattr(
         importlib.import_module(f"sgl_kvfetch.tools.{_MODULES.get(name, name)}"), name
     )
-    return _with_client_certificate(function)
+    return _with_groups(function)
 
 
-def _with_client_certificate(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that may open a store over HTTP the options for a client's certificate, behind those for the
-    token. They say how the store is reached, and no command cares."""
-    parameters = inspect.signature(function).parameters
-    if "token_file" not in parameters:
+def _with_groups(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of its groups: parameters whose type is a dataclass. They come behind its own options,
+    in front of ``--json``."""
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    if not groups:
         return function
 
     @functools.wraps(function)
-    def run(*, tls_client_cert: Path | None = None, tls_client_key: Path | None = None, **others: Any) -> None:
-        show_client_certificate(tls_client_cert, tls_client_key)
-        function(**others)
+    def run(**options: Any) -> None:
+        made = {
+            name: group(**{each.name: options.pop(each.name) for each in fields(group)})
+            for name, group in groups.items()
+        }
+        function(**options, **made)
 
-    hints = get_type_hints(function, include_extras=True) | CLIENT_CERTIFICATE_OPTIONS
-    names = list(parameters)
-    behind = names.index("token_file") + 1
+    def parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    own = [
+        parameter(name, each.default, hints[name])
+        for name, each in inspect.signature(function).parameters.items()
+        if name not in groups
+    ]
+    grouped = []
+    for group in groups.values():
+        of_group = get_type_hints(group, include_extras=True)
+        grouped += [parameter(each.name, each.default, of_group[each.name]) for each in fields(group)]
+    last = [each for each in own if each.name == "as_json"]
+    parameters = [*(each for each in own if each not in last), *grouped, *last]
     new: Any = run
-    new.__signature__ = inspect.Signature(
-        [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=parameters[name].default if name in parameters else None,
-                annotation=hints[name],
-            )
-            for name in (*names[:behind], *CLIENT_CERTIFICATE_OPTIONS, *names[behind:])
-        ]
-    )
-    new.__annotations__ = hints
+    new.__signature__ = inspect.Signature(parameters)
+    new.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
 
 

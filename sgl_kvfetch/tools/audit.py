@@ -10,23 +10,29 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from aiohttp import ClientSession
 from msgspec import Struct
 from rich.table import Table
 
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.tools.bench_prompts import longest_prompt, make_groups, parse_lengths
+from sgl_kvfetch.tools.sglang_server import (
+    ask_server,
+    cached_by_tier,
+    flush_cache,
+    open_server,
+    served_model,
+    server_info,
+    tokenise_on,
+)
 from sgl_kvfetch.tools.target import require_scheme
 from sgl_kvfetch.tools.terminal import json_flag, make_progress, make_table, option, show
 
-if TYPE_CHECKING:
-    from aiohttp import ClientSession
-
 _TOP = 20  # logprobs of a token: as many as engines give without a flag
 _LEAST = 1e-6  # probability; logprobs are rounded
-_FLUSH_TIMEOUT_S = 30.0
 _COMPUTED, _UNKNOWN = "computed", "unknown"
 
 
@@ -219,28 +225,22 @@ class _Run:
 
     async def audit(self) -> AuditResult:
         """Ask each prompt from the caches and computed, and compare the answers. Raises ConfigError."""
-        from sgl_kvfetch.tools.sglang_server import ask_server, server_errors, server_session
-
-        with server_errors(self.server):
-            async with server_session() as session:
-                engine = await _Engine.find(session, self.server, self.num_tokens)
-                groups, num_skipped = await make_groups(
-                    self.file, self.lengths, self.sample, engine.longest, engine.tokenise
-                )
-                if self.flush:
-                    for group in groups:
-                        for prompt in group.prompts:
-                            await engine.ask(prompt, None)
-                    await asyncio.sleep(self.wait_s)
-                    await ask_server(session, "POST", f"{self.server}/flush_cache?timeout={_FLUSH_TIMEOUT_S:g}")
-                cases: dict[tuple[str, str], list[_Case]] = {}
-                with make_progress("audit") as progress:
-                    task = progress.add_task("audit", total=sum(len(group.prompts) for group in groups))
-                    for group in groups:
-                        for prompt in group.prompts:
-                            case = await self._case(engine, prompt)
-                            cases.setdefault((group.name, case.cached.source), []).append(case)
-                            progress.advance(task)
+        async with open_server(self.server) as session:
+            engine = await _Engine.find(session, self.server, self.num_tokens)
+            groups, num_skipped = await make_groups(
+                self.file, self.lengths, self.sample, engine.longest, engine.tokenise
+            )
+            prompts = [(group.name, prompt) for group in groups for prompt in group.prompts]
+            if self.flush:
+                for _, prompt in prompts:
+                    await engine.ask(prompt, None)
+                await asyncio.sleep(self.wait_s)
+                await flush_cache(session, self.server)
+            cases: dict[tuple[str, str], list[_Case]] = {}
+            with make_progress("audit") as progress:
+                for name, prompt in progress.track(prompts):
+                    case = await self._case(engine, prompt)
+                    cases.setdefault((name, case.cached.source), []).append(case)
         audited = [self._judged(*key, of_group) for key, of_group in cases.items()]
         return AuditResult(self.server, engine.model, self.most_kl, num_skipped, audited)
 
@@ -290,8 +290,6 @@ class _Engine:
     @classmethod
     async def find(cls, session: ClientSession, server: str, num_tokens: int) -> _Engine:
         """Raises ConfigError if neither API answers."""
-        from sgl_kvfetch.tools.sglang_server import ask_server, served_model, server_info
-
         try:
             info = await server_info(session, server)
         except ConfigError:
@@ -304,8 +302,6 @@ class _Engine:
         return cls(session, server, served_model(info), True, longest_prompt(info, num_tokens), num_tokens)
 
     async def tokenise(self, text: str) -> list[int]:
-        from sgl_kvfetch.tools.sglang_server import ask_server, tokenise_on
-
         if self.is_sglang:
             return await tokenise_on(self.session, self.server, text)
         body = {"model": self.model, "prompt": text}
@@ -313,8 +309,6 @@ class _Engine:
 
     async def ask(self, prompt: Sequence[int], cache_salt: str | None) -> TopAnswer:
         """Return the answer to a prompt, greedily. Raises StoreError."""
-        from sgl_kvfetch.tools.sglang_server import ask_server, cached_by_tier
-
         salt = {} if cache_salt is None else {"cache_salt": cache_salt}
         if self.is_sglang:
             sampling = {"max_new_tokens": self.num_tokens, "temperature": 0.0, "ignore_eos": True}

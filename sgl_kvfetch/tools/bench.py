@@ -12,22 +12,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from aiohttp import ClientSession
 from msgspec import Struct
 from rich.table import Table
 
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.tools.bench_prompts import Group, longest_prompt, make_groups, parse_lengths
+from sgl_kvfetch.tools.sglang_server import (
+    Answer,
+    StreamError,
+    flush_cache,
+    open_server,
+    queued_text,
+    served_model,
+    server_info,
+    server_samples,
+    stream_generate,
+    tokenise_on,
+    total,
+)
 from sgl_kvfetch.tools.target import require_scheme
 from sgl_kvfetch.tools.terminal import format_ratio, format_size, json_flag, make_progress, make_table, option, show
 
 if TYPE_CHECKING:
-    from aiohttp import ClientSession
     from rich.progress import Progress
 
-    from sgl_kvfetch.tools.sglang_server import Answer
-
 _LOOK_EVERY_S = 0.5
-_FLUSH_TIMEOUT_S = 30.0
 _UNSEEN_WAIT_S = 10.0  # after all was computed, if no metrics say when it is written
 
 
@@ -145,34 +155,24 @@ async def _bench(
     server: str, reader: str, lengths: Sequence[int], file: Path | None, count: int, concurrency: int, wait_s: float
 ) -> BenchResult:
     """Time prompts that the server computes, and the same ones fetched by ``reader``. Raises ConfigError."""
-    from sgl_kvfetch.tools.sglang_server import (
-        ask_server,
-        served_model,
-        server_errors,
-        server_info,
-        server_session,
-        tokenise_on,
-    )
-
-    with server_errors(server):
-        async with server_session() as session:
-            info = await server_info(session, server)
-            if (size := (await server_info(session, reader))["page_size"]) != info["page_size"]:
-                raise ConfigError(
-                    f"--server has pages of {info['page_size']} tokens, and --reader of {size}: it would find nothing"
-                )
-            tokenise = partial(tokenise_on, session, server)
-            groups, num_skipped = await make_groups(file, lengths, count, longest_prompt(info, 1), tokenise)
-            salt = f"kvfetch-bench-{secrets.token_hex(8)}"
-            with make_progress("bench") as progress:
-                task = progress.add_task("bench", total=2 * sum(len(group.prompts) + 1 for group in groups))
-                run = _Run(session, salt, info["page_size"], concurrency, progress, task)
-                computed = [await run.send(server, group, wait_s) for group in groups]
-                if any(measured.wire_bytes is None for measured in computed):
-                    await asyncio.sleep(_UNSEEN_WAIT_S)
-                if reader == server:
-                    await ask_server(session, "POST", f"{server}/flush_cache?timeout={_FLUSH_TIMEOUT_S:g}")
-                fetched = [await run.send(reader, group) for group in groups]
+    async with open_server(server) as session:
+        info = await server_info(session, server)
+        if (size := (await server_info(session, reader))["page_size"]) != info["page_size"]:
+            raise ConfigError(
+                f"--server has pages of {info['page_size']} tokens, and --reader of {size}: it would find nothing"
+            )
+        tokenise = partial(tokenise_on, session, server)
+        groups, num_skipped = await make_groups(file, lengths, count, longest_prompt(info, 1), tokenise)
+        salt = f"kvfetch-bench-{secrets.token_hex(8)}"
+        with make_progress("bench") as progress:
+            task = progress.add_task("bench", total=2 * sum(len(group.prompts) + 1 for group in groups))
+            run = _Run(session, salt, info["page_size"], concurrency, progress, task)
+            computed = [await run.send(server, group, wait_s) for group in groups]
+            if any(measured.wire_bytes is None for measured in computed):
+                await asyncio.sleep(_UNSEEN_WAIT_S)
+            if reader == server:
+                await flush_cache(session, server)
+            fetched = [await run.send(reader, group) for group in groups]
     results = [
         GroupResult(
             name=group.name,
@@ -222,8 +222,6 @@ class _Run:
     async def _send_some(
         self, metrics: _Metrics, name: str, prompts: Sequence[tuple[str, list[int]]], wait_s: float | None
     ) -> list[Answer]:
-        from sgl_kvfetch.tools.sglang_server import StreamError, stream_generate
-
         before = await metrics.read()
         requests = [
             stream_generate(self._session, metrics.server, prompt, 1, cache_salt=f"{self._salt} {name} {number}")
@@ -256,8 +254,6 @@ class _Metrics:
 
     async def read(self) -> _Sample | None:
         """Return None if the server has no metrics of ours."""
-        from sgl_kvfetch.tools.sglang_server import queued_text, server_samples, total
-
         samples = await server_samples(self._session, self.server)
         if not any(sample.name.startswith("sgl_kvfetch_") for sample in samples):
             return None

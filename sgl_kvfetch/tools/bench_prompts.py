@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError
-from sgl_kvfetch.prompts import Prompt, Tokens
+from sgl_kvfetch.prompts import Prompt, Tokens, decode_lines
 from sgl_kvfetch.user_files import read_text
 
 _EXPECTED = "an object with 'prompt' (a text or a list of tokens), or with 'messages' or 'conversations'"
@@ -74,11 +74,7 @@ def longest_prompt(info: Mapping[str, Any], num_new_tokens: int) -> int:
 
 
 async def make_groups(
-    file: Path | None,
-    lengths: Sequence[int],
-    count: int,
-    longest: int,
-    tokenise: Callable[[str], Awaitable[Tokens]],
+    file: Path | None, lengths: Sequence[int], count: int, longest: int, tokenise: Callable[[str], Awaitable[Tokens]]
 ) -> tuple[list[Group], int]:
     """Return the prompts of a file, or else of these lengths, and how many of the file are longer than ``longest``
     tokens, which the server takes. ``count``: of each length, or at most of the file. Raises ConfigError."""
@@ -132,14 +128,7 @@ def _lines(file: Path) -> list[_Line]:
             return msgspec.json.decode(content, type=list[_Line])
         except DECODE_ERRORS as e:
             raise ConfigError(f"{file}: expected a list, each of it {_EXPECTED}: {e}") from e
-    lines = []
-    for number, line in enumerate(content.splitlines(), 1):
-        if line.strip():
-            try:
-                lines.append(msgspec.json.decode(line, type=_Line))
-            except DECODE_ERRORS as e:
-                raise ConfigError(f"{file}:{number}: expected {_EXPECTED}: {e}") from e
-    return lines
+    return list(decode_lines(file, content, _Line, _EXPECTED))
 
 
 def _turns(messages: Sequence[_Message]) -> Iterator[str]:

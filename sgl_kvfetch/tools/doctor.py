@@ -27,22 +27,11 @@ import typer
 from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.tools.terminal import (
-    STORE_HELP,
-    TokenFileOption,
-    TokenOption,
-    client_certificate,
-    format_age,
-    json_flag,
-    option,
-    read_token,
-    show,
-)
+from sgl_kvfetch.tools.terminal import STORE_HELP, Access, format_age, json_flag, option, show
 
 if TYPE_CHECKING:
     from sgl_kvfetch.stores import AdminStore
 
-MIN_PYTHON = (3, 11)
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "kvfetch"
 CPU_ENGINE_ENV = "KVFETCH_CPU_ENGINE"
 TIMEOUT_S = 10.0  # of a request to the store
@@ -76,9 +65,8 @@ _COLOURS: dict[Status, str] = {"yes": "green", "no": "red", "warn": "yellow"}
 
 
 def doctor(
+    access: Access,
     store: Annotated[str | None, typer.Argument(metavar="[STORE]", help=f"Also check this store: {STORE_HELP}")] = None,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
     store_only: Annotated[
         bool, option(None, "Check the store alone, on a machine without SGLang.", "--store-only")
     ] = False,
@@ -99,16 +87,14 @@ def doctor(
 
         kvfetch doctor s3://bucket/prefix --store-only
     """
-    secret = read_token(token, token_file)
     checks: dict[str, Callable[[], list[Check]]] = {}
     if store is not None:
-        checks[STORE] = lambda: check_store(store, secret)
-        checks[MODELS] = lambda: check_models(store, secret)
+        checks[STORE] = lambda: check_store(store, access)
+        checks[MODELS] = lambda: check_models(store, access)
     elif store_only:
         raise ConfigError("--store-only needs a store: kvfetch doctor STORE --store-only")
     if not store_only:
         checks |= {
-            "Python": check_python,
             "SGLang": check_sglang,
             "CUDA GPU": check_gpu,
             "Triton": check_triton,
@@ -159,14 +145,6 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "")[:300]
 
 
-def check_python() -> list[Check]:
-    found = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info >= MIN_PYTHON:
-        return [Check("Python", "yes", found)]
-    needed = ".".join(map(str, MIN_PYTHON))
-    return [Check("Python", "no", found, f"make an environment with Python {needed} or newer")]
-
-
 def check_sglang() -> list[Check]:
     """Check SGLang's version, our registration as its plugin, the seams that we use, and the C++ compiler."""
     from sgl_kvfetch.plugin.versions import NEWEST, check_version
@@ -213,17 +191,14 @@ def _check_seams(install: str) -> Check:
 
 
 def _check_compiler() -> Check:
-    """Look for a C++ compiler: SGLang compiles its page hash on the first request."""
-    missing = [tool for tool in ("g++", "ninja") if shutil.which(tool, path=_search_path()) is None]
+    """Look for a C++ compiler: SGLang compiles its page hash on the first request. This Python environment's own
+    programs count as well."""
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)))
+    missing = [tool for tool in ("g++", "ninja") if shutil.which(tool, path=path) is None]
     if missing:
         advice = f"install {' and '.join(missing)} (apt-get install g++ libssl-dev; pip install ninja)"
         return Check("C++ compiler", "no", f"{' and '.join(missing)} not found on PATH", advice)
     return Check("C++ compiler", "yes", "g++ and ninja, for SGLang's page hash")
-
-
-def _search_path() -> str:
-    """Return PATH, with this Python environment's own programs added."""
-    return os.pathsep.join((os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)))
 
 
 _OLDEST_TRITON = 3, 6  # as in pyproject.toml
@@ -378,24 +353,23 @@ def _check_binding() -> Check:
     return Check(name, "yes", str(getattr(module, "__version__", "installed")))
 
 
-def check_store(url: str, token: str | None) -> list[Check]:
+def check_store(url: str, access: Access) -> list[Check]:
     """Check a store without changing it. Raises ConfigError for an invalid URL."""
-    store, url, has_token = _open(url, token)
+    store, url, has_token = _open(url, access)
     parts = urlsplit(url)
     checks = [_check_directory(Path(unquote(parts.path)))] if parts.scheme == "file" else []
     return checks + asyncio.run(_ask(store, url, has_token=has_token))
 
 
-def _open(url: str, token: str | None) -> tuple[AdminStore, str, bool]:
+def _open(url: str, access: Access) -> tuple[AdminStore, str, bool]:
     """Open a store. Return its full URL, too, and whether it gets the token. Raises ConfigError for an invalid URL."""
     from sgl_kvfetch.directory import open_store
     from sgl_kvfetch.stores import HttpOptions, takes_token
     from sgl_kvfetch.tools.target import store_url
 
     url = store_url(url)
-    if not takes_token(url):
-        token = None
-    options = HttpOptions(timeout_s=TIMEOUT_S, max_attempts=2, tls=client_certificate())
+    token = access.secret if takes_token(url) else None
+    options = HttpOptions(timeout_s=TIMEOUT_S, max_attempts=2, tls=access.certificate)
     return open_store(url, token=token, options=options), url, token is not None
 
 
@@ -425,13 +399,13 @@ async def _ask(store: AdminStore, url: str, *, has_token: bool) -> list[Check]:
     ]
 
 
-def check_models(url: str, token: str | None) -> list[Check]:
+def check_models(url: str, access: Access) -> list[Check]:
     """Warn of models that the store has under several sets of flags: their servers share nothing."""
     from sgl_kvfetch.stores.upkeep import list_segments
     from sgl_kvfetch.tools.summary import NamespaceSummary, summarise_namespaces
     from sgl_kvfetch.tools.target import divided_models
 
-    store, url, _ = _open(url, token)
+    store, url, _ = _open(url, access)
 
     async def read() -> list[NamespaceSummary]:
         try:

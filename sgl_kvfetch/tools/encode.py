@@ -17,11 +17,9 @@ import typer
 
 from sgl_kvfetch.tools.target import run_on_store
 from sgl_kvfetch.tools.terminal import (
-    EncryptionKeyFileOption,
-    KeyFileOption,
+    Access,
+    KeyFiles,
     PartArgument,
-    TokenFileOption,
-    TokenOption,
     format_ratio,
     format_size,
     json_flag,
@@ -41,6 +39,8 @@ _MAX_OBJECT_BYTES = 4 << 30  # the default limit of ``kvfetch serve``
 
 def encode(
     store: PartArgument,
+    key_files: KeyFiles,
+    access: Access,
     watch: Annotated[
         bool, option(None, "Keep encoding new segments, or exit when all are done.", "--watch/--once")
     ] = False,
@@ -51,8 +51,6 @@ def encode(
     keep_source: Annotated[
         bool, option(None, "Also keep existing variants, for readers without the codec.", "--keep-source")
     ] = False,
-    manifest_key_file: KeyFileOption = None,
-    encryption_key_file: EncryptionKeyFileOption = None,
     workers: Annotated[
         int, option("COUNT", "Parallel segments, each in a thread and in memory.", min=1, max=256, show_default="cores")
     ] = os.cpu_count() or 1,
@@ -69,8 +67,6 @@ def encode(
     poll_interval_s: Annotated[
         float, option("SECONDS", "With --watch: time between listings.", "--poll-interval", min=0.05)
     ] = 5.0,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
     as_json: Annotated[
         bool,
         json_flag(
@@ -96,7 +92,6 @@ def encode(
 
         kvfetch encode /var/cache/kv --resolutions 240p,480p --keep-source
     """
-    from sgl_kvfetch.codec import StoreKeys
     from sgl_kvfetch.stores import HttpOptions
     from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, make_targets
 
@@ -125,9 +120,9 @@ def encode(
 
     with reporter.progress:
         http = HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES)
-        keys = StoreKeys.read(manifest_key_file, encryption_key_file)
+        keys = key_files.read()
         try:
-            run_on_store(url, token, token_file, None, work, options=http)
+            run_on_store(url, access, work, options=http)
         except KeyboardInterrupt:
             with contextlib.suppress(typer.Exit):
                 show(reporter.tally, as_json, _lines(reporter.tally), reporter.tally.failures)

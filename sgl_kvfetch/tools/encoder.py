@@ -149,7 +149,7 @@ def transcode(
     coded: dict[int, list[CodedChunk]] = {ways.index(way): [] for way in ways}
     for cell in manifest.cells():
         before_cell()
-        quantised = reader.decode_cell(cell, reader.cell_data(cell, (data, *levels)))
+        quantised = reader.decode_cell(cell, reader.chunks_in(cell, (data, *levels)))
         for index, chunks in coded.items():
             codec, layouts = ways[index]
             chunks += encode_cell(manifest, cell, quantised, layouts, codec)
@@ -197,7 +197,7 @@ def verify_variant(
             raise CorruptError(f"{name} has {len(each)} bytes, expected {expected}")
     for cell in manifest.cells():
         before_cell()
-        reader.decode_cell(cell, reader.cell_data(cell, objects))
+        reader.decode_cell(cell, reader.chunks_in(cell, objects))
 
 
 T = TypeVar("T")

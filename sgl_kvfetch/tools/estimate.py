@@ -91,8 +91,7 @@ def estimate(
     prompts: Annotated[float, option("COUNT", "New prompts of a user a day, each fetched once.", min=0)] = 20.0,
     tokens: Annotated[int, option("COUNT", "Tokens of such a prompt.", min=1)] = 4096,
     s3_prices: Annotated[
-        str,
-        option("USD", "Your prices: a GB a month, 1,000 PUTs and 1,000 GETs. The default is a list price of 2024."),
+        str, option("USD", "Your prices: a GB a month, 1,000 PUTs and 1,000 GETs. The default is a list price of 2024.")
     ] = _PRICES,
     as_json: Annotated[
         bool,
@@ -116,11 +115,12 @@ def estimate(
     values = values_per_token(model)
     bytes_per_s, prices = parse_link(link) / 8, parse_prices(s3_prices)
     num_prompts = users * prompts
-    codings = {}
+    codings, prompt_s = {}, {}
     for name, coding in CODINGS.items():
         token_bytes = values * coding.bits_per_value / 8
         token_s = max(token_bytes / bytes_per_s, values * _KV_BYTES / (coding.decoded_bps * decode_threads))
         saved_s = 1 / prefill_tps - token_s  # a token
+        prompt_s[name] = tokens * token_s + batch_s
         stored_bytes = num_prompts * days * tokens * token_bytes
         codings[name] = CodingEstimate(
             token_bytes,
@@ -130,7 +130,7 @@ def estimate(
             stored_bytes,
             _s3_costs(stored_bytes, 30 * num_prompts, tokens, token_bytes, prices),
         )
-    verdict = _verdict(codings, tokens, tokens / prefill_tps, batch_s)
+    verdict = _verdict(codings, prompt_s, tokens, tokens / prefill_tps)
     found = Estimate(verdict, {length: length / prefill_tps for length in LENGTHS}, codings)
     use = f"{users} users, {prompts:g} prompts of {tokens} tokens a day, {days:g} days"
     show(
@@ -140,20 +140,15 @@ def estimate(
     )
 
 
-def _verdict(codings: Mapping[str, CodingEstimate], tokens: int, computing_s: float, batch_s: float) -> str:
+def _verdict(
+    codings: Mapping[str, CodingEstimate], fetched_s: Mapping[str, float], tokens: int, computing_s: float
+) -> str:
     """Return whether a store is worth it for prompts of so many tokens, by the times of what servers may store."""
-
-    def fetched_s(name: str) -> float:
-        first, last = LENGTHS[0], LENGTHS[-1]
-        times = codings[name].ttft_s
-        return batch_s + tokens * (times[last] - times[first]) / (last - first)
-
-    times = {name: fetched_s(name) for name in ("exact", "klt")}
-    said = ", ".join(f"{seconds:.3g} s to fetch with {name}" for name, seconds in times.items())
+    said = ", ".join(f"{fetched_s[name]:.3g} s to fetch with {name}" for name in ("exact", "klt"))
     compared = f"a prompt of {tokens:,} tokens takes {computing_s:.3g} s to compute, {said}"
-    if times["exact"] < computing_s:
+    if fetched_s["exact"] < computing_s:
         return f"worth it: {compared}"
-    if times["klt"] < computing_s:
+    if fetched_s["klt"] < computing_s:
         return f"worth it with klt alone: {compared}"
     starts = [coding.break_even_tokens for coding in codings.values() if coding.break_even_tokens is not None]
     longer = f"; longer ones than {min(starts):,} tokens would be fetched sooner" if starts else ""

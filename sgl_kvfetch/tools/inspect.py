@@ -12,13 +12,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from sgl_kvfetch.codec import (
-    Manifest,
-    RegionLayout,
-    StoreKeys,
-    TileLayout,
-    open_manifest,
-)
+from sgl_kvfetch.codec import Manifest, RegionLayout, StoreKeys, TileLayout, open_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import profile_rows
@@ -36,11 +30,9 @@ from sgl_kvfetch.tools.summary import (
 )
 from sgl_kvfetch.tools.target import OpenTarget, run_on_target
 from sgl_kvfetch.tools.terminal import (
-    EncryptionKeyFileOption,
-    KeyFileOption,
+    Access,
+    KeyFiles,
     TargetArgument,
-    TokenFileOption,
-    TokenOption,
     format_age,
     format_ratio,
     format_size,
@@ -57,10 +49,8 @@ NAMESPACE_DIGITS, HASH_DIGITS = 12, 16  # enough to be unique, and to use as a p
 
 def inspect(
     target: TargetArgument,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    manifest_key_file: KeyFileOption = None,
-    encryption_key_file: EncryptionKeyFileOption = None,
+    key_files: KeyFiles,
+    access: Access,
     as_json: Annotated[
         bool,
         json_flag(
@@ -92,7 +82,7 @@ def inspect(
 
         kvfetch inspect file:///var/cache/kv#4f0c...e1/8-91ab --png pictures
     """
-    keys = StoreKeys.read(manifest_key_file, encryption_key_file)
+    keys = key_files.read()
 
     async def look(opened: OpenTarget) -> None:
         """Show one segment, the segments of a part of the store, or its namespaces."""
@@ -121,14 +111,11 @@ def inspect(
             inspected = Inspected(namespaces, [], len(whole), {}, *of_orphans, profiles)
             show(inspected, as_json, _store_tables(opened.label, inspected, limit))
 
-    run_on_target(target, token, token_file, look)
+    run_on_target(target, access, look)
 
 
 async def _read_segments(
-    target: OpenTarget,
-    segments: Sequence[StoredSegment],
-    keys: StoreKeys,
-    limit: int,
+    target: OpenTarget, segments: Sequence[StoredSegment], keys: StoreKeys, limit: int
 ) -> tuple[list[SegmentSummary], dict[str, str]]:
     """Summarise the first ``limit`` segments, in each namespace the longest first. Also return errors by name."""
     in_order = sorted(segments, key=lambda s: (s.key.namespace, -s.key.num_pages, s.key.last_page_hash))

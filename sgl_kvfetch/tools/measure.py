@@ -22,10 +22,8 @@ from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS, NUM_WINDOWS
 from sgl_kvfetch.tools.profiles import SUMMARY, Publication, lines_of, save_and_publish, summary_of
 from sgl_kvfetch.tools.terminal import (
     STORE_HELP,
-    EncryptionKeyFileOption,
-    KeyFileOption,
-    TokenFileOption,
-    TokenOption,
+    Access,
+    KeyFiles,
     format_size,
     json_flag,
     make_console,
@@ -48,6 +46,8 @@ _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
 
 def calibrate(
     model: Annotated[str, option("PATH", "Path of a model that transformers can load.")],
+    key_files: KeyFiles,
+    access: Access,
     text: Annotated[
         list[str] | None,
         option(
@@ -99,10 +99,6 @@ def calibrate(
     ] = 1,
     device: Annotated[str, option("DEVICE", "cpu, cuda, or cuda:N.", show_default="cuda if there is one")] = "",
     seed: Annotated[int, option("SEED", "For the tokens that are sampled to weigh errors.")] = 0,
-    manifest_key_file: KeyFileOption = None,
-    encryption_key_file: EncryptionKeyFileOption = None,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
     as_json: Annotated[bool, json_flag(SUMMARY)] = False,
 ) -> None:
     """Measure how a model's keys and values vary and how much errors in them matter.
@@ -129,7 +125,6 @@ def calibrate(
         Calibration,
         CalibrationOptions,
         LayeredModel,
-        StoreKeys,
         calibrate_model,
         fingerprint_model,
         map_layers,
@@ -140,8 +135,8 @@ def calibrate(
         raise ConfigError("give --publish STORE, --out FILE, or both")
     if out is not None and ((out.exists() and not out.is_file()) or not out.absolute().parent.is_dir()):
         raise ConfigError(f"--out {out}: expected a file in an existing directory")
-    keys = StoreKeys.read(manifest_key_file, encryption_key_file)
-    publication = None if publish is None else Publication(publish, keys, token, token_file)
+    keys = key_files.read()
+    publication = None if publish is None else Publication(publish, keys, access)
     if publication is not None:
         publication.require_store()
     kinds, of_text = read_kinds(text or ())

@@ -73,13 +73,13 @@ async def _decoded(
     for cell in cells:
         if (num_bytes := reader.frames_bytes(cell)) > _MOST_FRAMES_BYTES:
             raise ConfigError(f"{cell} has {num_bytes} bytes of frames; pictures show at most {_MOST_FRAMES_BYTES}")
-        pieces = []
-        for name, (start, end) in zip(reader.object_names, reader.cell_ranges(cell), strict=True):
-            data = await objects.get(name, start, end - start)
-            if data is None:
+        chunks = []
+        for each in reader.stored(cell):
+            name = reader.object_names[each.level]
+            if (data := await objects.get(name, each.start, each.end - each.start)) is None:
                 raise StoreError("missing", f"{name} is gone")
-            pieces.append(data)
-        yield cell, reader.decode_cell(cell, b"".join(pieces))
+            chunks.append(memoryview(data))
+        yield cell, reader.decode_cell(cell, chunks)
 
 
 class ContactSheet:

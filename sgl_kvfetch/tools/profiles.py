@@ -31,11 +31,9 @@ from sgl_kvfetch.stores import (
 )
 from sgl_kvfetch.tools.target import run_on_store
 from sgl_kvfetch.tools.terminal import (
-    EncryptionKeyFileOption,
-    KeyFileOption,
+    Access,
+    KeyFiles,
     StoreArgument,
-    TokenFileOption,
-    TokenOption,
     format_age,
     format_size,
     json_flag,
@@ -63,18 +61,15 @@ class Publication:
 
     store: str
     keys: StoreKeys
-    token: str | None
-    token_file: Path | None
+    access: Access
 
     def require_store(self) -> None:
         """Raise KVFetchError if the store cannot be asked for its profiles, before work is done for one."""
-        run_on_store(self.store, self.token, self.token_file, None, lambda opened: opened.notes(PROFILES))
+        run_on_store(self.store, self.access, lambda opened: opened.notes(PROFILES))
 
     def publish(self, path: Path) -> str:
         """Put a profile into the store, and return its name there. Raises KVFetchError."""
-        return run_on_store(
-            self.store, self.token, self.token_file, None, lambda opened: publish_profile(opened, path, self.keys)
-        )
+        return run_on_store(self.store, self.access, lambda opened: publish_profile(opened, path, self.keys))
 
 
 def save_and_publish(profile: Profile, out: Path | None, publication: Publication | None) -> list[str]:
@@ -167,18 +162,15 @@ def profile(
         ),
     ],
     store: StoreArgument,
+    key_files: KeyFiles,
+    access: Access,
     which: Annotated[
         str | None,
         typer.Argument(metavar="[DIGEST|FILE]", help="A profile's digest, or its beginning; for put, its file."),
     ] = None,
     out: Annotated[Path | None, option("FILE", "With get: where to write the profile.", "--out", "-o")] = None,
-    manifest_key_file: KeyFileOption = None,
-    encryption_key_file: EncryptionKeyFileOption = None,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
     as_json: Annotated[
-        bool,
-        json_flag(f"a list of profiles (get, put, rm: of one), each with {_FIELDS}; with show {SUMMARY}"),
+        bool, json_flag(f"a list of profiles (get, put, rm: of one), each with {_FIELDS}; with show {SUMMARY}")
     ] = False,
 ) -> None:
     """List, show, read, publish or withdraw the profiles of a store.
@@ -216,7 +208,7 @@ def profile(
         raise ConfigError(f"kvfetch profile {action} expects {wanted} behind the store")
     if (out is None) == (action == "get"):
         raise ConfigError("--out FILE belongs to kvfetch profile get, which needs it")
-    keys = StoreKeys.read(manifest_key_file, encryption_key_file)
+    keys = key_files.read()
 
     async def work(opened: AdminStore) -> tuple[list[ProfileRow], str]:
         """Do what the command says. Return the profiles to show, and a line about what was done."""
@@ -242,7 +234,7 @@ def profile(
 
     with tempfile.TemporaryDirectory(prefix="kvfetch-") as folder:
         shown = Path(folder, "profile")
-        rows, done = run_on_store(store, token, token_file, None, work)
+        rows, done = run_on_store(store, access, work)
         if action == "show":
             _show(shown, as_json)
             return

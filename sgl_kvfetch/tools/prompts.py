@@ -19,15 +19,7 @@ from sgl_kvfetch.stores import MAX_LABEL, PINS, AdminStore, Pin, Store, get_pin,
 from sgl_kvfetch.stores.notes import MAX_PIN_PAGES
 from sgl_kvfetch.stores.upkeep import pages_stored, stored_page_sizes
 from sgl_kvfetch.tools.target import require_scheme, run_on_store
-from sgl_kvfetch.tools.terminal import (
-    IndexOption,
-    StoreArgument,
-    TokenFileOption,
-    TokenOption,
-    json_flag,
-    option,
-    show,
-)
+from sgl_kvfetch.tools.terminal import IndexedAccess, StoreArgument, json_flag, option, show
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -72,13 +64,11 @@ class PinSummary(Struct, frozen=True):
 def lookup(
     store: StoreArgument,
     page_size: Annotated[int, option("TOKENS", "SGLang's --page-size.", min=1, show_default=False)],
+    access: IndexedAccess,
     prompt: PromptOption = None,
     file: FileOption = None,
     model: TokenizerOption = None,
     cache_salt: SaltOption = None,
-    index: IndexOption = None,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
     as_json: StoredFlag = False,
 ) -> None:
     """Say how many of a prompt's pages a lookup finds, by namespace.
@@ -100,11 +90,12 @@ def lookup(
             await _compare_page_sizes(store, page_size)
         return found
 
-    _show_stored(run_on_store(store, token, token_file, index, look_up), as_json)
+    _show_stored(run_on_store(store, access, look_up), as_json)
 
 
 def pin(
     store: StoreArgument,
+    access: IndexedAccess,
     prompt: PromptOption = None,
     file: FileOption = None,
     model: TokenizerOption = None,
@@ -113,9 +104,6 @@ def pin(
     label: Annotated[
         str | None, option("TEXT", "The pin's name in the list; by default, the prompt's beginning.")
     ] = None,
-    index: IndexOption = None,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
     as_json: Annotated[
         bool, json_flag("a list of pins, each with name, label, num_pages, page_size and stored_pages")
     ] = False,
@@ -148,7 +136,7 @@ def pin(
             await _compare_page_sizes(store, page_size)
         return pins
 
-    found = run_on_store(store, token, token_file, index, put)
+    found = run_on_store(store, access, put)
     lines = (
         f"{one.name}  {printable(one.label)}\n"
         f"  {one.num_pages} pages of {one.page_size} tokens; {_stored_text(one.stored_pages)}"
@@ -159,6 +147,7 @@ def pin(
 
 def unpin(
     store: StoreArgument,
+    access: IndexedAccess,
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME]...", help="Pins, as kvfetch pin STORE lists them.")
     ] = None,
@@ -167,9 +156,6 @@ def unpin(
     model: TokenizerOption = None,
     page_size: PageSizeOption = None,
     cache_salt: SaltOption = None,
-    index: IndexOption = None,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
     as_json: Annotated[bool, json_flag("an object with num_unpinned and failures by name")] = False,
 ) -> None:
     """Evict pinned prompts' segments like others again.
@@ -189,7 +175,7 @@ def unpin(
     async def delete(store: AdminStore) -> list[str]:
         return [name for name in wanted if not await store.delete_note(PINS, name)]
 
-    failures = dict.fromkeys(run_on_store(store, token, token_file, index, delete), "there was no such pin")
+    failures = dict.fromkeys(run_on_store(store, access, delete), "there was no such pin")
     num_unpinned = len(wanted) - len(failures)
     unpinned = {"num_unpinned": num_unpinned, "failures": failures}
     show(unpinned, as_json, [f"{num_unpinned} unpinned"], failures)
@@ -198,13 +184,11 @@ def unpin(
 def warm(
     store: StoreArgument,
     server: Annotated[str, option("URL", "An SGLang server that writes to the store.", show_default=False)],
+    access: IndexedAccess,
     prompt: PromptOption = None,
     file: FileOption = None,
     cache_salt: SaltOption = None,
     timeout_s: Annotated[float, option("SECONDS", "How long to wait until all is stored.", "--timeout", min=0)] = 60.0,
-    index: IndexOption = None,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
     as_json: StoredFlag = False,
 ) -> None:
     """Send prompts through an SGLang server, and say how much of each is stored then.
@@ -217,30 +201,22 @@ def warm(
 
         kvfetch warm http://127.0.0.1:8700 --server http://127.0.0.1:30000 --file prompts.jsonl
     """
-    from sgl_kvfetch.tools.sglang_server import (
-        queued_text,
-        server_errors,
-        server_info,
-        server_samples,
-        server_session,
-    )
+    from sgl_kvfetch.tools.sglang_server import open_server, queued_text, server_info, server_samples
 
     prompts, server = prompts_of(prompt, file, required=True), require_scheme(server).rstrip("/")
 
     async def send_all(store: Store) -> tuple[list[StoredPrompt], str]:
-        with server_errors(server):
-            async with server_session() as session:
-                page_size = (await server_info(session, server))["page_size"]
-                sent = [await _send(session, server, prompt, cache_salt) for prompt in prompts]
+        async with open_server(server) as session:
+            page_size = (await server_info(session, server))["page_size"]
+            sent = [await _send(session, server, prompt, cache_salt) for prompt in prompts]
         until = asyncio.get_running_loop().time() + timeout_s
         found = [await _wait_for(store, tokens, page_size, cache_salt, until) for tokens in sent]
         if all(one.is_stored for one in found):
             return found, ""
-        with server_errors(server):
-            async with server_session() as session:
-                return found, queued_text(await server_samples(session, server))
+        async with open_server(server) as session:
+            return found, queued_text(await server_samples(session, server))
 
-    warmed, queued = run_on_store(store, token, token_file, index, send_all)
+    warmed, queued = run_on_store(store, access, send_all)
     _show_stored(warmed, as_json)
     if all(one.is_stored for one in warmed):
         return

@@ -7,6 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 
@@ -31,16 +32,14 @@ from sgl_kvfetch.stores.upkeep import (
 from sgl_kvfetch.tools.target import open_existing_store, run_on_store
 from sgl_kvfetch.tools.terminal import (
     MODEL_HELP,
+    Access,
     DryRunOption,
-    IndexOption,
+    IndexedAccess,
     PartArgument,
-    TokenFileOption,
-    TokenOption,
     format_size,
     json_flag,
     make_progress,
     option,
-    read_token,
     show,
 )
 from sgl_kvfetch.user_files import parse_duration
@@ -49,10 +48,7 @@ _AT_ONCE = 4
 _SOME_FOLDER = f"{'0' * 32}.0-1"  # of a namespace, for a probe
 _CLOCK_S = 1.01  # S3 stores have times in whole seconds
 
-ModelOption = Annotated[
-    str | None,
-    option("NAME", f"Only segments of this model: {MODEL_HELP}"),
-]
+ModelOption = Annotated[str | None, option("NAME", f"Only segments of this model: {MODEL_HELP}")]
 
 
 class ClearSummary(Struct):
@@ -79,6 +75,7 @@ class MoveSummary(Struct):
 
 def clear(
     store: PartArgument,
+    access: IndexedAccess,
     model: ModelOption = None,
     older_than: Annotated[
         str | None, option("AGE", "Only segments that were written longer ago, such as 90s, 45m, 12h or 30d.")
@@ -86,9 +83,6 @@ def clear(
     pinned: Annotated[bool, option(None, "Delete pinned segments, too.", "--pinned")] = False,
     dry_run: DryRunOption = False,
     yes: Annotated[bool, option(None, "Do not ask.", "--yes", "-y")] = False,
-    index: IndexOption = None,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
     as_json: Annotated[
         bool,
         json_flag(
@@ -141,7 +135,7 @@ def clear(
         cleared.num_objects, cleared.failures = swept.num_objects, swept.failures
         return cleared
 
-    cleared = run_on_store(url, token, token_file, index, select_and_delete)
+    cleared = run_on_store(url, access, select_and_delete)
     deleted = [] if cleared.num_objects is None else [f"{cleared.num_objects} objects deleted"]
     show(cleared, as_json, deleted, cleared.failures)
 
@@ -164,13 +158,12 @@ def _amount(cleared: ClearSummary) -> str:
 def move(
     source: PartArgument,
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Another store, of any kind.")],
+    access: Access,
     model: ModelOption = None,
     copy: Annotated[bool, option(None, "Delete nothing at the source.", "--copy")] = False,
     dry_run: DryRunOption = False,
     source_index: Annotated[str | None, option("URL", "The index of an S3 source.")] = None,
     target_index: Annotated[str | None, option("URL", "The index of an S3 target.")] = None,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
     as_json: Annotated[
         bool, json_flag("an object with num_moved, num_there, num_bytes, num_profiles and failures")
     ] = False,
@@ -196,8 +189,10 @@ def move(
     if url.rstrip("/") == target.rstrip("/"):
         raise same
 
+    from_source = IndexedAccess(**asdict(access), index=source_index)
+
     async def select_and_move(opened: AdminStore) -> MoveSummary:
-        other = open_existing_store(target, read_token(token, token_file), target_index)
+        other = open_existing_store(target, access, target_index)
         try:
             segments = [each for each in await select_segments(opened, prefix, model) if each.manifest is not None]
             profiles = () if prefix or model is not None else await opened.notes(PROFILES)
@@ -214,7 +209,7 @@ def move(
         finally:
             await other.close()
 
-    moved = run_on_store(url, token, token_file, source_index, select_and_move)
+    moved = run_on_store(url, from_source, select_and_move)
     verb = "copied" if copy else "moved"
     verb, there, written = (f"would be {verb}", "are", "to write") if dry_run else (verb, "were", "written")
     profiles = f"; {moved.num_profiles} profiles {verb}" if moved.num_profiles else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from sgl_kvfetch.user_files import environment_secret, format_size
 API_KEY_ENV = "SGLANG_API_KEY"
 TIERS = ("device", "host", "storage")
 _SAID_CHARS = 500
+_FLUSH_TIMEOUT_S = 30.0
 _LINE_BYTES = 1 << 20  # an event repeats all of its answer's tokens
 
 
@@ -27,19 +28,16 @@ class StreamError(Exception):
     """The server refused or aborted a request. The message holds the server's answer."""
 
 
-def server_session() -> aiohttp.ClientSession:
-    """Return a session without a timeout, with the API key of the environment."""
+@contextlib.asynccontextmanager
+async def open_server(server: str) -> AsyncIterator[aiohttp.ClientSession]:
+    """Open a session without a timeout, with the API key of the environment. What goes wrong with the SGLang server
+    raises StoreError, which says what to type."""
     key = environment_secret(API_KEY_ENV)
     headers = {"Authorization": f"Bearer {key}"} if key else None
-    return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None))
-
-
-@contextlib.contextmanager
-def server_errors(server: str) -> Iterator[None]:
-    """Translate what goes wrong with an SGLang server to StoreError, and say what to type."""
     try:
         with client_errors(f"--server {server}"):
-            yield
+            async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session:
+                yield session
     except StoreError as e:
         if e.reason == "refused":
             e.add_note("no SGLang server answers there: start it, or correct the host and port")
@@ -66,6 +64,11 @@ async def server_info(session: aiohttp.ClientSession, server: str) -> dict[str, 
     if not isinstance(info, dict) or not isinstance(size := info.get("page_size"), int) or size < 1:
         raise ConfigError(f"--server {server} is no SGLang server: its /server_info has no page_size")
     return info
+
+
+async def flush_cache(session: aiohttp.ClientSession, server: str) -> None:
+    """Empty the caches in an idle server's memory. Raises as `ask_server`."""
+    await ask_server(session, "POST", f"{server}/flush_cache?timeout={_FLUSH_TIMEOUT_S:g}")
 
 
 async def tokenise_on(session: aiohttp.ClientSession, server: str, text: str) -> list[int]:

@@ -23,7 +23,7 @@ from sgl_kvfetch.keys import DATA_SUFFIX, MANIFEST_SUFFIX, Namespace, parse_obje
 from sgl_kvfetch.stores import PROFILES, AdminStore, ListedProfile, ObjectInfo, list_profiles, read_profile
 from sgl_kvfetch.stores.upkeep import StoredSegment, list_segments
 from sgl_kvfetch.tools.summary import NamespaceSummary
-from sgl_kvfetch.tools.terminal import client_certificate, read_token, token_source
+from sgl_kvfetch.tools.terminal import Access, IndexedAccess
 
 if TYPE_CHECKING:
     from sgl_kvfetch.stores.upkeep import Objects
@@ -133,7 +133,7 @@ def require_scheme(text: str) -> str:
     return text
 
 
-def open_existing_store(text: str, token: str | None, index: str | None = None, **options: Any) -> AdminStore:
+def open_existing_store(text: str, access: Access, index: str | None = None, **options: Any) -> AdminStore:
     """Open a store that the user named by its URL or its directory. ``options`` are for `open_store`.
 
     A directory must exist: a typo would look like an empty store. Raises ConfigError.
@@ -149,39 +149,30 @@ def open_existing_store(text: str, token: str | None, index: str | None = None, 
         raise ConfigError(
             f"{url} is not a directory; another machine's store is http://HOST:PORT or s3://BUCKET/PREFIX"
         )
-    http = replace(options.pop("options", HttpOptions()), tls=client_certificate())
+    http = replace(options.pop("options", HttpOptions()), tls=access.certificate)
     s3 = S3Options(index=index, index_timeout_s=INDEX_TIMEOUT_S)
-    return open_store(url, token=token if takes_token(url) else None, s3=s3, options=http, **options)
+    return open_store(url, token=access.secret if takes_token(url) else None, s3=s3, options=http, **options)
 
 
-def run_on_store(
-    text: str,
-    token: str | None,
-    token_file: Path | None,
-    index: str | None,
-    work: Callable[[AdminStore], Awaitable[T]],
-    **options: Any,
-) -> T:
+def run_on_store(text: str, access: Access, work: Callable[[AdminStore], Awaitable[T]], **options: Any) -> T:
     """Open a store as `open_existing_store` does, and return what ``work`` returns for it. Raises KVFetchError."""
-    secret, source = read_token(token, token_file), token_source(token, token_file)
-    return asyncio.run(_run(lambda: open_existing_store(text, secret, index, **options), work, source))
+    index = access.index if isinstance(access, IndexedAccess) else None
+    return asyncio.run(_run(lambda: open_existing_store(text, access, index, **options), work, access))
 
 
-def run_on_target(
-    text: str, token: str | None, token_file: Path | None, work: Callable[[OpenTarget], Awaitable[T]]
-) -> T:
+def run_on_target(text: str, access: Access, work: Callable[[OpenTarget], Awaitable[T]]) -> T:
     """Open a TARGET argument as `open_target` does, and return what ``work`` returns for it. Raises KVFetchError."""
-    secret, source = read_token(token, token_file), token_source(token, token_file)
-    return asyncio.run(_run(lambda: open_target(text, secret), work, source))
+    return asyncio.run(_run(lambda: open_target(text, access), work, access))
 
 
-async def _run(open_it: Callable[[], C], work: Callable[[C], Awaitable[T]], source: str | None) -> T:
+async def _run(open_it: Callable[[], C], work: Callable[[C], Awaitable[T]], access: Access) -> T:
     """Work on what ``open_it`` opens. A StoreError gets a note of what to type."""
+    access.secret  # noqa: B018, whatever is opened, a token that cannot be read is refused
     opened = open_it()
     try:
         return await work(opened)
     except StoreError as e:
-        if (note := advice(e, source)) is not None:
+        if (note := advice(e, access.token_source)) is not None:
             e.add_note(note)
         raise
     finally:
@@ -232,21 +223,21 @@ class OpenTarget:
         await self.objects.close()
 
 
-def open_target(text: str, token: str | None) -> OpenTarget:
+def open_target(text: str, access: Access) -> OpenTarget:
     """Parse a TARGET argument and open it. Raises ConfigError, and FormatError for an invalid manifest file."""
     path = Path(text)
     if "://" not in text and path.is_file():
-        return _file_at(path)
+        return _file_at(path, access)
     store, _, prefix = (text, "", "") if "://" not in text and path.is_dir() else text.partition("#")
     if "://" not in require_scheme(store) and not Path(store).is_dir():
         raise ConfigError(f"{store!r} is neither a file, a directory nor a store's URL")
     label = f"{store_url(store)}#{prefix}" if prefix else store_url(store)
     with contextlib.suppress(FormatError):  # it may be the full name of a manifest or data
         prefix = parse_object_name(prefix).segment.stem
-    return OpenTarget(open_existing_store(store, token), prefix, label, store)
+    return OpenTarget(open_existing_store(store, access), prefix, label, store)
 
 
-def _file_at(path: Path) -> OpenTarget:
+def _file_at(path: Path, access: Access) -> OpenTarget:
     if path.suffix not in (MANIFEST_SUFFIX, DATA_SUFFIX):
         raise ConfigError(f"{str(path)!r} is neither a manifest (*{MANIFEST_SUFFIX}) nor data (*{DATA_SUFFIX})")
     path = path.resolve()
@@ -256,7 +247,7 @@ def _file_at(path: Path) -> OpenTarget:
         loose = LooseSegment(path)
         return OpenTarget(loose, loose.stem, str(path), None)
     store = path.parent.parent
-    return OpenTarget(open_existing_store(store.as_uri(), None), stem, str(path), str(store))
+    return OpenTarget(open_existing_store(store.as_uri(), access), stem, str(path), str(store))
 
 
 class LooseSegment:

@@ -12,7 +12,8 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +31,7 @@ from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret, format_size as
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
+    from sgl_kvfetch.codec import StoreKeys
     from sgl_kvfetch.stores import TlsFiles
 
 _PROJECT = "sgl_kvfetch"
@@ -108,46 +110,74 @@ TokenOption = Annotated[
         f"or {TOKEN_ENV} in the environment.",
     ),
 ]
-TokenFileOption = Annotated[Path | None, option("FILE", "A file that holds the token.")]
-# Of all commands that may open a store over HTTP: `app` adds them.
-CLIENT_CERTIFICATE_OPTIONS: dict[str, Any] = {
-    "tls_client_cert": Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "Our certificate, for a store that demands one (--tls-client-ca).",
-            envvar="KVFETCH_TLS_CLIENT_CERT",
-        ),
-    ],
-    "tls_client_key": Annotated[
-        Path | None,
-        option("FILE", "Its key, if that is not in the same file.", envvar="KVFETCH_TLS_CLIENT_KEY"),
-    ],
-}
-KeyFileOption = Annotated[Path | None, option("FILE", "The key that manifests of this store are signed with.")]
-EncryptionKeyFileOption = Annotated[
-    Path | None, option("FILE", "The named keys that this store's segments are encrypted with.")
-]
 IndexOption = Annotated[str | None, option("URL", f"The index of an S3 store: {INDEX_HELP}")]
 DryRunOption = Annotated[bool, option(None, "Say what would be deleted or written, and change nothing.", "--dry-run")]
 
 
-_client_certificate: ContextVar[TlsFiles | None] = ContextVar("client_certificate", default=None)
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """How a command reaches a store. A command's parameter of this type is all of these options."""
+
+    token: TokenOption = None
+    token_file: Annotated[Path | None, option("FILE", "A file that holds the token.")] = None
+    tls_client_cert: Annotated[
+        Path | None,
+        option(
+            "FILE", "Our certificate, for a store that demands one (--tls-client-ca).", envvar="KVFETCH_TLS_CLIENT_CERT"
+        ),
+    ] = None
+    tls_client_key: Annotated[
+        Path | None, option("FILE", "Its key, if that is not in the same file.", envvar="KVFETCH_TLS_CLIENT_KEY")
+    ] = None
+
+    @cached_property
+    def secret(self) -> str | None:
+        """The token, or None. Raises ConfigError."""
+        return read_token(self.token, self.token_file)
+
+    @property
+    def certificate(self) -> TlsFiles | None:
+        """What an HTTP store is shown. Raises ConfigError for a key alone."""
+        from sgl_kvfetch.stores import TlsFiles
+
+        cert, key = self.tls_client_cert, self.tls_client_key
+        if cert is None and key is not None:
+            raise ConfigError(f"--tls-client-key {key} needs --tls-client-cert, the certificate that it belongs to")
+        return None if cert is None else TlsFiles(cert=str(cert), key=None if key is None else str(key))
+
+    @property
+    def token_source(self) -> str | None:
+        """What messages call the place that the token comes from; None if there is no token."""
+        if self.token is not None:
+            return "--token"
+        if self.token_file is not None:
+            return f"--token-file {self.token_file}"
+        return f"{TOKEN_ENV} in the environment" if environment_secret(TOKEN_ENV) else None
 
 
-def show_client_certificate(cert: Path | None, key: Path | None) -> None:
-    """Show HTTP stores this certificate from now on. Raises ConfigError for a key alone."""
-    from sgl_kvfetch.stores import TlsFiles
+@dataclass(frozen=True, kw_only=True)
+class IndexedAccess(Access):
+    """The same, also of an S3 store with an index."""
 
-    if cert is None and key is not None:
-        raise ConfigError(f"--tls-client-key {key} needs --tls-client-cert, the certificate that it belongs to")
-    files = None if cert is None else TlsFiles(cert=str(cert), key=None if key is None else str(key))
-    _client_certificate.set(files)
+    index: IndexOption = None
 
 
-def client_certificate() -> TlsFiles | None:
-    """Return what `show_client_certificate` was told."""
-    return _client_certificate.get()
+@dataclass(frozen=True, kw_only=True)
+class KeyFiles:
+    """The keys of a store's segments. A command's parameter of this type is both of these options."""
+
+    manifest_key_file: Annotated[
+        Path | None, option("FILE", "The key that manifests of this store are signed with.")
+    ] = None
+    encryption_key_file: Annotated[
+        Path | None, option("FILE", "The named keys that this store's segments are encrypted with.")
+    ] = None
+
+    def read(self) -> StoreKeys:
+        """Read the files that are given. Raises ConfigError."""
+        from sgl_kvfetch.codec import StoreKeys
+
+        return StoreKeys.read(self.manifest_key_file, self.encryption_key_file)
 
 
 def read_token(token: str | None, token_file: Path | None) -> str | None:
@@ -176,15 +206,6 @@ def _only_token(lines: Iterable[str]) -> str:
             "role, to a file of your own"
         )
     return words[0][0]
-
-
-def token_source(token: str | None, token_file: Path | None) -> str | None:
-    """Return what messages call the place that `read_token` takes the token from; None if there is no token."""
-    if token is not None:
-        return "--token"
-    if token_file is not None:
-        return f"--token-file {token_file}"
-    return f"{TOKEN_ENV} in the environment" if environment_secret(TOKEN_ENV) else None
 
 
 def show(

@@ -19,7 +19,9 @@ from sgl_kvfetch.tools.target import INDEX_TIMEOUT_S, run_on_store
 from sgl_kvfetch.tools.terminal import (
     INDEX_HELP,
     MODEL_HELP,
+    Access,
     DryRunOption,
+    IndexedAccess,
     IndexOption,
     StoreArgument,
     format_age,
@@ -38,8 +40,7 @@ def gc(
     store: StoreArgument,
     capacity: Annotated[str | None, option("SIZE", "Most bytes that stay, such as 10TiB, manifests included.")] = None,
     quota: Annotated[
-        list[str] | None,
-        option("MODEL=SIZE", f"Most bytes that stay of this model: {MODEL_HELP} Repeatable."),
+        list[str] | None, option("MODEL=SIZE", f"Most bytes that stay of this model: {MODEL_HELP} Repeatable.")
     ] = None,
     drop_levels: Annotated[
         int,
@@ -94,7 +95,7 @@ def gc(
             plan = await plan_sweep(opened, *limits, drop_levels)
             return plan, await sweep_segments(opened, plan.doomed, grace_s, plan.coarser)
 
-    plan, swept = run_on_store(store, None, None, index, collect)
+    plan, swept = run_on_store(store, IndexedAccess(index=index), collect)
     failures = {f"--quota {printable(name)}": "nothing is stored of this model" for name in plan.unused_quotas}
     show(_summary(plan, swept), as_json, _gc_lines(plan, swept), failures | ({} if swept is None else swept.failures))
 
@@ -210,6 +211,6 @@ def index(
             await pages.close()
         return entered
 
-    entered = run_on_store(url, None, None, None, rebuild)
+    entered = run_on_store(url, Access(), rebuild)
     total = f"{entered.num_segments} segments with {entered.num_pages} pages entered, {len(entered.failures)} failed"
     show(entered, as_json, [total], entered.failures)

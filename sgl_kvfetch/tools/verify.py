@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from sgl_kvfetch.codec import (
-    NO_KEYS,
-    Cell,
-    DataObject,
-    Manifest,
-    Side,
-    StoreKeys,
-    open_manifest,
-)
+from sgl_kvfetch.codec import NO_KEYS, Cell, DataObject, Manifest, Side, StoreKeys, open_manifest
 from sgl_kvfetch.errors import ConfigError, EncryptedError, FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck, parse_object_name
 from sgl_kvfetch.log import printable
@@ -32,11 +24,9 @@ from sgl_kvfetch.stores.upkeep import Objects, StoredSegment, decode_named_manif
 from sgl_kvfetch.tools.summary import signature_of
 from sgl_kvfetch.tools.target import OpenTarget, run_on_target
 from sgl_kvfetch.tools.terminal import (
-    EncryptionKeyFileOption,
-    KeyFileOption,
+    Access,
+    KeyFiles,
     TargetArgument,
-    TokenFileOption,
-    TokenOption,
     format_size,
     how_to_install,
     json_flag,
@@ -56,10 +46,8 @@ MAX_COMMANDS = 20
 
 def verify(
     target: TargetArgument,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    manifest_key_file: KeyFileOption = None,
-    encryption_key_file: EncryptionKeyFileOption = None,
+    key_files: KeyFiles,
+    access: Access,
     as_json: Annotated[
         bool,
         json_flag(
@@ -99,7 +87,7 @@ def verify(
 
         kvfetch verify backup/8-91ab.kvm
     """
-    keys = StoreKeys.read(manifest_key_file, encryption_key_file)
+    keys = key_files.read()
     store: str | None = None
     untold: str | None = None
 
@@ -123,7 +111,7 @@ def verify(
         return report
 
     try:
-        report = run_on_target(target, token, token_file, check)
+        report = run_on_target(target, access, check)
     except FormatError as e:  # TARGET is the path of an invalid manifest
         report = Report(problems=[Problem(str(Path(target)), str(e))])
     lines = [*_lines(report), *_next_steps(report, store)]
@@ -143,12 +131,7 @@ def _for_the_page(report: Report) -> Verified:
     return Verified.of(report.num_segments, report.read_bytes, first)
 
 
-async def _verify(
-    target: OpenTarget,
-    segments: list[StoredSegment],
-    keys: StoreKeys,
-    jobs: int,
-) -> Report:
+async def _verify(target: OpenTarget, segments: list[StoredSegment], keys: StoreKeys, jobs: int) -> Report:
     """Read and check segments, ``jobs`` at a time, and show how far it is."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
@@ -159,11 +142,7 @@ async def _verify(
     ):
         task = progress.add_task("", total=total)
         verifier = Verifier(
-            target.objects,
-            pool,
-            jobs=jobs,
-            keys=keys,
-            on_read=lambda num_bytes: progress.advance(task, num_bytes),
+            target.objects, pool, jobs=jobs, keys=keys, on_read=lambda num_bytes: progress.advance(task, num_bytes)
         )
         return await verifier.run(segments)
 
@@ -458,4 +437,4 @@ def _decode_side(place: SidePlace, offset: int, content: bytes) -> None:
 
 def _decode_cell(unit: ReadUnit, cell: Cell, content: bytes) -> None:
     """Decode one cell of what was read. Raises FormatError. Runs on the decode pool."""
-    unit.reader.decode_chunks(cell, unit.split(content)[unit.cells.index(cell)])
+    unit.reader.decode_cell(cell, unit.split(content)[unit.cells.index(cell)])

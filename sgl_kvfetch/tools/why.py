@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
+from aiohttp import ClientSession
 from msgspec import Struct
+from prometheus_client.samples import Sample
 
-from sgl_kvfetch.codec import StoreKeys
 from sgl_kvfetch.errors import ConfigError, KVFetchError
 from sgl_kvfetch.keys import Labels, Namespace, label_of_request
 from sgl_kvfetch.log import printable
@@ -22,31 +23,19 @@ from sgl_kvfetch.status import STATUS_KEY, Decided, ServerStatus
 from sgl_kvfetch.stores import AdminStore
 from sgl_kvfetch.stores.upkeep import list_segments
 from sgl_kvfetch.tools.diagnosis import Diagnosis, Finding, Stored, tokens_of_page, when
-from sgl_kvfetch.tools.prompts import (
-    FileOption,
-    PromptOption,
-    SaltOption,
-    TokenizerOption,
-    prompts_of,
-    tokens_of,
+from sgl_kvfetch.tools.prompts import FileOption, PromptOption, SaltOption, TokenizerOption, prompts_of, tokens_of
+from sgl_kvfetch.tools.sglang_server import (
+    open_server,
+    queued_text,
+    server_info,
+    server_samples,
+    text_on,
+    tokenise_on,
+    total,
 )
 from sgl_kvfetch.tools.summary import summarise_namespaces
 from sgl_kvfetch.tools.target import require_scheme, run_on_store
-from sgl_kvfetch.tools.terminal import (
-    EncryptionKeyFileOption,
-    IndexOption,
-    KeyFileOption,
-    StoreArgument,
-    TokenFileOption,
-    TokenOption,
-    json_flag,
-    option,
-    show,
-)
-
-if TYPE_CHECKING:
-    from aiohttp import ClientSession
-    from prometheus_client.samples import Sample
+from sgl_kvfetch.tools.terminal import IndexedAccess, KeyFiles, StoreArgument, json_flag, option, show
 
 _MOST_SHOWN = 3  # requests with a prompt
 _MOST_TEXT = 300  # characters of a page
@@ -88,6 +77,8 @@ class Asked:
 
 def why(
     store: StoreArgument,
+    key_files: KeyFiles,
+    access: IndexedAccess,
     prompt: PromptOption = None,
     file: FileOption = None,
     server: Annotated[
@@ -98,11 +89,6 @@ def why(
     ] = None,
     model: TokenizerOption = None,
     cache_salt: SaltOption = None,
-    manifest_key_file: KeyFileOption = None,
-    encryption_key_file: EncryptionKeyFileOption = None,
-    index: IndexOption = None,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
     as_json: Annotated[
         bool,
         json_flag(
@@ -134,7 +120,7 @@ def why(
     prompts = prompts_of(prompt, file, required=request is None)
     if request is not None and (prompts or server is None):
         raise ConfigError("--request needs --server, and neither --prompt nor --file")
-    keys = StoreKeys.read(manifest_key_file, encryption_key_file)
+    keys = key_files.read()
 
     async def explain(opened: AdminStore) -> list[Explained]:
         """Return for each prompt, or for the request, why it was not served from the store."""
@@ -143,7 +129,7 @@ def why(
             tokenised = tokens_of(prompts, model)
         else:
             url = require_scheme(server).rstrip("/")
-            async with _session(url) as session:
+            async with open_server(url) as session:
                 asked = await _ask_server(session, url)
                 tokenised = [await _tokens(session, url, each, model) for each in prompts]
         if request is not None:
@@ -167,7 +153,7 @@ def why(
             explained.append(await _with_text(await _explain(diagnosis, len(tokens), asked), tokens, model, server))
         return explained
 
-    found = run_on_store(store, token, token_file, index, explain)
+    found = run_on_store(store, access, explain)
     lines = _lines if request is None else _request_lines
     show(found, as_json, [line for number, each in enumerate(found) for line in lines(number, each)])
     if any(each.findings for each in found):
@@ -237,9 +223,7 @@ async def _text_at(page: int, tokens: Tokens, page_size: int, model: str | None,
         if model is not None:
             text = text_of(model, tokens)
         elif server is not None and tokens:
-            from sgl_kvfetch.tools.sglang_server import text_on
-
-            async with _session(url := server.rstrip("/")) as session:
+            async with open_server(url := server.rstrip("/")) as session:
                 text = await text_on(session, url, tokens)
     cut = text[:_MOST_TEXT] + "..." * (len(text) > _MOST_TEXT)
     return msgspec.json.encode(cut).decode() if text else ""  # in quotes, without line breaks
@@ -381,19 +365,8 @@ def _finding_lines(e: Explained) -> Iterator[str]:
 # The server
 
 
-@asynccontextmanager
-async def _session(server: str) -> AsyncIterator[ClientSession]:
-    from sgl_kvfetch.tools.sglang_server import server_errors, server_session
-
-    with server_errors(server):
-        async with server_session() as session:
-            yield session
-
-
 async def _ask_server(session: ClientSession, server: str) -> Asked:
     """Ask a server what it tells of itself. Raises ConfigError if it is none of SGLang, and StoreError."""
-    from sgl_kvfetch.tools.sglang_server import server_info, server_samples, total
-
     info = await server_info(session, server)
     states = info.get("internal_states", [])
     try:
@@ -411,8 +384,6 @@ async def _ask_server(session: ClientSession, server: str) -> Asked:
 
 def _unwritten(status: ServerStatus | None, samples: Sequence[Sample]) -> Iterator[str]:
     """Yield what keeps a server from writing pages, or has done so since its start."""
-    from sgl_kvfetch.tools.sglang_server import queued_text, total
-
     if status is not None and not status.writes:
         yield "it does not write: its mode is read_only, or its weights were updated"
     if status is not None and status.writes_back:
@@ -428,8 +399,6 @@ def _unwritten(status: ServerStatus | None, samples: Sequence[Sample]) -> Iterat
 
 
 async def _tokens(session: ClientSession, server: str, prompt: Prompt, model: str | None) -> Tokens:
-    from sgl_kvfetch.tools.sglang_server import tokenise_on
-
     if isinstance(prompt, list) or model is not None:
         (tokens,) = tokens_of([prompt], model)
         return tokens

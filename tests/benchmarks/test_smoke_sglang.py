@@ -64,7 +64,7 @@ def test_burst(run: Run, tiny_llama: Path, text: Path) -> None:
 
 
 def test_sharegpt(run: Run, dataset: Path, tmp_path: Path) -> None:
-    args = ["--launch", "--dataset", dataset, "--backends", "none,kvfetch", "--turns", 2, "--max-input-tokens", 256]
+    args = ["--dataset", dataset, "--backends", "none,kvfetch", "--turns", 2, "--max-input-tokens", 256]
     none, ours = run(sharegpt, *args, "--max-new-tokens", 4)["runs"]
     assert (none["name"], ours["name"]) == ("none", "kvfetch")
     assert none["requests"] == ours["requests"] == 4

@@ -56,7 +56,7 @@ def restore(manifest: bytes, data: bytes, name: PlainQuantiserName, pages: range
             for first in (of_span.start, pages.start)
         )
         for cell in reader.span_cells(span):
-            quantised = reader.decode_cell(cell, data[slice(*reader.cell_range(cell))])
+            quantised = reader.decode_cell(cell, reader.chunks_in(cell, [data]))
             layers, heads = reader.manifest.grid.layers(cell.layer_group), reader.heads_of(cell)
             into = out.tokens(place).cell(layers, heads)
             for part, restored in zip(into, reader.dequantise_cell(cell, quantised, tokens), strict=True):

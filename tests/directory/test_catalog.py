@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -64,33 +64,6 @@ async def test_the_catalog_is_rebuilt_when_its_log_was_deleted(tmp_path: Path) -
     await store.close()
     store = LocalStore(tmp_path)
     assert (await store.usage()).num_segments == 3
-    await store.close()
-
-
-def cut(catalog: Path) -> None:
-    os.truncate(catalog, catalog.stat().st_size - 1000)  # the last page
-
-
-def forget_totals(catalog: Path) -> None:
-    with sqlite3.connect(catalog) as db:
-        db.execute("DELETE FROM totals")
-    db.close()
-
-
-@pytest.mark.parametrize("damage", [cut, forget_totals])
-async def test_a_damaged_catalog_is_rebuilt_at_the_start(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    segments = [make_segment(page_hashes(8, f"{i}"), 0, 8) for i in range(12)]
-    store = LocalStore(tmp_path)
-    for segment in segments:
-        await put_segment(store, segment)
-    await store.close()
-    damage(tmp_path / ".catalog" / "catalog.sqlite")
-    store = LocalStore(tmp_path, capacity_bytes=1 << 30)
-    await store.warm_up()
-    await store.collect()
-    for segment in segments:
-        assert (await store.lookup(FOLDER, segment.manifest.page_hashes)).num_pages == 8
-    assert (await store.usage()).num_segments == 12
     await store.close()
 
 

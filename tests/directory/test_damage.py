@@ -15,6 +15,7 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.tools.encoder import make_targets, transcode
+from tests.segments import names
 
 CHAIN = page_hashes(4)
 SEGMENT = make_segment(CHAIN, 0, 4)
@@ -33,10 +34,6 @@ def flip(path: Path, place: int = 10) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
-
-
-async def names(store: LocalStore) -> set[str]:
-    return {info.name async for info in store.list()}
 
 
 async def test_a_sound_segment_stays(store: LocalStore) -> None:

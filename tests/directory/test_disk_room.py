@@ -22,6 +22,7 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
+from tests.directory.conftest import disk_bytes, temporary
 
 SIZE = len(make_segment(page_hashes(4), 0, 4).data) + len(make_segment(page_hashes(4), 0, 4).manifest.encode())
 CAPACITY = 16 * SIZE
@@ -55,10 +56,6 @@ async def found(store: LocalStore, numbers: range) -> int:
     return sum([len((await store.lookup(FOLDER, chain(number))).hits) for number in numbers])
 
 
-def disk_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in (root / FOLDER).iterdir())
-
-
 async def fits(store: LocalStore, number: int) -> bool:
     """Put a segment if the store has room for it."""
     try:
@@ -77,10 +74,6 @@ async def until_room(store: LocalStore, number: int) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("no room in a minute")
-
-
-def temporary(root: Path) -> list[Path]:
-    return list(root.rglob(".tmp-*"))
 
 
 def modes(root: Path) -> set[int]:

@@ -6,7 +6,6 @@ import logging
 import os
 import struct
 import threading
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -22,15 +21,9 @@ from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.tools.encoder import make_targets, transcode
+from tests.directory.conftest import age, disk_bytes, temporary
 
 SPACE = FOLDER
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
-    store = LocalStore(tmp_path)
-    yield store
-    await store.close()
 
 
 @pytest.fixture
@@ -41,21 +34,8 @@ async def other(tmp_path: Path) -> AsyncIterator[LocalStore]:
     await store.close()
 
 
-def temps(root: Path) -> list[Path]:
-    return list(root.rglob(".tmp-*"))
-
-
 def manifests(root: Path) -> list[Path]:
     return list(root.rglob("*.kvm"))
-
-
-def disk_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*.kv?"))
-
-
-def age(path: Path, seconds: float) -> None:
-    then = time.time() - seconds
-    os.utime(path, (then, then))
 
 
 async def test_a_restart_finds_everything(store: LocalStore, other: LocalStore) -> None:
@@ -119,7 +99,7 @@ async def test_data_with_a_wrong_digest_is_refused(store: LocalStore, tmp_path: 
         await store.put(name, b"wrong")
     assert caught.value.reason == "invalid"
     assert await store.get(name) is None
-    assert temps(tmp_path) == []
+    assert temporary(tmp_path) == []
 
 
 async def test_corrupt_manifests_are_skipped_and_logged_once(
@@ -153,7 +133,7 @@ async def test_a_newer_manifest_keeps_its_data(tmp_path: Path) -> None:
     struct.pack_into("<H", newer, 4, 99)
     path.write_bytes(newer + xxhash.xxh3_128_digest(newer))
     for file in (path, tmp_path / segment.data_name):
-        age(file, 1000)
+        age(file)
     store = LocalStore(tmp_path, orphan_age_s=60)
     await store.collect()
     assert await store.lookup(SPACE, chain) == Lookup(())
@@ -176,14 +156,14 @@ async def test_orphans_are_collected_once_old(tmp_path: Path) -> None:
     for temp in (old_temp, young_temp):
         temp.write_bytes(b"half")
     for path in (kept.data_name, orphan.data_name, broken.manifest.key.manifest_name, old_temp):
-        age(tmp_path / path, 120)
+        age(tmp_path / path, seconds=120)
     await store.collect()
     assert {info.name async for info in store.list()} == {
         kept.data_name,
         kept.manifest.key.manifest_name,
         young.data_name,
     }
-    assert temps(tmp_path) == [young_temp]
+    assert temporary(tmp_path) == [young_temp]
     assert (await store.usage()).num_collected == 3
     await store.close()
 
@@ -209,7 +189,7 @@ async def test_a_full_disk(
         with pytest.raises(StoreError) as caught:
             await store.put(segment.manifest.key.manifest_name, segment.manifest.encode())
         assert caught.value.reason == "full"
-    assert temps(tmp_path) == []
+    assert temporary(tmp_path) == []
     assert await store.lookup(SPACE, chain) == Lookup(())
     await put_segment(store, segment)
     assert parts(await store.lookup(SPACE, chain)) == [(0, 4)]
@@ -225,7 +205,7 @@ async def test_other_file_system_errors(store: LocalStore, tmp_path: Path, monke
         with pytest.raises(StoreError) as caught:
             await store.put(name, b"x")
     assert caught.value.reason == "io"
-    assert temps(tmp_path) == []
+    assert temporary(tmp_path) == []
     await store.put(name, b"x")
     with monkeypatch.context() as patch:
         patch.setattr("sgl_kvfetch.directory.files.os.pread", broken)
@@ -300,7 +280,7 @@ async def test_an_upload_that_is_cancelled_while_it_reserves_room_leaves_nothing
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await opening
-    assert temps(tmp_path) == []
+    assert temporary(tmp_path) == []
     assert (await store.usage()).stored_bytes == 0
 
 
@@ -309,9 +289,9 @@ async def test_an_aborted_upload_leaves_nothing(store: LocalStore, tmp_path: Pat
     name = data_object(content)
     async with store.upload(name) as upload:
         await upload.write(content)
-        assert len(temps(tmp_path)) == 1
+        assert len(temporary(tmp_path)) == 1
         assert [info async for info in store.list()] == []
-    assert temps(tmp_path) == []
+    assert temporary(tmp_path) == []
     assert await store.get(name) is None
     async with store.upload(name) as upload:
         for start in range(0, len(content), 1000):
@@ -389,7 +369,7 @@ class TestCapacity:
         store = LocalStore(tmp_path)
         chains = await self.fill(store, 4)
         for path in manifests(tmp_path):
-            age(path, 1000)
+            age(path)
         await store.close()
         store = LocalStore(tmp_path)
         await store.lookup(SPACE, chains[2])
@@ -406,7 +386,7 @@ class TestCapacity:
         with pytest.raises(StoreError) as caught:
             await store.put(data_object(content), content)
         assert caught.value.reason == "full"
-        assert temps(tmp_path) == []
+        assert temporary(tmp_path) == []
         await store.put(data_object(content[:900]), content[:900])  # a failed put keeps no reservation
         await store.close()
 

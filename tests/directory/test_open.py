@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.directory.open import open_store
+from sgl_kvfetch.directory.local import LocalStore, open_store
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plane.store import open_configured_store

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores import object_digest
 from sgl_kvfetch.stores.upkeep import decode_named_manifest
 from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
+from tests.directory.conftest import write_files
 
 CHAIN = page_hashes(4)
 NUM_GOOD = 100  # more than a sweep reads in one transaction
@@ -41,24 +40,8 @@ def with_hashes(segment: CodedSegment, *hashes: bytes) -> CodedSegment:
     return replace(segment, manifest=msgspec.structs.replace(segment.manifest, page_hashes=hashes))
 
 
-def write_files(root: Path, segment: CodedSegment, age_s: float = 0) -> None:
-    """Write a segment as files, as if a store that does not check had taken it."""
-    (root / FOLDER).mkdir(parents=True, exist_ok=True)
-    names = {segment.data_name: segment.data, segment.manifest.key.manifest_name: segment.manifest.encode()}
-    for name, content in names.items():
-        (root / name).write_bytes(content)
-        os.utime(root / name, (time.time() - age_s,) * 2)
-
-
 REPEATED = with_hashes(make_segment(CHAIN, 0, 4), CHAIN[0], CHAIN[1], CHAIN[1], CHAIN[3])
 COLLIDING = with_hashes(make_segment(CHAIN, 0, 4), CHAIN[0], *colliding_hashes(), CHAIN[3])
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
-    store = LocalStore(tmp_path, orphan_age_s=60)
-    yield store
-    await store.close()
 
 
 @pytest.mark.process

@@ -8,30 +8,22 @@ import os
 import shutil
 import sqlite3
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from harness.waiting import WAIT_S
-from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory import rows
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.directory.repair import Repair
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts, put_segment
+from tests.directory.conftest import age, disk_bytes, write_files
 
 CHAIN = page_hashes(8)
 FIRST, SECOND = make_segment(CHAIN, 0, 4), make_segment(CHAIN, 4, 4)
-
-
-@pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
-    store = LocalStore(tmp_path, orphan_age_s=60)
-    yield store
-    await store.close()
 
 
 @pytest.fixture
@@ -49,26 +41,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate.set()
 
 
-def write_files(root: Path, *segments: CodedSegment) -> None:
-    """Write segments as files, without a store."""
-    (root / FOLDER).mkdir(parents=True, exist_ok=True)
-    for segment in segments:
-        (root / segment.data_name).write_bytes(segment.data)
-        (root / segment.manifest.key.manifest_name).write_bytes(segment.manifest.encode())
-
-
-def disk_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in (root / FOLDER).iterdir())
-
-
 def entries(root: Path) -> set[str]:
     return {path.name for path in root.iterdir()}
-
-
-def age(*paths: Path) -> None:
-    for path in paths:
-        then = time.time() - 1000
-        os.utime(path, (then, then))
 
 
 async def until_found(store: LocalStore, expected: list[tuple[int, int]]) -> None:
@@ -134,22 +108,30 @@ async def test_a_bounded_store_counts_all_files_before_it_writes(tmp_path: Path)
     await store.close()
 
 
-def overwrite(path: Path) -> None:
-    path.write_bytes(b"not a database" * 1000)
+def in_database(statement: str) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        db = sqlite3.connect(path, isolation_level=None)
+        db.execute(statement)
+        db.close()
+
+    return spoil
 
 
-def other_version(path: Path) -> None:
-    db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 999")
-    db.close()
-
-
-def remove(path: Path) -> None:
-    shutil.rmtree(path.parent)
-
-
-@pytest.mark.parametrize("spoil", [overwrite, other_version, remove])
-async def test_a_catalog_that_is_unusable_is_rebuilt(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("is_read", [True, False], ids=["by a reader", "by a writer"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(b"not a database" * 1000),
+        lambda path: os.truncate(path, path.stat().st_size - 1000),  # the last page is cut
+        lambda path: shutil.rmtree(path.parent),
+        in_database("PRAGMA user_version = 999"),
+        in_database("DELETE FROM totals"),
+    ],
+    ids=["overwritten", "cut", "removed", "another version", "without totals"],
+)
+async def test_a_catalog_that_is_unusable_is_rebuilt(
+    tmp_path: Path, spoil: Callable[[Path], None], is_read: bool
+) -> None:
     before = LocalStore(tmp_path)
     for segment in (FIRST, SECOND):
         await put_segment(before, segment)
@@ -157,7 +139,10 @@ async def test_a_catalog_that_is_unusable_is_rebuilt(tmp_path: Path, spoil: Call
     await before.close()
     spoil(tmp_path / ".catalog" / "catalog.sqlite")
     store = LocalStore(tmp_path, capacity_bytes=1 << 30)
-    await put_segment(store, FIRST)
+    if is_read:
+        await store.warm_up()
+    else:
+        await put_segment(store, FIRST)
     await until_found(store, [(0, 4), (0, 4)])
     assert await store.usage() == usage
     assert entries(tmp_path) == {FOLDER, ".catalog"}

@@ -11,6 +11,7 @@ its answer. So almost all draft tokens are accepted, as long as the draft layer 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ _READ, _WRITTEN = slice(SIZE // 2), slice(SIZE // 2, None)
 SHAPE = TinyLlama(hidden_size=SIZE, intermediate_size=128, num_layers=3, num_heads=2)
 DRAFT_TOKENS = 4
 NUM_TOKENS = 8 * PAGE_SIZE
+PROMPT = make_prompt(1, NUM_TOKENS)  # draft layers do not see its first token, on which its answer does not depend
 _LAYER = "model.layers.0."
 
 
@@ -114,11 +116,9 @@ def serve(
     return SGLangServer(model, extra_args=args, env=env, first=first, admin_api_key="admin")
 
 
-def ask(server: SGLangServer, salt: str | None = None) -> tuple[Generation, float]:
+def ask(server: SGLangServer, salt: str | None = None, prompt: Sequence[int] = PROMPT) -> tuple[Generation, float]:
     """Return the answer, and how many tokens each verification of the draft's tokens gave."""
-    # The draft layers do not see a prompt's first token. This one's answer does not depend on it.
-    prompt, num_tokens = make_prompt(1, NUM_TOKENS), 4 * DRAFT_TOKENS
-    answer = server.generate(input_ids=prompt, max_new_tokens=num_tokens, logprobs=True, cache_salt=salt)
+    answer = server.generate(input_ids=prompt, max_new_tokens=4 * DRAFT_TOKENS, logprobs=True, cache_salt=salt)
     return answer, answer.meta_info["spec_accept_length"]
 
 

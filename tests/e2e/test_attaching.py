@@ -83,6 +83,14 @@ def test_new_weights_are_never_served_pages_of_old_ones(model: Path, other_model
     with SGLangServer(model, extra_args=hicache_args(store), admin_api_key="admin", log_path=log_path) as server:
         old = server.generate(input_ids=PROMPT)
         _hit_after_flush(server)
+        # Updates that SGLang refuses before it changes a weight.
+        with pytest.raises(ServerError, match="status 400"):
+            server.request("POST", "/update_weights_from_disk", {"model_path": str(tmp_path / "nowhere")})
+        with pytest.raises(ServerError, match=r"status 400[\s\S]*no weight-update session"):
+            server.request("POST", "/end_weight_update", {})
+        assert _hit_after_flush(server).output_ids == old.output_ids
+        assert "the model's weights change" not in log_path.read_text()
+
         server.request("POST", "/update_weights_from_disk", {"model_path": other})
         new = server.generate(input_ids=PROMPT)
         assert new.output_ids != old.output_ids

@@ -40,7 +40,7 @@ def test_sound_caches_and_values_that_are_too_coarse(
         (coarse,) = audited(server.url, "--prompts", str(file), "--flush", "--most-kl", "1e-6", exit_code=1)["groups"]
         table = kvfetch("audit", "--server", server.url, "--prompts", str(file), "--sample", "1", "--most-kl", "0")
         with monkeypatch.context() as patch:
-            patch.setattr("sgl_kvfetch.tools.sglang_server.server_info", is_no_sglang)
+            patch.setattr("sgl_kvfetch.tools.audit.server_info", is_no_sglang)
             patch.setattr("sgl_kvfetch.tools.audit._Engine.tokenise", None)  # the prompts are tokens
             (by_openai,) = audited(server.url, "--prompts", str(file), "--most-kl", "1")["groups"]
     for group, source, num_cached in (nothing, "computed", 0), (of_server, "host", 624), (stored, "storage", 624):

@@ -11,16 +11,16 @@ from harness.models import TinyLlama, make_tiny_llama
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Profile
-from tests.e2e.conftest import PAGE_SIZE, from_storage, make_prompt
+from tests.e2e.conftest import PAGE_SIZE, from_storage
 from tests.e2e.continuation import continue_by_layers
-from tests.e2e.drafts import NUM_TOKENS, ask, serve
+from tests.e2e.drafts import ask, serve
 from tests.e2e.shared import attach, detach
 from tests.e2e.test_layer_maps import calibrated
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 SHAPE = TinyLlama(hidden_size=128, intermediate_size=256, num_layers=2, num_heads=2)
-PROMPT = make_prompt(1, NUM_TOKENS)
+PROMPT = list(range(3, 131))
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,13 @@ def test_a_draft_model_goes_on_from_what_it_stored(
 ) -> None:
     model, target_kl = models / "model", profile.curve[1].kl
     with serve(mode, "STANDALONE", model, models / "draft", store) as server:
-        computed, accepted = ask(server)
+        computed, accepted = ask(server, prompt=PROMPT)
         assert from_storage(computed) == 0
         assert len(set(computed.output_ids)) > 3  # else any KV cache would do
         assert accepted > 3  # the draft model computes as the model does
         wait_until_written(server, len(PROMPT) // PAGE_SIZE)
         server.flush()
-        restored, accepted_again = ask(server)
+        restored, accepted_again = ask(server, prompt=PROMPT)
         assert from_storage(restored) >= len(PROMPT) - PAGE_SIZE
         assert restored.output_ids == computed.output_ids
         assert accepted_again == accepted
@@ -58,9 +58,9 @@ def test_a_draft_model_goes_on_from_what_it_stored(
         detach(server)
         attach(server, store.url, profile=str(model.with_suffix(".profile")), target_kl=target_kl)
         with written(server, len(PROMPT) // PAGE_SIZE):
-            assert from_storage(ask(server)[0]) == 0
+            assert from_storage(ask(server, prompt=PROMPT)[0]) == 0
         server.flush()
-        quantised, accepted_again = ask(server)
+        quantised, accepted_again = ask(server, prompt=PROMPT)
         num_cached = from_storage(quantised)
         assert num_cached >= len(PROMPT) - PAGE_SIZE
         assert accepted_again > 3  # else the draft model's cells would not be those of its prompt
@@ -72,7 +72,7 @@ def test_a_draft_model_goes_on_from_what_it_stored(
     if mode == "on the GPU path":
         return  # what follows is a matter of names, which device mode has tried
     with serve(mode, "STANDALONE", model, models / "other", store) as server:
-        answer, accepted = ask(server)
+        answer, accepted = ask(server, prompt=PROMPT)
         assert from_storage(answer) == 0
         assert answer.output_ids == computed.output_ids
         assert accepted < 2

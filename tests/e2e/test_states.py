@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,7 @@ def goes_on_from_one_server_to_the_next(
 ) -> None:
     """Start servers one after the other. All but the first go on from what the one before it has stored."""
     model = make_model(tmp_path / "model")
-    stored: tuple[list[int], Generation] | None = None  # a prompt whose start is stored, and its answer
+    stored: tuple[list[list[int]], list[Generation]] = [], []  # prompts whose start is stored, and their answers
     for number, mode in enumerate(modes):
         mode_args: Callable[[str], list[str]] = hicache_args if mode == "host" else device_args
         # Else SGLang fills a third of the memory with slots for states, and has no room for the host's.
@@ -50,16 +52,22 @@ def goes_on_from_one_server_to_the_next(
         first = ON_THE_GPU_PATH if mode == "on the GPU path" else ""
         with SGLangServer(model, extra_args=flags, env=env | FLOAT32_STATES, first=first) as server:
             assert ("of scratch memory on the GPU" in server.log()) == (mode == "on the GPU path")
-            if stored is not None:
-                answer = ask(server, stored[0])
-                assert from_storage(answer) == START
-                assert same_answer(answer, stored[1])
+            if number > 0:
+                with ThreadPoolExecutor(2) as pool:  # in device mode, one fetch serves both
+                    answers = list(pool.map(partial(ask, server), stored[0]))
+                assert [each.cached_tokens for each in answers] == [START] * 2
+                # In host mode, the other one may find it in the host pool.
+                assert max(map(from_storage, answers)) == START
+                assert all(map(same_answer, answers, stored[1]))
             if number + 1 < len(modes):
-                start = make_prompt(2 * number, START)
-                longer = start + make_prompt(2 * number + 1, 64)
-                with written(server, (len(start) + len(longer)) // page_size):
+                start = make_prompt(3 * number, START)
+                longer = [start + make_prompt(3 * number + i, 64) for i in (1, 2)]
+                with written(server, (len(start) + sum(map(len, longer))) // page_size):
                     assert from_storage(ask(server, start)) == 0
                     # Under another salt, nothing of it is found.
-                    expected = server.generate(input_ids=longer, max_new_tokens=12, logprobs=True, cache_salt="other")
-                    assert expected.cached_tokens == 0
+                    expected = [
+                        server.generate(input_ids=each, max_new_tokens=12, logprobs=True, cache_salt=f"other {i}")
+                        for i, each in enumerate(longer)
+                    ]
+                    assert [each.cached_tokens for each in expected] == [0, 0]
                 stored = longer, expected

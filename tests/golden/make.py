@@ -240,7 +240,7 @@ def restored(reader: SegmentReader, data: bytes) -> torch.Tensor:
     """The values of all cells, K before V."""
     values: list[torch.Tensor] = []
     for cell in reader.manifest.cells():
-        values += reader.dequantise_cell(cell, reader.decode_cell(cell, data[slice(*reader.cell_range(cell))]))
+        values += reader.dequantise_cell(cell, reader.decode_cell(cell, reader.chunks_in(cell, [data])))
     return torch.cat([x.flatten() for x in values])
 
 

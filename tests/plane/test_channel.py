@@ -4,7 +4,7 @@ import socket
 import threading
 
 from harness.waiting import WAIT_S
-from sgl_kvfetch.plane.protocol import Channel, Outbox, Pong, Settled, Stage, encode
+from sgl_kvfetch.plane.protocol import Channel, Outbox, Pong, Stage, Staged, encode
 
 
 def test_a_peer_that_takes_its_time_is_not_silent() -> None:
@@ -33,20 +33,21 @@ def test_a_peer_that_takes_its_time_is_not_silent() -> None:
     channel.close()
 
 
-def test_events_for_steps_are_read_without_waiting() -> None:
+def test_answers_are_not_for_the_thread_that_waits_for_other_events() -> None:
     (ours, theirs), (our_events, their_events) = socket.socketpair(), socket.socketpair()
     channel = Channel(ours, our_events)
-    assert channel.receive_now() == []
-    theirs.sendall(encode(Settled(1)) + encode(Settled(2))[:3])
-    assert channel.receive(0.01) == []  # they are not for the thread that waits
-    assert channel.receive_now() == [Settled(1)]
-    theirs.sendall(encode(Settled(2))[3:])
-    assert channel.receive_now() == [Settled(2)]
+    assert channel.receive_answers(0) == []
+    theirs.sendall(encode(Staged(1)) + encode(Staged(2))[:3])
+    assert channel.receive(0.01) == []
+    assert channel.receive_answers(WAIT_S) == [Staged(1)]
+    assert channel.receive_answers(0) == []
+    theirs.sendall(encode(Staged(2))[3:])
+    assert channel.receive_answers(WAIT_S) == [Staged(2)]
     theirs.close()
-    assert channel.receive_now() == []
+    assert channel.receive_answers(WAIT_S) is None
     their_events.close()
     channel.close()
-    assert channel.receive_now() == []
+    assert channel.receive_answers(0) is None
 
 
 def test_an_outbox_keeps_what_the_socket_does_not_take() -> None:

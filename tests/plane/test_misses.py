@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from harness.metrics import own_metric
-from sgl_kvfetch.metrics import miss, note, noted_here, shortfall
+from sgl_kvfetch.metrics import miss, note, noted_here
 
 
 def test_each_request_has_its_own_reasons() -> None:
@@ -25,9 +25,3 @@ def test_each_request_has_its_own_reasons() -> None:
     assert asyncio.run(run()) == [["late", "sooner"], ["timeout", "sooner"]]
     assert own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="late") == before + 1
     note("nobody's")
-
-
-def test_that_prompts_differ_is_told_if_nothing_went_wrong_with_what_they_share() -> None:
-    assert shortfall([]) == ""
-    assert shortfall(["diverges"]) == "diverges"
-    assert shortfall(["diverges", "sooner", "late"]) == "sooner"

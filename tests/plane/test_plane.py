@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from sgl_kvfetch.plane import (
 )
 from sgl_kvfetch.plane.arena import SharedPool
 from sgl_kvfetch.plane.engine_end import DataPlane
-from sgl_kvfetch.plane.process import DataPlaneProcess, Line, Quantising, Running
+from sgl_kvfetch.plane.process import DataPlaneProcess, Line, Quantising, Run, Running
 from sgl_kvfetch.plane.protocol import Staged, Start
 from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.reasons import Reason
@@ -81,12 +81,12 @@ def plane(tmp_path: Path, launcher: Launcher) -> Iterator[DataPlane]:
         assert each.join(WAIT_S)
 
 
-def open_plane(directory: Path, launcher: Launcher, **config: object) -> DataPlane:
+def open_plane(directory: Path, launcher: Launcher, *, staging_bytes: int = 0, **config: object) -> DataPlane:
     heads = make_heads(SMALL, make_quantiser("exact"))
     patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600, "recompute": "never"}  # on slow machines, too
     settings = {"store": f"file://{directory}", "codec": "zstd"} | patient | config
     start = Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None, pool=POOL.places)
-    return DataPlane(start, SMALL, launcher, pool_files=POOL.files)
+    return DataPlane(start, SMALL, launcher, staging_bytes=staging_bytes, pool_files=POOL.files)
 
 
 def look_up(plane: DataPlane, hashes: Sequence[bytes]) -> Staged:
@@ -338,6 +338,59 @@ def test_after_random_kills_every_call_ends_and_values_are_right(plane: DataPlan
         killed.set()
         killer.join(WAIT_S)
     wait_until(lambda: fetch(plane, hashes)[0] == NUM_PAGES)
+
+
+class _Peer:
+    """The other end of a run that nobody serves."""
+
+    def __init__(self) -> None:
+        self.run = Run(self._launch, SMALL, {}, 1 << 20, 1 << 20)
+
+    def _launch(self, line: Line) -> Running:
+        self.line = line
+        return self
+
+    def kill(self) -> None:
+        self.line.commands.close()
+        self.line.events.close()
+
+    def join(self, timeout_s: float) -> bool:
+        return True
+
+    def is_busy(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["that of the thread that receives", "that of the other one"])
+def test_of_threads_that_wait_each_gets_its_answer(first: int) -> None:
+    peer = _Peer()
+    asked = [peer.run.ask(m.Stage(work, b""), Staged(work)) for work in range(3)]
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(asked[0].result, WAIT_S)]
+        wait_until(lambda: peer.run._is_heard)
+        waiting.append(threads.submit(asked[1].result, WAIT_S))
+        for work in (first, 1 - first):
+            assert not waiting[work].done()
+            peer.line.commands.sendall(m.encode(Staged(work, 1)))
+            assert waiting[work].result(WAIT_S) == Staged(work, 1)
+        with pytest.raises(TimeoutError):
+            asked[2].result(0.01)
+        waiting = [threads.submit(asked[2].result, WAIT_S) for _ in range(2)]
+        wait_until(lambda: peer.run._is_heard)
+        peer.kill()
+        peer.run.end()
+        assert [each.result(WAIT_S).num_pages for each in waiting] == [0, 0]
+
+
+def test_invalid_bytes_instead_of_an_answer_end_the_data_plane() -> None:
+    peer = _Peer()
+    asked = peer.run.ask(m.Stage(1, b""), Staged(1))
+    peer.line.commands.sendall(m.encode(m.Pong()))
+    with pytest.raises(TimeoutError):
+        asked.result(0.01)
+    assert peer.line.commands.fileno() == -1
+    peer.run.end()
+    assert asked.result().num_pages == 0
 
 
 def test_a_caller_that_raises_does_not_keep_others_waiting(plane: DataPlane, launcher: Launcher) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from sgl_kvfetch.plane.engine_end import DataPlane
 from sgl_kvfetch.plane.staging import StagedValues, _Staging, _Turns
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.types import TENSORS
-from tests.plane.test_plane import NUM_PAGES, Launcher, launcher, page_values, plane, store
+from tests.plane.test_plane import NUM_PAGES, Launcher, launcher, open_plane, page_values, plane, store
 from tests.segments import SMALL, page_hashes
 
 pytestmark = pytest.mark.process
@@ -81,6 +83,35 @@ def test_that_computing_is_sooner_is_told_before_what_a_lookup_noted() -> None:
     assert shortfall([Reason.DIVERGES, Reason.AUDIT, Reason.SOONER]) == Reason.SOONER
     assert shortfall([Reason.DIVERGES, Reason.LATE, Reason.TIMEOUT]) == Reason.LATE
     assert shortfall([Reason.DIVERGES]) == Reason.DIVERGES
+    assert shortfall([]) == ""
+
+
+def test_stagings_of_the_same_pages_are_one_until_the_last_is_released(tmp_path: Path, launcher: Launcher) -> None:
+    hashes = page_hashes(NUM_PAGES)
+    with closing(open_plane(tmp_path, launcher, staging_bytes=NUM_PAGES * SMALL.page_bytes)) as plane:
+        store(plane, hashes)
+        stagings: list[Future[StagedValues]] = [Future() for _ in range(3)]
+        works = [plane.stage(hashes, each.set_result) for each in stagings]
+
+        def all_are_staged() -> bool:
+            plane.step()
+            return all(each.done() for each in stagings)
+
+        plane.unstage(works[0])  # soon, perhaps while it is fetched for the others, which go on
+        wait_until(all_are_staged)
+        later, staged = stage(plane, [*hashes, *page_hashes(1, "longer")])
+        for each in [*[each.result() for each in stagings[1:]], staged]:
+            assert_staged(each, NUM_PAGES)
+            assert each.values.k.data_ptr() == staged.values.k.data_ptr()
+        for work in works[1:]:
+            plane.unstage(work)
+        _, none = stage(plane, page_hashes(3, "other"))
+        assert none.num_pages == 0
+        assert_staged(staged, NUM_PAGES)
+        plane.unstage(later)
+        # There was room for one of them in all: a staging of other pages shows that nobody holds it any more.
+        _, half = stage(plane, hashes[: NUM_PAGES // 2])
+        assert half.num_pages == NUM_PAGES // 2
 
 
 @pytest.mark.usefixtures("launcher")
@@ -99,7 +130,7 @@ async def test_the_shortest_prompt_goes_first_while_another_one_fills_the_link()
 
     async def take_turn(num_pages: int, **fields: Any) -> _Staging:
         turn = asyncio.get_running_loop().create_future()
-        staging = _Staging(turn, num_pages=num_pages, num_bytes=num_pages, **fields)
+        staging = _Staging({}, turn, num_pages=num_pages, num_bytes=num_pages, **fields)
         await turns.wait(staging, time.monotonic() + WAIT_S)
         order.append(num_pages)
         return staging

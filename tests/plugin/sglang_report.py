@@ -15,7 +15,7 @@ from typing import Any
 
 from harness.beside import environment
 from harness.sglang_beside import install_sglang_beside
-from sgl_kvfetch.plugin.seams import check_name, check_seam, find, has, installed_seams
+from sgl_kvfetch.plugin.seams import check_name, find, has, installed_seams
 from sgl_kvfetch.plugin.versions import table_version
 from tests.plugin.sglang_places import PLACES, Place
 
@@ -62,7 +62,9 @@ def _mentioned(target: Any) -> set[str]:
 
 def read_tables() -> list[Row]:
     """Check each seam and place of the installed SGLang."""
-    seams = [(f"seam {seam.path}", seam.hook, check_seam(seam), _signature(seam.path)) for seam in installed_seams()]
+    seams = [
+        (f"seam {seam.path}", seam.hook, check_name(seam.path), _signature(seam.path)) for seam in installed_seams()
+    ]
     places = installed_places()
     return [*seams, *((f"place {place.path}", place.why, fault(place), _signature(place.path)) for place in places)]
 

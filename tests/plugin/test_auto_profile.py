@@ -52,14 +52,22 @@ def _no_profile_is_left() -> Iterator[None]:
     auto_profile.end()
 
 
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """An entry for each rank that takes no more part."""
+    entries: list[None] = []
+    monkeypatch.setattr(auto_profile, "end", lambda: entries.append(None))
+    return entries
+
+
 class Engine:
     """Two ranks, which step together."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, can_switch: bool = True) -> None:
         self.planes = [Plane(), Plane()]
         self._values: list[torch.Tensor] = [torch.empty(0)] * 2
         self._barrier = threading.Barrier(2, timeout=WAIT_S)
-        follow = cast("Any", lambda path: path)
+        follow = cast("Any", lambda path: path) if can_switch else None
         self.ranks = [
             AutoProfile(cast("Any", plane), rank, 2, follow, pauses=False) for rank, plane in enumerate(self.planes)
         ]
@@ -108,6 +116,30 @@ def test_ranks_switch_to_what_the_first_has_found_and_not_before_all_can() -> No
     assert (first.num_switches, second.num_switches) == (1, 1)
 
 
+def test_a_rank_whose_data_plane_was_restarted_switches_with_the_others() -> None:
+    engine = Engine()
+    engine.planes[0].take(DIGEST)
+    engine.step()
+    engine.planes[1].take(DIGEST)
+    engine.step()
+    for plane in engine.planes:
+        plane.is_prepared = True
+    engine.planes[1].taken_profile = None  # the next one has not taken it yet
+    engine.step()
+    assert [plane.num_switches for plane in engine.planes] == [1, 1]
+
+
+def test_where_ranks_cannot_switch_all_take_part_until_all_have_the_profile(ended: list[None]) -> None:
+    engine = Engine(can_switch=False)
+    engine.planes[0].take(DIGEST)
+    for _ in range(3):
+        engine.step()
+    assert not ended  # the second rank would wait for the first one
+    engine.planes[1].take(DIGEST)
+    engine.step()
+    assert len(ended) == 2
+
+
 def test_idle_ranks_agree_within_a_few_steps() -> None:
     """With --sleep-on-idle, each takes a second."""
     engine = Engine()
@@ -150,7 +182,8 @@ def test_where_it_cannot_switch_it_says_so(caplog: pytest.LogCaptureFixture) -> 
     auto_profile.begin(one)
     assert auto_profile.current() is one
     plane.take(DIGEST)
-    one.step(None)
+    for _ in range(2):
+        one.step(None)
     assert auto_profile.current() is None
     assert "about; device mode on a GPU stores with it once the backend is attached again" in caplog.text
 

@@ -35,15 +35,13 @@ def test_hand_overs_of_a_lookup_and_a_fetch_of_one_cell(make: Make, served: Serv
             seen,
             [
                 "SGLang -> event loop: Stage",
-                "event loop -> kvfetch-data: Staged",
-                "kvfetch-data -> SGLang: Staged, by a future",
+                "event loop -> SGLang: Staged",
                 "SGLang -> event loop: FetchPages",
                 "event loop -> kvfetch-receive: _Connection.run",
                 "kvfetch-receive -> event loop: _chain_future._set_state",
                 "event loop -> kvfetch-decode: DecodePool._run",
                 "kvfetch-decode -> event loop: Restorer._run.end",
-                "event loop -> kvfetch-data: Staged",
-                "kvfetch-data -> SGLang: Staged, by a future",
+                "event loop -> SGLang: Staged",
             ],
         )
         # The data plane has its threads here: all of a write's, a lookup's and a fetch's have run.

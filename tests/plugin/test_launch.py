@@ -162,8 +162,9 @@ from sglang.srt.server_args import prepare_server_args
 args = prepare_server_args(sys.argv[1:])
 args.resolve_once()
 print("backend", args.hicache_storage_backend)
-from sgl_kvfetch.plugin.hooks import sample_prompts, step_profile
-sample_prompts(None, None, None, None)
+from types import SimpleNamespace
+from sgl_kvfetch.plugin.hooks import measure_prompts, step_profile
+measure_prompts(None, SimpleNamespace(tree_cache=None), None, None)
 step_profile(None, None)
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
-from sgl_kvfetch.plugin import backend, hooks, launch_check
+from sgl_kvfetch.plugin import hooks, launch_check, register as registration
 from sgl_kvfetch.plugin.hooks import gate_command_line, gate_launch
 from sgl_kvfetch.plugin.launch_check import check_launch, use_linker
 from sgl_kvfetch.plugin.register import register, selects_backend
@@ -52,7 +52,7 @@ def test_a_good_launch_passes() -> None:
 
 
 def test_a_launch_without_the_codecs_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "find_spec", lambda name: None if name == "av" else name)
+    monkeypatch.setattr(registration, "find_spec", lambda name: None if name == "av" else name)
     what = r"av not installed here: pip install 'sgl_kvfetch\[codec\]'"
     monkeypatch.setattr(sys, "argv", ["sglang", "--hicache-storage-backend", "kvfetch"])
     with pytest.raises(SystemExit, match=f"^sgl_kvfetch: {what}$"):
@@ -116,7 +116,7 @@ def test_nothing_is_counted_before_sglang_serves() -> None:
     """prometheus_client decides at import whether several processes share metrics; SGLang sets that up later."""
     code = (
         "import sys, sgl_kvfetch.plugin.register, sgl_kvfetch.plugin.launch_check, sgl_kvfetch.plugin.hooks\n"
-        "import sgl_kvfetch.plugin.device.waiting_queue, sgl_kvfetch.plugin.cpu.engine\n"
+        "import sgl_kvfetch.plugin.device.waiting_queue, sgl_kvfetch.plugin.cpu.platform\n"
         "sys.exit('sgl_kvfetch.metrics' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0

@@ -10,7 +10,7 @@ import pytest
 
 import sgl_kvfetch.plugin
 from sgl_kvfetch.plugin import seams
-from sgl_kvfetch.plugin.seams import Scope, Seam, check_name, check_seam, check_seams, find, has, installed_seams
+from sgl_kvfetch.plugin.seams import Scope, Seam, check_name, check_seams, find, has, installed_seams
 from tests.plugin.sglang_places import PLACES
 from tests.plugin.sglang_report import Row, fault, installed_places, report
 
@@ -85,8 +85,8 @@ def test_a_place_that_moved_is_one_message(change: dict[str, Any], message: str)
 def test_a_seam_without_its_target_is_one_message() -> None:
     seam = installed_seams({Scope.GATE})[0]
     moved = dataclasses.replace(seam, path="sglang.srt.server_args.ServerArgs.no_such")
-    assert check_seam(seam) is None
-    assert "sglang.srt.server_args.ServerArgs.no_such not found" in (check_seam(moved) or "")
+    assert check_name(seam.path) is None
+    assert "sglang.srt.server_args.ServerArgs.no_such not found" in (check_name(moved.path) or "")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from harness.metrics import own_metric
 from sgl_kvfetch.errors import UnsupportedError
@@ -80,6 +81,74 @@ def test_a_tree_with_pages_of_former_weights_is_not_attached_to() -> None:
     with pytest.raises(UnsupportedError, match="flush it"):
         weight_updates.require_no_former_pages()
     hooks.note_empty_tree(None, None)
+    weight_updates.require_no_former_pages()
+
+
+@pytest.mark.parametrize(("session", "suspends"), [(None, False), (object(), True)])
+def test_an_update_that_no_session_is_open_for_changes_nothing(session: object, suspends: bool) -> None:
+    weight_updates.register_access(backend := Access(), None)
+    hooks.suspend_in_session(SimpleNamespace(_session=session), UpdateWeightsFromSomewhere())
+    assert bool(backend.reasons) is suspends
+    assert (weight_updates._state.change is not None) is suspends
+
+
+_NOT_FOUND = "Failed to get weights iterator: Cannot find any model weights with `x`."
+
+
+@pytest.mark.parametrize(
+    ("success", "message", "num_runners", "num_stages", "change_elsewhere", "suspends"),
+    [
+        (False, _NOT_FOUND, 1, 1, 0, False),
+        (False, _NOT_FOUND, 1, 1, 1, True),  # another rank has found files
+        (False, _NOT_FOUND, 2, 1, 0, True),  # of the draft model, perhaps, when the model was updated
+        (False, _NOT_FOUND, 1, 2, 0, True),
+        (False, "Failed to update weights: x.\nRolling back to original weights.", 1, 1, 0, True),
+        (False, "Weights were updated, but the cache was not flushed", 1, 1, 0, True),
+        (True, "Succeeded to update model weights.", 1, 1, 0, True),
+    ],
+)
+def test_an_update_that_finds_no_files_on_any_rank_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    success: bool,
+    message: str,
+    num_runners: int,
+    num_stages: int,
+    change_elsewhere: int,
+    suspends: bool,
+) -> None:
+    agreed: list[int] = []
+
+    def all_reduce(changed: torch.Tensor, op: Any, group: object) -> None:
+        assert (op, group) == (torch.distributed.ReduceOp.MAX, "tp")
+        agreed.append(int(changed.item()))
+        changed.clamp_(min=change_elsewhere)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(pp_size=num_stages))
+    weight_updates.register_access(backend := Access(), "mine")
+    output = SimpleNamespace(success=success, message=message)
+    manager = SimpleNamespace(_select_runners=lambda: [None] * num_runners, tp_cpu_group="tp")
+    assert hooks.watch_disk_update(lambda *args: output, manager, UpdateWeightsFromSomewhere()) is output
+    assert agreed == [int(suspends and not change_elsewhere)]  # of every rank, whatever it has found
+    assert bool(backend.reasons) is suspends
+    if not suspends:
+        weight_updates.require_known_weights("mine")
+        weight_updates.require_no_former_pages()
+
+
+def test_an_update_that_raises_may_have_changed_weights() -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError
+
+    weight_updates.register_access(backend := Access(), None)
+    with pytest.raises(RuntimeError):
+        hooks.watch_disk_update(fail, None, UpdateWeightsFromSomewhere())
+    assert backend.reasons
+
+
+def test_a_tree_that_an_update_empties_holds_no_former_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_may_have_changed", lambda *args: True)
+    hooks.watch_disk_update(lambda *args: hooks.note_empty_tree(None, None), None, UpdateWeightsFromSomewhere())
     weight_updates.require_no_former_pages()
 
 

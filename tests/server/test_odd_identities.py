@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -16,15 +15,8 @@ from sgl_kvfetch.prompts import page_hashes as hashes_of
 from sgl_kvfetch.server import pages
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.testing import make_segment, page_hashes
-from tests.odd_segments import TEXTS, odd_segments
+from tests.odd_segments import odd_segments
 from tests.server.test_pages import get, serving
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_every_text_has_a_name_for_people(text: str) -> None:
-    shown = Labels().quantiser_name(text)
-    if text.startswith("klt(profile"):
-        assert shown in (text, "klt") or shown.startswith("klt step")
 
 
 def test_a_text_that_only_looks_like_klt_is_shown_as_it_is() -> None:
@@ -48,32 +40,33 @@ async def test_odd_texts_are_shown_and_fail_no_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-async def test_a_folder_that_cannot_be_shown_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", [ValueError("a text that nobody thought of"), StoreError("io", "a bad sector")])
+async def test_a_folder_that_cannot_be_shown_costs_one_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    """Because of its names, or as its manifest cannot be read."""
     good, bad = make_segment(page_hashes(4), 0, 4), make_segment(page_hashes(4), 0, 4, model="bad")
-    names = Labels.model_name
+    names, peek = Labels.model_name, LocalStore.peek
 
-    def fail(labels: Labels, identity: str) -> str:
+    def fail_by_name(labels: Labels, identity: str) -> str:
         if identity == "bad":
-            raise ValueError("a text that nobody thought of")
+            raise fault
         return names(labels, identity)
 
-    monkeypatch.setattr(Labels, "model_name", fail)
+    async def fail_to_read(store: LocalStore, name: str) -> bytes | None:
+        if name == bad.manifest.key.manifest_name:
+            raise fault
+        return await peek(store, name)
+
+    if isinstance(fault, StoreError):
+        monkeypatch.setattr(LocalStore, "peek", fail_to_read)
+    else:
+        monkeypatch.setattr(Labels, "model_name", fail_by_name)
     async with serving(tmp_path, good, bad) as session:
         rows = {row["folder"]: row for row in (await get(session, wire.Route.SUMMARY))["folders"]}
     assert rows[good.manifest.heads.folder]["model"] == "conformance"
     assert rows[bad.manifest.heads.folder]["model"] == ""
     assert rows[bad.manifest.heads.folder]["num_segments"] == 1
-
-
-@pytest.mark.process
-async def test_a_manifest_that_the_disk_cannot_read_costs_one_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    good, bad = make_segment(page_hashes(4), 0, 4), make_segment(page_hashes(4), 0, 4, model="bad")
-    monkeypatch.setattr(LocalStore, "peek", _failing(LocalStore.peek, bad.manifest.key.manifest_name))
-    async with serving(tmp_path, good, bad) as session:
-        rows = {row["folder"]: row for row in (await get(session, wire.Route.SUMMARY))["folders"]}
-    assert (rows[good.manifest.heads.folder]["model"], rows[bad.manifest.heads.folder]["model"]) == ("conformance", "")
 
 
 @pytest.mark.process
@@ -86,15 +79,6 @@ async def test_a_damaged_folder_hides_no_other_from_prompts(tmp_path: Path) -> N
         async with session.post(wire.Route.PROMPTS, json={"prompt": tokens, "page_size": 1}) as answer:
             found = await answer.json()
     assert found["stored_pages"] == {good.manifest.heads.folder.partition(".")[0]: 8}
-
-
-def _failing(peek: Any, broken: str) -> Any:
-    async def fail(store: LocalStore, name: str) -> bytes | None:
-        if name == broken:
-            raise StoreError("io", "a bad sector")
-        return await peek(store, name)
-
-    return fail
 
 
 @pytest.mark.process

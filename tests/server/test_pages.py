@@ -300,15 +300,6 @@ async def test_only_admins_pin_a_prompt(tmp_path: Path) -> None:
         assert found["pin"] == hashes_of([1, 2, 3], 1)[-1].hex()
 
 
-async def test_another_site_s_page_cannot_pin(tmp_path: Path) -> None:
-    """A browser sends such a POST without asking the store first, and a store on loopback needs no token."""
-    body = json.dumps({"prompt": [1, 2], "page_size": 1, "pin": True})
-    async with serving(tmp_path) as session:
-        async with session.post(wire.Route.PROMPTS, data=body, headers={"Content-Type": "text/plain"}) as response:
-            assert response.status == 415
-        assert (await get(session, f"{wire.Route.NOTES}/pins"))["notes"] == []
-
-
 async def test_segments_by_the_beginning_of_their_names(tmp_path: Path) -> None:
     long, short = make_segment(page_hashes(8), 0, 8), make_segment(page_hashes(3, "other"), 0, 2)
     folder = long.manifest.heads.folder

@@ -243,25 +243,6 @@ class TestToken:
         answer = await raw(server, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 200")
 
-    async def test_with_it(self, server: RunningServer) -> None:
-        async with aiohttp.ClientSession(server.url) as session:
-            for token, status in (("s3cret-token", 404), ("s3cret", 401)):
-                async with session.get(OBJECT, headers={"Authorization": f"Bearer {token}"}) as response:
-                    assert response.status == status
-
-    @pytest.mark.process
-    async def test_the_client(self, tmp_path: Path) -> None:
-        async with running_server(ServerConfig(tmp_path, port=0, token="abc")) as server:
-            right, wrong = HttpStore(server.url, token="abc"), HttpStore(server.url, token="abd")
-            await right.put(NAME, CONTENT)
-            assert await right.get(NAME) == CONTENT
-            for call in (wrong.get(NAME), wrong.put(NAME, CONTENT), wrong.head(NAME)):
-                with pytest.raises(StoreError) as caught:
-                    await call
-                assert caught.value.reason == "unauthorised"
-            await right.close()
-            await wrong.close()
-
 
 @pytest.mark.process
 class TestBodies:

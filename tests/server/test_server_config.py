@@ -6,10 +6,7 @@ from typing import Any
 import pytest
 
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.server.app import create_app
 from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.run import running_server
-from sgl_kvfetch.server.tokens import Role
 
 ROOT = Path("unused")
 
@@ -48,22 +45,3 @@ def test_loopback_needs_no_token(host: str) -> None:
 def test_bad_values_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         ServerConfig(ROOT, **options)
-
-
-def test_token_files(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    with pytest.raises(ConfigError, match="cannot be read"):
-        create_app(ServerConfig(ROOT, token_file=path))
-    path.write_text("\n")
-    with pytest.raises(ConfigError, match="empty"):
-        create_app(ServerConfig(ROOT, token_file=path))
-    path.write_text(" secret\n")
-    assert ServerConfig(ROOT, token_file=path).read_tokens().role_of("Bearer secret") == Role.ADMIN
-
-
-@pytest.mark.process
-async def test_a_port_in_use_is_a_config_error(tmp_path: Path) -> None:
-    async with running_server(ServerConfig(tmp_path, port=0)) as server:
-        second = running_server(ServerConfig(tmp_path, port=server.port))
-        with pytest.raises(ConfigError, match=f"port {server.port}"):
-            await second.__aenter__()

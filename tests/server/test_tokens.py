@@ -86,37 +86,6 @@ async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
 
 
 @pytest.mark.process
-async def test_what_each_role_may_do(server: RunningServer) -> None:
-    segment = make_segment(page_hashes(4), 0, 4)
-    data, manifest = segment.data_name, segment.manifest.key.manifest_name
-    objects = wire.Route.OBJECTS
-    for method, path, body, least in (
-        ("PUT", f"{objects}/{data}", segment.data, Role.WRITE),
-        ("PUT", f"{objects}/{manifest}", segment.manifest.encode(), Role.WRITE),
-        ("GET", f"{objects}/{data}", b"", Role.READ),
-        ("HEAD", f"{objects}/{data}", b"", Role.READ),
-        ("GET", objects, b"", Role.READ),
-        ("GET", wire.Route.METRICS, b"", Role.READ),
-        ("POST", f"{wire.Route.CHECK}/{manifest}", b"", Role.READ),
-        ("DELETE", f"{objects}/{data}", b"", Role.WRITE),
-        ("DELETE", f"{objects}?prefix={FOLDER}/", b"", Role.WRITE),
-        ("DELETE", f"{objects}?prefix={FOLDER}", b"", Role.ADMIN),
-        ("DELETE", f"{objects}?prefix=", b"", Role.ADMIN),
-    ):
-        for token, role in (("r1", Role.READ), ("r2", Role.READ), ("w", Role.WRITE), ("a", Role.ADMIN)):
-            headers = {"Authorization": f"Bearer {token}"}
-            async with (
-                aiohttp.ClientSession(server.url, headers=headers) as session,
-                session.request(method, path, data=body) as response,
-            ):
-                if role < least:
-                    assert response.status == 403, (method, path, role)
-                    assert "r1" not in await response.text()
-                else:
-                    assert response.status in (200, 201, 204, 404), (method, path, role)
-
-
-@pytest.mark.process
 async def test_whoever_has_no_token_is_told_the_role_that_it_needs(server: RunningServer) -> None:
     pin, name = f"{wire.Route.NOTES}/pins/{'0' * 64}", f"{wire.Route.OBJECTS}/{FOLDER}/x"
     needed = {("GET", pin): "read", ("PUT", name): "write", ("PUT", pin): "admin", ("DELETE", pin): "admin"}
@@ -178,9 +147,10 @@ async def test_a_writer_stores_and_deletes_segments(server: RunningServer) -> No
     await put_segment(store, make_segment(page_hashes(4), 0, 4))
     assert (await store.lookup(FOLDER, page_hashes(4))).num_pages == 4
     assert await store.delete_prefix(FOLDER + "/") == 2
-    with pytest.raises(StoreError) as caught:
-        await store.delete_prefix("")
-    assert caught.value.reason == "unauthorised"
+    for prefix in ("", FOLDER):  # which may be that of another namespace, too
+        with pytest.raises(StoreError) as caught:
+            await store.delete_prefix(prefix)
+        assert caught.value.reason == "unauthorised"
     await store.close()
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.faults import FaultyProxy
 from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
@@ -37,17 +36,6 @@ class TestHttpStore(AdminStoreConformance):
     @pytest.fixture
     async def store(self, server: RunningServer) -> AsyncIterator[Store]:
         store = HttpStore(server.url)
-        yield store
-        await store.close()
-
-
-@pytest.mark.process
-class TestHttpStoreThroughProxy(AdminStoreConformance):
-    """The proxy makes one connection per request. This also shows that the proxy itself breaks nothing."""
-
-    @pytest.fixture
-    async def store(self, proxy: FaultyProxy) -> AsyncIterator[Store]:
-        store = HttpStore(proxy.url)
         yield store
         await store.close()
 

@@ -15,9 +15,6 @@ from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.catalog import Catalog
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
-from sgl_kvfetch.server.config import ServerConfig
-from sgl_kvfetch.server.run import running_server
-from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.notes import PINS, Pin, decode_pin, put_pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
@@ -124,22 +121,6 @@ async def test_pins_never_stop_writes(tmp_path: Path, caplog: pytest.LogCaptureF
         assert parts(await store.lookup(FOLDER, CHAINS[5])) == [(0, 16)]
         assert (await store.usage()).num_evicted >= 2
     assert "pinned segments are evicted" in caplog.text
-
-
-@pytest.mark.process
-async def test_only_admins_pin(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("write w\nadmin a\n")
-    async with running_server(ServerConfig(tmp_path / "store", port=0, token_file=tokens)) as server:
-        writer, admin = HttpStore(server.url, token="w"), HttpStore(server.url, token="a")
-        await put_pin(admin, pin_of(CHAINS[0]))
-        assert len(await writer.notes(PINS)) == 1
-        for call in (put_pin(writer, pin_of(CHAINS[1])), writer.delete_note(PINS, pin_of(CHAINS[0]).name)):
-            with pytest.raises(StoreError) as caught:
-                await call
-            assert caught.value.reason == "unauthorised"
-        await writer.close()
-        await admin.close()
 
 
 @pytest.mark.process

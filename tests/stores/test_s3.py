@@ -126,7 +126,7 @@ async def test_a_bucket_that_does_not_exist_is_no_miss(s3: S3Server) -> None:
 async def test_large_objects_are_limited(s3: S3Server) -> None:
     store = S3Store(URL, options=HttpOptions(max_object_bytes=1000), config=s3.config)
     await store.put(NAME, CONTENT)
-    for call in (store.get(NAME), store.get(NAME, 0, 1001), store.get(NAME, 5)):
+    for call in (store.get(NAME), store.get(NAME, 0, 1001)):
         with pytest.raises(StoreError) as caught:
             await call
         assert caught.value.reason == "too_large"

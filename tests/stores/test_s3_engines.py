@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 from typer.testing import Result
@@ -11,15 +11,13 @@ from typer.testing import Result
 from harness.ceph_server import CephProcess
 from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET
-from harness.swift_server import HAS_SWIFT, SWIFT_MISSING, SwiftProcess
 from harness.waiting import WAIT_S
-from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.stores.base import Store, object_digest
+from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.testing import AdminStoreConformance, make_segment, page_hashes
+from sgl_kvfetch.testing import AdminStoreConformance
 from tests.segments import make_segment as make_real_segment, using
 from tests.tools.conftest import kvfetch
 
@@ -53,55 +51,12 @@ class TestCephWithIndex(AdminStoreConformance):
         await store.close()
 
 
-@pytest.fixture(scope="module")
-def swift() -> Iterator[SwiftProcess]:
-    if not HAS_SWIFT:
-        pytest.skip(SWIFT_MISSING)
-    with SwiftProcess() as server:
-        yield server
-
-
-class TestSwift(AdminStoreConformance):
-    checks_manifests = False
-    finds_parts = False
-
-    @pytest.fixture
-    async def store(self, swift: SwiftProcess, url: str) -> AsyncIterator[Store]:
-        store = S3Store(url, config=swift.config)
-        yield store
-        await store.close()
-
-
-async def test_swift_is_named_as_a_store_that_cannot_replace(
-    swift: SwiftProcess, url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It answers a conditional PUT with status 501."""
-    store = S3Store(url, config=swift.config)
-    chain = page_hashes(4)
-    old, new = make_segment(chain, 0, 4), make_segment(chain, 0, 4, codec="deflate")
-    name, before = old.manifest.key.manifest_name, old.manifest.encode()
-    await store.put(name, before)
-    for call in (store.replace(name, new.manifest.encode(), object_digest(before)), store.require_replace()):
-        with pytest.raises(StoreError, match="does not support If-Match") as caught:
-            await call
-        assert (caught.value.reason, caught.value.retriable) == ("invalid", False)
-    assert await store.get(name) == before
-    assert len(caplog.records) == 1
-    await store.close()
-
-
 def encode_one(url: str, config: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Result:
     """Put a segment, and run ``kvfetch encode``."""
     for key, value in config.items():
         monkeypatch.setenv(f"AWS_{key.upper()}", value)
     using(S3Store(url), lambda store: commit_segment(store, make_real_segment(num_pages=2)[0]))
     return kvfetch("encode", url, "--grace", "0")
-
-
-def test_kvfetch_encode_refuses_swift(swift: SwiftProcess, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = encode_one(url, swift.config, monkeypatch)
-    assert result.exit_code == 2
-    assert "does not support If-Match" in result.output
 
 
 def test_kvfetch_encode_on_ceph(ceph_server: CephProcess, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,14 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.stores import indexed_s3 as indexed, redis_index as page_index, upkeep
-from sgl_kvfetch.stores.base import AdminStore, Lookup
+from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.notes import Pin, put_pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
 from sgl_kvfetch.stores.upkeep import StoredSegment, plan_sweep
 from sgl_kvfetch.testing import FOLDER, data_object, head_slice, make_segment, page_hashes, parts, put_segment
+from tests.segments import names
 
 URL = f"s3://{BUCKET}/kv"
 CHAIN = page_hashes(48)
@@ -46,10 +47,6 @@ async def store(s3: S3Server, index: RedisProcess) -> AsyncIterator[IndexedS3Sto
         await put_segment(store, segment)
     yield store
     await store.close()
-
-
-async def names(store: AdminStore) -> set[str]:
-    return {info.name async for info in store.list()}
 
 
 def keys(segments: list[StoredSegment]) -> list[object]:

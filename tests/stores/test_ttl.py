@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,12 +12,10 @@ import torch
 
 from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET, S3Server
-from harness.waiting import WAIT_S, until
+from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.container.pages import RawPages
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.directory.catalog import FOLDER as CATALOG
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.store import StoreClient, open_client
 from sgl_kvfetch.plane.write.gather import PageBatch
@@ -42,6 +39,7 @@ from sgl_kvfetch.testing import (
     parts,
     put_segment,
 )
+from tests.segments import names
 
 pytestmark = pytest.mark.process
 
@@ -87,10 +85,6 @@ async def store(
 
 async def found(store: Store) -> list[tuple[int, int]]:
     return parts(await store.lookup(FOLDER, CHAIN))
-
-
-async def names(store: AdminStore) -> set[str]:
-    return {info.name async for info in store.list()}
 
 
 async def test_an_expired_segment_is_not_found_until_it_is_written_again(store: AdminStore, later: Later) -> None:
@@ -199,29 +193,6 @@ async def test_a_catalog_that_is_made_anew_knows_the_expiry(tmp_path: Path, late
     later(2 * TTL_S)
     assert await found(store) == []
     await store.close()
-
-
-async def test_a_catalog_of_the_version_before_is_made_anew_by_a_reader(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    await put_segment(store, LEFT)
-    await store.close()
-    db = sqlite3.connect(tmp_path / CATALOG / "catalog.sqlite")
-    db.executescript(
-        "DROP INDEX segments_by_expiry; ALTER TABLE segments DROP COLUMN expires; PRAGMA user_version = 2;"
-    )
-    db.close()
-    store = LocalStore(tmp_path)
-    try:
-
-        async def is_found() -> bool:
-            try:
-                return await found(store) == [(0, 4)]
-            except StoreError:
-                return False
-
-        await until(is_found)
-    finally:
-        await store.close()
 
 
 @pytest.fixture(params=["directory", "server", "bucket"])

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from harness.s3_server import S3Server, running_s3_server
 from sgl_kvfetch.codec.container.encryption import ManifestKeys, StoreKeys
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
@@ -86,6 +87,15 @@ def stored(tmp_path: Path, coded: tuple[CodedSegment, ...]) -> Stored:
 @pytest.fixture(autouse=True)
 def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_ENV, raising=False)
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server with one bucket, which the environment leads to."""
+    with running_s3_server() as server:
+        for key, value in server.config.items():
+            monkeypatch.setenv(f"AWS_{key.upper()}", value)
+        yield server
 
 
 def kvfetch(*args: str) -> Result:

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from harness.engine import free_port
 from sgl_kvfetch.tools.audit import AuditedGroup, AuditResult, TopAnswer, _Export, compared, divergence
 from sgl_kvfetch.tools.sglang_server import samples_of, total
-from tests.tools.conftest import kvfetch
 
 
 def likeliest(logprobs: torch.Tensor, count: int) -> dict[int, float]:
@@ -53,20 +52,6 @@ def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:
 def test_where_most_tokens_came_from() -> None:
     sources = [TopAnswer([], [], cached).source for cached in (None, {}, {"device": 0}, {"device": 1, "storage": 2})]
     assert sources == ["unknown", "computed", "computed", "storage"]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--metrics", "9100"), "--metrics needs --every SECONDS"),
-        (("--lengths", "x"), "--lengths 'x': expected numbers of tokens"),
-        ((), "--server http://127.0.0.1:1"),
-    ],
-)
-def test_what_is_refused(options: tuple[str, ...], said: str) -> None:
-    result = kvfetch("audit", "--server", "http://127.0.0.1:1", *options)
-    assert result.exit_code == 2
-    assert said in result.stderr
 
 
 def test_audits_that_go_on_export_what_they_find() -> None:

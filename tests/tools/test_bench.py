@@ -10,8 +10,7 @@ import pytest
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.tools.bench import _Metrics
 from sgl_kvfetch.tools.bench_prompts import cut_prompts, read_conversations
-from sgl_kvfetch.tools.sglang_server import server_session
-from tests.tools.conftest import kvfetch
+from sgl_kvfetch.tools.sglang_server import open_server
 from tests.tools.test_why import told_by_a_server
 
 SAID = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2")]
@@ -56,22 +55,6 @@ def test_prompts_of_a_length_follow_one_another_in_the_text() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ((), "--flush empties its caches, also of its other users' prompts; --reader URL measures on a second server"),
-        (("--reader", "http://127.0.0.1:1/"), "--flush"),  # it is the same server
-        (("--flush", "--lengths", "1024,x"), "--lengths '1024,x': expected numbers of tokens"),
-        (("--flush", "--plot", "no/such/folder/x.png"), "--plot no/such/folder/x.png: expected a file"),
-        (("--flush",), "no SGLang server answers there"),
-    ],
-)
-def test_what_it_refuses(options: tuple[str, ...], said: str) -> None:
-    result = kvfetch("bench", "--server", "http://127.0.0.1:1", *options)
-    assert result.exit_code == 2
-    assert said in result.stderr
-
-
 async def test_what_waits_in_the_servers_queue_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rather than that the server does not write."""
     monkeypatch.setattr("sgl_kvfetch.tools.bench._LOOK_EVERY_S", 0.0)
@@ -80,7 +63,7 @@ async def test_what_waits_in_the_servers_queue_is_said(monkeypatch: pytest.Monke
         for name, value in (("written_pages_total", 3), ('queued_bytes{queue="write"}', 1 << 20))
     )
     with told_by_a_server(None, metrics) as url:
-        async with server_session() as session:
+        async with open_server(url) as session:
             found = _Metrics(session, url)
             with pytest.raises(ConfigError, match=r"wrote 0 of 5 pages within 0 s, and 1 MiB .* raise --timeout"):
                 await found.wait_until_written(await found.read(), 5, 0.0)

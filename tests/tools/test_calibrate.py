@@ -173,6 +173,15 @@ def test_each_kind_of_text_is_measured_and_the_worst_chooses_the_step(model: Pat
 
 def test_without_a_text_it_takes_the_default_one(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several kinds: four windows of each."""
+    seen = seen_windows(monkeypatch)
+    command = ["calibrate", "--model", str(model), "--context", "64", "--continuation", "32", "--out"]
+    assert "enough" in CliRunner().invoke(app, [*command, str(tmp_path / "p")]).stderr
+    names = "english german russian arabic chinese japanese code tools chats"
+    assert {name: len(windows) for name, windows in seen.items()} == dict.fromkeys(names.split(), 4)
+
+
+def seen_windows(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor]]:
+    """Have commands end where they would calibrate. Return the windows that they would calibrate on, by kind."""
     seen: dict[str, list[torch.Tensor]] = {}
 
     def no_calibration(model: object, windows: dict[str, list[torch.Tensor]], *args: object) -> None:
@@ -180,33 +189,14 @@ def test_without_a_text_it_takes_the_default_one(model: Path, tmp_path: Path, mo
         raise ConfigError("enough")
 
     monkeypatch.setattr(codec, "calibrate_model", no_calibration)
-    command = [
-        "calibrate",
-        "--model",
-        str(model),
-        "--context",
-        "64",
-        "--continuation",
-        "32",
-        "--out",
-        str(tmp_path / "p"),
-    ]
-    assert "enough" in CliRunner().invoke(app, command).stderr
-    names = "english german russian arabic chinese japanese code tools chats"
-    assert {name: len(windows) for name, windows in seen.items()} == dict.fromkeys(names.split(), 4)
+    return seen
 
 
 def windows_of(model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The windows that would be calibrated on."""
-    seen: list[torch.Tensor] = []
-
-    def no_calibration(model: object, windows: dict[str, list[torch.Tensor]], *args: object) -> None:
-        seen.extend(windows["words"])
-        raise ConfigError("enough")
-
-    monkeypatch.setattr(codec, "calibrate_model", no_calibration)
+    seen = seen_windows(monkeypatch)
     assert "enough" in run(model, text, tmp_path / "p", "--windows", "5").stderr
-    return seen
+    return seen["words"]
 
 
 def test_windows_from_the_middle_begin_as_prompts_do(

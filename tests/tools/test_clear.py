@@ -11,7 +11,7 @@ from sgl_kvfetch.keys import Labels
 from sgl_kvfetch.stores.notes import Pin, put_pin
 from sgl_kvfetch.testing import head_slice, make_segment, page_hashes
 from sgl_kvfetch.tools.terminal import format_size
-from tests.segments import put_all, using, with_labels
+from tests.segments import names, put_all, using, with_labels
 from tests.tools.conftest import kvfetch, kvfetch_json, unchanged
 
 CHAIN = page_hashes(4)
@@ -24,11 +24,8 @@ def store(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def names(root: Path) -> set[str]:
-    async def listed(store: LocalStore) -> set[str]:
-        return {info.name.partition("/")[0] async for info in store.list()}
-
-    return using(LocalStore(root), listed)
+def folders(root: Path) -> set[str]:
+    return {name.partition("/")[0] for name in using(LocalStore(root), names)}
 
 
 def test_everything(store: Path) -> None:
@@ -36,13 +33,13 @@ def test_everything(store: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "2 segments, " in result.output
     assert "4 objects deleted" in result.output
-    assert names(store) == set()
+    assert folders(store) == set()
 
 
 def test_a_part(store: Path) -> None:
     folder = head_slice("a").folder
     assert "1 segments, " in kvfetch("clear", f"{store}#{folder}", "--yes").output
-    assert names(store) == {head_slice("b").folder}
+    assert folders(store) == {head_slice("b").folder}
 
 
 def test_nothing_without_an_answer(store: Path) -> None:
@@ -57,7 +54,7 @@ def test_the_segments_of_a_model(store: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "1 segments, " in result.output
     assert "2 objects deleted" in result.output
-    assert names(store) == {head_slice("b").folder}
+    assert folders(store) == {head_slice("b").folder}
     with unchanged(store):
         result = kvfetch("clear", str(store), "--model", "a", "--yes")
     assert result.exit_code == 1
@@ -70,19 +67,19 @@ def test_a_model_by_its_label(tmp_path: Path, name: str) -> None:
     for model, labelled in (("weights:1", label), ("weights:2", f"{label}-instruct")):
         put_all(LocalStore(tmp_path), with_labels(make_segment(CHAIN, 0, 4, model=model), Labels(labelled)))
     assert kvfetch("clear", str(tmp_path), "--model", name, "--yes").exit_code == 0
-    assert names(tmp_path) == {head_slice("weights:2").folder}
+    assert folders(tmp_path) == {head_slice("weights:2").folder}
     result = kvfetch("clear", str(tmp_path), "--model", name, "--yes")
     if name == "/models/org/llama":
-        assert (result.exit_code, names(tmp_path)) == (1, {head_slice("weights:2").folder})
+        assert (result.exit_code, folders(tmp_path)) == (1, {head_slice("weights:2").folder})
     elif name == label:  # what it is the beginning of, now that no model is called so
-        assert (result.exit_code, names(tmp_path)) == (0, set())
+        assert (result.exit_code, folders(tmp_path)) == (0, set())
 
 
 def test_a_model_by_its_id(store: Path) -> None:
     for name in ("mine", "id:mine"):
         put_all(LocalStore(store), make_segment(CHAIN, 0, 4, model="id:mine"))
         assert kvfetch("clear", str(store), "--model", name, "--yes").exit_code == 0
-        assert names(store) == {head_slice("a").folder, head_slice("b").folder}
+        assert folders(store) == {head_slice("a").folder, head_slice("b").folder}
 
 
 def test_old_segments(store: Path) -> None:
@@ -90,14 +87,14 @@ def test_old_segments(store: Path) -> None:
         os.utime(path, (time.time(), time.time() - 7200))
     result = kvfetch("clear", str(store), "--older-than", "1h", "--yes")
     assert result.exit_code == 0, result.output
-    assert names(store) == {head_slice("b").folder}
+    assert folders(store) == {head_slice("b").folder}
 
 
 def test_a_dry_run_deletes_nothing(store: Path) -> None:
     result = kvfetch("clear", str(store), "--dry-run")
     assert result.exit_code == 0, result.output
     assert "2 segments, " in result.output
-    assert names(store) == {head_slice("a").folder, head_slice("b").folder}
+    assert folders(store) == {head_slice("a").folder, head_slice("b").folder}
 
 
 @pytest.mark.parametrize("flags", [("--dry-run",), ("--yes",), ("--yes", "--older-than", "0s")])
@@ -115,7 +112,7 @@ def test_data_without_a_manifest_is_no_segment(store: Path, flags: tuple[str, ..
     )
     if "--yes" in flags:
         assert "3 objects deleted" in output
-        assert names(store) == set()
+        assert folders(store) == set()
 
 
 def test_what_a_program_reads(store: Path) -> None:
@@ -132,8 +129,8 @@ def test_pinned_segments_stay_unless_they_are_asked_for(store: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "2 pinned segments stay; --pinned deletes them, too" in result.output
     assert "2 objects deleted" in result.output
-    assert names(store) == {head_slice("a").folder, head_slice("b").folder}
+    assert folders(store) == {head_slice("a").folder, head_slice("b").folder}
 
     assert "4 objects deleted" in kvfetch("clear", str(store), "--yes", "--pinned").output
-    assert names(store) == set()
+    assert folders(store) == set()
     assert "pinned" in kvfetch("pin", str(store)).output

@@ -73,22 +73,6 @@ def test_a_segment_that_cannot_be_encoded_is_the_exit_code(stored: Stored) -> No
     assert "1 failed" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["file:///no/such/directory"], "is not a directory"),
-        (["ftp://somewhere"], "not supported"),
-        (["http://127.0.0.1:9", "--codec", "h264"], "codec 'h264' is unknown; known are ans, hevc"),
-        (["http://127.0.0.1:9", "--resolutions", "240p,240p"], "each once"),
-        (["http://127.0.0.1:9"], "127.0.0.1"),
-    ],
-)
-def test_what_cannot_be(arguments: list[str], said: str) -> None:
-    result = kvfetch("encode", *arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr
-
-
 @pytest.mark.process
 def test_a_service_stops_in_good_order(stored: Stored) -> None:
     command = [sys.executable, "-m", "sgl_kvfetch.tools", "encode", stored.url, "--watch", "-v"]

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock
 
 import msgspec
@@ -28,7 +29,7 @@ from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.testing import expiring
 from sgl_kvfetch.tools import encoder as encoder_module
 from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, Garbage, Step, Target, make_targets, transcode
-from tests.segments import as_newer, make_segment
+from tests.segments import as_newer, make_segment, names
 from tests.tools.test_transcode import decoded_equal
 
 HEVC = make_targets(["hevc"], ["240p"])
@@ -83,10 +84,13 @@ def segments(count: int) -> list[CodedSegment]:
 
 
 async def encode(
-    store: AdminStore, targets: tuple[Target, ...] = HEVC, *, grace_s: float = 0.0, keep_source: bool = False
+    store: AdminStore,
+    targets: tuple[Target, ...] = HEVC,
+    on_step: Callable[[Step, str], None] = lambda step, name: None,
+    **options: Any,
 ) -> Encoder:
     """Run an encoder once, completely."""
-    encoder = Encoder(store, EncodeOptions(targets, keep_source=keep_source, grace_s=grace_s, workers=2))
+    encoder = Encoder(store, EncodeOptions(targets, **({"grace_s": 0, "workers": 2} | options)), on_step=on_step)
     try:
         await encoder.run_once()
     finally:
@@ -104,10 +108,6 @@ async def read(store: AdminStore, manifest: Manifest) -> CodedSegment:
     contents = [await store.get(manifest.data_name(variant)) for variant in manifest.variants]
     assert all(contents)
     return CodedSegment(manifest, contents[0], tuple(contents[1:]))  # type: ignore[arg-type]
-
-
-async def names(store: AdminStore) -> set[str]:
-    return {info.name async for info in store.list()}
 
 
 def ways(manifest: Manifest) -> list[Target]:
@@ -161,7 +161,7 @@ async def test_encodes_segments_to_the_wanted_variants(store: AdminStore) -> Non
     assert (tally.num_encoded, tally.num_done, tally.failures) == (3, 0, {})
     assert tally.raw_bytes == sum(s.manifest.raw_bytes for s in stored)
     assert tally.before_bytes == sum(len(s.data) + len(s.manifest.encode()) for s in stored)
-    assert tally.num_deleted == 3
+    assert (tally.num_deleted, tally.deleted_bytes) == (3, sum(len(s.data) for s in stored))
     for segment in stored:
         await require_encoded(store, segment, BOTH)
         key = segment.manifest.key
@@ -172,17 +172,6 @@ async def test_encodes_segments_to_the_wanted_variants(store: AdminStore) -> Non
     await require_nothing_loose(store, *manifests)
 
 
-@pytest.mark.process
-async def test_a_second_run_does_nothing(store: AdminStore) -> None:
-    (segment,) = segments(1)
-    await commit_segment(store, segment)
-    await encode(store)
-    before = {(info.name, info.modified_s) async for info in store.list()}
-    tally = (await encode(store)).tally
-    assert (tally.num_encoded, tally.num_done, tally.num_deleted) == (0, 1, 0)
-    assert {(info.name, info.modified_s) async for info in store.list()} == before
-
-
 async def test_existing_variants_are_not_encoded_again(local: Meddler) -> None:
     (segment,) = segments(1)
     await commit_segment(local, segment)
@@ -190,10 +179,7 @@ async def test_existing_variants_are_not_encoded_again(local: Meddler) -> None:
     before = (await manifest_of(local, segment)).variants[0]
     steps: list[Step] = []
     targets = make_targets(["hevc", "deflate"], ["240p"])
-    options = EncodeOptions(targets, grace_s=0)
-    encoder = Encoder(local, options, on_step=lambda step, name: steps.append(step))
-    await encoder.run_once()
-    await encoder.close()
+    await encode(local, targets, lambda step, name: steps.append(step))
     assert steps.count("put") == 1
     assert (await manifest_of(local, segment)).variants[0] == before
     await require_encoded(local, segment, targets)
@@ -293,17 +279,13 @@ async def test_data_evicted_before_it_is_read_is_no_failure(local: Meddler) -> N
     """The store evicts the segment after its manifest is read and before its data is."""
     (segment,) = segments(1)
     await commit_segment(local, segment)
-    encoder = Encoder(
-        local, EncodeOptions(HEVC, grace_s=0), on_step=lambda step, name: evict() if step == "read" else None
-    )
 
-    def evict() -> None:
-        for name in (segment.manifest.key.manifest_name, segment.data_name):
+    def evict(step: Step, _: str) -> None:
+        for name in (segment.manifest.key.manifest_name, segment.data_name) if step == "read" else ():
             (local.root / name).unlink(missing_ok=True)
 
-    await encoder.run_once()
-    await encoder.close()
-    assert (encoder.tally.num_changed, encoder.tally.failures) == (1, {})
+    tally = (await encode(local, on_step=evict)).tally
+    assert (tally.num_changed, tally.failures) == (1, {})
     assert await names(local) == set()
 
 
@@ -407,18 +389,6 @@ async def test_data_without_a_manifest_is_left_alone(local: Meddler) -> None:
     await local.put(segment.data_name, segment.data)
     await encode(local)
     assert await names(local) == {segment.data_name}
-
-
-async def test_encodes_only_the_given_namespace(local: Meddler) -> None:
-    mine, _ = make_segment(num_pages=2)
-    other, _ = make_segment(num_pages=2, model="other")
-    for segment in (mine, other):
-        await commit_segment(local, segment)
-    encoder = Encoder(local, EncodeOptions(HEVC, prefix=mine.manifest.key.namespace, grace_s=0))
-    await encoder.run_once()
-    await encoder.close()
-    await require_encoded(local, mine)
-    assert await manifest_of(local, other) == other.manifest
 
 
 async def test_watch_encodes_new_segments_and_survives_an_outage(local: Meddler) -> None:
@@ -532,24 +502,6 @@ class TestGarbage:
         assert await store.head(first.data_name) is not None
         assert (len(garbage), garbage.due_in_s) == (1, 10)
         await store.close()
-
-    async def test_data_is_deleted_only_when_due(self, local: Meddler) -> None:
-        now = 0.0
-        (segment,) = segments(1)
-        made = transcode(segment.manifest, segment.data, HEVC)
-        await commit_segment(local, segment)
-        await commit_segment(local, made)
-        garbage = Garbage(local, 10, clock=lambda: now)
-        garbage.note_unnamed(segment.data_name, None)
-        now = 9.9
-        await garbage.delete_due()
-        assert len(garbage) == 1
-        now = 10.0
-        deleted = []
-        await garbage.delete_due(lambda name, num_bytes: deleted.append((name, num_bytes)))
-        assert deleted == [(segment.data_name, len(segment.data))]
-        assert await local.head(segment.data_name) is None
-        assert len(garbage) == 0
 
 
 def digest(segment: CodedSegment) -> str:

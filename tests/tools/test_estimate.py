@@ -110,36 +110,5 @@ def test_values_a_token_by_kind_of_model(config: Path, changes: dict[str, Any], 
     assert values_per_token(str(config)) == values
 
 
-@pytest.mark.parametrize(
-    ("content", "link", "message"),
-    [
-        ("{}", "1Gbps", "num_hidden_layers is None; expected a number"),
-        ("[", "1Gbps", "is not a model's config.json"),
-        (None, "1Gbps", "expected a config.json, or a folder with one"),
-        (json.dumps(SMOLLM), "10", "expected a form such as 10Gbps"),
-    ],
-)
-def test_what_it_cannot_read_is_named(tmp_path: Path, content: str | None, link: str, message: str) -> None:
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    result = kvfetch("estimate", "--model", str(tmp_path), "--link", link, "--prefill-tps", "1000")
-    assert result.exit_code == 2
-    assert message in result.stderr
-
-
-def test_a_model_s_name_gets_the_command_that_downloads_its_config() -> None:
-    result = kvfetch("estimate", "--model", "Qwen/Qwen3-8B", "--link", "1Gbps", "--prefill-tps", "1000")
-    assert result.exit_code == 2
-    assert "type hf download Qwen/Qwen3-8B config.json --local-dir Qwen3-8B, and give that folder" in result.stderr
-
-
-@pytest.mark.parametrize("prices", ["1,2", "a,b,c", "-1,1,1", "nan,1,1", "inf,1,1"])
-def test_prices_that_are_none_are_named(config: Path, prices: str) -> None:
-    options = ("--model", str(config), "--link", "1Gbps", "--prefill-tps", "1000", "--s3-prices", prices)
-    result = kvfetch("estimate", *options)
-    assert result.exit_code == 2
-    assert "expected three numbers such as 0.023,0.005,0.0004" in result.stderr
-
-
 def test_links_are_bits_a_second() -> None:
     assert [parse_link(text) for text in ("10Gbps", "2.5 Gbps", "100Mbps")] == [10e9, 2.5e9, 100e6]

@@ -33,9 +33,6 @@ def environment() -> Iterator[dict[str, str]]:
     ("command", "code", "what"),
     [
         (("inspect", f"s3://{BUCKET}/kv"), 0, "no segments"),
-        (("clear", f"s3://{BUCKET}/kv", "--dry-run"), 0, "0 segments"),
-        (("verify", f"s3://{BUCKET}/kv"), 0, "0 segments"),
-        (("doctor", f"s3://{BUCKET}/kv", "--store-only"), 0, "the store can be used from here"),
         (("unpin", f"s3://{BUCKET}/kv", "--prompt", "[1]", "--page-size", "1"), 1, "there was no such pin"),
         (("inspect", "s3://no-such-bucket/kv"), 2, "NoSuchBucket"),
     ],

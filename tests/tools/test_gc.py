@@ -2,20 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
-from harness.s3_server import BUCKET, S3Server, running_s3_server
+from harness.s3_server import BUCKET, S3Server
 from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex
 from sgl_kvfetch.stores.s3 import S3Store
 from sgl_kvfetch.testing import expiring, make_segment, page_hashes
-from tests.segments import put_all, using
+from tests.segments import names, put_all, using
 from tests.tools.conftest import Stored, kvfetch, kvfetch_json, unchanged
 
 URL = f"s3://{BUCKET}/kv"
@@ -25,21 +23,11 @@ KEYS = [segment.manifest.key for segment in SEGMENTS]
 SIZE = len(SEGMENTS[0].data) + len(SEGMENTS[0].manifest.encode())
 
 
-def names(store: AdminStore) -> set[str]:
-    async def listed(store: AdminStore) -> set[str]:
-        return {info.name async for info in store.list()}
-
-    return using(store, listed)
-
-
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """A bucket with three segments, which the environment leads to."""
-    with running_s3_server() as server:
-        for key, value in server.config.items():
-            monkeypatch.setenv(f"AWS_{key.upper()}", value)
-        put_all(S3Store(URL), *SEGMENTS)
-        yield server
+def s3(s3: S3Server) -> S3Server:
+    """Its bucket has three segments."""
+    put_all(S3Store(URL), *SEGMENTS)
+    return s3
 
 
 @pytest.mark.process
@@ -57,13 +45,13 @@ def test_a_bucket_with_an_index(s3: S3Server) -> None:
         assert result.exit_code == 0, result.output
         assert KEYS[1].stem in result.output
         assert "would delete 1 segments, 0 of them expired, and 0 that are not whole" in result.output
-        assert len(names(S3Store(URL))) == 6
+        assert len(using(S3Store(URL), names)) == 6
 
         result = kvfetch("gc", *options)
         assert result.exit_code == 0, result.output
         assert result.output.startswith("deleted 1 segments, 0 of them expired, and 0 that are not whole")
         assert "2 segments stay" in result.output
-        assert not any(KEYS[1].stem in name for name in names(S3Store(URL)))
+        assert not any(KEYS[1].stem in name for name in using(S3Store(URL), names))
 
         redis.client.set(PageIndex(IndexOptions(redis.url, timeout_s=WAIT_S), URL)._key(b"lease"), b"another")
         result = kvfetch("gc", *options)
@@ -81,7 +69,7 @@ def test_a_bucket_without_an_index(s3: S3Server) -> None:
         "num_levels": 0,
         "failures": {},
     }
-    assert names(S3Store(URL)) == set()
+    assert using(S3Store(URL), names) == set()
 
 
 @pytest.mark.process
@@ -94,7 +82,7 @@ def test_without_limits_only_expired_segments_go(s3: S3Server, later: Callable[[
     later(4000)
     summary = kvfetch_json("gc", URL, "--grace", "0")
     assert (summary["num_expired"], summary["evicted"]) == (1, [KEYS[1].stem])
-    assert not any(KEYS[1].stem in name for name in names(S3Store(URL)))
+    assert not any(KEYS[1].stem in name for name in using(S3Store(URL), names))
 
 
 def test_a_directory(stored: Stored) -> None:
@@ -104,7 +92,7 @@ def test_a_directory(stored: Stored) -> None:
     assert "3 segments stay" in result.output
     result = kvfetch("gc", stored.url, "--capacity", "1", "--grace", "0")
     assert result.exit_code == 0, result.output
-    assert names(LocalStore(stored.root)) == set()
+    assert using(LocalStore(stored.root), names) == set()
 
 
 def test_quotas(stored: Stored) -> None:
@@ -119,34 +107,6 @@ def test_quotas(stored: Stored) -> None:
     inside = {stem for stem in stems if stem.startswith(folder)}
     assert set(summary["evicted"]) == inside
     assert summary["unused_quotas"] == []
-    left = names(LocalStore(stored.root))
+    left = using(LocalStore(stored.root), names)
     assert left
     assert not any(name.startswith(f"{folder}/") for name in left)
-
-
-def test_malformed_limits_are_refused(tmp_path: Path) -> None:
-    for options, message in (
-        (("--quota", "1GiB"), "MODEL=SIZE"),
-        (("--quota", "llama=1GiB", "--quota", "llama=2GiB"), "each MODEL once"),
-        (("--quota", "llama=1G"), "invalid size"),
-    ):
-        result = kvfetch("gc", str(tmp_path), *options)
-        assert result.exit_code == 2
-        assert message in result.output
-
-
-@pytest.mark.parametrize(
-    ("store", "options", "message"),
-    [
-        ("http://127.0.0.1:1", (), "kvfetch serve --capacity"),
-        ("http://127.0.0.1:1", ("--quota", "llama=1GiB"), "on its directory"),
-        ("/no/such/directory", (), "is not a directory"),
-        ("s3://bucket", ("--capacity", "10G"), "invalid size"),
-        (".", ("--index", "redis://127.0.0.1:1"), "has its own"),
-        ("s3://bucket", ("--index", "http://127.0.0.1:1"), "the index's URL"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(store: str, options: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    result = kvfetch("gc", store, *(() if "--capacity" in options else ("--capacity", "1GiB")), *options)
-    assert result.exit_code == 2
-    assert message in result.output

@@ -107,21 +107,6 @@ def test_keys(tmp_path: Path, stored: Stored) -> None:
     assert "encrypted with the key 'ours'" in said(*get, exit_code=2)
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("list", "STORE", "x"), "kvfetch profile list expects nothing behind the store"),
-        (("put", "STORE"), "kvfetch profile put expects a FILE behind the store"),
-        (("rm", "STORE"), "kvfetch profile rm expects a DIGEST behind the store"),
-        (("get", "STORE", "x"), "--out FILE belongs to kvfetch profile get, which needs it"),
-        (("list", "STORE", "--out", "x"), "--out FILE belongs to kvfetch profile get, which needs it"),
-    ],
-)
-def test_wrong_uses(stored: Stored, args: tuple[str, ...], message: str) -> None:
-    filled = (str(stored.root) if arg == "STORE" else arg for arg in args)
-    assert message in said("profile", *filled, exit_code=2)
-
-
 def test_inspect_shows_what_is_stored_by_each(tmp_path: Path, stored: Stored) -> None:
     assert kvfetch_json("inspect", str(stored.root))["profiles"] == []
     digest = put(stored.root, tmp_path, 1)

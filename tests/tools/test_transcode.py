@@ -39,8 +39,8 @@ def decoded_equal(a: CodedSegment, i: int, b: CodedSegment, j: int) -> bool:
         torch.equal(one, other)
         for cell in a.manifest.cells()
         for one, other in zip(
-            x.decode_cell(cell, a.variant_data(i)[slice(*x.cell_range(cell))]),
-            y.decode_cell(cell, b.variant_data(j)[slice(*y.cell_range(cell))]),
+            x.decode_cell(cell, x.chunks_in(cell, [a.variant_data(i)])),
+            y.decode_cell(cell, y.chunks_in(cell, [b.variant_data(j)])),
             strict=True,
         )
     )

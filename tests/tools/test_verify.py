@@ -4,6 +4,7 @@ import random
 import shlex
 import shutil
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys, StoreKeys
-from sgl_kvfetch.codec.container.manifest import Manifest
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.sides import encode_side
@@ -36,16 +36,13 @@ def verify_json(target: str, exit_code: int, *args: str) -> Any:
     return kvfetch_json("verify", target, *args, exit_code=exit_code)
 
 
-def with_chunk(manifest: Manifest, index: int, **changes: Any) -> Manifest:
-    """A manifest whose own checksum holds, with one chunk's row changed."""
-    (variant,) = manifest.variants
+def with_chunk(segment: CodedSegment, **changes: Any) -> bytes:
+    """Return the manifest, whose own checksum holds, with the second chunk's row changed."""
+    (variant,) = segment.manifest.variants
     chunks = list(variant.chunks)
-    chunks[index] = msgspec.structs.replace(chunks[index], **changes)
-    return msgspec.structs.replace(manifest, variants=(msgspec.structs.replace(variant, chunks=tuple(chunks)),))
-
-
-def in_namespace(manifest: Manifest, **changes: Any) -> Manifest:
-    return msgspec.structs.replace(manifest, namespace=dataclasses.replace(manifest.namespace, **changes))
+    chunks[1] = msgspec.structs.replace(chunks[1], **changes)
+    changed = msgspec.structs.replace(variant, chunks=tuple(chunks))
+    return msgspec.structs.replace(segment.manifest, variants=(changed,)).encode()
 
 
 def run_verifier(store: LocalStore, read_bytes: int = 4 << 20) -> Report:
@@ -69,6 +66,10 @@ def test_a_sound_store(stored: Stored) -> None:
     assert "3 segments" in result.stdout
     assert "all is well" in result.stdout
     assert result.stderr == ""
+
+
+def test_an_empty_store_is_sound(tmp_path: Path) -> None:
+    assert verify_json(str(tmp_path), 0)["num_segments"] == 0
 
 
 def test_side_pages_are_read_together_and_each_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +98,6 @@ def test_side_pages_are_read_together_and_each_is_verified(tmp_path: Path, monke
         "its bytes do not match the digest in its name",
     ]
     assert len(reads) > 5
-
-
-def test_an_empty_store_is_sound(tmp_path: Path) -> None:
-    assert verify_json(str(tmp_path), 0)["num_segments"] == 0
 
 
 @pytest.mark.process
@@ -207,25 +204,6 @@ def test_many_problems_of_one_object_are_cut_short(stored: Stored) -> None:
     assert lines[-1].endswith("more")
 
 
-@pytest.mark.parametrize("change", [-7, 7])
-def test_data_of_another_length(stored: Stored, change: int) -> None:
-    data = stored.data_path(0).read_bytes()
-    stored.data_path(0).write_bytes(data[:change] if change < 0 else data + bytes(change))
-    (problem,) = verify_json(stored.url, 1)["problems"]
-    assert problem["name"] == stored.segments[0].data_name
-    assert f"has {len(data) + change} bytes, expected {len(data)}" in problem["what"]
-
-
-def test_missing_data(stored: Stored) -> None:
-    stored.data_path(1).unlink()
-    (problem,) = verify_json(stored.url, 1)["problems"]
-    assert problem == {
-        "name": stored.segments[1].data_name,
-        "what": "missing, though its manifest names it",
-    }
-    assert verify_json(stored.url, 1)["num_segments"] == 3
-
-
 def test_orphans_are_counted_and_no_fault(stored: Stored) -> None:
     stored.manifest_path(1).unlink()
     # Also data that the manifest beside it does not name: a segment that was replaced.
@@ -236,42 +214,48 @@ def test_orphans_are_counted_and_no_fault(stored: Stored) -> None:
     assert "2 data objects" in kvfetch("verify", stored.url).stdout
 
 
-def test_integers_that_decode_to_something_else(stored: Stored) -> None:
-    """The compressed bytes are as written, and the codec gives back other integers than the writer had."""
-    manifest = with_chunk(stored.segments[2].manifest, 1, decoded_checksum=bytes(16))
-    stored.manifest_path(2).write_bytes(manifest.encode())
+@pytest.mark.parametrize(
+    ("suffix", "change", "named", "what"),
+    [
+        ("kvd", lambda segment, _: segment.data[:-7], "kvd", "has {less} bytes, expected {size}"),
+        ("kvd", lambda segment, _: segment.data + bytes(7), "kvd", "has {more} bytes, expected {size}"),
+        ("kvd", None, "kvd", "missing, though its manifest names it"),
+        # The compressed bytes are as written, and the codec gives back other integers than the writer had.
+        ("kvm", lambda segment, _: with_chunk(segment, decoded_checksum=bytes(16)), "kvd", "decoded k: checksum does"),
+        ("kvm", lambda segment, _: with_chunk(segment, codec="av2"), "kvm", "codec 'av2' is unknown"),
+        (
+            "kvm",
+            lambda segment, _: as_newer(segment.manifest.encode(), later=b"\x91" * 100_000 + b"\xc0"),
+            "kvm",
+            "malformed",
+        ),
+        ("kvm", lambda _, other: other.manifest.encode(), "kvm", "belongs under the name"),
+    ],
+)
+def test_each_kind_of_damage_is_one_problem(
+    stored: Stored, suffix: str, change: Callable[..., bytes] | None, named: str, what: str
+) -> None:
+    paths, size = {"kvd": stored.data_path(2), "kvm": stored.manifest_path(2)}, len(stored.segments[2].data)
+    if change is None:
+        paths[suffix].unlink()
+    else:
+        paths[suffix].write_bytes(change(stored.segments[2], stored.segments[0]))
     (problem,) = verify_json(stored.url, 1)["problems"]
-    assert problem["name"] == stored.segments[2].data_name
-    assert "decoded k: checksum does not match" in problem["what"]
+    assert problem["name"] == str(paths[named].relative_to(stored.root))
+    assert what.format(size=size, less=size - 7, more=size + 7) in problem["what"]
 
 
-def test_an_unknown_codec(stored: Stored) -> None:
-    stored.manifest_path(0).write_bytes(with_chunk(stored.segments[0].manifest, 0, codec="av2").encode())
-    (problem,) = verify_json(stored.url, 1)["problems"]
-    assert "codec 'av2' is unknown" in problem["what"]
-
-
-def test_an_unknown_quantiser(stored: Stored) -> None:
-    manifest = in_namespace(stored.segments[2].manifest, quantiser="uint9")
+@pytest.mark.parametrize(
+    ("quantiser", "what"),
+    [("uint9", "quantiser 'uint9' is unknown"), ("exact", "segment is quantised as")],
+)
+def test_a_quantiser_that_does_not_fit_is_named(stored: Stored, quantiser: str, what: str) -> None:
+    namespace = dataclasses.replace(stored.segments[2].manifest.namespace, quantiser=quantiser)
+    manifest = msgspec.structs.replace(stored.segments[2].manifest, namespace=namespace)
     put(stored.root, CodedSegment(manifest, stored.segments[2].data))
     (problem,) = verify_json(stored.url, 1)["problems"]
-    assert problem["name"] == manifest.key.manifest_name
-    assert "quantiser 'uint9' is unknown" in problem["what"]
-
-
-def test_a_quantiser_that_does_not_fit_its_segment(stored: Stored) -> None:
-    manifest = in_namespace(stored.segments[2].manifest, quantiser="exact")
-    put(stored.root, CodedSegment(manifest, stored.segments[2].data))
-    (problem,) = verify_json(stored.url, 1)["problems"]
-    assert "segment is quantised as" in problem["what"]
-
-
-def test_a_manifest_that_nests_without_end(stored: Stored) -> None:
-    nested = as_newer(stored.segments[0].manifest.encode(), later=b"\x91" * 100_000 + b"\xc0")
-    stored.manifest_path(0).write_bytes(nested)
-    (problem,) = verify_json(stored.url, 1)["problems"]
-    assert problem["name"] == stored.segments[0].manifest.key.manifest_name
-    assert "malformed" in problem["what"]
+    assert problem["name"] in (manifest.key.manifest_name, manifest.data_name(manifest.variants[0]))
+    assert what in problem["what"]
 
 
 def test_encrypted_segments_are_decoded_with_the_key(tmp_path: Path, coded: tuple[CodedSegment, ...]) -> None:
@@ -323,20 +307,6 @@ def test_signatures_are_counted_without_a_key(stored: Stored) -> None:
     assert "2 manifests are signed (not checked" in kvfetch("verify", stored.url).stdout
 
 
-@pytest.mark.parametrize("command", ["verify", "inspect"])
-def test_a_key_file_that_cannot_be_used(stored: Stored, tmp_path: Path, command: str) -> None:
-    result = kvfetch(command, stored.url, "--manifest-key-file", str(tmp_path / "missing"))
-    assert result.exit_code == 2
-    assert "cannot be read" in result.stderr
-
-
-def test_a_manifest_under_another_name(stored: Stored) -> None:
-    shutil.copy(stored.manifest_path(0), stored.manifest_path(1))
-    (problem,) = verify_json(stored.url, 1)["problems"]
-    assert problem["name"] == stored.segments[1].manifest.key.manifest_name
-    assert "belongs under the name" in problem["what"]
-
-
 def test_rebuild_makes_the_catalog_anew(stored: Stored) -> None:
     result = kvfetch("verify", stored.url, "--rebuild")
     assert result.exit_code == 0
@@ -344,18 +314,12 @@ def test_rebuild_makes_the_catalog_anew(stored: Stored) -> None:
     pages = stored.segments[0].manifest.page_hashes
     found = using(LocalStore(stored.root), lambda store: store.lookup(key.namespace, pages))
     assert found.num_pages == key.num_pages
-    result = kvfetch("verify", "http://127.0.0.1:1", "--rebuild")
-    assert result.exit_code == 2
-    assert "not a directory" in result.stderr
 
 
 def test_one_segment_among_others(stored: Stored) -> None:
     flip(stored.data_path(0), 5)
     verify_json(str(stored.data_path(0)), 1)
     verify_json(f"{stored.url}#{stored.segments[1].manifest.key.stem}", 0)
-    result = kvfetch("verify", f"{stored.url}#ffff")
-    assert result.exit_code == 2
-    assert "nothing is stored" in result.stderr
 
 
 def test_files_out_of_a_store(stored: Stored, tmp_path: Path) -> None:

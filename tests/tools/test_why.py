@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from sgl_kvfetch.keys import FORMAT_MAJOR, HeadSlice, Namespace, label_of_reques
 from sgl_kvfetch.prompts import page_hashes
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.status import Decided, ServerStatus
-from sgl_kvfetch.testing import NAMESPACE
+from sgl_kvfetch.testing import NAMESPACE, expiring
 from tests.codec.container.test_levels import KLT, SPEC as KLT_SPEC
 from tests.codec.quant.profiles import values_of
 from tests.reasons import assert_why
@@ -214,44 +214,35 @@ def test_pages_that_were_evicted(tmp_path: Path) -> None:
     assert found["stored_pages"] == 4
 
 
-def test_pages_that_have_expired(tmp_path: Path) -> None:
-    rest = coded(pages=range(4, 8))
-    expired = replace(rest, manifest=msgspec.structs.replace(rest.manifest, expires=int(time.time()) - 100))
-    store(tmp_path, coded(pages=range(4)), expired)
-    found = why(tmp_path)
-    assert_why(found, Reason.EXPIRED, pages=range(4, 8))
-    assert "UTC" in found["findings"][0]["detail"]
-
-
-def test_damaged_data(tmp_path: Path) -> None:
-    store(tmp_path, coded(pages=range(4)), coded(pages=range(4, 8)))
-    path = tmp_path / coded(pages=range(4, 8)).data_name
-    path.write_bytes(path.read_bytes()[:-1] + b"\x00")
-    assert_why(why(tmp_path), Reason.CORRUPT, pages=range(4, 8))
-
-
-def test_missing_data(tmp_path: Path) -> None:
-    store(tmp_path, coded())
-    (tmp_path / coded().data_name).unlink()
-    assert_why(why(tmp_path), Reason.MISSING, pages=range(8))
-
-
-def test_a_damaged_manifest(tmp_path: Path) -> None:
-    rest = coded(pages=range(4, 8))
-    store(tmp_path, coded(pages=range(4)), rest)
-    path = tmp_path / rest.manifest.key.manifest_name
-    path.write_bytes(path.read_bytes()[:-1] + b"\x00")
-    assert_why(why(tmp_path), Reason.CORRUPT, pages=range(4, 8))
-
-
-def test_a_manifest_of_a_later_version(tmp_path: Path) -> None:
-    rest = coded(pages=range(4, 8))
-    store(tmp_path, coded(pages=range(4)), rest)
-    path = tmp_path / rest.manifest.key.manifest_name
-    content = bytearray(path.read_bytes()[:-16])
+def later_version(manifest: bytes) -> bytes:
+    content = bytearray(manifest[:-16])
     content[4:6] = (FORMAT_MAJOR + 1).to_bytes(2, "little")
-    path.write_bytes(content + xxhash.xxh3_128_digest(content))
-    assert_why(why(tmp_path), Reason.FORMAT, pages=range(4, 8))
+    return bytes(content) + xxhash.xxh3_128_digest(content)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "reason"),
+    [
+        ("kvd", lambda content: content[:-1] + b"\x00", Reason.CORRUPT),
+        ("kvd", None, Reason.MISSING),
+        ("kvm", lambda content: content[:-1] + b"\x00", Reason.CORRUPT),
+        ("kvm", later_version, Reason.FORMAT),
+        ("", None, Reason.EXPIRED),
+    ],
+)
+def test_the_rest_of_a_prompt_cannot_be_read(
+    tmp_path: Path, suffix: str, change: Callable[[bytes], bytes] | None, reason: Reason
+) -> None:
+    rest = coded(pages=range(4, 8))
+    store(tmp_path, coded(pages=range(4)), rest if suffix else expiring(rest, time.time() - 100))
+    path = tmp_path / (rest.data_name if suffix == "kvd" else rest.manifest.key.manifest_name)
+    if change is not None:
+        path.write_bytes(change(path.read_bytes()))
+    elif suffix:
+        path.unlink()
+    found = why(tmp_path)
+    assert_why(found, reason, pages=range(4, 8))
+    assert ("UTC" in found["findings"][0]["detail"]) == (reason == Reason.EXPIRED)
 
 
 def test_keys(tmp_path: Path, key_file: Path) -> None:
@@ -430,19 +421,3 @@ def test_a_request(tmp_path: Path) -> None:
         result = kvfetch("why", str(tmp_path), "--server", url, "--request", "d")
         assert result.exit_code == 2
         assert "the server remembers no request 'd'. It remembers the last 4" in result.output
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((), "expected --prompt or --file"),
-        (("--request", "x"), "--request needs --server"),
-        (("--request", "x", "--prompt", "[1]", "--server", "http://127.0.0.1:1"), "--request needs --server"),
-        (("--prompt", "a text"), "texts need --model"),
-        (("--prompt", "[1]", "--server", "http://127.0.0.1:1"), "no SGLang server answers there"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(tmp_path: Path, args: tuple[str, ...], message: str) -> None:
-    result = kvfetch("why", str(tmp_path), *args)
-    assert result.exit_code == 2
-    assert message in result.output

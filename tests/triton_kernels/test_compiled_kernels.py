@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.compiled_kernels.__main__ import PAGE
-from benchmarks.compiled_kernels.machine_code import Facts as MachineFacts
-from benchmarks.compiled_kernels.page import floor_lines, page
 from tests.triton_kernels.tritons import run_python
 
 pytestmark = pytest.mark.process
 
-DOCS = Path(__file__).parents[2] / "docs"
 FLOATS = ("float32", "bfloat16", "float16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
@@ -38,7 +33,7 @@ def compiled() -> Facts:
 
 
 def facts_of(*arguments: str, triton: Path | None = None) -> Facts:
-    lines = run_python("-m", "benchmarks.compiled_kernels", "facts", *arguments, triton=triton).splitlines()
+    lines = run_python("-m", "benchmarks.compiled_kernels", *arguments, triton=triton).splitlines()
     return {(x["kernel"], x["target"]): x for x in map(json.loads, lines)}
 
 
@@ -97,33 +92,6 @@ def test_the_oldest_triton_compiles_every_kernel(compiled: Facts, oldest_triton:
         assert facts["stack_bytes"] == 0, f"{kernel}: registers spill"
         assert facts["access_bytes"] >= compiled[kernel, target]["access_bytes"], kernel
         assert facts["instructions"] == compiled[kernel, target]["instructions"], kernel
-
-
-def test_the_page_says_what_is_compiled_now(compiled: Facts) -> None:
-    """``python -m benchmarks.compiled_kernels`` writes it anew."""
-    written = PAGE.read_text()
-    if f"with Triton {importlib.metadata.version('triton')}." not in written:
-        pytest.skip("it was compiled with another Triton")
-    facts = [MachineFacts(**{name: immutable(x) for name, x in each.items()}) for each in compiled.values()]
-    assert page(facts) == written
-
-
-def immutable(x: Any) -> Any:
-    return tuple(x) if isinstance(x, list) else x
-
-
-def test_the_docs_have_the_floors_that_are_computed_now() -> None:
-    assert "\n".join(floor_lines()) in (DOCS / "kernels.md").read_text()
-
-
-def test_the_page_has_what_the_options_of_restore_klt_are_expected_to_take() -> None:
-    """By this Triton's machine code, and by the cycles that the emulator counts."""
-    page = (DOCS / "gpu" / "model.md").read_text()
-    if f"compiled by Triton {importlib.metadata.version('triton').rpartition('.')[0]}," not in page:
-        pytest.skip("it was compiled with another Triton")
-    lines = run_python("-m", "benchmarks.compiled_kernels", "options").splitlines()
-    assert len(lines) == 2 + 4 + 5
-    assert set(lines) <= set(page.splitlines())
 
 
 def test_references_need_no_triton() -> None:

@@ -11,7 +11,7 @@ from sgl_kvfetch.triton_kernels.runtime import INTERPRETED, jit, tl
 
 
 @jit
-def _number_programs(p_out):
+def _number_programs(p_out):  # type: ignore[no-untyped-def]
     i_program = tl.program_id(0)
     tl.store(p_out + i_program, i_program)
 

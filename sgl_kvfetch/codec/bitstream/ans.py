@@ -11,7 +11,7 @@ check.
 row has a class, which says how large its integers are. It is coded. Each token has an energy: how large its integers
 were in the rows before, relative to those rows' classes. It is not coded, because the decoder computes it from the same
 rows. Class and energy together choose one of 48 distributions, which are part of the format and the same for every
-model (docs/format.md, `benchmarks.codec.ans_tables`). So a bitstream has no tables, and short ones are small, too.
+model (docs/format.md). So a bitstream has no tables, and short ones are small, too.
 
 **Lanes.** A state depends on the one before, so one state would use one unit of a CPU. Tokens take turns in 32 lanes,
 each with a state of its own, and share the words: vectors, or a warp's threads, decode one bitstream together. In each

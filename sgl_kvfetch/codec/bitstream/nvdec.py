@@ -15,7 +15,7 @@ import importlib.util
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -88,23 +88,6 @@ def supports_size(caps: DecodeCaps, width: int, height: int) -> bool:
         and caps.min_height <= height <= caps.max_height
         and macroblocks <= caps.max_macroblocks
     )
-
-
-def pass_trials(
-    codecs: Collection[str], supported: Container[str], trial: Callable[[str], str]
-) -> tuple[list[str], str]:
-    """Try out those of ``codecs`` that are supported. Return those that pass, and a description of the result.
-
-    ``trial`` takes a codec's name and returns what is wrong; an empty string if nothing is.
-    """
-    usable, on_cpu = [], ""
-    for name in codecs:
-        reason = trial(name) if name in supported else "its chroma format is not supported"
-        if reason:
-            on_cpu += f"; {name} on the CPU: {reason}"
-        else:
-            usable.append(name)
-    return usable, f"{', '.join(usable) or 'nothing'}{on_cpu}"
 
 
 def moving_gradients(num_frames: int) -> torch.Tensor:
@@ -344,9 +327,14 @@ def open_nvdec(device: Device) -> tuple[Nvdec | None, str]:
         return None, "HEVC is decoded on the CPU: this GPU's video engines do not decode it"
     found = Nvdec(nvc, device, caps)
     decoders = found.open_session()
-    usable, result = pass_trials(HEVC_CODECS, caps, lambda name: _trial(HEVC_CODECS[name], decoders[name]))
-    about = f"decoded on NVDEC, {found.num_engines} engines: {result}"
-    return (Nvdec(nvc, device, {name: caps[name] for name in usable}) if usable else None), about
+    usable, on_cpu = {}, ""
+    for name, codec in HEVC_CODECS.items():
+        if reason := _trial(codec, decoders[name]) if name in caps else "its chroma format is not supported":
+            on_cpu += f"; {name} on the CPU: {reason}"
+        else:
+            usable[name] = caps[name]
+    about = f"decoded on NVDEC, {found.num_engines} engines: {', '.join(usable) or 'nothing'}{on_cpu}"
+    return (Nvdec(nvc, device, usable) if usable else None), about
 
 
 def open_current_nvdec() -> tuple[Nvdec | None, str]:

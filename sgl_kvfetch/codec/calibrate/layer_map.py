@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from sgl_kvfetch.codec.calibrate.layers import LayeredModel
-from sgl_kvfetch.codec.calibrate.pools import type_of
+from sgl_kvfetch.codec.calibrate.layers import LayeredModel, type_of
 from sgl_kvfetch.codec.quant.layer_map import LayerMap, ModelLayer, Pool
 from sgl_kvfetch.codec.quant.rope import Rope, unrotate
 

@@ -41,7 +41,6 @@ import torch
 
 from sgl_kvfetch.codec.calibrate.addend import Addend, SmallPass, find_addend, main_output
 from sgl_kvfetch.codec.calibrate.packed import Packing, take_packing
-from sgl_kvfetch.codec.calibrate.pools import keeps_nothing, pool_of_keys
 from sgl_kvfetch.codec.calibrate.text import prompt_start
 from sgl_kvfetch.codec.quant.layer_map import Pool
 from sgl_kvfetch.errors import ConfigError, KVFetchError, UnsupportedError
@@ -57,6 +56,37 @@ _PLAIN_WEIGHTS = {
 }
 _NOT_ATTENTION = re.compile(r"\.(mlp|experts|feed_forward|block_sparse_moe)\.")
 _OTHER_STATES = "keep other states, beside keys and values or instead of them"
+
+
+# Models by their names. SGLang decides by a model's architecture whether layers with a window share the pool of the
+# others, as in Gemma 3, or have a pool of their own, which forgets what a window has left: `is_hybrid_swa_model` names
+# these. tests/codec/calibrate/test_pools.py compares them with SGLang, which a machine that calibrates need not have.
+WINDOWS_APART = frozenset(
+    {
+        "BeamForCausalLM",
+        "DeepseekV4ForCausalLM",
+        "DiffusionGemmaForBlockDiffusion",
+        "Gemma4ForCausalLM",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
+        "GptOssForCausalLM",
+        "GraniteMoeSWAForCausalLM",
+        "GraniteSWAForCausalLM",
+        "InklingForConditionalGeneration",
+        "LagunaForCausalLM",
+        "Llama4ForConditionalGeneration",
+        "MellumForCausalLM",
+        "MiMoV2FlashForCausalLM",
+        "MiMoV2ForCausalLM",
+        "MuseGlimmerForCausalLM",
+        "MuseGlimmerForConditionalGeneration",
+        "Step3p5ForCausalLM",
+        "Step3p7ForConditionalGeneration",
+    }
+)
+_SLIDING = ("sliding_attention", "chunked_attention")
+# Layers without attention, in models whose layers are either attention or something else.
+_KEEPS_NOTHING = ("mlp", "moe")
 
 
 class KV(NamedTuple):
@@ -672,3 +702,26 @@ def _multiply_in_parts(head: Any, x: torch.Tensor) -> torch.Tensor:
     """Multiply as a linear layer does. Convert only a part of the weights to the type of ``x`` at a time."""
     parts = [torch.nn.functional.linear(x, w.to(x.dtype)) for w in head.weight.split(_VOCABULARY_AT_ONCE)]
     return torch.cat(parts, -1) if head.bias is None else torch.cat(parts, -1) + head.bias
+
+
+def type_of(config: Any, layer: int) -> str:
+    """Return the type of a layer, as a model's config names it; "" if it does not."""
+    types = getattr(config, "layer_types", None) or ()
+    return str(types[layer]) if layer < len(types) else ""
+
+
+def keeps_nothing(config: Any, layer: int) -> bool:
+    """Return whether a layer that caches nothing has nothing to cache. Others read another layer's K and V."""
+    return type_of(config, layer) in _KEEPS_NOTHING
+
+
+def pool_of_keys(architectures: Sequence[str], config: Any, layer: int) -> Pool:
+    """Return the pool of a layer that keeps keys and values. ``config``: of the text model."""
+    has_window = type_of(config, layer) in _SLIDING or _is_in_pattern(config, layer)
+    return Pool.WINDOW if has_window and not WINDOWS_APART.isdisjoint(architectures) else Pool.KV
+
+
+def _is_in_pattern(config: Any, layer: int) -> bool:
+    """Return whether a layer has a window in MiMo V2's ``hybrid_layer_pattern``."""
+    pattern = getattr(config, "hybrid_layer_pattern", None) or ()
+    return layer < len(pattern) and pattern[layer] == 1

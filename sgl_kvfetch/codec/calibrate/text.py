@@ -9,7 +9,7 @@ from __future__ import annotations
 import lzma
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,12 +92,6 @@ def _default_kinds() -> list[Kind]:
         parsed = msgspec.json.decode(line, type=_Line)
         texts.setdefault(parsed.kind, []).append(parsed.text)
     return [Kind(name, tuple(of_kind)) for name, of_kind in texts.items()]
-
-
-def write_kinds(path: Path, kinds: Mapping[str, Iterable[str]]) -> None:
-    """Write texts as the default text is kept: a JSON object a line, compressed."""
-    lines = (msgspec.json.encode(_Line(kind, text)) for kind, texts in kinds.items() for text in texts if text)
-    path.write_bytes(lzma.compress(b"\n".join(lines), preset=9 | lzma.PRESET_EXTREME))
 
 
 def windows_of_kinds(

@@ -65,7 +65,7 @@ def merge_segments(
                     if first < first_page or end > end_page:
                         raise FormatError(f"a span of {reader.manifest.key.stem} crosses the end of a merged span")
                     part = cell._replace(span=span)
-                    pieces.append(reader.decode_cell(part, reader.cell_data(part, data)))
+                    pieces.append(reader.decode_cell(part, reader.chunks_in(part, data)))
         return join_parts(parts, pieces)
 
     return _with_sides(encode_cells(spec, manifest, joined_cell, executor).joined(), left, right)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -26,6 +25,19 @@ from sgl_kvfetch.types import KVGeometry
 BYTES_CODEC = ZstdCodec()  # for parts that are plain bytes
 # A part of plain bytes holds at most every value of its cell, and this many bytes a token.
 _MOST_BYTES_A_TOKEN = 4096
+
+
+class StoredChunk(NamedTuple):
+    """Where a chunk of a cell is stored: bytes ``[start, end)`` of an object, in which it is the chunk ``number``.
+    ``level``: the object's, among `SegmentReader.object_names`."""
+
+    level: int
+    number: int
+    start: int
+    end: int
+
+
+CellChunks = Sequence[memoryview]  # a cell's chunks, in the order of `SegmentReader.stored`
 
 
 class CodedChunk(NamedTuple):
@@ -144,23 +156,23 @@ class SegmentReader:
             )
         return found
 
-    def cell_ranges(self, cell: Cell) -> list[tuple[int, int]]:
-        """Return bytes ``[start, end)`` of a cell in each of ``object_names``. Together they are the cell's bytes."""
+    def stored(self, cell: Cell) -> list[StoredChunk]:
+        """Return where a cell's chunks are stored: one a part in the variant's object, then one in that of each
+        level."""
         index, each = self._index(cell), self._num_parts
         first, *further = self._offsets
-        levels = ((offsets[index], offsets[index + 1]) for offsets in further)
-        return [(first[index * each], first[(index + 1) * each]), *levels]
+        parts = [StoredChunk(0, i, first[i], first[i + 1]) for i in range(index * each, (index + 1) * each)]
+        return parts + [StoredChunk(i, index, ends[index], ends[index + 1]) for i, ends in enumerate(further, 1)]
+
+    def chunks_in(self, cell: Cell, objects: Sequence[bytes | memoryview]) -> list[memoryview]:
+        """Return a cell's chunks. ``objects``: the contents of ``object_names``."""
+        return [memoryview(objects[each.level])[each.start : each.end] for each in self.stored(cell)]
 
     def coded_bytes(self, cell: Cell) -> int:
-        """Return the size of a cell's bytes."""
-        return self._coded_bytes[self._index(cell)]
-
-    @cached_property
-    def _coded_bytes(self) -> list[int]:
-        """The sizes of all cells' bytes, in storage order."""
-        each, (first, *further) = self._num_parts, self._offsets
-        of_levels = ([end - start for start, end in pairwise(offsets)] for offsets in (first[::each], *further))
-        return list(map(sum, zip(*of_levels, strict=True)))
+        """Return the size of a cell's chunks."""
+        index, each = self._index(cell), self._num_parts
+        first, *further = self._offsets
+        return first[(index + 1) * each] - first[index * each] + sum(x[index + 1] - x[index] for x in further)
 
     def span_bytes(self, span: int) -> int:
         """Return the size of a span's bytes that the rank reads."""
@@ -187,33 +199,6 @@ class SegmentReader:
             kept = self.num_levels - count
             self._coarser[count] = SegmentReader(self.manifest, self.quantiser, index, self.rank_heads, kept)
         return self._coarser[count]
-
-    def cell_data(self, cell: Cell, objects: Sequence[bytes | memoryview]) -> bytes | memoryview:
-        """Return a cell's bytes. ``objects``: the contents of ``object_names``."""
-        pieces = [memoryview(x)[slice(*each)] for x, each in zip(objects, self.cell_ranges(cell), strict=True)]
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def cell_range(self, cell: Cell) -> tuple[int, int]:
-        """Return bytes ``[start, end)`` of a cell in the variant's data object, without further levels."""
-        return self.cell_ranges(cell)[0]
-
-    def _chunk_numbers(self, cell: Cell) -> list[tuple[int, int]]:
-        """Return the number of the object and the number there of each of a cell's chunks: one a part of the variant's,
-        one of each level's."""
-        index, each = self._index(cell), self._num_parts
-        levels = range(1, len(self._objects))
-        return [(0, i) for i in range(index * each, (index + 1) * each)] + [(number, index) for number in levels]
-
-    def chunk_sizes(self, cell: Cell) -> list[int]:
-        """Return the sizes of a cell's chunks, which are its bytes: one a part, and one of each further level."""
-        return [self._objects[number].chunks[index].size_bytes for number, index in self._chunk_numbers(cell)]
-
-    def chunk_ranges(self, cell: Cell) -> list[list[tuple[int, int]]]:
-        """Return bytes ``[start, end)`` of a cell's chunks in each of ``object_names``."""
-        found: list[list[tuple[int, int]]] = [[] for _ in self._objects]
-        for number, index in self._chunk_numbers(cell):
-            found[number].append((self._offsets[number][index], self._offsets[number][index + 1]))
-        return found
 
     def span_cells(self, span: int) -> Iterator[Cell]:
         """Yield the span's cells that the rank reads, in storage order."""
@@ -262,21 +247,10 @@ class SegmentReader:
             if can_decode(variant.codecs)
         )
 
-    def decode_cell(self, cell: Cell, data: bytes | memoryview, decoders: Decoders | None = None) -> Quantised:
-        """Verify a cell's bytes and decode them into its parts, on the host. ``decoders``: for codecs that are not
+    def decode_cell(self, cell: Cell, chunks: CellChunks, decoders: Decoders | None = None) -> Quantised:
+        """Verify a cell's chunks and decode them into its parts, on the host. ``decoders``: for codecs that are not
         decoded on the CPU. Raises CorruptError, FormatError."""
-        expected = self.coded_bytes(cell)
-        if len(data) != expected:
-            raise CorruptError(f"{cell} has {len(data)} bytes, expected {expected}")
-        left, pieces = memoryview(data), []
-        for size in self.chunk_sizes(cell):
-            pieces.append(left[:size])
-            left = left[size:]
-        return self.decode_chunks(cell, pieces, decoders)
-
-    def decode_chunks(self, cell: Cell, stored: Sequence[memoryview], decoders: Decoders | None = None) -> Quantised:
-        """Do what `decode_cell` does with the bytes of each of a cell's chunks."""
-        pieces = self._verified_pieces(cell, stored)
+        pieces = self._verified_pieces(cell, chunks)
         parts = tuple(
             self._decode_integers(cell, part, piece, decoders or {})
             if part.layout
@@ -301,29 +275,27 @@ class SegmentReader:
         """Return the row of a cell's last part."""
         return self.variant.chunks[(self._index(cell) + 1) * self._num_parts - 1]
 
-    def verified_cell(self, cell: Cell, stored: Sequence[memoryview]) -> tuple[list[np.ndarray], bytes | memoryview]:
+    def verified_cell(self, cell: Cell, chunks: CellChunks) -> tuple[list[np.ndarray], bytes | memoryview]:
         """Verify the chunks of a cell for which `is_in_one_bitstream` holds. Return its parts but for the last one, as
         bytes, and its integers as they are coded. Raises CorruptError, FormatError."""
-        *others, coded = self._verified_pieces(cell, stored)
+        *others, coded = self._verified_pieces(cell, chunks)
         pairs = zip(self.manifest.parts, others, strict=False)
         parts = [np.frombuffer(self._decode_bytes(cell, part, piece), dtype=np.uint8) for part, piece in pairs]
         self._require_sound(cell, parts)
         return parts, coded.bitstream
 
-    def _verified_pieces(self, cell: Cell, stored: Sequence[memoryview]) -> list[CodedChunk]:
-        """Return a cell's chunks, verified and decrypted."""
-        found: list[list[CodedChunk]] = [[] for _ in self._objects]
-        for (number, index), piece in zip(self._chunk_numbers(cell), stored, strict=True):
-            rows = self._objects[number]
-            chunk = rows.chunks[index]
-            chunk.require_coded(piece, rows.digest_of(index), f"{cell}, digits" if number else cell)
+    def _verified_pieces(self, cell: Cell, chunks: CellChunks) -> list[CodedChunk]:
+        """Return a cell's parts, each with its levels, verified and decrypted."""
+        found = []
+        for (level, number, *_), piece in zip(self.stored(cell), chunks, strict=True):
+            rows = self._objects[level]
+            row = rows.chunks[number]
+            row.require_coded(piece, rows.digest_of(number), f"{cell}, digits" if level else cell)
             cipher = self.manifest.ciphers.get(rows.data_digest)
-            bitstream = cipher.decrypt(index, piece, str(cell)) if cipher else piece
-            frame_sum = None if number else self.variant.frame_sum(index)
-            found[number].append(CodedChunk(chunk, bitstream, frame_sum))
-        chunks, *further = found
-        levels = tuple(chunk for (chunk,) in further)
-        return [chunk._replace(levels=levels) if chunk.row.codec == LADDER else chunk for chunk in chunks]
+            bitstream = cipher.decrypt(number, piece, str(cell)) if cipher else piece
+            found.append(CodedChunk(row, bitstream, None if level else self.variant.frame_sum(number)))
+        parts, levels = found[: self._num_parts], tuple(found[self._num_parts :])
+        return [part._replace(levels=levels) if part.row.codec == LADDER else part for part in parts]
 
     def dequantise_cell(self, cell: Cell, quantised: Quantised, tokens: slice = slice(None)) -> CellValues:
         """Return the values of a cell, ``(tokens, layers, heads, dim)`` of the KV dtype, for ``tokens`` of the span."""

@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # a store has neither
     import numpy as np
     import torch
 
-WORD_BYTES = 8
 GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio; odd, so no two indices have the same multiple
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1

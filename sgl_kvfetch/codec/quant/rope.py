@@ -54,12 +54,6 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
         angles = (positions / self.position_divisor)[:, None] * inv_freq
         return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.attention_scaling
 
-    def inverse_table(
-        self, first_token: int, num_tokens: int, device: torch.device | str | None = None
-    ) -> torch.Tensor:
-        """Return `table` as rotations by the opposite angles need it, which undo both the rotation and the scaling."""
-        return self.table(first_token, num_tokens, device) / self.attention_scaling**2
-
 
 @dataclass(frozen=True, eq=False)
 class Rotations:
@@ -98,7 +92,7 @@ class Rotations:
     def inverse_table(
         self, first_token: int, num_tokens: int, device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """Return the `Rope.inverse_table` of each."""
+        """Return `table` as rotations by the opposite angles need it, which undo both the rotation and the scaling."""
         tables = self.table(first_token, num_tokens, device)
         return torch.stack([x / rope.attention_scaling**2 for x, rope in zip(tables, self.ropes, strict=True)])
 

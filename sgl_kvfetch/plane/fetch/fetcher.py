@@ -38,14 +38,13 @@ from itertools import islice
 import numpy as np
 
 from sgl_kvfetch import metrics, timeline
-from sgl_kvfetch.codec import Cell, CellValues, Decoders, Quantised, SegmentReader
+from sgl_kvfetch.codec import CellChunks, CellValues, Decoders, Quantised, SegmentReader
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.plane.arena import PagePool
 from sgl_kvfetch.plane.choice import Cost
 from sgl_kvfetch.plane.fetch.ahead import AheadReader
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
 from sgl_kvfetch.plane.fetch.plan import (
-    CellChunks,
     CellsKey,
     Chooser,
     LevelPolicy,
@@ -77,7 +76,7 @@ class Destination(ABC):
     """What one fetch restores cells to, until it is closed. Closing waits for the write under way, and nothing is
     written afterwards: the memory may then belong to another request. Threads may restore cells at once."""
 
-    takes_units = False  # whether all cells of a unit are decoded in one job, and not each in its own
+    takes_units = False  # whether all cells of a unit are decoded in one job, and not each as a unit of its own
 
     def __init__(self) -> None:
         self._is_closed = False
@@ -98,20 +97,19 @@ class Destination(ABC):
         """Return whether the cells of a fetch's part were verified by another fetch, and need not be read."""
         return False
 
-    def places(self, reader: SegmentReader, cells: Sequence[Cell]) -> list[CellChunks] | None:
-        """Return where the chunks of some cells may be received, if they stay as they are coded. Else return None."""
+    def places(self, unit: ReadUnit) -> list[CellChunks] | None:
+        """Return where the chunks of a unit's cells may be received, if they stay as they are coded. Else return
+        None."""
         return None
 
     @abstractmethod
-    def decode(
-        self, part: SpanPart, reader: SegmentReader, cells: Sequence[tuple[Cell, CellChunks]], decoders: Decoders
-    ) -> Keep:
-        """Verify and decode the chunks of some cells of a part, which ``reader`` reads; they may lie in `places`. What
+    def decode(self, part: SpanPart, unit: ReadUnit, chunks: Sequence[CellChunks], decoders: Decoders) -> Keep:
+        """Verify and decode the chunks of a unit's cells, of which ``part`` is wanted; they may lie in `places`. What
         is returned writes them. Both raise CorruptError, FormatError, UnsupportedError."""
 
     @abstractmethod
-    def working_bytes(self, reader: SegmentReader, cells: Sequence[Cell]) -> int:
-        """Return the bytes of memory that some cells need until they are written."""
+    def working_bytes(self, unit: ReadUnit) -> int:
+        """Return the bytes of memory that a unit's cells need until they are written."""
 
 
 class PoolPages(Destination):
@@ -123,23 +121,22 @@ class PoolPages(Destination):
         self._pool = pool
         self._pages = pages
 
-    def decode(
-        self, part: SpanPart, reader: SegmentReader, cells: Sequence[tuple[Cell, CellChunks]], decoders: Decoders
-    ) -> Keep:
-        decoded = [(cell, reader.decode_chunks(cell, chunks, decoders)) for cell, chunks in cells]
-        return partial(self._dequantise, part, reader, decoded)
+    def decode(self, part: SpanPart, unit: ReadUnit, chunks: Sequence[CellChunks], decoders: Decoders) -> Keep:
+        decoded = [unit.reader.decode_cell(cell, each, decoders) for cell, each in zip(unit.cells, chunks, strict=True)]
+        return partial(self._dequantise, part, unit, decoded)
 
-    def working_bytes(self, reader: SegmentReader, cells: Sequence[Cell]) -> int:
+    def working_bytes(self, unit: ReadUnit) -> int:
         """Count frames, their integers, and some values."""
-        most_values = max(min(_VALUES_AT_ONCE, reader.manifest.cell_values(cell)) for cell in cells)
-        return sum(2 * reader.frames_bytes(cell) for cell in cells) + most_values * _BYTES_A_VALUE
+        most_values = max(min(_VALUES_AT_ONCE, unit.reader.manifest.cell_values(cell)) for cell in unit.cells)
+        return sum(2 * unit.reader.frames_bytes(cell) for cell in unit.cells) + most_values * _BYTES_A_VALUE
 
-    def _dequantise(self, part: SpanPart, reader: SegmentReader, cells: Sequence[tuple[Cell, Quantised]]) -> None:
+    def _dequantise(self, part: SpanPart, unit: ReadUnit, decoded: Sequence[Quantised]) -> None:
         """Dequantise cells a few pages at a time, and write those that are wanted."""
+        reader = unit.reader
         page_size, grid = reader.geometry.page_size, reader.manifest.grid
         places = {page: self._pages[i] for page, i in zip(part.span_pages, part.request_pages, strict=True)}
         num_pages = reader.manifest.span_tokens(part.span) // page_size
-        for cell, quantised in cells:
+        for cell, quantised in zip(unit.cells, decoded, strict=True):
             layers, heads = grid.layers(cell.layer_group), reader.heads_of(cell)
             step = max(1, _VALUES_AT_ONCE * num_pages // reader.manifest.cell_values(cell))
             for first in range(0, num_pages, step):
@@ -179,32 +176,29 @@ class Restorer:
     ) -> None:
         """Restore the cells of a unit, which have these chunks. ``part``: the pages that are wanted of its span.
         Raises what `restore_cells` raises, when no cell is under way any more."""
-        cells = list(zip(unit.cells, chunks, strict=True))
-        # To verify a cell takes less than to hand it to a thread. To decode its values takes long.
-        runs = [cells] if destination.takes_units else [[each] for each in cells]
+        units = [(unit, chunks)]
+        if not destination.takes_units:  # to decode a cell's values takes long; to verify it, less than a hand-over
+            units = [(replace(unit, cells=(cell,)), [x]) for cell, x in zip(unit.cells, chunks, strict=True)]
         jobs = [
             self._run(
-                unit.reader,
-                [cell for cell, _ in run],
-                partial(restore_cells, destination, part, unit.reader, run, request=request),
-                destination.working_bytes(unit.reader, [cell for cell, _ in run]),
+                each,
+                partial(restore_cells, destination, part, each, theirs, request=request),
+                destination.working_bytes(each),
             )
-            for run in runs
+            for each, theirs in units
         ]
         # Wait for all cells even if one fails: they hold memory until they are done.
         for error in await asyncio.gather(*jobs, return_exceptions=True):
             if error is not None:
                 raise error
 
-    async def _run(
-        self, reader: SegmentReader, cells: Sequence[Cell], job: Callable[[Decoders], None], num_bytes: int
-    ) -> None:
-        """Run the job of some cells on the pool, within ``num_bytes`` of memory."""
+    async def _run(self, unit: ReadUnit, job: Callable[[Decoders], None], num_bytes: int) -> None:
+        """Run the job of a unit on the pool, within ``num_bytes`` of memory."""
         await self._budget.acquire(num_bytes)
         try:
-            variant = self._chooser.profile_variant(reader)
-            work = sum(self._chooser.work(reader, cell) for cell in cells)
-            future = self._pool.submit(job, variant, work=work, size_bytes=sum(map(reader.coded_bytes, cells)))
+            variant = self._chooser.profile_variant(unit.reader)
+            work = sum(self._chooser.work(unit.reader, cell) for cell in unit.cells)
+            future = self._pool.submit(job, variant, work=work, size_bytes=unit.size_bytes)
         except BaseException:
             self._budget.release(num_bytes)
             raise
@@ -234,26 +228,23 @@ def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) ->
 def restore_cells(
     destination: Destination,
     part: SpanPart,
-    reader: SegmentReader,
-    cells: Sequence[tuple[Cell, CellChunks]],
+    unit: ReadUnit,
+    chunks: Sequence[CellChunks],
     decoders: Decoders,
     *,
     request: timeline.Request = timeline.NOBODY,
 ) -> None:
-    """Restore some cells of one part, each with its chunks, which ``reader`` reads. ``decoders`` are those of the
-    session that runs this. ``request`` is for the timeline. Raises CorruptError, FormatError, UnsupportedError."""
+    """Restore a unit's cells, which have these chunks, of one part. ``decoders`` are those of the session that runs
+    this. ``request`` is for the timeline. Raises CorruptError, FormatError, UnsupportedError."""
     started_s = time.monotonic()
-    keep = destination.decode(part, reader, cells, decoders)
+    keep = destination.decode(part, unit, chunks, decoders)
     decoded_s = time.monotonic()
     keep()
     ended_s = time.monotonic()
     metrics.STAGE_SECONDS.labels("decode").observe(decoded_s - started_s)
     metrics.STAGE_SECONDS.labels("restore").observe(ended_s - decoded_s)
-    about: dict[str, int | str] = {
-        "bytes": sum(len(x) for _, chunks in cells for x in chunks),
-        "codec": reader.variant.codec,
-    }
-    timeline.add(request, "decode", started_s, decoded_s, **about, levels_left_out=reader.levels_left_out)
+    about: dict[str, int | str] = {"bytes": unit.size_bytes, "codec": unit.reader.variant.codec}
+    timeline.add(request, "decode", started_s, decoded_s, **about, levels_left_out=unit.reader.levels_left_out)
     timeline.add(request, "restore", decoded_s, ended_s)
 
 
@@ -656,7 +647,7 @@ class Fetcher:
                 held.received(unit)
                 return places
             if len(unit.reads) == 1 and not is_used_again:
-                places = fetch.destination.places(unit.reader, unit.cells)
+                places = fetch.destination.places(unit)
                 if places is not None:
                     await self._transmit(unit, fetch.request, unit.by_object(places))
                     return places
@@ -673,8 +664,8 @@ class Fetcher:
         self._begun[unit.key] = data
         self._begun.move_to_end(unit.key)
         while sum(map(len, self._begun.values())) > self._begun_bytes:
-            oldest_name, oldest_cell, _ = oldest = next(iter(self._begun))
-            if (oldest_name, oldest_cell.span) == (unit.reader.data_name, unit.cells[0].span):
+            data_name, _, cell, _ = oldest = next(iter(self._begun))
+            if (data_name, cell.span) == (unit.reader.data_name, unit.cells[0].span):
                 return
             del self._begun[oldest]
 

@@ -29,15 +29,14 @@ from operator import itemgetter
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-from sgl_kvfetch.codec import Cell, Decoders, SegmentReader
+from sgl_kvfetch.codec import Cell, CellChunks, Decoders, SegmentReader
 from sgl_kvfetch.plane.fetch.link import Link, Transfer, robust
 from sgl_kvfetch.plane.fetch.pool import DecodePool, DecodeProfile, Pipeline, PoolState
 
 _LEAST_READ_BYTES = 128 << 10
 
 CellsKey = tuple[str, Cell]  # a segment and the first cell of a run
-CellChunks = Sequence[memoryview]  # the bytes of each of a cell's chunks
-UnitKey = tuple[str, Cell, int]  # a data object, the first cell, and the number of levels
+UnitKey = tuple[str, int, Cell, int]  # a data object, the number of levels, the first cell, and the number of cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +83,13 @@ class ReadUnit:
     @cached_property
     def reads(self) -> list[tuple[str, int, int]]:
         """The objects to read from, and bytes ``[start, end)`` of each."""
-        first, last = self.reader.cell_ranges(self.cells[0]), self.reader.cell_ranges(self.cells[-1])
-        names = self.reader.object_names
-        return [(name, start, end) for name, (start, _), (_, end) in zip(names, first, last, strict=True)]
+        starts = {each.level: each.start for each in reversed(self.reader.stored(self.cells[0]))}
+        ends = {each.level: each.end for each in self.reader.stored(self.cells[-1])}
+        return [(name, starts[level], ends[level]) for level, name in enumerate(self.reader.object_names)]
 
     @property
     def key(self) -> UnitKey:
-        return self.reader.data_name, self.cells[0], self.reader.num_levels
+        return self.reader.data_name, self.reader.num_levels, self.cells[0], len(self.cells)
 
     @property
     def cells_key(self) -> CellsKey:
@@ -103,23 +102,13 @@ class ReadUnit:
 
     def split(self, data: bytes | memoryview) -> list[CellChunks]:
         """Return the chunks of each cell. ``data``: the bytes of all objects, one behind the other."""
-        view, contents = memoryview(data), []
-        end = 0
+        view, shifts, end = memoryview(data), [], 0
         for _, first, last in self.reads:
-            begin, end = end, end + last - first
-            contents.append(view[begin:end])
+            shifts.append(end - first)
+            end += last - first
         assert end == len(view), (end, len(view))
-        return self.split_objects(contents)
-
-    def split_objects(self, contents: Sequence[bytes | memoryview]) -> list[CellChunks]:
-        """Return the chunks of each cell. ``contents``: what `reads` reads of each object."""
-        objects = [(memoryview(each), first) for each, (_, first, _) in zip(contents, self.reads, strict=True)]
         return [
-            [
-                view[start - first : stop - first]
-                for (view, first), ranges in zip(objects, self.reader.chunk_ranges(cell), strict=True)
-                for start, stop in ranges
-            ]
+            [view[shifts[each.level] + each.start : shifts[each.level] + each.end] for each in self.reader.stored(cell)]
             for cell in self.cells
         ]
 

@@ -203,16 +203,12 @@ class KltReads:
         found: Sequence[int] = self._cells.num_rows
         return found
 
-    def open(self, slots: torch.Tensor, read: ReadSlots, page_size: int) -> KltRun:
-        """Return the reads of a run of whole pages. ``slots``: int64, on the device. ``read`` is for tokens that are
-        kept exact."""
-        return KltRun(self, slots, read, page_size)
-
     def quantise(
         self, slots: torch.Tensor, first_token: int, read: ReadSlots, memory: torch.Tensor, offset: int
     ) -> list[torch.Tensor] | None:
         """Quantise consecutive tokens of all cells into shared memory. Return each cell's exact tokens; None if a value
-        is not finite. Waits for the device, once unless tokens are kept exact. See `process.Quantising`."""
+        is not finite. Waits for the device, once unless tokens are kept exact. See `process.Quantising`. ``slots``:
+        int64, on the device. ``read`` is for tokens that are kept exact."""
         if self._memory is None or self._memory.whole is not memory:
             self.close()
             self._memory = PinnedMemory(self._device, memory)
@@ -294,21 +290,6 @@ class KltReads:
             if share > _MOST_OTHERS:
                 return f"a trial gave {share:.0%} other {name}"
         return ""
-
-
-class KltRun:
-    """Quantises the pages of one run."""
-
-    def __init__(self, reads: KltReads, slots: torch.Tensor, read: ReadSlots, page_size: int) -> None:
-        self._reads, self._slots, self._read, self._page_size = reads, slots, read, page_size
-        self.num_rows = reads.num_rows
-
-    def quantise(self, first_page: int, pages: range, memory: torch.Tensor, offset: int) -> list[torch.Tensor] | None:
-        """Quantise some pages, as `KltReads.quantise` does. ``first_page``: the run's position in the sequence.
-        ``pages``: counted from the run's first."""
-        slots = self._slots[pages.start * self._page_size : pages.stop * self._page_size]
-        first_token = (first_page + pages.start) * self._page_size
-        return self._reads.quantise(slots, first_token, self._read, memory, offset)
 
 
 class Others(NamedTuple):
@@ -412,7 +393,7 @@ def _bring_side(buffers: SideBuffers, slots: torch.Tensor, which: slice, host: t
 class CudaRun(PageRun):
     """A run of pages on a GPU. ``klt`` quantises them there, if the GPU can."""
 
-    def __init__(self, reader: SlotReader, slots: torch.Tensor, page_size: int, klt: KltRun | None) -> None:
+    def __init__(self, reader: SlotReader, slots: torch.Tensor, page_size: int, klt: KltReads | None) -> None:
         self._reader, self._slots, self._page_size, self._klt = reader, slots, page_size, klt
         self.num_rows = () if klt is None else klt.num_rows
 
@@ -428,8 +409,10 @@ class CudaRun(PageRun):
     ) -> Sequence[torch.Tensor] | None:
         if self._klt is None:
             return None
+        slots = self._slots[pages.start * self._page_size : pages.stop * self._page_size]
+        first_token = (first_page + pages.start) * self._page_size
         try:
-            return self._klt.quantise(first_page, pages, memory, offset)
+            return self._klt.quantise(slots, first_token, self._reader.read_all, memory, offset)
         except Exception as e:  # a compiler and a driver fail in many ways
             _limited.warning("quantise", f"pages are quantised on the CPU: {brief(e)}")
             return None
@@ -506,11 +489,9 @@ class CudaPages(SlotPages):
     # Ordering, on the scheduler's thread
 
     def open_reads(self, slots: torch.Tensor) -> CudaRun:
-        there, page_size = slots.to(torch.int64), self.geometry.page_size
+        there = slots.to(torch.int64)
         self._fence(self._reads, there)  # a forward pass under way may compute what will be read
-        klt = self._klt_reads
-        run = None if klt is None else klt.open(there, self._reader.read_all, page_size)
-        return CudaRun(self._reader, there, page_size, run)
+        return CudaRun(self._reader, there, self.geometry.page_size, self._klt_reads)
 
     def open_side_reads(self, buffers: SideBuffers, slots: torch.Tensor) -> ReadSidePage:
         there = slots.to(torch.int64)

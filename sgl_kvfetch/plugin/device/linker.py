@@ -20,7 +20,6 @@ from sgl_kvfetch import timeline
 from sgl_kvfetch.errors import KVFetchError
 from sgl_kvfetch.plane import DataPlane, parse_config
 from sgl_kvfetch.plugin import weight_updates
-from sgl_kvfetch.plugin.backend import BACKEND, HookedLinker
 from sgl_kvfetch.plugin.device.offloads import Offloads
 from sgl_kvfetch.plugin.device.pages import (
     DevicePages,
@@ -38,6 +37,7 @@ from sgl_kvfetch.plugin.hooks import try_to_connect
 from sgl_kvfetch.plugin.host.pages import is_mla
 from sgl_kvfetch.plugin.launch_check import read_extra_config
 from sgl_kvfetch.plugin.prefill import PrefillMeter
+from sgl_kvfetch.plugin.register import BACKEND, HookedLinker
 from sgl_kvfetch.plugin.starting import open_engine_plane
 from sgl_kvfetch.plugin.versions import require_distinct_images
 from sgl_kvfetch.plugin.weight_updates import Access

@@ -169,7 +169,7 @@ def open_gpu(pool: Any) -> tuple[Device, bool] | None:
         "kvfetch: device mode has run on one GPU so far, an H200, where a hit did not pay; "
         "--enable-hierarchical-cache gives host mode"
     )
-    from sgl_kvfetch.codec.bitstream.gpu_ans import try_gpu_ans
+    from sgl_kvfetch.triton_kernels.ans import try_gpu_ans
 
     gpu = Device(_kv_buffers(pool)["k"][0].device)  # with its index
     decodes_ans, about = try_gpu_ans(gpu)

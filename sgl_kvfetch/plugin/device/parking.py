@@ -210,8 +210,8 @@ class Prefixes:
             return
         trailing = trailing or {}
         num_shared = next((i for i, each in enumerate(hashes) if each not in self._bringing), len(hashes))
-        if is_for_its_end(trailing):  # another request has no window and no state in the middle of its pages
-            num_shared = 0
+        if is_for_its_end(trailing):  # the tree will have another request's windows and states for its end alone
+            num_shared = 0  # the data plane fetches the same pages once
         prefix = Prefix(req, hashes[num_shared:], timeline.arrived(req.rid), time.monotonic())
         prefix.trailing = trailing
         prefix.num_before = req.prefix_len + num_shared * self._page_size

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, SupportsIndex
 
 from sgl_kvfetch import timeline
-from sgl_kvfetch.plugin.backend import BACKEND, HookedLinker, linker_of
+from sgl_kvfetch.plugin.register import BACKEND, HookedLinker, linker_of
 
 
 class WaitingQueue(list[Any]):

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from benchmarks.codec.kv_model import KVModel
 from harness.models import make_tiny_deepseek, make_tiny_lfm2, make_tiny_mellum, make_tiny_qwen3_5
-from sgl_kvfetch.codec.calibrate import pools
+from sgl_kvfetch.codec.calibrate import layers
 from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model, cell_grid
 from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import KV, LayeredModel
@@ -439,7 +439,7 @@ def test_coded_layers_of_different_shapes_are_named(
 ) -> None:
     """As Gemma 4's would be if SGLang had its windows in the same pool."""
     path = make(tokenizer_files, tmp_path / "model", "gemma4_text", **GEMMA4 | NARROW)
-    monkeypatch.setattr(pools, "WINDOWS_APART", frozenset())
+    monkeypatch.setattr(layers, "WINDOWS_APART", frozenset())
     with pytest.raises(UnsupportedError, match="its layers have keys and values of different shapes"):
         LayeredModel(str(path))
 

@@ -15,8 +15,7 @@ from transformers.models.auto.modeling_auto import (
 
 from harness.models import OTHER_FAMILIES, OTHER_IMAGE_TEXT, make_other_image_text, make_tiny
 from sgl_kvfetch.codec.calibrate.layer_map import map_layers
-from sgl_kvfetch.codec.calibrate.layers import LayeredModel
-from sgl_kvfetch.codec.calibrate.pools import WINDOWS_APART, keeps_nothing, pool_of_keys
+from sgl_kvfetch.codec.calibrate.layers import WINDOWS_APART, LayeredModel, keeps_nothing, pool_of_keys
 from sgl_kvfetch.codec.quant.layer_map import Pool
 from sgl_kvfetch.plugin.identity import pool_layers
 

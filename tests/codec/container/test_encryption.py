@@ -49,7 +49,7 @@ def decoded(segment: CodedSegment, keys: StoreKeys = KEYS, variant: int = 0) -> 
     manifest = open_manifest(decode_manifest(segment.manifest.encode()), keys)
     reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser), variant)
     data = segment.variant_data(variant)
-    return [reader.decode_cell(cell, data[slice(*reader.cell_range(cell))]) for cell in manifest.cells()]
+    return [reader.decode_cell(cell, reader.chunks_in(cell, [data])) for cell in manifest.cells()]
 
 
 def same(a: list[Quantised], b: list[Quantised]) -> bool:

@@ -49,7 +49,7 @@ def segment() -> CodedSegment:
 def cells(found: CodedSegment, num_levels: int = LEVELS) -> list[Quantised]:
     reader = SegmentReader(decode_manifest(found.manifest.encode()), KLT, num_levels=num_levels)
     objects = [found.data, *found.levels_of(0)][: len(reader.object_names)]
-    return [reader.decode_cell(cell, reader.cell_data(cell, objects)) for cell in found.manifest.cells()]
+    return [reader.decode_cell(cell, reader.chunks_in(cell, objects)) for cell in found.manifest.cells()]
 
 
 def changed(manifest: Manifest, *levels: Level) -> Manifest:
@@ -86,21 +86,17 @@ def test_values_of_fewer_levels_are_those_of_a_larger_step(num_levels: int) -> N
         assert 0 < errors[0] < 1.05 * errors[1]
 
 
-def test_a_cell_needs_the_bytes_of_all_levels_that_are_read() -> None:
+def test_a_cell_needs_the_chunks_of_all_levels_that_are_read() -> None:
     manifest = segment().manifest
     cell = next(manifest.cells())
     whole, coarse = (SegmentReader(manifest, KLT, num_levels=count) for count in (LEVELS, 1))
     objects = [segment().data, *segment().level_data]
-    data = bytes(whole.cell_data(cell, objects))
-    with pytest.raises(CorruptError, match="bytes, expected"):
-        whole.decode_cell(cell, coarse.cell_data(cell, objects[:1]))
-    for end in range(1, LEVELS):
-        start = len(data) - sum(level.chunks[0].size_bytes for level in manifest.levels[-end:])
-        bad = bytearray(data)
-        bad[start] ^= 1
-        with pytest.raises(CorruptError, match="digits, compressed bytes: checksum"):
-            whole.decode_cell(cell, bytes(bad))
-    coarse.decode_cell(cell, data[: slice(*coarse.cell_range(cell)).stop])  # nothing of the levels behind it matters
+    chunks = whole.chunks_in(cell, objects)
+    for index in range(-1, -LEVELS, -1):
+        for bad in (bytes([chunks[index][0] ^ 1]) + bytes(chunks[index][1:]), bytes(chunks[index][:-1]), b""):
+            with pytest.raises(CorruptError, match="digits, compressed bytes: checksum"):
+                whole.decode_cell(cell, [*chunks[:index], memoryview(bad), *chunks[len(chunks) + index + 1 :]])
+    coarse.decode_cell(cell, coarse.chunks_in(cell, objects[:1]))
 
 
 def test_the_integers_of_each_prefix_have_a_checksum() -> None:
@@ -113,7 +109,7 @@ def test_the_integers_of_each_prefix_have_a_checksum() -> None:
     reader = SegmentReader(changed(manifest, first, wrong), KLT, num_levels=LEVELS)
     cell = next(manifest.cells())
     with pytest.raises(CorruptError, match="decoded coefficients: checksum"):
-        reader.decode_cell(cell, reader.cell_data(cell, [segment().data, *segment().level_data]))
+        reader.decode_cell(cell, reader.chunks_in(cell, [segment().data, *segment().level_data]))
 
 
 def test_a_segment_without_its_last_level_is_a_coarser_one() -> None:
@@ -135,7 +131,7 @@ def test_a_manifest_that_lacks_levels_and_does_not_say_so_is_refused(num_levels:
     named = num_levels + num_dropped
     for read in range(1, num_levels + 1):
         reader = SegmentReader(manifest, KLT, num_levels=read)
-        data = reader.cell_data(next(manifest.cells()), [segment().data, *segment().level_data][:read])
+        data = reader.chunks_in(next(manifest.cells()), [segment().data, *segment().level_data][:read])
         with pytest.raises(CorruptError, match=f"ladder has {LEVELS} levels, expected the manifest's {named}"):
             reader.decode_cell(next(manifest.cells()), data)
 
@@ -221,7 +217,7 @@ def test_levels_are_encrypted() -> None:
         reader = SegmentReader(opened, KLT, num_levels=num_levels)
         objects = [stored.data, *stored.level_data][:num_levels]
         for cell, expected in zip(opened.cells(), cells(segment(), num_levels), strict=True):
-            found = reader.decode_cell(cell, reader.cell_data(cell, objects))
+            found = reader.decode_cell(cell, reader.chunks_in(cell, objects))
             assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 

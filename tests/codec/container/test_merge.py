@@ -22,7 +22,7 @@ def cells(segment: CodedSegment, quantiser: Quantiser) -> dict[tuple[int, int], 
     reader = SegmentReader(decode_manifest(segment.manifest.encode()), quantiser)
     pieces: dict[tuple[int, int], list[Quantised]] = {}
     for cell in segment.manifest.cells():
-        piece = reader.decode_cell(cell, segment.data[slice(*reader.cell_range(cell))])
+        piece = reader.decode_cell(cell, reader.chunks_in(cell, [segment.data]))
         pieces.setdefault((cell.layer_group, cell.head_block), []).append(piece)
     parts = quantiser.parts(reader.geometry.torch_dtype)
     return {key: join_parts(parts, each) for key, each in pieces.items()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sgl_kvfetch.codec.layout import frames as frame_sum
-from sgl_kvfetch.codec.layout.frames import GAMMA, MIX_1, MIX_2, WORD_BYTES, sum_of_frames
+from sgl_kvfetch.codec.layout.frames import GAMMA, MIX_1, MIX_2, sum_of_frames
 
 _MASK = (1 << 64) - 1
 
@@ -27,8 +27,8 @@ SUM = sum_of_frames(FRAMES)
 def by_the_book(data: bytes) -> int:
     """docs/format.md, word by word."""
     total = 0
-    for j in range(len(data) // WORD_BYTES):
-        z = int.from_bytes(data[WORD_BYTES * j :][:WORD_BYTES], "little") + (j + 1) * GAMMA & _MASK
+    for j in range(len(data) // 8):
+        z = int.from_bytes(data[8 * j :][:8], "little") + (j + 1) * GAMMA & _MASK
         z = (z ^ z >> 30) * MIX_1 & _MASK
         z = (z ^ z >> 27) * MIX_2 & _MASK
         total += z ^ z >> 31

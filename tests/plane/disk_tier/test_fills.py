@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,12 +12,9 @@ from harness.reading import read_bytes
 from harness.waiting import until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment
-from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import disk_tier
 from sgl_kvfetch.plane.disk_tier import DiskTier
-from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts, put_segment
-from tests.codec.container import test_levels as laddered
 from tests.plane.disk_tier.tiers import CHAIN, PIECE, SEGMENT, Events, MakeTier, RemoteStore, content, fetch, fill, read
 
 
@@ -140,31 +135,3 @@ async def test_segments_in_several_variants(tier: DiskTier, remote: RemoteStore,
         assert len(decode_manifest(hit.manifest).variants) == here
     assert hit.manifest == both.manifest.encode()
     assert not events.failures
-
-
-def _has_stored(events: Events, count: int) -> bool:
-    return events.fills["stored"] == count
-
-
-@pytest.mark.parametrize("order", [(0,), (1, 0), (0, 1, 2), (2, 1, 0)], ids=str)
-async def test_levels_are_kept_as_far_as_they_were_read(
-    make: MakeTier, remote: RemoteStore, events: Events, order: Sequence[int]
-) -> None:
-    """The disk's own manifest says which are not there, in whatever order the others have come."""
-    segment = laddered.segment()
-    folder, hashes = laddered.SPEC.heads.folder, segment.manifest.page_hashes
-    await commit_segment(remote, segment)
-    tier = make()
-    await tier.lookup(folder, hashes)
-    objects = list(segment.data_objects())
-    for count, level in enumerate(order, 1):
-        name, content = objects[level]
-        assert await read_bytes(tier, name, 0, len(content)) == content
-        await until(partial(_has_stored, events, count))
-    remote.error = StoreError("refused", "as told")
-    (hit,) = (await tier.lookup(folder, hashes)).hits
-    (variant,) = decode_manifest(hit.manifest).variants
-    kept = next(count for count in range(laddered.LEVELS + 1) if count not in order)
-    assert (1 + len(variant.levels), variant.num_dropped) == (kept, laddered.LEVELS - kept)
-    for name, content in objects[:kept]:
-        assert await read_bytes(tier, name, 0, len(content)) == content

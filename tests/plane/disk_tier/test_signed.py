@@ -76,13 +76,15 @@ async def test_after_all_variants_were_read_the_manifest_is_the_stores(
     assert await found(tier) == [BOTH.manifest]
 
 
-@pytest.mark.parametrize("order", [(0,), (0, 1), (1, 0), (2, 0), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("order", [(0,), (0, 1), (1, 0), (2, 0), (0, 1, 2), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("keys", [StoreKeys(KEYS), StoreKeys()], ids=["signed", "unsigned"])
 async def test_levels_that_were_read_are_served(
-    make: MakeTier, remote: RemoteStore, events: Events, order: tuple[int, ...]
+    make: MakeTier, remote: RemoteStore, events: Events, keys: StoreKeys, order: tuple[int, ...]
 ) -> None:
-    segment = secure_segment(laddered.segment(), StoreKeys(KEYS))
+    """The disk's own manifest says which are not there, in whatever order the others have come."""
+    segment = secure_segment(laddered.segment(), keys)
     folder, hashes = laddered.SPEC.heads.folder, segment.manifest.page_hashes
-    signed = KeyedStore(make(), StoreKeys(KEYS))
+    signed = KeyedStore(make(), keys)
     await commit_segment(signed, segment)
     await signed.lookup(folder, hashes)
     objects = list(segment.data_objects())

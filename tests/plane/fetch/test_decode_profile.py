@@ -23,20 +23,6 @@ from sgl_kvfetch.plane.fetch.pool import (
 from tests.plane.fetch.published import PUBLISHED
 
 
-def test_the_papers_tables() -> None:
-    """Spot checks against the paper's print: rows are concurrencies, columns resolutions."""
-    h20, l20, a100 = PUBLISHED["H20"], PUBLISHED["L20"], PUBLISHED["A100"]
-    assert [p.max_concurrency for p in (h20, l20, a100)] == [7, 3, 5]
-    assert [v.name for v in h20.variants] == ["240p", "480p", "640p", "1080p"]
-    assert [v.size_bytes for v in a100.variants] == [180_000_000, 205_000_000, 235_000_000, 256_000_000]
-    assert h20.decode_time_s(1, 5) == 0.42
-    assert h20.decode_time_s(0, 7) == 0.62
-    assert l20.decode_time_s(3, 3) == 0.161
-    assert a100.decode_time_s(2, 3) == 0.24
-    assert [v.switch_s for v in l20.variants] == [0.06, 0.06, 0.04, 0.0]
-    assert [p.num_sessions for p in (h20, l20, a100)] == [7, 3, 5]
-
-
 def test_a_pool_is_no_larger_than_helps() -> None:
     slow = VariantProfile(name="a", size_bytes=1, decode_s=(1.0, 1.2, 1.9, 2.6))
     assert DecodeProfile(device="d", source="s", variants=(slow,)).num_sessions == 2
@@ -44,6 +30,7 @@ def test_a_pool_is_no_larger_than_helps() -> None:
 
 def test_beyond_the_table_decoders_are_busy() -> None:
     h20 = PUBLISHED["H20"]
+    assert [h20.decode_time_s(1, 5), h20.decode_time_s(0, 7)] == [0.42, 0.62]
     assert h20.decode_time_s(3, 14) == pytest.approx(2 * 0.43)
 
 

@@ -20,7 +20,7 @@ from sgl_kvfetch.errors import CorruptError, StoreError
 from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.link import Link
-from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, read_units, span_parts
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, read_units, span_parts
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.write.writer import commit_segment
@@ -387,7 +387,7 @@ async def test_what_is_decoded_is_bounded(store: SpoiltStore, segment: Segment) 
     wanted = sources(segment, range(8))
     reader = wanted[0].reader
     cells = [cell for span in range(4) for cell in reader.manifest.span_cells(span)]
-    largest = max(PoolPages(Mock(), ()).working_bytes(reader, [cell]) for cell in cells)
+    largest = max(PoolPages(Mock(), ()).working_bytes(ReadUnit(reader, (cell,))) for cell in cells)
     under_way = most = 0
 
     class Watched(DecodePool[Decoders]):

@@ -79,7 +79,7 @@ def values_at(coded: CodedSegment, num_levels: int) -> CellValues:
     memory = MemoryPool(GEOMETRY, NUM_PAGES, 0.0)
     objects = [coded.data, *coded.level_data][:num_levels]
     for cell in coded.manifest.cells():
-        values = reader.dequantise_cell(cell, reader.decode_cell(cell, reader.cell_data(cell, objects)))
+        values = reader.dequantise_cell(cell, reader.decode_cell(cell, reader.chunks_in(cell, objects)))
         memory.write(
             coded.manifest.grid.layers(cell.layer_group),
             coded.manifest.grid.heads(cell.head_block),
@@ -138,8 +138,8 @@ async def test_cells_of_one_unit_are_the_same_at_all_levels(laddered: CodedSegme
             data = b"".join(objects[i][start:end] for i, (_, start, end) in enumerate(coarser.reads))
             assert len(data) == coarser.size_bytes
             for cell, chunks in zip(unit.cells, coarser.split(data), strict=True):
-                assert b"".join(chunks) == coarser.reader.cell_data(cell, objects[: LEVELS - count])
-                assert list(map(len, chunks)) == coarser.reader.chunk_sizes(cell)
+                assert chunks == coarser.reader.chunks_in(cell, objects[: LEVELS - count])
+                assert sum(map(len, chunks)) == coarser.reader.coded_bytes(cell)
 
 
 async def test_what_was_read_ahead_is_fetched_in_the_same_levels(

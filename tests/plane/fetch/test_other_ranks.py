@@ -141,7 +141,7 @@ async def test_a_rank_reads_its_own_heads_of_a_larger_one(store: CountingStore, 
     # And no other bytes.
     reader = SegmentReader(coded.manifest, EXACT)
     own = [c for c in coded.manifest.cells() if coded.manifest.grid.heads(c.head_block).start in heads]
-    expected = sum(end - start for start, end in map(reader.cell_range, own))
+    expected = sum(map(reader.coded_bytes, own))
     assert sum(length for _, length in store.ranges) == total_bytes(found) == expected
     assert expected < len(coded.data) * (len(heads) + 1) / 4
     assert rank.faults == []

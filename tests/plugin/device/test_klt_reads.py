@@ -357,5 +357,5 @@ def test_what_is_stored(quantiser: KltQuantiser, levels: int, tmp_path: Path, mo
     manifest, data, level_data = asyncio.run(load())
     reader = SegmentReader(manifest, quantiser)
     for cell, expected in zip(manifest.cells(), of_the_cpu(quantiser, pages, 0), strict=True):
-        found = reader.decode_cell(cell, reader.cell_data(cell, [data, *level_data]))
+        found = reader.decode_cell(cell, reader.chunks_in(cell, [data, *level_data]))
         assert_same_but_for_ties(found, expected)

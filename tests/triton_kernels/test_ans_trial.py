@@ -1,13 +1,11 @@
-"""Tests of the trial of `ans` on a GPU, with a fake device. The kernels' own tests are in tests/triton_kernels."""
+"""The trial of `ans` on a GPU, with a fake device."""
 
 from __future__ import annotations
 
 import pytest
 
-from sgl_kvfetch.codec.bitstream import gpu_ans
-from sgl_kvfetch.codec.bitstream.gpu_ans import try_gpu_ans
-from sgl_kvfetch.triton_kernels import runtime
-from sgl_kvfetch.triton_kernels.ans import ans_decode
+from sgl_kvfetch.triton_kernels import ans, runtime
+from sgl_kvfetch.triton_kernels.ans import ans_decode, try_gpu_ans
 from sgl_kvfetch.triton_kernels.xxh3 import xxh3_sums
 from tests.plugin.device.fake_streams import FakeDevice
 
@@ -22,7 +20,7 @@ def test_a_trial_decides_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
         ("xxh3_sums", lambda *args: 1 // 0, "a trial failed: ZeroDivisionError: integer division or modulo by zero"),
     ):
         with monkeypatch.context() as patched:
-            patched.setattr(gpu_ans, name, wrong)
+            patched.setattr(ans, name, wrong)
             assert try_gpu_ans(FakeDevice()) == (False, f"ans is decoded on the CPU: {message}")
     monkeypatch.setenv("KVFETCH_GPU", "0")
     assert try_gpu_ans(FakeDevice()) == (False, "ans is decoded on the CPU: KVFETCH_GPU=0 is set")

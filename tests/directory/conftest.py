@@ -1,0 +1,42 @@
+"""A directory, and what tests of every part of it look at or change behind the store."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from sgl_kvfetch.codec.container.segment import CodedSegment
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.testing import FOLDER
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[LocalStore]:
+    store = LocalStore(tmp_path, orphan_age_s=60)
+    yield store
+    await store.close()
+
+
+def disk_bytes(root: Path) -> int:
+    return sum(path.stat().st_size for path in (root / FOLDER).iterdir())
+
+
+def temporary(root: Path) -> list[Path]:
+    return list(root.rglob(".tmp-*"))
+
+
+def age(*paths: Path, seconds: float = 1000) -> None:
+    for path in paths:
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def write_files(root: Path, *segments: CodedSegment) -> None:
+    """Write segments as files, as if a store that does not check had taken them."""
+    (root / FOLDER).mkdir(parents=True, exist_ok=True)
+    for segment in segments:
+        (root / segment.data_name).write_bytes(segment.data)
+        (root / segment.manifest.key.manifest_name).write_bytes(segment.manifest.encode())
