@@ -26,9 +26,10 @@ def main() -> None:
     parser.add_argument("--continuation", type=int, default=256, help="tokens whose predictions are compared")
     parser.add_argument("--plot", type=Path, help="write a picture of the table here")
     args = parser.parse_args()
+    text, profile = args.text.read_text(), load_profile(args.profile)
     torch.set_grad_enabled(False)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    ids = AutoTokenizer.from_pretrained(args.model)(args.text.read_text(), return_tensors="pt").input_ids
+    ids = AutoTokenizer.from_pretrained(args.model)(text, return_tensors="pt").input_ids
     context, rest = ids[:, : args.tokens].split(args.tokens, 1)[0], ids[:, args.tokens :][:, : args.continuation]
     if context.shape[1] < args.tokens or rest.shape[1] < args.continuation:
         parser.error(f"{args.text} has {ids.shape[1]} tokens, expected {args.tokens + args.continuation}")
@@ -44,7 +45,6 @@ def main() -> None:
         return logits.log_softmax(-1)
 
     exact = predictions(k, v)
-    profile = load_profile(args.profile)
     low, high = profile.curve[0].kl, profile.curve[-1].kl
     exact_bits = compress(k, v).bits_per_value
     print(f"{len(k)} tokens, {k.shape[1]} layers of {k.shape[2]} heads; exact takes {exact_bits:.2f} bits a value")

@@ -13,7 +13,7 @@ import aiohttp
 from xxhash import xxh3_64
 
 from benchmarks.sharegpt.conversations import Conversation
-from sgl_kvfetch.tools.sglang_server import Answer, StreamError, stream_generate
+from sgl_kvfetch.tools.sglang_server import StreamedAnswer, StreamError, stream_generate
 
 # By conversation and turn: the answers in the histories. All runs repeat those of the first run, so that every run
 # sends the same prompts, even if a lossy cache changes the model's answers.
@@ -27,7 +27,7 @@ class Record:
     conversation: int
     turn: int
     start_s: float
-    answer: Answer | None = None
+    answer: StreamedAnswer | None = None
     error: str | None = None
 
 

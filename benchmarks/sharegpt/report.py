@@ -16,7 +16,7 @@ from benchmarks.report import COLOURS, figure
 from benchmarks.sharegpt.load import Result
 from benchmarks.sharegpt.workload import Run
 from benchmarks.stats import distribution
-from sgl_kvfetch.tools.sglang_server import TIERS, Answer
+from sgl_kvfetch.tools.sglang_server import TIERS, StreamedAnswer
 
 FORMAT = 1
 TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "whole request"}
@@ -68,15 +68,15 @@ def _run_json(run: Run, first: Result) -> dict[str, Any]:
     }
 
 
-def _by_turn(result: Result) -> dict[int, list[Answer]]:
-    turns: dict[int, list[Answer]] = {}
+def _by_turn(result: Result) -> dict[int, list[StreamedAnswer]]:
+    turns: dict[int, list[StreamedAnswer]] = {}
     for record in sorted(result.records, key=lambda record: record.turn):
         if record.answer is not None:
             turns.setdefault(record.turn + 1, []).append(record.answer)
     return turns
 
 
-def _turn_json(turn: int, answers: Sequence[Answer]) -> dict[str, Any]:
+def _turn_json(turn: int, answers: Sequence[StreamedAnswer]) -> dict[str, Any]:
     return {
         "turn": turn,
         "requests": len(answers),

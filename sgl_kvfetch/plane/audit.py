@@ -46,7 +46,7 @@ import random
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,11 +59,11 @@ import torch
 from msgspec import Meta
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import CellPlace, CellValues, Pages, Quantiser, RawPages, SegmentReader
+from sgl_kvfetch.codec import CellPlace, CellValues, Pages, Quantiser, RawPages
 from sgl_kvfetch.errors import KVFetchError, why
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.plane.arena import PagePool, consecutive_runs
+from sgl_kvfetch.plane.arena import StridedPages
 from sgl_kvfetch.plane.config import AuditConfig
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
@@ -227,21 +227,6 @@ def records() -> list[AuditRecord]:
     return sorted(found, key=lambda each: -each.parts[-1].at_s)
 
 
-class _Kept(PagePool):
-    """Keeps the values of a few pages: ``(tokens, layers, heads, dim)``."""
-
-    def __init__(self, like: CellValues, page_size: int) -> None:
-        self.values = CellValues(*map(torch.empty_like, like))
-        self._page_size = page_size
-
-    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
-        for whole, x in zip(self.values.cell(layers, heads), values, strict=True):
-            size = self._page_size
-            for run, positions in consecutive_runs(pages):
-                tokens = slice(positions.start * size, positions.stop * size)
-                whole[run.start * size : run.stop * size] = x[tokens]
-
-
 class Auditor:
     """Audits what one rank reads. Belongs to one event loop."""
 
@@ -298,7 +283,7 @@ class Auditor:
         """Return how many of the pages that were found are to be served: all of them, or, if an audit is due, a few
         less. Those are audited once the engine hands them over. No page of a suspect is served, nor one behind it."""
         if self._suspects:
-            stems = (any(reader.stem in self._suspects for reader in _readers(source)) for source in sources)
+            stems = (any(x.reader.stem in self._suspects for x in (source, *source.others)) for source in sources)
             sources = sources[: next((i for i, is_suspect in enumerate(stems) if is_suspect), len(sources))]
         num_pages = min(len(sources), self._num_pages)
         if not num_pages or not self._writes or self.is_over or (self._cuts and not self._is_due(num_pages)):
@@ -386,12 +371,13 @@ class Auditor:
                 if sources is None:
                     sources = await self._finder.find_pages(hashes, _FETCH_S, pages.start)
                 await self._wait_for_others()
-                pool = _Kept(computed, self._geometry.page_size)
+                restored = CellValues(*map(torch.empty_like, computed))
+                pool = StridedPages([x.view(-1, self._geometry.page_size, *x.shape[1:]) for x in restored])
                 fetched = await self._fetcher.fetch(sources, PoolPages(pool, range(len(sources))), _FETCH_S)
                 if fetched.num_pages == len(hashes):
                     coarser = 3.0 ** max(self._fetcher.levels.most_left_out, sources[0].reader.levels_left_out)
                     about = self._quantiser, self._heads, self._tokens(pages), coarser
-                    audited = await self._run(partial(compare, computed, pool.values, *about))
+                    audited = await self._run(partial(compare, computed, restored, *about))
                     result = self._judge(audited, hashes, sources)
                     await self._run(partial(self._note, audited, self._tokens(pages).stop))
                     self._on_audit()
@@ -548,12 +534,6 @@ def _pieces(batch: PageBatch, pages: range) -> list[Pages]:
                 found.append(each.some(slice(lo - begin, hi - begin)))
             begin += count
     return found
-
-
-def _readers(source: PageSource) -> Iterator[SegmentReader]:
-    yield source.reader
-    for other in source.others:
-        yield other.reader
 
 
 def _num_pages(pages: Pages) -> int:

@@ -29,9 +29,8 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane import protocol as m
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.process import (
-    ANSWER_S,
     CLOSE_S,
-    Answer,
+    Awaited,
     EndedError,
     Launch,
     Quantising,
@@ -258,6 +257,7 @@ class Supervisor:
 SHARED_BYTES = 64 << 20
 _QUEUE_BYTES = KVFetchConfig.model_fields["write_queue_bytes"].default
 _END_S = 4.0  # how long a fetch may take to end: SGLang waits 10 s for the thread that waits for it
+_CLEAR_S = 10.0  # how long to wait until the store is cleared, which the data plane gives up after half of it
 _WRITE_S = 1.0  # how long to wait for room for pages
 _WRITES_S = 4.0  # after which no further part of the pages is begun: SGLang waits 10 s for this thread when it stops it
 # Pages that may wait longer do so until there was no room for _NO_ROOM_S, for them and for those before them. There is
@@ -272,49 +272,46 @@ _QUANTISED_BYTES = 32 << 20  # the same of their values, if they come quantised:
 class Fetch:
     """A fetch under way, in the pool's pages. ``over`` tells how many were restored; nothing is written after that."""
 
-    over: Answer[m.Staged]
-    _run: Run
-    _work: int
+    over: Awaited[m.Staged]
 
     def end(self) -> None:
         """End it soon. Wait until the data plane writes nothing more, which takes milliseconds; one that does not
         answer is killed."""
         if self.over.done():
             return
-        self._run.channel.send(m.Unstage(self._work))
+        self.over.unstage()
         try:
             self.over.result(_END_S)
         except TimeoutError:
             logger.warning("kvfetch: the data plane does not end a fetch, and is ended itself")
-            self._run.running.kill()
+            self.over.run.running.kill()
             self.over.result()
 
 
 class SideFetch:
     """A fetch of side pages. They come in parts, since all of them may not fit into the shared memory."""
 
-    def __init__(self, ask: Callable[[int], tuple[Run, int, Answer[m.Staged]]], firsts: Sequence[int]) -> None:
-        """``ask`` begins the part from some page on, and returns its number. ``firsts``: the parts' first pages."""
+    def __init__(self, ask: Callable[[int], Awaited[m.Staged]], firsts: Sequence[int]) -> None:
+        """``ask`` begins the part from some page on. ``firsts``: the parts' first pages."""
         self._ask = ask
         self._firsts = firsts
         self._asked = ask(firsts[0])
 
-    def parts(self, wait: Callable[[Answer[m.Staged]], m.Staged | None]) -> Iterator[dict[int, torch.Tensor]]:
+    def parts(self, wait: Callable[[Awaited[m.Staged]], m.Staged | None]) -> Iterator[dict[int, torch.Tensor]]:
         """Yield the pages of each part that have come, uint8 ``(bytes,)``, by their index. They are readable until the
         next part. ``wait`` waits for an answer, and returns None if no more is wanted."""
         for number, first in enumerate(self._firsts):
             if number:
                 self.end()
                 self._asked = self._ask(first)
-            run, _, over = self._asked
-            if (staged := wait(over)) is None:
+            if (staged := wait(self._asked)) is None:
                 return
-            yield {first + page: content for (_, page), content in run.side_pages(staged).items()}
+            sides = self._asked.run.side_pages(staged)
+            yield {first + page: content for (_, page), content in sides.items()}
 
     def end(self) -> None:
         """End it soon, and free its pages."""
-        run, work, _ = self._asked
-        run.channel.send(m.Unstage(work))
+        self._asked.unstage()
 
 
 class DataPlane(Supervisor):
@@ -361,7 +358,7 @@ class DataPlane(Supervisor):
         trailing: Mapping[str, int] | None = None,
         saved_s: Sequence[tuple[int, float]] = (),
         is_idle: bool = False,
-    ) -> Answer[m.Staged]:
+    ) -> Awaited[m.Staged]:
         """Find the longest stored run of these pages, and read it ahead unless computing it is sooner, as host mode
         does. Arguments as in `protocol.Stage`."""
         work = next(self._numbers)
@@ -387,11 +384,11 @@ class DataPlane(Supervisor):
         is_idle: bool = False,
     ) -> Fetch:
         """Begin to fetch pages to ``places`` in the pool. Other arguments as in `protocol.FetchPages`."""
-        work, run = next(self._numbers), self._run
+        work = next(self._numbers)
         command = m.FetchPages(
             work, b"".join(hashes), tuple(places), deadline_s, is_first, is_last, is_divisible, is_idle
         )
-        return Fetch(run.ask(command, m.Staged(work)), run, work)
+        return Fetch(self._run.ask(command, m.Staged(work)))
 
     def stage(
         self,
@@ -424,10 +421,10 @@ class DataPlane(Supervisor):
         """Begin to bring pages of a side pool, one or more, into shared memory. Call ``end`` of what is returned."""
         num_pages, run = max(1, self._side_part_bytes // self._start.sides[pool]), self._run
 
-        def ask(first: int) -> tuple[Run, int, Answer[m.Staged]]:
+        def ask(first: int) -> Awaited[m.Staged]:
             work = next(self._numbers)
             command = m.FetchSide(work, pool, b"".join(hashes[first : first + num_pages]), deadline_s)
-            return run, work, run.ask(command, m.Staged(work))
+            return run.ask(command, m.Staged(work))
 
         return SideFetch(ask, range(0, len(hashes), num_pages))
 
@@ -524,7 +521,7 @@ class DataPlane(Supervisor):
         work = next(self._numbers)
         cleared = self._run.ask(m.Clear(work), m.ClearOver(work, "the data plane ended"))
         try:
-            fault = cleared.result(2 * ANSWER_S).fault
+            fault = cleared.result(_CLEAR_S).fault
         except TimeoutError:
             fault = "the data plane did not answer"
         if fault:

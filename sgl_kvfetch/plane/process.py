@@ -1,7 +1,7 @@
 """One data plane as the engine sees it, from its launch to its end, with its work under way.
 
 Several threads ask it for work. What is asked for by a thread that waits, or by the scheduler, which looks for answers
-in its steps, is received by these threads themselves (`Answer`); of several that wait, one receives for all.
+in its steps, is received by these threads themselves (`Awaited`); of several that wait, one receives for all.
 ``kvfetch-data`` receives all other events, and watches over the data plane. What must hold, whatever happens:
 
 * Each piece of work is answered once: by its event, or, if the data plane ends first, as lost. So nobody waits for an
@@ -33,7 +33,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -145,7 +145,6 @@ _IDLE_TICKS, _SILENT_TICKS = 12, 80
 _SUSPECT_TICKS = 4  # after so many without an answer in which it does nothing, a spare data plane is started
 CLOSE_S = 10.0
 _REFUSALS: dict[str, type[KVFetchError]] = {kind.__name__: kind for kind in (ConfigError, UnsupportedError)}
-ANSWER_S = 5.0  # how much longer a caller waits than the data plane's own deadline
 
 
 class EndedError(KVFetchError):
@@ -177,29 +176,24 @@ class Quantising:
         return len(self.num_rows) + sum(self.num_rows)
 
 
-class _Quantised(NamedTuple):
-    """Pages that lie quantised in shared memory. ``cells`` and ``exact_offset``: as in `protocol.Write`. ``num_bytes``:
-    without exact tokens."""
-
-    num_bytes: int
-    cells: tuple[tuple[int, int], ...]
-    exact_offset: int
-
-
-class Answer(Future[A]):
+class Awaited(Future[A]):
     """The event that answers a command."""
 
     def __init__(self, run: Run, lost: A, stage: str) -> None:
         """``lost``: the event, if the data plane ends first. ``stage``: what is missed then, for the metrics."""
         super().__init__()
-        self._run = run
+        self.run = run
         self._lost = lost
         self._stage = stage
 
     def result(self, timeout: float | None = None) -> A:
         """Wait for the event. Not for `Taken`, and not on the thread ``kvfetch-data``. Raises TimeoutError."""
-        self._run.hear_until(self, timeout)
+        self.run.hear_until(self, timeout)
         return super().result(0)
+
+    def unstage(self) -> None:
+        """End the work soon, or free what it has staged."""
+        self.run.channel.send(m.Unstage(self._lost.work))
 
     def lose(self, reason: Reason = Reason.DATA_PLANE) -> None:
         """Answer with ``lost``. ``reason``: why pages are missing, if the answer says so."""
@@ -235,7 +229,7 @@ class Run:
         self._sides = sides
         self._lock = threading.Lock()
         self._ended = False  # guarded by the lock, like the work under way
-        self._asked: dict[int, Answer[Any]] = {}
+        self._asked: dict[int, Awaited[Any]] = {}
         self._hearing = threading.Condition()
         self._is_heard = False  # one of the threads that wait receives for all; or none can, as the data plane is gone
         self.profile: m.ProfileTaken | None = None
@@ -251,11 +245,11 @@ class Run:
         self,
         command: m.Stage | m.FetchPages | m.FetchSide | m.Write | m.Clear,
         lost: A,
-    ) -> Answer[A]:
+    ) -> Awaited[A]:
         """Send a command. Return the event that answers it, ``lost`` if the data plane ends first, or if the command is
         too large to be sent."""
         is_lookup = isinstance(command, m.Stage) and command.is_read_ahead
-        asked = Answer(self, lost, "lookup" if is_lookup else "fetch")
+        asked = Awaited(self, lost, "lookup" if is_lookup else "fetch")
         with self._lock:
             is_under_way = not self._ended
             if is_under_way:
@@ -299,13 +293,12 @@ class Run:
 
             quantised = None
             if quantising is not None:
-                quantised = self._quantise(quantising, part, sum(side_sizes), allocate)
+                quantised = self._quantise(command, quantising, part, sum(side_sizes), allocate)
                 if quantised is None:  # as where all tokens are exact
                     undo.pop_all().close()
                     offsets.clear()
             if quantised is not None:
-                command = msgspec.structs.replace(command, cells=quantised.cells, exact=quantised.exact_offset)
-                value_bytes = quantised.num_bytes
+                command, value_bytes = quantised
             else:
                 value_bytes = len(pool_pages) * self._geometry.page_bytes
                 offset = allocate(value_bytes + sum(side_sizes))
@@ -329,10 +322,16 @@ class Run:
         return True
 
     def _quantise(
-        self, quantising: Quantising, part: range, side_bytes: int, allocate: Callable[[int], int | None]
-    ) -> _Quantised | None:
-        """Let pages be quantised into the shared memory, with room for side pages behind them. None if there is no
-        room, or if the pages are to be read as values."""
+        self,
+        command: m.Write,
+        quantising: Quantising,
+        part: range,
+        side_bytes: int,
+        allocate: Callable[[int], int | None],
+    ) -> tuple[m.Write, int] | None:
+        """Let pages be quantised into the shared memory, with room for side pages behind them. Return the command, and
+        how many bytes they take without exact tokens; None if there is no room, or if the pages are to be read as
+        values."""
         value_bytes = len(part) * self._geometry.page_bytes
         num_bytes = quantising.token_bytes * len(part) * self._geometry.page_size
         if num_bytes > value_bytes or (offset := allocate(num_bytes + side_bytes)) is None:
@@ -349,7 +348,7 @@ class Run:
             exact_offset = room
             torch.cat(list(exact), out=self._pages.view(exact_offset, torch.uint8, (exact_bytes,)))
         cells = tuple(zip(quantising.num_rows, sizes, strict=True))
-        return _Quantised(num_bytes, cells, exact_offset)
+        return msgspec.structs.replace(command, cells=cells, exact=exact_offset), num_bytes
 
     def _count_queued(self, num_pages: int) -> None:
         with self._lock:
@@ -407,7 +406,7 @@ class Run:
         if self._asked:
             self._hear(0)
 
-    def hear_until(self, answer: Answer[Any], timeout_s: float | None) -> None:
+    def hear_until(self, answer: Awaited[Any], timeout_s: float | None) -> None:
         """Wait until a command is answered, or for ``timeout_s``."""
         deadline_s = time.monotonic() + (_FOR_EVER_S if timeout_s is None else timeout_s)
         while not answer.done() and (left_s := deadline_s - time.monotonic()) > 0:

@@ -19,7 +19,7 @@ from rich.table import Table
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.tools.bench_prompts import Group, longest_prompt, make_groups, parse_lengths
 from sgl_kvfetch.tools.sglang_server import (
-    Answer,
+    StreamedAnswer,
     StreamError,
     flush_cache,
     open_server,
@@ -202,7 +202,7 @@ class _Run:
         metrics = _Metrics(self._session, server)
         await self._send_some(metrics, group.name, [("first", group.prompts[0])], wait_s)
         before = await metrics.read()
-        answers: list[Answer] = []
+        answers: list[StreamedAnswer] = []
         numbered = [(str(number), prompt) for number, prompt in enumerate(group.prompts)]
         for start in range(0, len(numbered), self._concurrency):
             some = numbered[start : start + self._concurrency]
@@ -221,7 +221,7 @@ class _Run:
 
     async def _send_some(
         self, metrics: _Metrics, name: str, prompts: Sequence[tuple[str, list[int]]], wait_s: float | None
-    ) -> list[Answer]:
+    ) -> list[StreamedAnswer]:
         before = await metrics.read()
         requests = [
             stream_generate(self._session, metrics.server, prompt, 1, cache_salt=f"{self._salt} {name} {number}")

@@ -27,7 +27,7 @@ import typer
 from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.tools.terminal import STORE_HELP, Access, format_age, json_flag, option, show
+from sgl_kvfetch.tools.terminal import STORE_HELP, StoreAccess, format_age, json_flag, option, show
 
 if TYPE_CHECKING:
     from sgl_kvfetch.stores import AdminStore
@@ -65,7 +65,7 @@ _COLOURS: dict[Status, str] = {"yes": "green", "no": "red", "warn": "yellow"}
 
 
 def doctor(
-    access: Access,
+    access: StoreAccess,
     store: Annotated[str | None, typer.Argument(metavar="[STORE]", help=f"Also check this store: {STORE_HELP}")] = None,
     store_only: Annotated[
         bool, option(None, "Check the store alone, on a machine without SGLang.", "--store-only")
@@ -353,7 +353,7 @@ def _check_binding() -> Check:
     return Check(name, "yes", str(getattr(module, "__version__", "installed")))
 
 
-def check_store(url: str, access: Access) -> list[Check]:
+def check_store(url: str, access: StoreAccess) -> list[Check]:
     """Check a store without changing it. Raises ConfigError for an invalid URL."""
     store, url, has_token = _open(url, access)
     parts = urlsplit(url)
@@ -361,7 +361,7 @@ def check_store(url: str, access: Access) -> list[Check]:
     return checks + asyncio.run(_ask(store, url, has_token=has_token))
 
 
-def _open(url: str, access: Access) -> tuple[AdminStore, str, bool]:
+def _open(url: str, access: StoreAccess) -> tuple[AdminStore, str, bool]:
     """Open a store. Return its full URL, too, and whether it gets the token. Raises ConfigError for an invalid URL."""
     from sgl_kvfetch.directory import open_store
     from sgl_kvfetch.stores import HttpOptions, takes_token
@@ -399,7 +399,7 @@ async def _ask(store: AdminStore, url: str, *, has_token: bool) -> list[Check]:
     ]
 
 
-def check_models(url: str, access: Access) -> list[Check]:
+def check_models(url: str, access: StoreAccess) -> list[Check]:
     """Warn of models that the store has under several sets of flags: their servers share nothing."""
     from sgl_kvfetch.stores.upkeep import list_segments
     from sgl_kvfetch.tools.summary import NamespaceSummary, summarise_namespaces

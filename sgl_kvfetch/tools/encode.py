@@ -17,9 +17,9 @@ import typer
 
 from sgl_kvfetch.tools.target import run_on_store
 from sgl_kvfetch.tools.terminal import (
-    Access,
     KeyFiles,
     PartArgument,
+    StoreAccess,
     format_ratio,
     format_size,
     json_flag,
@@ -40,7 +40,7 @@ _MAX_OBJECT_BYTES = 4 << 30  # the default limit of ``kvfetch serve``
 def encode(
     store: PartArgument,
     key_files: KeyFiles,
-    access: Access,
+    access: StoreAccess,
     watch: Annotated[
         bool, option(None, "Keep encoding new segments, or exit when all are done.", "--watch/--once")
     ] = False,

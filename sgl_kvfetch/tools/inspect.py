@@ -30,8 +30,8 @@ from sgl_kvfetch.tools.summary import (
 )
 from sgl_kvfetch.tools.target import OpenTarget, run_on_target
 from sgl_kvfetch.tools.terminal import (
-    Access,
     KeyFiles,
+    StoreAccess,
     TargetArgument,
     format_age,
     format_ratio,
@@ -50,7 +50,7 @@ NAMESPACE_DIGITS, HASH_DIGITS = 12, 16  # enough to be unique, and to use as a p
 def inspect(
     target: TargetArgument,
     key_files: KeyFiles,
-    access: Access,
+    access: StoreAccess,
     as_json: Annotated[
         bool,
         json_flag(

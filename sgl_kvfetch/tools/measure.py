@@ -22,8 +22,8 @@ from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS, NUM_WINDOWS
 from sgl_kvfetch.tools.profiles import SUMMARY, Publication, lines_of, save_and_publish, summary_of
 from sgl_kvfetch.tools.terminal import (
     STORE_HELP,
-    Access,
     KeyFiles,
+    StoreAccess,
     format_size,
     json_flag,
     make_console,
@@ -47,7 +47,7 @@ _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
 def calibrate(
     model: Annotated[str, option("PATH", "Path of a model that transformers can load.")],
     key_files: KeyFiles,
-    access: Access,
+    access: StoreAccess,
     text: Annotated[
         list[str] | None,
         option(

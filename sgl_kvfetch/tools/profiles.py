@@ -31,8 +31,8 @@ from sgl_kvfetch.stores import (
 )
 from sgl_kvfetch.tools.target import run_on_store
 from sgl_kvfetch.tools.terminal import (
-    Access,
     KeyFiles,
+    StoreAccess,
     StoreArgument,
     format_age,
     format_size,
@@ -61,7 +61,7 @@ class Publication:
 
     store: str
     keys: StoreKeys
-    access: Access
+    access: StoreAccess
 
     def require_store(self) -> None:
         """Raise KVFetchError if the store cannot be asked for its profiles, before work is done for one."""
@@ -163,7 +163,7 @@ def profile(
     ],
     store: StoreArgument,
     key_files: KeyFiles,
-    access: Access,
+    access: StoreAccess,
     which: Annotated[
         str | None,
         typer.Argument(metavar="[DIGEST|FILE]", help="A profile's digest, or its beginning; for put, its file."),

@@ -32,10 +32,10 @@ from sgl_kvfetch.stores.upkeep import (
 from sgl_kvfetch.tools.target import open_existing_store, run_on_store
 from sgl_kvfetch.tools.terminal import (
     MODEL_HELP,
-    Access,
     DryRunOption,
     IndexedAccess,
     PartArgument,
+    StoreAccess,
     format_size,
     json_flag,
     make_progress,
@@ -158,7 +158,7 @@ def _amount(cleared: ClearSummary) -> str:
 def move(
     source: PartArgument,
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Another store, of any kind.")],
-    access: Access,
+    access: StoreAccess,
     model: ModelOption = None,
     copy: Annotated[bool, option(None, "Delete nothing at the source.", "--copy")] = False,
     dry_run: DryRunOption = False,

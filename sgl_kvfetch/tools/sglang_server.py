@@ -117,7 +117,7 @@ def served_model(info: Mapping[str, Any]) -> str:
 
 
 @dataclass
-class Answer:
+class StreamedAnswer:
     """``ttft_s`` is the time from sending to the first token. ``itl_s`` holds the gap before each later token; tokens
     of one event share the gap before it. ``cached``: the prompt's tokens that were not computed, by tier."""
 
@@ -164,7 +164,7 @@ async def stream_generate(
     max_new_tokens: int,
     name: str | None = None,
     cache_salt: str | None = None,
-) -> Answer:
+) -> StreamedAnswer:
     """Generate exactly ``max_new_tokens`` tokens, greedily. ``name``, if given, becomes the server's request id.
     Requests with another ``cache_salt`` share no pages.
 
@@ -179,7 +179,7 @@ async def stream_generate(
         body["rid"] = name
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
-    answer = Answer()
+    answer = StreamedAnswer()
     started_s = time.perf_counter()
     async with session.post(f"{url}/generate", json=body, read_bufsize=_LINE_BYTES) as response:
         if response.status != 200:

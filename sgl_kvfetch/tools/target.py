@@ -23,7 +23,7 @@ from sgl_kvfetch.keys import DATA_SUFFIX, MANIFEST_SUFFIX, Namespace, parse_obje
 from sgl_kvfetch.stores import PROFILES, AdminStore, ListedProfile, ObjectInfo, list_profiles, read_profile
 from sgl_kvfetch.stores.upkeep import StoredSegment, list_segments
 from sgl_kvfetch.tools.summary import NamespaceSummary
-from sgl_kvfetch.tools.terminal import Access, IndexedAccess
+from sgl_kvfetch.tools.terminal import IndexedAccess, StoreAccess
 
 if TYPE_CHECKING:
     from sgl_kvfetch.stores.upkeep import Objects
@@ -133,7 +133,7 @@ def require_scheme(text: str) -> str:
     return text
 
 
-def open_existing_store(text: str, access: Access, index: str | None = None, **options: Any) -> AdminStore:
+def open_existing_store(text: str, access: StoreAccess, index: str | None = None, **options: Any) -> AdminStore:
     """Open a store that the user named by its URL or its directory. ``options`` are for `open_store`.
 
     A directory must exist: a typo would look like an empty store. Raises ConfigError.
@@ -154,18 +154,18 @@ def open_existing_store(text: str, access: Access, index: str | None = None, **o
     return open_store(url, token=access.secret if takes_token(url) else None, s3=s3, options=http, **options)
 
 
-def run_on_store(text: str, access: Access, work: Callable[[AdminStore], Awaitable[T]], **options: Any) -> T:
+def run_on_store(text: str, access: StoreAccess, work: Callable[[AdminStore], Awaitable[T]], **options: Any) -> T:
     """Open a store as `open_existing_store` does, and return what ``work`` returns for it. Raises KVFetchError."""
     index = access.index if isinstance(access, IndexedAccess) else None
     return asyncio.run(_run(lambda: open_existing_store(text, access, index, **options), work, access))
 
 
-def run_on_target(text: str, access: Access, work: Callable[[OpenTarget], Awaitable[T]]) -> T:
+def run_on_target(text: str, access: StoreAccess, work: Callable[[OpenTarget], Awaitable[T]]) -> T:
     """Open a TARGET argument as `open_target` does, and return what ``work`` returns for it. Raises KVFetchError."""
     return asyncio.run(_run(lambda: open_target(text, access), work, access))
 
 
-async def _run(open_it: Callable[[], C], work: Callable[[C], Awaitable[T]], access: Access) -> T:
+async def _run(open_it: Callable[[], C], work: Callable[[C], Awaitable[T]], access: StoreAccess) -> T:
     """Work on what ``open_it`` opens. A StoreError gets a note of what to type."""
     access.secret  # noqa: B018, whatever is opened, a token that cannot be read is refused
     opened = open_it()
@@ -223,7 +223,7 @@ class OpenTarget:
         await self.objects.close()
 
 
-def open_target(text: str, access: Access) -> OpenTarget:
+def open_target(text: str, access: StoreAccess) -> OpenTarget:
     """Parse a TARGET argument and open it. Raises ConfigError, and FormatError for an invalid manifest file."""
     path = Path(text)
     if "://" not in text and path.is_file():
@@ -237,7 +237,7 @@ def open_target(text: str, access: Access) -> OpenTarget:
     return OpenTarget(open_existing_store(store, access), prefix, label, store)
 
 
-def _file_at(path: Path, access: Access) -> OpenTarget:
+def _file_at(path: Path, access: StoreAccess) -> OpenTarget:
     if path.suffix not in (MANIFEST_SUFFIX, DATA_SUFFIX):
         raise ConfigError(f"{str(path)!r} is neither a manifest (*{MANIFEST_SUFFIX}) nor data (*{DATA_SUFFIX})")
     path = path.resolve()

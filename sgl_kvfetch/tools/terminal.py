@@ -115,7 +115,7 @@ DryRunOption = Annotated[bool, option(None, "Say what would be deleted or writte
 
 
 @dataclass(frozen=True, kw_only=True)
-class Access:
+class StoreAccess:
     """How a command reaches a store. A command's parameter of this type is all of these options."""
 
     token: TokenOption = None
@@ -156,7 +156,7 @@ class Access:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexedAccess(Access):
+class IndexedAccess(StoreAccess):
     """The same, also of an S3 store with an index."""
 
     index: IndexOption = None

@@ -19,10 +19,10 @@ from sgl_kvfetch.tools.target import INDEX_TIMEOUT_S, run_on_store
 from sgl_kvfetch.tools.terminal import (
     INDEX_HELP,
     MODEL_HELP,
-    Access,
     DryRunOption,
     IndexedAccess,
     IndexOption,
+    StoreAccess,
     StoreArgument,
     format_age,
     format_size,
@@ -211,6 +211,6 @@ def index(
             await pages.close()
         return entered
 
-    entered = run_on_store(url, Access(), rebuild)
+    entered = run_on_store(url, StoreAccess(), rebuild)
     total = f"{entered.num_segments} segments with {entered.num_pages} pages entered, {len(entered.failures)} failed"
     show(entered, as_json, [total], entered.failures)

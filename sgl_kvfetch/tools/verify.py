@@ -24,8 +24,8 @@ from sgl_kvfetch.stores.upkeep import Objects, StoredSegment, decode_named_manif
 from sgl_kvfetch.tools.summary import signature_of
 from sgl_kvfetch.tools.target import OpenTarget, run_on_target
 from sgl_kvfetch.tools.terminal import (
-    Access,
     KeyFiles,
+    StoreAccess,
     TargetArgument,
     format_size,
     how_to_install,
@@ -47,7 +47,7 @@ MAX_COMMANDS = 20
 def verify(
     target: TargetArgument,
     key_files: KeyFiles,
-    access: Access,
+    access: StoreAccess,
     as_json: Annotated[
         bool,
         json_flag(

@@ -108,10 +108,10 @@ async def test_a_bounded_store_counts_all_files_before_it_writes(tmp_path: Path)
     await store.close()
 
 
-def in_database(statement: str) -> Callable[[Path], None]:
+def in_database(script: str) -> Callable[[Path], None]:
     def spoil(path: Path) -> None:
         db = sqlite3.connect(path, isolation_level=None)
-        db.execute(statement)
+        db.executescript(script)
         db.close()
 
     return spoil
@@ -124,7 +124,9 @@ def in_database(statement: str) -> Callable[[Path], None]:
         lambda path: path.write_bytes(b"not a database" * 1000),
         lambda path: os.truncate(path, path.stat().st_size - 1000),  # the last page is cut
         lambda path: shutil.rmtree(path.parent),
-        in_database("PRAGMA user_version = 999"),
+        in_database(
+            "DROP INDEX segments_by_expiry; ALTER TABLE segments DROP COLUMN expires; PRAGMA user_version = 999"
+        ),
         in_database("DELETE FROM totals"),
     ],
     ids=["overwritten", "cut", "removed", "another version", "without totals"],

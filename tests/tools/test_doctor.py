@@ -1,6 +1,7 @@
 import ctypes
 import importlib.metadata
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,7 +24,7 @@ from sgl_kvfetch.plugin import seams, versions
 from sgl_kvfetch.plugin.cpu.platform import ENV
 from sgl_kvfetch.tools import doctor
 from sgl_kvfetch.tools.doctor import Check, check_models, check_store, run_check
-from sgl_kvfetch.tools.terminal import Access
+from sgl_kvfetch.tools.terminal import StoreAccess
 from sgl_kvfetch.triton_kernels import klt_choice
 from tests.segments import make_segment
 from tests.tools.conftest import kvfetch, kvfetch_json, put
@@ -137,13 +138,13 @@ def test_a_model_under_several_sets_of_flags(tmp_path: Path) -> None:
     put(tmp_path, _segment("weights:1", model_dtype=flagless))
     put(tmp_path, _segment("weights:1", model_dtype=flagless, first_layer=5))  # a stage of a pipeline
     put(tmp_path, _segment("weights:2", model_dtype=flagless, first_layer=9))
-    (check,) = check_models(tmp_path.as_uri(), Access())
+    (check,) = check_models(tmp_path.as_uri(), StoreAccess())
     assert (check.status, check.found) == ("yes", "1, each under one set of flags")  # two models with one name
 
     put(tmp_path, _segment("weights:1", "is_embedding=true", model_dtype=f"{flagless};flags={'0' * 16}"))
     put(tmp_path, _segment("weights:1", model_dtype=f"{flagless};flags={'1' * 16}"))
     put(tmp_path, _segment("weights:1", model_dtype="dtype=float16;quantization=fp8"))
-    (check,) = check_models(tmp_path.as_uri(), Access())
+    (check,) = check_models(tmp_path.as_uri(), StoreAccess())
     assert check.status == "warn"
     assert check.found.startswith("the store has org/llama under other flags: ")
     sets = set(check.found.removeprefix("the store has org/llama under other flags: ").split("; "))
@@ -157,7 +158,7 @@ def test_a_model_under_several_sets_of_flags(tmp_path: Path) -> None:
 
 def test_a_store_too_large_to_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "LIST_TIMEOUT_S", 0.0)
-    (check,) = check_models(tmp_path.as_uri(), Access())
+    (check,) = check_models(tmp_path.as_uri(), StoreAccess())
     assert (check.status, check.found) == ("warn", "not listed within 0 s")
     assert check.advice == f"list them: kvfetch inspect {tmp_path.as_uri()}"
 
@@ -181,7 +182,7 @@ def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.NEWEST)
     monkeypatch.setattr(seams, "check_seams", lambda scopes: ["a.b moved", "c.d moved"])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
-    monkeypatch.setattr(doctor, "_search_path", lambda: "")
+    monkeypatch.setattr(shutil, "which", lambda name, path: None)
     found = by_name(doctor.check_sglang())
     assert found["SGLang"].status == "yes"
     assert found["SGLang's seams"].found == "a.b moved (and 1 more)"
@@ -309,23 +310,23 @@ def test_a_missing_encoder_library_keeps_the_binding_from_importing(
 
 
 def test_a_store_that_is_not_there(unused_tcp_port: int) -> None:
-    (check,) = check_store(f"http://127.0.0.1:{unused_tcp_port}", Access())
+    (check,) = check_store(f"http://127.0.0.1:{unused_tcp_port}", StoreAccess())
     assert (check.name, check.status) == ("store reachable", "no")
     assert "kvfetch serve" in check.advice
     with pytest.raises(ConfigError, match="not supported"):
-        check_store("ftp://host", Access())
+        check_store("ftp://host", StoreAccess())
 
 
 def test_a_store_on_disk(tmp_path: Path) -> None:
-    assert {check.status for check in check_store(tmp_path.as_uri(), Access(token="a token of another store"))} == {
-        "yes"
-    }
+    assert {
+        check.status for check in check_store(tmp_path.as_uri(), StoreAccess(token="a token of another store"))
+    } == {"yes"}
     new = tmp_path / "not" / "yet"
-    found = by_name(check_store(new.as_uri(), Access()))
+    found = by_name(check_store(new.as_uri(), StoreAccess()))
     assert "created at the first write" in found["store writable"].found
     assert not new.parent.exists()
     (tmp_path / "file").touch()
-    assert by_name(check_store((tmp_path / "file").as_uri(), Access()))["store writable"].status == "no"
+    assert by_name(check_store((tmp_path / "file").as_uri(), StoreAccess()))["store writable"].status == "no"
 
 
 @pytest.mark.usefixtures("healthy")

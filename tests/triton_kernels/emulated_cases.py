@@ -95,8 +95,9 @@ def restore_klt_slots_anywhere() -> None:
 
 def restore_klt_options() -> None:
     """Vectors of tokens, and more steps of the loop than are in shared memory."""
-    for options in restore_klt_module.OPTIONS[1:]:
-        restoring_klt.assert_options_agree(replace(KLT, tokens=48, coefficients=200, rotary_dim=80), options)
+    case = replace(KLT, tokens=48, coefficients=200, rotary_dim=80)
+    # The second differs from the first in the registers that `ptxas` may use.
+    restoring_klt.assert_options_agree(case, restore_klt_module.OPTIONS[2:])
 
 
 def quantise_klt() -> None:

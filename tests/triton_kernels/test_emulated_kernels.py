@@ -14,7 +14,7 @@ from tests.triton_kernels.tritons import run_python
 TARGETS = ("sm_89", "sm_90")  # `mma.sync`, and `wgmma`
 NAMES = [each.__name__ for each in (*emulated_cases.CASES, *emulated_cases.CONTROLS)]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 @pytest.fixture(scope="module", params=["newest", "oldest"])

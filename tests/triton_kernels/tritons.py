@@ -26,8 +26,6 @@ def run_python(*arguments: str, triton: Path | None = None) -> str:
     """Run Python without Triton's interpreter, with the Triton in a folder if there is one. Return what it prints."""
     env = os.environ if triton is None else environment(triton)
     command = [sys.executable, "-W", "error", *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**env, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, timeout=500
-    )
+    done = subprocess.run(command, cwd=ROOT, env={**env, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

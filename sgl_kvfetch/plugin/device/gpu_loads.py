@@ -51,7 +51,7 @@ from sgl_kvfetch.plane import StagedValues
 from sgl_kvfetch.plane.coded import StagedCode
 from sgl_kvfetch.plane.memory_cache import CODE_ALIGNMENT
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages, PinnedMemory, copy
-from sgl_kvfetch.plugin.device.pages import EnginePools, Load, Loader, SideBuffers, SidePart, SideSlots
+from sgl_kvfetch.plugin.device.pages import EnginePools, Load, Loader, SideBuffers, SidePart
 from sgl_kvfetch.processes import use_one_thread
 from sgl_kvfetch.triton_kernels.ans import ans_decode_table
 from sgl_kvfetch.triton_kernels.restore_klt import KltModel, klt_rows, launch_klt, vector_of
@@ -360,15 +360,12 @@ class _Lane:
 
 @dataclass(eq=False)
 class _Running:
-    """A batch's loads, until SGLang has finished them. ``slots``: of each, on the device, and of its side pages in
-    ``sides``. ``after``: what the pool's slots are written after. These and ``coded`` keep memory that the device uses
-    until ``done``. ``launching`` is
-    done when all was launched that will be; ``is_complete``: whether it was all."""
+    """A batch's loads, with slots as `CudaPages.open_load` returns them, until SGLang has finished them. ``after``:
+    what the pool's slots are written after. ``loads`` and ``coded`` keep memory that the device uses until ``done``.
+    ``launching`` is done when all was launched that will be; ``is_complete``: whether it was all."""
 
-    loads: Sequence[Load]
-    slots: list[torch.Tensor] = field(default_factory=list)
-    sides: list[Sequence[SideSlots]] = field(default_factory=list)
-    after: list[Fence] = field(default_factory=list)
+    loads: list[Load]
+    after: list[Fence]
     launching: Future[None] | None = None
     done: Event | None = None
     coded: dict[Load, CodedLoad] = field(default_factory=dict)
@@ -444,14 +441,14 @@ class GpuLoader(Loader):
 
     def begin(self, loads: Sequence[Load]) -> int:
         index: int = self.counter.update_producer()
-        self._running[index] = running = _Running(loads)
-        page_size = self._pages.geometry.page_size
+        opened, page_size = [], self._pages.geometry.page_size
         for load in loads:
             # Coded cells say which pages of the prompt their tokens are; of values, those are taken that are wanted.
             num_before = 0 if load.staged.code is None else load.first_page * page_size
-            running.slots.append(self._pages.open_load(load.slots, num_before))
-            running.sides.append([replace(side, slots=self._pages.open_load(side.slots)) for side in load.sides])
-        running.after += self._pages.fences()
+            slots = self._pages.open_load(load.slots, num_before)
+            sides = [replace(side, slots=self._pages.open_load(side.slots)) for side in load.sides]
+            opened.append(replace(load, slots=slots, sides=sides))
+        self._running[index] = running = _Running(opened, self._pages.fences())
         running.launching = self._thread.submit(self._run, index, running)
         return index
 
@@ -507,11 +504,8 @@ class GpuLoader(Loader):
             restored: dict[int, Fence] = {}  # by lane
             for lane, fence in itertools.product(self._lanes, running.after):
                 lane.stream.wait_event(fence)
-            parts_of = [
-                self._twice_at_most(partial(self._open, load, slots, running))
-                for load, slots in zip(running.loads, running.slots, strict=True)
-            ]
-            sides = itertools.chain.from_iterable(map(self._side_parts, running.loads, running.sides))
+            parts_of = [self._twice_at_most(partial(self._open, load, running)) for load in running.loads]
+            sides = itertools.chain.from_iterable(map(self._side_parts, running.loads))
             for number, layer in enumerate(self._pools.layers):
                 parts = () if layer is None else itertools.chain.from_iterable(parts(layer) for parts in parts_of)
                 for part in itertools.chain(sides, parts):  # all side pages before the first layer
@@ -569,12 +563,12 @@ class GpuLoader(Loader):
         for lane in self._lanes:
             self._copies.wait_event(lane.stream.record_event())
 
-    def _open(self, load: Load, slots: torch.Tensor, running: _Running) -> Callable[[int], Iterator[_WorksOfPart]]:
+    def _open(self, load: Load, running: _Running) -> Callable[[int], Iterator[_WorksOfPart]]:
         """Return a function that yields the parts of a load that a layer needs beside those of layers before."""
         memory, code = self._pinned(load.staged.memory), load.staged.code
         if code is None:
-            return partial(self._copy_values, load, memory, slots)
-        coded = CodedLoad(self._pages, self._device, self._copies, self._lane_bytes, code, memory, slots)
+            return partial(self._copy_values, load, memory)
+        coded = CodedLoad(self._pages, self._device, self._copies, self._lane_bytes, code, memory, load.slots)
         running.coded[load] = coded
         with self._device.launching(self._copies) as launch:
             for work in coded.begin():
@@ -606,8 +600,8 @@ class GpuLoader(Loader):
         self._pins.submit(self._pin_next, memory, itertools.chain(first, kept))
         return memory
 
-    def _copy_values(self, load: Load, memory: PinnedMemory, slots: torch.Tensor, layer: int) -> Iterator[_WorksOfPart]:
-        first = load.first_page * self._pages.geometry.page_size
+    def _copy_values(self, load: Load, memory: PinnedMemory, layer: int) -> Iterator[_WorksOfPart]:
+        slots, first = load.slots, load.first_page * self._pages.geometry.page_size
         for buffer, values in zip(self._pages.layer_buffers(layer), load.staged.values, strict=True):
             rows = values[layer, first : first + len(slots)].view(buffer.dtype)
             at_once = self._lane_bytes // rows[0].nbytes
@@ -615,9 +609,9 @@ class GpuLoader(Loader):
                 some = slice(begin, begin + at_once)
                 yield partial(_values_part, memory, rows[some], buffer, slots[some])
 
-    def _side_parts(self, load: Load, sides: Sequence[SideSlots]) -> Iterator[_WorksOfPart]:
-        """Yield the parts that bring a prompt's side pages. ``sides``: with slots on the device."""
-        for side in sides:
+    def _side_parts(self, load: Load) -> Iterator[_WorksOfPart]:
+        """Yield the parts that bring a prompt's side pages."""
+        for side in load.sides:
             buffers, memory = self._pools.side_buffers[side.pool], self._memory_of(load.staged.memory)
             pages = [load.staged.sides[side.pool, page] for page in side.pages]
             begins = np.array([page.data_ptr() for page in pages], dtype=np.int64) - memory.whole.data_ptr()

@@ -31,7 +31,8 @@ class HostPages(StridedPages):
             k, v = latent[..., pool.kv_lora_rank :], latent[..., : pool.kv_lora_rank]
         else:
             k, v = (pages_view(x, pool.layout, pool.page_size) for x in (pool.k_buffer, pool.v_buffer))
-        own, packed = ([x[:, :, layers] for x in (k, v)] for layers in _split(pool))
+        num_own = pool.target_layer_num  # the others are behind them
+        own, packed = [x[:, :, :num_own] for x in (k, v)], [x[:, :, num_own:] for x in (k, v)]
         super().__init__(own)
         self._pool = pool
         self.packed = PackedLayers(packed, pool) if packed[0].shape[2] else None
@@ -95,11 +96,6 @@ class PackedLayers:
     @property
     def _num_bytes(self) -> list[int]:
         return [view[0].nbytes for view in self._views]
-
-
-def _split(pool: Any) -> tuple[slice, slice]:
-    """Return a host pool's layers: the model's, and those behind them."""
-    return slice(pool.target_layer_num), slice(pool.target_layer_num, None)
 
 
 def is_mla(pool: Any) -> bool:

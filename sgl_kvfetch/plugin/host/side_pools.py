@@ -111,22 +111,13 @@ class SidePools:
 
     # Reading
 
-    def new_page(self, name: str) -> torch.Tensor:
-        """Return memory for a page, in the dtype that the pool expects."""
-        page: torch.Tensor = self._pools[name].get_dummy_flat_data_page()
-        return page
-
-    def write_page(self, name: str, place: int, content: torch.Tensor) -> None:
-        """Copy a page into its pool. ``content``: as `new_page` returns it."""
-        self._pools[name].set_from_flat_data_page(place, content)
-
     def write(self, transfer: PoolTransfer, pages: Mapping[int, torch.Tensor]) -> None:
         """Copy those pages of a transfer into their pool that were fetched, uint8 ``(bytes,)``."""
-        places, name = self.places(transfer), str(transfer.name)
+        places, pool = self.places(transfer), self._pools[transfer.name]
         for page, content in pages.items():
-            into = self.new_page(name)
-            into.view(torch.uint8).copy_(content)
-            self.write_page(name, places[page], into)
+            flat = pool.get_dummy_flat_data_page()  # in the dtype that the pool expects
+            flat.view(torch.uint8).copy_(content)
+            pool.set_from_flat_data_page(places[page], flat)
 
     def places(self, transfer: PoolTransfer) -> list[int]:
         """Return where the pages of a transfer are in their pool."""
