@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +59,46 @@ def link(filled: Path) -> Iterator[Proxy]:
         proxy.close()
 
 
+@dataclass
+class Attached:
+    """A server, and the config that it has now: tests may run in any order."""
+
+    server: SGLangServer
+    url: str
+    config: dict[str, Any]
+
+    def by(self, config: dict[str, Any]) -> SGLangServer:
+        if config != self.config:
+            detach(self.server)
+            attach(self.server, self.url, **config)
+            self.config = config
+        return self.server
+
+
 @pytest.fixture(scope="module")
-def server(device: Shared, link: Proxy) -> Iterator[SGLangServer]:
+def shared(device: Shared, link: Proxy) -> Iterator[Attached]:
     """SGLang itself counts the pool's slots whenever it is idle, and dies if some are missing."""
     with device.attached(link.url, **CONFIG) as server:
         ask(server, make_prompt(NUM_STORED))  # warm
-        yield server
+        yield Attached(server, link.url, CONFIG)
 
 
-@pytest.fixture(scope="module")
-def patient(server: SGLangServer, link: Proxy) -> SGLangServer:
-    """The same server, from here on with a deadline that no test waits for."""
-    detach(server)
-    attach(server, link.url, **PATIENT)
-    return server
+@pytest.fixture
+def server(shared: Attached) -> SGLangServer:
+    return shared.by(CONFIG)
+
+
+@pytest.fixture
+def patient(shared: Attached) -> SGLangServer:
+    """The same server with a deadline that no test waits for."""
+    return shared.by(PATIENT)
 
 
 @pytest.fixture(autouse=True)
-def as_before(server: SGLangServer, link: Proxy) -> Iterator[None]:
+def as_before(shared: Attached, link: Proxy) -> Iterator[None]:
     yield
     link.set(None)
-    fetch_again(server, NUM_STORED - 1)
+    fetch_again(shared.server, NUM_STORED - 1)
 
 
 @each_fault
