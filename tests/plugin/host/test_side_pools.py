@@ -228,18 +228,19 @@ def test_pages_of_another_size_are_misses(make: Make, served: Served) -> None:
     assert own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="format") == before + 1
 
 
-@pytest.mark.parametrize("broken", ["new_page", "write"])
+@pytest.mark.parametrize("broken", ["get_dummy_flat_data_page", "set_from_flat_data_page"])
 def test_side_pages_that_cannot_be_copied_are_not_there(
     make: Make, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     def fail(*args: object) -> list[bool]:
         raise RuntimeError("no")
 
-    backend = make(sides={SWA: make_side_pool()})
+    pool = make_side_pool()
+    backend = make(sides={SWA: pool})
     store(backend, keys(2), {SWA: {1: 1}})
     until_there(backend, keys(2), 2)
     with monkeypatch.context() as patch, assert_counted("fetch", Reason.INTERNAL):
-        patch.setattr(SidePools, broken, fail if broken == "write" else lambda *args: torch.empty(1))
+        patch.setattr(pool, broken, fail if broken == "set_from_flat_data_page" else lambda: torch.empty(1))
         assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [False]}
     assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [True]}
 
