@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,3 +100,33 @@ class Method(ABC):
             assert values.shape == shape.of_tensor(tensor), (self.name, values.shape)
             assert values.dtype == KV_DTYPE, (self.name, values.dtype)
         return Coded(*restored, parts, encoded_s - started_s, decoded_s - encoded_s)
+
+
+class TensorMethod(Method):
+    """Codes K and V one after the other."""
+
+    @abstractmethod
+    def encode_tensor(self, tensor: TensorName, values: torch.Tensor) -> Iterator[bytes]:
+        """Yield all bytes to store for one of K and V, as in ``encode``."""
+
+    @abstractmethod
+    def decode_tensor(self, tensor: TensorName, parts: Iterator[bytes], shape: Shape) -> torch.Tensor:
+        """Restore K or V of ``shape``. Take as many of ``parts`` as ``encode_tensor`` yielded."""
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
+        return [*self.encode_tensor("k", k), *self.encode_tensor("v", v)]
+
+    def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
+        left = iter(parts)
+        k, v = (self.decode_tensor(tensor, left, shape.of_tensor(tensor)) for tensor in TENSORS)
+        return k, v
+
+
+def to_bytes(values: torch.Tensor) -> bytes:
+    """Return a tensor's values in C order, in its own dtype."""
+    return values.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def from_bytes(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Invert ``to_bytes``."""
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(*shape)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from benchmarks.codec.cachegen import CacheGen
+from benchmarks.codec.baselines.cachegen import CacheGen
+from benchmarks.codec.baselines.fp8 import Fp8
+from benchmarks.codec.baselines.kivi import Kivi
+from benchmarks.codec.baselines.turboquant import turboquant_methods
 from benchmarks.codec.method import Method
 from benchmarks.codec.ours import our_methods
 from benchmarks.codec.segments import SegmentMethod
@@ -18,7 +21,8 @@ _BINS = (32, 16, 8)
 
 def all_methods(profile: Profile | None) -> list[Method]:
     """Return all methods. ``klt`` needs a profile."""
-    methods = [*our_methods(profile), *map(CacheGen, _BINS), *_kvfetcher()]
+    others = (*map(CacheGen, _BINS), *_kvfetcher(), Kivi(4), Kivi(2), *turboquant_methods(), Fp8())
+    methods = [*our_methods(profile), *others]
     assert len({method.name for method in methods}) == len(methods)
     return methods
 

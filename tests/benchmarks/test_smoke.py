@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import data_plane, fetch, memory, writing
+from benchmarks import audits, data_plane, fetch, memory, writing
 from benchmarks.real_model import prose
 from benchmarks.soak.__main__ import main as soak
+from harness.models import make_tiny_llama
 from tests.benchmarks.conftest import Run
+from tests.codec.quant.profiles import make_profile
 
 
 @pytest.mark.slow
@@ -79,6 +82,55 @@ def test_soak(run: Run) -> None:
     assert found["disturbances"]["full"] > 0
     for operation, result in (("read", "hit"), ("write", "done"), ("replace", "done"), ("delete", "done")):
         assert found["outcomes"][operation][result] > 0
+
+
+def test_audits(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny_llama(tmp_path / "model", hidden_size=64, intermediate_size=64, head_dim=16)
+    profile = make_profile(num_layers=4, num_heads=2, head_dim=16, cell_heads=2)
+    profile.save(tmp_path / "profile")
+    monkeypatch.setattr(audits, "prose", text.read_text)
+    arguments = ("--windows", "1", "--context", "64", "--model", str(model), "--profile", str(tmp_path / "profile"))
+    assert audits.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["exact", "sound", "most", "0.00,", "typical", "at", "most", "0.00"]
+    found = {
+        line[10:44].strip(): float(line[44:].split()[1])
+        for line in lines
+        if line.startswith("exact") and "least" in line
+    }
+    assert len(found) == 9
+    assert min(found.values()) > 1
+
+
+def test_sound_audits(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny_llama(tmp_path / "model", hidden_size=64, intermediate_size=64, head_dim=16)
+    make_profile(num_layers=4, num_heads=2, head_dim=16, cell_heads=2).save(tmp_path / "profile")
+    monkeypatch.setattr(audits, "_text", lambda kind: text.read_text() * 20)
+    file = tmp_path / "sound"
+    arguments = ("--sound", str(file), "--model", str(model), "--profile", str(tmp_path / "profile"), "--windows", "1")
+    for skip, num_audits in (("0", 48), ("4", 96)):  # in pieces
+        assert audits.main((*arguments, "--skip", skip)) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith(f"{num_audits} audits, about")
+        assert len(file.read_text().splitlines()) == num_audits
+
+
+def test_what_audits_cost(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny_llama(tmp_path / "model", hidden_size=64, intermediate_size=64, head_dim=16)
+    make_profile(num_layers=4, num_heads=2, head_dim=16, cell_heads=2).save(tmp_path / "profile")
+    monkeypatch.setattr(audits, "prose", text.read_text)
+    arguments = ("--cost", "3", "--model", str(model), "--profile", str(tmp_path / "profile"))
+    assert audits.main(arguments) == 0
+    found = re.findall(r"^(.*): .* ([\d.]+) ms of CPU time .* in 3\)", capsys.readouterr().out, re.MULTILINE)
+    names, whole, compared = [name for name, _ in found[::2]], *([float(ms) for _, ms in found[i::2]] for i in (0, 1))
+    assert names == ["exact", "klt", "klt 1e-2"]
+    assert all(0 < part < all_ for part, all_ in zip(compared, whole, strict=True))
 
 
 def test_real_model(real_model: Path) -> None:

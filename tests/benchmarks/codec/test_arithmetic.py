@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.codec import arithmetic
+from benchmarks.codec.baselines import arithmetic
 
 
 def _symbols(num_streams: int = 40, num_steps: int = 256) -> np.ndarray:

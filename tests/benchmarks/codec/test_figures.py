@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,12 +12,13 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks.codec import equal, speed
+from benchmarks.codec import equal, kinds, speed
 from benchmarks.codec.__main__ import main
 from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.measure import estimate, measure
 from benchmarks.codec.method import KVShape, Method
 from benchmarks.codec.segments import PAGE_TOKENS, SegmentMethod
+from harness import default_text
 from harness.models import make_tiny_lfm2, make_tiny_mellum
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -25,6 +27,7 @@ from sgl_kvfetch.prompts import text_digest
 from tests.benchmarks.codec.kv import make_kv
 from tests.benchmarks.conftest import Run
 from tests.codec.quant.profiles import make_profile
+from tests.test_default_text import ASKED, CALL, TOLD, write_npm, write_wheel
 
 CONTEXT, CONTINUATION = 64, 20
 
@@ -33,10 +36,10 @@ def test_codec(run: Run, tiny_llama: Path, text: Path, tmp_path: Path, capsys: p
     profile = tmp_path / "tiny.profile"
     make_profile(num_layers=4, num_heads=2, head_dim=64, cell_heads=2, num_sinks=1).save(profile)
     args = ["--model", tiny_llama, "--text", text, "--windows", 2, "--context", 128, "--continuation", 16]
-    names = "exact/zstd,cachegen-8/2048,cachegen-16/2048,klt-0.001/ans,klt/levels-*"
+    names = "exact/zstd,cachegen-16/2048,kivi-*,klt-0.001/ans,klt/levels-*"
     rows = {row["name"]: row for row in run(main, *args, "--methods", names, "--profile", profile)["rows"]}
     levels = [f"klt/levels-{count}" for count in (1, 2, 3)]
-    assert set(rows) == {"exact/zstd", "cachegen-8/2048", "cachegen-16/2048", "klt-0.001/ans", *levels}
+    assert set(rows) == {"exact/zstd", "cachegen-16/2048", "kivi-4", "kivi-2", "klt-0.001/ans", *levels}
     for row in rows.values():
         assert row["ratio"] == pytest.approx(16 / row["bits_per_value"])
         for figure in ("bits", "kl", "dnll", "top1"):
@@ -47,14 +50,14 @@ def test_codec(run: Run, tiny_llama: Path, text: Path, tmp_path: Path, capsys: p
             sum(point[f] for point in row["samples"]) / 2 for f in ("bits_per_value", "kl", "top1")
         ] == pytest.approx([row["bits_per_value"], row["kl"], row["top1"]])
     assert rows["exact/zstd"]["kl"] == pytest.approx(0, abs=1e-9)
-    assert rows["cachegen-8/2048"]["kl"] > rows["cachegen-16/2048"]["kl"] > 0
+    assert rows["kivi-2"]["kl"] > rows["kivi-4"]["kl"] > 0
     assert sum(rows["klt-0.001/ans"]["shares"].values()) == pytest.approx(1)
     bits, kls = ([rows[name][figure] for name in levels] for figure in ("bits_per_value", "kl"))
     assert sorted(bits) == bits
     assert kls[0] > kls[2]
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert equal.main([str(tmp_path / "out.json")]) == 0
-    assert "\n| cachegen-16/2048 | " in capsys.readouterr().out
+    assert "\n| kivi-4 | " in capsys.readouterr().out
 
 
 def test_measuring_the_calibrations_text_is_noticed(
@@ -86,6 +89,47 @@ def test_speed(run: Run, tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     for row in rows:
         assert row["restore_mb_s"] < row["decode_mb_s"]
         assert row["quantise_mb_s"] < row["encode_mb_s"]
+
+
+def test_each_kind_of_text_is_measured_beside_the_default_target(
+    tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tiny.profile"
+    profile = make_profile(num_layers=4, num_heads=2, head_dim=64, cell_heads=2)
+    profile.save(file)
+    monkeypatch.setattr(kinds, "KINDS", {"words": Path.read_text, "other": lambda path: path.read_text()[9000:]})
+    args = ["--model", tiny_llama, "--profile", file, "--packages", text, "--windows", 2, "--continuation", 16]
+    assert kinds.main([*map(str, args), "--context", "128"]) == 0
+    said = capsys.readouterr().out
+    costs = {line.split()[1]: line.split("|")[4] for line in said.splitlines() if "±" in line}
+    assert set(costs) == {"words", "other"}
+    worst = max(costs, key=lambda kind: float(costs[kind]))
+    assert f"worst: {worst}, {costs[worst].strip()} times the target" in said
+    assert f"of the default target, {profile.default_target_kl:.2g} |" in said
+
+
+def test_kinds_of_text_are_read_from_packages(tmp_path: Path) -> None:
+    """From other files than those of the default text."""
+    for package in ("learnyounode-4.2.2", "javascripting-2.7.4"):
+        files = {f"exercises/a/problem.{x}.md": x for x in ("ru", "ja", "zh-cn")}
+        files |= {f"problems/b/problem_{x}.md": x for x in ("ru", "ja", "zh-cn")}
+        write_npm(tmp_path / f"{package}.tgz", files)
+    catalogue = 'msgid "a"\nmsgstr "ein Satz von mehr als dreißig Zeichen"\n'
+    catalogues = {f"wagtail/locale/{x}/LC_MESSAGES/django.po": catalogue for x in ("de", "ar")}
+    write_wheel(tmp_path / "wagtail-8.0.1-py3-none-any.whl", catalogues)
+    data = "bfcl_eval/data/"
+    bfcl = {f"{data}memory_prereq_conversation/memory_student.json": json.dumps(TOLD)}
+    for name in ("live_simple", "simple_javascript", "parallel"):
+        bfcl[f"{data}BFCL_v4_{name}.json"] = json.dumps(ASKED)
+        bfcl[f"{data}possible_answer/BFCL_v4_{name}.json"] = json.dumps(CALL)
+    write_wheel(tmp_path / "bfcl_eval-2026.3.23-py3-none-any.whl", bfcl)
+    found = {kind: text(tmp_path) for kind, text in kinds.KINDS.items()}
+    assert list(found) == list(default_text.KINDS)
+    assert (found["russian"], found["chinese"]) == ("ru\n\nru", "zh-cn\n\nzh-cn")
+    assert found["german"] == found["arabic"] == "ein Satz von mehr als dreißig Zeichen"
+    assert found["tools"].count("You may call these tools:") == 3
+    assert found["chats"] == "USER: My order is late.\nUSER: It came."
+    assert "def " in found["code"]
 
 
 class _Noisy(Method):

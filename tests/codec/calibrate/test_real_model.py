@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.codec.cachegen import CacheGen
+from benchmarks.codec.baselines.cachegen import CacheGen
 from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.measure import measure
 from benchmarks.codec.segments import SegmentMethod

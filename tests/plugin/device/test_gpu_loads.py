@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from benchmarks import gpu_model
 from harness.waiting import wait_until
 from sgl_kvfetch.codec import Stream
 from sgl_kvfetch.codec.container.manifest import decode_manifest
@@ -577,3 +578,14 @@ def test_layers_compute_while_later_ones_are_loaded(
     for layer in range(layers - 3):
         assert began_ms[layer] < loaded_ms[layer + 3], f"layer {layer} waits for layer {layer + 3}"
     assert computed_ms[-1] < loaded_ms[-1] + layers * 0.75, "nothing overlaps"
+
+
+def test_lanes_and_scratch_memory_are_what_the_model_of_a_load_finds_best() -> None:
+    num_mib = gpu_loads.MOST_SCRATCH_BYTES // gpu_loads.LANES >> 20
+    load = gpu_model.Load(700, 403e6, checks_last=True, most_groups=gpu_model.LAYER_GROUPS)
+    for kernel in gpu_model.NOW.values():
+        ours = gpu_model.run(gpu_loads.LANES, num_mib, kernel, load)
+        for lanes, mib in gpu_model.SCRATCH:
+            other = gpu_model.run(lanes, mib, kernel, load)
+            assert ours.load_s <= other.load_s
+            assert ours.lost_s <= other.lost_s

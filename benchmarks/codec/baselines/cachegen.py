@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from benchmarks.codec import arithmetic
-from benchmarks.codec.method import KV_DTYPE, KVShape, Method, Shape
+from benchmarks.codec.baselines import arithmetic
+from benchmarks.codec.method import KV_DTYPE, Shape, TensorMethod, from_bytes, to_bytes
 from sgl_kvfetch.codec.quant.symmetric import centre_of
-from sgl_kvfetch.types import TENSORS
+from sgl_kvfetch.types import TensorName
 
 _CHUNK_TOKENS = 2048
 # Tokens per stream: LMCache's CACHEGEN_GPU_MAX_TOKENS_PER_CHUNK. The streams of a longer chunk share its tables.
 _STREAM_TOKENS = 256
 
 
-class CacheGen(Method):
+class CacheGen(TensorMethod):
     """Vector-wise bins (LMCache's ``torch_quant_vectorized``), then an order-0 arithmetic coder with a table for each
     layer and channel of a chunk.
 
@@ -37,16 +37,11 @@ class CacheGen(Method):
         self.name = f"cachegen-{bins}/{_CHUNK_TOKENS}"
         self._bins, self._centre = bins, float(centre_of(bins))
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor) -> Sequence[bytes]:
-        chunks = [*torch.split(k, _CHUNK_TOKENS), *torch.split(v, _CHUNK_TOKENS)]
-        return [part for chunk in chunks for part in self._encode_chunk(chunk)]
+    def encode_tensor(self, tensor: TensorName, values: torch.Tensor) -> Iterator[bytes]:
+        for chunk in torch.split(values, _CHUNK_TOKENS):
+            yield from self._encode_chunk(chunk)
 
-    def decode(self, parts: Sequence[bytes], shape: KVShape) -> tuple[torch.Tensor, torch.Tensor]:
-        left = iter(parts)
-        k, v = (self._decode_chunks(left, shape.of_tensor(tensor)) for tensor in TENSORS)
-        return k, v
-
-    def _decode_chunks(self, parts: Iterator[bytes], shape: Shape) -> torch.Tensor:
+    def decode_tensor(self, tensor: TensorName, parts: Iterator[bytes], shape: Shape) -> torch.Tensor:
         starts = range(0, shape[0], _CHUNK_TOKENS)
         sizes = (min(_CHUNK_TOKENS, shape[0] - start) for start in starts)
         return torch.cat([self._decode_chunk(parts, (size, *shape[1:])) for size in sizes])
@@ -58,7 +53,7 @@ class CacheGen(Method):
         integers = torch.round(x * factor + self._centre).to(torch.uint8)
         symbols = integers.transpose(1, 2).flatten(0, 1).numpy()  # (layers * channels, tokens)
         tables = arithmetic.cumulative(symbols, self._bins)
-        yield largest.contiguous().view(torch.uint8).numpy().tobytes()
+        yield to_bytes(largest)
         yield tables.tobytes()
         for start in range(0, symbols.shape[1], _STREAM_TOKENS):
             streams = arithmetic.encode(symbols[:, start : start + _STREAM_TOKENS], tables)
@@ -67,7 +62,7 @@ class CacheGen(Method):
 
     def _decode_chunk(self, parts: Iterator[bytes], shape: Shape) -> torch.Tensor:
         num_tokens, num_layers, num_heads, head_dim = shape
-        largest = torch.frombuffer(bytearray(next(parts)), dtype=KV_DTYPE).view(num_layers, num_tokens, 1)
+        largest = from_bytes(next(parts), KV_DTYPE, (num_layers, num_tokens, 1))
         tables = np.frombuffer(next(parts), np.uint16).reshape(-1, self._bins + 1)
         pieces = []
         for start in range(0, num_tokens, _STREAM_TOKENS):

@@ -1,0 +1,28 @@
+"""The model of a load on a GPU: what it says of what was measured, and the page that has its figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_model
+
+PAGE = Path(__file__).parents[2] / "docs" / "gpu" / "model.md"
+
+
+def test_what_was_measured_is_predicted_within_a_fifth() -> None:
+    found = list(gpu_model.rows())
+    assert len(found) == 39
+    missed = [name for name, predicted, measured in found if abs(predicted / measured - 1) > 0.2]
+    assert missed == ["a load, 4 x 256 MiB"]  # the page says so
+
+
+def test_the_page_has_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_model.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert set(filter(None, lines)) <= set(PAGE.read_text().splitlines())
+
+
+def test_what_is_at_best_is_not_slower() -> None:
+    assert all(best <= worst for _, best, worst in gpu_model.predictions())
