@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import gc
 import json
 import logging
 import os
@@ -84,7 +83,6 @@ def main(number: int) -> list[str]:
     # Each fork waits for one of its own, and reports its CPU time. With SIGCHLD ignored, nobody needs to wait for the
     # forks, and the kernel does not count the time a second time, for this process.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    gc.freeze()  # what was imported stays: forks need not look at it in each collection
     request, (stdout, stderr, status) = _fork_for_each_message(socket.socket(fileno=number))
     _fork_watched(status, stdout, stderr)
     os.setsid()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,8 @@ def assert_fetched_in_parts(server: SGLangServer, expected: Expected) -> None:
     assert same_answer(answer, expected.half)
 
 
-ON_THE_GPU_PATH = f"""
+_CUSTOMIZE = """
 import importlib.util, sys
-
-sys.path.append({str(Path(__file__).parents[2])!r})
 
 
 class PatchedPages:
@@ -98,5 +97,11 @@ class PatchedPages:
 
 sys.meta_path.insert(0, PatchedPages())
 """
-"""What a server runs first (``SGLangServer(first=...)``) that treats the CPU engine's pools as those of a GPU: by
-streams and slots, on a device that does its work at once. It cannot decode `ans` there."""
+
+
+def on_the_gpu_path(folder: Path) -> dict[str, str]:
+    """Return the environment of a server that treats the CPU engine's pools as those of a GPU: by streams and slots, on
+    a device that does its work at once. It cannot decode `ans` there. ``folder``: for a file."""
+    folder.mkdir(exist_ok=True)
+    Path(folder, "sitecustomize.py").write_text(_CUSTOMIZE)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[2])])}

@@ -11,9 +11,7 @@ its answer. So almost all draft tokens are accepted, as long as the draft layer 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from harness.metrics import wait_until_written
 from harness.models import TinyLlama, make_tiny, make_tiny_llama
 from harness.store_process import StoreProcess
 from tests.e2e.conftest import PAGE_SIZE, from_storage, make_prompt
-from tests.e2e.device import ON_THE_GPU_PATH
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -32,7 +29,6 @@ _READ, _WRITTEN = slice(SIZE // 2), slice(SIZE // 2, None)
 SHAPE = TinyLlama(hidden_size=SIZE, intermediate_size=128, num_layers=3, num_heads=2)
 DRAFT_TOKENS = 4
 NUM_TOKENS = 8 * PAGE_SIZE
-PROMPT = make_prompt(1, NUM_TOKENS)  # draft layers do not see its first token, on which its answer does not depend
 _LAYER = "model.layers.0."
 
 
@@ -98,9 +94,7 @@ def make(directory: Path, algorithm: str, *, is_blank: bool) -> tuple[Path, Path
     return model, draft
 
 
-def serve(
-    mode: str, algorithm: str, model: Path, draft: Path | None, store: StoreProcess, **config: Any
-) -> SGLangServer:
+def serve(mode: str, algorithm: str, model: Path, draft: Path | None, store: StoreProcess) -> SGLangServer:
     mode_args = hicache_args if mode == "host" else device_args
     flags = [
         *("--attention-backend", "triton"),
@@ -111,14 +105,13 @@ def serve(
     ]
     others = set(other_models(model).split(",")) - {"llama_eagle", "llama_eagle3", "mimo_mtp"}
     env = {"TRITON_INTERPRET": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(others)}
-    first = ON_THE_GPU_PATH if mode == "on the GPU path" else ""
-    args = [*mode_args(store.url, **config), *flags]
-    return SGLangServer(model, extra_args=args, env=env, first=first, admin_api_key="admin")
+    return SGLangServer(model, extra_args=[*mode_args(store.url, model_id="both"), *flags], env=env)
 
 
-def ask(server: SGLangServer, salt: str | None = None, prompt: Sequence[int] = PROMPT) -> tuple[Generation, float]:
+def ask(server: SGLangServer, salt: str | None = None) -> tuple[Generation, float]:
     """Return the answer, and how many tokens each verification of the draft's tokens gave."""
-    answer = server.generate(input_ids=prompt, max_new_tokens=4 * DRAFT_TOKENS, logprobs=True, cache_salt=salt)
+    # The draft layers do not see a prompt's first token. This one's answer does not depend on it.
+    answer = server.generate(input_ids=make_prompt(1, NUM_TOKENS), max_new_tokens=4 * DRAFT_TOKENS, cache_salt=salt)
     return answer, answer.meta_info["spec_accept_length"]
 
 
@@ -129,11 +122,11 @@ def test_draft_layers_go_on_from_what_they_stored(
 ) -> None:
     right, blank = (make(tmp_path / str(is_blank), algorithm, is_blank=is_blank) for is_blank in (False, True))
     num_pages = (NUM_TOKENS - 1) // PAGE_SIZE  # of pairs of tokens, which are the tree's keys
-    with serve(mode, algorithm, *blank, store, model_id="both") as server:
+    with serve(mode, algorithm, *blank, store) as server:
         _, accepted = ask(server)
         assert accepted < 2
         wait_until_written(server, num_pages)
-    with serve(mode, algorithm, *right, store, model_id="both") as server:
+    with serve(mode, algorithm, *right, store) as server:
         computed, accepted = ask(server, "right")
         assert from_storage(computed) == 0
         assert len(set(computed.output_ids)) > 3  # else any KV cache would do
@@ -149,7 +142,7 @@ def test_draft_layers_go_on_from_what_they_stored(
         assert from_storage(misled) == num_pages * PAGE_SIZE
         assert misled.output_ids == computed.output_ids
         assert accepted_less < 2
-    with serve("host" if mode == "device" else "device", algorithm, *right, store, model_id="both") as server:
+    with serve("host" if mode == "device" else "device", algorithm, *right, store) as server:
         restored, accepted_again = ask(server, "right")
         assert from_storage(restored) == num_pages * PAGE_SIZE
         assert restored.output_ids == computed.output_ids

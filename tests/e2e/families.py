@@ -50,9 +50,9 @@ FALCON_H1 = {
 }
 
 
-def test_attention_and_a_state_in_each_layer(store: StoreProcess, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["host", "device"])
+def test_attention_and_a_state_in_each_layer(mode: str, store: StoreProcess, tmp_path: Path) -> None:
     """There is no ``klt`` for them."""
     make = partial(make_tiny, family="falcon_h1", changes=FALCON_H1)
     env = {"TRITON_INTERPRET": "1"}
-    modes = "host", "device", "host"
-    test_states.goes_on_from_one_server_to_the_next(make, 16, env, tmp_path, store, modes)
+    test_states.test_a_conversation_goes_on_from_stored_states_after_a_restart(make, 16, env, mode, tmp_path, store)

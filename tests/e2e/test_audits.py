@@ -16,7 +16,7 @@ from harness.store_process import StoreProcess
 from harness.waiting import wait_until
 from sgl_kvfetch.reasons import Reason
 from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
-from tests.e2e.shared import Shared, attach, detach
+from tests.e2e.shared import Shared
 from tests.e2e.test_why import why
 from tests.reasons import assert_why
 
@@ -70,13 +70,12 @@ def test_each_rank_compares_the_pages_that_the_first_has_cut(
     arguments = hicache_args if mode == "host" else device_args
     flags = [*arguments(store.url, **COMMON), "--tp-size", "2"]
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with SGLangServer(model, extra_args=flags, env=env, admin_api_key="admin") as server:
+    with SGLangServer(model, extra_args=flags, env=env) as server:
         for seed in (0, 1):
             ask(server, make_prompt(seed))
         wait_until_written(server, 4 * TOKENS // PAGE_SIZE)
-        server.flush()
-        detach(server)
-        attach(server, store.url, **ALL)
+    flags = [*arguments(store.url, **ALL), "--tp-size", "2"]
+    with SGLangServer(model, extra_args=flags, env=env) as server:
         for seed in (0, 1):
             answer = ask(server, make_prompt(seed))
             assert from_storage(answer) == TOKENS - PAGE_SIZE - AUDITED
@@ -86,16 +85,17 @@ def test_each_rank_compares_the_pages_that_the_first_has_cut(
 
 @pytest.mark.parametrize("mode", ["host", "device"])
 def test_a_server_with_other_weights_under_the_same_name_stops_reading(
-    mode: str, host: Shared, other_model: Path, store: StoreProcess
+    mode: str, model: Path, other_model: Path, store: StoreProcess, tmp_path: Path
 ) -> None:
     arguments = hicache_args if mode == "host" else device_args
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     prompts = [make_prompt(seed) for seed in range(4)]
-    with host.attached(store.url, **COMMON, model_id="m") as writer:
+    with SGLangServer(model, extra_args=arguments(store.url, **COMMON, model_id="m")) as writer:
         for prompt in prompts:
             ask(writer, prompt)
         wait_until_written(writer, len(prompts) * TOKENS // PAGE_SIZE)
-    config = ALL | {"model_id": "m"}
-    with SGLangServer(other_model, extra_args=arguments(store.url, **config), admin_api_key="admin") as server:
+    flags = arguments(store.url, **ALL, model_id="m")
+    with SGLangServer(other_model, extra_args=flags, env=env) as server:
         for count, prompt in enumerate(prompts[:3], start=1):
             assert from_storage(ask(server, prompt)) > 0
             wait_until(partial(has_found, server, count))
@@ -105,7 +105,5 @@ def test_a_server_with_other_weights_under_the_same_name_stops_reading(
         wait_until(lambda: any(told["audits"]["off"] for told in told_to(store)))
         assert from_storage(ask(server, prompts[3])) == 0
         assert_why(why(store, server, 3), Reason.AUDITED)
-        server.flush()
-        detach(server)
-        attach(server, store.url, **config)  # another data plane, which finds what the first one has noted
+    with SGLangServer(other_model, extra_args=flags, env=env) as server:  # it remembers
         assert from_storage(ask(server, prompts[3])) == 0

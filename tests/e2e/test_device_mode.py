@@ -17,7 +17,6 @@ from tests.e2e.faults import PAGES, fetch_again
 from tests.e2e.shared import Shared, attach, detach
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-NO_RUST = "Using the Python TreeCore"  # SGLang falls back to it, and says so
 
 
 def test_exact(device: Shared, store: StoreProcess, expected: Expected) -> None:
@@ -30,7 +29,6 @@ def test_exact(device: Shared, store: StoreProcess, expected: Expected) -> None:
         assert read_metric(server.metrics(), "sgl_kvfetch_written_pages_total", result="stored") == 2 * PAGES
         assert_fetched_in_parts(server, expected)
         assert read_metric(server.metrics(), "sgl_kvfetch_misses_total") == 0
-        assert NO_RUST not in server.log()
         server.flush()
 
         # Cleared through SGLang's own endpoint, the store has nothing left.
@@ -49,19 +47,6 @@ def test_exact(device: Shared, store: StoreProcess, expected: Expected) -> None:
         assert from_storage(answer) == 0
         assert same_answer(answer, expected[1])
         server.flush()
-
-
-def test_a_tree_in_python(model: Path, store: StoreProcess, expected: Expected) -> None:
-    """SGLang's tree is one in Rust otherwise."""
-    env = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
-    with SGLangServer(model, extra_args=device_args(store.url), env=env) as server:
-        for seed in range(2):
-            answer = ask(server, make_prompt(seed))
-            assert from_storage(answer) == 0
-            assert same_answer(answer, expected[seed])
-        wait_until_written(server, 2 * PAGES)
-        assert_fetched_in_parts(server, expected)
-        assert NO_RUST not in server.log()  # it was asked for
 
 
 def test_both_modes_share_a_store(

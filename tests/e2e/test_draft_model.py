@@ -3,76 +3,80 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from harness.metrics import wait_until_written, written
+from harness.engine import Generation, SGLangServer, device_args, hicache_args
+from harness.metrics import wait_until_written
 from harness.models import TinyLlama, make_tiny_llama
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
-from sgl_kvfetch.codec.quant.profile import Profile
 from tests.e2e.conftest import PAGE_SIZE, from_storage
 from tests.e2e.continuation import continue_by_layers
-from tests.e2e.drafts import ask, serve
-from tests.e2e.shared import attach, detach
+from tests.e2e.device import on_the_gpu_path
 from tests.e2e.test_layer_maps import calibrated
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 SHAPE = TinyLlama(hidden_size=128, intermediate_size=256, num_layers=2, num_heads=2)
 PROMPT = list(range(3, 131))
+DRAFT_TOKENS = 4
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, a draft model like it, and another one."""
-    folder = tmp_path_factory.mktemp("models")
-    for name, seed in (("model", 0), ("draft", 0), ("other", 1)):
-        make_tiny_llama(folder / name, SHAPE, seed=seed)
-    return folder
+def serve(mode: str, model: Path, draft: Path, store: StoreProcess, **config: Any) -> SGLangServer:
+    env = {"TRITON_INTERPRET": "1"}
+    if mode == "on the GPU path":
+        env |= on_the_gpu_path(model.with_name("gpu"))
+    mode_args = hicache_args if mode == "host" else device_args
+    flags = [
+        *("--attention-backend", "triton"),
+        *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(draft)),
+        *("--speculative-num-steps", str(DRAFT_TOKENS - 1), "--speculative-num-draft-tokens", str(DRAFT_TOKENS)),
+        *("--speculative-eagle-topk", "1"),
+    ]
+    return SGLangServer(model, extra_args=[*mode_args(store.url, **config), *flags], env=env)
 
 
-@pytest.fixture(scope="module")
-def profile(models: Path) -> Profile:
-    return calibrated(models / "model")
+def ask(server: SGLangServer) -> tuple[Generation, float]:
+    """Return the answer, and how many tokens each verification of the draft's tokens gave."""
+    answer = server.generate(input_ids=PROMPT, max_new_tokens=4 * DRAFT_TOKENS, logprobs=True)
+    return answer, answer.meta_info["spec_accept_length"]
 
 
 @pytest.mark.parametrize("mode", ["host", "device", "on the GPU path"])
-def test_a_draft_model_goes_on_from_what_it_stored(
-    mode: str, models: Path, profile: Profile, store: StoreProcess
-) -> None:
-    model, target_kl = models / "model", profile.curve[1].kl
-    with serve(mode, "STANDALONE", model, models / "draft", store) as server:
-        computed, accepted = ask(server, prompt=PROMPT)
+def test_a_draft_model_goes_on_from_what_it_stored(mode: str, tmp_path: Path, store: StoreProcess) -> None:
+    model, draft = (make_tiny_llama(tmp_path / name, SHAPE) for name in ("model", "draft"))
+    other_draft = make_tiny_llama(tmp_path / "other", SHAPE, seed=1)
+    with serve(mode, model, draft, store) as server:
+        computed, accepted = ask(server)
         assert from_storage(computed) == 0
         assert len(set(computed.output_ids)) > 3  # else any KV cache would do
         assert accepted > 3  # the draft model computes as the model does
         wait_until_written(server, len(PROMPT) // PAGE_SIZE)
         server.flush()
-        restored, accepted_again = ask(server, prompt=PROMPT)
+        restored, accepted_again = ask(server)
         assert from_storage(restored) >= len(PROMPT) - PAGE_SIZE
         assert restored.output_ids == computed.output_ids
         assert accepted_again == accepted
-
-        server.flush()
-        detach(server)
-        attach(server, store.url, profile=str(model.with_suffix(".profile")), target_kl=target_kl)
-        with written(server, len(PROMPT) // PAGE_SIZE):
-            assert from_storage(ask(server, prompt=PROMPT)[0]) == 0
-        server.flush()
-        quantised, accepted_again = ask(server, prompt=PROMPT)
-        num_cached = from_storage(quantised)
-        assert num_cached >= len(PROMPT) - PAGE_SIZE
-        assert accepted_again > 3  # else the draft model's cells would not be those of its prompt
-    quantiser = KltQuantiser(profile, target_kl)
-    tokens, logprobs = continue_by_layers(model, PROMPT, num_cached, quantiser, quantised.output_ids)
-    assert quantised.output_ids == tokens
-    assert quantised.logprobs == pytest.approx(logprobs, abs=5e-3)
-    assert quantised.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-5)  # quantising was at work
-    if mode == "on the GPU path":
-        return  # what follows is a matter of names, which device mode has tried
-    with serve(mode, "STANDALONE", model, models / "other", store) as server:
-        answer, accepted = ask(server, prompt=PROMPT)
+    with serve(mode, model, other_draft, store) as server:
+        answer, accepted = ask(server)
         assert from_storage(answer) == 0
         assert answer.output_ids == computed.output_ids
         assert accepted < 2
+    profile = calibrated(model)
+    target_kl = profile.curve[1].kl
+    config = {"profile": str(model.with_suffix(".profile")), "target_kl": target_kl}
+    with serve(mode, model, draft, store, **config) as server:
+        computed, accepted = ask(server)
+        wait_until_written(server, len(PROMPT) // PAGE_SIZE)
+        server.flush()
+        restored, accepted_again = ask(server)
+        num_cached = from_storage(restored)
+        assert num_cached >= len(PROMPT) - PAGE_SIZE
+        assert accepted_again > 3  # else the draft model's cells would not be those of its prompt
+    quantiser = KltQuantiser(profile, target_kl)
+    tokens, logprobs = continue_by_layers(model, PROMPT, num_cached, quantiser, restored.output_ids)
+    assert restored.output_ids == tokens
+    assert restored.logprobs == pytest.approx(logprobs, abs=5e-3)
+    assert restored.logprobs[0] != pytest.approx(computed.logprobs[0], abs=1e-5)  # quantising was at work

@@ -26,7 +26,6 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import Calibration, Profile
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
 from tests.e2e.continuation import continue_by_layers, continue_from_quantised
-from tests.e2e.shared import attach, detach
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -132,25 +131,23 @@ def goes_on_in_both_modes(
     num_compared: int | None = None,
 ) -> None:
     """Store a prompt of ``num_tokens`` in host mode, and go on from it with a longer one in both modes, as transformers
-    does; in host mode with another data plane, in device mode with another server. ``flags``, ``env``: of the servers.
-    ``num_compared``: how many tokens transformers is to answer alike; None for all."""
+    does. ``flags``, ``env``: of the servers. ``num_compared``: how many tokens transformers is to answer alike; None
+    for all."""
     target_kl = profile.curve[2].kl
     config: dict[str, Any] = {"profile": str(model.with_suffix(".profile")), "target_kl": target_kl}
     start = make_prompt(0, num_tokens)
     longer = start + make_prompt(1, 64)
-    reading = config | {"mode": "read_only"}
-    args = [*flags, *hicache_args(store.url, **config)]
-    with SGLangServer(model, extra_args=args, env=env, admin_api_key="admin") as server:
+    with SGLangServer(model, extra_args=[*flags, *hicache_args(store.url, **config)], env=env) as server:
         assert from_storage(ask(server, start)) == 0
         wait_until_written(server, len(start) // page_size)
-        server.flush()
-        detach(server)
-        attach(server, store.url, **reading)
-        answer = ask(server, longer)
-        assert read_metric(server.metrics(), "sgl_kvfetch_misses_total") == 0
-    with SGLangServer(model, extra_args=[*flags, *device_args(store.url, **reading)], env=env) as server:
-        again = ask(server, longer)
-        assert read_metric(server.metrics(), "sgl_kvfetch_misses_total") == 0
+    answers = []
+    for mode_args in (hicache_args, device_args):
+        with SGLangServer(
+            model, extra_args=[*flags, *mode_args(store.url, **config, mode="read_only")], env=env
+        ) as server:
+            answers.append(ask(server, longer))
+            assert read_metric(server.metrics(), "sgl_kvfetch_misses_total") == 0
+    answer, again = answers
     assert from_storage(answer) == from_storage(again) == len(start)
     assert same_answer(again, answer)
     quantiser = KltQuantiser(profile, target_kl)

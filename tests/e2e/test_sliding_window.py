@@ -13,7 +13,7 @@ from harness.models import make_tiny_mellum
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
-from tests.e2e.device import ON_THE_GPU_PATH
+from tests.e2e.device import on_the_gpu_path
 from tests.e2e.faults import fetch_again
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -28,10 +28,12 @@ def mellum(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("mode", ["host", "device", "on the GPU path"])
-def test_windows_are_stored_and_restored_with_their_prefixes(mode: str, mellum: Path, store: StoreProcess) -> None:
+def test_windows_are_stored_and_restored_with_their_prefixes(
+    mode: str, mellum: Path, store: StoreProcess, tmp_path: Path
+) -> None:
     mode_args: Callable[[str], list[str]] = hicache_args if mode == "host" else device_args
-    first = ON_THE_GPU_PATH if mode == "on the GPU path" else ""
-    with SGLangServer(mellum, extra_args=mode_args(store.url), first=first) as server:
+    env = on_the_gpu_path(tmp_path / "gpu") if mode == "on the GPU path" else {}
+    with SGLangServer(mellum, extra_args=mode_args(store.url), env=env) as server:
         assert ("of scratch memory on the GPU" in server.log()) == (mode == "on the GPU path")
         computed = [ask(server, make_prompt(seed)) for seed in range(2)]
         assert not any(map(from_storage, computed))
