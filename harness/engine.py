@@ -25,8 +25,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from harness.children import note_cpu_time, start_child
-from harness.imported_sglang import ImportedSGLang, common_environment
-from harness.sglang_importer import ForkedProcess
+from harness.imported_sglang import ForkedProcess, ImportedSGLang, common_environment
 from harness.waiting import WAIT_S, polls
 
 logger = logging.getLogger(__name__)
@@ -46,8 +45,6 @@ COMMON_ARGS: tuple[str, ...] = ("--page-size", "16", "--enable-cache-report", "-
 
 _DEVICES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "dxg", "davinci[0-9]*", "accel*")  # of drivers, in /dev
 _LOG_TAIL_LINES = 60
-_LAUNCHED = "sglang.launch_server"
-_LAUNCH = f"\nimport runpy\nrunpy.run_module({_LAUNCHED!r}, run_name='__main__', alter_sys=True)\n"
 
 
 class ServerError(RuntimeError):
@@ -177,9 +174,8 @@ class SGLangServer:
     ``extra_args`` follow the defaults and override them. ``env`` is added to this process's environment. On a machine
     without an accelerator, the CPU engine is switched on and ``CPU_ARGS`` are passed. The log goes to ``log_path``, or
     else to the server's temporary directory. The server runs in that directory, because it must not be able to import
-    the folder `triton_kernels` of a checkout, and keeps its profiles and audits there. SGLang requires an
-    ``admin_api_key`` to attach a storage backend at run time; every request carries it. With ``imports_itself`` it is
-    started as users start one, and never forked. ``first`` is Python code that the server runs before all else.
+    the folder `triton_kernels` of a checkout. SGLang requires an ``admin_api_key`` to attach a storage backend at run
+    time; every request carries it. With ``imports_itself`` it is started as users start one, and never forked.
 
     Entering raises ``ServerError``, with the log's tail, if the server exits or is not healthy in time.
     """
@@ -197,7 +193,6 @@ class SGLangServer:
         start_timeout_s: float = 240.0,
         request_timeout_s: float = 240.0,
         imports_itself: bool = False,
-        first: str = "",
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="sglang-", ignore_cleanup_errors=True)
         self.log_path = Path(log_path) if log_path is not None else Path(self._directory.name, "server.log")
@@ -207,7 +202,6 @@ class SGLangServer:
         self._start_timeout_s = start_timeout_s
         self._request_timeout_s = request_timeout_s
         self._env = {"SGLANG_DISABLED_MODEL_ARCHS": other_models(os.fspath(model_path)), **common_environment()}
-        self._env["XDG_CACHE_HOME"] = str(Path(self._directory.name, "cache"))  # not the user's
         self._imports_itself = imports_itself
         args = [*COMMON_ARGS, *extra_args]
         self._headers = {"Content-Type": "application/json"}
@@ -220,7 +214,7 @@ class SGLangServer:
         self._own_env = dict(env or {})
         model = os.path.abspath(model_path) if os.path.exists(model_path) else os.fspath(model_path)
         self.command = [
-            *(sys.executable, *(("-c", first + _LAUNCH) if first else ("-m", _LAUNCHED)), "--model-path", model),
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", model),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *args,
         ]

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO, Self
 
 from harness.children import note_s, start_child
-from harness.sglang_importer import ForkedProcess
 from harness.waiting import WAIT_S
 
 _SCRIPT = Path(__file__).with_name("sglang_importer.py")
@@ -34,6 +36,36 @@ def common_environment() -> dict[str, str]:
     """Return this process's environment, changed so that Python does not import from its working folder, and writes
     logs at once."""
     return os.environ | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class ForkedProcess:
+    """A process with the methods of ``subprocess.Popen`` that the harness uses."""
+
+    def __init__(self, status: int, command: Sequence[str]) -> None:
+        self.pid: int = forkserver.read_signed(status)
+        self._status, self._command = status, command
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while it runs."""
+        return self.wait() if self._code is not None or self._has_ended(0.0) else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, and return the exit code. Raises ``subprocess.TimeoutExpired``."""
+        if self._code is None:
+            if not self._has_ended(timeout):
+                raise subprocess.TimeoutExpired(self._command, timeout or 0.0)
+            self._code = int(forkserver.read_signed(self._status))
+            note_s(forkserver.read_signed(self._status) / 1e6)
+            os.close(self._status)
+        return self._code
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def _has_ended(self, timeout_s: float | None) -> bool:
+        return bool(select.select([self._status], [], [], timeout_s)[0])
 
 
 class ImportedSGLang:
@@ -77,7 +109,7 @@ class ImportedSGLang:
         socket.send_fds(self._requests, [json.dumps(request).encode()], [stdout.fileno(), stderr.fileno(), theirs])
         os.close(theirs)
         try:
-            return ForkedProcess(status, command, note_s)
+            return ForkedProcess(status, command)
         except EOFError:
             raise RuntimeError(f"SGLang cannot be imported:\n{self._log.read_text()}") from None
 

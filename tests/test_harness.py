@@ -181,42 +181,6 @@ def test_processes_that_find_sglang_imported_are_like_others(
     assert {how: imported_sglang.run(["-c", f"import os, sys; {how}"], tmp_path).returncode for how in ends} == ends
 
 
-DATA_PLANES = """
-import os, socket, sys, psutil
-sys.path.append(%r)
-from harness.waiting import wait_until
-from sgl_kvfetch.plane.arena import Arena
-from sgl_kvfetch.plane.process import DataPlaneProcess, Line
-
-def launch():
-    (commands, theirs), (events, event_end) = socket.socketpair(), socket.socketpair()
-    process = DataPlaneProcess(Line(theirs, event_end, Arena.create(1 << 20), Arena.create(1 << 20)))
-    return process, commands, events
-
-process, *ends = launch()
-wait_until(lambda: psutil.Process(process.process.pid).cmdline()[0].startswith("forked -m sgl_kvfetch.plane "))
-assert os.getsid(process.process.pid) == os.getpid()
-process.kill()
-assert process.join(60) and process.process.wait() == -9
-process, *ends = launch()
-for end in ends:
-    end.close()
-assert process.join(60) and process.process.wait() == 0, process.process.wait()
-"""
-
-
-@pytest.mark.sglang
-@pytest.mark.slow
-def test_processes_that_find_sglang_imported_fork_data_planes(
-    imported_sglang: ImportedSGLang | None, tmp_path: Path
-) -> None:
-    """A data plane ends as any other: by a signal, and when the engine's sockets close."""
-    if imported_sglang is None:
-        pytest.skip("with an accelerator, each process imports SGLang itself")
-    done = imported_sglang.run(["-c", DATA_PLANES % str(ROOT)], tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
 def test_what_is_read_while_sglang_is_imported_needs_an_import_of_its_own(tmp_path: Path) -> None:
     with ImportedSGLang() as imported, (tmp_path / "log").open("wb") as log:
         environment = common_environment(), {"KVFETCH_CPU_ENGINE": "other"}

@@ -79,8 +79,7 @@ def data_planes() -> list[int]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            # As one word, where it is forked (`harness.sglang_importer`).
-            if "-m sgl_kvfetch.plane" in " ".join(process.cmdline()):
+            if "sgl_kvfetch.plane" in process.cmdline():
                 found.append(process.pid)
     return found
 
