@@ -12,7 +12,7 @@ import resource
 import sys
 from collections.abc import AsyncIterator, Iterable
 from io import BytesIO
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 import numpy as np
@@ -74,11 +74,12 @@ async def _decoded(
         if (num_bytes := reader.frames_bytes(cell)) > _MOST_FRAMES_BYTES:
             raise ConfigError(f"{cell} has {num_bytes} bytes of frames; pictures show at most {_MOST_FRAMES_BYTES}")
         chunks = []
-        for each in reader.stored(cell):
-            name = reader.object_names[each.level]
-            if (data := await objects.get(name, each.start, each.end - each.start)) is None:
+        for level, found in groupby(reader.stored(cell), key=lambda each: each.level):
+            name, of_object = reader.object_names[level], list(found)  # next to each other
+            start = of_object[0].start
+            if (data := await objects.get(name, start, of_object[-1].end - start)) is None:
                 raise StoreError("missing", f"{name} is gone")
-            chunks.append(memoryview(data))
+            chunks += [memoryview(data)[each.start - start : each.end - start] for each in of_object]
         yield cell, reader.decode_cell(cell, chunks)
 
 
