@@ -187,7 +187,7 @@ class CodedRegion(Destination):
         rows = self._plan.rows_of(unit)
         if unit.reader.manifest.is_encrypted or not all(self._is_coded[row] for row in rows):
             return None
-        sizes = [[each.end - each.start for each in unit.reader.stored(cell)] for cell in unit.cells]
+        sizes = [[each.size_bytes for each in unit.reader.stored(cell)] for cell in unit.cells]
         # What a cell has beside its integers is little, and does not go to the engine as it is stored.
         rest = memoryview(bytearray(sum(map(sum, sizes)) - sum(self._sizes[row] for row in rows)))
         places: list[CellChunks] = []

@@ -323,7 +323,7 @@ def _layout(reader: SegmentReader, span: int) -> _Layout:
     made = _layouts.setdefault(reader, {})
     if span not in made:
         cells, last = list(reader.span_cells(span)), reader.manifest.chunks_per_cell - 1
-        sizes = [[each.end - each.start for each in reader.stored(cell)] for cell in cells]
+        sizes = [[each.size_bytes for each in reader.stored(cell)] for cell in cells]
         rooms = [-(-each[last] // CODE_ALIGNMENT) * CODE_ALIGNMENT for each in sizes]
         *begins, end = accumulate(rooms, initial=0)
         chunks: dict[Cell, list[tuple[int, int]]] = {}

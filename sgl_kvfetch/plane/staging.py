@@ -372,9 +372,9 @@ class Stager:
                 self._client.fetcher.drop_kept(name)
             self._share_no_more(staging)
         staging.works[work] = False
-        if staging.is_wanted:
-            pass
-        elif staging.task is None:
+        if staging.is_wanted:  # by others
+            return
+        if staging.task is None:
             self._free(staging)
         else:
             self._share_no_more(staging)

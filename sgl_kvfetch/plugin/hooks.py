@@ -137,8 +137,6 @@ _REFUSED = "Failed to get weights iterator"
 
 def watch_disk_update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """Around ``update_weights_from_disk``: suspend the backends, unless SGLang refused before it changed any weight."""
-    from sgl_kvfetch.plugin import weight_updates
-
     has_happened = True
     weight_updates.begin_change()
     try:

@@ -36,6 +36,10 @@ class StoredChunk(NamedTuple):
     start: int
     end: int
 
+    @property
+    def size_bytes(self) -> int:
+        return self.end - self.start
+
 
 CellChunks = Sequence[memoryview]  # a cell's chunks, in the order of `SegmentReader.stored`
 
