@@ -23,9 +23,8 @@ from tests.cpu_time import CpuTime
 # would spend much of their time on OpenMP threads that spin while they wait for others. Torch reads it at its import.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Before anything imports SGLang or Triton: both decide at import what they run on.
+# Before anything imports Triton: it decides at import what it runs on.
 if not has_accelerator():
-    os.environ.setdefault("KVFETCH_CPU_ENGINE", "1")
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shell starts background jobs with Ctrl-C ignored, and what the tests start would inherit that.
