@@ -126,8 +126,25 @@ def wheel(once: Once) -> Path:
     return wheel
 
 
+@pytest.fixture(scope="session")
+def engine_wheel(once: Once) -> Path:
+    """The wheel of SGLang's CPU engine, made of a copy of the sources."""
+    (wheel,) = once("engine-wheel", build_engine_wheel).glob("*.whl")
+    return wheel
+
+
 def build_wheel(folder: Path) -> None:
     copy_sources(folder)
+    _build(folder)
+
+
+def build_engine_wheel(folder: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+    shutil.copytree(ROOT / "cpu_engine", folder, ignore=ignored, dirs_exist_ok=True)
+    _build(folder)
+
+
+def _build(folder: Path) -> None:
     pip("wheel", str(folder), "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
 
 
