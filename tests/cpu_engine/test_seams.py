@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sgl_kvfetch.plugin.seams import Seam
+from sgl_kvfetch.plugin.seams import Kind, rows_of
 from sglang_on_cpu import seams
 
 # Prints the package of SGLang's platform, and whether the first hook of the table is there.
@@ -47,8 +47,11 @@ def test_no_hook_is_installed_where_sglang_lacks_a_target(
 ) -> None:
     monkeypatch.setattr(seams, "is_active", lambda: True)
     monkeypatch.setattr(HookRegistry, "register", lambda *hook: pytest.fail(f"installed {hook}"))
-    gone = Seam("sglang.srt.server_args.ServerArgs.no_such", "before", "sglang_on_cpu.platform.without_pinning")
-    monkeypatch.setattr(seams, "SEAMS", (*seams.SEAMS, gone))
+    rows: list[tuple[str, Kind, str]] = [
+        (f"sglang.srt.server_args.ServerArgs.{name}", "before", "without_pinning")
+        for name in ("resolve_once", "no_such")
+    ]
+    monkeypatch.setattr(seams, "SEAMS", tuple(rows_of("sglang_on_cpu.platform", *rows)))
     seams.register()
     (message,) = caplog.messages
     assert message.startswith("sglang_on_cpu is off: sglang.srt.server_args.ServerArgs.no_such not found")
