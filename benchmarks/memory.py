@@ -64,7 +64,6 @@ SPAN_TOKENS = 1024
 MAX_SEGMENT_TOKENS = 8192
 _DEADLINE_S = 600.0
 _ENVIRONMENT = {
-    "KVFETCH_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",
     # Without limits, glibc keeps freed memory once larger blocks were freed, and it would still count as used.
     "MALLOC_MMAP_THRESHOLD_": str(64 << 10),

@@ -4,7 +4,7 @@
 
 It starts a store, then one server after the other, so that one GPU is enough. Nothing is left when it ends. It prints,
 for each server, how many tokens came from the store and the time to the first token. Without a GPU, SGLang runs on the
-CPU: slow, and good for a first look.
+CPU, if ./cpu_engine of the repository is installed, too: slow, and good for a first look.
 """
 
 from __future__ import annotations
@@ -31,17 +31,15 @@ ON_CPU = (
 
 
 def main(model: str, flags: list[str]) -> None:
-    environment = dict(os.environ)
     if shutil.which("nvidia-smi") is None:
-        environment["KVFETCH_CPU_ENGINE"] = "1"
         flags = [*ON_CPU.split(), *flags]
     with tempfile.TemporaryDirectory() as folder:
         store = f"http://127.0.0.1:{free_port()}"
         serve = ["kvfetch", "serve", folder, "--port", store.rpartition(":")[2]]
-        with running(serve, f"{store}/healthz", environment):
+        with running(serve, f"{store}/healthz"):
             for name in ("first server", "second server"):
                 server = f"http://127.0.0.1:{free_port()}"
-                with running(sglang(model, store, server, flags), f"{server}/health", environment):
+                with running(sglang(model, store, server, flags), f"{server}/health"):
                     ask(server, "The weather is fine. ")  # its first request takes longer, whatever the prompt
                     cached_tokens, seconds = ask(server, PROMPT)
                     print(f"{name}: cached_tokens {cached_tokens}, first token after {seconds:.2f} s", flush=True)
@@ -71,12 +69,10 @@ def ask(server: str, text: str) -> tuple[int, float]:
 
 
 @contextmanager
-def running(command: list[str], health: str, environment: dict[str, str]) -> Iterator[None]:
+def running(command: list[str], health: str) -> Iterator[None]:
     """Run a server until the block ends. The block begins when it answers."""
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             while not answers(health):
                 if process.poll() is not None:

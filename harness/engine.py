@@ -172,10 +172,11 @@ class SGLangServer:
     """A context manager that runs ``python -m sglang.launch_server`` on a free loopback port, ready when entered.
 
     ``extra_args`` follow the defaults and override them. ``env`` is added to this process's environment. On a machine
-    without an accelerator, the CPU engine is switched on and ``CPU_ARGS`` are passed. The log goes to ``log_path``, or
-    else to the server's temporary directory. The server runs in that directory, because it must not be able to import
-    the folder `triton_kernels` of a checkout. SGLang requires an ``admin_api_key`` to attach a storage backend at run
-    time; every request carries it. With ``imports_itself`` it is started as users start one, and never forked.
+    without an accelerator, ``CPU_ARGS`` are passed, and SGLang needs what is in `cpu_engine/`. The log goes to
+    ``log_path``, or else to the server's temporary directory. The server runs in that directory, because it must not be
+    able to import the folder `triton_kernels` of a checkout. SGLang requires an ``admin_api_key`` to attach a storage
+    backend at run time; every request carries it. With ``imports_itself`` it is started as users start one, and never
+    forked.
 
     Entering raises ``ServerError``, with the log's tail, if the server exits or is not healthy in time.
     """
@@ -210,7 +211,6 @@ class SGLangServer:
             self._headers["Authorization"] = f"Bearer {admin_api_key}"
         if not has_accelerator():
             args = [*CPU_ARGS, *args]
-            self._env["KVFETCH_CPU_ENGINE"] = "1"
         self._own_env = dict(env or {})
         model = os.path.abspath(model_path) if os.path.exists(model_path) else os.fspath(model_path)
         self.command = [

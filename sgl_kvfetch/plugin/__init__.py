@@ -1,7 +1,7 @@
 """The plugin: everything that touches SGLang, and nothing else does.
 
 ``host`` is SGLang's storage backend for its host tier, ``device`` fetches into the token-to-KV pool and parks requests
-that wait, ``cpu`` lets SGLang run without a GPU, for tests. ``seams`` lists every hook.
+that wait. ``seams`` lists every hook.
 
 It knows SGLang, the data plane and the codec. It never opens a store, does no I/O on the scheduler's
 thread, and installs nothing unless a launch selects the backend.

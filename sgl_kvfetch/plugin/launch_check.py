@@ -11,7 +11,7 @@ from sgl_kvfetch.codec.cuda_streams import GPU_ENV
 from sgl_kvfetch.errors import ConfigError, SeamError, UnsupportedError
 from sgl_kvfetch.plane import parse_config
 from sgl_kvfetch.plane.config import check_files
-from sgl_kvfetch.plugin.register import BACKEND, LINKER_MODULE, needed_scopes
+from sgl_kvfetch.plugin.register import BACKEND, LINKER_MODULE
 from sgl_kvfetch.plugin.seams import check_seams
 from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS, WITH_LINKER, installed_version
 from sgl_kvfetch.timeline import check_tracing
@@ -30,7 +30,7 @@ def check_launch(server_args: Any) -> None:
     ``ConfigError`` for an invalid extra config, a file in it that cannot be read, a profile without the target, or a
     variable in the environment that is gone.
     """
-    if mismatches := check_seams(needed_scopes()):
+    if mismatches := check_seams():
         raise SeamError("; ".join(mismatches))
     if (version := installed_version()) not in SGLANG_VERSIONS:
         logger.warning("kvfetch was not tested with sglang %s", version)

@@ -6,13 +6,12 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sgl_kvfetch.errors import KVFetchError, SeamError, UnsupportedError
-from sgl_kvfetch.plugin.cpu.platform import is_active
-from sgl_kvfetch.plugin.seams import REGISTERED_NAMES, Scope, Seam, check_name, check_seams, find, has, installed_seams
+from sgl_kvfetch.plugin.seams import GATE, REGISTERED_NAMES, check_name, check_seams, has, install, installed_seams
 
 if TYPE_CHECKING:
     from sgl_kvfetch.plugin.weight_updates import Access
@@ -73,7 +72,7 @@ def require_packages() -> None:
 
 
 def register() -> None:
-    """Register the hooks of ``SEAMS`` that apply here. Changes nothing for a launch that does not select our backend.
+    """Register the hooks of ``SEAMS``. Changes nothing for a launch that does not select our backend.
 
     If a package of ours is missing, or SGLang does not match ``SEAMS``, only the gate's hooks are registered, as far as
     they fit: they only stop a launch that selects our backend. SGLang merely logs what a plugin raises, so
@@ -83,25 +82,19 @@ def register() -> None:
         _add_choice()
     try:
         require_packages()
-        scopes = needed_scopes()
-        if mismatches := check_seams(scopes):
+        if mismatches := check_seams():
             raise SeamError("; ".join(mismatches))
-        _install(installed_seams(scopes))
+        install(installed_seams())
     except (KVFetchError, ImportError) as error:
         if selects_backend(sys.argv[1:]):
             raise SystemExit(f"sgl_kvfetch: {error}") from error
         logger.warning("sgl_kvfetch is off: %s", error)
-        _install(seam for seam in installed_seams({Scope.GATE}) if check_name(seam.path) is None)
+        install(seam for seam in installed_seams(GATE) if check_name(seam.path) is None)
     else:
         if takes_names:
             from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
             StorageBackendFactory.register_backend(BACKEND, "sgl_kvfetch.plugin.host.storage", "KVFetchStorage")
-
-
-def needed_scopes() -> set[Scope]:
-    """Return the scopes whose hooks are needed on this machine."""
-    return {Scope.GATE, Scope.HOST, Scope.DEVICE} | ({Scope.CPU_ENGINE} if is_active() else set())
 
 
 def selects_backend(argv: Sequence[str]) -> bool:
@@ -116,10 +109,3 @@ def _add_choice() -> None:
 
     if BACKEND not in HICACHE_STORAGE_BACKEND_CHOICES:
         add_hicache_storage_backend_choices([BACKEND])
-
-
-def _install(seams: Iterable[Seam]) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for seam, hook in [(seam, find(seam.hook)) for seam in seams]:  # all can be imported, or none is registered
-        HookRegistry.register(seam.path, hook, HookType(seam.kind))

@@ -6,35 +6,23 @@ gave up, and has no backend without a host tier. Patching a copy of SGLang would
 three things could go wrong, silently:
 
 * **A target that is gone.** SGLang's plugin loader only logs errors, and the backend would be missing without a word.
-  So all hooks are rows of one table. `register.py` installs them, and the gate checks that each target exists, before
-  a model is loaded.
+  So all hooks are rows of a table. `register.py` installs them, and the gate checks that each target exists, before a
+  model is loaded.
 * **A target that means something else now.** No check sees that. So rows hold for the releases of `versions.py`, and
   any other release stops the launch. tests/plugin/test_sglang.py compares signatures, and all else that we rely on.
-* **A hook that acts where it should not.** Each does nothing unless the backend in question is ours; scopes say which
-  are installed at all.
+* **A hook that acts where it should not.** Each does nothing unless the backend in question is ours.
 
 A hook is not for what the interface can do. A row goes when SGLang takes the patch that its ``patch`` names.
 """
 
 from __future__ import annotations
 
-import enum
 import importlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS, WITH_LINKER, before, check_version, since, table_version
-
-
-class Scope(enum.Enum):
-    """When a hook is needed."""
-
-    GATE = "gate"  # to accept the backend's name and to refuse a launch that cannot work
-    HOST = "host"  # for the storage backend behind the host pool
-    DEVICE = "device"  # for the linker without a host tier
-    CPU_ENGINE = "cpu_engine"  # to run without an accelerator
-
 
 Kind = Literal["before", "after", "around", "replace"]  # the values of SGLang's ``HookType``
 
@@ -47,35 +35,23 @@ class Seam:
     path: str
     kind: Kind
     hook: str
-    scope: Scope
     versions: tuple[str, ...] = SGLANG_VERSIONS
     patch: str | None = None
     is_patched: bool = False
 
 
-def _seams(scope: Scope, hooks: str, *rows: tuple[str, Kind, str], **fields: Any) -> Iterator[Seam]:
+def rows_of(hooks: str, *rows: tuple[str, Kind, str], **fields: Any) -> Iterator[Seam]:
     """Yield a seam for each row: the path in SGLang, the kind, and the hook's name in the module ``hooks``."""
     for path, kind, name in rows:
-        yield Seam(path, kind, f"{hooks}.{name}", scope, **fields)
+        yield Seam(path, kind, f"{hooks}.{name}", **fields)
 
 
 _HOOKS = "sgl_kvfetch.plugin.hooks"
 _VERSION_HOOKS = "sgl_kvfetch.plugin.versions"
 _ADAPTER_HOOKS = "sgl_kvfetch.plugin.adapters"
 _DEVICE_HOOKS = "sgl_kvfetch.plugin.device.waiting_queue"
-_CPU_HOOKS = "sgl_kvfetch.plugin.cpu.platform"
-_CPU_KERNELS = "sgl_kvfetch.plugin.cpu.kernels"
 _SRT = "sglang.srt"
-_HOST_POOLS = "sglang.srt.mem_cache.pool_host"
-_MHA_POOL = f"{_HOST_POOLS}.mha.MHATokenToKVPoolHost"
-_MLA_POOL = f"{_HOST_POOLS}.mla.MLATokenToKVPoolHost"
-_MAMBA_POOL = f"{_HOST_POOLS}.mamba.MambaPoolHost"
-_TORCH_ATTENTION = f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _LORA = f"{_SRT}.lora"
-_CONV1D = "sglang.kernels.ops.mamba.causal_conv1d_triton"
-_MAMBA_2 = "sglang.kernels.ops.mamba.triton_ops"
-_FLA = "sglang.kernels.ops.attention.fla"
-_GATED = f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule"
 _FACTORY = f"{_SRT}.mem_cache.storage.backend_factory.StorageBackendFactory"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _CONTROLLER = f"{_SRT}.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
@@ -86,12 +62,12 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 # Names that SGLang has only with one of `patches/`.
 WEIGHTS_CHANGE = f"{_UPDATER}.weights_will_change"
 REGISTERED_NAMES = f"{_SRT}.arg_groups.choices.add_hicache_storage_backend_choices"
-EXTENDS_ALONE = f"{_TORCH_ATTENTION}._attend_in_blocks"
 
 # The comment above each row says what SGLang does there, or does not do.
-SEAMS: tuple[Seam, ...] = (
-    *_seams(
-        Scope.GATE,
+
+# Accept the backend's name, and refuse a launch that cannot work.
+GATE: tuple[Seam, ...] = (
+    *rows_of(
         _HOOKS,
         # Entry point of the command line: a launch that cannot work stops with one message.
         (f"{_SRT}.server_args.prepare_server_args", "after", "gate_command_line"),
@@ -101,14 +77,16 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_SRT}.arg_groups.pipeline._page_size_default", "after", "choose_page_size"),
     ),
     # --hicache-storage-backend has fixed choices.
-    *_seams(
-        Scope.GATE,
+    *rows_of(
         _HOOKS,
         (f"{_SRT}.server_args.ServerArgs.add_cli_args", "after", "allow_choice"),
         patch=REGISTERED_NAMES,
     ),
-    *_seams(
-        Scope.HOST,
+)
+
+SEAMS: tuple[Seam, ...] = (
+    *GATE,
+    *rows_of(
         _HOOKS,
         # Changes the weights, in every rank, if it finds them.
         (f"{_UPDATER}.update_weights_from_disk", "around", "watch_disk_update"),
@@ -127,11 +105,8 @@ SEAMS: tuple[Seam, ...] = (
         patch=WEIGHTS_CHANGE,
     ),
     # With the patch, SGLang calls this before it does any of these.
-    *_seams(
-        Scope.HOST, _HOOKS, (WEIGHTS_CHANGE, "before", "suspend_for_update"), patch=WEIGHTS_CHANGE, is_patched=True
-    ),
-    *_seams(
-        Scope.HOST,
+    *rows_of(_HOOKS, (WEIGHTS_CHANGE, "before", "suspend_for_update"), patch=WEIGHTS_CHANGE, is_patched=True),
+    *rows_of(
         _ADAPTER_HOOKS,
         # Loads the first adapters, in every rank.
         (f"{_LORA}.lora_manager.LoRAManager.init_state", "before", "watch_adapters"),
@@ -140,8 +115,7 @@ SEAMS: tuple[Seam, ...] = (
         # Tells the pages of adapters apart by ids, which say nothing of the adapters' weights.
         (f"{_SRT}.managers.schedule_batch.Req.__init__", "after", "name_by_content"),
     ),
-    *_seams(
-        Scope.HOST,
+    *rows_of(
         _HOOKS,
         # Empties the tree. No page of former weights is left in it.
         (f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache.reset", "after", "note_empty_tree"),
@@ -162,8 +136,7 @@ SEAMS: tuple[Seam, ...] = (
         # Sets what a prefetch may take, and hicache_storage_pass_prefix_keys, at start-up and at run time.
         (f"{_ATTACHMENT}.apply_runtime_config", "before", "configure_prefetches"),
     ),
-    *_seams(
-        Scope.HOST,
+    *rows_of(
         _HOOKS,
         # Gives the zero-copy interface to a fixed list of names, and does not detach a backend that refuses side pools;
         # runs at start-up and at run time.
@@ -171,16 +144,14 @@ SEAMS: tuple[Seam, ...] = (
         patch=REGISTERED_NAMES,
     ),
     # Its _create_builtin_backend refuses a registered name unless SGLang knows it.
-    *_seams(
-        Scope.HOST,
+    *rows_of(
         _HOOKS,
         (f"{_FACTORY}._do_create_backend", "around", "create_backend"),
         versions=since("0.5.23"),
         patch=REGISTERED_NAMES,
     ),
-    *_seams(Scope.HOST, _HOOKS, (f"{_FACTORY}.create_backend", "around", "create_backend"), versions=before("0.5.23")),
-    *_seams(
-        Scope.HOST,
+    *rows_of(_HOOKS, (f"{_FACTORY}.create_backend", "around", "create_backend"), versions=before("0.5.23")),
+    *rows_of(
         _VERSION_HOOKS,
         # Copies pages to the host pool while a forward pass may still write them.
         (f"{_SRT}.managers.cache_controller.HiCacheController.start_writing", "before", "fence_writes"),
@@ -188,8 +159,8 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_GRAPH_RUNNER}.execute", "before", "wait_for_layers"),
         versions=before("0.5.23"),
     ),
-    *_seams(
-        Scope.DEVICE,
+    # For device mode alone.
+    *rows_of(
         _DEVICE_HOOKS,
         # Looks at every request of waiting_queue.
         (f"{_SCHEDULER}._get_new_batch_prefill_raw", "around", "form_batch"),
@@ -199,69 +170,13 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_SCHEDULER}.detach_hicache_storage_wrapped", "around", "detach_store"),
         versions=WITH_LINKER,
     ),
-    *_seams(
-        Scope.CPU_ENGINE,
-        _CPU_HOOKS,
-        # Forces spawn, so that every process imports SGLang again, and one NUMA node per rank.
-        (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "prepare_children"),
-        # Chooses how a model with MLA attends by the name of the backend, and does not know this one.
-        (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "attend_in_latent_space"),
-        # Pins tensors on the way to the device, without asking whether there is one that copies from them.
-        (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "leave_tensors_unpinned"),
-        # Leaves 10 GiB of the host's memory to others, and starts nothing where there is less.
-        (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "leave_less_memory_free"),
-        # Sends the numbers of pages from pinned memory.
-        (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "send_page_numbers_as_they_are"),
-        # Chooses the kernels of speculation by the kind of device.
-        (f"{_SRT}.entrypoints.engine._set_envs_and_config", "after", "speculate_in_triton"),
-        # Write layers with sliding windows to a pool of their own, but read them at the other layers' slots.
-        (f"{_TORCH_ATTENTION}._run_sdpa_forward_extend", "before", "look_in_window_pool"),
-        (f"{_TORCH_ATTENTION}._run_sdpa_forward_decode", "before", "look_in_window_pool"),
-        # Make pinned tensors for adapters: once for each layer, and for each batch.
-        (f"{_LORA}.lora_manager.LoRAManager.init_state", "around", "make_plain_tensors"),
-        (f"{_LORA}.lora_manager.LoRAManager.prepare_lora_batch", "around", "make_plain_tensors"),
-        # Pin the host pool's memory with CUDA.
-        (f"{_HOST_POOLS}.base.HostKVCache.__init__", "before", "without_pinning"),
-        (f"{_MAMBA_POOL}.__init__", "before", "without_pinning"),
-        # Move pages and states with CUDA operators.
-        (f"{_MHA_POOL}.load_to_device_per_layer", "replace", "load_layer"),
-        (f"{_MHA_POOL}.backup_from_device_all_layer", "replace", "backup_layers"),
-        (f"{_MLA_POOL}.load_to_device_per_layer", "replace", "load_layer"),
-        (f"{_MLA_POOL}.backup_from_device_all_layer", "replace", "backup_layers"),
-        (f"{_MAMBA_POOL}._copy_tensor_pf_lf", "before", "copy_by_indexing"),
-        (f"{_MAMBA_POOL}._copy_tensor_all_layers_lf_pf", "before", "copy_by_indexing"),
-    ),
-    # Computes, for a few new tokens behind a long prefix, the attention of all tokens.
-    *_seams(
-        Scope.CPU_ENGINE,
-        "sgl_kvfetch.plugin.cpu.attention",
-        (f"{_TORCH_ATTENTION}._run_sdpa_forward_extend", "replace", "attend_to_prefix"),
-        patch=EXTENDS_ALONE,
-    ),
-    *_seams(
-        Scope.CPU_ENGINE,
-        _CPU_KERNELS,
-        # Run Triton kernels, for which a CPU has no compiler.
-        (f"{_CONV1D}.causal_conv1d_fn", "replace", "convolve_prompts"),
-        (f"{_CONV1D}.causal_conv1d_update", "replace", "convolve_tokens"),
-        (f"{_MAMBA_2}.ssd_combined.mamba_chunk_scan_combined", "replace", "scan_prompts"),
-        (f"{_MAMBA_2}.mamba_ssm.selective_state_update", "replace", "scan_tokens"),
-        (f"{_FLA}.chunk.chunk_gated_delta_rule", "replace", "apply_delta_rule"),
-        (f"{_GATED}_packed_decode", "replace", "apply_delta_rule_to_tokens"),
-        (f"{_FLA}.kda.chunk_kda", "replace", "apply_kimi_delta_rule"),
-        (f"{_FLA}.fused_recurrent.fused_recurrent_kda_packed_decode", "replace", "apply_kimi_delta_rule_to_tokens"),
-        (f"{_FLA}.layernorm_gated.rms_norm_gated", "replace", "normalise_and_gate"),
-        (f"{_FLA}.fused_norm_gate.rms_norm_gated", "replace", "normalise_and_gate_rows"),
-        # Calls convolutions that its module imports for accelerators alone.
-        (f"{_SRT}.layers.attention.mamba.mamba.MambaMixer2.__init__", "after", "bind_convolutions"),
-    ),
 )
 
 
-def installed_seams(scopes: Collection[Scope] = tuple(Scope)) -> list[Seam]:
-    """Return the seams of some scopes that hold for the installed SGLang."""
+def installed_seams(table: Iterable[Seam] = SEAMS) -> list[Seam]:
+    """Return the seams of a table that hold for the installed SGLang."""
     version = table_version()
-    rows = [seam for seam in SEAMS if seam.scope in scopes and version in seam.versions]
+    rows = [seam for seam in table if version in seam.versions]
     patched = {patch for patch in {seam.patch for seam in rows} if patch is not None and has(patch)}
     return [seam for seam in rows if (seam.patch in patched) == seam.is_patched]
 
@@ -313,10 +228,10 @@ def check_name(path: str) -> str | None:
     return fault and fault[1]
 
 
-def check_seams(scopes: Collection[Scope] = tuple(Scope)) -> list[str]:
-    """Return all mismatches between the table and the installed SGLang, version first. An empty list is a pass. What
+def check_seams(table: Iterable[Seam] = SEAMS) -> list[str]:
+    """Return all mismatches between a table and the installed SGLang, version first. An empty list is a pass. What
     keeps modules from being imported is one mismatch, however many of them it is."""
-    faults = [fault for seam in installed_seams(scopes) if (fault := _fault(seam.path)) is not None]
+    faults = [fault for seam in installed_seams(table) if (fault := _fault(seam.path)) is not None]
     first_of_cause = {cause: text for cause, text in reversed(faults)}
     wrong_version = check_version()
     return [*([wrong_version] if wrong_version else []), *reversed(first_of_cause.values())]
@@ -331,3 +246,12 @@ def _fault(path: str) -> tuple[str, str] | None:
     except ImportError as error:
         return str(error.__cause__ or error), str(error)
     return None
+
+
+def install(seams: Iterable[Seam]) -> None:
+    """Register the hooks of some seams with SGLang. Raises ImportError, and registers none, if one cannot be
+    imported."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for seam, hook in [(seam, find(seam.hook)) for seam in seams]:  # all can be imported, or none is registered
+        HookRegistry.register(seam.path, hook, HookType(seam.kind))

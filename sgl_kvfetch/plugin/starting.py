@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
+import torch
 
 from sgl_kvfetch.codec import CellPlace, Quantiser, SegmentSpec, cell_place
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
@@ -17,7 +18,6 @@ from sgl_kvfetch.plane.process import DataPlaneProcess
 from sgl_kvfetch.plane.store import level_policy, writer_spec
 from sgl_kvfetch.plugin import auto_profile, status
 from sgl_kvfetch.plugin.auto_profile import AutoProfile
-from sgl_kvfetch.plugin.cpu.platform import is_active
 from sgl_kvfetch.plugin.device.pages import SlotPages
 from sgl_kvfetch.plugin.host.pages import HostPages
 from sgl_kvfetch.plugin.identity import (
@@ -86,7 +86,8 @@ def open_engine_plane(
     plane = opening.open(config, quantiser, profile_watch(needs()))
     # Device mode on a GPU has pages under way that its kernels have quantised.
     follow = None if _is_on_gpu(pages) else partial(_by_profile, asked, rank, opening)
-    auto_profile.begin(AutoProfile(plane, rank.tp_rank, rank.tp_size, follow, pauses=is_active()))
+    is_on_cpu = not torch.accelerator.is_available()
+    auto_profile.begin(AutoProfile(plane, rank.tp_rank, rank.tp_size, follow, pauses=is_on_cpu))
     return plane
 
 

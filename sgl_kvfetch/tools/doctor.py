@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from sgl_kvfetch.stores import AdminStore
 
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "kvfetch"
-CPU_ENGINE_ENV = "KVFETCH_CPU_ENGINE"
 TIMEOUT_S = 10.0  # of a request to the store
 LIST_TIMEOUT_S = 10.0
 MAX_MODELS = 8  # that are named because of their flags
@@ -42,6 +41,7 @@ _INSTALL_GPU = 'pip install "sgl-kvfetch[gpu]"'
 _INSTALL_VIDEO = "install the driver's video libraries (containers: NVIDIA_DRIVER_CAPABILITIES=compute,video,utility)"
 _CPU_CODECS = "codecs run on the CPU"
 _SEAMS = "SGLang's seams"
+_CPU_ENGINE = "sglang_on_cpu"  # the package in cpu_engine/ of the repository
 STORE, MODELS = "store", "models in the store"
 _WHAT = {"SGLang": "SGLang, which is imported (a busy machine takes a minute)", "CUDA GPU": "for a CUDA GPU"}
 
@@ -173,16 +173,13 @@ def _check_registration() -> Check:
 
 
 def _check_seams(install: str) -> Check:
-    import torch
+    from sgl_kvfetch.plugin.seams import check_seams, installed_seams
 
-    from sgl_kvfetch.plugin.seams import Scope, check_seams, installed_seams
-
-    scopes = {Scope.GATE, Scope.HOST} | (set() if torch.accelerator.is_available() else {Scope.CPU_ENGINE})
     noise = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
         warnings.simplefilter("ignore")
-        mismatches = check_seams(scopes)
-    count = len(installed_seams(scopes))
+        mismatches = check_seams()
+    count = len(installed_seams())
     if not mismatches:
         return Check(_SEAMS, "yes", f"all {count} as expected")
     more = f" (and {len(mismatches) - 1} more)" if len(mismatches) > 1 else ""
@@ -298,11 +295,11 @@ def _check_restoring(card: str) -> Check:
 
 
 def _without_gpu(torch_version: str) -> Check:
-    if os.environ.get(CPU_ENGINE_ENV) == "1":
+    if importlib.util.find_spec(_CPU_ENGINE) is not None:
         advice = "nothing if you only run tests; serve models from a machine with a GPU"
-        return Check("CUDA GPU", "warn", f"none (torch {torch_version}); {CPU_ENGINE_ENV}=1 is set", advice)
+        return Check("CUDA GPU", "warn", f"none (torch {torch_version}); {_CPU_ENGINE} is installed", advice)
     advice = (
-        f"set {CPU_ENGINE_ENV}=1 to run SGLang on this CPU, for tests; "
+        "to run SGLang on this CPU, for tests: pip install ./cpu_engine in a clone of the repository; "
         "if there is a GPU, check nvidia-smi and install a CUDA build of torch"
     )
     return Check("CUDA GPU", "warn", f"torch {torch_version} finds no usable GPU", advice)

@@ -15,8 +15,9 @@ from typing import Any
 
 from harness.beside import environment
 from harness.sglang_beside import install_sglang_beside
-from sgl_kvfetch.plugin.seams import check_name, find, has, installed_seams
+from sgl_kvfetch.plugin.seams import SEAMS, check_name, find, has, installed_seams
 from sgl_kvfetch.plugin.versions import table_version
+from sglang_on_cpu.seams import SEAMS as CPU_SEAMS
 from tests.plugin.sglang_places import PLACES, Place
 
 Row = tuple[str, str, str | None, str]  # kind and path, what it is for, what is wrong or None, signature
@@ -63,7 +64,8 @@ def _mentioned(target: Any) -> set[str]:
 def read_tables() -> list[Row]:
     """Check each seam and place of the installed SGLang."""
     seams = [
-        (f"seam {seam.path}", seam.hook, check_name(seam.path), _signature(seam.path)) for seam in installed_seams()
+        (f"seam {seam.path}", seam.hook, check_name(seam.path), _signature(seam.path))
+        for seam in installed_seams([*SEAMS, *CPU_SEAMS])
     ]
     places = installed_places()
     return [*seams, *((f"place {place.path}", place.why, fault(place), _signature(place.path)) for place in places)]

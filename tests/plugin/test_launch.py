@@ -219,25 +219,8 @@ def test_pages_have_64_tokens_where_nobody_chooses(tmp_path: Path) -> None:
     common = ["--model-path", str(make_tiny_llama(tmp_path / "model")), "--device", "cpu"]
     common += ["--attention-backend", "torch_native"]
     lines = json.dumps([common, *(line for several in sizes.values() for line in several)])
-    done = _run([sys.executable, "-c", PAGE_SIZES, lines], tmp_path, KVFETCH_CPU_ENGINE="1")
+    done = _run([sys.executable, "-c", PAGE_SIZES, lines], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [size for size, several in sizes.items() for _ in several]
     assert "kvfetch: pages have 64 tokens, since no --page-size is given" in done.stdout + done.stderr
     assert "kvfetch: pages have one token, because of --chunked-prefill-size" in done.stdout + done.stderr
-
-
-def test_the_cpu_engine_is_off_unless_asked_for(tmp_path: Path) -> None:
-    script = """
-from sglang.srt.plugins import load_plugins
-load_plugins()
-from sglang.srt.platforms import current_platform
-from sglang.srt.entrypoints.engine import _set_envs_and_config
-print(type(current_platform).__module__.partition(".")[0], hasattr(_set_envs_and_config, "__wrapped__"))
-"""
-    answers = {}
-    for switch in ("0", "1"):
-        done = _run([sys.executable, "-c", script], tmp_path, KVFETCH_CPU_ENGINE=switch)
-        assert done.returncode == 0, done.stderr
-        answers[switch] = done.stdout.split()
-    assert answers["0"] == ["sglang", "False"]
-    assert answers["1"] in (["sgl_kvfetch", "True"], answers["0"])  # the second where there is an accelerator

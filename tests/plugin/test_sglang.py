@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import sgl_kvfetch.plugin
-from sgl_kvfetch.plugin import seams
-from sgl_kvfetch.plugin.seams import Scope, Seam, check_name, check_seams, find, has, installed_seams
+import sglang_on_cpu
+from sgl_kvfetch.plugin.seams import GATE, SEAMS, Seam, check_name, check_seams, find, has, installed_seams
+from sglang_on_cpu.seams import SEAMS as CPU_SEAMS
 from tests.plugin.sglang_places import PLACES
 from tests.plugin.sglang_report import Row, fault, installed_places, report
 
@@ -18,6 +19,7 @@ from tests.plugin.sglang_report import Row, fault, installed_places, report
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 PLUGIN_FILES = sorted(Path(sgl_kvfetch.plugin.__file__).parent.rglob("*.py"))
+ENGINE_FILES = sorted(Path(sglang_on_cpu.__file__).parent.rglob("*.py"))
 
 
 def _sglang_imports(file: Path) -> set[str]:
@@ -32,11 +34,11 @@ def _sglang_imports(file: Path) -> set[str]:
 
 
 def test_the_installed_sglang_matches_the_table() -> None:
-    assert check_seams() == []
+    assert check_seams([*SEAMS, *CPU_SEAMS]) == []
     assert [wrong for place in installed_places() if (wrong := fault(place))] == []
 
 
-@pytest.mark.parametrize("file", PLUGIN_FILES, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [*PLUGIN_FILES, *ENGINE_FILES], ids=lambda file: file.name)
 def test_every_import_from_sglang_is_in_the_table(file: Path) -> None:
     paths = [place.path for place in PLACES]
     absent = [n for n in _sglang_imports(file) if not any(p == n or p.startswith(n + ".") for p in paths)]
@@ -49,7 +51,7 @@ def test_nothing_outside_the_plugin_imports_sglang() -> None:
     assert {file: names for file in others if (names := _sglang_imports(file))} == {}
 
 
-@pytest.mark.parametrize("seam", installed_seams(), ids=lambda s: s.path.rpartition(".")[2])
+@pytest.mark.parametrize("seam", installed_seams([*SEAMS, *CPU_SEAMS]), ids=lambda s: s.path.rpartition(".")[2])
 def test_every_hook_resolves_and_takes_what_sglang_passes(seam: Seam) -> None:
     hook = find(seam.hook)
     leading = 1 if seam.kind in ("after", "around") else 0
@@ -83,7 +85,7 @@ def test_a_place_that_moved_is_one_message(change: dict[str, Any], message: str)
 
 
 def test_a_seam_without_its_target_is_one_message() -> None:
-    seam = installed_seams({Scope.GATE})[0]
+    seam = installed_seams(GATE)[0]
     moved = dataclasses.replace(seam, path="sglang.srt.server_args.ServerArgs.no_such")
     assert check_name(seam.path) is None
     assert "sglang.srt.server_args.ServerArgs.no_such not found" in (check_name(moved.path) or "")
@@ -117,12 +119,11 @@ def test_a_module_that_cannot_be_imported_shows_the_cause(broken_package: str) -
         assert not has(path)
 
 
-def test_one_cause_is_one_message(broken_package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_cause_is_one_message(broken_package: str) -> None:
     names = ("scheduler.Name.one", "scheduler.Name.two", "cache.Name", "gone.Name")
-    rows = tuple(Seam(f"{broken_package}.{name}", "before", "no.hook", Scope.HOST) for name in names)
-    monkeypatch.setattr(seams, "SEAMS", rows)
+    table = [Seam(f"{broken_package}.{name}", "before", "no.hook") for name in names]
     cause = "OSError: libcudart.so.13: cannot open shared object file"
-    assert check_seams() == [
+    assert check_seams(table) == [
         f"{broken_package}.scheduler cannot be imported: {cause}",
         f"{broken_package}.gone.Name not found (module '{broken_package}' has no attribute 'gone')",
     ]

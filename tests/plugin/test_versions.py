@@ -34,7 +34,15 @@ from sgl_kvfetch.plugin.versions import (
     table_version,
     wait_for_layers,
 )
+from sglang_on_cpu.seams import SEAMS as CPU_SEAMS
 from tests.plugin.sglang_places import PLACES, Place
+
+TABLES = (*SEAMS, *CPU_SEAMS)
+COUNT = """
+from sgl_kvfetch.plugin.seams import SEAMS, installed_seams
+from sglang_on_cpu.seams import SEAMS as CPU_SEAMS
+print(len(installed_seams([*SEAMS, *CPU_SEAMS])))
+"""
 
 
 @pytest.mark.slow
@@ -56,9 +64,8 @@ def test_our_patches_apply_and_take_the_place_of_hooks() -> None:
         ["pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "-c", os.devnull, str(folder.parent / "test")],
         folder,
     )
-    count = "from sgl_kvfetch.plugin.seams import installed_seams; print(len(installed_seams()))"
-    without = [seam for seam in SEAMS if NEWEST in seam.versions and not seam.is_patched]
-    assert int(run(["-W", "ignore", "-c", count], folder).split()[-1]) == len(without) - 11
+    without = [seam for seam in TABLES if NEWEST in seam.versions and not seam.is_patched]
+    assert int(run(["-W", "ignore", "-c", COUNT], folder).split()[-1]) == len(without) - 11
 
 
 def run(arguments: list[str], folder: Path) -> str:
@@ -71,7 +78,7 @@ def run(arguments: list[str], folder: Path) -> str:
 
 
 def test_rows_name_supported_releases() -> None:
-    rows: tuple[Seam | Place, ...] = (*SEAMS, *PLACES)
+    rows: tuple[Seam | Place, ...] = (*TABLES, *PLACES)
     assert [row.path for row in rows if not row.versions] == []  # they can go
     assert [row.path for row in rows if not set(row.versions) <= set(SGLANG_VERSIONS)] == []
 

@@ -21,7 +21,6 @@ from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.errors import ConfigError, CorruptError
 from sgl_kvfetch.keys import Labels
 from sgl_kvfetch.plugin import seams, versions
-from sgl_kvfetch.plugin.cpu.platform import ENV
 from sgl_kvfetch.tools import doctor
 from sgl_kvfetch.tools.doctor import Check, check_models, check_store, run_check
 from sgl_kvfetch.tools.terminal import StoreAccess
@@ -180,7 +179,7 @@ def test_an_sglang_that_is_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.NEWEST)
-    monkeypatch.setattr(seams, "check_seams", lambda scopes: ["a.b moved", "c.d moved"])
+    monkeypatch.setattr(seams, "check_seams", lambda: ["a.b moved", "c.d moved"])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     monkeypatch.setattr(shutil, "which", lambda name, path: None)
     found = by_name(doctor.check_sglang())
@@ -189,7 +188,7 @@ def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) 
     assert found["plugin registered"].status == "no"
     assert found["C++ compiler"].found == "g++ and ninja not found on PATH"
 
-    def broken(scopes: object) -> list[str]:
+    def broken() -> list[str]:
         raise RuntimeError("operator torchvision::nms does not exist")
 
     monkeypatch.setattr(seams, "check_seams", broken)
@@ -200,7 +199,7 @@ def test_what_goes_wrong_with_the_right_sglang(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_plugin_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.NEWEST)
-    monkeypatch.setattr(seams, "check_seams", lambda scopes: [])
+    monkeypatch.setattr(seams, "check_seams", lambda: [])
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [SimpleNamespace(name="kvfetch")])
     monkeypatch.setenv("SGLANG_PLUGINS", "other")
     assert by_name(doctor.check_sglang())["plugin registered"].advice == "add kvfetch to SGLANG_PLUGINS"
@@ -223,14 +222,12 @@ def test_a_codec_that_lies_and_one_that_fails(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.CPU_ENGINE_ENV == ENV
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv(ENV, raising=False)
     check, nvdec = doctor.check_gpu()
     assert [check.status, nvdec.status] == ["warn", "warn"]
-    assert f"set {ENV}=1" in check.advice
-    monkeypatch.setenv(ENV, "1")
-    assert f"{ENV}=1 is set" in doctor.check_gpu()[0].found
+    assert "sglang_on_cpu is installed" in check.found
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install ./cpu_engine" in doctor.check_gpu()[0].advice
 
 
 def test_how_servers_restore_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

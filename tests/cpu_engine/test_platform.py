@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plugin.cpu.platform import backup_layers, load_layer, without_pinning
+from sglang_on_cpu.platform import backup_layers, load_layer, without_pinning
 
 LAYERS, PAGES, PAGE_SIZE, HEADS, DIM = 3, 5, 4, 2, 6
 SHAPES = {

@@ -7,7 +7,7 @@ from torch.nn import functional
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from sgl_kvfetch.plugin.cpu.kernels import (
+from sglang_on_cpu.kernels import (
     apply_delta_rule,
     apply_delta_rule_to_tokens,
     apply_kimi_delta_rule,

@@ -1,5 +1,5 @@
-"""SGLang on a machine without an accelerator, switched on by ``KVFETCH_CPU_ENGINE=1``: its platform, and hooks that let
-its host cache run there. `seams.py` says where each hook is installed, and why.
+"""SGLang's platform on a machine without an accelerator, and hooks that let its host cache run there. `seams.py` says
+where each hook is installed, and why.
 
 SGLang on a plain CPU needs `sgl-kernel` (its rotary embedding, among others). For an out-of-tree platform it uses the
 layers' own PyTorch code, which runs anywhere. SGLang moves pages between its pools with CUDA operators; here both are
@@ -8,7 +8,6 @@ in host memory, and indexing does the same.
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
@@ -18,8 +17,6 @@ import torch
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from torch.overrides import TorchFunctionMode
-
-ENV = "KVFETCH_CPU_ENGINE"
 
 
 class CpuEnginePlatform(CpuSRTPlatform):  # type: ignore[misc]
@@ -39,14 +36,14 @@ class CpuEnginePlatform(CpuSRTPlatform):  # type: ignore[misc]
         return True
 
 
-@functools.cache
 def is_active() -> bool:
-    """Return whether the CPU engine is requested and there is no accelerator."""
-    return os.environ.get(ENV) == "1" and not torch.accelerator.is_available()
+    """Return whether SGLang is to run on the CPU: there is no accelerator."""
+    return not torch.accelerator.is_available()
 
 
 def activate() -> str | None:
-    """Return our platform's name, or None if it is not active. Entry point of the group ``sglang.srt.platforms``."""
+    """Return our platform's name, or None if there is an accelerator. Entry point of the group
+    ``sglang.srt.platforms``."""
     return f"{__name__}.{CpuEnginePlatform.__name__}" if is_active() else None
 
 

@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from harness.attention_forms import FORMS, AttentionForm, sglang_attention
-from sgl_kvfetch.plugin.cpu import attention
-from sgl_kvfetch.plugin.cpu.attention import attend_to_prefix
+from sglang_on_cpu import attention
+from sglang_on_cpu.attention import attend_to_prefix
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
