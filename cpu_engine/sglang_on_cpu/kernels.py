@@ -1,8 +1,9 @@
 """What SGLang computes with Triton for short convolutions, Mamba-2 and gated delta rules, in PyTorch.
 
-`seams.py` says where each function is installed. These are the kernels that Triton's interpreter does not accept;
-models with states at page boundaries need the interpreter, too, for others (``TRITON_INTERPRET=1``). Parameters have
-the names of SGLang's own; what only kernels or speculative decoding need is ignored.
+`seams.py` says where each function is installed. These are the kernels that Triton's interpreter does not accept, and
+those that it runs once for each token; models with states at page boundaries need the interpreter, too, for others
+(``TRITON_INTERPRET=1``). Parameters have the names of SGLang's own; what only kernels or speculative decoding need is
+ignored.
 """
 
 from __future__ import annotations
@@ -361,3 +362,28 @@ def normalise_and_gate_rows(
 ) -> torch.Tensor:
     """The same instead of another ``rms_norm_gated``, whose gate is ``g``."""
     return normalise_and_gate(x=x, weight=weight, bias=bias, eps=kwargs["eps"], z=g, activation=activation)
+
+
+def split_projections(
+    mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+) -> tuple[torch.Tensor, ...]:
+    """Instead of ``fused_qkvzba_split_reshape_cat_contiguous``: return a row's ``[q | k | v]``, ``z``, ``b`` and ``a``,
+    from ``[q | k | v | z]`` and ``[b | a]``."""
+    dim_v = num_heads_v * head_v
+    qkv, z = torch.split(mixed_qkvz, [2 * num_heads_qk * head_qk + dim_v, dim_v], dim=1)
+    b, a = torch.split(mixed_ba, num_heads_v, dim=1)
+    return qkv.contiguous(), z.reshape(-1, num_heads_v, head_v).contiguous(), b.contiguous(), a.contiguous()
+
+
+def gate_delta_rule(
+    A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Instead of ``fused_gdn_gating``: return the decay's logarithm and beta, float32 ``(1, tokens, heads)`` each."""
+    decay = -A_log.float().exp() * functional.softplus(a.float() + dt_bias.float())
+    return decay[None], b.float().sigmoid().to(b.dtype).float()[None]
+
+
+def gate_attention(attn_output: torch.Tensor, gate: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    """Instead of ``fused_sigmoid_mul``: multiply by ``sigmoid(gate)``, which has heads as a dimension or has not."""
+    gated = (attn_output.float() * gate.reshape(attn_output.shape).float().sigmoid()).to(attn_output.dtype)
+    return attn_output.copy_(gated) if inplace else gated

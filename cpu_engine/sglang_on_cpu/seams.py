@@ -22,6 +22,7 @@ _TORCH_ATTENTION = f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAtt
 _CONV1D = "sglang.kernels.ops.mamba.causal_conv1d_triton"
 _MAMBA_2 = "sglang.kernels.ops.mamba.triton_ops"
 _FLA = "sglang.kernels.ops.attention.fla"
+_PROJECTIONS = "sglang.kernels.ops.attention.triton_gdn_fused_proj"
 _GATED = f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule"
 _EXTENDS_ALONE = f"{_TORCH_ATTENTION}._attend_in_blocks"  # SGLang has it only with one of `patches/`
 
@@ -77,6 +78,10 @@ SEAMS: tuple[Seam, ...] = (
         (f"{_FLA}.fused_recurrent.fused_recurrent_kda_packed_decode", "replace", "apply_kimi_delta_rule_to_tokens"),
         (f"{_FLA}.layernorm_gated.rms_norm_gated", "replace", "normalise_and_gate"),
         (f"{_FLA}.fused_norm_gate.rms_norm_gated", "replace", "normalise_and_gate_rows"),
+        # Run a Triton kernel for each token, which the interpreter does, but slowly.
+        (f"{_PROJECTIONS}.fused_qkvzba_split_reshape_cat_contiguous", "replace", "split_projections"),
+        (f"{_SRT}.layers.attention.linear.gdn_backend.fused_gdn_gating", "replace", "gate_delta_rule"),
+        ("sglang.kernels.ops.elementwise.elementwise.fused_sigmoid_mul", "replace", "gate_attention"),
         # Calls convolutions that its module imports for accelerators alone.
         (f"{_SRT}.layers.attention.mamba.mamba.MambaMixer2.__init__", "after", "bind_convolutions"),
     ),

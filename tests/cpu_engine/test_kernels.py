@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import inspect
 from functools import partial
 
 import torch
+from sglang.kernels.ops.attention.triton_gdn_fused_proj import fused_qkvzba_split_reshape_cat_contiguous
+from sglang.kernels.ops.elementwise.elementwise import fused_sigmoid_mul
+from sglang.srt.layers.attention.linear.gdn_backend import fused_gdn_gating
 from torch.nn import functional
 from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
@@ -14,10 +18,13 @@ from sglang_on_cpu.kernels import (
     apply_kimi_delta_rule_to_tokens,
     convolve_prompts,
     convolve_tokens,
+    gate_attention,
+    gate_delta_rule,
     normalise_and_gate,
     normalise_and_gate_rows,
     scan_prompts,
     scan_tokens,
+    split_projections,
 )
 
 CHANNELS, WIDTH, SLOTS = 6, 4, 5
@@ -236,3 +243,26 @@ def _token_by_token(
         outputs.append((state * c[t, :, None]).sum(-1) + d[:, None] * x[t])
         states.append(state)
     return torch.stack(outputs), states
+
+
+def test_what_runs_for_each_token_is_what_sglangs_kernels_compute() -> None:
+    """In Triton's interpreter, and in memory that lies as theirs does: SGLang views it in other shapes."""
+    mixed_qkvz, mixed_ba = torch.randn(3, 2 * HEADS * DIM_K + 2 * HEADS_V * 4), torch.randn(3, 2 * HEADS_V)
+    shapes = HEADS, HEADS_V, DIM_K, 4
+    expected = inspect.unwrap(fused_qkvzba_split_reshape_cat_contiguous)(mixed_qkvz, mixed_ba, *shapes)
+    for found, x in zip(split_projections(mixed_qkvz, mixed_ba, *shapes), expected, strict=True):
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, x, rtol=0, atol=0)
+
+    a, b = (torch.randn(3, HEADS_V) * 20 for _ in range(2))  # softplus has two forms
+    args = torch.randn(HEADS_V), a, b, torch.randn(HEADS_V)
+    torch.testing.assert_close(gate_delta_rule(*args), inspect.unwrap(fused_gdn_gating)(*args))
+
+    output = torch.randn(3, HEADS_V * DIM_K, dtype=torch.bfloat16)
+    wide = torch.randn(3, HEADS_V, 2 * DIM_K, dtype=torch.bfloat16)
+    for gate in (wide[..., :DIM_K], torch.randn_like(output)):
+        gated = inspect.unwrap(fused_sigmoid_mul)(output, gate)
+        torch.testing.assert_close(gate_attention(output, gate), gated)
+        changed = output.clone()
+        assert gate_attention(changed, gate, inplace=True) is changed
+        torch.testing.assert_close(changed, gated)

@@ -97,7 +97,7 @@ def make(directory: Path, algorithm: str, *, is_blank: bool) -> tuple[Path, Path
 def serve(mode: str, algorithm: str, model: Path, draft: Path | None, store: StoreProcess) -> SGLangServer:
     mode_args = hicache_args if mode == "host" else device_args
     flags = [
-        *("--attention-backend", "triton"),
+        *("--attention-backend", "triton", "--triton-attention-num-kv-splits", "1"),  # less to interpret
         *("--speculative-algorithm", "EAGLE" if algorithm == "MTP" else algorithm),
         *(() if draft is None else ("--speculative-draft-model-path", str(draft))),
         *("--speculative-num-steps", str(DRAFT_TOKENS - 1), "--speculative-num-draft-tokens", str(DRAFT_TOKENS)),

@@ -30,7 +30,7 @@ def serve(mode: str, model: Path, draft: Path, store: StoreProcess, **config: An
         env |= on_the_gpu_path(model.with_name("gpu"))
     mode_args = hicache_args if mode == "host" else device_args
     flags = [
-        *("--attention-backend", "triton"),
+        *("--attention-backend", "triton", "--triton-attention-num-kv-splits", "1"),  # less to interpret
         *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(draft)),
         *("--speculative-num-steps", str(DRAFT_TOKENS - 1), "--speculative-num-draft-tokens", str(DRAFT_TOKENS)),
         *("--speculative-eagle-topk", "1"),

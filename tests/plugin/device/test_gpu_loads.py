@@ -88,8 +88,11 @@ def test_coded_cells_are_restored_on_the_gpu(
     rig.assert_nothing_held()
 
 
-@pytest.mark.parametrize("config", [{"codec": "ans"}, {"codec": "zstd"}], ids=["coded", "integers"])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [(torch.float8_e4m3fn, {"codec": "ans"}), (torch.float8_e5m2, {"codec": "zstd"})],
+    ids=["coded", "integers"],
+)
 def test_slots_in_fp8_get_what_the_cpu_restores(
     dtype: torch.dtype,
     config: dict[str, Any],
