@@ -5,6 +5,7 @@ It runs with what SGLang's own processes find on their path, so it imports nothi
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -31,7 +32,9 @@ def main(number: int) -> list[str]:
     # Each fork waits for one of its own, and reports its CPU time. With SIGCHLD ignored, nobody needs to wait for the
     # forks, and the kernel does not count the time a second time, for this process.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    gc.freeze()  # a collection in a fork would visit, and so copy, all that the imports have made
+    # A collection in a fork would visit, and so copy, all that the imports have made. At its end, extensions want it.
+    gc.freeze()
+    atexit.register(gc.unfreeze)
     with socket.socket(fileno=number) as requests:
         while True:
             message, fds, _, _ = socket.recv_fds(requests, 1 << 20, 3)
