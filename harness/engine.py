@@ -18,6 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,14 +126,22 @@ def extra_config(store_url: str, *, prefetch_threshold: int = 16, **config: Any)
     return {"store": store_url, "prefetch_threshold": prefetch_threshold, **patient, **config}
 
 
+_claims: deque[socket.socket] = deque(maxlen=64)
+
+
 def free_port() -> int:
     """Return a loopback port that nobody uses now. It is below the ports that Linux gives to outgoing connections, so
-    that none of them takes it before the server does."""
+    that none of them takes it before the server does, which may be half a minute later. Nor does another caller, also
+    in another process: an address that only names the port claims it, for this process's next calls."""
     while True:
         port = secrets.choice(range(12_000, 32_000))
+        claim = socket.socket(socket.AF_UNIX)
         with socket.socket() as probe, contextlib.suppress(OSError):
+            claim.bind(f"\0sgl_kvfetch port {port}")
             probe.bind(("127.0.0.1", port))
+            _claims.append(claim)
             return port
+        claim.close()
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from harness.children import children_cpu_s, note_cpu_time
-from harness.engine import has_accelerator
+from harness.engine import free_port, has_accelerator
 from harness.imported_sglang import ImportedSGLang, common_environment
 from harness.slow_link import SlowLink
 from harness.store_process import StoreProcess
@@ -190,3 +191,21 @@ def test_what_is_read_while_sglang_is_imported_needs_an_import_of_its_own(tmp_pa
 def test_an_accelerator_is_found_without_torch_where_there_is_none() -> None:
     assert has_accelerator() == torch.accelerator.is_available()
     assert torch.get_num_threads() == 1  # as tests/conftest.py says, without torch
+
+
+def test_a_port_that_another_process_has_asked_for_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although nothing listens there yet."""
+    script = "from harness.engine import free_port; print(free_port(), flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        taken = int(other.stdout.readline())
+        chosen = [taken]
+        choose = secrets.choice
+        monkeypatch.setattr(secrets, "choice", lambda ports: chosen.pop() if chosen else choose(ports))
+        assert free_port() != taken
+        assert not chosen
+        other.communicate("\n")
+    chosen.append(taken)
+    assert free_port() == taken
