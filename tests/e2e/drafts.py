@@ -21,13 +21,13 @@ from harness.metrics import wait_until_written
 from harness.models import TinyLlama, make_tiny, make_tiny_llama
 from harness.store_process import StoreProcess
 from tests.e2e.conftest import PAGE_SIZE, from_storage, make_prompt
+from tests.e2e.test_draft_model import answer_of, speculating
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 SIZE = 128
 _READ, _WRITTEN = slice(SIZE // 2), slice(SIZE // 2, None)
 SHAPE = TinyLlama(hidden_size=SIZE, intermediate_size=128, num_layers=3, num_heads=2)
-DRAFT_TOKENS = 4
 NUM_TOKENS = 8 * PAGE_SIZE
 _LAYER = "model.layers.0."
 
@@ -96,23 +96,15 @@ def make(directory: Path, algorithm: str, *, is_blank: bool) -> tuple[Path, Path
 
 def serve(mode: str, algorithm: str, model: Path, draft: Path | None, store: StoreProcess) -> SGLangServer:
     mode_args = hicache_args if mode == "host" else device_args
-    flags = [
-        *("--attention-backend", "triton", "--triton-attention-num-kv-splits", "1"),  # less to interpret
-        *("--speculative-algorithm", "EAGLE" if algorithm == "MTP" else algorithm),
-        *(() if draft is None else ("--speculative-draft-model-path", str(draft))),
-        *("--speculative-num-steps", str(DRAFT_TOKENS - 1), "--speculative-num-draft-tokens", str(DRAFT_TOKENS)),
-        *("--speculative-eagle-topk", "1"),
-    ]
+    flags = speculating("EAGLE" if algorithm == "MTP" else algorithm, draft)
     others = set(other_models(model).split(",")) - {"llama_eagle", "llama_eagle3", "mimo_mtp"}
     env = {"TRITON_INTERPRET": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(others)}
     return SGLangServer(model, extra_args=[*mode_args(store.url, model_id="both"), *flags], env=env)
 
 
 def ask(server: SGLangServer, salt: str | None = None) -> tuple[Generation, float]:
-    """Return the answer, and how many tokens each verification of the draft's tokens gave."""
     # The draft layers do not see a prompt's first token. This one's answer does not depend on it.
-    answer = server.generate(input_ids=make_prompt(1, NUM_TOKENS), max_new_tokens=4 * DRAFT_TOKENS, cache_salt=salt)
-    return answer, answer.meta_info["spec_accept_length"]
+    return answer_of(server, make_prompt(1, NUM_TOKENS), cache_salt=salt)
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "MTP"])

@@ -24,24 +24,34 @@ PROMPT = list(range(3, 131))
 DRAFT_TOKENS = 4
 
 
+def speculating(algorithm: str, draft: Path | None) -> list[str]:
+    """Return the flags for a draft model, or for the model's own draft layer."""
+    return [
+        *("--attention-backend", "triton", "--triton-attention-num-kv-splits", "1"),  # less to interpret
+        *("--speculative-algorithm", algorithm),
+        *(() if draft is None else ("--speculative-draft-model-path", str(draft))),
+        *("--speculative-num-steps", str(DRAFT_TOKENS - 1), "--speculative-num-draft-tokens", str(DRAFT_TOKENS)),
+        *("--speculative-eagle-topk", "1"),
+    ]
+
+
+def answer_of(server: SGLangServer, prompt: list[int], **options: Any) -> tuple[Generation, float]:
+    """Return the answer, and how many tokens each verification of the draft's tokens gave."""
+    answer = server.generate(input_ids=prompt, max_new_tokens=4 * DRAFT_TOKENS, **options)
+    return answer, answer.meta_info["spec_accept_length"]
+
+
 def serve(mode: str, model: Path, draft: Path, store: StoreProcess, **config: Any) -> SGLangServer:
     env = {"TRITON_INTERPRET": "1"}
     if mode == "on the GPU path":
         env |= on_the_gpu_path(model.with_name("gpu"))
     mode_args = hicache_args if mode == "host" else device_args
-    flags = [
-        *("--attention-backend", "triton", "--triton-attention-num-kv-splits", "1"),  # less to interpret
-        *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(draft)),
-        *("--speculative-num-steps", str(DRAFT_TOKENS - 1), "--speculative-num-draft-tokens", str(DRAFT_TOKENS)),
-        *("--speculative-eagle-topk", "1"),
-    ]
-    return SGLangServer(model, extra_args=[*mode_args(store.url, **config), *flags], env=env)
+    flags = [*mode_args(store.url, **config), *speculating("STANDALONE", draft)]
+    return SGLangServer(model, extra_args=flags, env=env)
 
 
 def ask(server: SGLangServer) -> tuple[Generation, float]:
-    """Return the answer, and how many tokens each verification of the draft's tokens gave."""
-    answer = server.generate(input_ids=PROMPT, max_new_tokens=4 * DRAFT_TOKENS, logprobs=True)
-    return answer, answer.meta_info["spec_accept_length"]
+    return answer_of(server, PROMPT, logprobs=True)
 
 
 @pytest.mark.parametrize("mode", ["host", "device", "on the GPU path"])
