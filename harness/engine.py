@@ -126,7 +126,8 @@ def extra_config(store_url: str, *, prefetch_threshold: int = 16, **config: Any)
     return {"store": store_url, "prefetch_threshold": prefetch_threshold, **patient, **config}
 
 
-_claims: deque[socket.socket] = deque(maxlen=64)
+_MOST_CLAIMS = 64
+_claims: deque[int] = deque()  # file descriptors
 
 
 def free_port() -> int:
@@ -139,7 +140,9 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             claim.bind(f"\0sgl_kvfetch port {port}")
             probe.bind(("127.0.0.1", port))
-            _claims.append(claim)
+            _claims.append(claim.detach())  # no socket: Python warns of those that are open at its end
+            if len(_claims) > _MOST_CLAIMS:
+                os.close(_claims.popleft())
             return port
         claim.close()
 
