@@ -265,13 +265,20 @@ def apply_delta_rule_to_tokens(
         q.reshape(1, len(q), -1, dim_k),
         k.reshape(1, len(k), -1, dim_k),
         v.reshape(1, len(v), -1, dim_v),
-        -A_log.exp() * functional.softplus(a + dt_bias)[None],
-        b.sigmoid()[None],
+        *gate_delta_rule(A_log, a, b, dt_bias),
         initial_state=initial_state,
         initial_state_indices=ssm_state_indices,
         cu_seqlens=torch.arange(len(mixed_qkv) + 1),
     )
     out.copy_(output.transpose(0, 1))
+
+
+def gate_delta_rule(
+    A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Instead of ``fused_gdn_gating``: return the decay's logarithm and beta, float32 ``(1, tokens, heads)`` each."""
+    decay = -A_log.float().exp() * functional.softplus(a.float() + dt_bias.float())
+    return decay[None], b.float().sigmoid().to(b.dtype).float()[None]
 
 
 def apply_kimi_delta_rule(
@@ -373,14 +380,6 @@ def split_projections(
     qkv, z = torch.split(mixed_qkvz, [2 * num_heads_qk * head_qk + dim_v, dim_v], dim=1)
     b, a = torch.split(mixed_ba, num_heads_v, dim=1)
     return qkv.contiguous(), z.reshape(-1, num_heads_v, head_v).contiguous(), b.contiguous(), a.contiguous()
-
-
-def gate_delta_rule(
-    A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Instead of ``fused_gdn_gating``: return the decay's logarithm and beta, float32 ``(1, tokens, heads)`` each."""
-    decay = -A_log.float().exp() * functional.softplus(a.float() + dt_bias.float())
-    return decay[None], b.float().sigmoid().to(b.dtype).float()[None]
 
 
 def gate_attention(attn_output: torch.Tensor, gate: torch.Tensor, inplace: bool = False) -> torch.Tensor:
