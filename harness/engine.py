@@ -364,7 +364,6 @@ class SGLangServer:
         """Let the server end its requests, and end it. Do nothing if it is not running."""
         try:
             if self._process is not None:
-                note_cpu_time(self._process.pid)
                 # Signal only the server: it would take a signalled scheduler for a crash, and diagnose it for seconds.
                 self._process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
