@@ -49,7 +49,7 @@ def index() -> Iterator[RedisProcess]:
 @pytest.fixture
 def filled_again(index: RedisProcess, written: None) -> Iterator[None]:
     """What the index has now, it has after the test, too."""
-    entries = {key: index.client.dump(key) for key in index.client.keys()}
+    entries = {key: entry for key in index.client.scan_iter() if (entry := index.client.dump(key))}
     yield
     for key, entry in entries.items():
         index.client.restore(key, 0, entry, replace=True)  # what it lacked, the reader may have written again
