@@ -102,7 +102,7 @@ def _damage(root: Path, url: str) -> None:
     content[-1] ^= 1
     data.write_bytes(content)
     subprocess.run([sys.executable, "-m", "sgl_kvfetch.tools", "verify", url], check=False)
-    for path in ("healthz?write", "v1/pictures/none"):
+    for path in ("healthz?write", "v1/segments?folder=none"):
         subprocess.run(["curl", "-s", "-o", "/dev/null", f"{url}/{path}"], check=True)
 
 

@@ -30,7 +30,6 @@ from sgl_kvfetch.prompts import Prompt, page_hashes, tokenise
 from sgl_kvfetch.server.bodies import BodyReader, Overloaded, json_answer
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import AnswerTimes, Client, Failure, ServerMetrics
-from sgl_kvfetch.server.pictures import Pictures
 from sgl_kvfetch.server.tokens import ROLE, Role, require_role
 from sgl_kvfetch.status import MAX_AUDITS_BYTES, Audits
 from sgl_kvfetch.stores import (
@@ -107,11 +106,10 @@ _AUDITS_TIMES = 4  # memory for what audits found, in sizes of its body
 _PROMPT_S = 30.0
 _PROMPT_TIMES = 16  # memory for a prompt's tokens and hashes, in sizes of its body
 _LIMIT = 50  # segments in an answer
-_SPAN = re.compile("[0-9]{1,9}")
 _PREFIX = re.compile("[0-9]{0,8}(-[0-9a-f]{0,64})?")
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src blob:; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -269,7 +267,6 @@ class PageHandlers:
         self._summary = b""
         self._summary_until_s = 0.0
         self._asking = asyncio.Lock()
-        self._pictures = Pictures(config.root)
         self._listed: dict[str, tuple[float, bytes]] = {}  # by folder and prefix: when, and the answer
         self._listing = asyncio.Lock()
         self._prompting = asyncio.Lock()
@@ -282,7 +279,6 @@ class PageHandlers:
             web.get(Route.SUMMARY, self.summary, allow_head=False),
             web.get(Route.SEGMENTS, self.segments, allow_head=False),
             web.get(Route.SEGMENTS + one_segment, self.segment, allow_head=False),
-            web.get(Route.PICTURES + one_segment, self.picture, allow_head=False),
             web.post(Route.PROMPTS, self.prompt),
             web.put(Route.AUDITS + "/{folder}", self.put_audits),
         ]
@@ -446,7 +442,14 @@ class PageHandlers:
 
     async def segment(self, request: web.Request) -> web.StreamResponse:
         """Show a manifest, without its tables."""
-        manifest = await self._manifest(request)
+        name = request.match_info["name"]
+        content = await self._store.peek(name) if name.endswith(MANIFEST_SUFFIX) else None
+        if content is None:
+            raise web.HTTPNotFound(text=f"no segment {name}")
+        try:
+            manifest = await asyncio.to_thread(decode_manifest, content)
+        except FormatError as e:
+            raise web.HTTPUnprocessableEntity(text=f"{name} is damaged: {e}") from e
         namespace, (model, quantiser, model_identity, quantiser_identity) = manifest.namespace, _names(manifest)
         about = {
             "name": manifest.key.manifest_name,
@@ -460,7 +463,6 @@ class PageHandlers:
             "num_tokens": manifest.num_pages * namespace.page_size,
             "layers": [namespace.first_layer, namespace.first_layer + namespace.num_layers],
             "heads": [manifest.first_head, manifest.first_head + manifest.num_heads],
-            "num_spans": manifest.num_spans,
             "raw_bytes": manifest.raw_bytes,
             "expires_s": manifest.expires,
             "variants": [
@@ -474,24 +476,6 @@ class PageHandlers:
             "side_pools": sorted({page.pool for side in manifest.sides for page in side.pages}),
         }
         return json_answer(about)
-
-    async def _manifest(self, request: web.Request) -> Manifest:
-        name = request.match_info["name"]
-        content = await self._store.peek(name) if name.endswith(MANIFEST_SUFFIX) else None
-        if content is None:
-            raise web.HTTPNotFound(text=f"no segment {name}")
-        try:
-            return await asyncio.to_thread(decode_manifest, content)
-        except FormatError as e:
-            raise web.HTTPUnprocessableEntity(text=f"{name} is damaged: {e}") from e
-
-    async def picture(self, request: web.Request) -> web.StreamResponse:
-        """Draw the frames of one span: the first one of each part of each cell."""
-        manifest = await self._manifest(request)
-        span = request.query.get("span", "0")
-        if not _SPAN.fullmatch(span) or int(span) >= manifest.num_spans:
-            raise web.HTTPBadRequest(text=f"span is {span[:20]!r}; expected 0 to {manifest.num_spans - 1}")
-        return web.Response(body=await self._pictures.draw(manifest, int(span)), content_type="image/png")
 
     async def prompt(self, request: web.Request) -> web.StreamResponse:
         """Say how many of a prompt's pages are stored, by namespace."""

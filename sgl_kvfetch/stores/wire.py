@@ -25,7 +25,6 @@ class Route(StrEnum):
     METRICS = "/metrics"
     SUMMARY = "/v1/summary"
     SEGMENTS = "/v1/segments"
-    PICTURES = "/v1/pictures"
     PROMPTS = "/v1/prompts"
     AUDITS = "/v1/audits"
 

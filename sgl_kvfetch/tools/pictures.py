@@ -1,18 +1,9 @@
-"""Draws a segment's frames as PNG files. Importing this module loads torch, codecs and Pillow.
-
-`kvfetch serve` runs it as a process of its own, which draws one span's contact sheet. Whoever may write to the store
-chooses the bytes that are decoded here. So the process has little memory, writes no file, knows no secret and ends with
-the server. It prints the sheet as a PNG.
-"""
+"""Draws a segment's frames as PNG files. Importing this module loads torch, codecs and Pillow."""
 
 from __future__ import annotations
 
-import asyncio
-import resource
-import sys
-from collections.abc import AsyncIterator, Iterable
-from io import BytesIO
-from itertools import groupby, islice
+from collections.abc import AsyncIterator
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +11,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sgl_kvfetch.codec import Cell, Layout, Manifest, Quantised, SegmentReader, layouts_of, quantiser_from_identity
 from sgl_kvfetch.codec.layout.frames import FILL
-from sgl_kvfetch.directory import LocalStore
-from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError
-from sgl_kvfetch.processes import end_with_parent
-from sgl_kvfetch.stores.upkeep import Objects, read_manifest
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.stores.upkeep import Objects
 from sgl_kvfetch.types import first_to_last
 
 THUMBNAIL_SIDE = 432  # pixels, at most
@@ -42,35 +31,11 @@ async def draw_span(
 
     Raises ConfigError, also if a cell has more than 64 MiB of frames, and StoreError if the data cannot be read.
     """
-    reader = _reader(manifest, span)
-    writer = PictureWriter(directory, reader, max_frames)
-    async for cell, quantised in _decoded(objects, reader, manifest.span_cells(span)):
-        for line in writer.write_cell(cell, quantised):
-            yield line
-    yield f"contact sheet: {writer.write_contact_sheet()}"
-
-
-async def draw_sheet(objects: Objects, manifest: Manifest, span: int) -> bytes:
-    """Decode what the contact sheet of a span shows, and return the sheet as a PNG. Raises as `draw_span` does."""
-    reader = _reader(manifest, span)
-    sheet = ContactSheet(reader)
-    async for cell, quantised in _decoded(objects, reader, islice(manifest.span_cells(span), MAX_SHEET_ROWS)):
-        sheet.add(cell, quantised)
-    png = BytesIO()
-    sheet.draw().save(png, format="PNG")
-    return png.getvalue()
-
-
-def _reader(manifest: Manifest, span: int) -> SegmentReader:
     if span >= manifest.num_spans:
         raise ConfigError(f"--span {span}: the segment has {manifest.num_spans}, counted from 0")
-    return SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser))
-
-
-async def _decoded(
-    objects: Objects, reader: SegmentReader, cells: Iterable[Cell]
-) -> AsyncIterator[tuple[Cell, Quantised]]:
-    for cell in cells:
+    reader = SegmentReader(manifest, quantiser_from_identity(manifest.namespace.quantiser))
+    writer = PictureWriter(directory, reader, max_frames)
+    for cell in manifest.span_cells(span):
         if (num_bytes := reader.frames_bytes(cell)) > _MOST_FRAMES_BYTES:
             raise ConfigError(f"{cell} has {num_bytes} bytes of frames; pictures show at most {_MOST_FRAMES_BYTES}")
         chunks = []
@@ -80,23 +45,37 @@ async def _decoded(
             if (data := await objects.get(name, start, of_object[-1].end - start)) is None:
                 raise StoreError("missing", f"{name} is gone")
             chunks += [memoryview(data)[each.start - start : each.end - start] for each in of_object]
-        yield cell, reader.decode_cell(cell, chunks)
+        for line in writer.write_cell(cell, reader.decode_cell(cell, chunks)):
+            yield line
+    yield f"contact sheet: {writer.write_contact_sheet()}"
 
 
-class ContactSheet:
-    """The first frame of each chunk of one span: one row per cell, one column per part.
+class PictureWriter:
+    """Writes the pictures of one span's cells, and their contact sheet.
 
-    Unlike in the other pictures, the contrast is stretched, because some planes use few values.
+    Each frame gives two pictures: ``.planes.png`` shows its three colour planes side by side in grey, ``.rgb.png``
+    shows them as red, green and blue. If the three planes look alike, the second picture is grey too. The contact sheet
+    has the first frame of each chunk: one row per cell, one column per part. There the contrast is stretched, because
+    some planes use few values.
     """
 
-    def __init__(self, reader: SegmentReader) -> None:
+    def __init__(self, directory: Path, reader: SegmentReader, max_frames: int) -> None:
+        """Make the directory. Raises ConfigError on failure."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise ConfigError(f"cannot make {directory}: {e.strerror or e}") from e
+        self._directory = directory
         self._reader = reader
         self._manifest = reader.manifest
+        self._max_frames = max_frames
         self._thumbnails: dict[tuple[Cell, int], np.ndarray] = {}
+        self._span = 0
 
-    def add(self, cell: Cell, quantised: Quantised) -> list[tuple[int, Layout, np.ndarray]]:
-        """Add a cell, if it is one of the first. Return index, layout and frames of its parts that have frames."""
-        drawn = []
+    def write_cell(self, cell: Cell, quantised: Quantised) -> list[str]:
+        """Write a cell's pictures. Return one line about them for each part that is stored as frames."""
+        lines = []
+        self._span = cell.span
         for index, (part, integers) in enumerate(zip(self._manifest.parts, quantised, strict=True)):
             if not part.layout:
                 continue
@@ -107,11 +86,18 @@ class ContactSheet:
             frames = layout.to_frames(integers).numpy()
             if self._manifest.cell_index(cell._replace(span=0)) < MAX_SHEET_ROWS:
                 self._thumbnails[cell, index] = _thumbnail(frames[0].transpose(1, 2, 0))
-            drawn.append((index, layout, frames))
-        return drawn
+            stem = f"span{cell.span}_{cell_name(self._manifest, cell, '')}_{part.name.replace(' ', '')}"
+            count = min(len(frames), self._max_frames)
+            for frame_idx, frame in enumerate(frames[:count]):
+                planes, rgb = np.concatenate(list(frame), axis=1), frame.transpose(1, 2, 0)
+                self._save(f"{stem}_frame{frame_idx:03}.planes.png", Image.fromarray(planes))
+                self._save(f"{stem}_frame{frame_idx:03}.rgb.png", Image.fromarray(rgb))
+            pattern = self._directory / f"{stem}_frame*.png"
+            lines.append(f"{pattern}: {count} of {len(frames)} frames, {layout.width}x{layout.height}")
+        return lines
 
-    def draw(self) -> Image.Image:
-        """Return the thumbnails as one sheet, a row a cell and a column a part."""
+    def write_contact_sheet(self) -> Path:
+        """Write the thumbnails as one sheet, a row a cell and a column a part."""
         cells = sorted({cell for cell, _ in self._thumbnails})
         columns = sorted({index for _, index in self._thumbnails})
         labels = [cell_name(self._manifest, cell, " ") for cell in cells]
@@ -131,46 +117,7 @@ class ContactSheet:
             draw.text((_MARGIN, top), label, font=_FONT)
             for index, left in zip(columns, lefts, strict=False):
                 sheet.paste(Image.fromarray(self._thumbnails[cell, index]), (left, top))
-        return sheet
-
-
-class PictureWriter:
-    """Writes the pictures of one span's cells, and their contact sheet.
-
-    Each frame gives two pictures: ``.planes.png`` shows its three colour planes side by side in grey, ``.rgb.png``
-    shows them as red, green and blue. If the three planes look alike, the second picture is grey too.
-    """
-
-    def __init__(self, directory: Path, reader: SegmentReader, max_frames: int) -> None:
-        """Make the directory. Raises ConfigError on failure."""
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise ConfigError(f"cannot make {directory}: {e.strerror or e}") from e
-        self._directory = directory
-        self._manifest = reader.manifest
-        self._max_frames = max_frames
-        self._sheet = ContactSheet(reader)
-        self._span = 0
-
-    def write_cell(self, cell: Cell, quantised: Quantised) -> list[str]:
-        """Write a cell's pictures. Return one line about them for each part that is stored as frames."""
-        lines = []
-        self._span = cell.span
-        for index, layout, frames in self._sheet.add(cell, quantised):
-            part = self._manifest.parts[index].name.replace(" ", "")
-            stem = f"span{cell.span}_{cell_name(self._manifest, cell, '')}_{part}"
-            count = min(len(frames), self._max_frames)
-            for frame_idx, frame in enumerate(frames[:count]):
-                planes, rgb = np.concatenate(list(frame), axis=1), frame.transpose(1, 2, 0)
-                self._save(f"{stem}_frame{frame_idx:03}.planes.png", Image.fromarray(planes))
-                self._save(f"{stem}_frame{frame_idx:03}.rgb.png", Image.fromarray(rgb))
-            pattern = self._directory / f"{stem}_frame*.png"
-            lines.append(f"{pattern}: {count} of {len(frames)} frames, {layout.width}x{layout.height}")
-        return lines
-
-    def write_contact_sheet(self) -> Path:
-        return self._save(f"span{self._span}_contact-sheet.png", self._sheet.draw())
+        return self._save(f"span{self._span}_contact-sheet.png", sheet)
 
     def _save(self, name: str, picture: Image.Image) -> Path:
         path = self._directory / name
@@ -211,40 +158,3 @@ def _thumbnail(picture: np.ndarray) -> np.ndarray:
         low, high = np.percentile(held if held.size else values, (1, 99))
         stretched[..., plane] = np.where(values == FILL, FILL, (values - low) * (255 / max(high - low, 1)))
     return stretched.clip(0, 255).astype(np.uint8)
-
-
-MOST_BYTES = 1 << 30  # beyond what the loaded libraries take
-
-
-async def _draw(root: Path, manifest_name: str, span: int) -> bytes:
-    store = LocalStore(root)
-    try:
-        manifest = await read_manifest(store, manifest_name)
-        if manifest is None:
-            raise KVFetchError(f"no segment {manifest_name}")
-        return await draw_sheet(store, manifest, span)
-    finally:
-        await store.close()
-
-
-def _limit() -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most_bytes = pages * resource.getpagesize() + MOST_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def main(root: str, manifest_name: str, span: str, parent: str) -> None:
-    end_with_parent(int(parent))
-    _limit()
-    try:
-        sys.stdout.buffer.write(asyncio.run(_draw(Path(root), manifest_name, int(span))))
-    except KVFetchError as e:
-        sys.exit(str(e))
-    except MemoryError:
-        sys.exit(f"the frames take more than {MOST_BYTES >> 20} MiB of memory")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

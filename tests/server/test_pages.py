@@ -69,7 +69,7 @@ async def test_only_the_page_itself_needs_no_token(tmp_path: Path) -> None:
                 policy = response.headers["Content-Security-Policy"]
             assert policy.startswith("default-src 'none'")
             assert "unsafe" not in policy
-        for path in (wire.Route.SUMMARY, wire.Route.SEGMENTS, f"{wire.Route.SEGMENTS}/x", f"{wire.Route.PICTURES}/x"):
+        for path in (wire.Route.SUMMARY, wire.Route.SEGMENTS, f"{wire.Route.SEGMENTS}/x"):
             await get(session, path, status=401)
         async with session.post(wire.Route.PROMPTS, json={}) as response:
             assert response.status == 401
@@ -98,7 +98,7 @@ async def test_what_is_stored(tmp_path: Path) -> None:
         }
         assert await get(session, wire.Route.SEGMENTS, folder="0" * 32 + ".0-1") == []
         about = await get(session, f"{wire.Route.SEGMENTS}/{manifest.key.manifest_name}")
-        assert (about["model"], about["num_spans"]) == (manifest.namespace.model, manifest.num_spans)
+        assert (about["model"], about["raw_bytes"]) == (manifest.namespace.model, manifest.raw_bytes)
         missing = manifest.key.manifest_name.replace("8-", "4-")
         assert (await get(session, f"{wire.Route.SEGMENTS}/{missing}", status=404))["error"] == "not_found"
 
@@ -337,8 +337,7 @@ async def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
     async with serving(tmp_path, segment) as session:
         path = tmp_path / name
         path.write_bytes(path.read_bytes()[:-1] + b"x")
-        for what in (wire.Route.SEGMENTS, wire.Route.PICTURES):
-            assert name in (await get(session, f"{what}/{name}", status=422))["message"]
+        assert name in (await get(session, f"{wire.Route.SEGMENTS}/{name}", status=422))["message"]
 
 
 async def test_a_prompt_has_as_many_pages_as_a_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +371,7 @@ async def test_how_much_of_a_prompt_is_stored(tmp_path: Path) -> None:
 
 
 async def test_what_a_store_without_the_key_shows_of_encrypted_segments(tmp_path: Path) -> None:
-    """Its names and sizes, and how much of a prompt is stored; no codecs and no pictures."""
+    """Its names and sizes, and how much of a prompt is stored; no codecs."""
     hashes = hashes_of([1, 2, 3, 4], 1, None)
     segment = secure_segment(make_segment(hashes, 0, 4), StoreKeys(encryption=EncryptionKeys({"ours": b"k" * 32})))
     name = segment.manifest.key.manifest_name
@@ -384,6 +383,3 @@ async def test_what_a_store_without_the_key_shows_of_encrypted_segments(tmp_path
         asked = {"prompt": [1, 2, 3, 4], "page_size": 1}
         async with session.post(wire.Route.PROMPTS, json=asked) as response:
             assert list((await response.json())["stored_pages"].values()) == [4]
-        message = (await get(session, f"{wire.Route.PICTURES}/{name}", status=501))["message"]
-        assert "cannot draw the frames" in message
-        assert "'ours'" in message

@@ -37,12 +37,11 @@ function say(text, kind = "") {
 }
 
 // Runs what somebody asked for, and says what went wrong.
-async function attempt(work, place = $("#status")) {
+async function attempt(work) {
   try {
     await work();
   } catch (error) {
-    if (place === $("#status")) say(error.message, "bad");
-    else place.textContent = error.message;
+    say(error.message, "bad");
   }
 }
 

@@ -81,30 +81,8 @@ function showSegment(name) {
       ["Expires", found.expires_s === null ? "never" : new Date(1000 * found.expires_s).toISOString()],
     ];
     $("#segment dl").replaceChildren(...pairs(about));
-    $("#segment").dataset.name = found.name;
     $("#siblings").href = `#${new URLSearchParams({ folder: found.name.split("/")[0] })}`;
-    $("#span").max = found.num_spans - 1;
-    $("#span").value = 0;
-    $("#segment figure").hidden = true;
-    $("#draw [role=status]").textContent = "";
     $("#segment").hidden = false;
     $("#segment-title").focus();
-    $("#draw").requestSubmit();
   });
 }
-
-$("#draw").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const [name, span, status] = [$("#segment").dataset.name, $("#span").value, $("#draw [role=status]")];
-  status.textContent = "Decoding …";
-  attempt(async () => {
-    const picture = await (await ask(`v1/pictures/${name}?span=${span}`)).blob();
-    const image = $("#segment img");
-    URL.revokeObjectURL(image.src);
-    image.src = URL.createObjectURL(picture);
-    image.alt = `Frames of span ${span}: a row for each group of layers, a column for each part`;
-    $("#segment figcaption").textContent = `Span ${span}, the first frame of each part, contrast stretched`;
-    $("#segment figure").hidden = false;
-    status.textContent = "";
-  }, status);
-});
