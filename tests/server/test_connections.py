@@ -17,7 +17,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from harness.waiting import WAIT_S, LoopClock, until
+from harness.waiting import WAIT_S, LoopClock
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, fit_connections, running_server
@@ -64,14 +64,7 @@ async def test_a_connection_without_a_request_is_closed(tmp_path: Path, sent: by
     ):
         if sent == HEALTH:
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-        closing = asyncio.create_task(reader.read())
-
-        async def is_closed() -> bool:
-            await clock.advance(IDLE_S)  # again and again: the server may not have taken the connection yet
-            return closing.done()
-
-        await until(is_closed)
-        assert not (await closing).startswith(b"HTTP/1.1")
+        assert not (await clock.until_done(reader.read(), IDLE_S)).startswith(b"HTTP/1.1")
 
 
 @pytest.mark.parametrize(
@@ -86,13 +79,7 @@ async def test_a_request_that_brings_no_body_is_refused(tmp_path: Path, request_
         running_server(ServerConfig(tmp_path, port=0, idle_timeout_s=IDLE_S)) as server,
         connected(server, head.encode() + b"x") as reader,
     ):
-
-        async def is_begun() -> bool:
-            return await metric(server, "requests_in_flight") > 0
-
-        await until(is_begun)
-        await clock.advance(IDLE_S)
-        assert (await reader.readline()).split()[1] == b"408"
+        assert (await clock.until_done(reader.readline(), IDLE_S)).split()[1] == b"408"
 
 
 async def test_too_many_connections_get_503_and_one_line_of_log(
