@@ -14,7 +14,9 @@ import signal
 import socket
 import sys
 import threading
+from collections import defaultdict
 from multiprocessing import forkserver
+from types import ModuleType
 
 
 def main(number: int) -> list[str]:
@@ -25,6 +27,7 @@ def main(number: int) -> list[str]:
     import sglang.launch_server
     import sglang.srt.entrypoints.http_server  # noqa: F401
 
+    find_bindings_by_index()
     setproctitle.getproctitle()  # the first call finds the title in memory, which a fork cannot
     assert threading.active_count() == 1, f"a fork would lose threads: {threading.enumerate()}"
     assert "prometheus_client" not in sys.modules, "at import it reads in which folder SGLang's processes share metrics"
@@ -46,6 +49,28 @@ def main(number: int) -> list[str]:
                 return become(request["command"], request["folder"], added | request["environment"], *fds)
             for fd in fds:
                 os.close(fd)
+
+
+def find_bindings_by_index() -> None:
+    """Let SGLang's plugin loader look up where a function that is hooked has been imported. It looks through all names
+    of all modules for each hook, which takes a server 1 s of CPU time. Modules that are imported later are few."""
+    from sglang.srt.plugins import hook_registry
+
+    known = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    bindings: defaultdict[int, list[tuple[ModuleType, str]]] = defaultdict(list)
+    for module in known:
+        for name, value in vars(module).items() if module.__name__.startswith("sglang.") else ():
+            bindings[id(value)].append((module, name))
+
+    def propagate(original: object, wrapped: object, source: object) -> int:
+        later = [module for module in set(sys.modules.values()) - set(known) if isinstance(module, ModuleType)]
+        places = bindings[id(original)] + [(module, name) for module in later for name in list(vars(module))]
+        places = [place for place in places if place[0] is not source and vars(place[0]).get(place[1]) is original]
+        for place in places:
+            setattr(*place, wrapped)
+        return len(places)
+
+    hook_registry._propagate_patch = propagate
 
 
 def become(

@@ -182,6 +182,31 @@ def test_processes_that_find_sglang_imported_are_like_others(
     assert {how: imported_sglang.run(["-c", f"import os, sys; {how}"], tmp_path).returncode for how in ends} == ends
 
 
+HOOKED = """
+import pkgutil, sys
+from types import ModuleType
+from sglang.srt.plugins import hook_registry, load_plugins
+load_plugins()
+hooked = list(map(pkgutil.resolve_name, hook_registry.HookRegistry._patched))
+originals = {id(each.__wrapped__) for each in hooked}
+modules = [each for each in sys.modules.values() if isinstance(each, ModuleType)]
+bindings = [(each.__name__, name, value) for each in modules for name, value in vars(each).items()]
+print(len(hooked), [f"{module}.{name}" for module, name, value in bindings if id(value) in originals])
+"""
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_hooks_are_found_wherever_their_functions_were_imported(
+    imported_sglang: ImportedSGLang | None, tmp_path: Path
+) -> None:
+    if imported_sglang is None:
+        pytest.skip("with an accelerator, each process imports SGLang itself")
+    num_hooked, left = imported_sglang.run(["-c", HOOKED], tmp_path).stdout.splitlines()[-1].split(" ", 1)
+    assert int(num_hooked) > 30
+    assert left == "[]"
+
+
 def test_what_is_read_while_sglang_is_imported_needs_an_import_of_its_own(tmp_path: Path) -> None:
     with ImportedSGLang() as imported, (tmp_path / "log").open("wb") as log:
         environment = common_environment(), {"SGLANG_PLUGINS": "other"}
