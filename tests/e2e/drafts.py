@@ -21,7 +21,7 @@ from harness.metrics import wait_until_written
 from harness.models import TinyLlama, make_tiny, make_tiny_llama
 from harness.store_process import StoreProcess
 from tests.e2e.conftest import PAGE_SIZE, from_storage, make_prompt
-from tests.e2e.test_draft_model import answer_of, speculating
+from tests.e2e.test_draft_model import DRAFT_TOKENS, answer_of, speculating
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -104,7 +104,7 @@ def serve(mode: str, algorithm: str, model: Path, draft: Path | None, store: Sto
 
 def ask(server: SGLangServer, salt: str | None = None) -> tuple[Generation, float]:
     # The draft layers do not see a prompt's first token. This one's answer does not depend on it.
-    return answer_of(server, make_prompt(1, NUM_TOKENS), cache_salt=salt)
+    return answer_of(server, make_prompt(1, NUM_TOKENS), 4 * DRAFT_TOKENS, cache_salt=salt)
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "MTP"])

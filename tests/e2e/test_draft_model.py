@@ -35,9 +35,9 @@ def speculating(algorithm: str, draft: Path | None) -> list[str]:
     ]
 
 
-def answer_of(server: SGLangServer, prompt: list[int], **options: Any) -> tuple[Generation, float]:
+def answer_of(server: SGLangServer, prompt: list[int], num_tokens: int, **options: Any) -> tuple[Generation, float]:
     """Return the answer, and how many tokens each verification of the draft's tokens gave."""
-    answer = server.generate(input_ids=prompt, max_new_tokens=4 * DRAFT_TOKENS, **options)
+    answer = server.generate(input_ids=prompt, max_new_tokens=num_tokens, **options)
     return answer, answer.meta_info["spec_accept_length"]
 
 
@@ -51,7 +51,7 @@ def serve(mode: str, model: Path, draft: Path, store: StoreProcess, **config: An
 
 
 def ask(server: SGLangServer) -> tuple[Generation, float]:
-    return answer_of(server, PROMPT, logprobs=True)
+    return answer_of(server, PROMPT, 2 * DRAFT_TOKENS, logprobs=True)
 
 
 @pytest.mark.parametrize("mode", ["host", "device", "on the GPU path"])
@@ -62,7 +62,7 @@ def test_a_draft_model_goes_on_from_what_it_stored(mode: str, tmp_path: Path, st
         computed, accepted = ask(server)
         assert from_storage(computed) == 0
         assert len(set(computed.output_ids)) > 3  # else any KV cache would do
-        assert accepted > 3  # the draft model computes as the model does
+        assert accepted > 2.5  # the draft model computes as the model does
         wait_until_written(server, len(PROMPT) // PAGE_SIZE)
         server.flush()
         restored, accepted_again = ask(server)
@@ -73,7 +73,7 @@ def test_a_draft_model_goes_on_from_what_it_stored(mode: str, tmp_path: Path, st
         answer, accepted = ask(server)
         assert from_storage(answer) == 0
         assert answer.output_ids == computed.output_ids
-        assert accepted < 2
+        assert accepted < 1.5
     profile = calibrated(model)
     target_kl = profile.curve[1].kl
     config = {"profile": str(model.with_suffix(".profile")), "target_kl": target_kl}
@@ -84,7 +84,7 @@ def test_a_draft_model_goes_on_from_what_it_stored(mode: str, tmp_path: Path, st
         restored, accepted_again = ask(server)
         num_cached = from_storage(restored)
         assert num_cached >= len(PROMPT) - PAGE_SIZE
-        assert accepted_again > 3  # else the draft model's cells would not be those of its prompt
+        assert accepted_again > 2.5  # else the draft model's cells would not be those of its prompt
     quantiser = KltQuantiser(profile, target_kl)
     tokens, logprobs = continue_by_layers(model, PROMPT, num_cached, quantiser, restored.output_ids)
     assert restored.output_ids == tokens
