@@ -129,7 +129,7 @@ def _add_sglang(folder: Path) -> int:
 def pack_sglang(path: Path) -> None:
     """Write the installed release of SGLang, without what a Llama does not need."""
     folders: set[str] = set()
-    with tarfile.open(path, "w:xz") as archive:
+    with tarfile.open(path, "w:xz", preset=1) as archive:  # a seventh of the default's time, a third more bytes
         for name in sorted(importlib.metadata.files("sglang") or (), key=str):
             there = Path(str(name.locate()))
             if name.parts[0] == ".." or not there.is_file():
