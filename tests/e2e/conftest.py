@@ -19,6 +19,7 @@ from tests.conftest import Once
 from tests.e2e.shared import Shared
 
 PAGE_SIZE = 16
+ANSWER_TOKENS = 8
 
 
 def make_prompt(seed: int, num_tokens: int = 640) -> list[int]:
@@ -27,7 +28,7 @@ def make_prompt(seed: int, num_tokens: int = 640) -> list[int]:
 
 
 def ask(server: SGLangServer, prompt: list[int]) -> Generation:
-    return server.generate(input_ids=prompt, max_new_tokens=12, logprobs=True)
+    return server.generate(input_ids=prompt, max_new_tokens=ANSWER_TOKENS, logprobs=True)
 
 
 def from_storage(answer: Generation) -> int:

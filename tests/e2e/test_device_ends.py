@@ -22,7 +22,7 @@ from harness.faults import Fault
 from harness.metrics import read_metric, written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
-from tests.e2e.conftest import NUM_STORED, Expected, ask, make_prompt, same_answer
+from tests.e2e.conftest import ANSWER_TOKENS, NUM_STORED, Expected, ask, make_prompt, same_answer
 from tests.e2e.device import attached, begin, load_of, num_connections, wait_until_parked
 from tests.e2e.faults import (
     DEADLINE_S,
@@ -121,7 +121,7 @@ def test_others_go_on_and_see_the_parked(patient: SGLangServer, link: Proxy, exp
         parked = [begin(server, pool, seed, f"parked {seed}") for seed in range(2)]
         wait_until_parked(server, 2)
         answer = ask(server, make_prompt(NUM_STORED + 1)[:64])
-        assert len(answer.output_ids) == 12
+        assert len(answer.output_ids) == ANSWER_TOKENS
         server.request("GET", "/health_generate")
         assert not any(future.done() for future in parked)
         link.reset()

@@ -13,7 +13,7 @@ from harness.engine import SGLangServer, free_port, hicache_args
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
-from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import ANSWER_TOKENS, PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.shared import Shared
 
 pytest.importorskip("mooncake.engine", reason="needs Mooncake", exc_type=ImportError)
@@ -34,7 +34,7 @@ def ask_both(prefill: SGLangServer, decode: SGLangServer, seed: int, bootstrap_p
     """Send a prompt to both, as a router does. Return their answers, the prefill server's first."""
     body = {
         "input_ids": make_prompt(seed),
-        "sampling_params": {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True},
+        "sampling_params": {"max_new_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True},
         **{"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port, "bootstrap_room": seed + 1},
     }
     with ThreadPoolExecutor(2) as pool:

@@ -13,7 +13,7 @@ from harness.engine import SGLangServer, device_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
-from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import ANSWER_TOKENS, PAGE_SIZE, ask, from_storage, make_prompt, same_answer
 from tests.e2e.device import load_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -40,7 +40,7 @@ def test_others_run_while_a_stored_prompt_waits_for_room(model: Path, store: Sto
             wait_until(lambda: running.done() or num_staged(server) > staged)
             short = ask(server, make_prompt(2, 64))
             is_waiting = not stored.done() and not running.done()
-            assert len(short.output_ids) == 12
+            assert len(short.output_ids) == ANSWER_TOKENS
             assert len(running.result(WAIT_S)["output_ids"]) == RUNNING_TOKENS
             answer = stored.result(WAIT_S)
             assert from_storage(answer) >= 0.9 * STORED
