@@ -18,12 +18,12 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import CodedSegment, Decoders, EncodedSegment, Quantiser, SegmentSpec
 from sgl_kvfetch.codec.bitstream.registry import writers_resolution
 from sgl_kvfetch.directory import LocalStore, open_store
-from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.metrics import count_miss
 from sgl_kvfetch.plane.config import KVFetchConfig, s3_options, tls_files
-from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
+from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.finder import PageFinder, SideFetcher
 from sgl_kvfetch.plane.fetch.link import Link
@@ -51,18 +51,8 @@ def open_configured_store(
     ``on_received``: as for `HedgedStore`."""
     store = _open_store(config, on_received)
     if config.local_cache is not None:
-        store = DiskTier(
-            store,
-            LocalStore(config.local_cache.path, capacity_bytes=config.local_cache.capacity),
-            DiskTierOptions(
-                lookup_timeout_s=config.lookup_timeout_s / 2,
-                heads=heads.heads if heads is not None else None,
-                on_read=lambda tier, num_bytes: metrics.LOCAL_CACHE_READ_BYTES.labels(tier).inc(num_bytes),
-                on_fill=lambda result: metrics.LOCAL_CACHE_FILLS.labels(result).inc(),
-                on_failure=_count_cache_failure,
-                on_outage=_count_outage,
-            ),
-        )
+        disk = LocalStore(config.local_cache.path, capacity_bytes=config.local_cache.capacity)
+        store = DiskTier(store, disk, config.lookup_timeout_s / 2, None if heads is None else heads.heads)
     return with_keys(store, config.store_keys())  # also what the disk answers
 
 
@@ -87,16 +77,6 @@ def _open_store(config: KVFetchConfig, on_received: Callable[[int], None]) -> St
         on_hedge=lambda kind, result: metrics.HEDGED_READS.labels(kind, result).inc(),
         on_received=on_received,
     )
-
-
-def _count_cache_failure(operation: str, error: StoreError) -> None:
-    metrics.LOCAL_CACHE_FAILURES.labels(operation, error.reason).inc()
-    _limited.warning(f"cache {operation} {error.reason}", f"kvfetch local_cache ({operation}, {error.reason}): {error}")
-
-
-def _count_outage(error: StoreError) -> None:
-    metrics.LOCAL_CACHE_LOOKUPS.inc()
-    _limited.warning("outage", f"kvfetch store ({error.reason}): {error}; lookups are answered from local_cache")
 
 
 RESOLUTION = "240p"  # the smallest files, and no slower to decode than larger pictures
