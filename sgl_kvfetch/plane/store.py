@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +26,7 @@ from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.finder import PageFinder, SideFetcher
 from sgl_kvfetch.plane.fetch.link import Link
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy, LookAhead, PageSource, ReadSize
+from sgl_kvfetch.plane.fetch.plan import LevelPolicy, LookAhead, ReadSize
 from sgl_kvfetch.plane.fetch.pool import DecodePool, load_decode_profile
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.write.writer import Writer
@@ -186,7 +185,7 @@ def open_client(
     )
     if memory is not None:
         writer.on_committed = partial(_keep_written, memory, finder, read_size)
-    side_fetcher = SideFetcher(store, fetcher.report_damage)
+    side_fetcher = SideFetcher(store, finder, fetcher.report_damage)
     return StoreClient(store, finder, fetcher, side_fetcher, writer, encode_pool, memory)
 
 
@@ -259,28 +258,6 @@ def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoder
     num_yielding = num_sessions if nvdec is None and profile is None else 0
     sessions = [nvdec.open_session() if nvdec else {} for _ in range(num_sessions + num_yielding)]
     return DecodePool(sessions, profile, num_yielding=num_yielding)
-
-
-async def fetch_side_pages(
-    client: StoreClient,
-    hashes: Sequence[bytes],
-    sources: Sequence[PageSource],
-    pool: str,
-    num_bytes: int,
-    deadline_s: float,
-    take: Callable[[int, bytearray], None],
-) -> None:
-    """Fetch pages of one side pool, and count those that fail as misses. Arguments as for `SideFetcher.fetch`. Raises
-    TimeoutError at ``deadline_s``, of time.monotonic()."""
-    try:
-        async with asyncio.timeout(deadline_s - time.monotonic()):
-            failures = await client.side_fetcher.fetch(sources, pool, num_bytes, take)
-    except TimeoutError as e:
-        client.finder.fetched(hashes, [e], is_of_sides=True)
-        raise
-    for failure in failures:
-        count_miss("fetch", failure)
-    client.finder.fetched(hashes if failures else (), failures, is_of_sides=True)
 
 
 def _power_of_two_pages(tokens: int, page_size: int) -> int:
