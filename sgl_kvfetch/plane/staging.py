@@ -28,7 +28,7 @@ from sgl_kvfetch.codec import CellValues, SideKey
 from sgl_kvfetch.keys import HeadSlice, split_hashes
 from sgl_kvfetch.metrics import counted, miss, note, noted_here, shortfall
 from sgl_kvfetch.plane import protocol as m
-from sgl_kvfetch.plane.arena import Arena, Emit, PagePool, Room, StridedPages
+from sgl_kvfetch.plane.arena import Arena, Emit, Room, StridedPages
 from sgl_kvfetch.plane.choice import Cost, FetchOrder
 from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, StagedCode, gpu_restores
 from sgl_kvfetch.plane.config import KVFetchConfig
@@ -259,7 +259,7 @@ class Stager:
         arena: Arena,
         room: Room,
         *,
-        pool: PagePool,
+        pool: StridedPages,
         sides: Mapping[str, int] | None = None,
         takes_code: bool = False,
         audited: Callable[[Sequence[bytes], list[PageSource]], list[PageSource]] = lambda hashes, sources: sources,

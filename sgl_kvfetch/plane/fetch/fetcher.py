@@ -40,7 +40,7 @@ import numpy as np
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import CellChunks, CellValues, Decoders, Quantised, SegmentReader
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
-from sgl_kvfetch.plane.arena import PagePool
+from sgl_kvfetch.plane.arena import StridedPages
 from sgl_kvfetch.plane.choice import Cost
 from sgl_kvfetch.plane.fetch.ahead import AheadReader
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
@@ -115,7 +115,7 @@ class Destination(ABC):
 class PoolPages(Destination):
     """Pages of a pool. Cells are dequantised."""
 
-    def __init__(self, pool: PagePool, pages: Sequence[int]) -> None:
+    def __init__(self, pool: StridedPages, pages: Sequence[int]) -> None:
         """``pages``: one for each page of the fetch."""
         super().__init__()
         self._pool = pool
@@ -410,7 +410,7 @@ class Fetcher:
 
     def hold(self, sources: Sequence[PageSource]) -> Held | None:
         """Keep what is in memory of these pages until it is let go. Return None without `memory_cache`."""
-        return None if self._memory is None else self._memory.hold(span_parts(sources))
+        return None if self._memory is None else Held(self._memory, span_parts(sources))
 
     def open(self, held: Held, parts: Sequence[SpanPart]) -> None:
         """Open entries in memory for what is not there of these parts, if it is known how they will be read."""
