@@ -19,7 +19,6 @@ from sgl_kvfetch.codec.bitstream.registry import writers_resolution
 from sgl_kvfetch.directory import LocalStore, open_store
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.metrics import count_miss
 from sgl_kvfetch.plane.config import KVFetchConfig, s3_options, tls_files
 from sgl_kvfetch.plane.disk_tier import DiskTier
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
 
 logger = logging.getLogger(__name__)
-_limited = LimitedLogger(logger)
 
 
 _CONNECT_S = 5.0  # limit for one attempt to connect to the store
@@ -46,36 +44,33 @@ _CONNECT_S = 5.0  # limit for one attempt to connect to the store
 def open_configured_store(
     config: KVFetchConfig, heads: HeadSlice | None = None, on_received: Callable[[int], None] = lambda num_bytes: None
 ) -> Store:
-    """Open the store that the config names, behind the local cache if there is one. Raises ConfigError.
-    ``on_received``: as for `HedgedStore`."""
-    store = _open_store(config, on_received)
+    """Open the store that the config names, behind the local cache if there is one, and count its retries, hedged reads
+    and the index's failures. Raises ConfigError. ``on_received``: as for `HedgedStore`."""
+    store: Store
+    if config.store.startswith("file:"):
+        store = open_store(config.store, token=config.token)  # reads of a directory are not hedged
+    else:
+        store = open_hedged(
+            config.store,
+            token=config.token,
+            options=HttpOptions(
+                timeout_s=config.fetch_timeout_s,
+                connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
+                max_connections=config.max_connections,
+                on_retry=lambda error: metrics.RETRIES.inc(),
+                tls=tls_files(config),
+            ),
+            s3=replace(
+                s3_options(config),
+                on_index_failure=lambda error: metrics.INDEX_FAILURES.labels(error.reason).inc(),
+            ),
+            on_hedge=lambda kind, result: metrics.HEDGED_READS.labels(kind, result).inc(),
+            on_received=on_received,
+        )
     if config.local_cache is not None:
         disk = LocalStore(config.local_cache.path, capacity_bytes=config.local_cache.capacity)
         store = DiskTier(store, disk, config.lookup_timeout_s / 2, None if heads is None else heads.heads)
     return with_keys(store, config.store_keys())  # also what the disk answers
-
-
-def _open_store(config: KVFetchConfig, on_received: Callable[[int], None]) -> Store:
-    """Open the store that the config names, and count its retries, hedged reads and the index's failures."""
-    if config.store.startswith("file:"):
-        return open_store(config.store, token=config.token)  # reads of a directory are not hedged
-    return open_hedged(
-        config.store,
-        token=config.token,
-        options=HttpOptions(
-            timeout_s=config.fetch_timeout_s,
-            connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
-            max_connections=config.max_connections,
-            on_retry=lambda error: metrics.RETRIES.inc(),
-            tls=tls_files(config),
-        ),
-        s3=replace(
-            s3_options(config),
-            on_index_failure=lambda error: metrics.INDEX_FAILURES.labels(error.reason).inc(),
-        ),
-        on_hedge=lambda kind, result: metrics.HEDGED_READS.labels(kind, result).inc(),
-        on_received=on_received,
-    )
 
 
 RESOLUTION = "240p"  # the smallest files, and no slower to decode than larger pictures

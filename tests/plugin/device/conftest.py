@@ -10,7 +10,7 @@ from sglang.srt.mem_cache import unified_radix_cache
 
 from sgl_kvfetch.plane import service, store, store as plane_store
 from sgl_kvfetch.plane.config import config_quantiser
-from sgl_kvfetch.plane.store import _open_store as open_configured
+from sgl_kvfetch.plane.store import open_configured_store
 from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker
 from sgl_kvfetch.triton_kernels import runtime
@@ -26,7 +26,7 @@ collect_ignore_glob = [] if HAS_LINKER else ["test_*.py"]
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     """Builds ranks on one store, and closes them."""
-    monkeypatch.setattr(plane_store, "_open_store", lambda *args: GatedStore(open_configured(*args)))
+    monkeypatch.setattr(plane_store, "open_configured_store", lambda *args: GatedStore(open_configured_store(*args)))
     monkeypatch.setattr(store, "_LINGER_S", 0.01)
     monkeypatch.setattr(store, "SPAN_TOKENS", 8)
     monkeypatch.setattr(starting, "_launch", starting._launch)  # rigs set these
