@@ -83,23 +83,6 @@ class Running(Protocol):
 Launch = Callable[[Line], Running]
 
 
-class _Activity:
-    """Whether a process's main thread does anything, from what Linux says of it."""
-
-    def __init__(self, pid: int) -> None:
-        self._folder = Path(f"/proc/{pid}/task/{pid}")
-        self._times = ""
-
-    def since_last(self) -> bool:
-        try:
-            times = (self._folder / "schedstat").read_text()  # how long it ran, and how long it waited for a core
-            state = (self._folder / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-        before, self._times = self._times, times
-        return times != before or state in "RD"
-
-
 class DataPlaneProcess:
     """A separate process. When the engine's process ends, however it ends, the socket closes, and this ends too."""
 
@@ -110,7 +93,8 @@ class DataPlaneProcess:
         # -P: the installed package, and not a folder of this name where SGLang was started, such as a checkout.
         command = [sys.executable, "-P", "-m", "sgl_kvfetch.plane", *numbers]
         self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
-        self._activity = _Activity(self.process.pid)
+        self._main_thread = Path(f"/proc/{self.process.pid}/task/{self.process.pid}")
+        self._times = ""
         line.commands.close()
         line.events.close()
 
@@ -118,7 +102,12 @@ class DataPlaneProcess:
         self.process.kill()
 
     def is_busy(self) -> bool:
-        return self._activity.since_last()
+        try:  # Linux knows how long the main thread ran, how long it waited for a core, and what it is doing
+            before, self._times = self._times, (self._main_thread / "schedstat").read_text()
+            state = (self._main_thread / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return self._times != before or state in "RD"
 
     def join(self, timeout_s: float) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
