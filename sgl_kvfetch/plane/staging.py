@@ -29,12 +29,12 @@ from sgl_kvfetch.keys import HeadSlice, split_hashes
 from sgl_kvfetch.metrics import counted, miss, note, noted_here, shortfall
 from sgl_kvfetch.plane import protocol as m
 from sgl_kvfetch.plane.arena import Arena, Emit, Room, StridedPages
-from sgl_kvfetch.plane.choice import Cost, FetchOrder
+from sgl_kvfetch.plane.choice import Cost, FetchOrder, Points
 from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, StagedCode, gpu_restores
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import Destination, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.finder import KV_POOL, Usable, usable_runs
-from sgl_kvfetch.plane.fetch.plan import PageSource, SpanPart, span_parts
+from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
 from sgl_kvfetch.plane.memory_cache import Held
 from sgl_kvfetch.plane.store import StoreClient
 from sgl_kvfetch.reasons import Reason
@@ -153,6 +153,19 @@ class _Staging:
             staged = msgspec.structs.replace(self.staged, work=work)
         reason = shortfall([*asked.reasons, *self.reasons]) if staged.num_pages < asked.num_pages else ""
         return msgspec.structs.replace(staged, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """The pages of a `Stage` that were found. ``end_s``: when the fetch must end, in time.monotonic()."""
+
+    hashes: Sequence[bytes]
+    sources: Sequence[PageSource]
+    trailing: Mapping[str, int]
+    saved_s: Points
+    request: timeline.Request
+    found_s: float
+    end_s: float
 
 
 class _Turns:
@@ -368,8 +381,9 @@ class Stager:
             elif self._joins(command, staging, hashes[: len(sources)]):
                 pass
             else:
-                staging.reasons = noted_here()
-                num_pages = await self._fetch(command, staging, hashes[: len(sources)], sources, request)
+                staging.reasons, found_s = noted_here(), time.monotonic()
+                what = hashes[: len(sources)], sources, command.trailing, command.saved_s, request, found_s
+                num_pages = await self._fetch(staging, _Prompt(*what, found_s + self._config.fetch_timeout_s))
         finally:
             staging.task = None
             if staging.is_wanted and num_pages:
@@ -506,32 +520,25 @@ class Stager:
 
     # Device mode
 
-    async def _fetch(
-        self,
-        command: m.Stage,
-        staging: _Staging,
-        hashes: list[bytes],
-        sources: Sequence[PageSource],
-        request: timeline.Request,
-    ) -> int:
+    async def _fetch(self, staging: _Staging, prompt: _Prompt) -> int:
         """Fetch pages, unless computing them is sooner. Return how many, from the first on, are there."""
-        found_s = time.monotonic()
+        sources, saved_s = prompt.sources, prompt.saved_s
         cost = self._client.fetcher.cost(sources)
         staging.needs_link = cost.transmit_s != 0.0
         parts = span_parts(sources)
         staging.data_names = {part.reader.data_name for part in parts}
         is_coded = self._takes_code and gpu_restores(sources) and not staging.data_names & self._decoded_here
-        plan = self._plan(parts, staging) if is_coded else None
+        plan = RegionPlan(parts, staging.held) if is_coded else None
         if plan is not None and plan.num_bytes > self._room.num_bytes:  # a manifest may say so of its cells
             plan = None
         staging.num_bytes = len(sources) * self._geometry.page_bytes if plan is None else plan.num_bytes
         num_ahead = self._turns.pages_ahead if staging.needs_link else 0
-        if not self._order.is_fetched(len(sources), num_ahead, cost, command.saved_s, found_s):
+        if not self._order.is_fetched(len(sources), num_ahead, cost, saved_s, prompt.found_s):
             self._tasks.begin(self._client.fetcher.probe(sources))
             note(Reason.SOONER)
             return 0
         try:
-            await self._turns.wait(staging, found_s + self._config.fetch_timeout_s)
+            await self._turns.wait(staging, prompt.end_s)
         except TimeoutError:
             miss("fetch", "late")
             return 0
@@ -540,18 +547,17 @@ class Stager:
         if staging.held is not None:
             self._client.fetcher.open(staging.held, parts)
         if plan is not None:
-            plan = self._plan(parts, staging)
+            plan = RegionPlan(parts, staging.held)
             self._turns.shrink(staging, plan.num_bytes)
             into = CodedRegion(self._arena, staging.offset, plan)
         else:
             views = region_views(self._arena, staging.offset, self._geometry, len(sources))
             by_page = [x.view(len(x), len(sources), -1, *x.shape[2:]).permute(1, 2, 0, 3, 4) for x in views]
             into = PoolPages(StridedPages(by_page), range(len(sources)))
-        compute_s = self._order.compute_s(len(sources), command.saved_s, time.monotonic())
-        if compute_s is None or m.is_for_its_end(command.trailing):
+        compute_s = self._order.compute_s(len(sources), saved_s, time.monotonic())
+        if compute_s is None or m.is_for_its_end(prompt.trailing):
             compute_s = math.inf
-        restoring = self._restore(staging, into, hashes, sources, request, found_s, compute_s)
-        num_pages = await self._with_sides(command.trailing, staging, hashes, sources, found_s, restoring)
+        num_pages = await self._with_sides(staging, prompt, self._restore(staging, prompt, into, compute_s))
         if isinstance(into, CodedRegion) and num_pages and not self._put_tables(staging, into, num_pages):
             miss("fetch", "no_slots")
             return 0
@@ -560,57 +566,37 @@ class Stager:
                 cost = self._client.fetcher.cost(sources)
                 cost = cost if cost.transmit_s or not staging.needs_link else Cost(None, None)
             if cost.seconds is not None:
-                self._order.landed(time.monotonic(), found_s + cost.seconds)
+                self._order.landed(time.monotonic(), prompt.found_s + cost.seconds)
         return num_pages
 
-    def _plan(self, parts: Sequence[SpanPart], staging: _Staging) -> RegionPlan:
-        held = staging.held
-        return RegionPlan(parts, [] if held is None else [held.entry(part.reader, part.span) for part in parts])
-
-    async def _restore(
-        self,
-        staging: _Staging,
-        into: Destination,
-        hashes: list[bytes],
-        sources: Sequence[PageSource],
-        request: timeline.Request,
-        found_s: float,
-        compute_s: float,
-    ) -> int:
+    async def _restore(self, staging: _Staging, prompt: _Prompt, into: Destination, compute_s: float) -> int:
         """Restore pages into the staging's region. Return how many, from the first on, are there."""
-        result, timeout_s = FetchResult(), self._config.fetch_timeout_s
+        result = FetchResult()
         with counted("fetch"):
             result = await self._client.fetcher.fetch(
-                sources,
+                prompt.sources,
                 into,
-                max(0.0, found_s + timeout_s - time.monotonic()),
-                request=request,
+                max(0.0, prompt.end_s - time.monotonic()),
+                request=prompt.request,
                 on_requested=partial(self._turns.link_has_room, staging),
                 compute_s=compute_s,
                 held=staging.held,
             )
-            self._client.finder.fetched(hashes[result.num_pages :], result.failures)
-        result.count(len(sources), self._geometry.page_bytes)
+            self._client.finder.fetched(prompt.hashes[result.num_pages :], result.failures)
+        result.count(len(prompt.sources), self._geometry.page_bytes)
         return result.num_pages
 
-    async def _with_sides(
-        self,
-        trailing: Mapping[str, int],
-        staging: _Staging,
-        hashes: list[bytes],
-        sources: Sequence[PageSource],
-        found_s: float,
-        restoring: Awaitable[int],
-    ) -> int:
+    async def _with_sides(self, staging: _Staging, prompt: _Prompt, restoring: Awaitable[int]) -> int:
         """Fetch side pages while pages are restored, and put them into shared memory. Return how many pages, from the
         first on, are there with all that they need."""
+        trailing, sources = prompt.trailing, prompt.sources
         if not trailing:
             return await restoring
-        num_pages, sides = await asyncio.gather(restoring, self._fetch_sides(trailing, hashes, sources, found_s))
+        num_pages, sides = await asyncio.gather(restoring, self._fetch_sides(prompt, len(sources)))
         is_for_its_end = m.is_for_its_end(trailing)
         if num_pages < len(sources) and is_for_its_end:
             num_pages = max(usable_runs(sources[:num_pages], trailing).lengths, default=0)
-            sides = await self._fetch_sides(trailing, hashes[:num_pages], sources[:num_pages], found_s)
+            sides = await self._fetch_sides(prompt, num_pages)
         missing = [
             page
             for pool, first in _firsts(trailing, num_pages)
@@ -627,6 +613,19 @@ class Stager:
             return 0
         return num_pages
 
+    async def _fetch_sides(self, prompt: _Prompt, num_pages: int) -> dict[SideKey, bytearray]:
+        """Return those side pages that come, of all that the first pages need at their end."""
+        come: dict[SideKey, bytearray] = {}
+        for pool, first in _firsts(prompt.trailing, num_pages):
+            pages: dict[int, bytearray] = {}  # which threads fill that may outlive this
+            run = slice(first, num_pages)
+            with counted("fetch"):
+                what = prompt.hashes[run], prompt.sources[run], pool, self._sides[pool]
+                await self._client.side_fetcher.fetch(*what, prompt.end_s, pages)
+            _count_sides(pool, num_pages - first, len(pages))
+            come |= {(pool, first + page): pages[page] for page in sorted(pages)}
+        return come
+
     def _put_sides(self, staging: _Staging, sides: Mapping[SideKey, bytearray]) -> bool:
         """Put side pages into shared memory. Return whether there is room for them."""
         num_bytes = sum(map(len, sides.values()))
@@ -638,21 +637,6 @@ class Stager:
             into[begin : (begin := begin + len(content))] = content
         staging.sides = m.SidePages(place, tuple(sides))
         return True
-
-    async def _fetch_sides(
-        self, trailing: Mapping[str, int], hashes: list[bytes], sources: Sequence[PageSource], found_s: float
-    ) -> dict[SideKey, bytearray]:
-        """Return those side pages that come, of all that these pages need at their end."""
-        deadline_s = found_s + self._config.fetch_timeout_s
-        come: dict[SideKey, bytearray] = {}
-        for pool, first in _firsts(trailing, len(sources)):
-            pages: dict[int, bytearray] = {}  # which threads fill that may outlive this
-            with counted("fetch"):
-                what = hashes[first:], sources[first:], pool, self._sides[pool]
-                await self._client.side_fetcher.fetch(*what, deadline_s, pages)
-            _count_sides(pool, len(sources) - first, len(pages))
-            come |= {(pool, first + page): pages[page] for page in sorted(pages)}
-        return come
 
     def _put_tables(self, staging: _Staging, region: CodedRegion, num_pages: int) -> bool:
         """Put the tables of coded cells into shared memory. Return whether there is room for them."""
