@@ -273,15 +273,15 @@ class Stager:
         room: Room,
         *,
         pool: StridedPages,
-        sides: Mapping[str, int] | None = None,
-        takes_code: bool = False,
-        audited: Callable[[Sequence[bytes], list[PageSource]], list[PageSource]] = lambda hashes, sources: sources,
+        sides: Mapping[str, int],
+        takes_code: bool,
+        audited: Callable[[Sequence[bytes], list[PageSource]], list[PageSource]],
     ) -> None:
-        """``answer``: as for `Service`. ``room`` allocates bytes of ``arena``. ``pool``: where fetched
-        pages go. ``sides``, ``takes_code``: as in `protocol.Start`. ``audited`` returns the sources of those pages that
-        are to be served."""
+        """``answer``: as for `Service`. ``room`` allocates bytes of ``arena``. ``pool``: where fetched pages go.
+        ``sides``, ``takes_code``: as in `protocol.Start`. ``audited`` returns the sources of those pages that are to be
+        served."""
         self._pool = pool
-        self._sides = sides or {}
+        self._sides = sides
         self._audited = audited
         self._config = config
         # A decode profile chooses the variant of each read when it begins, too late for a region's layout.
