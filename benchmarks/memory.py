@@ -282,7 +282,9 @@ class _Engine:
         self._arena.whole.fill_(1)
         self._staged: asyncio.Queue[Any] = asyncio.Queue()
         answer, room = self._staged.put_nowait, Room(num_bytes)
-        self._stager = Stager(config, heads, client, answer, self._arena, room, pool=StridedPages(()))
+        what: dict[str, Any] = {"pool": StridedPages(()), "sides": {}, "takes_code": False}
+        parts = config, heads, client, answer, self._arena, room
+        self._stager = Stager(*parts, **what, audited=lambda hashes, sources: sources)
         layers = range(heads.geometry.num_layers)
         counter = LayerWiseLoadCounter(len(layers))
         self._loader = ValueLoader(DevicePages(pool, PAGE_TOKENS), counter, EnginePools(pool, layers))
