@@ -310,7 +310,7 @@ async def audit_cost(model: _Model, quantiser: Quantiser, num_audits: int) -> tu
         heads = model.heads(quantiser)
         client = open_client(config, heads, quantiser)
         parts = heads, quantiser, client.finder, client.fetcher
-        auditor = audit.Auditor(config.audit, *parts, store=client.store, writes=True)
+        auditor = audit.Auditor(config.audit, *parts, store=client.store, writes=True, file=Path(folder, "audits"))
         client.writer.add(PageBatch(0, None, hashes, [RawPages(*pages)]))
         await client.writer.drain()
         for _ in range(num_audits):

@@ -227,7 +227,7 @@ def make_pool(setup: Setup, num_tokens: int, device: str) -> Any:
 
 async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point:
     """Measure one fetch. The process must not have fetched anything before."""
-    from sgl_kvfetch.plane.fetch.plan import total_bytes
+    from sgl_kvfetch.plane.fetch.plan import span_parts
     from sgl_kvfetch.plane.store import open_client
 
     quantiser = setup.make_quantiser()
@@ -254,7 +254,7 @@ async def measure(setup: Setup, num_tokens: int, extra: dict[str, Any]) -> Point
         setup.codec,
         num_tokens,
         num_tokens * geometry.token_bytes,
-        total_bytes(sources),
+        sum(part.size_bytes for part in span_parts(sources)),
         peak_bytes,
         compressed_bytes,
         decoded_bytes,
@@ -282,7 +282,9 @@ class _Engine:
         self._arena.whole.fill_(1)
         self._staged: asyncio.Queue[Any] = asyncio.Queue()
         answer, room = self._staged.put_nowait, Room(num_bytes)
-        self._stager = Stager(config, heads, client, answer, self._arena, room, pool=StridedPages(()))
+        what: dict[str, Any] = {"pool": StridedPages(()), "sides": {}, "takes_code": False}
+        parts = config, heads, client, answer, self._arena, room
+        self._stager = Stager(*parts, **what, audited=lambda hashes, sources: sources)
         layers = range(heads.geometry.num_layers)
         counter = LayerWiseLoadCounter(len(layers))
         self._loader = ValueLoader(DevicePages(pool, PAGE_TOKENS), counter, EnginePools(pool, layers))

@@ -1,7 +1,4 @@
-"""A store in a directory of one machine, which several processes may share; and how any store is opened by its URL.
-
-`notes` has the files of notes; `StoredNotes` puts and deletes each as a whole, on threads.
-"""
+"""A store in a directory of one machine, which several processes may share; and how any store is opened by its URL."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import logging
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -22,6 +19,7 @@ from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Content, bytes_of, decode_mani
 from sgl_kvfetch.directory import catalog as index, files, notes
 from sgl_kvfetch.directory.catalog import Catalog, SegmentState
 from sgl_kvfetch.directory.files import OpenObject
+from sgl_kvfetch.directory.notes import NoteWriter
 from sgl_kvfetch.directory.repair import DamageChecks, Repair
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.directory.workers import Workers, on
@@ -54,107 +52,6 @@ _PINNED_HASHES_AT_ONCE = 8192 * PAGE_HASH_BYTES  # bytes: tens of milliseconds o
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class StoredNotes:
-    """The notes of a store. The catalog knows those that are pins."""
-
-    def __init__(self, catalog: Catalog, room: DiskRoom, workers: Workers) -> None:
-        self._root = catalog.root
-        self._catalog = catalog
-        self._room = room
-        self.workers = workers
-
-    @on("reads")
-    def infos(self, kind: NoteKind) -> Sequence[ObjectInfo]:
-        with files.os_errors(f"listing {kind.name}"):
-            return notes.list_notes(self._root, kind)
-
-    async def open(self, kind: NoteKind, name: str) -> OpenObject | None:
-        kind.require(name)
-        return await self.workers.open(partial(self._open, kind, name))
-
-    def _open(self, kind: NoteKind, name: str) -> OpenObject | None:
-        with files.os_errors(f"opening {kind.one} {name}"):
-            return notes.open_note(self._root, kind, name)
-
-    async def get(self, kind: NoteKind, name: str, length: int | None) -> bytes | None:
-        kind.require(name, length)
-        opened = await self.open(kind, name)
-        if opened is None:
-            return None
-        with opened.file as file, files.os_errors(f"reading {kind.one} {name}"):
-            wanted = opened.info.size_bytes if length is None else length
-            kind.require(name, wanted)
-            data = await self.workers.run("reads", files.read_fully, file, 0, wanted)
-        if len(data) < wanted:
-            raise StoreError("truncated", f"{kind.one} {name} has {len(data)} bytes; expected {wanted}")
-        return data
-
-    async def put(self, kind: NoteKind, name: str, data: bytes) -> None:
-        async with self.upload(kind, name, len(data)) as upload:
-            await upload.write(data)
-            await upload.commit()
-
-    @asynccontextmanager
-    async def upload(self, kind: NoteKind, name: str, size_bytes: int) -> AsyncIterator[Upload]:
-        kind.require(name)
-        writer = notes.NoteWriter(self._root, kind, name, size_bytes, self._room.capacity_bytes)
-
-        def run(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-            with files.os_errors(f"writing {kind.one} {name}"):
-                return call(*args, **kwargs)
-
-        try:
-            await self.workers.run("writes", run, writer.open)
-            yield Upload(
-                lambda data: self.workers.run("writes", run, writer.write, data),
-                lambda: self.workers.run("scans", run, self._commit, writer),
-            )
-        finally:  # cancelled, too: the thread goes on
-            await asyncio.shield(asyncio.to_thread(run, writer.discard))
-
-    def _commit(self, writer: notes.NoteWriter) -> None:
-        writer.check()
-        if writer.kind is PINS:
-            self._pin(decode_pin(writer.head), writer)
-        else:
-            writer.commit()
-
-    def _pin(self, pin: Pin, writer: notes.NoteWriter) -> None:
-        """Keep a pin, in several short transactions. From the first one on, segments that are put are pinned."""
-        try:
-            for first in range(0, len(pin.hashes), _PINNED_HASHES_AT_ONCE):
-                with self._catalog.writing() as db:
-                    notes.enter_pages(db, pin.name, pin.hashes[first : first + _PINNED_HASHES_AT_ONCE])
-            with self._catalog.reading() as snapshot:
-                segments = [] if snapshot is None else notes.segments_of(snapshot, pin)
-                num_bytes = 0 if snapshot is None else notes.pinned_bytes_with(snapshot, segments)
-            self._room.require_pins_fit(num_bytes)
-            writer.commit()
-        except BaseException:
-            opened = notes.open_note(self._root, PINS, pin.name)
-            if opened is None:
-                with self._catalog.writing() as db:
-                    notes.forget_pin(db, pin.name)
-            else:
-                opened.file.close()
-            raise
-        for first in range(0, len(segments), _PINNED_AT_ONCE):
-            with self._catalog.writing() as db:
-                notes.pin_segments(db, segments[first : first + _PINNED_AT_ONCE])
-
-    @on("scans")
-    def delete(self, kind: NoteKind, name: str) -> bool:
-        kind.require(name)
-        with files.os_errors(f"deleting {kind.one} {name}"):
-            if kind is not PINS:
-                return notes.delete_note(self._root, kind, name)
-            with self._catalog.writing() as db:
-                existed = notes.delete_note(self._root, kind, name)
-                notes.forget_pin(db, name)
-            return existed
-
 
 _LISTED_AT_ONCE = 256
 _LOOKUP_ATTEMPTS = 3
@@ -246,7 +143,6 @@ class LocalStore(AdminStore):
         self._repair = Repair(self._catalog, self._room, orphan_age_s)
         self._checks = DamageChecks(self._catalog, self._room)
         self.workers = Workers(num_threads)
-        self._notes = StoredNotes(self._catalog, self._room, self.workers)
         self._opened = False
         self._orphan_age_s = orphan_age_s
         self._collected_at = self._uses_saved_at = float("-inf")  # monotonic seconds
@@ -426,26 +322,102 @@ class LocalStore(AdminStore):
             names = {name for (name,) in rows}
         return {segment for segment in segments if segment.manifest_name in names}
 
-    async def notes(self, kind: NoteKind) -> Sequence[ObjectInfo]:
-        return await self._notes.infos(kind)
+    # Notes: the catalog knows those that are pins
+
+    @on("reads")
+    def notes(self, kind: NoteKind) -> Sequence[ObjectInfo]:
+        with files.os_errors(f"listing {kind.name}"):
+            return notes.list_notes(self.root, kind)
 
     async def get_note(self, kind: NoteKind, name: str, length: int | None = None) -> bytes | None:
-        return await self._notes.get(kind, name, length)
+        kind.require(name, length)
+        opened = await self.open_note(kind, name)
+        if opened is None:
+            return None
+        with opened.file as file, files.os_errors(f"reading {kind.one} {name}"):
+            wanted = opened.info.size_bytes if length is None else length
+            kind.require(name, wanted)
+            data = await self.workers.run("reads", files.read_fully, file, 0, wanted)
+        if len(data) < wanted:
+            raise StoreError("truncated", f"{kind.one} {name} has {len(data)} bytes; expected {wanted}")
+        return data
 
     async def put_note(self, kind: NoteKind, name: str, data: bytes) -> None:
-        await self._notes.put(kind, name, data)
-
-    async def delete_note(self, kind: NoteKind, name: str) -> bool:
-        return await self._notes.delete(kind, name)
+        async with self.upload_note(kind, name, len(data)) as upload:
+            await upload.write(data)
+            await upload.commit()
 
     async def open_note(self, kind: NoteKind, name: str) -> OpenObject | None:
         """Open a note for reading in pieces; the caller closes it. None if it is missing."""
-        return await self._notes.open(kind, name)
+        kind.require(name)
+        return await self.workers.open(partial(self._open_note, kind, name))
 
-    def upload_note(self, kind: NoteKind, name: str, size_bytes: int) -> AbstractAsyncContextManager[Upload]:
+    def _open_note(self, kind: NoteKind, name: str) -> OpenObject | None:
+        with files.os_errors(f"opening {kind.one} {name}"):
+            return notes.open_note(self.root, kind, name)
+
+    @asynccontextmanager
+    async def upload_note(self, kind: NoteKind, name: str, size_bytes: int) -> AsyncIterator[Upload]:
         """Write a note in pieces. Leaving the context without ``commit`` discards it. Raises StoreError as `put_note`
         does."""
-        return self._notes.upload(kind, name, size_bytes)
+        kind.require(name)
+        writer = NoteWriter(self.root, kind, name, size_bytes, self._room.capacity_bytes)
+
+        def run(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+            with files.os_errors(f"writing {kind.one} {name}"):
+                return call(*args, **kwargs)
+
+        try:
+            await self.workers.run("writes", run, writer.open)
+            yield Upload(
+                lambda data: self.workers.run("writes", run, writer.write, data),
+                lambda: self.workers.run("scans", run, self._commit_note, writer),
+            )
+        finally:  # cancelled, too: the thread goes on
+            await asyncio.shield(asyncio.to_thread(run, writer.discard))
+
+    def _commit_note(self, writer: NoteWriter) -> None:
+        writer.check()
+        if writer.kind is PINS:
+            self._pin(decode_pin(writer.head), writer)
+        else:
+            writer.commit()
+
+    def _pin(self, pin: Pin, writer: NoteWriter) -> None:
+        """Keep a pin, in several short transactions. From the first one on, segments that are put are pinned."""
+        try:
+            for first in range(0, len(pin.hashes), _PINNED_HASHES_AT_ONCE):
+                with self._catalog.writing() as db:
+                    notes.enter_pages(db, pin.name, pin.hashes[first : first + _PINNED_HASHES_AT_ONCE])
+            with self._catalog.reading() as snapshot:
+                segments = [] if snapshot is None else notes.segments_of(snapshot, pin)
+                num_bytes = 0 if snapshot is None else notes.pinned_bytes_with(snapshot, segments)
+            self._room.require_pins_fit(num_bytes)
+            writer.commit()
+        except BaseException:
+            opened = notes.open_note(self.root, PINS, pin.name)
+            if opened is None:
+                with self._catalog.writing() as db:
+                    notes.forget_pin(db, pin.name)
+            else:
+                opened.file.close()
+            raise
+        for first in range(0, len(segments), _PINNED_AT_ONCE):
+            with self._catalog.writing() as db:
+                notes.pin_segments(db, segments[first : first + _PINNED_AT_ONCE])
+
+    @on("scans")
+    def delete_note(self, kind: NoteKind, name: str) -> bool:
+        kind.require(name)
+        with files.os_errors(f"deleting {kind.one} {name}"):
+            if kind is not PINS:
+                return notes.delete_note(self.root, kind, name)
+            with self._catalog.writing() as db:
+                existed = notes.delete_note(self.root, kind, name)
+                notes.forget_pin(db, name)
+            return existed
+
+    # Looking up
 
     async def warm_up(self) -> int:
         """Open the catalog. Return the number of segments that lookups can find now."""

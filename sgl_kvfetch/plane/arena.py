@@ -10,7 +10,6 @@ import mmap
 import os
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -19,14 +18,6 @@ import torch
 from sgl_kvfetch.codec import CellValues
 from sgl_kvfetch.plane import protocol as m
 from sgl_kvfetch.types import TENSORS, KVGeometry
-
-
-class PagePool(ABC):
-    """Writes a pool's pages by index. Layers and heads count from the pool's first."""
-
-    @abstractmethod
-    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
-        """Copy ``values``, K and V ``(pages * page_size, layers, heads, dim)``, into ``pages``."""
 
 
 def consecutive_runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
@@ -41,7 +32,7 @@ def consecutive_runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
             start = end
 
 
-class StridedPages(PagePool):
+class StridedPages:
     """Pages in memory, in any layout. ``views``: K and V, ``(pages, page_size, layers, heads, dim)`` each. They may
     have another dtype of the same size: torch cannot index fp8 everywhere."""
 
@@ -49,6 +40,8 @@ class StridedPages(PagePool):
         self.views = views
 
     def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
+        """Copy ``values``, K and V ``(pages * page_size, layers, heads, dim)``, into ``pages``. Layers and heads count
+        from the pool's first."""
         for view, x in zip(self.views, values, strict=True):
             rows = x.view(view.dtype).reshape(len(pages), -1, *x.shape[1:])
             into = view[:, :, layers.start : layers.stop, heads.start : heads.stop]

@@ -89,7 +89,6 @@ _FAR = 100.0  # a ratio beyond it is no matter of accuracy
 _NUM_RECENT, _MOST_BEYOND = 10, 3  # audits that are remembered, and how many may be beyond before reads end
 _AT_ONCE = 3  # hits that are audited after one that was beyond
 _NUM_KEPT = 200  # audits that a machine remembers of a rank, for what is typical
-_RECORD = ".audits"
 _MOST_WANTED = 512  # pages that were cut off hits, here or by the first rank, and have not been handed over
 _MOST_PENDING = 4  # audits
 _MINUTE_S = 60.0
@@ -110,18 +109,6 @@ class Compared:
     typical: float
 
 
-class FailedAudits(msgspec.Struct, frozen=True):
-    """Why a server of this machine uses nothing of a namespace. ``model``, ``quantiser``: names for people.
-    ``identity``: of the quantiser."""
-
-    store: str
-    model: str
-    quantiser: str
-    identity: str
-    why: str
-    at_s: float  # in seconds since the epoch
-
-
 class AuditedPart(msgspec.Struct, frozen=True, array_like=True):
     """A sound audit, or one that was not: what `AuditRecord` keeps of it. ``end_token``: of its last token."""
 
@@ -131,8 +118,9 @@ class AuditedPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AuditRecord(msgspec.Struct, frozen=True):
-    """What the audits of a rank on this machine have found. ``parts``: of the last ones, the newest last. ``ratio``,
-    ``where``: of the last one."""
+    """What the audits of a rank on this machine have found. ``model``, ``quantiser``: names for people. ``identity``:
+    of the quantiser. ``parts``: of the last ones, the newest last. ``ratio``, ``where``: of the last one. ``why_off``:
+    why nothing of the namespace is used any more; "" if it is used."""
 
     store: str
     model: str
@@ -142,6 +130,8 @@ class AuditRecord(msgspec.Struct, frozen=True):
     ratio: float = 0.0
     where: str = ""
     parts: Annotated[list[AuditedPart], Meta(max_length=_NUM_KEPT)] = []
+    why_off: str = ""
+    off_at_s: float = 0.0  # in seconds since the epoch
 
     def and_also(self, audited: Compared, end_token: int) -> AuditRecord:
         part = AuditedPart(time.time(), end_token, audited.typical)
@@ -153,7 +143,10 @@ class AuditRecord(msgspec.Struct, frozen=True):
             parts=[*self.parts, part][-_NUM_KEPT:],
         )
 
-    def summary(self, off: str = "") -> Audits:
+    def summary(self) -> Audits:
+        """Return what a server tells of its audits: medians of the last ones, of those before, and by length."""
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.off_at_s))
+        off = f"{self.why_off} (found on {at})" if self.why_off else ""
         about = Audits(model=self.model, quantiser=self.quantiser, off=off)
         if not self.parts:
             return about
@@ -174,57 +167,35 @@ class AuditRecord(msgspec.Struct, frozen=True):
         )
 
 
-def verdict_file(store: str, heads: HeadSlice) -> Path:
-    """Return where this machine keeps the verdict on what a rank reads from a store. Another profile is another
-    namespace, and has none."""
+def record_file(store: str, heads: HeadSlice) -> Path:
+    """Return where this machine keeps what audits have found of what a rank reads from a store. Another profile is
+    another namespace, and has none."""
     return cache_folder("audits", heads.namespace.digest(), store) / f"{heads.heads.start}-{heads.heads.stop}.json"
 
 
-def read_verdict(path: Path) -> FailedAudits | None:
+def read_record(path: Path) -> AuditRecord | None:
     with suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(path.read_bytes(), type=FailedAudits)
+        return msgspec.json.decode(path.read_bytes(), type=AuditRecord)
     return None
 
 
-def read_record(verdict: Path) -> AuditRecord | None:
-    """Return what this machine keeps of a rank's audits. ``verdict``: the file of the rank's verdict."""
-    with suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(verdict.with_suffix(_RECORD).read_bytes(), type=AuditRecord)
-    return None
-
-
-def keep_verdict(path: Path, verdict: FailedAudits) -> None:
-    """Keep a verdict until a person deletes the file. If it cannot be kept, it holds until the server's end."""
-    _keep(path, verdict)
-
-
-def keep_record(verdict: Path, record: AuditRecord) -> None:
-    """Keep what audits have found, beside the verdict's file. If it cannot be kept, it is known until the server's
+def keep_record(path: Path, record: AuditRecord) -> None:
+    """Keep what audits have found until a person deletes the file. If it cannot be kept, it holds until the server's
     end."""
-    _keep(verdict.with_suffix(_RECORD), record)
-
-
-def _keep(path: Path, found: FailedAudits | AuditRecord) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial_file = path.with_suffix(f"{path.suffix}.partial")
-        partial_file.write_bytes(msgspec.json.encode(found))
+        partial_file = path.with_suffix(".partial")
+        partial_file.write_bytes(msgspec.json.encode(record))
         partial_file.replace(path)
     except OSError as e:
         _limited.warning("keep", f"kvfetch: what audits have found cannot be kept in {path}: {why(e)}")
 
 
-def verdicts() -> dict[Path, FailedAudits]:
-    """Return the verdicts that this machine keeps."""
+def audit_records() -> dict[Path, AuditRecord]:
+    """Return what this machine keeps of ranks' audits, by file, the last audited first."""
     files = sorted(cache_folder("audits", "", "").parent.glob("*/*.json"))
-    return {path: verdict for path in files if (verdict := read_verdict(path)) is not None}
-
-
-def records() -> list[AuditRecord]:
-    """Return what this machine keeps of ranks' audits, the last audited first."""
-    files = cache_folder("audits", "", "").parent.glob(f"*/*{_RECORD}")
-    found = [record for path in files if (record := read_record(path)) is not None and record.parts]
-    return sorted(found, key=lambda each: -each.parts[-1].at_s)
+    found = {path: record for path in files if (record := read_record(path)) is not None}
+    return dict(sorted(found.items(), key=lambda each: -each[1].summary().at_s))
 
 
 class Auditor:
@@ -240,16 +211,15 @@ class Auditor:
         *,
         store: Store,
         writes: bool,
+        file: Path,
         cuts: bool = True,
         record: AuditRecord | None = None,
-        file: Path | None = None,
         on_audit: Callable[[], None] = lambda: None,
-        on_wrong: Callable[[str], None] = lambda why: None,
     ) -> None:
-        """``writes``: whether the engine hands over what it computes; else nothing can be audited. ``cuts``: whether
-        this rank cuts hits, as the first one does for all. ``record``: what this machine remembers; it is kept
-        beside ``file``, that of the verdict. ``on_audit`` is called on the loop after each audit. ``on_wrong`` is
-        called once, with a sentence that says why nothing is to be read or written any more."""
+        """``writes``: whether the engine hands over what it computes; else nothing can be audited. ``file``: what this
+        machine remembers. ``cuts``: whether this rank cuts hits, as the first one does for all. ``record``: if it
+        remembers nothing. ``on_audit`` is called on the loop after each audit: once the record says ``why_off``,
+        nothing is to be read or written any more."""
         self._config = config
         self._heads = heads
         self._geometry = heads.geometry
@@ -261,8 +231,7 @@ class Auditor:
         self._cuts = cuts
         self._file = file
         self._on_audit = on_audit
-        self._on_wrong = on_wrong
-        self.record = record or AuditRecord("", "", quantiser.identity, quantiser.identity)
+        self.record = read_record(file) or record or AuditRecord("", "", quantiser.identity, quantiser.identity)
         self._suspects: dict[str, tuple[list[bytes], list[PageSource]]] = {}  # by segment
         self._num_pages = max(1, _AUDIT_TOKENS // self._geometry.page_size)
         self._due = _DUE_AT_START  # audits
@@ -277,7 +246,10 @@ class Auditor:
         self._random = random.Random(0)
         self._begun: OrderedDict[bytes, None] = OrderedDict()  # pages whose audits have begun
         self._thread = ThreadPoolExecutor(1, "kvfetch-audit", initializer=_yield_to_others)
-        self.is_over = False
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.record.why_off)
 
     def served(self, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> int:
         """Return how many of the pages that were found are to be served: all of them, or, if an audit is due, a few
@@ -441,8 +413,7 @@ class Auditor:
 
     def _note(self, audited: Compared, end_token: int) -> None:
         self.record = self.record.and_also(audited, end_token)
-        if self._file is not None:
-            keep_record(self._file, self.record)
+        keep_record(self._file, self.record)
         metrics.AUDIT_TYPICAL.labels(length_of(end_token)).observe(audited.typical)
         found = self.record.summary()
         if found.num_recent == RECENT_AUDITS:
@@ -470,10 +441,10 @@ class Auditor:
         )
         _limited.warning("beyond", f"kvfetch: an audit of {stem}: {what}")
         if (num_beyond := sum(self._recent.values())) >= _MOST_BEYOND and not self.is_over:
-            self.is_over = True
             self._wanted.clear()
             self._suspects.clear()
-            self._on_wrong(f"{num_beyond} of the last {len(self._recent)} audits: {what}")
+            sentence = f"{num_beyond} of the last {len(self._recent)} audits: {what}"
+            self.record = msgspec.structs.replace(self.record, why_off=sentence, off_at_s=time.time())
         return "far" if is_far else "beyond"
 
 

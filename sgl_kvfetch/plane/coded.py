@@ -21,7 +21,7 @@ from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.arena import Arena
 from sgl_kvfetch.plane.fetch.fetcher import Destination, Keep
 from sgl_kvfetch.plane.fetch.plan import PageSource, ReadUnit, SpanPart
-from sgl_kvfetch.plane.memory_cache import CODE_ALIGNMENT, CachedSpan, Kept
+from sgl_kvfetch.plane.memory_cache import CODE_ALIGNMENT, Held, Kept
 
 CODEC = "ans"  # that GPUs decode
 _LEAST_INTEGERS = 241  # the checksum of fewer is not computed on GPUs
@@ -82,12 +82,12 @@ class RegionPlan:
     ``rows``: of `CELL`, ordered by layers, with all that is known before a cell has arrived; ``start`` counts from the
     region's for cells in it (``in_region``). ``num_bytes``: the region's size."""
 
-    def __init__(self, parts: Sequence[SpanPart], entries: Sequence[CachedSpan | None] = ()) -> None:
-        """``entries``: of each part, if memory has one; without any, all cells lie in the region."""
+    def __init__(self, parts: Sequence[SpanPart], held: Held | None = None) -> None:
+        """``held``: what memory has of these parts; by default nothing, so that all cells lie in the region."""
         self.parts = parts
         self.entries = [
-            entry if entry is not None and lies_as_taken(part.reader, part.span) else None
-            for part, entry in zip(parts, entries or [None] * len(parts), strict=True)
+            None if held is None or not lies_as_taken(part.reader, part.span) else held.entry(part.reader, part.span)
+            for part in parts
         ]
         of_parts = [_span_rows(part.reader, part.span) for part in parts]
         rows, counts = np.concatenate(of_parts), [len(each) for each in of_parts]
@@ -97,11 +97,11 @@ class RegionPlan:
         self.in_region = np.array([entry is None for entry in self.entries])[part_of]
         rooms = -(-self.rows["size"] // CODE_ALIGNMENT) * CODE_ALIGNMENT * self.in_region
         nowhere = np.zeros(max(counts), dtype=np.int64)
-        held = [
+        begins = [
             nowhere[:count] if entry is None else entry.integers
             for entry, count in zip(self.entries, counts, strict=True)
         ]
-        self.rows["start"] = np.where(self.in_region, np.cumsum(rooms) - rooms, np.concatenate(held)[order])
+        self.rows["start"] = np.where(self.in_region, np.cumsum(rooms) - rooms, np.concatenate(begins)[order])
         self.num_bytes = int(rooms.sum())
         # Of each row: its part, and which of the part's cells it is, in storage order.
         self.part_of: list[int] = part_of.tolist()

@@ -54,6 +54,7 @@ SGLANG_KEYS = frozenset(
 
 Text = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, BeforeValidator(lambda value: parse_duration(value) if isinstance(value, str) else value)]
+Size = Annotated[int, BeforeValidator(lambda value: parse_size(str(value)))]
 Bins = list[Annotated[int, Field(ge=MIN_BINS, le=MAX_BINS)]]
 MiB = 1 << 20
 
@@ -108,7 +109,7 @@ class LocalCache(_Keys):
     """A directory on a disk of this machine, which all its ranks and servers may share."""
 
     path: str = Field(description="the directory, which nothing else uses")
-    capacity: int = Field(description="its size, such as 200GiB")
+    capacity: Size = Field(description="its size, such as 200GiB")
 
     @field_validator("path")
     @classmethod
@@ -116,11 +117,6 @@ class LocalCache(_Keys):
         if not os.path.isabs(value):
             raise ValueError("expected an absolute path")
         return value
-
-    @field_validator("capacity", mode="before")
-    @classmethod
-    def _size(cls, value: object) -> int:
-        return parse_size(str(value))
 
 
 class LevelsConfig(_Keys):
@@ -163,14 +159,9 @@ class AuditConfig(_Keys):
         description="how many times as large as expected errors may be; after three such audits of ten, the server "
         "neither reads nor writes what this quantiser makes",
     )
-    per_minute: int = Field(
+    per_minute: Size = Field(
         default=256 * MiB, description="size, such as 256MiB, of the values that are compared in a minute, at most"
     )
-
-    @field_validator("per_minute", mode="before")
-    @classmethod
-    def _size(cls, value: object) -> int:
-        return parse_size(str(value))
 
 
 class DeviceModeConfig(_Keys):
@@ -265,7 +256,7 @@ class KVFetchConfig(_Keys):
         None,
         description='keep what is read on a disk of this machine: {"path": "/nvme/kv", "capacity": "200GiB"}',
     )
-    memory_cache: int = Field(
+    memory_cache: Annotated[int, BeforeValidator(lambda value: parse_size(str(value)) if value else 0)] = Field(
         0,
         description="size, such as 16GiB, of a cache in this machine's memory of what was read and written lately, "
         "as it is stored; each rank has one; by default there is none",
@@ -293,11 +284,6 @@ class KVFetchConfig(_Keys):
         description="threads that encode, and as many that decode, and as many again at low priority; by default half "
         "the cores, at most 8",
     )
-
-    @field_validator("memory_cache", mode="before")
-    @classmethod
-    def _memory_size(cls, value: object) -> int:
-        return parse_size(str(value)) if value else 0
 
     @field_validator("quantiser")
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,18 +18,23 @@ from typing import Literal
 
 import xxhash
 
+from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, DataObject, Manifest, decode_manifest, signed_by
 from sgl_kvfetch.codec.container.partial import part_with
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.stores import Breaker, Lookup, SegmentHit, Store
 from sgl_kvfetch.stores.base import WrappedStore, fill_pieces
 
-Tier = Literal["disk", "store"]
-FillResult = Literal["stored", "incomplete", "dropped", "failed"]
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
+
 Operation = Literal["open", "read", "lookup", "fill", "delete"]
 
+_FILL_BYTES = 256 << 20  # that may wait in memory to be written to the disk
+_FILL_IDLE_S = 60.0  # how long an object may get no bytes before it is given up
 _READ_S = 1.0  # a disk that takes longer to answer counts as broken
 _KNOWN_BYTES = 8 << 20  # of manifests that lookups returned, as stored; decoded they take seven times as much
 _MAX_FILLS = 64  # at a time; each may have two files open
@@ -37,29 +43,20 @@ _ROOM_BYTES = 256  # of a manifest, for what comes with another one inside it
 _VERDICTS = frozenset({"invalid", "unauthorised"})  # the store's own answers, not failures of the store
 
 
-@dataclass(frozen=True, slots=True)
-class DiskTierOptions:
-    lookup_timeout_s: float = 1.0  # how long the store may take for a lookup before the disk is asked
-    heads: range | None = None  # those that are read of each segment, counted in the model; None for all
-    fill_bytes: int = 256 << 20  # bytes that may wait in memory to be written to the disk
-    fill_idle_s: float = 60.0  # how long an object may get no bytes before it is given up
-    on_read: Callable[[Tier, int], None] = lambda tier, num_bytes: None  # called with the bytes of each read
-    on_fill: Callable[[FillResult], None] = lambda result: None  # called for each object at its end
-    on_failure: Callable[[Operation, StoreError], None] = lambda what, error: None  # called when the disk fails
-    on_outage: Callable[[StoreError], None] = lambda error: None  # called when the disk answers a lookup for the store
-
-
 class DiskTier(WrappedStore):
     """Reads through ``disk``. Belongs to one event loop; several processes may share the disk's directory.
 
-    A failure of the disk is reported, and never changes an answer. ``close`` closes both stores.
+    A failure of the disk is counted, and never changes an answer. ``close`` closes both stores.
     """
 
-    def __init__(self, store: Store, disk: LocalStore, options: DiskTierOptions | None = None) -> None:
+    def __init__(self, store: Store, disk: LocalStore, lookup_timeout_s: float, heads: range | None = None) -> None:
+        """``lookup_timeout_s``: how long the store may take for a lookup before the disk is asked. ``heads``: those
+        that are read of each segment, counted in the model; by default all."""
         super().__init__(store)
         self._disk = disk
-        self._options = options or DiskTierOptions()
-        self._filler = Filler(disk, self._options)
+        self._lookup_timeout_s = lookup_timeout_s
+        self._heads = heads
+        self._filler = Filler(disk)
         self._store_health = Breaker()
         self._disk_health = Breaker()
         self._known: OrderedDict[str, NamedData] = OrderedDict()  # by name, from the latest lookups
@@ -88,11 +85,11 @@ class DiskTier(WrappedStore):
         if self._store_health.is_open(time.monotonic()):
             raise StoreError("skipped", "the store is not asked, since it keeps failing")
         try:
-            async with asyncio.timeout(self._options.lookup_timeout_s):
+            async with asyncio.timeout(self._lookup_timeout_s):
                 found = await self._store.lookup(namespace, page_hashes)
         except TimeoutError as e:
             self._store_health.failed(time.monotonic())
-            raise StoreError("timeout", f"no answer within {self._options.lookup_timeout_s:g} s") from e
+            raise StoreError("timeout", f"no answer within {self._lookup_timeout_s:g} s") from e
         except StoreError as e:
             if e.reason not in _VERDICTS:
                 self._store_health.failed(time.monotonic())
@@ -104,9 +101,9 @@ class DiskTier(WrappedStore):
         try:
             found = await self._disk.lookup(namespace, page_hashes)
         except StoreError as e:
-            self._options.on_failure("lookup", e)
+            _count_failure("lookup", e)
             raise error from e
-        self._options.on_outage(error)
+        _count_outage(error)
         return Lookup(found.hits, from_cache=True)
 
     async def _remember_hit(self, hit: SegmentHit) -> None:
@@ -117,8 +114,7 @@ class DiskTier(WrappedStore):
         last_page = hit.first_page + hit.num_pages - 1
         # Spans are read whole: all bytes will come if the hit has pages of all spans, and all heads are read.
         reads_all = hit.first_page < manifest.span_pages and last_page // manifest.span_pages == manifest.num_spans - 1
-        wanted = self._options.heads
-        reads_all &= wanted is None or set(manifest.heads.heads) <= set(wanted)
+        reads_all &= self._heads is None or set(manifest.heads.heads) <= set(self._heads)
         for rows in (rows for variant in manifest.variants for rows in variant.objects):
             data = NamedData(hit.manifest, manifest, rows, reads_all)
             self._forget_data(data.name)
@@ -151,11 +147,11 @@ class DiskTier(WrappedStore):
         if content is not None:
             fill_pieces(into, content)
             received(length)
-            self._options.on_read("disk", length)
+            metrics.LOCAL_CACHE_READ_BYTES.labels("disk").inc(length)
             return True
         if not await self._store.read(name, start, into, received):
             return False
-        self._options.on_read("store", length)
+        metrics.LOCAL_CACHE_READ_BYTES.labels("store").inc(length)
         if data.is_read_whole:
             self._filler.add_bytes(data, start, b"".join(into))
         return True
@@ -184,7 +180,7 @@ class DiskTier(WrappedStore):
     async def folders(self, digest: str = "") -> frozenset[str]:
         """Ask the store; if it fails, return those on the disk."""
         try:
-            async with asyncio.timeout(self._options.lookup_timeout_s):
+            async with asyncio.timeout(self._lookup_timeout_s):
                 return await self._store.folders(digest)
         except (StoreError, TimeoutError):
             return await self._disk.folders(digest)
@@ -218,11 +214,21 @@ class DiskTier(WrappedStore):
         try:
             await call
         except StoreError as e:
-            self._options.on_failure(operation, e)
+            _count_failure(operation, e)
 
     def _read_failed(self, error: StoreError) -> None:
-        self._options.on_failure("read", error)
+        _count_failure("read", error)
         self._disk_health.failed(time.monotonic())
+
+
+def _count_failure(operation: Operation, error: StoreError) -> None:
+    metrics.LOCAL_CACHE_FAILURES.labels(operation, error.reason).inc()
+    _limited.warning(f"cache {operation} {error.reason}", f"kvfetch local_cache ({operation}, {error.reason}): {error}")
+
+
+def _count_outage(error: StoreError) -> None:
+    metrics.LOCAL_CACHE_LOOKUPS.inc()
+    _limited.warning("outage", f"kvfetch store ({error.reason}): {error}; lookups are answered from local_cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,11 +302,10 @@ class Filler:
     Bytes that come before those in front of them wait in memory. Belongs to one event loop.
     """
 
-    def __init__(self, disk: LocalStore, options: DiskTierOptions) -> None:
-        """An object is given up when no byte comes for ``fill_idle_s``, or when ``fill_bytes`` are not enough for what
-        waits. Then it is not begun again for ``fill_idle_s``, so that the rest of a fetch does not begin it in vain."""
+    def __init__(self, disk: LocalStore) -> None:
+        """An object is given up when no byte comes for _FILL_IDLE_S, or when _FILL_BYTES are not enough for what waits.
+        Then it is not begun again for _FILL_IDLE_S, so that the rest of a fetch does not begin it in vain."""
         self._disk = disk
-        self._options = options
         self._tasks = Tasks()
         self._fills: OrderedDict[str, _Fill] = OrderedDict()  # the one that got no bytes for longest comes first
         self._disk_calls = asyncio.Semaphore(_DISK_CALLS)
@@ -315,7 +320,7 @@ class Filler:
             fill = self._fills[data.name] = _Fill()
             fill.task = self._tasks.begin(self._run(data, fill))
         self._fills.move_to_end(data.name)
-        if sum(each.held_bytes for each in self._fills.values()) + len(content) > self._options.fill_bytes:
+        if sum(each.held_bytes for each in self._fills.values()) + len(content) > _FILL_BYTES:
             _give_up(fill)
         fill.add_piece(start, content)
 
@@ -329,7 +334,7 @@ class Filler:
         await self._tasks.cancel()
 
     async def _run(self, data: NamedData, fill: _Fill) -> None:
-        result: FillResult = "dropped"
+        result = "dropped"
         try:
             await self._copy(data, fill)
             result = "stored"
@@ -337,14 +342,14 @@ class Filler:
             result = "incomplete"
         except StoreError as e:
             result = "failed"
-            self._options.on_failure("fill", e)
+            _count_failure("fill", e)
         finally:
             fill.end()
             if result == "stored":
                 del self._fills[data.name]
             else:
-                asyncio.get_running_loop().call_later(self._options.fill_idle_s, self._fills.pop, data.name)
-            self._options.on_fill(result)
+                asyncio.get_running_loop().call_later(_FILL_IDLE_S, self._fills.pop, data.name)
+            metrics.LOCAL_CACHE_FILLS.labels(result).inc()
 
     async def _copy(self, data: NamedData, fill: _Fill) -> None:
         """Write the object's bytes as they come. Raises TimeoutError and StoreError."""
@@ -352,7 +357,7 @@ class Filler:
             async with self._disk_calls:
                 upload = await stack.enter_async_context(self._disk.upload(data.name, data.size_bytes))
             while fill.written_bytes < data.size_bytes:
-                piece = await fill.next_piece(self._options.fill_idle_s)
+                piece = await fill.next_piece(_FILL_IDLE_S)
                 async with self._disk_calls:
                     await upload.write(piece)
                 fill.written_bytes += len(piece)

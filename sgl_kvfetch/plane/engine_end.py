@@ -1,9 +1,8 @@
-"""The engine's end of the data plane: all that the engine asks of it, whichever data plane serves.
+"""The engine's end of the data plane: all that the engine asks of it, whichever process serves.
 
-`Supervisor` keeps one serving: it starts, watches and restarts data planes, and switches to another one. They follow
-one another: one of them gets all new work, and two threads may replace it: the one that watches it, and the engine's,
-which switches. When a data plane dies, its work under way counts as misses (`process`). What must hold is said at the
-fields.
+`DataPlane` keeps one serving: it starts, watches and restarts processes, and switches to another one. They follow one
+another: one of them gets all new work, and two threads may replace it: the one that watches it, and the engine's, which
+switches. When a process dies, its work under way counts as misses (`process`). What must hold is said at the fields.
 
 Only methods whose docstrings say so wait.
 """
@@ -17,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import msgspec
 import torch
@@ -49,207 +48,6 @@ _limited = LimitedLogger(logger)
 # A data plane that cannot start fails again at once: there is no memory, or a file that it needs is gone.
 _LEAST_BACKOFF_S, _MOST_BACKOFF_S = 0.1, 30.0
 _STEADY_S = 5.0  # after a data plane has served this long, the backoff starts anew
-
-
-class _Prepared(NamedTuple):
-    """A data plane that serves already, but gets no work yet, and what it was started with."""
-
-    run: Run
-    start: m.Start
-    launch: Launch
-
-
-class Supervisor:
-    """Serves by one data plane at a time. Call ``close`` at the end."""
-
-    def __init__(
-        self,
-        start: m.Start,
-        geometry: KVGeometry,
-        launch: Launch,
-        page_bytes: int,
-        value_bytes: int,
-        pool_files: tuple[tuple[int, int], ...],
-    ) -> None:
-        """Start the data plane and wait until it serves. ``page_bytes``, ``value_bytes``, ``pool_files``: as for `Run`.
-        Raises KVFetchError if the data plane refuses the config or fails."""
-        # What the next data plane is started with: that of the first one, until a switch.
-        self._start = start
-        self._launch = launch
-        # What the present data plane was told last of each kind, and those that follow it are told, too.
-        self._told: dict[type, m.ShowPrompts | m.PauseCalibration | m.TakeProfile] = {}
-        self._geometry = geometry
-        self._shared = page_bytes, value_bytes, pool_files
-        self._closing = threading.Event()
-        # A data plane whose imports are done, which take most of a start, but that was sent no `Start`.
-        self._spare: Run | None = None
-        # How often pages that a data plane had taken were lost: it ended, or the store had failed to take them, or they
-        # were stored by another quantiser.
-        self.num_losses = 0
-        self._prepared: _Prepared | None = None  # for the next switch
-        self.on_switch: Callable[[], None] = lambda: None  # what is known of the store's pages holds no longer
-        # The data plane that gets all new work. It may have ended, while the next one is being started. Two threads
-        # replace it, both with `_choosing` held: the watching one only the data plane that it watched itself.
-        self._choosing = threading.Lock()
-        self._run = self._begin_run()
-        self._thread = self._begin_watch()  # watches `_run`
-        self._former: threading.Thread | None = None  # watches the data plane before the last switch, until its end
-
-    def tell(self, command: m.ShowPrompts | m.PauseCalibration | m.TakeProfile) -> None:
-        """Tell the data plane, and those that follow it until a switch."""
-        self._told[type(command)] = command
-        self._run.channel.send(command)
-
-    def prepare(self, make: Callable[[], tuple[m.Start, Launch]]) -> None:
-        """Start a second data plane, on a thread, for `switch`. ``make`` returns what it is started with; it may take
-        its time, and raise KVFetchError: then there is nothing to switch to."""
-        threading.Thread(target=self._prepare, args=(make,), name="kvfetch-switch", daemon=True).start()
-
-    @property
-    def is_prepared(self) -> bool:
-        return self._prepared is not None
-
-    def switch(self) -> None:
-        """Serve by the data plane that was prepared. The former one writes what is queued, and ends; its other work
-        under way counts as misses. Call on the thread that steps: this never waits, since the new one serves already,
-        and the former one keeps the thread that watches it."""
-        assert self._prepared is not None
-        prepared, self._prepared = self._prepared, None
-        with self._choosing:
-            former, self._run = self._run, prepared.run
-            self._start, self._launch, self._told = prepared.start, prepared.launch, {}
-        self.num_losses += 1  # what it has queued is of no use to the next one
-        self.on_switch()
-        former.channel.send(m.Close())
-        self._former, self._thread = self._thread, self._begin_watch()
-
-    def close(self) -> None:
-        """Write what is queued, within a few seconds, and end the data plane. Waits for it. Idempotent."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        run = self._run
-        run.channel.send(m.Close())
-        if not run.running.join(CLOSE_S):
-            logger.warning("kvfetch: the data plane did not end in %g s", CLOSE_S)
-            run.running.kill()
-        self._thread.join(CLOSE_S)
-        if self._former is not None:
-            self._former.join(CLOSE_S)
-        if self._prepared is not None:
-            self._prepared.run.end()
-
-    @property
-    def is_closing(self) -> bool:
-        return self._closing.is_set()
-
-    def _begin_run(self) -> Run:
-        """Start a data plane, the spare one if there is one, and wait until it serves. Raises KVFetchError."""
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.launch is not self._launch:  # from before a switch
-            spare.end()
-            spare = None
-        run = spare or self._new_run()
-        self._let_start(run, self._start)
-        for command in [*self._told.values()]:
-            run.channel.send(command)
-        return run
-
-    def _let_start(self, run: Run, start: m.Start) -> None:
-        """Wait until a data plane serves. If it does not, end it and raise KVFetchError."""
-        try:
-            run.channel.send(start)
-            run.await_ready(self._closing)
-        except BaseException:
-            run.end()
-            raise
-
-    def _prepare(self, make: Callable[[], tuple[m.Start, Launch]]) -> None:
-        try:
-            start, launch = make()
-            run = self._start_at_last(start, launch)
-        except (KVFetchError, OSError) as e:
-            if not self._closing.is_set():
-                logger.warning("kvfetch: the profile cannot be used, and this server stores with 'exact': %s", e)
-            return
-        self._prepared = _Prepared(run, start, launch)
-        if self._closing.is_set():
-            run.end()
-
-    def _start_at_last(self, start: m.Start, launch: Launch) -> Run:
-        """Start a data plane, another one if it ends or takes too long, and so on: the other ranks wait for this one.
-        Raises KVFetchError if it refuses the config, or at the close."""
-        backoff_s = _LEAST_BACKOFF_S
-        while True:
-            try:
-                run = self._new_run(launch)
-                self._let_start(run, start)
-                return run
-            except (EndedError, OSError) as e:
-                if self._closing.wait(backoff_s):
-                    raise
-                logger.warning("kvfetch: a data plane that stores with the profile did not start: %s", e)
-                backoff_s = min(_MOST_BACKOFF_S, 2 * backoff_s)
-
-    def _begin_watch(self) -> threading.Thread:
-        thread = threading.Thread(target=self._watch, args=(self._run,), name="kvfetch-data", daemon=True)
-        thread.start()
-        return thread
-
-    def _watch(self, run: Run) -> None:
-        """Serve a run until its end, then start the next one, unless a switch has replaced it. Runs on the thread that
-        receives."""
-        backoff_s = _LEAST_BACKOFF_S
-        try:
-            while True:
-                began_s = time.monotonic()
-                run.serve(self._closing, self._launch_spare)
-                if run.end():
-                    self._lose()
-                if self._closing.is_set() or run is not self._run:
-                    return
-                if time.monotonic() - began_s > _STEADY_S:
-                    backoff_s = _LEAST_BACKOFF_S
-                logger.warning("kvfetch: the data plane ended; its work under way counts as misses; it is restarted")
-                metrics.DATA_PLANE_STARTS.inc()
-                while True:
-                    if self._closing.wait(backoff_s):
-                        return
-                    backoff_s = min(_MOST_BACKOFF_S, 2 * backoff_s)
-                    if run is not self._run:
-                        return
-                    try:
-                        following = self._begin_run()
-                    except (KVFetchError, OSError) as e:
-                        logger.warning("kvfetch: the data plane did not start: %s", e)
-                        continue
-                    with self._choosing:
-                        is_wanted = run is self._run
-                        if is_wanted:
-                            self._run = run = following
-                    if not is_wanted:  # a switch was faster, and has a thread of its own
-                        following.end()
-                        return
-                    break
-        finally:
-            spare, self._spare = self._spare, None
-            if spare is not None:
-                spare.end()
-
-    def _launch_spare(self) -> None:
-        """Launch a spare data plane, because the present one does not answer. It may hang, or only be slow: if it
-        answers after all, the spare one is kept for another time."""
-        if self._spare is None and not self._closing.is_set():
-            try:
-                self._spare = self._new_run()
-            except OSError as e:
-                logger.warning("kvfetch: a spare data plane cannot be started: %s", e)
-
-    def _new_run(self, launch: Launch | None = None) -> Run:
-        return Run(launch or self._launch, self._geometry, self._start.sides, *self._shared, self._lose)
-
-    def _lose(self) -> None:
-        self.num_losses += 1
 
 
 # Shared memory for side pages on their way to the engine: this, or twice the size of a page with all its side pages.
@@ -314,8 +112,8 @@ class SideFetch:
         self._asked.unstage()
 
 
-class DataPlane(Supervisor):
-    """One rank's data plane. Call ``close`` at the end."""
+class DataPlane:
+    """One rank's data plane: one process at a time serves. Call ``close`` at the end."""
 
     def __init__(
         self,
@@ -330,14 +128,36 @@ class DataPlane(Supervisor):
         plane refuses the config or fails."""
         self._numbers = itertools.count(1)
         self._refused_s = math.inf  # since when no pages were queued that might have waited
+        self._geometry = geometry
+        self._sides = start.sides
         least_bytes = 2 * (geometry.page_bytes + sum(start.sides.values()))
-        queue_bytes = max(start.config.get("write_queue_bytes", _QUEUE_BYTES), least_bytes)
-        self._queue_bytes = queue_bytes
+        self._queue_bytes = max(start.config.get("write_queue_bytes", _QUEUE_BYTES), least_bytes)
         shared_bytes = staging_bytes or max(SHARED_BYTES, least_bytes)
         # Of side pages that one command brings. The first ones of all pools may be asked for at once.
         self._side_part_bytes = shared_bytes // (2 * max(1, len(start.sides)))
         value_bytes = shared_bytes + start.config.get("memory_cache", 0)
-        super().__init__(start, geometry, launch, queue_bytes, value_bytes, pool_files)
+        self._new_run = partial(
+            Run, launch, geometry, start.sides, self._queue_bytes, value_bytes, pool_files, self._lose
+        )
+        # What the next data plane is started with: that of the first one, until a switch.
+        self._start = start
+        # What the present data plane was told last of each kind, and those that follow it are told, too.
+        self._told: dict[type, m.ShowPrompts | m.PauseCalibration | m.TakeProfile] = {}
+        self._closing = threading.Event()
+        self._backoff_s = _LEAST_BACKOFF_S
+        # A data plane whose imports are done, which take most of a start, but that was sent no `Start`.
+        self._spare: Run | None = None
+        # How often pages that a data plane had taken were lost: it ended, or the store had failed to take them, or they
+        # were stored by another quantiser.
+        self.num_losses = 0
+        self._prepared: tuple[m.Start, Run] | None = None  # it serves already, but gets no work before a switch
+        self.on_switch: Callable[[], None] = lambda: None  # what is known of the store's pages holds no longer
+        # The data plane that gets all new work. It may have ended, while the next one is being started. Two threads
+        # replace it, both with `_choosing` held: the watching one only the data plane that it watched itself.
+        self._choosing = threading.Lock()
+        self._run = self._begin_run()
+        self._thread = self._begin_watch()  # watches `_run`
+        self._former: threading.Thread | None = None  # watches the data plane before the last switch, until its end
 
     @property
     def memory(self) -> torch.Tensor:
@@ -348,6 +168,148 @@ class DataPlane(Supervisor):
     def audits(self) -> Audits | None:
         """What audits have found; None before the first one, and after the data plane was started again."""
         return self._run.audits
+
+    def close(self) -> None:
+        """Write what is queued, within a few seconds, and end the data plane. Waits for it. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        run = self._run
+        run.channel.send(m.Close())
+        if not run.running.join(CLOSE_S):
+            logger.warning("kvfetch: the data plane did not end in %g s", CLOSE_S)
+            run.running.kill()
+        self._thread.join(CLOSE_S)
+        if self._former is not None:
+            self._former.join(CLOSE_S)
+        if self._prepared is not None:
+            self._prepared[1].end()
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing.is_set()
+
+    # One that serves, always
+
+    def _begin_run(self) -> Run:
+        """Start a data plane, the spare one if there is one, and wait until it serves. Raises KVFetchError."""
+        spare, self._spare = self._spare, None
+        run = self._let_start(spare or self._new_run(), self._start)
+        for command in [*self._told.values()]:
+            run.channel.send(command)
+        return run
+
+    def _let_start(self, run: Run, start: m.Start) -> Run:
+        """Wait until a data plane serves. If it does not, end it and raise KVFetchError."""
+        try:
+            run.channel.send(start)
+            run.await_ready(self._closing)
+        except BaseException:
+            run.end()
+            raise
+        return run
+
+    def _begin_watch(self) -> threading.Thread:
+        thread = threading.Thread(target=self._watch, args=(self._run,), name="kvfetch-data", daemon=True)
+        thread.start()
+        return thread
+
+    def _watch(self, run: Run) -> None:
+        """Serve a run until its end, then start the next one, unless a switch has replaced it. Runs on the thread that
+        receives."""
+        following: Run | None = run
+        while following is not None:
+            run, began_s = following, time.monotonic()
+            run.serve(self._closing, self._launch_spare)
+            if run.end():
+                self._lose()
+            if time.monotonic() - began_s > _STEADY_S:
+                self._backoff_s = _LEAST_BACKOFF_S
+            following = self._follow(run)
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.end()
+
+    def _follow(self, run: Run) -> Run | None:
+        """Start the data plane that follows one that has ended. Return None at the close, or if a switch was faster."""
+        if self._closing.is_set() or run is not self._run:
+            return None
+        logger.warning("kvfetch: the data plane ended; its work under way counts as misses; it is restarted")
+        metrics.DATA_PLANE_STARTS.inc()
+        while not self._closing.wait(self._backoff_s) and run is self._run:
+            self._backoff_s = min(_MOST_BACKOFF_S, 2 * self._backoff_s)
+            try:
+                following = self._begin_run()
+            except (KVFetchError, OSError) as e:
+                logger.warning("kvfetch: the data plane did not start: %s", e)
+                continue
+            with self._choosing:
+                if run is self._run:
+                    self._run = following
+                    return following
+            following.end()  # a switch was faster, and has a thread of its own
+        return None
+
+    def _launch_spare(self) -> None:
+        """Launch a spare data plane, because the present one does not answer. It may hang, or only be slow: if it
+        answers after all, the spare one is kept for another time."""
+        if self._spare is None and not self._closing.is_set():
+            try:
+                self._spare = self._new_run()
+            except OSError as e:
+                logger.warning("kvfetch: a spare data plane cannot be started: %s", e)
+
+    def _lose(self) -> None:
+        self.num_losses += 1
+
+    # Another one, with a profile
+
+    def prepare(self, make: Callable[[], m.Start]) -> None:
+        """Start a second data plane, on a thread, for `switch`. ``make`` returns what it is started with; it may take
+        its time, and raise KVFetchError: then there is nothing to switch to."""
+        threading.Thread(target=self._prepare, args=(make,), name="kvfetch-switch", daemon=True).start()
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._prepared is not None
+
+    def switch(self) -> None:
+        """Serve by the data plane that was prepared. The former one writes what is queued, and ends; its other work
+        under way counts as misses. Call on the thread that steps: this never waits, since the new one serves already,
+        and the former one keeps the thread that watches it."""
+        assert self._prepared is not None
+        with self._choosing:
+            former, (self._start, self._run) = self._run, self._prepared
+            self._prepared, self._told = None, {}
+        self.num_losses += 1  # what it has queued is of no use to the next one
+        self.on_switch()
+        former.channel.send(m.Close())
+        self._former, self._thread = self._thread, self._begin_watch()
+
+    def _prepare(self, make: Callable[[], m.Start]) -> None:
+        try:
+            start = make()
+            run = self._start_at_last(start)
+        except (KVFetchError, OSError) as e:
+            if not self._closing.is_set():
+                logger.warning("kvfetch: the profile cannot be used, and this server stores with 'exact': %s", e)
+            return
+        self._prepared = start, run
+        if self._closing.is_set():
+            run.end()
+
+    def _start_at_last(self, start: m.Start) -> Run:
+        """Start a data plane, another one if it ends or takes too long, and so on: the other ranks wait for this one.
+        Raises KVFetchError if it refuses the config, or at the close."""
+        backoff_s = _LEAST_BACKOFF_S
+        while True:
+            try:
+                return self._let_start(self._new_run(), start)
+            except (EndedError, OSError) as e:
+                if self._closing.wait(backoff_s):
+                    raise
+                logger.warning("kvfetch: a data plane that stores with the profile did not start: %s", e)
+                backoff_s = min(_MOST_BACKOFF_S, 2 * backoff_s)
 
     # Reading
 
@@ -415,11 +377,11 @@ class DataPlane(Supervisor):
     def unstage(self, work: int, *, is_sound: bool = True) -> None:
         """End the staging of some pages soon, or free their memory. Nothing may read it afterwards. ``is_sound``: as in
         `protocol.Unstage`."""
-        self._send(m.Unstage(work, is_sound))
+        self._run.channel.send(m.Unstage(work, is_sound))
 
     def fetch_side(self, pool: str, hashes: Sequence[bytes], deadline_s: float) -> SideFetch:
         """Begin to bring pages of a side pool, one or more, into shared memory. Call ``end`` of what is returned."""
-        num_pages, run = max(1, self._side_part_bytes // self._start.sides[pool]), self._run
+        num_pages, run = max(1, self._side_part_bytes // self._sides[pool]), self._run
 
         def ask(first: int) -> Awaited[m.Staged]:
             work = next(self._numbers)
@@ -430,7 +392,7 @@ class DataPlane(Supervisor):
 
     def flush(self) -> None:
         """Drop all bytes that were read, because the engine's caches are emptied."""
-        self._send(m.Flush())
+        self._run.channel.send(m.Flush())
 
     # Writing
 
@@ -506,7 +468,7 @@ class DataPlane(Supervisor):
         """Cut pages into runs that take a quarter of the queue or ``most_bytes`` at most, or one page each."""
         sizes, most_bytes = [self._geometry.page_bytes] * num_pages, min(most_bytes, self._queue_bytes // 4)
         for pool, page in sides:
-            sizes[page] += self._start.sides[pool]
+            sizes[page] += self._sides[pool]
         first = num_bytes = 0
         for page, size in enumerate(sizes):
             if page > first and num_bytes + size > most_bytes:
@@ -529,6 +491,11 @@ class DataPlane(Supervisor):
 
     # Finding a profile
 
+    def tell(self, command: m.ShowPrompts | m.PauseCalibration | m.TakeProfile) -> None:
+        """Tell the data plane, and those that follow it until a switch."""
+        self._told[type(command)] = command
+        self._run.channel.send(command)
+
     @property
     def taken_profile(self) -> m.ProfileTaken | None:
         """The profile that was found for the engine's weights, as `protocol.Start` has asked."""
@@ -548,6 +515,3 @@ class DataPlane(Supervisor):
     def step(self) -> None:
         """Complete the stagings whose results have come, a bounded number. Never waits."""
         self._run.step()
-
-    def _send(self, command: m.Command) -> None:
-        self._run.channel.send(command)

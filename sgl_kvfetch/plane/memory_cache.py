@@ -59,6 +59,7 @@ class CachedSpan:
     key: _SpanKey
     reader: SegmentReader
     layout: _Layout
+    memory: memoryview
     offset: int
     missing_bytes: int
     units: set[UnitKey] = field(default_factory=set)
@@ -71,6 +72,15 @@ class CachedSpan:
     def integers(self) -> np.ndarray:
         """Where each cell's last part begins in shared memory, int64, in storage order."""
         return self.offset + self.layout.integers
+
+    def lacks(self, unit: ReadUnit) -> bool:
+        """Return whether this could take a unit. One that overlaps with units of another size is not taken."""
+        return unit.key not in self.units and unit.size_bytes <= self.missing_bytes
+
+    def places(self, unit: ReadUnit) -> list[CellChunks]:
+        """Return where the chunks of a unit's cells lie."""
+        chunks = (self.layout.chunks[cell] for cell in unit.cells)
+        return [[self.memory[self.offset + begin : self.offset + end] for begin, end in each] for each in chunks]
 
 
 class MemoryCache:
@@ -105,26 +115,11 @@ class MemoryCache:
         entry = self._entries.get(_key(reader, span))
         return entry is not None and not entry.missing_bytes
 
-    def hold(self, parts: Iterable[SpanPart]) -> Held:
-        """Keep those of these spans that are here, until the result is let go."""
-        held = Held(self)
-        for part in parts:
-            entry = self._entries.get(_key(part.reader, part.span))
-            if entry is not None and not entry.missing_bytes:
-                self._hold(entry, held)
-        return held
-
-    def _hold(self, entry: CachedSpan, held: Held) -> None:
-        if entry.key not in held.entries:
-            held.entries[entry.key] = entry
-            entry.num_holders += 1
-            self._entries.move_to_end(entry.key)
-
     def put(self, unit: ReadUnit, chunks: Sequence[CellChunks]) -> None:
         """Copy a unit's bytes, if there is room or something can be evicted for its span."""
         entry = self._open(unit.reader, unit.cells[0].span)
-        if entry is not None and entry.filler is None and self.lacks(entry, unit):
-            self.copy(entry, unit, chunks)
+        if entry is not None and entry.filler is None and entry.lacks(unit):
+            self._copy(entry, unit, chunks)
 
     def put_segment(self, reader: SegmentReader, segment: CodedSegment | EncodedSegment, size: ReadSize) -> None:
         """Copy a segment that was written, in the units in which it is read."""
@@ -133,38 +128,16 @@ class MemoryCache:
             for unit in read_units(reader, span, size):
                 self.put(unit, unit.split(b"".join(objects[name][start:end] for name, start, end in unit.reads)))
 
-    def open(self, parts: Iterable[SpanPart], held: Held) -> None:
-        """Open entries for spans that are not here, as far as there is room or something can be evicted, and nobody
-        else fills them. They are held, too."""
-        for part in parts:
-            entry = self._open(part.reader, part.span)
-            if entry is None or entry.filler is not None:
-                continue
-            if entry.missing_bytes:
-                entry.filler = held
-            self._hold(entry, held)
-
-    def lacks(self, entry: CachedSpan, unit: ReadUnit) -> bool:
-        """Return whether an entry could take a unit. One that overlaps with units of another size is not taken."""
-        return unit.key not in entry.units and unit.size_bytes <= entry.missing_bytes
-
-    def places(self, entry: CachedSpan, unit: ReadUnit) -> list[CellChunks]:
-        """Return where the chunks of a unit's cells lie."""
-        memory, chunks = self._memory, entry.layout.chunks
-        return [
-            [memory[entry.offset + begin : entry.offset + end] for begin, end in chunks[cell]] for cell in unit.cells
-        ]
-
-    def copy(self, entry: CachedSpan, unit: ReadUnit, chunks: Sequence[CellChunks]) -> list[CellChunks]:
+    def _copy(self, entry: CachedSpan, unit: ReadUnit, chunks: Sequence[CellChunks]) -> list[CellChunks]:
         """Copy a unit's chunks to their places, which are returned."""
-        places = self.places(entry, unit)
+        places = entry.places(unit)
         for into, cell in zip(places, chunks, strict=True):
             for place, chunk in zip(into, cell, strict=True):
                 place[:] = chunk
-        self.filled(entry, unit)
+        self._filled(entry, unit)
         return places
 
-    def filled(self, entry: CachedSpan, unit: ReadUnit) -> None:
+    def _filled(self, entry: CachedSpan, unit: ReadUnit) -> None:
         """Note that a unit's bytes are in their places."""
         entry.units.add(unit.key)
         entry.missing_bytes -= unit.size_bytes
@@ -183,15 +156,6 @@ class MemoryCache:
         for entry in list(self._entries.values()):
             self._evict(entry)
 
-    def let_go(self, entry: CachedSpan, held: Held) -> None:
-        if entry.filler is held:
-            entry.filler = None
-        entry.num_holders -= 1
-        if not entry.num_holders and not entry.is_dropped and not entry.units:  # nothing has come
-            self._evict(entry)
-        elif not entry.num_holders and entry.is_dropped:
-            self._free(entry)
-
     def _open(self, reader: SegmentReader, span: int) -> CachedSpan | None:
         """Return a span's entry. Make room for one that is not here; return None if what is held, or the size of the
         cache, leaves too little."""
@@ -207,7 +171,8 @@ class MemoryCache:
                 return None
             self._evict(oldest)
         self._count(layout.num_bytes)
-        entry = CachedSpan(key, reader, layout, offset, reader.span_bytes(span), kept=[None] * len(layout.chunks))
+        what = key, reader, layout, self._memory, offset, reader.span_bytes(span)
+        entry = CachedSpan(*what, kept=[None] * len(layout.chunks))
         self._entries[key] = entry
         self._num_entries[reader] += 1
         return entry
@@ -247,9 +212,30 @@ class MemoryCache:
 class Held:
     """Spans that are kept in the cache for one request. Call ``let_go`` at its end."""
 
-    def __init__(self, cache: MemoryCache) -> None:
+    def __init__(self, cache: MemoryCache, parts: Iterable[SpanPart] = ()) -> None:
+        """Keep those of these spans that are here."""
         self._cache = cache
         self.entries: dict[_SpanKey, CachedSpan] = {}
+        for part in parts:
+            if cache.has(part.reader, part.span):
+                self._hold(cache._entries[_key(part.reader, part.span)])
+
+    def _hold(self, entry: CachedSpan) -> None:
+        if entry.key not in self.entries:
+            self.entries[entry.key] = entry
+            entry.num_holders += 1
+            self._cache._entries.move_to_end(entry.key)
+
+    def open(self, parts: Iterable[SpanPart]) -> None:
+        """Open entries for spans that are not here, as far as there is room or something can be evicted, and nobody
+        else fills them. They are held, too."""
+        for part in parts:
+            entry = self._cache._open(part.reader, part.span)
+            if entry is None or entry.filler is not None:
+                continue
+            if entry.missing_bytes:
+                entry.filler = self
+            self._hold(entry)
 
     def entry(self, reader: SegmentReader, span: int) -> CachedSpan | None:
         return self.entries.get(_key(reader, span))
@@ -258,10 +244,6 @@ class Held:
         """Return whether all bytes of a span are here."""
         entry = self.entry(reader, span)
         return entry is not None and not entry.missing_bytes
-
-    def open(self, parts: Iterable[SpanPart]) -> None:
-        """Open entries for what is missing, to be filled."""
-        self._cache.open(parts, self)
 
     def has_unit(self, unit: ReadUnit) -> bool:
         entry = self.entry(unit.reader, unit.cells[0].span)
@@ -273,30 +255,27 @@ class Held:
         if entry is None or unit.key not in entry.units:
             return None
         metrics.MEMORY_CACHE_READ_BYTES.inc(unit.size_bytes)
-        return self._cache.places(entry, unit)
+        return entry.places(unit)
 
     def places(self, unit: ReadUnit) -> list[CellChunks] | None:
         """Return where the chunks of a unit's cells are to be received, before `received`; None if they are not wanted
         here."""
         entry = self._filling(unit)
-        return None if entry is None else self._cache.places(entry, unit)
+        return None if entry is None else entry.places(unit)
 
     def received(self, unit: ReadUnit) -> None:
         """Note that a unit's bytes are in their `places`."""
-        entry = self._filling(unit)
-        if entry is not None:
-            self._cache.filled(entry, unit)
+        if (entry := self._filling(unit)) is not None:
+            self._cache._filled(entry, unit)
 
     def put(self, unit: ReadUnit, chunks: list[CellChunks]) -> list[CellChunks]:
         """Copy a unit's chunks to their places, if they are wanted here. Return the chunks that are to be used."""
         entry = self._filling(unit)
-        return chunks if entry is None else self._cache.copy(entry, unit, chunks)
+        return chunks if entry is None else self._cache._copy(entry, unit, chunks)
 
     def _filling(self, unit: ReadUnit) -> CachedSpan | None:
         entry = self.entry(unit.reader, unit.cells[0].span)
-        if entry is None or entry.filler is not self:
-            return None
-        return entry if self._cache.lacks(entry, unit) else None
+        return entry if entry is not None and entry.filler is self and entry.lacks(unit) else None
 
     def end_filling(self) -> None:
         """Let go of what is not all here: others may fill it."""
@@ -308,7 +287,13 @@ class Held:
     def _let_go(self, entries: Sequence[CachedSpan]) -> None:
         for entry in entries:
             del self.entries[entry.key]
-            self._cache.let_go(entry, self)
+            if entry.filler is self:
+                entry.filler = None
+            entry.num_holders -= 1
+            if not entry.num_holders and entry.is_dropped:
+                self._cache._free(entry)
+            elif not entry.num_holders and not entry.units:  # nothing has come
+                self._cache._evict(entry)
 
 
 def _key(reader: SegmentReader, span: int) -> _SpanKey:

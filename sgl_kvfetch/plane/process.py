@@ -83,23 +83,6 @@ class Running(Protocol):
 Launch = Callable[[Line], Running]
 
 
-class _Activity:
-    """Whether a process's main thread does anything, from what Linux says of it."""
-
-    def __init__(self, pid: int) -> None:
-        self._folder = Path(f"/proc/{pid}/task/{pid}")
-        self._times = ""
-
-    def since_last(self) -> bool:
-        try:
-            times = (self._folder / "schedstat").read_text()  # how long it ran, and how long it waited for a core
-            state = (self._folder / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-        before, self._times = self._times, times
-        return times != before or state in "RD"
-
-
 class DataPlaneProcess:
     """A separate process. When the engine's process ends, however it ends, the socket closes, and this ends too."""
 
@@ -110,7 +93,8 @@ class DataPlaneProcess:
         # -P: the installed package, and not a folder of this name where SGLang was started, such as a checkout.
         command = [sys.executable, "-P", "-m", "sgl_kvfetch.plane", *numbers]
         self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
-        self._activity = _Activity(self.process.pid)
+        self._main_thread = Path(f"/proc/{self.process.pid}/task/{self.process.pid}")
+        self._times = ""
         line.commands.close()
         line.events.close()
 
@@ -118,7 +102,12 @@ class DataPlaneProcess:
         self.process.kill()
 
     def is_busy(self) -> bool:
-        return self._activity.since_last()
+        try:  # Linux knows how long the main thread ran, how long it waited for a core, and what it is doing
+            before, self._times = self._times, (self._main_thread / "schedstat").read_text()
+            state = (self._main_thread / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return self._times != before or state in "RD"
 
     def join(self, timeout_s: float) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -136,12 +125,12 @@ class DataPlaneProcess:
 
 A = TypeVar("A", bound=m.Answer | m.Taken)
 
-_START_S = 60.0  # importing torch takes this long on a busy machine
 _TICK_S = 0.25
 _FOR_EVER_S = 1e6  # the largest time that a poller takes is not much more
-# A data plane counts as hung after so many consecutive ticks without an answer: few if it does nothing in them, many if
-# it runs, or waits for a core or a disk, as on an overloaded machine.
-_IDLE_TICKS, _SILENT_TICKS = 12, 80
+# A data plane counts as hung after so many ticks in a row without an answer: the first number of them if it does
+# nothing in them, the second if it runs, or waits for a core or a disk, as on an overloaded machine. A start is one
+# long silence: it imports torch, and may wait for a compiler or a driver.
+_RUNNING_TICKS, _START_TICKS = (12, 80), (240, 960)
 _SUSPECT_TICKS = 4  # after so many without an answer in which it does nothing, a spare data plane is started
 CLOSE_S = 10.0
 _REFUSALS: dict[str, type[KVFetchError]] = {kind.__name__: kind for kind in (ConfigError, UnsupportedError)}
@@ -204,6 +193,30 @@ class Awaited(Future[A]):
         self.set_result(lost)
 
 
+class _Silence:
+    """Counts ticks in which a data plane says nothing. They are no measure of time: if a busy machine delays the thread
+    that counts, the data plane may well have answered."""
+
+    def __init__(self, running: Running, most_idle: int, most_ticks: int) -> None:
+        """``most_idle``: of the ticks in which the data plane does nothing. ``most_ticks``: of all."""
+        self._running = running
+        self._most = most_idle, most_ticks
+        self._num_ticks = self.num_idle = 0
+
+    def broken_by(self, events: list[m.Event]) -> list[m.Event]:
+        """Take in what was said in a tick. Return it."""
+        if events:
+            self._num_ticks = self.num_idle = 0
+        else:
+            self._num_ticks += 1
+            self.num_idle += not self._running.is_busy()
+        return events
+
+    @property
+    def is_long(self) -> bool:
+        return self.num_idle > self._most[0] or self._num_ticks > self._most[1]
+
+
 class Run:
     """One data plane, from its start to its end, with its work under way."""
 
@@ -221,7 +234,6 @@ class Run:
         on their way to the store, which is the write queue, and for what is on its way to the engine. ``pool_files``:
         as in `Line`. ``on_loss`` is called when the store takes pages again after it has failed to take some."""
         commands, events = socket.socketpair(), socket.socketpair()
-        self.launch = launch
         self.channel = Channel(commands[0], events[0])
         self.values, self._pages = Arena.create(value_bytes), Arena.create(page_bytes)
         self._room = Room(page_bytes)
@@ -367,9 +379,9 @@ class Run:
 
     def await_ready(self, closing: threading.Event) -> None:
         """Wait until the data plane serves. Raises EndedError, or another KVFetchError if it refuses the config."""
-        deadline_s = time.monotonic() + _START_S
-        while time.monotonic() < deadline_s and not closing.is_set():
-            for event in self._receive():
+        silence = _Silence(self.running, *_START_TICKS)
+        while not silence.is_long and not closing.is_set():
+            for event in silence.broken_by(self._receive()):
                 match event:
                     case m.Ready():
                         return
@@ -377,28 +389,22 @@ class Run:
                         self._take_in(event)
                     case m.Refused():
                         raise _REFUSALS.get(event.kind, KVFetchError)(event.reason)
-        raise EndedError(f"the data plane did not start within {_START_S:g} s")
+        raise EndedError("the data plane did not start")
 
     def serve(self, closing: threading.Event, on_suspicion: Callable[[], None]) -> None:
         """Process events until the data plane ends or hangs. ``on_suspicion`` is called when it may hang."""
-        num_silent = num_idle = 0
+        silence = _Silence(self.running, *_RUNNING_TICKS)
         while True:
             try:
-                events = self._receive()
+                events = silence.broken_by(self._receive())
             except EndedError:
                 return
-            # Count ticks, not seconds: if a busy machine delays this thread, the data plane may well have answered.
-            if events:
-                num_silent = num_idle = 0
-            else:
-                num_silent += 1
-                num_idle += not self.running.is_busy()
-                if num_idle == _SUSPECT_TICKS:
-                    on_suspicion()
-            if (num_idle > _IDLE_TICKS or num_silent > _SILENT_TICKS) and not closing.is_set():
+            if silence.num_idle == _SUSPECT_TICKS:
+                on_suspicion()
+            if silence.is_long and not closing.is_set():
                 logger.warning("kvfetch: the data plane does not answer")
                 return
-            if num_silent:
+            if not events:
                 self.channel.send(m.Ping())
             self._take_in_all(events)
 

@@ -34,15 +34,7 @@ from sgl_kvfetch.keys import HeadSlice, split_hashes, valid_unicode
 from sgl_kvfetch.metrics import note
 from sgl_kvfetch.plane import protocol as m
 from sgl_kvfetch.plane.arena import Emit, Room, map_pool, pages_in, tensors_in
-from sgl_kvfetch.plane.audit import (
-    Auditor,
-    AuditRecord,
-    FailedAudits,
-    keep_verdict,
-    read_record,
-    read_verdict,
-    verdict_file,
-)
+from sgl_kvfetch.plane.audit import Auditor, AuditRecord, record_file
 from sgl_kvfetch.plane.calibration.finder import ProfileFinder
 from sgl_kvfetch.plane.coded import CODEC
 from sgl_kvfetch.plane.config import KVFetchConfig, config_quantiser
@@ -89,11 +81,10 @@ class Service:
         self._answer = answer
         self._written = line.pages  # where the engine puts pages that are to be written
         self._sides = start.sides
-        self._verdict = verdict_file(config.store, heads)
-        self._told_s, self._off = -math.inf, ""
+        self._told_s, self._is_off = -math.inf, False
+        self._record = record_file(config.store, heads)
         namespace, labels = heads.namespace, heads.labels
-        self._names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
-        record = read_record(self._verdict) or AuditRecord(config.store, *self._names, namespace.quantiser)
+        names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
         self._auditor = Auditor(
             config.audit,
             heads,
@@ -102,18 +93,14 @@ class Service:
             client.fetcher,
             store=client.store,
             writes=config.writes,
+            file=self._record,
             cuts=start.rank == 0,
-            record=record,
-            file=self._verdict,
+            record=AuditRecord(config.store, *names, namespace.quantiser),
             on_audit=self._tell_audits,
-            on_wrong=self._condemn,
         )
         self._tasks = Tasks()
-        if (verdict := read_verdict(self._verdict)) is not None:
-            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(verdict.at_s))
-            self._turn_off(f"{verdict.why} (found on {at})")
-        elif record.parts:
-            emit(m.AuditsTold(record.summary()))
+        if self._auditor.is_over or self._auditor.record.parts:
+            self._tell_audits()
         self._stager = Stager(
             config,
             heads,
@@ -156,39 +143,34 @@ class Service:
             case m.Start() | m.Close():
                 raise AssertionError(f"a running service does not accept {command}")
 
-    def _condemn(self, why: str) -> None:
-        identity = self._heads.namespace.quantiser
-        keep_verdict(self._verdict, FailedAudits(self._config.store, *self._names, identity, why, time.time()))
-        self._turn_off(why)
-
     def _tell_audits(self) -> None:
-        """Tell the engine, and the store's page, what audits have found."""
-        audits, now_s = self._auditor.record.summary(self._off), time.monotonic()
+        """Tell the engine, and now and then the store's page, what audits have found. If they have failed, now or
+        before this start, read and write nothing any more."""
+        audits, now_s = self._auditor.record.summary(), time.monotonic()
+        is_news = bool(audits.off) and not self._is_off
+        if is_news:
+            self._is_off = True
+            self.client.finder.turn_off()
+            self.client.writer.turn_off()
         self._emit(m.AuditsTold(audits))
-        if self._off or now_s >= self._told_s + _TELL_S:
+        if audits.off or now_s >= self._told_s + _TELL_S:
             self._told_s = now_s
             self._tasks.begin(self._tell_store(audits))
+        if is_news:
+            logger.error(
+                "kvfetch: audits have failed, so nothing is read or written, and all is computed: %s. If weights have "
+                "changed, attach with a new model_id. Else kvfetch calibrate --publish with prompts like yours, or "
+                "quantiser exact. To try again all the same, delete %s and attach again. See docs/audits.md",
+                audits.off,
+                self._record,
+            )
+            metrics.AUDITED_OFF.set(1)  # last: whoever sees it finds the line in the log
 
     async def _tell_store(self, audits: Audits) -> None:
         try:
             await self.client.store.tell_audits(self._heads.folder, audits)
         except StoreError as e:
             logger.debug("kvfetch: the store does not know what audits have found: %s", e)
-
-    def _turn_off(self, why: str) -> None:
-        """Read and write nothing any more: audits have failed, now or before this start."""
-        self.client.finder.turn_off()
-        self.client.writer.turn_off()
-        self._off = why
-        self._tell_audits()
-        logger.error(
-            "kvfetch: audits have failed, so nothing is read or written, and all is computed: %s. If weights have "
-            "changed, attach with a new model_id. Else kvfetch calibrate --publish with prompts like yours, or "
-            "quantiser exact. To try again all the same, delete %s and attach again. See docs/audits.md",
-            why,
-            self._verdict,
-        )
-        metrics.AUDITED_OFF.set(1)  # last: whoever sees it finds the line in the log
 
     async def close(self) -> None:
         """Write what is queued, within a few seconds, and release threads and sockets."""

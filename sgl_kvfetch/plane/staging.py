@@ -13,13 +13,12 @@ computed, in both modes. What follows differs:
 from __future__ import annotations
 
 import asyncio
-import bisect
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -29,15 +28,15 @@ from sgl_kvfetch.codec import CellValues, SideKey
 from sgl_kvfetch.keys import HeadSlice, split_hashes
 from sgl_kvfetch.metrics import counted, miss, note, noted_here, shortfall
 from sgl_kvfetch.plane import protocol as m
-from sgl_kvfetch.plane.arena import Arena, Emit, PagePool, Room, consecutive_runs
-from sgl_kvfetch.plane.choice import Cost, FetchOrder
+from sgl_kvfetch.plane.arena import Arena, Emit, Room, StridedPages
+from sgl_kvfetch.plane.choice import Cost, FetchOrder, Points
 from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, StagedCode, gpu_restores
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import Destination, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.finder import KV_POOL, Usable, usable_runs
-from sgl_kvfetch.plane.fetch.plan import PageSource, SpanPart, span_parts
+from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
 from sgl_kvfetch.plane.memory_cache import Held
-from sgl_kvfetch.plane.store import StoreClient, fetch_side_pages
+from sgl_kvfetch.plane.store import StoreClient
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import TENSORS, KVGeometry
@@ -105,40 +104,33 @@ def side_views(staged: m.Staged, arena: Arena, side_bytes: Mapping[str, int]) ->
     return dict(zip(staged.sides.keys, arena.views(staged.sides.offset, torch.uint8, sizes), strict=True))
 
 
-class _Region(PagePool):
-    """A region of shared memory, as a pool whose pages are those of the prompt."""
-
-    def __init__(self, views: CellValues, page_size: int) -> None:
-        self._views = views
-        self._page_size = page_size
-
-    def write(self, layers: range, heads: range, pages: Sequence[int], values: CellValues) -> None:
-        size = self._page_size
-        for view, x in zip(self._views, values, strict=True):
-            into = view[layers.start : layers.stop, :, heads.start : heads.stop]
-            rows = x.transpose(0, 1)
-            for run, positions in consecutive_runs(pages):
-                tokens = slice(positions.start * size, positions.stop * size)
-                into[:, run.start * size : run.stop * size] = rows[:, tokens]
-
-
 # The first and the last page, whose hashes identify all between them, and the side pools that are needed.
 _SharedAs = tuple[bytes, bytes, frozenset[tuple[str, int]]]
 
 
+@dataclass(slots=True)
+class _Asked:
+    """What the engine asked for under one number. ``reasons``: why it gets less, as far as no other work shares them.
+    ``is_wanted``: whether the engine has not released it."""
+
+    num_pages: int = 0
+    reasons: list[str] = field(default_factory=list)
+    is_wanted: bool = True
+
+
 @dataclass(slots=True, eq=False)
 class _Staging:
-    """``works``: the engine's numbers, each with whether it has not been released: stagings of the same pages are one.
-    ``turn``: done when the fetch may begin. ``needs_link``: whether not all bytes are in memory. ``num_bytes``: of
-    its region, which is at ``offset`` from its turn on. ``held``: what it needs of `memory_cache`, if there is one.
-    ``code``, ``sides``: as in `protocol.Staged`. ``data_names``: the objects that it is read from. ``shared_as``:
-    identifies its pages. ``staged``: what was answered, once it has pages."""
+    """``works``: by the engine's numbers; stagings of the same pages are one. ``needs_link``: whether not all bytes are
+    in memory. ``rank``: the least one's turn comes first. ``num_bytes``: of its region, which is at ``offset`` from its
+    turn on. ``held``: what it needs of `memory_cache`, if there is one. ``code``, ``sides``: as in `protocol.Staged`.
+    ``data_names``: the objects that it is read from. ``shared_as``: identifies its pages. ``reasons``: why its fetch
+    brings less. ``staged``: the answer, but for ``work`` and ``reason``, once it has pages."""
 
-    works: dict[int, bool]
-    turn: asyncio.Future[None]
+    works: dict[int, _Asked]
     task: asyncio.Task[None] | None = None
     num_pages: int = 0
     needs_link: bool = True
+    rank: tuple[int, int] = 0, 0
     num_bytes: int = 0
     offset: int | None = None
     held: Held | None = None
@@ -146,113 +138,75 @@ class _Staging:
     sides: m.SidePages | None = None
     data_names: set[str] = field(default_factory=set)
     shared_as: _SharedAs | None = None
+    reasons: list[str] = field(default_factory=list)
     staged: m.Staged | None = None
 
     @property
     def is_wanted(self) -> bool:
         """Whether the engine has not released it."""
-        return any(self.works.values())
+        return any(asked.is_wanted for asked in self.works.values())
+
+    def answer(self, work: int) -> m.Staged:
+        asked = self.works[work]
+        staged = m.Staged(work, 0, self.num_pages)
+        if self.staged is not None and asked.is_wanted:
+            staged = msgspec.structs.replace(self.staged, work=work)
+        reason = shortfall([*asked.reasons, *self.reasons]) if staged.num_pages < asked.num_pages else ""
+        return msgspec.structs.replace(staged, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """What decides when a fetch gets the link."""
+class _Prompt:
+    """The pages of a `Stage` that were found. ``end_s``: when the fetch must end, in time.monotonic()."""
 
-    num_pages: int
-    arrival: int  # serial number, in order of arrival
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """The first one's is the least."""
-        return self.num_pages + AGEING_PAGES * self.arrival, self.arrival
-
-
-class LinkQueue(Generic[F]):
-    """Holds the fetches that wait for the link and those that occupy it.
-
-    A large fetch gets the link alone, as in KVFetcher (section 3.3.1): even shares would only make both late. Small
-    ones share the link, because it would be idle between them.
-    """
-
-    def __init__(self, shared_pages: int) -> None:
-        """``shared_pages``: how many pages the fetches that share the link may have in total."""
-        self._claims: dict[F, Claim] = {}  # of the fetches that wait
-        self._waiting: list[F] = []  # by rank
-        self._on_link: dict[F, int] = {}  # requested pages of each fetch that occupies the link
-        self._shared_pages = shared_pages
-        self._expected: dict[F, int] = {}  # pages still to be fetched for each fetch, waiting or not
-        self.expected_pages = 0  # their sum
-
-    def wait(self, fetch: F, claim: Claim) -> None:
-        self._claims[fetch] = claim
-        bisect.insort(self._waiting, fetch, key=self._rank)
-
-    def leave(self, fetch: F) -> None:
-        """Remove a fetch that no longer waits."""
-        index = bisect.bisect_left(self._waiting, self._rank(fetch), key=self._rank)
-        assert self._waiting[index] is fetch
-        del self._waiting[index], self._claims[fetch]
-
-    def _rank(self, fetch: F) -> tuple[int, int]:
-        return self._claims[fetch].rank
-
-    def first(self) -> F | None:
-        """Return the fetch whose turn it is."""
-        return self._waiting[0] if self._waiting else None
-
-    def has_room(self, fetch: F) -> bool:
-        """Return whether the link can serve ``fetch``, which waits, beside those that occupy it."""
-        return not self._on_link or sum(self._on_link.values()) + self._claims[fetch].num_pages <= self._shared_pages
-
-    def occupy(self, fetch: F, num_pages: int) -> None:
-        """Note that ``fetch`` occupies the link: ``num_pages`` of its pages are now requested."""
-        self._on_link[fetch] = num_pages
-
-    def give_back(self, fetch: F) -> None:
-        """Note that the link could serve another fetch beside ``fetch``."""
-        self._on_link.pop(fetch, None)
-
-    def expect(self, fetch: F, num_pages: int) -> None:
-        """Set how many pages are still to be fetched for ``fetch``."""
-        self.expected_pages += num_pages - self._expected.pop(fetch, 0)
-        if num_pages:
-            self._expected[fetch] = num_pages
+    hashes: Sequence[bytes]
+    sources: Sequence[PageSource]
+    trailing: Mapping[str, int]
+    saved_s: Points
+    request: timeline.Request
+    found_s: float
+    end_s: float
 
 
 class _Turns:
-    """Lets stagings begin one after another, in the order of a `LinkQueue`, when link and memory have room for them.
-    Those that do not need the link wait for memory alone, and go first."""
+    """Lets stagings begin one after another, when link and memory have room for them.
+
+    A large one gets the link alone, as in KVFetcher (section 3.3.1): even shares would only make both late. Small ones
+    share the link, because it would be idle between them. Those that do not need the link wait for memory alone, and go
+    first.
+    """
 
     def __init__(self, config: KVFetchConfig, geometry: KVGeometry, room: Room) -> None:
         """``room``: as large as the pool that the engine loads into. A staging may take all of it if there is no other
         one, and else the config's share."""
-        self._queue: LinkQueue[_Staging] = LinkQueue(max(1, _SHARED_TOKENS // geometry.page_size))
+        self._shared_pages = max(1, _SHARED_TOKENS // geometry.page_size)
         self._room = room
         self._most_bytes = config.device.pool_share * room.num_bytes
         self._used_bytes = 0
         self._num_arrived = 0
-        self._without_link: dict[_Staging, None] = {}
+        self._waiting: dict[_Staging, asyncio.Future[None]] = {}  # in the order of arrival
+        self._to_come: set[_Staging] = set()  # those for which the link is to bring pages, waiting or not
+        self._on_link: set[_Staging] = set()  # those among them that occupy it
 
     @property
     def pages_ahead(self) -> int:
-        """How many pages are still to be fetched for those that wait or have begun."""
-        return self._queue.expected_pages
+        """How many pages the link is to bring for those that wait or have begun."""
+        return sum(staging.num_pages for staging in self._to_come)
 
     async def wait(self, staging: _Staging, deadline_s: float) -> None:
         """Wait for a turn, which gives the staging its region. Raises TimeoutError."""
         if staging.needs_link:
             self._num_arrived += 1
-            self._queue.expect(staging, staging.num_pages)
-            self._queue.wait(staging, Claim(staging.num_pages, self._num_arrived))
-        else:
-            self._without_link[staging] = None
+            staging.rank = staging.num_pages + AGEING_PAGES * self._num_arrived, self._num_arrived
+            self._to_come.add(staging)
+        turn = self._waiting[staging] = asyncio.get_running_loop().create_future()
         try:
             self._serve()
             async with asyncio.timeout(deadline_s - time.monotonic()):
-                await staging.turn
+                await turn
         finally:
             if staging.offset is None:
-                self._leave(staging)
+                del self._waiting[staging]
                 self.end(staging)
 
     def free(self, staging: _Staging) -> None:
@@ -274,25 +228,21 @@ class _Turns:
         self._serve()
 
     def link_has_room(self, staging: _Staging) -> None:
-        self._queue.give_back(staging)
+        """Note that the link could serve another one beside ``staging``."""
+        self._on_link.discard(staging)
         self._serve()
 
     def end(self, staging: _Staging) -> None:
         """Note that nothing more is fetched for a staging."""
-        self._queue.expect(staging, 0)
+        self._to_come.discard(staging)
         self.link_has_room(staging)
 
-    def _leave(self, staging: _Staging) -> None:
-        if staging.needs_link:
-            self._queue.leave(staging)
-        else:
-            del self._without_link[staging]
-
     def _next(self) -> _Staging | None:
-        if self._without_link:
-            return next(iter(self._without_link))
-        first = self._queue.first()
-        return first if first is not None and self._queue.has_room(first) else None
+        first = min(self._waiting, key=lambda staging: staging.rank, default=None)
+        if first is None or not first.needs_link or not self._on_link:
+            return first
+        num_pages = sum(staging.num_pages for staging in (first, *self._on_link))
+        return first if num_pages <= self._shared_pages else None
 
     def _serve(self) -> None:
         while (staging := self._next()) is not None:
@@ -303,11 +253,11 @@ class _Turns:
             if staging.offset is None:
                 return
             self._used_bytes += staging.num_bytes
-            self._leave(staging)
+            turn = self._waiting.pop(staging)
             if staging.needs_link:
-                self._queue.occupy(staging, staging.num_pages)
-            if not staging.turn.done():
-                staging.turn.set_result(None)
+                self._on_link.add(staging)
+            if not turn.done():
+                turn.set_result(None)
 
 
 class Stager:
@@ -322,16 +272,16 @@ class Stager:
         arena: Arena,
         room: Room,
         *,
-        pool: PagePool,
-        sides: Mapping[str, int] | None = None,
-        takes_code: bool = False,
-        audited: Callable[[Sequence[bytes], list[PageSource]], list[PageSource]] = lambda hashes, sources: sources,
+        pool: StridedPages,
+        sides: Mapping[str, int],
+        takes_code: bool,
+        audited: Callable[[Sequence[bytes], list[PageSource]], list[PageSource]],
     ) -> None:
-        """``answer``: as for `Service`. ``room`` allocates bytes of ``arena``. ``pool``: where fetched
-        pages go. ``sides``, ``takes_code``: as in `protocol.Start`. ``audited`` returns the sources of those pages that
-        are to be served."""
+        """``answer``: as for `Service`. ``room`` allocates bytes of ``arena``. ``pool``: where fetched pages go.
+        ``sides``, ``takes_code``: as in `protocol.Start`. ``audited`` returns the sources of those pages that are to be
+        served."""
         self._pool = pool
-        self._sides = sides or {}
+        self._sides = sides
         self._audited = audited
         self._config = config
         # A decode profile chooses the variant of each read when it begins, too late for a region's layout.
@@ -358,7 +308,7 @@ class Stager:
             self._begin(command.work, partial(self._stage, command))
 
     def _begin(self, work: int, run: Callable[[_Staging], Coroutine[Any, Any, None]]) -> None:
-        staging = self._stagings[work] = _Staging({work: True}, asyncio.get_running_loop().create_future())
+        staging = self._stagings[work] = _Staging({work: _Asked()})
         staging.task = self._tasks.begin(run(staging))
 
     def release(self, work: int, *, is_sound: bool) -> None:
@@ -371,7 +321,7 @@ class Stager:
             for name in staging.data_names:
                 self._client.fetcher.drop_kept(name)
             self._share_no_more(staging)
-        staging.works[work] = False
+        staging.works[work].is_wanted = False
         if staging.is_wanted:  # by others
             return
         if staging.task is None:
@@ -407,7 +357,7 @@ class Stager:
         other.works |= staging.works
         staging.works = {}  # the other one answers
         if other.staged is not None:
-            self._answer(msgspec.structs.replace(other.staged, work=command.work))
+            self._answer(other.answer(command.work))
         return True
 
     async def close(self) -> None:
@@ -418,7 +368,8 @@ class Stager:
         hashes = split_hashes(command.hashes)
         request = timeline.Request(command.request_id, command.traceparent)
         num_pages = 0
-        reasons = noted_here()
+        asked = staging.works[command.work]
+        asked.num_pages, asked.reasons = len(hashes), noted_here()
         try:
             sources, _ = await self._look_up(command, hashes, request)
             staging.held = self._client.fetcher.hold(sources)
@@ -430,31 +381,26 @@ class Stager:
             elif self._joins(command, staging, hashes[: len(sources)]):
                 pass
             else:
-                num_pages = await self._fetch(command, staging, hashes[: len(sources)], sources, request)
+                staging.reasons, found_s = noted_here(), time.monotonic()
+                what = hashes[: len(sources)], sources, command.trailing, command.saved_s, request, found_s
+                num_pages = await self._fetch(staging, _Prompt(*what, found_s + self._config.fetch_timeout_s))
         finally:
             staging.task = None
-            reason = shortfall(reasons) if num_pages < len(hashes) else ""
-            works, none = staging.works, m.Staged(command.work, 0, staging.num_pages, reason)
-            staged = none
             if staging.is_wanted and num_pages:
                 if staging.held is not None and staging.code is None:  # it is restored: nothing of it lies there
                     staging.held.let_go()
                 elif staging.held is not None:
                     staging.held.end_filling()
                 self._turns.end(staging)
-                staged = staging.staged = self._staged(none, staging, num_pages)
+                where = staging.offset or 0, staging.code, staging.sides
+                staging.staged = m.Staged(0, num_pages, staging.num_pages, "", *where)
                 if num_pages < staging.num_pages:  # another fetch may bring more
                     self._share_no_more(staging)
             else:
                 self._forget(staging)
             timeline.fetched(request)
-            for work, is_wanted in works.items():
-                self._answer(msgspec.structs.replace(staged if is_wanted else none, work=work))
-
-    def _staged(self, staged: m.Staged, staging: _Staging, num_pages: int) -> m.Staged:
-        """Add what lies in shared memory."""
-        what = {"num_pages": num_pages, "offset": staging.offset or 0, "code": staging.code, "sides": staging.sides}
-        return msgspec.structs.replace(staged, **what)
+            for work in staging.works:
+                self._answer(staging.answer(work))
 
     async def _look_up(
         self, command: m.Stage, hashes: list[bytes], request: timeline.Request
@@ -557,7 +503,7 @@ class Stager:
                 except TimeoutError as e:
                     finder.fetched(hashes, [e], is_of_sides=True)
                     raise
-                await self._fetch_side_pages(pool, hashes, sources, deadline_s, come)
+                await self._client.side_fetcher.fetch(hashes, sources, pool, self._sides[pool], deadline_s, come)
         finally:
             staging.task = None
             sides = {(pool, page): content for page, content in sorted(come.items())} if staging.is_wanted else {}
@@ -567,39 +513,32 @@ class Stager:
             reason = shortfall(reasons) if len(come) < len(hashes) else ""
             staged = m.Staged(command.work, 0, len(come), reason)
             if staging.sides is not None:
-                staged = self._staged(staged, staging, len(sides))
+                staged = msgspec.structs.replace(staged, num_pages=len(sides), sides=staging.sides)
             else:
                 self._forget(staging)
             self._answer(staged)
 
     # Device mode
 
-    async def _fetch(
-        self,
-        command: m.Stage,
-        staging: _Staging,
-        hashes: list[bytes],
-        sources: Sequence[PageSource],
-        request: timeline.Request,
-    ) -> int:
+    async def _fetch(self, staging: _Staging, prompt: _Prompt) -> int:
         """Fetch pages, unless computing them is sooner. Return how many, from the first on, are there."""
-        found_s = time.monotonic()
+        sources, saved_s = prompt.sources, prompt.saved_s
         cost = self._client.fetcher.cost(sources)
         staging.needs_link = cost.transmit_s != 0.0
         parts = span_parts(sources)
         staging.data_names = {part.reader.data_name for part in parts}
         is_coded = self._takes_code and gpu_restores(sources) and not staging.data_names & self._decoded_here
-        plan = self._plan(parts, staging) if is_coded else None
+        plan = RegionPlan(parts, staging.held) if is_coded else None
         if plan is not None and plan.num_bytes > self._room.num_bytes:  # a manifest may say so of its cells
             plan = None
         staging.num_bytes = len(sources) * self._geometry.page_bytes if plan is None else plan.num_bytes
         num_ahead = self._turns.pages_ahead if staging.needs_link else 0
-        if not self._order.is_fetched(len(sources), num_ahead, cost, command.saved_s, found_s):
+        if not self._order.is_fetched(len(sources), num_ahead, cost, saved_s, prompt.found_s):
             self._tasks.begin(self._client.fetcher.probe(sources))
             note(Reason.SOONER)
             return 0
         try:
-            await self._turns.wait(staging, found_s + self._config.fetch_timeout_s)
+            await self._turns.wait(staging, prompt.end_s)
         except TimeoutError:
             miss("fetch", "late")
             return 0
@@ -608,17 +547,17 @@ class Stager:
         if staging.held is not None:
             self._client.fetcher.open(staging.held, parts)
         if plan is not None:
-            plan = self._plan(parts, staging)
+            plan = RegionPlan(parts, staging.held)
             self._turns.shrink(staging, plan.num_bytes)
             into = CodedRegion(self._arena, staging.offset, plan)
         else:
             views = region_views(self._arena, staging.offset, self._geometry, len(sources))
-            into = PoolPages(_Region(views, self._geometry.page_size), range(len(sources)))
-        compute_s = self._order.compute_s(len(sources), command.saved_s, time.monotonic())
-        if compute_s is None or m.is_for_its_end(command.trailing):
+            by_page = [x.view(len(x), len(sources), -1, *x.shape[2:]).permute(1, 2, 0, 3, 4) for x in views]
+            into = PoolPages(StridedPages(by_page), range(len(sources)))
+        compute_s = self._order.compute_s(len(sources), saved_s, time.monotonic())
+        if compute_s is None or m.is_for_its_end(prompt.trailing):
             compute_s = math.inf
-        restoring = self._restore(staging, into, hashes, sources, request, found_s, compute_s)
-        num_pages = await self._with_sides(command.trailing, staging, hashes, sources, found_s, restoring)
+        num_pages = await self._with_sides(staging, prompt, self._restore(staging, prompt, into, compute_s))
         if isinstance(into, CodedRegion) and num_pages and not self._put_tables(staging, into, num_pages):
             miss("fetch", "no_slots")
             return 0
@@ -627,57 +566,37 @@ class Stager:
                 cost = self._client.fetcher.cost(sources)
                 cost = cost if cost.transmit_s or not staging.needs_link else Cost(None, None)
             if cost.seconds is not None:
-                self._order.landed(time.monotonic(), found_s + cost.seconds)
+                self._order.landed(time.monotonic(), prompt.found_s + cost.seconds)
         return num_pages
 
-    def _plan(self, parts: Sequence[SpanPart], staging: _Staging) -> RegionPlan:
-        held = staging.held
-        return RegionPlan(parts, [] if held is None else [held.entry(part.reader, part.span) for part in parts])
-
-    async def _restore(
-        self,
-        staging: _Staging,
-        into: Destination,
-        hashes: list[bytes],
-        sources: Sequence[PageSource],
-        request: timeline.Request,
-        found_s: float,
-        compute_s: float,
-    ) -> int:
+    async def _restore(self, staging: _Staging, prompt: _Prompt, into: Destination, compute_s: float) -> int:
         """Restore pages into the staging's region. Return how many, from the first on, are there."""
-        result, timeout_s = FetchResult(), self._config.fetch_timeout_s
+        result = FetchResult()
         with counted("fetch"):
             result = await self._client.fetcher.fetch(
-                sources,
+                prompt.sources,
                 into,
-                max(0.0, found_s + timeout_s - time.monotonic()),
-                request=request,
+                max(0.0, prompt.end_s - time.monotonic()),
+                request=prompt.request,
                 on_requested=partial(self._turns.link_has_room, staging),
                 compute_s=compute_s,
                 held=staging.held,
             )
-            self._client.finder.fetched(hashes[result.num_pages :], result.failures)
-        result.count(len(sources), self._geometry.page_bytes)
+            self._client.finder.fetched(prompt.hashes[result.num_pages :], result.failures)
+        result.count(len(prompt.sources), self._geometry.page_bytes)
         return result.num_pages
 
-    async def _with_sides(
-        self,
-        trailing: Mapping[str, int],
-        staging: _Staging,
-        hashes: list[bytes],
-        sources: Sequence[PageSource],
-        found_s: float,
-        restoring: Awaitable[int],
-    ) -> int:
+    async def _with_sides(self, staging: _Staging, prompt: _Prompt, restoring: Awaitable[int]) -> int:
         """Fetch side pages while pages are restored, and put them into shared memory. Return how many pages, from the
         first on, are there with all that they need."""
+        trailing, sources = prompt.trailing, prompt.sources
         if not trailing:
             return await restoring
-        num_pages, sides = await asyncio.gather(restoring, self._fetch_sides(trailing, hashes, sources, found_s))
+        num_pages, sides = await asyncio.gather(restoring, self._fetch_sides(prompt, len(sources)))
         is_for_its_end = m.is_for_its_end(trailing)
         if num_pages < len(sources) and is_for_its_end:
             num_pages = max(usable_runs(sources[:num_pages], trailing).lengths, default=0)
-            sides = await self._fetch_sides(trailing, hashes[:num_pages], sources[:num_pages], found_s)
+            sides = await self._fetch_sides(prompt, num_pages)
         missing = [
             page
             for pool, first in _firsts(trailing, num_pages)
@@ -694,6 +613,19 @@ class Stager:
             return 0
         return num_pages
 
+    async def _fetch_sides(self, prompt: _Prompt, num_pages: int) -> dict[SideKey, bytearray]:
+        """Return those side pages that come, of all that the first pages need at their end."""
+        come: dict[SideKey, bytearray] = {}
+        for pool, first in _firsts(prompt.trailing, num_pages):
+            pages: dict[int, bytearray] = {}  # which threads fill that may outlive this
+            run = slice(first, num_pages)
+            with counted("fetch"):
+                what = prompt.hashes[run], prompt.sources[run], pool, self._sides[pool]
+                await self._client.side_fetcher.fetch(*what, prompt.end_s, pages)
+            _count_sides(pool, num_pages - first, len(pages))
+            come |= {(pool, first + page): pages[page] for page in sorted(pages)}
+        return come
+
     def _put_sides(self, staging: _Staging, sides: Mapping[SideKey, bytearray]) -> bool:
         """Put side pages into shared memory. Return whether there is room for them."""
         num_bytes = sum(map(len, sides.values()))
@@ -705,32 +637,6 @@ class Stager:
             into[begin : (begin := begin + len(content))] = content
         staging.sides = m.SidePages(place, tuple(sides))
         return True
-
-    async def _fetch_sides(
-        self, trailing: Mapping[str, int], hashes: list[bytes], sources: Sequence[PageSource], found_s: float
-    ) -> dict[SideKey, bytearray]:
-        """Return those side pages that come, of all that these pages need at their end."""
-        deadline_s = found_s + self._config.fetch_timeout_s
-        come: dict[SideKey, bytearray] = {}
-        for pool, first in _firsts(trailing, len(sources)):
-            pages: dict[int, bytearray] = {}  # which threads fill that may outlive this
-            with counted("fetch"):
-                await self._fetch_side_pages(pool, hashes[first:], sources[first:], deadline_s, pages)
-            _count_sides(pool, len(sources) - first, len(pages))
-            come |= {(pool, first + page): pages[page] for page in sorted(pages)}
-        return come
-
-    async def _fetch_side_pages(
-        self,
-        pool: str,
-        hashes: Sequence[bytes],
-        sources: Sequence[PageSource],
-        deadline_s: float,
-        pages: dict[int, bytearray],
-    ) -> None:
-        """Put the side pages that come into ``pages``. Raises TimeoutError."""
-        take = pages.__setitem__
-        await fetch_side_pages(self._client, hashes, sources, pool, self._sides[pool], deadline_s, take)
 
     def _put_tables(self, staging: _Staging, region: CodedRegion, num_pages: int) -> bool:
         """Put the tables of coded cells into shared memory. Return whether there is room for them."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,16 +17,15 @@ from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import CodedSegment, Decoders, EncodedSegment, Quantiser, SegmentSpec
 from sgl_kvfetch.codec.bitstream.registry import writers_resolution
 from sgl_kvfetch.directory import LocalStore, open_store
-from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, StoreError
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.metrics import count_miss
 from sgl_kvfetch.plane.config import KVFetchConfig, s3_options, tls_files
-from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
+from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.finder import PageFinder, SideFetcher
 from sgl_kvfetch.plane.fetch.link import Link
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy, LookAhead, PageSource, ReadSize
+from sgl_kvfetch.plane.fetch.plan import LevelPolicy, LookAhead, ReadSize
 from sgl_kvfetch.plane.fetch.pool import DecodePool, load_decode_profile
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.write.writer import Writer
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
     from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
 
 logger = logging.getLogger(__name__)
-_limited = LimitedLogger(logger)
 
 
 _CONNECT_S = 5.0  # limit for one attempt to connect to the store
@@ -47,56 +44,33 @@ _CONNECT_S = 5.0  # limit for one attempt to connect to the store
 def open_configured_store(
     config: KVFetchConfig, heads: HeadSlice | None = None, on_received: Callable[[int], None] = lambda num_bytes: None
 ) -> Store:
-    """Open the store that the config names, behind the local cache if there is one. Raises ConfigError.
-    ``on_received``: as for `HedgedStore`."""
-    store = _open_store(config, on_received)
-    if config.local_cache is not None:
-        store = DiskTier(
-            store,
-            LocalStore(config.local_cache.path, capacity_bytes=config.local_cache.capacity),
-            DiskTierOptions(
-                lookup_timeout_s=config.lookup_timeout_s / 2,
-                heads=heads.heads if heads is not None else None,
-                on_read=lambda tier, num_bytes: metrics.LOCAL_CACHE_READ_BYTES.labels(tier).inc(num_bytes),
-                on_fill=lambda result: metrics.LOCAL_CACHE_FILLS.labels(result).inc(),
-                on_failure=_count_cache_failure,
-                on_outage=_count_outage,
-            ),
-        )
-    return with_keys(store, config.store_keys())  # also what the disk answers
-
-
-def _open_store(config: KVFetchConfig, on_received: Callable[[int], None]) -> Store:
-    """Open the store that the config names, and count its retries, hedged reads and the index's failures."""
+    """Open the store that the config names, behind the local cache if there is one, and count its retries, hedged reads
+    and the index's failures. Raises ConfigError. ``on_received``: as for `HedgedStore`."""
+    store: Store
     if config.store.startswith("file:"):
-        return open_store(config.store, token=config.token)  # reads of a directory are not hedged
-    return open_hedged(
-        config.store,
-        token=config.token,
-        options=HttpOptions(
-            timeout_s=config.fetch_timeout_s,
-            connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
-            max_connections=config.max_connections,
-            on_retry=lambda error: metrics.RETRIES.inc(),
-            tls=tls_files(config),
-        ),
-        s3=replace(
-            s3_options(config),
-            on_index_failure=lambda error: metrics.INDEX_FAILURES.labels(error.reason).inc(),
-        ),
-        on_hedge=lambda kind, result: metrics.HEDGED_READS.labels(kind, result).inc(),
-        on_received=on_received,
-    )
-
-
-def _count_cache_failure(operation: str, error: StoreError) -> None:
-    metrics.LOCAL_CACHE_FAILURES.labels(operation, error.reason).inc()
-    _limited.warning(f"cache {operation} {error.reason}", f"kvfetch local_cache ({operation}, {error.reason}): {error}")
-
-
-def _count_outage(error: StoreError) -> None:
-    metrics.LOCAL_CACHE_LOOKUPS.inc()
-    _limited.warning("outage", f"kvfetch store ({error.reason}): {error}; lookups are answered from local_cache")
+        store = open_store(config.store, token=config.token)  # reads of a directory are not hedged
+    else:
+        store = open_hedged(
+            config.store,
+            token=config.token,
+            options=HttpOptions(
+                timeout_s=config.fetch_timeout_s,
+                connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
+                max_connections=config.max_connections,
+                on_retry=lambda error: metrics.RETRIES.inc(),
+                tls=tls_files(config),
+            ),
+            s3=replace(
+                s3_options(config),
+                on_index_failure=lambda error: metrics.INDEX_FAILURES.labels(error.reason).inc(),
+            ),
+            on_hedge=lambda kind, result: metrics.HEDGED_READS.labels(kind, result).inc(),
+            on_received=on_received,
+        )
+    if config.local_cache is not None:
+        disk = LocalStore(config.local_cache.path, capacity_bytes=config.local_cache.capacity)
+        store = DiskTier(store, disk, config.lookup_timeout_s / 2, None if heads is None else heads.heads)
+    return with_keys(store, config.store_keys())  # also what the disk answers
 
 
 RESOLUTION = "240p"  # the smallest files, and no slower to decode than larger pictures
@@ -206,7 +180,7 @@ def open_client(
     )
     if memory is not None:
         writer.on_committed = partial(_keep_written, memory, finder, read_size)
-    side_fetcher = SideFetcher(store, fetcher.report_damage)
+    side_fetcher = SideFetcher(store, finder, fetcher.report_damage)
     return StoreClient(store, finder, fetcher, side_fetcher, writer, encode_pool, memory)
 
 
@@ -279,28 +253,6 @@ def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoder
     num_yielding = num_sessions if nvdec is None and profile is None else 0
     sessions = [nvdec.open_session() if nvdec else {} for _ in range(num_sessions + num_yielding)]
     return DecodePool(sessions, profile, num_yielding=num_yielding)
-
-
-async def fetch_side_pages(
-    client: StoreClient,
-    hashes: Sequence[bytes],
-    sources: Sequence[PageSource],
-    pool: str,
-    num_bytes: int,
-    deadline_s: float,
-    take: Callable[[int, bytearray], None],
-) -> None:
-    """Fetch pages of one side pool, and count those that fail as misses. Arguments as for `SideFetcher.fetch`. Raises
-    TimeoutError at ``deadline_s``, of time.monotonic()."""
-    try:
-        async with asyncio.timeout(deadline_s - time.monotonic()):
-            failures = await client.side_fetcher.fetch(sources, pool, num_bytes, take)
-    except TimeoutError as e:
-        client.finder.fetched(hashes, [e], is_of_sides=True)
-        raise
-    for failure in failures:
-        count_miss("fetch", failure)
-    client.finder.fetched(hashes if failures else (), failures, is_of_sides=True)
 
 
 def _power_of_two_pages(tokens: int, page_size: int) -> int:

@@ -23,7 +23,7 @@ from sgl_kvfetch.keys import label_of_request
 from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS, NUM_WINDOWS
 
 if TYPE_CHECKING:  # hooks import this module in every SGLang, also without our backend
-    from sgl_kvfetch.plane import DataPlane, Launch, Start
+    from sgl_kvfetch.plane import DataPlane, Start
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ _AGREE_EVERY = 64  # steps: the collective of several ranks takes about as long 
 _IDLE_STEP = 16  # steps that one without a batch stands for: with --sleep-on-idle, it lasts a second
 _PARTS = 4  # of a digest of 128 bits, as integers of 32 bits
 
-Follow: TypeAlias = "Callable[[str], tuple[Start, Launch]]"
+Follow: TypeAlias = "Callable[[str], Start]"
 """Returns what a data plane is started with that serves by a profile, from its path. May take its time."""
 
 

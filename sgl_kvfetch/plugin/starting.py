@@ -13,8 +13,8 @@ import torch
 
 from sgl_kvfetch.codec import CellPlace, Quantiser, SegmentSpec, cell_place
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
-from sgl_kvfetch.plane import DataPlane, KVFetchConfig, Launch, SharedPool, Start, Watch
-from sgl_kvfetch.plane.process import DataPlaneProcess
+from sgl_kvfetch.plane import DataPlane, KVFetchConfig, SharedPool, Start, Watch
+from sgl_kvfetch.plane.process import DataPlaneProcess, Launch
 from sgl_kvfetch.plane.store import level_policy, writer_spec
 from sgl_kvfetch.plugin import auto_profile, status
 from sgl_kvfetch.plugin.auto_profile import AutoProfile
@@ -98,7 +98,7 @@ def _why_no_klt(sides: SidePools | None, rank: Any) -> str:
     return ""
 
 
-def _by_profile(config: KVFetchConfig, rank: Any, opening: Opening, path: str) -> tuple[Start, Launch]:
+def _by_profile(config: KVFetchConfig, rank: Any, opening: Opening, path: str) -> Start:
     """Return what starts a data plane that serves by the profile in the file ``path``. ``config``: as the user has it,
     with ``auto``. ``opening``: how the present one was opened. Raises ConfigError for a profile that does not fit."""
     config, heads, pages = config.with_profile(path), opening.heads, opening.pages
@@ -109,7 +109,7 @@ def _by_profile(config: KVFetchConfig, rank: Any, opening: Opening, path: str) -
     heads = HeadSlice(namespace, heads.heads, labels)
     logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, namespace)
     status.serves(heads, level_policy(config, quantiser).most_left_out)
-    return replace(opening, heads=heads).parts(config, quantiser)
+    return replace(opening, heads=heads).start(config, quantiser)
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,11 @@ class Opening:
     def open(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> DataPlane:
         """Start the data plane, and wait until it serves. Call on the scheduler's thread, whose GPU is the rank's.
         Raises KVFetchError."""
-        start, launch = self.parts(config, quantiser, watch)
+        start = self.start(config, quantiser, watch)
         files = () if self.pool is None else self.pool.files
-        return DataPlane(start, self.heads.geometry, launch, self.staging_bytes, files)
+        return DataPlane(start, self.heads.geometry, _launch, self.staging_bytes, files)
 
-    def parts(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> tuple[Start, Launch]:
+    def start(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> Start:
         """Return what starts the data plane."""
         pages, heads = self.pages, self.heads
         start = Start(
@@ -161,7 +161,7 @@ class Opening:
                 logger.warning("kvfetch: the restore kernels were not compiled at the start", exc_info=True)
             if config.writes:
                 pages.prepare_writes(quantiser, places)
-        return start, _launch
+        return start
 
 
 def _is_on_gpu(pages: HostPages | SlotPages) -> TypeGuard[SlotPages]:

@@ -240,24 +240,25 @@ def check_codecs() -> list[Check]:
 def check_audits() -> list[Check]:
     """Say whether what is stored fits the prompts that servers of this machine serve, and what they do not use, since
     audits found it wrong."""
-    from sgl_kvfetch.plane import verdicts
-    from sgl_kvfetch.plane.audit import AuditRecord, records
+    from sgl_kvfetch.plane import audit_records
+    from sgl_kvfetch.plane.audit import AuditRecord
 
-    off = verdicts()
+    kept = audit_records()
+    off = {path: record for path, record in kept.items() if record.why_off}
     wrong = [
         Check(
             "audits",
             "warn",
-            f"{verdict.model}, {verdict.quantiser}, in {verdict.store}, is not used here: {verdict.why}",
+            f"{record.model}, {record.quantiser}, in {record.store}, is not used here: {record.why_off}",
             f"docs/audits.md says what to do; to try it again, delete {path} and attach the store again",
         )
-        for path, verdict in off.items()
+        for path, record in off.items()
     ]
-    without = {(verdict.store, verdict.model, verdict.identity) for verdict in off.values()}
+    without = {(record.store, record.model, record.identity) for record in off.values()}
     of_ranks: dict[tuple[str, str, str], AuditRecord] = {}  # of each namespace's ranks, the one with most errors
-    for record in records():
+    for record in kept.values():
         key = record.store, record.model, record.identity
-        if key not in without:
+        if record.parts and key not in without:
             known = of_ranks.setdefault(key, record)
             of_ranks[key] = max(known, record, key=lambda each: each.summary().typical)
     fitting = []

@@ -277,15 +277,15 @@ def _lines(rows: Sequence[ProfileRow]) -> Iterator[Table | str]:
     yield profiles_table(rows) if rows else "no profiles"
     if importlib.util.find_spec("torch") is None:  # a store's machine: no server has audited anything here
         return
-    from sgl_kvfetch.plane import verdicts
+    from sgl_kvfetch.plane import audit_records
 
-    for path, verdict in verdicts().items():
+    for path, record in audit_records().items():
         for row in rows:
-            if profile_digest(verdict.identity) == row.digest:
-                age = format_age(time.time() - verdict.at_s)
+            if record.why_off and profile_digest(record.identity) == row.digest:
+                age = format_age(time.time() - record.off_at_s)
                 yield (
                     f"{row.digest} is not used on this machine since audits failed {age} ago: "
-                    f"{printable(verdict.why)}. Publish another one; or delete {path} and attach the store again"
+                    f"{printable(record.why_off)}. Publish another one; or delete {path} and attach the store again"
                 )
 
 

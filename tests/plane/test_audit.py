@@ -46,7 +46,6 @@ class Bench:
         self.heads = make_heads(GEOMETRY, quantiser)
         parsed = parse_config({"store": f"file://{folder}", "audit": {"share": 1} | audit} | config)
         self.client: StoreClient = open_client(parsed, self.heads, quantiser)
-        self.wrong: list[str] = []
         parts = quantiser, self.client.finder, self.client.fetcher
         self.auditor = Auditor(
             parsed.audit,
@@ -54,9 +53,8 @@ class Bench:
             *parts,
             store=self.client.store,
             writes=True,
-            cuts=cuts,
             file=folder.with_name("0-4.json"),
-            on_wrong=self.wrong.append,
+            cuts=cuts,
         )
 
     async def store(self, values: CellValues, seed: str = "") -> list[bytes]:
@@ -117,7 +115,7 @@ async def test_what_is_stored_as_it_was_computed_is_sound(make: Callable[..., Be
         again = CellValues(*(x * (1 + 1e-7 * torch.randn(x.shape, generator=noise)) for x in values))
         assert await bench.hit(hashes, again) == PAGES - 8
     assert since(before) == {"sound": 6}
-    assert bench.wrong == []
+    assert not bench.auditor.is_over
 
 
 async def test_pages_that_come_although_the_store_has_them_are_audited(make: Callable[..., Bench]) -> None:
@@ -188,7 +186,7 @@ async def audits_until_over(bench: Bench, stored: CellValues, computed: CellValu
     """Return how many hits of as many prompts it takes until nothing is read."""
     for count in range(1, 100):
         await bench.hit(await bench.store(stored, f"prompt {count}"), computed)
-        if bench.wrong:
+        if bench.auditor.is_over:
             return count
     raise AssertionError("not found")
 
@@ -201,7 +199,8 @@ async def test_values_that_are_not_the_models_are_found(
     bench, computed = make(quantiser), values_of(PROFILE, NUM_TOKENS)
     deleted = own_metric("sgl_kvfetch_deleted_segments_total")
     assert await audits_until_over(bench, fault(computed), computed) == 3
-    assert "3 of the last 3 audits" in bench.wrong[0]
+    assert "3 of the last 3 audits" in bench.auditor.record.why_off
+    assert make(quantiser).auditor.is_over  # this machine remembers it
     assert own_metric("sgl_kvfetch_deleted_segments_total") == deleted  # the store may be right
 
 
@@ -240,7 +239,7 @@ async def test_one_wrong_segment_is_deleted_once_another_is_sound(make: Callable
         await bench.hit(hashes, computed)
     assert await bench.client.finder.find_pages(wrong, 60.0) == []
     assert since(before) == {"far": 1, "sound": 5}
-    assert bench.wrong == []
+    assert not bench.auditor.is_over
 
 
 async def test_the_same_pages_are_no_further_evidence(make: Callable[..., Bench]) -> None:
@@ -251,7 +250,7 @@ async def test_the_same_pages_are_no_further_evidence(make: Callable[..., Bench]
     for _ in range(12):
         await bench.hit(odd, computed)
     assert since(before) == {"beyond": 12}
-    assert bench.wrong == []
+    assert not bench.auditor.is_over
     assert await audits_until_over(bench, other_weights(computed), computed) == 2
 
 
@@ -263,7 +262,7 @@ async def test_one_hit_in_a_hundred_is_audited_until_one_is_wrong(make: Callable
     assert [i for i, count in enumerate(served, start=1) if count < PAGES] == [50, 150]
     assert [await bench.hit(wrong, computed) for _ in range(49)] == [PAGES] * 49
     assert await audits_until_over(bench, other_weights(computed), computed) == 3
-    assert "3 of the last 4 audits" in bench.wrong[0]
+    assert "3 of the last 4 audits" in bench.auditor.record.why_off
 
 
 async def test_other_ranks_compare_what_the_first_one_has_cut(make: Callable[..., Bench]) -> None:
@@ -308,7 +307,7 @@ async def test_errors_that_are_a_little_too_large_in_all_audits_are_told(
     for count in range(1, 25):
         await bench.hit(hashes, computed)
         assert bench.auditor.record.summary().drifts == (count >= 20)
-    assert bench.wrong == []
+    assert not bench.auditor.is_over
     record = read_record(tmp_path / "0-4.json")
     assert record == bench.auditor.record
     found = record.summary()

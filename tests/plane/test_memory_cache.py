@@ -71,7 +71,7 @@ def test_a_span_is_found_when_all_its_units_are_there(stored: list[Stored]) -> N
     cache.put(last, last.split(one.data(last)))
     assert cache.find(one.hashes) == one.sources[:2]
     assert not cache.has(one.reader, 1)
-    held = cache.hold(span_parts(one.sources))
+    held = Held(cache, span_parts(one.sources))
     assert holds(held, one)
     assert held.chunks(one.units(1)[0]) is None
     held.let_go()
@@ -81,7 +81,7 @@ def test_the_least_recently_used_span_goes_first(stored: list[Stored]) -> None:
     cache = make_cache(2 * max(each.num_bytes for each in stored))
     for each in stored[:2]:
         each.put_in(cache)
-    cache.hold(span_parts(stored[0].sources)).let_go()
+    Held(cache, span_parts(stored[0].sources)).let_go()
     stored[2].put_in(cache)
     assert [len(cache.find(each.hashes)) for each in stored] == [4, 0, 4]
     assert [cache.keeps(each.reader) for each in stored] == [True, False, True]
@@ -91,7 +91,7 @@ def test_what_is_held_stays_until_it_is_let_go(stored: list[Stored]) -> None:
     one, other = stored[:2]
     cache = make_cache(max(one.num_bytes, other.num_bytes))
     one.put_in(cache)
-    held = cache.hold(span_parts(one.sources))
+    held = Held(cache, span_parts(one.sources))
     other.put_in(cache)
     assert cache.find(other.hashes) == []
     cache.clear()
@@ -178,7 +178,7 @@ def test_chunks_lie_where_gpus_take_them(stored: list[Stored]) -> None:
     """Behind what is others', the last part of each cell at a multiple of 16, one after another."""
     one, cache = stored[0], make_cache(stored[0].num_bytes)
     one.put_in(cache)
-    held = cache.hold(span_parts(one.sources))
+    held = Held(cache, span_parts(one.sources))
     for entry in held.entries.values():
         assert entry.offset >= BEFORE
         assert not (entry.integers % CODE_ALIGNMENT).any()

@@ -37,7 +37,7 @@ from sgl_kvfetch.plane import (
 )
 from sgl_kvfetch.plane.arena import SharedPool
 from sgl_kvfetch.plane.engine_end import DataPlane
-from sgl_kvfetch.plane.process import DataPlaneProcess, Line, Quantising, Run, Running
+from sgl_kvfetch.plane.process import DataPlaneProcess, EndedError, Line, Quantising, Run, Running
 from sgl_kvfetch.plane.protocol import Staged, Start
 from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.reasons import Reason
@@ -451,7 +451,7 @@ def test_pages_that_were_written_are_not_lost(plane: DataPlane, launcher: Launch
 def test_a_silent_data_plane_gets_a_spare_one_but_is_not_replaced_at_once(
     plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "_IDLE_TICKS", 1 << 30)
+    monkeypatch.setattr(run_module, "_RUNNING_TICKS", (1 << 30, 1 << 30))
     before = metrics.DATA_PLANE_STARTS._value.get()
     launcher.signal(signal.SIGSTOP)
     wait_until(lambda: len(launcher.started) >= 2)
@@ -468,12 +468,27 @@ def test_a_silent_data_plane_that_is_busy_has_more_time(
     plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(run_module, "_IDLE_TICKS", 0)
-    monkeypatch.setattr(run_module, "_SILENT_TICKS", 8)
+    monkeypatch.setattr(run_module, "_RUNNING_TICKS", (0, 8))
     monkeypatch.setattr(launcher.started[0], "is_busy", lambda: not asked.append(True))  # type: ignore[func-returns-value]
     launcher.signal(signal.SIGSTOP)
     wait_until(lambda: len(launcher.started) >= 2)
     assert len(asked) > 8
+
+
+@pytest.mark.parametrize(("is_busy", "num_ticks"), [(False, 3), (True, 9)])
+def test_a_start_has_more_time_while_it_does_something(
+    monkeypatch: pytest.MonkeyPatch, is_busy: bool, num_ticks: int
+) -> None:
+    """Importing torch takes long on a busy machine."""
+    monkeypatch.setattr(run_module, "_START_TICKS", (2, 8))
+    monkeypatch.setattr(run_module, "_TICK_S", 0.01)
+    peer = _Peer()
+    asked: list[None] = []
+    monkeypatch.setattr(peer, "is_busy", lambda: asked.append(None) or is_busy)  # type: ignore[func-returns-value]
+    with pytest.raises(EndedError, match="did not start"):
+        peer.run.await_ready(threading.Event())
+    peer.run.end()
+    assert len(asked) == num_ticks
 
 
 def test_a_process_is_busy_until_it_is_stopped(plane: DataPlane, launcher: Launcher) -> None:
@@ -489,7 +504,7 @@ def test_a_process_is_busy_until_it_is_stopped(plane: DataPlane, launcher: Launc
 def test_an_unused_spare_data_plane_ends_with_the_others(
     plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "_IDLE_TICKS", 1 << 30)
+    monkeypatch.setattr(run_module, "_RUNNING_TICKS", (1 << 30, 1 << 30))
     launcher.signal(signal.SIGSTOP)
     wait_until(lambda: len(launcher.started) >= 2)
     os.kill(launcher.started[0].process.pid, signal.SIGCONT)
@@ -501,7 +516,7 @@ def test_another_data_plane_takes_over(tmp_path: Path, launcher: Launcher, plane
     """With another quantiser. What the former one has taken is written; what it has found is not fetched."""
     hashes, others = page_hashes(NUM_PAGES), page_hashes(NUM_PAGES, "other")
     store(plane, hashes)
-    plane.prepare(lambda: (start_by_uint8(tmp_path), launcher))
+    plane.prepare(lambda: start_by_uint8(tmp_path))
     wait_until(lambda: plane.is_prepared)
     assert write(plane, others) == NUM_PAGES
     losses = plane.num_losses
@@ -554,7 +569,7 @@ def test_pages_go_through_a_quantiser_and_a_codec_of_another_package(
 def test_a_data_plane_that_cannot_take_over_changes_nothing(
     tmp_path: Path, launcher: Launcher, plane: DataPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plane.prepare(lambda: (msgspec.structs.replace(start_by_uint8(tmp_path), version=0), launcher))
+    plane.prepare(lambda: msgspec.structs.replace(start_by_uint8(tmp_path), version=0))
     wait_until(lambda: "the profile cannot be used" in caplog.text)
     assert not plane.is_prepared
     store(plane, page_hashes(NUM_PAGES))
@@ -564,7 +579,7 @@ def test_a_data_plane_that_dies_before_it_takes_over_is_started_again(
     tmp_path: Path, launcher: Launcher, plane: DataPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other ranks would wait for this one for ever."""
-    plane.prepare(lambda: (start_by_uint8(tmp_path), launcher))
+    plane.prepare(lambda: start_by_uint8(tmp_path))
     wait_until(lambda: len(launcher.started) >= 2)
     launcher.signal(signal.SIGKILL)
     wait_until(lambda: plane.is_prepared)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from sgl_kvfetch.metrics import shortfall
 from sgl_kvfetch.plane.arena import Room
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plane.engine_end import DataPlane
-from sgl_kvfetch.plane.staging import StagedValues, _Staging, _Turns
+from sgl_kvfetch.plane.staging import AGEING_PAGES, StagedValues, _Staging, _Turns
 from sgl_kvfetch.reasons import Reason
+from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.types import TENSORS
 from tests.plane.test_plane import NUM_PAGES, Launcher, launcher, open_plane, page_values, plane, store
 from tests.segments import SMALL, page_hashes
@@ -114,6 +116,25 @@ def test_stagings_of_the_same_pages_are_one_until_the_last_is_released(tmp_path:
         assert half.num_pages == NUM_PAGES // 2
 
 
+def test_each_staging_of_the_same_pages_has_its_own_reason(plane: DataPlane) -> None:
+    """One prompt ends with these pages, another one goes on with others than those that are stored."""
+    hashes = page_hashes(NUM_PAGES)
+    store(plane, hashes)
+    ends, diverges = hashes[:12], [*hashes[:12], *page_hashes(1, "other")]
+    for first, then in ((ends, diverges), (diverges, ends)):
+        stagings: list[Future[StagedValues]] = [Future(), Future()]
+        works = [plane.stage(each, staged.set_result) for each, staged in zip((first, then), stagings, strict=True)]
+        work, later = stage(plane, then)
+        found = [*(each.result() for each in stagings), later]
+        assert [each.num_pages for each in found] == [12] * 3
+        assert [each.reason for each in found] == [
+            Reason.DIVERGES if x is diverges else "" for x in (first, then, then)
+        ]
+        assert len({each.values.k.data_ptr() for each in found}) == 1
+        for each in [*works, work]:
+            plane.unstage(each)
+
+
 @pytest.mark.usefixtures("launcher")
 def test_staged_pages_stay_readable_when_the_data_plane_has_ended(plane: DataPlane, launcher: Launcher) -> None:
     hashes = page_hashes(NUM_PAGES)
@@ -124,26 +145,96 @@ def test_staged_pages_stay_readable_when_the_data_plane_has_ended(plane: DataPla
     assert_staged(staged, NUM_PAGES)
 
 
-async def test_the_shortest_prompt_goes_first_while_another_one_fills_the_link() -> None:
-    turns = _Turns(parse_config({"store": "file:///kv", "model_id": "m"}), SMALL, Room(1 << 20))
-    order: list[int] = []
+class Turns:
+    """Stagings that take turns, and the order in which they got theirs. 16 pages share the link."""
 
-    async def take_turn(num_pages: int, **fields: Any) -> _Staging:
-        turn = asyncio.get_running_loop().create_future()
-        staging = _Staging({}, turn, num_pages=num_pages, num_bytes=num_pages, **fields)
-        await turns.wait(staging, time.monotonic() + WAIT_S)
-        order.append(num_pages)
+    def __init__(self, room: Room, pool_share: float = 1.0) -> None:
+        config = parse_config({"store": "file:///kv", "model_id": "m", "device": {"pool_share": pool_share}})
+        self.turns = _Turns(config, replace(SMALL, page_size=8192 // 16), room)
+        self.began: list[_Staging] = []
+        self.tasks = Tasks()
+
+    async def begin(self, num_pages: int, **fields: Any) -> _Staging:
+        """A staging that waits for its turn, unless that has come."""
+        staging = _Staging({}, num_pages=num_pages, **fields)
+        self.tasks.begin(self._wait(staging))
+        await self.settle()
         return staging
 
-    fills = 8192 // SMALL.page_size
-    first = await take_turn(fills)
-    async with asyncio.TaskGroup() as group:
-        longer = group.create_task(take_turn(fills - 1))
-        shorter = group.create_task(take_turn(4))
-        in_memory = group.create_task(take_turn(fills - 2, needs_link=False))
-        await in_memory  # which waits for no link
-        assert order == [fills, fills - 2]
-        turns.link_has_room(first)
-        turns.end(await shorter)
-        await longer
-    assert order == [fills, fills - 2, 4, fills - 1]
+    async def _wait(self, staging: _Staging) -> None:
+        await self.turns.wait(staging, time.monotonic() + WAIT_S)
+        self.began.append(staging)
+
+    async def settle(self) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    async def end(self, *stagings: _Staging) -> None:
+        for staging in stagings:
+            self.turns.end(staging)
+        await self.settle()
+
+
+@pytest.fixture
+async def turns() -> AsyncIterator[Turns]:
+    turns = Turns(Room(1 << 20))
+    yield turns
+    await turns.tasks.cancel()
+
+
+async def test_the_shortest_prompt_goes_first_while_another_one_fills_the_link(turns: Turns) -> None:
+    first, longer, shorter = [await turns.begin(num_pages) for num_pages in (16, 15, 4)]
+    in_memory = await turns.begin(14, needs_link=False)  # which waits for no link
+    assert turns.began == [first, in_memory]
+    assert turns.turns.pages_ahead == 16 + 15 + 4
+    turns.turns.link_has_room(first)
+    await turns.settle()
+    assert turns.began == [first, in_memory, shorter]
+    assert turns.turns.pages_ahead == 16 + 15 + 4
+    await turns.end(first, shorter)
+    assert turns.began == [first, in_memory, shorter, longer]
+    assert turns.turns.pages_ahead == 15
+
+
+async def test_short_prompts_share_the_link(turns: Turns) -> None:
+    *two, third = [await turns.begin(6) for _ in range(3)]
+    assert turns.began == two
+    await turns.end(two[0], two[0])  # called twice: by the link and at the end
+    assert turns.began == [*two, third]
+    long = await turns.begin(100)
+    await turns.end(two[1])
+    assert turns.began == [*two, third]  # a long one gets the link alone
+    await turns.end(third)
+    assert turns.began == [*two, third, long]
+
+
+async def test_none_starves(turns: Turns) -> None:
+    present = await turns.begin(16)
+    long = await turns.begin(100)
+    for _ in range(2 * 100 // AGEING_PAGES):
+        await turns.begin(12)
+        await turns.end(present)
+        present = turns.began[-1]
+    assert turns.began.index(long) == (100 - 12) // AGEING_PAGES
+
+
+async def test_prompts_take_a_share_of_the_room_together_and_one_alone_takes_all() -> None:
+    turns = Turns(Room(1 << 10), pool_share=0.5)
+    all_of_it = await turns.begin(1, num_bytes=1 << 10)
+    others = [await turns.begin(1, num_bytes=256) for _ in range(2)]
+    assert turns.began == [all_of_it]
+    turns.turns.shrink(all_of_it, 256)
+    await turns.settle()
+    assert turns.began == [all_of_it, others[0]]
+    turns.turns.free(all_of_it)
+    await turns.settle()
+    assert turns.began == [all_of_it, *others]
+
+
+async def test_who_gets_no_turn_in_time_leaves(turns: Turns) -> None:
+    await turns.begin(16)
+    late = _Staging({}, num_pages=2)
+    with pytest.raises(TimeoutError):
+        await turns.turns.wait(late, time.monotonic() + 0.01)
+    assert turns.turns.pages_ahead == 16
+    assert not turns.turns._waiting

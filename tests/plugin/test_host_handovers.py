@@ -40,7 +40,7 @@ def test_hand_overs_of_a_lookup_and_a_fetch_of_one_cell(make: Make, served: Serv
                 "event loop -> kvfetch-receive: _Connection.run",
                 "kvfetch-receive -> event loop: _chain_future._set_state",
                 "event loop -> kvfetch-decode: DecodePool._run",
-                "kvfetch-decode -> event loop: Restorer._run.end",
+                "kvfetch-decode -> event loop: Fetcher._decode.end",
                 "event loop -> SGLang: Staged",
             ],
         )

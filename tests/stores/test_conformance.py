@@ -7,7 +7,7 @@ import pytest
 
 from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
+from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.server.run import RunningServer
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.hedged import HedgedStore
@@ -54,6 +54,6 @@ class TestDiskTier(StoreConformance):
     @pytest.fixture
     async def store(self, server: RunningServer, tmp_path: Path) -> AsyncIterator[Store]:
         disk = LocalStore(tmp_path / "disk", capacity_bytes=100 << 20)
-        store = DiskTier(HttpStore(server.url), disk, DiskTierOptions(lookup_timeout_s=WAIT_S))
+        store = DiskTier(HttpStore(server.url), disk, WAIT_S)
         yield store
         await store.close()

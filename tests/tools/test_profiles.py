@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.plane.audit import AuditRecord, Compared, FailedAudits, keep_record, keep_verdict, verdict_file
+from sgl_kvfetch.plane.audit import AuditRecord, Compared, keep_record, record_file
 from sgl_kvfetch.tools.doctor import check_audits
 from tests.segments import make_heads
 from tests.stores.test_profiles import WEIGHTS, save
@@ -57,9 +57,9 @@ def test_a_profile_that_audits_have_ended_is_named(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     digest = put(stored.root, tmp_path, 1)
     heads = make_heads()
-    path = verdict_file("http://store", heads)
-    identity = f"klt(profile={digest};step=2.0)"
-    keep_verdict(path, FailedAudits("http://store", "m", "klt step 2", identity, "errors are 9 times as large", 1e9))
+    path = record_file("http://store", heads)
+    about = "http://store", "m", "klt step 2", f"klt(profile={digest};step=2.0)"
+    keep_record(path, AuditRecord(*about, why_off="errors are 9 times as large", off_at_s=1e9))
     found = " ".join(said("profile", "list", str(stored.root)).split())
     assert f"{digest} is not used on this machine since audits failed" in found
     assert "errors are 9 times as large" in found
@@ -82,7 +82,7 @@ def test_doctor_says_whether_a_profile_fits_the_prompts(
         record = AuditRecord("http://store", "m", "klt 1e-3", "klt(profile=1;step=2.0)")
         for i in range(25):
             record = record.and_also(Compared(2 * of_rank, "all layers", of_rank), 600 * i)
-        keep_record(verdict_file("http://store", heads), record)
+        keep_record(record_file("http://store", heads), record)
     (row,) = check_audits()
     assert row.status == status
     assert row.found.startswith(f"m, klt 1e-3, in http://store: errors are {typical} times as large as expected")

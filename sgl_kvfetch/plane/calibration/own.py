@@ -149,25 +149,16 @@ class OwnCalibration:
         self._ended = asyncio.get_running_loop().create_task(self._await_end(self._process))
 
     def _prepare(self) -> Job | None:
-        """Write the prompts, and return what there is to do; None if there is nothing. Raises OSError."""
-        if not self._may_begin() or self.profile is not None:
+        """Write the prompts, and return what there is to do; None if there is nothing, or another server of this
+        machine is at it. Raises OSError."""
+        prompts, watch = self._folder / "prompts", self._watch
+        if (self._shown is None and not prompts.exists()) or not self._take_lock() or self.profile is not None:
             return None
-        job = self._job()
-        if not Path(job.prompts).exists():
+        if not prompts.exists():
             assert self._shown is not None
-            write_prompts(Path(job.prompts), self._shown)
-        return job
-
-    def _may_begin(self) -> bool:
-        """Return whether there is something to do, and take the lock. Raises OSError."""
-        if self._shown is None and not (self._folder / "prompts").exists():
-            return False
-        return self._take_lock()
-
-    def _job(self) -> Job:
-        watch, at = self._watch, self._folder
-        files = (str(at / name) for name in ("prompts", "unfinished", "profile"))
+            write_prompts(prompts, self._shown)
         model = watch.model_folder, watch.model_name, watch.weights, watch.needs.tp_size
+        files = (str(self._folder / name) for name in ("prompts", "unfinished", "profile"))
         return Job(os.getpid(), *model, self._num_threads, *files)
 
     async def _await_end(self, process: asyncio.subprocess.Process) -> None:

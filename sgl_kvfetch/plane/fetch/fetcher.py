@@ -40,7 +40,7 @@ import numpy as np
 from sgl_kvfetch import metrics, timeline
 from sgl_kvfetch.codec import CellChunks, CellValues, Decoders, Quantised, SegmentReader
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
-from sgl_kvfetch.plane.arena import PagePool
+from sgl_kvfetch.plane.arena import StridedPages
 from sgl_kvfetch.plane.choice import Cost
 from sgl_kvfetch.plane.fetch.ahead import AheadReader
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
@@ -115,7 +115,7 @@ class Destination(ABC):
 class PoolPages(Destination):
     """Pages of a pool. Cells are dequantised."""
 
-    def __init__(self, pool: PagePool, pages: Sequence[int]) -> None:
+    def __init__(self, pool: StridedPages, pages: Sequence[int]) -> None:
         """``pages``: one for each page of the fetch."""
         super().__init__()
         self._pool = pool
@@ -155,68 +155,6 @@ class PoolPages(Destination):
 def _pages_of(values: CellValues, page_size: int, pages: Sequence[int]) -> CellValues:
     """Select some pages of the values."""
     return CellValues(*(x.reshape(-1, page_size, *x.shape[1:])[list(pages)].flatten(0, 1) for x in values))
-
-
-class Restorer:
-    """Restores cells within a budget of memory. Belongs to one event loop."""
-
-    def __init__(self, pool: DecodePool[Decoders], chooser: Chooser, decode_bytes: int) -> None:
-        """``chooser`` knows what a cell costs the pool. ``decode_bytes``: the budget."""
-        self._pool = pool
-        self._chooser = chooser
-        self._budget = BytesBudget(decode_bytes)
-
-    async def restore(
-        self,
-        unit: ReadUnit,
-        chunks: Sequence[CellChunks],
-        part: SpanPart,
-        destination: Destination,
-        request: timeline.Request,
-    ) -> None:
-        """Restore the cells of a unit, which have these chunks. ``part``: the pages that are wanted of its span.
-        Raises what `restore_cells` raises, when no cell is under way any more."""
-        units = [(unit, chunks)]
-        if not destination.takes_units:  # to decode a cell's values takes long; to verify it, less than a hand-over
-            units = [(replace(unit, cells=(cell,)), [x]) for cell, x in zip(unit.cells, chunks, strict=True)]
-        jobs = [
-            self._run(
-                each,
-                partial(restore_cells, destination, part, each, theirs, request=request),
-                destination.working_bytes(each),
-            )
-            for each, theirs in units
-        ]
-        # Wait for all cells even if one fails: they hold memory until they are done.
-        for error in await asyncio.gather(*jobs, return_exceptions=True):
-            if error is not None:
-                raise error
-
-    async def _run(self, unit: ReadUnit, job: Callable[[Decoders], None], num_bytes: int) -> None:
-        """Run the job of a unit on the pool, within ``num_bytes`` of memory."""
-        await self._budget.acquire(num_bytes)
-        try:
-            variant = self._chooser.profile_variant(unit.reader)
-            work = sum(self._chooser.work(unit.reader, cell) for cell in unit.cells)
-            future = self._pool.submit(job, variant, work=work, size_bytes=unit.size_bytes)
-        except BaseException:
-            self._budget.release(num_bytes)
-            raise
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
-
-        def end() -> None:
-            self._budget.release(num_bytes)
-            ended.set()
-
-        # The memory is used until the job is over, even if this coroutine has been cancelled.
-        future.add_done_callback(lambda _: _call_soon(loop, end))
-        try:
-            await ended.wait()
-        except asyncio.CancelledError:
-            future.cancel()
-            raise
-        future.result()
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
@@ -377,7 +315,7 @@ class Fetcher:
         self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2), self._report_queue)
         self.link = link or Link()
         self._chooser = Chooser(policy, pool, self.link)
-        self._restorer = Restorer(pool, self._chooser, decode_bytes)
+        self._decode_budget = BytesBudget(decode_bytes)
         self.levels = levels or LevelPolicy()
         self._may_delete = may_delete
         self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
@@ -410,7 +348,7 @@ class Fetcher:
 
     def hold(self, sources: Sequence[PageSource]) -> Held | None:
         """Keep what is in memory of these pages until it is let go. Return None without `memory_cache`."""
-        return None if self._memory is None else self._memory.hold(span_parts(sources))
+        return None if self._memory is None else Held(self._memory, span_parts(sources))
 
     def open(self, held: Held, parts: Sequence[SpanPart]) -> None:
         """Open entries in memory for what is not there of these parts, if it is known how they will be read."""
@@ -597,9 +535,53 @@ class Fetcher:
             fetch.num_transmitting -= 1
             raise
         fetch.num_transmitting -= 1
-        await self._restorer.restore(unit, chunks, part, fetch.destination, fetch.request)
+        await self._restore(unit, chunks, part, fetch)
         metrics.READ_CELLS.labels(str(unit.reader.levels_left_out)).inc(len(unit.cells))
         fetch.restored(index, len(unit.cells))
+
+    async def _restore(
+        self, unit: ReadUnit, chunks: Sequence[CellChunks], part: SpanPart, fetch: _RunningFetch
+    ) -> None:
+        """Restore the cells of a unit, which have these chunks. Raises what `restore_cells` raises, when no cell is
+        under way any more."""
+        units = [(unit, chunks)]
+        if (
+            not fetch.destination.takes_units
+        ):  # to decode a cell's values takes long; to verify it, less than a hand-over
+            units = [(replace(unit, cells=(cell,)), [x]) for cell, x in zip(unit.cells, chunks, strict=True)]
+        restore = partial(restore_cells, fetch.destination, part, request=fetch.request)
+        jobs = [self._decode(each, partial(restore, each, theirs), fetch.destination) for each, theirs in units]
+        # Wait for all cells even if one fails: they hold memory until they are done.
+        for error in await asyncio.gather(*jobs, return_exceptions=True):
+            if error is not None:
+                raise error
+
+    async def _decode(self, unit: ReadUnit, job: Callable[[Decoders], None], destination: Destination) -> None:
+        """Run the job of a unit on the pool, within the budget of memory."""
+        num_bytes = destination.working_bytes(unit)
+        await self._decode_budget.acquire(num_bytes)
+        try:
+            variant = self._chooser.profile_variant(unit.reader)
+            work = sum(self._chooser.work(unit.reader, cell) for cell in unit.cells)
+            future = self.pool.submit(job, variant, work=work, size_bytes=unit.size_bytes)
+        except BaseException:
+            self._decode_budget.release(num_bytes)
+            raise
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def end() -> None:
+            self._decode_budget.release(num_bytes)
+            ended.set()
+
+        # The memory is used until the job is over, even if this coroutine has been cancelled.
+        future.add_done_callback(lambda _: _call_soon(loop, end))
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        future.result()
 
     def _num_unasked(self) -> int:
         """Count the cells that running fetches have not requested yet; all fetches share link and decoders."""

@@ -33,7 +33,7 @@ from sgl_kvfetch.codec import Manifest, Quantiser, SegmentReader, SidePlace, dec
 from sgl_kvfetch.codec.container.reader import first_readable
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.metrics import note
+from sgl_kvfetch.metrics import count_miss, note
 from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.reasons import Reason
@@ -92,34 +92,47 @@ class _Read:
 class SideFetcher:
     """Fetches the side pages of one store. Belongs to one event loop."""
 
-    def __init__(self, store: Store, report_damage: Callable[[SegmentReader], None]) -> None:
+    def __init__(self, store: Store, finder: PageFinder, report_damage: Callable[[SegmentReader], None]) -> None:
         """``report_damage`` is called for segments whose side pages are missing or broken."""
         self._store = store
+        self._finder = finder
         self._report_damage = report_damage
 
     async def fetch(
-        self, sources: Sequence[PageSource], pool: str, num_bytes: int, take: Callable[[int, bytearray], None]
-    ) -> list[KVFetchError]:
-        """Fetch pages of one side pool, ``num_bytes`` each. ``take`` gets each page that is there and verified, with
-        its index, on some thread, and may wait. Return why others are not there; those that nobody stored are not
-        errors."""
+        self,
+        hashes: Sequence[bytes],
+        sources: Sequence[PageSource],
+        pool: str,
+        num_bytes: int,
+        deadline_s: float,
+        into: dict[int, bytearray],
+    ) -> None:
+        """Fetch pages of one side pool, ``num_bytes`` each. Those that are there and verified are put ``into`` it by
+        their index, on some thread, also after this has ended. Those that nobody stored are not there; those that fail
+        count as misses. Raises TimeoutError at ``deadline_s``, of time.monotonic()."""
         failures: list[KVFetchError] = []
 
         async def read(each: _Read) -> None:
             try:
                 _require_size(each, num_bytes)
-                await self._read(each, take)
+                await self._read(each, into)
             except KVFetchError as e:
                 failures.append(e)
+                count_miss("fetch", e)
                 if isinstance(e, FormatError):
                     metrics.CORRUPT_CHUNKS.inc()
                 if isinstance(e, FormatError) or (isinstance(e, StoreError) and e.reason == "missing"):
                     self._report_damage(each.source.reader)
 
-        await side_by_side(_READS, _reads(sources, pool), read)
-        return failures
+        try:
+            async with asyncio.timeout(deadline_s - time.monotonic()):
+                await side_by_side(_READS, _reads(sources, pool), read)
+        except TimeoutError as e:
+            self._finder.fetched(hashes, [e], is_of_sides=True)
+            raise
+        self._finder.fetched(hashes if failures else (), failures, is_of_sides=True)
 
-    async def _read(self, each: _Read, take: Callable[[int, bytearray], None]) -> None:
+    async def _read(self, each: _Read, into: dict[int, bytearray]) -> None:
         first = each.places[0]
         started_s = time.monotonic()
         data = memoryview(bytearray(each.size_bytes))
@@ -131,7 +144,7 @@ class SideFetcher:
         def decode() -> None:
             for page, place in zip(each.pages, each.places, strict=True):
                 start = place.start - first.start
-                take(page, place.decode(data[start : start + place.size_bytes]))
+                into[page] = place.decode(data[start : start + place.size_bytes])
 
         await asyncio.to_thread(decode)
 

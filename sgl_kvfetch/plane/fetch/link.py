@@ -133,14 +133,14 @@ class LinkOutlook:
 UNKNOWN_LINK = LinkOutlook(6.3e9, 1.2)
 
 
-def robust(transfers: Sequence[Transfer], prior: LinkOutlook = UNKNOWN_LINK) -> LinkOutlook:
+def robust(transfers: Sequence[Transfer]) -> LinkOutlook:
     """Estimate median, spread and persistence of recent goodputs; newer transfers have more weight.
 
     A single outlier is clipped. Two outliers in a row on the same side mean that the link has changed: all earlier
-    transfers are then ignored. Without transfers the result is ``prior``. Transfers must not overlap.
+    transfers are then ignored. Without transfers the result is UNKNOWN_LINK. Transfers must not overlap.
     """
     if not transfers:
-        return prior
+        return UNKNOWN_LINK
     logs = [math.log(t.goodput_bps) for t in transfers[-_WINDOW:]]
     logs = logs[-2:] if _jumped(logs) else _clipped(logs)
     weights = [_DECAY**age for age in reversed(range(len(logs)))]

@@ -22,7 +22,7 @@ Policies are pure: equal situations get equal answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
@@ -127,14 +127,6 @@ def span_parts(sources: Sequence[PageSource]) -> list[SpanPart]:
             span, page = divmod(each.page, each.reader.manifest.span_pages)
             pages.setdefault((each.reader, span), {})[i] = page
     return [SpanPart(*place, tuple(held), tuple(held.values())) for place, held in pages.items()]
-
-
-def total_bytes(
-    sources: Sequence[PageSource], choose: Callable[[SegmentReader], SegmentReader] = lambda reader: reader
-) -> int:
-    """Return the number of bytes to read for these pages with the readers that ``choose`` returns. Spans are read
-    whole."""
-    return sum(replace(part, reader=choose(part.reader)).size_bytes for part in span_parts(sources))
 
 
 class ReadSize(NamedTuple):

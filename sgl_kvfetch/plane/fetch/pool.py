@@ -232,10 +232,6 @@ class PoolState:
     sessions: tuple[SessionState, ...]
     waiting: tuple[int, ...] = ()
 
-    @property
-    def num_busy(self) -> int:
-        return sum(s.cells_left > 0 or s.switch_left_s > 0 for s in self.sessions)
-
 
 class Pipeline:
     """A simulated pool. Copies share the tables that are derived from ``profile``."""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,10 +34,17 @@ async def make(
     """Makes tiers on one directory, and closes them. Store and disk may take their time, as on a slow machine."""
     made: list[DiskTier] = []
     monkeypatch.setattr(disk_tier, "_READ_S", WAIT_S)
+    monkeypatch.setattr(disk_tier, "_count_outage", lambda error: events.outages.append(error.reason))
 
-    def make(store: Store = remote, *, capacity: int = CAPACITY, **options: object) -> DiskTier:
+    def make(
+        store: Store = remote,
+        *,
+        capacity: int = CAPACITY,
+        lookup_timeout_s: float = WAIT_S,
+        heads: range | None = None,
+    ) -> DiskTier:
         disk = LocalStore(tmp_path / "disk", capacity_bytes=capacity)
-        made.append(DiskTier(store, disk, replace(events.options, **{"lookup_timeout_s": WAIT_S, **options})))  # type: ignore[arg-type]
+        made.append(DiskTier(store, disk, lookup_timeout_s, heads))
         return made[-1]
 
     yield make

@@ -63,9 +63,9 @@ async def test_only_segments_of_which_all_spans_are_found_are_filled(tier: DiskT
 
 
 async def test_an_object_of_which_the_rest_is_not_read_is_given_up(
-    make: MakeTier, events: Events, on_disk: Path
+    tier: DiskTier, events: Events, on_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = make(fill_idle_s=0.01)
+    monkeypatch.setattr(disk_tier, "_FILL_IDLE_S", 0.01)
     await tier.lookup(FOLDER, CHAIN)
     await read(tier, end=2 * PIECE)
     await until(lambda: events.fills["incomplete"] == 1)
@@ -78,8 +78,10 @@ async def test_an_object_of_which_the_rest_is_not_read_is_given_up(
     await until(is_filled)
 
 
-async def test_memory_for_bytes_that_wait_is_bounded(make: MakeTier, events: Events, on_disk: Path) -> None:
-    tier = make(fill_bytes=1000)
+async def test_memory_for_bytes_that_wait_is_bounded(
+    tier: DiskTier, events: Events, on_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier, "_FILL_BYTES", 1000)
     await tier.lookup(FOLDER, CHAIN)
     for start in (400, 800, 1200):  # the bytes before them do not come
         await read_bytes(tier, SEGMENT.data_name, start, 400)
@@ -115,7 +117,7 @@ async def test_what_is_on_the_disk_stays_within_the_capacity(
         await put_segment(remote, segment)
         await fill(tier, events, segment)
         assert sum(path.stat().st_size for path in (tmp_path / "disk" / FOLDER).iterdir()) <= capacity
-    events.bytes.clear()
+    events.forget()
     for segment in segments[:1] + segments[-2:]:
         assert await fetch(tier, segment) == segment.data
     assert events.bytes == {"store": len(segments[0].data), "disk": sum(len(s.data) for s in segments[-2:])}
@@ -128,7 +130,7 @@ async def test_segments_in_several_variants(tier: DiskTier, remote: RemoteStore,
     both = CodedSegment(msgspec.structs.replace(SEGMENT.manifest, variants=variants), SEGMENT.data, (other.data,))
     await put_segment(remote, both)
     for variant, here in ((1, 1), (0, 2)):
-        events.fills.clear()
+        events.forget()
         assert await fetch(tier, both, variant) == both.variant_data(variant)
         await until(lambda: events.fills["stored"] == 1)
         (hit,) = (await tier._disk.lookup(FOLDER, CHAIN)).hits

@@ -114,5 +114,5 @@ async def test_if_both_fail_the_stores_error_is_raised(
     remote.error = StoreError("refused", "the store")
     with pytest.raises(StoreError, match="the store"):
         await tier.lookup(FOLDER, CHAIN)
-    assert events.failures == {("lookup", "io"): 1}
+    assert events.failures == {"lookup io": 1}
     assert not events.outages

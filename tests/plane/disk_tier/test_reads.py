@@ -88,7 +88,7 @@ async def test_reads_from_the_disk_are_uses(make: MakeTier, remote: RemoteStore,
     assert await fetch(second, segments[0]) == segments[0].data
     assert again.num_reads == 0
     await fill(second, events, segments[2])
-    events.bytes.clear()
+    events.forget()
     assert await fetch(second, segments[0]) == segments[0].data
     assert events.bytes == {"disk": len(segments[0].data)}
 

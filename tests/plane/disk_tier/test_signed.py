@@ -52,7 +52,7 @@ async def found(tier: DiskTier, keys: ManifestKeys = KEYS) -> list[Manifest]:
 async def test_a_variant_that_was_read_is_served(tier: DiskTier, events: Events) -> None:
     (manifest,) = await found(tier)
     assert manifest.variants == BOTH.manifest.variants[1:]
-    events.bytes.clear()
+    events.forget()
     assert await read(tier, CodedSegment(manifest, OTHER.data)) == OTHER.data
     assert events.bytes == {"disk": len(OTHER.data)}
     assert not events.failures

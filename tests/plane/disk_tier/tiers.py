@@ -7,12 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import prometheus_client
+
 from harness.reading import read_bytes
 from harness.waiting import until
+from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plane.disk_tier import DiskTier, DiskTierOptions
+from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.stores.base import Lookup, Store
 from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts
 
@@ -26,19 +29,40 @@ MakeTier = Callable[..., DiskTier]
 
 
 class Events:
-    """What a tier reports."""
+    """What tiers have counted, since `forget` if that was called. ``outages``: why stores did not answer lookups."""
 
     def __init__(self) -> None:
-        self.bytes: Counter[str] = Counter()
-        self.fills: Counter[str] = Counter()
-        self.failures: Counter[tuple[str, str]] = Counter()
         self.outages: list[str] = []
-        self.options = DiskTierOptions(
-            on_read=lambda tier, num_bytes: self.bytes.update({tier: num_bytes}),
-            on_fill=lambda result: self.fills.update([result]),
-            on_failure=lambda operation, error: self.failures.update([(operation, error.reason)]),
-            on_outage=lambda error: self.outages.append(error.reason),
-        )
+        self.forget()
+
+    def forget(self) -> None:
+        self._before = {counter: _counts(counter) for counter in _COUNTERS}
+
+    @property
+    def bytes(self) -> Counter[str]:
+        """By tier."""
+        return self._since(metrics.LOCAL_CACHE_READ_BYTES)
+
+    @property
+    def fills(self) -> Counter[str]:
+        """By result."""
+        return self._since(metrics.LOCAL_CACHE_FILLS)
+
+    @property
+    def failures(self) -> Counter[str]:
+        """By operation and reason, in one string."""
+        return self._since(metrics.LOCAL_CACHE_FAILURES)
+
+    def _since(self, counter: prometheus_client.Counter) -> Counter[str]:
+        return _counts(counter) - self._before[counter]
+
+
+_COUNTERS = metrics.LOCAL_CACHE_READ_BYTES, metrics.LOCAL_CACHE_FILLS, metrics.LOCAL_CACHE_FAILURES
+
+
+def _counts(counter: prometheus_client.Counter) -> Counter[str]:
+    samples = [each for family in counter.collect() for each in family.samples if each.name.endswith("_total")]
+    return Counter({" ".join(each.labels.values()): int(each.value) for each in samples})
 
 
 class RemoteStore(LocalStore):

@@ -18,8 +18,6 @@ def transfers(*gbps: float) -> list[Transfer]:
 
 def test_nothing_is_known_before_the_first_transfer() -> None:
     assert robust([]) == UNKNOWN_LINK
-    prior = LinkOutlook(1e9, 0.1)
-    assert robust([], prior) is prior
 
 
 @pytest.mark.parametrize("odd", [0.01, 400.0])

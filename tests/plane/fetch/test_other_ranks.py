@@ -25,7 +25,7 @@ from sgl_kvfetch.errors import KVFetchError, StoreError, UnsupportedError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
-from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, total_bytes
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, span_parts
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Lookup
@@ -142,7 +142,7 @@ async def test_a_rank_reads_its_own_heads_of_a_larger_one(store: CountingStore, 
     reader = SegmentReader(coded.manifest, EXACT)
     own = [c for c in coded.manifest.cells() if coded.manifest.grid.heads(c.head_block).start in heads]
     expected = sum(map(reader.coded_bytes, own))
-    assert sum(length for _, length in store.ranges) == total_bytes(found) == expected
+    assert sum(length for _, length in store.ranges) == sum(part.size_bytes for part in span_parts(found)) == expected
     assert expected < len(coded.data) * (len(heads) + 1) / 4
     assert rank.faults == []
 

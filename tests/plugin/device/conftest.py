@@ -10,9 +10,9 @@ from sglang.srt.mem_cache import unified_radix_cache
 
 from sgl_kvfetch.plane import service, store, store as plane_store
 from sgl_kvfetch.plane.config import config_quantiser
-from sgl_kvfetch.plane.store import _open_store as open_configured
 from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker
+from sgl_kvfetch.stores import with_keys
 from sgl_kvfetch.triton_kernels import runtime
 from tests.linker import HAS_LINKER
 from tests.plugin.device.gated_store import GatedStore
@@ -26,7 +26,7 @@ collect_ignore_glob = [] if HAS_LINKER else ["test_*.py"]
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
     """Builds ranks on one store, and closes them."""
-    monkeypatch.setattr(plane_store, "_open_store", lambda *args: GatedStore(open_configured(*args)))
+    monkeypatch.setattr(plane_store, "with_keys", lambda store, keys: with_keys(GatedStore(store), keys))
     monkeypatch.setattr(store, "_LINGER_S", 0.01)
     monkeypatch.setattr(store, "SPAN_TOKENS", 8)
     monkeypatch.setattr(starting, "_launch", starting._launch)  # rigs set these

@@ -237,7 +237,7 @@ def test_pages_are_written_again_by_another_quantiser(rig: Rig, monkeypatch: pyt
         config=engine_end._start.config | {"quantiser": "uint8"},
     )
     monkeypatch.setattr(service, "config_quantiser", config_quantiser)
-    engine_end.prepare(lambda: (start, engine_end._launch))
+    engine_end.prepare(lambda: start)
     wait_until(lambda: engine_end.is_prepared)
     engine_end.switch()
     rig.compute(tokens)

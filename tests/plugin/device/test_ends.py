@@ -51,7 +51,7 @@ def test_an_abort_of_a_request_that_waits_for_memory(make: MakeRig) -> None:
     rig.stored(prompt(1))
     first = rig.arrive_staged(prompt(0, 20))
     second = rig.arrive(prompt(1))
-    rig.settle(lambda: rig.service._stager._turns._queue.first() is not None)
+    rig.settle(lambda: bool(rig.service._stager._turns._waiting))
     for request in (second, first):
         rig.linker.leave(request)
     rig.assert_nothing_held()

@@ -26,7 +26,7 @@ EIGHT = [
     "event loop -> kvfetch-receive: _Connection.run",
     "kvfetch-receive -> event loop: _chain_future._set_state",
     "event loop -> kvfetch-decode: DecodePool._run",
-    "kvfetch-decode -> event loop: Restorer._run.end",
+    "kvfetch-decode -> event loop: Fetcher._decode.end",
     "event loop -> SGLang: Staged",
     "SGLang -> kvfetch-load: ValueLoader._run",
     "kvfetch-load -> event loop: Unstage",

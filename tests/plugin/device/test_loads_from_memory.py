@@ -56,7 +56,7 @@ def store(tmp_path: Path) -> Iterator[str]:
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """What the data plane does with bytes: how many it reads, how many units it copies, how many cells it verifies."""
     done = Counter[str]()
-    transmit, copy, verified = Fetcher._transmit, MemoryCache.copy, SegmentReader.verified_cell
+    transmit, copy, verified = Fetcher._transmit, MemoryCache._copy, SegmentReader.verified_cell
 
     async def count_transmit(self: Fetcher, unit: Any, *args: Any) -> None:
         done["read"] += unit.size_bytes
@@ -71,7 +71,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return verified(*args)
 
     monkeypatch.setattr(Fetcher, "_transmit", count_transmit)
-    monkeypatch.setattr(MemoryCache, "copy", count_copy)
+    monkeypatch.setattr(MemoryCache, "_copy", count_copy)
     monkeypatch.setattr(SegmentReader, "verified_cell", count_verified)
     return done
 
