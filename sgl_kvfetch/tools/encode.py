@@ -10,12 +10,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sgl_kvfetch.tools.target import run_on_store
+from sgl_kvfetch.tools.target import StorePart, run_on_part
 from sgl_kvfetch.tools.terminal import (
     KeyFiles,
     PartArgument,
@@ -30,7 +31,6 @@ from sgl_kvfetch.tools.terminal import (
 )
 
 if TYPE_CHECKING:  # these load torch and codecs
-    from sgl_kvfetch.stores import AdminStore
     from sgl_kvfetch.tools.encoder import Encoder, Step, Tally
 
 _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
@@ -95,20 +95,18 @@ def encode(
     from sgl_kvfetch.stores import HttpOptions
     from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, make_targets
 
-    url, _, prefix = store.partition("#")
     options = EncodeOptions(
         targets=make_targets(codec.split(","), resolutions.split(",")),
-        prefix=prefix,
         keep_source=keep_source,
         grace_s=grace_s,
         workers=workers,
     )
     reporter = _Reporter(verbose)
 
-    async def work(opened: AdminStore) -> None:
+    async def work(part: StorePart) -> None:
         made = Encoder(
-            opened,
-            options,
+            part.store,
+            replace(options, prefix=part.prefix),
             keys=keys,
             on_step=reporter.step,
             on_total=reporter.total,
@@ -122,7 +120,7 @@ def encode(
         http = HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES)
         keys = key_files.read()
         try:
-            run_on_store(url, access, work, options=http)
+            run_on_part(store, access, work, options=http)
         except KeyboardInterrupt:
             with contextlib.suppress(typer.Exit):
                 show(reporter.tally, as_json, _lines(reporter.tally), reporter.tally.failures)

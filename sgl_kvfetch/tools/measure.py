@@ -15,7 +15,7 @@ from rich.table import Table
 
 from sgl_kvfetch.codec import PLANES
 from sgl_kvfetch.codec.layout.frames import region_layout
-from sgl_kvfetch.errors import ConfigError, why
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plane.fetch.pool import DecodeProfile, Sample, measure_profile
 from sgl_kvfetch.processes import map_large_blocks
 from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS, NUM_WINDOWS
@@ -32,6 +32,7 @@ from sgl_kvfetch.tools.terminal import (
     option,
     show,
 )
+from sgl_kvfetch.user_files import write_file
 
 if TYPE_CHECKING:  # these load torch and codecs
     import torch
@@ -229,10 +230,7 @@ def decoders(
     best = f"a pool of {measured.num_sessions} sessions decodes the most cells per second"
     show(measured, as_json, [_profile_table(measured), best])
     if out is not None:
-        try:
-            out.write_bytes(measured.encode())
-        except OSError as e:
-            raise ConfigError(f"--out {out}: {why(e)}") from e
+        write_file(out, measured.encode(), "--out")
         progress.print(f"wrote {out}")
 
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from sgl_kvfetch.codec import StoreKeys
-from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, why
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import profile_digest
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import (
@@ -41,6 +41,7 @@ from sgl_kvfetch.tools.terminal import (
     option,
     show,
 )
+from sgl_kvfetch.user_files import write_file
 
 if TYPE_CHECKING:
     from sgl_kvfetch.codec import Profile
@@ -229,7 +230,7 @@ def profile(
             now = f"new servers take {left[0].digest}" if left else "there is no other for its weights"
             return mine, f"withdrawn: {found.info.name}; {now}"
         target = shown if out is None else out
-        _write(target, found, await _read(opened, found, keys))
+        write_file(target, await _read(opened, found, keys), f"profile {found.digest} to")
         return mine, f"{target}: {found.info.name}"
 
     with tempfile.TemporaryDirectory(prefix="kvfetch-") as folder:
@@ -255,13 +256,6 @@ async def _read(store: AdminStore, listed: ListedProfile, keys: StoreKeys) -> by
         return await read_profile(store, listed, keys)
     except FormatError as e:
         raise FormatError(f"profile {listed.info.name} cannot be used: {e}") from e
-
-
-def _write(out: Path, listed: ListedProfile, content: bytes) -> None:
-    try:
-        out.write_bytes(content)
-    except OSError as e:
-        raise ConfigError(f"profile {listed.digest} cannot be written to {out}: {why(e)}") from e
 
 
 def _named(listed: Sequence[ListedProfile], digest: str) -> ListedProfile:

@@ -89,7 +89,6 @@ PART_HELP = (
     f"A store, or a part of it. A store is {STORE_HELP} STORE#PREFIX is a part, where PREFIX is the start of object "
     "names, such as a namespace that kvfetch inspect shows."
 )
-TARGET_HELP = f"{PART_HELP} It may also be a manifest or data file (*.kvm, *.kvd)."
 MODEL_HELP = (
     "its name or model_id, as kvfetch inspect shows it; a fingerprint, a namespace; or the beginning of one of these, "
     "if no model has exactly this name."
@@ -101,7 +100,6 @@ INDEX_HELP = (
 
 StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help=STORE_HELP)]
 PartArgument = Annotated[str, typer.Argument(metavar="STORE", help=PART_HELP)]
-TargetArgument = Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)]
 TokenOption = Annotated[
     str | None,
     option(
