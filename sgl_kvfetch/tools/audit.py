@@ -103,14 +103,7 @@ def audit(
     metrics: Annotated[
         int | None, option("PORT", "With --every: serve metrics for Prometheus there.", min=1, max=65535)
     ] = None,
-    as_json: Annotated[
-        bool,
-        json_flag(
-            "an object with server, model, most_kl, skipped_prompts and groups, each with name, source, num_prompts, "
-            "prompt_tokens, cached_tokens, num_positions, kl, longest_kl, repeated_kl, same_first_tokens, "
-            "same_answers and is_sound"
-        ),
-    ] = False,
+    as_json: Annotated[bool, json_flag(AuditResult)] = False,
 ) -> None:
     """Ask a running server twice for the same answers, from its caches and computed, and compare the probabilities.
 

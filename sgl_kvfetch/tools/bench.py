@@ -99,14 +99,7 @@ def bench(
         float, option("SECONDS", "How long to wait until the prompts are stored.", "--timeout", min=0)
     ] = 60.0,
     plot: Annotated[Path | None, option("FILE", "Draw the times as a PNG. Needs matplotlib.")] = None,
-    as_json: Annotated[
-        bool,
-        json_flag(
-            "an object with server, reader, model, sglang_version, page_size, concurrency, skipped_prompts and groups, "
-            "each with name, num_prompts, prompt_tokens, and, as computed and as fetched, p50_s, p95_s, all_s, "
-            "cached_tokens, stored_tokens, wire_bytes and raw_bytes"
-        ),
-    ] = False,
+    as_json: Annotated[bool, json_flag(BenchResult)] = False,
 ) -> None:
     """Measure the time to first token on a running server: of prompts that it computes, and of the same ones fetched.
 

@@ -70,7 +70,7 @@ def doctor(
     store_only: Annotated[
         bool, option(None, "Check the store alone, on a machine without SGLang.", "--store-only")
     ] = False,
-    as_json: Annotated[bool, json_flag("a list of checks, each with name, status, found and advice")] = False,
+    as_json: Annotated[bool, json_flag(list[Check])] = False,
 ) -> None:
     """Check a store and what this machine can do, and say how to fix each "no".
 

@@ -51,13 +51,7 @@ def inspect(
     store: PartArgument,
     key_files: KeyFiles,
     access: StoreAccess,
-    as_json: Annotated[
-        bool,
-        json_flag(
-            "an object with namespaces (all of a store), segments (up to --limit of a part), num_more segments, "
-            "unreadable (errors by name), num_orphans, orphan_bytes and profiles (of a store)"
-        ),
-    ] = False,
+    as_json: Annotated[bool, json_flag(Inspected)] = False,
     limit: Annotated[int, option("COUNT", "Namespaces or segments to show.", min=1)] = 20,
     png: Annotated[
         Path | None, option("FILE", "Draw the first frame of each chunk in one span of one segment.")

@@ -83,13 +83,7 @@ def clear(
     pinned: Annotated[bool, option(None, "Delete pinned segments, too.", "--pinned")] = False,
     dry_run: DryRunOption = False,
     yes: Annotated[bool, option(None, "Do not ask.", "--yes", "-y")] = False,
-    as_json: Annotated[
-        bool,
-        json_flag(
-            "an object with num_segments, num_bytes, num_pinned, num_orphans (data objects without a manifest), "
-            "orphan_bytes, num_objects (null in a dry run) and failures"
-        ),
-    ] = False,
+    as_json: Annotated[bool, json_flag(ClearSummary)] = False,
 ) -> None:
     """Delete all segments of a store, or of a part of it.
 
@@ -164,9 +158,7 @@ def move(
     dry_run: DryRunOption = False,
     source_index: Annotated[str | None, option("URL", "The index of an S3 source.")] = None,
     target_index: Annotated[str | None, option("URL", "The index of an S3 target.")] = None,
-    as_json: Annotated[
-        bool, json_flag("an object with num_moved, num_there, num_bytes, num_profiles and failures")
-    ] = False,
+    as_json: Annotated[bool, json_flag(MoveSummary)] = False,
 ) -> None:
     """Move all segments of a store, or of a part of it, to another store.
 

@@ -167,7 +167,7 @@ def index(
     index_ttl_s: Annotated[
         float, option("SECONDS", "How long the index keeps a page that no lookup asks for.", min=1)
     ] = 604800.0,
-    as_json: Annotated[bool, json_flag("an object with num_segments, num_pages and failures")] = False,
+    as_json: Annotated[bool, json_flag(Entered)] = False,
 ) -> None:
     """Rebuild the page index of an S3 store.
 

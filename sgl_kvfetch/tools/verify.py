@@ -47,14 +47,7 @@ def verify(
     store: PartArgument,
     key_files: KeyFiles,
     access: StoreAccess,
-    as_json: Annotated[
-        bool,
-        json_flag(
-            "an object with num_segments, num_chunks, read_bytes, num_gone, num_unchecked, num_locked, problems (each "
-            "with name and what), locking_keys, orphans, profiles (errors by the name of one that cannot be used) and "
-            "missing_package (null if everything could be decoded)"
-        ),
-    ] = False,
+    as_json: Annotated[bool, json_flag(Report)] = False,
     jobs: Annotated[
         int, option("COUNT", "Segments read at once, and decoding threads.", min=1, max=256, show_default="cores")
     ] = os.cpu_count() or 1,

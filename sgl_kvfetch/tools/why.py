@@ -89,16 +89,7 @@ def why(
     ] = None,
     model: TokenizerOption = None,
     cache_salt: SaltOption = None,
-    as_json: Annotated[
-        bool,
-        json_flag(
-            "a list with an object a prompt, with num_tokens, num_pages, page_size, namespace, called (its model and "
-            "quantiser), stored_pages, findings "
-            "(each with reason, first_page, end_page and detail), elsewhere (other namespaces that have the prompt's "
-            "first page), decided (what the server did with requests that begin like it, the newest last) and audits "
-            "(what the server's audits say of its namespace)"
-        ),
-    ] = False,
+    as_json: Annotated[bool, json_flag(list[Explained])] = False,
 ) -> None:
     """Say why a prompt, or a request, was not served from a store, and what to do about it.
 
