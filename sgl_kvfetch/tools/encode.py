@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,7 +30,7 @@ from sgl_kvfetch.tools.terminal import (
 )
 
 if TYPE_CHECKING:  # these load torch and codecs
-    from sgl_kvfetch.tools.encoder import Encoder, Step, Tally
+    from sgl_kvfetch.tools.encoder import Encoder, Tally
 
 _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
 _MAX_OBJECT_BYTES = 4 << 30  # the default limit of ``kvfetch serve``
@@ -74,7 +73,7 @@ def encode(
             "deleted_bytes and failures"
         ),
     ] = False,
-    verbose: Annotated[bool, option(None, "Print each step on stderr.", "--verbose", "-v")] = False,
+    verbose: Annotated[bool, option(None, "Log each step on stderr.", "--verbose", "-v")] = False,
 ) -> None:
     """Encode segments that servers wrote with a fast codec as video, at one or more resolutions.
 
@@ -108,10 +107,7 @@ def encode(
             part.store,
             replace(options, prefix=part.prefix),
             keys=keys,
-            on_step=reporter.step,
-            on_total=reporter.total,
-            on_segment=reporter.segment_done,
-            on_wait=partial(reporter.waiting, grace_s=grace_s),
+            on_progress=reporter.show,
         )
         reporter.tally = made.tally
         await _encode(made, poll_interval_s if watch else None)
@@ -144,7 +140,7 @@ async def _encode(encoder: Encoder, poll_s: float | None) -> None:
 
 
 class _Reporter:
-    """Shows a progress bar, or a line every ten seconds if it is disabled; with ``verbose``, also each step."""
+    """Shows a progress bar, or a line every ten seconds if it is disabled; with ``verbose``, logs each step."""
 
     def __init__(self, verbose: bool) -> None:
         """Make the progress bar, and set up logging."""
@@ -161,33 +157,15 @@ class _Reporter:
         show_log(
             logging.INFO if verbose else logging.WARNING, logging.StreamHandler() if self.progress.disable else above
         )
-        self.progress.add_task("", total=None, sizes="looking")
-        (self._task,) = self.progress.tasks
-        self._verbose = verbose
+        self._task = self.progress.add_task("", total=None, sizes="looking")
         self._said_s = time.monotonic()
 
-    def step(self, step: Step, name: str) -> None:
-        if self._verbose:
-            print(f"{step} {name}", file=sys.stderr, flush=True)
-
-    def total(self, segments: int) -> None:
-        self.progress.update(self._task.id, total=(self._task.total or 0) + segments, sizes="")
-
-    def waiting(self, data_objects: int, *, grace_s: float) -> None:
-        """Say why nothing happens: readers that hold an old manifest may still read what it names (--grace)."""
-        self.progress.console.print(
-            f"kvfetch: waiting up to {grace_s:g} s before {data_objects} replaced data objects are deleted, since "
-            "readers may still use them (--grace); Ctrl-C leaves them to the next run",
-            soft_wrap=True,
-        )
-
-    def segment_done(self) -> None:
-        sizes = _sizes(self.tally)
-        self.progress.update(self._task.id, advance=1, sizes=sizes)
+    def show(self, finished: int, total: int) -> None:
+        """Say that so many segments, of so many, were encoded or failed."""
+        self.progress.update(self._task, completed=finished, total=total, sizes=_sizes(self.tally))
         if self.progress.disable and time.monotonic() - self._said_s >= _LINE_EVERY_S:
             self._said_s = time.monotonic()
-            done = f"{self._task.completed:.0f} of {self._task.total:.0f}"
-            print(f"{done} segments, {sizes}", file=sys.stderr, flush=True)
+            print(f"{finished} of {total} segments, {_sizes(self.tally)}", file=sys.stderr, flush=True)
 
 
 def _sizes(tally: Tally) -> str:
