@@ -252,6 +252,7 @@ class Encoder:
         keys: StoreKeys = NO_KEYS,
         on_progress: Callable[[int, int], None] = lambda finished, total: None,
     ) -> None:
+        """Do nothing yet. The options bound its threads."""
         self.tally = Tally()
         self.garbage = Garbage(store, options.grace_s)
         self._objects = store
