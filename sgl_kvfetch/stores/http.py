@@ -45,7 +45,7 @@ from sgl_kvfetch.stores.base import (
 )
 from sgl_kvfetch.stores.notes import NoteKind
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, environment_proxy, listing_of
-from sgl_kvfetch.stores.transfers import LEAST_SENT_BYTES, RangeReceiver, Sender
+from sgl_kvfetch.stores.transfers import LEAST_SENT_BYTES, Transfers
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -276,8 +276,7 @@ class HttpStore(RemoteStore):
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._session: aiohttp.ClientSession | None = None
-        self._receiver: RangeReceiver | None = None
-        self._sends: Sender | None = None
+        self._moves: Transfers | None = None
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         """Read an object. Raises ``too_large``, too, for more than ``max_object_bytes``, or than a manifest may have.
@@ -337,8 +336,8 @@ class HttpStore(RemoteStore):
 
         async def attempt() -> bool:
             left = left_of(into, position - start)
-            receiver = self._range_receiver()
-            if receiver is not None and await receiver.receive(url, position, left, took):
+            transfers = self._transfers()
+            if transfers is not None and await transfers.receive(url, position, left, took):
                 return True
             headers = {"Range": f"bytes={position}-{start + length - 1}"}
             async with self._request("GET", url, headers=headers) as response:
@@ -349,15 +348,15 @@ class HttpStore(RemoteStore):
 
         return await self._retried(what, attempt, length)
 
-    def _range_receiver(self) -> RangeReceiver | None:
-        """Return what receives ranges into their places; None behind a proxy, which aiohttp knows how to ask."""
+    def _transfers(self) -> Transfers | None:
+        """Return what moves bytes from and to where they lie; None behind a proxy, which aiohttp knows how to ask."""
         self._require_open()
-        if self._receiver is None and self._proxy is None:
+        if self._moves is None and self._proxy is None:
             options = self.options
-            self._receiver = RangeReceiver(
+            self._moves = Transfers(
                 self.url, self._headers, self._tls, options.connect_timeout_s, options.max_connections
             )
-        return self._receiver
+        return self._moves
 
     async def put(self, name: str, data: Content) -> None:
         """Store an object. If the server demands it, replace a stored manifest by its digest."""
@@ -385,8 +384,8 @@ class HttpStore(RemoteStore):
         headers, url, views = {"Content-Type": wire.BYTES_TYPE, **condition}, self._object_url(name), views_of(data)
 
         async def attempt() -> int:
-            sender = self._sender() if len(data) >= LEAST_SENT_BYTES else None
-            answer = None if sender is None else await sender.send(url, headers, views)
+            transfers = self._transfers() if len(data) >= LEAST_SENT_BYTES else None
+            answer = None if transfers is None else await transfers.send(url, headers, views)
             if answer is not None:
                 require_answer("PUT", url, *answer, expected, "Authorization" in self._headers)
                 return answer.status
@@ -395,13 +394,6 @@ class HttpStore(RemoteStore):
                 return response.status
 
         return await self._retried(what, attempt, len(data)) != 412
-
-    def _sender(self) -> Sender | None:
-        """Return what sends bytes from where they lie; None behind a proxy, which aiohttp knows how to ask."""
-        self._require_open()
-        if self._sends is None and self._proxy is None:
-            self._sends = Sender(self.url, self._headers, self._tls, self.options.connect_timeout_s)
-        return self._sends
 
     async def head(self, name: str) -> ObjectInfo | None:
         """Return size and time. The time is in whole seconds; it is 0 if the server sends none."""
@@ -524,10 +516,8 @@ class HttpStore(RemoteStore):
         session, self._session = self._session, None
         if session is not None:
             await session.close()
-        if self._receiver is not None:
-            self._receiver.close()
-        if self._sends is not None:
-            self._sends.close()
+        if self._moves is not None:
+            self._moves.close()
 
     def _object_url(self, name: str) -> str:
         return f"{self.url}{wire.Route.OBJECTS}/{name}"
