@@ -38,7 +38,7 @@ def advice(error: StoreError, token_source: str | None) -> str | None:
     match error.reason:
         case "refused" if is_s3:
             return "no S3 server answers there: correct AWS_ENDPOINT_URL in the environment, or the network"
-        case "refused" if error.url:
+        case "refused" | "timeout" if error.url:
             return "no store answers there: start it with kvfetch serve DIRECTORY, or correct the host and port"
         case "unauthorised" if is_s3:
             return _S3_KEYS
