@@ -153,6 +153,7 @@ class ObjectHandlers:
         return _no_note(request)
 
     async def _send(self, request: web.Request, opened: OpenObject) -> web.StreamResponse:
+        """Answer with a file, or with the range of it that the request asks for."""
         size = opened.info.size_bytes
         response = web.StreamResponse(headers=_headers(opened.info))
         try:

@@ -300,12 +300,11 @@ def _stored_text(stored_pages: Mapping[str, int]) -> str:
 
 async def _send(session: ClientSession, server: str, prompt: Prompt, cache_salt: str | None) -> Tokens:
     """Send a prompt through the server, and return its tokens."""
-    from sgl_kvfetch.tools.sglang_server import ask_server, tokenise_on
+    from sgl_kvfetch.tools.sglang_server import generate, tokenise_on
 
     if isinstance(prompt, str):
         prompt = await tokenise_on(session, server, prompt)
-    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-    await ask_server(session, "POST", f"{server}/generate", body | ({"cache_salt": cache_salt} if cache_salt else {}))
+    await generate(session, server, prompt, 1, cache_salt or None)
     return prompt
 
 
