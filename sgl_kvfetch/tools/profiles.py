@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -56,42 +55,32 @@ SUMMARY = (  # the fields of `Calibrated`
 _WEIGHTS_DIGITS = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """A store to publish a profile in, as options of a command name it."""
-
-    store: str
-    keys: StoreKeys
-    access: StoreAccess
-
-    def require_store(self) -> None:
-        """Raise KVFetchError if the store cannot be asked for its profiles, before work is done for one."""
-        run_on_store(self.store, self.access, lambda opened: opened.notes(PROFILES))
-
-    def publish(self, path: Path) -> str:
-        """Put a profile into the store, and return its name there. Raises KVFetchError."""
-        return run_on_store(self.store, self.access, lambda opened: publish_profile(opened, path, self.keys))
+def require_store(store: str, access: StoreAccess) -> None:
+    """Raise KVFetchError if a store cannot be asked for its profiles, before work is done for one."""
+    run_on_store(store, access, lambda opened: opened.notes(PROFILES))
 
 
-def save_and_publish(profile: Profile, out: Path | None, publication: Publication | None) -> list[str]:
-    """Write a profile to a file, publish it, or both, and return lines that say so.
+def save_and_publish(
+    profile: Profile, out: Path | None, store: str | None, access: StoreAccess, keys: StoreKeys
+) -> list[str]:
+    """Write a profile to a file, publish it in a store, or both, and return lines that say so.
 
     If it cannot be published, it stays in the file, or in one that the error names: it took time to make.
     """
     path = out or Path(tempfile.mkdtemp(prefix="kvfetch-")) / f"{profile.digest}.profile"
     profile.save(path)
     lines = [f"{path}: profile {profile.digest}, {path.stat().st_size / 1e6:.1f} MB"]
-    if publication is None:
+    if store is None:
         return lines
     try:
-        name = publication.publish(path)
+        name = run_on_store(store, access, lambda opened: publish_profile(opened, path, keys))
     except KVFetchError as e:
-        e.add_note(f"the profile is in {path}; kvfetch profile put {publication.store} {path} publishes it")
+        e.add_note(f"the profile is in {path}; kvfetch profile put {store} {path} publishes it")
         raise
     if out is None:
         shutil.rmtree(path.parent)
         lines = []
-    return [*lines, f"{publication.store}: published {name}; servers that start with this model take it"]
+    return [*lines, f"{store}: published {name}; servers that start with this model take it"]
 
 
 class TargetCost(Struct, frozen=True):
