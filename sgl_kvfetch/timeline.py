@@ -1,4 +1,4 @@
-"""Records when each request was in which stage, and hands the spans to an exporter of traces, on a thread of its own.
+"""Records when each request was in which stage, and hands the spans to an exporter of traces, which never waits.
 
 Off by default. Each rank and its data plane export their own spans if ``OTEL_TRACES_EXPORTER`` is ``otlp``: see
 ``tracing.py``. Times are from ``time.monotonic()``, which all processes of a Linux machine share.
@@ -9,24 +9,22 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.keys import label_of_request
 
+if TYPE_CHECKING:
+    from sgl_kvfetch.tracing import Traces
+
 logger = logging.getLogger(__name__)
 
 TRACES_ENV = "OTEL_TRACES_EXPORTER"
-FLUSH_S = 0.25
-MAX_WAITING = 1 << 16  # spans in the queue
-_CLOSE_S = 2.0  # how long closing may wait for a collector
 
 Stage = Literal["parked", "lookup", "transmit", "decode", "restore"]
 
@@ -37,7 +35,7 @@ class Request:
 
     ``traceparent`` names the span of its fetch, in the form of W3C Trace Context; it is empty if the request is not
     traced. ``parent_id`` names SGLang's span, the parent of that one. ``parts`` collects spans for `Traces`. ``id`` is
-    cut (`label_of_request`): spans wait in a queue, and go to the data plane and to collectors.
+    cut (`label_of_request`): it goes to the data plane and to collectors.
     """
 
     id: str
@@ -61,7 +59,7 @@ NOBODY = Request("")  # its spans are not recorded
 
 @dataclass(slots=True)
 class Recorded:
-    """A span in the queue. If ``stage`` is None, it is no span, but marks the end of a fetch."""
+    """A span. If ``stage`` is None, it is no span, but marks the end of a fetch."""
 
     request: Request
     stage: Stage | None
@@ -70,48 +68,7 @@ class Recorded:
     attributes: Mapping[str, int | str] = field(default_factory=dict)
 
 
-class Output(Protocol):
-    """Takes the spans of a process. Only one thread calls its methods."""
-
-    def write(self, spans: Sequence[Recorded]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Timeline:
-    """Hands spans to an output on its own thread. Without ``close``, the last quarter of a second may be lost."""
-
-    def __init__(self, output: Output) -> None:
-        self._output = output
-        self._spans: deque[Recorded] = deque(maxlen=MAX_WAITING)
-        self._closing, self._written = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._write, name="kvfetch-timeline", daemon=True)
-        self._thread.start()
-
-    def add(self, span: Recorded) -> None:
-        """Record a span. Thread-safe; never waits for the output. If ``MAX_WAITING`` spans wait, the oldest is lost."""
-        self._spans.append(span)
-
-    def close(self) -> None:
-        """Write the queued spans and stop. Idempotent."""
-        self._closing.set()
-        self._written.wait()
-        self._thread.join(_CLOSE_S)
-
-    def _write(self) -> None:
-        # Poll: a wake-up by each span would take the interpreter from the thread that adds it.
-        while not self._closing.wait(FLUSH_S):
-            self._drain()
-        self._drain()
-        self._written.set()
-        self._output.close()
-
-    def _drain(self) -> None:
-        if spans := [self._spans.popleft() for _ in range(len(self._spans))]:
-            self._output.write(spans)
-
-
-_process: Timeline | None = None
+_process: Traces | None = None
 
 
 def check_tracing(environ: Mapping[str, str] = os.environ) -> ModuleType | None:
@@ -137,19 +94,19 @@ def check_tracing(environ: Mapping[str, str] = os.environ) -> ModuleType | None:
 
 
 def start(rank: int | str, environ: Mapping[str, str] = os.environ) -> None:
-    """Start the timeline of this process, if the environment asks for traces. Further calls do nothing.
+    """Trace this process, if the environment asks for traces. Further calls do nothing.
 
     Raises ConfigError as `check_tracing` does.
     """
     global _process
     if _process is None and (tracing := check_tracing(environ)) is not None:
-        _process = Timeline(tracing.Traces(str(rank)))
+        _process = tracing.Traces(str(rank))
         atexit.register(_process.close)
         logger.info("traces of rank %s are exported", rank)
 
 
 def close() -> None:
-    """Write the queued spans of this process, if it has a timeline. Waits for a collector, but not for long."""
+    """Export the queued spans of this process, if it is traced. Waits for a collector, but not for long."""
     if _process is not None:
         _process.close()
 
@@ -169,7 +126,7 @@ def arrived(request_id: str) -> Request:
 
 
 def add(request: Request, stage: Stage, start_s: float, end_s: float, **attributes: int | str) -> None:
-    """Record a span of this process. Does nothing if the timeline is off, or for `NOBODY`.
+    """Record a span of this process. Does nothing without traces, or for `NOBODY`. Thread-safe.
 
     Traces join the spans of a stage: they add up numbers of ``attributes``, and list words.
     """

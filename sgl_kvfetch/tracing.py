@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -26,6 +27,7 @@ from sgl_kvfetch.timeline import Recorded, Request
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
+_CLOSE_S = 2.0  # how long closing may wait for a collector
 
 
 def _log_seldom(record: logging.LogRecord) -> bool:
@@ -35,7 +37,8 @@ def _log_seldom(record: logging.LogRecord) -> bool:
 
 
 class Traces:
-    """An `Output` of the timeline. The SDK's queue is bounded: spans are dropped while no collector takes them."""
+    """Hands spans to the SDK, whose queue has no lock and a thread of its own. The queue is bounded: spans are dropped
+    while no collector takes them. Thread-safe."""
 
     def __init__(self, rank: str) -> None:
         for name in (OTLPSpanExporter.__module__, "opentelemetry.sdk._shared_internal"):
@@ -47,23 +50,24 @@ class Traces:
         self._scope = InstrumentationScope("sgl_kvfetch", __version__)
         self._to_wall_s = time.time() - time.monotonic()
 
-    def write(self, spans: Sequence[Recorded]) -> None:
-        for span in spans:
-            request, stage = span.request, span.stage
-            if not request.traceparent:
-                continue
-            if stage in ("transmit", "decode", "restore"):
-                request.parts.append(span)
-            elif stage in ("parked", "lookup"):
-                name = "kvfetch.fetch" if stage == "parked" else "kvfetch.lookup"
-                self._export(request, name, span.start_s, span.end_s, span.attributes)
-            elif stage is None:
-                self._export_parts(request)
+    def add(self, span: Recorded) -> None:
+        """Export a span; of a stage with many parts, keep it until the fetch ends."""
+        request, stage = span.request, span.stage
+        if not request.traceparent:
+            return
+        if stage in ("transmit", "decode", "restore"):
+            request.parts.append(span)
+        elif stage in ("parked", "lookup"):
+            name = "kvfetch.fetch" if stage == "parked" else "kvfetch.lookup"
+            self._export(request, name, span.start_s, span.end_s, span.attributes)
+        elif stage is None:
+            self._export_parts(request)
 
     def _export_parts(self, request: Request) -> None:
         """Export one span for each stage that has many parts, from the first one's start to the last one's end."""
-        for stage in dict.fromkeys(part.stage for part in request.parts):
-            parts = [part for part in request.parts if part.stage == stage]
+        all_parts, request.parts = request.parts, []  # threads of a cancelled fetch may add more
+        for stage in dict.fromkeys(part.stage for part in all_parts):
+            parts = [part for part in all_parts if part.stage == stage]
             about: dict[str, int | float | str] = {
                 "parts": len(parts),
                 "busy_s": round(sum(part.end_s - part.start_s for part in parts), 6),
@@ -74,10 +78,12 @@ class Traces:
                 about[key] = ",".join(dict.fromkeys(map(str, values))) if is_text else sum(map(int, values))
             start_s, end_s = min(part.start_s for part in parts), max(part.end_s for part in parts)
             self._export(request, f"kvfetch.{stage}", start_s, end_s, about)
-        request.parts.clear()
 
     def close(self) -> None:
-        self._processor.shutdown()
+        """Export what is queued. Wait for that, but not for a collector that hangs. Idempotent."""
+        closing = threading.Thread(target=self._processor.shutdown, name="kvfetch-traces", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
 
     def _export(
         self, request: Request, name: str, start_s: float, end_s: float, attributes: Mapping[str, int | float | str]

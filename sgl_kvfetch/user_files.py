@@ -71,6 +71,14 @@ def read_text(path: str | Path, what: str) -> str:
         raise ConfigError(f"{what} {path} cannot be read: it is not UTF-8") from None  # which would show the content
 
 
+def write_file(path: Path, content: bytes, what: str) -> None:
+    """Write a file. ``what`` begins the error. Raises ConfigError."""
+    try:
+        path.write_bytes(content)
+    except OSError as e:
+        raise ConfigError(f"{what} {path} cannot be written: {e.strerror or e}") from e
+
+
 def read_secret_lines(path: str | Path, what: str) -> list[str]:
     """Return the lines of a file of secrets that are not blank, stripped. Warn if all users may read the file. Raises
     ConfigError if a line is not printable ASCII."""

@@ -70,7 +70,21 @@ def has_cuda() -> bool:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def imported_sglang() -> Iterator[ImportedSGLang | None]:
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let what servers keep of stores in the user's cache, such as audits, lie with the tests' files. What others keep
+    there, such as compiled code, stays where it is."""
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    ours = tmp_path_factory.mktemp("cache")
+    for name in ("torch_extensions", "sglang", "tvm-ffi", "huggingface", "matplotlib", "pip"):
+        (users / name).mkdir(parents=True, exist_ok=True)
+    for folder in users.iterdir():
+        if folder.name != "sgl_kvfetch":
+            (ours / folder.name).symlink_to(folder)
+    os.environ["XDG_CACHE_HOME"] = str(ours)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported_sglang(_own_cache: None) -> Iterator[ImportedSGLang | None]:
     """With an accelerator, None: its context does not survive a fork."""
     context: AbstractContextManager[ImportedSGLang | None]
     context = nullcontext() if has_accelerator() else servers_find_sglang_imported()

@@ -170,6 +170,36 @@ def test_a_collector_that_is_down_is_reported_once(
     assert "batch" in warning.getMessage()
 
 
+def test_nothing_is_recorded_unless_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "_process", None)
+    timeline.start(1, {})
+    assert not timeline.is_traced()
+    timeline.add(Request("a"), "parked", 1.0, 2.0)
+    timeline.fetched(Request("a"))
+    assert timeline.arrived("b").traceparent == ""
+
+
+@pytest.mark.usefixtures("traced")
+def test_parts_of_all_threads_are_one_span_and_nobodys_are_none(receiver: OtlpReceiver) -> None:
+    request = timeline.arrived("r")
+
+    def add() -> None:
+        for i in range(500):
+            timeline.add(request, "transmit", i, i + 0.5, bytes=1)
+            timeline.add(timeline.NOBODY, "transmit", i, i + 0.5, bytes=1)
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    timeline.fetched(request)
+    timeline.fetched(timeline.NOBODY)
+    timeline.close()
+    (span,) = receiver.spans
+    assert (span.attributes["kvfetch.parts"], span.attributes["kvfetch.bytes"]) == (2000, 2000)
+
+
 def test_traces_are_off_unless_they_are_asked_for() -> None:
     off: tuple[dict[str, str], ...] = ({}, {"OTEL_TRACES_EXPORTER": "none"}, ON | {"OTEL_SDK_DISABLED": "true"})
     assert [check_tracing(environ) for environ in off] == [None] * 3

@@ -4,20 +4,100 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 from xxhash import xxh3_64
 
 from benchmarks.sharegpt.conversations import Conversation
-from sgl_kvfetch.tools.sglang_server import StreamedAnswer, StreamError, stream_generate
+from sgl_kvfetch.tools.sglang_server import TIERS, cached_by_tier
+
+_SAID_CHARS = 500
+_LINE_BYTES = 1 << 20  # an event repeats all of its answer's tokens
 
 # By conversation and turn: the answers in the histories. All runs repeat those of the first run, so that every run
 # sends the same prompts, even if a lossy cache changes the model's answers.
 Transcript = dict[tuple[int, int], list[int]]
+
+
+class StreamError(Exception):
+    """The server refused or aborted a request. The message holds the server's answer."""
+
+
+@dataclass
+class StreamedAnswer:
+    """``ttft_s`` is the time from sending to the first token. ``itl_s`` holds the gap before each later token; tokens
+    of one event share the gap before it. ``cached``: the prompt's tokens that were not computed, by tier."""
+
+    output_ids: list[int] = field(default_factory=list)
+    ttft_s: float = 0.0
+    e2e_s: float = 0.0
+    itl_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Return the mean time per later token, or None if there is none."""
+        return sum(self.itl_s) / len(self.itl_s) if self.itl_s else None
+
+    def add(self, event: dict[str, Any], since_s: float) -> None:
+        """Add a stream's event that arrived ``since_s`` after sending. Raises StreamError if the request failed."""
+        if "error" in event:
+            raise StreamError(f"the server answered: {json.dumps(event['error'])[:_SAID_CHARS]}")
+        meta = event["meta_info"]
+        reason = meta.get("finish_reason") or {}
+        if reason.get("type") == "abort":
+            raise StreamError(f"the server aborted the request: {reason.get('message', reason)}"[:_SAID_CHARS])
+        # An event repeats all tokens so far; with --incremental-streaming-output it carries only the new ones.
+        ids, num_before = list(event["output_ids"]), len(self.output_ids)
+        self.output_ids = ids if len(ids) == meta["completion_tokens"] else self.output_ids + ids
+        num_new = len(self.output_ids) - num_before
+        if num_new <= 0:
+            return
+        if num_before == 0:
+            self.ttft_s = since_s
+            self.itl_s = [0.0] * (num_new - 1)
+        else:
+            self.itl_s += [(since_s - self.e2e_s) / num_new] * num_new
+        self.e2e_s = since_s
+        self.prompt_tokens = meta["prompt_tokens"]
+        self.cached = cached_by_tier(meta)
+
+
+async def stream_generate(
+    session: aiohttp.ClientSession,
+    url: str,
+    input_ids: Sequence[int],
+    max_new_tokens: int,
+) -> StreamedAnswer:
+    """Generate exactly ``max_new_tokens`` tokens, greedily.
+
+    Raises StreamError, aiohttp.ClientError, and TimeoutError after the session's timeout.
+    """
+    body: dict[str, Any] = {
+        "input_ids": list(input_ids),
+        "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True},
+        "stream": True,
+    }
+    answer = StreamedAnswer()
+    started_s = time.perf_counter()
+    async with session.post(f"{url}/generate", json=body, read_bufsize=_LINE_BYTES) as response:
+        if response.status != 200:
+            said = (await response.text())[:_SAID_CHARS]
+            raise StreamError(f"status {response.status}: {said}")
+        async for line in response.content:
+            data = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
+                answer.add(json.loads(data), time.perf_counter() - started_s)
+    if len(answer.output_ids) != max_new_tokens:
+        raise StreamError(f"the stream ended after {len(answer.output_ids)} of {max_new_tokens} tokens")
+    return answer
 
 
 @dataclass

@@ -13,10 +13,10 @@ import numpy as np
 
 from benchmarks.machine import machine, versions
 from benchmarks.report import COLOURS, figure
-from benchmarks.sharegpt.load import Result
+from benchmarks.sharegpt.load import Result, StreamedAnswer
 from benchmarks.sharegpt.workload import Run
 from benchmarks.stats import distribution
-from sgl_kvfetch.tools.sglang_server import TIERS, StreamedAnswer
+from sgl_kvfetch.tools.sglang_server import TIERS
 
 FORMAT = 1
 TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "whole request"}

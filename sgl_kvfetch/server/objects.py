@@ -45,7 +45,7 @@ _SENDFILE_BYTES = 1 << 20  # by one call, which keeps the event loop from anythi
 _TLS_PIECE_BYTES = 256 << 10
 _RECENT_S = 5.0
 _MAX_RECENT = 4096
-_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")
+_NO_BYTES = re.compile("bytes=-0+")  # aiohttp takes it for all
 
 
 class ObjectHandlers:
@@ -153,14 +153,18 @@ class ObjectHandlers:
         return _no_note(request)
 
     async def _send(self, request: web.Request, opened: OpenObject) -> web.StreamResponse:
+        """Answer with a file, or with the range of it that the request asks for."""
         size = opened.info.size_bytes
-        start, end = 0, size
         response = web.StreamResponse(headers=_headers(opened.info))
-        if "Range" in request.headers:
-            try:
-                start, end = parse_range(request.headers["Range"], size)
-            except RangeError as e:
-                answer = error_answer(416, "range", str(e))
+        try:
+            start, end, _ = request.http_range.indices(size)
+        except ValueError:
+            start = end = size
+        if (header := request.headers.get("Range")) is not None:
+            # RFC 9110 would ignore malformed and multiple ranges, and send the whole object: a large answer to a
+            # mistake. Our clients send neither, so both are errors.
+            if start >= end or _NO_BYTES.fullmatch(header):
+                answer = error_answer(416, "range", f"expected one range within {size} bytes, found {header[:80]!r}")
                 answer.headers["Content-Range"] = f"bytes */{size}"
                 return answer
             response.set_status(206)
@@ -339,28 +343,3 @@ class Opener:
             self._recent[name] = now_s
             self._recent.move_to_end(name)
         return opened
-
-
-class RangeError(Exception):
-    """The range is malformed or cannot be satisfied."""
-
-
-def parse_range(header: str, size_bytes: int) -> tuple[int, int]:
-    """Return the bytes ``[start, end)`` that the header requests of an object of ``size_bytes``. Raises RangeError.
-
-    RFC 9110 would ignore malformed and multiple ranges, and send the whole object: a large answer to a mistake. Our
-    clients send neither, so both are errors.
-    """
-    match = _RANGE.fullmatch(header.strip())
-    if match is None or match[1] == match[2] == "":
-        raise RangeError(f"malformed range {header[:80]!r}; expected one range, as in bytes=0-99")
-    if match[1] == "":
-        start, end = max(0, size_bytes - int(match[2])), size_bytes
-    else:
-        start = int(match[1])
-        end = min(int(match[2]) + 1, size_bytes) if match[2] else size_bytes
-        if match[2] and int(match[2]) < start:
-            raise RangeError(f"range {header[:80]!r} ends before it starts")
-    if start >= end:
-        raise RangeError(f"range {header[:80]!r} lies outside the object's {size_bytes} bytes")
-    return start, end

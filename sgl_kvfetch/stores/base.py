@@ -244,6 +244,12 @@ class Store(ABC):
         """Release sockets and threads. Idempotent."""
 
 
+async def bytes_read(store: Store, name: str, start: int, length: int) -> bytes | None:
+    """Return what `Store.read` reads; None if the object is missing. Raises StoreError."""
+    into = bytearray(length)
+    return bytes(into) if await store.read(name, start, [memoryview(into)]) else None
+
+
 class WrappedStore(Store):
     """Base of stores that change how another store is read. It forwards all other operations to that store."""
 

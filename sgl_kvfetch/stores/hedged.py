@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore, left_of, require_name
+from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore, bytes_read, left_of, require_name
 
 T = TypeVar("T")
 
@@ -78,8 +78,7 @@ class HedgedStore(WrappedStore):
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         """Hedge manifests and reads with a ``length``. Other whole objects are not hedged: their size is unknown."""
         if length is not None:
-            into = bytearray(length)
-            return bytes(into) if await self.read(name, start, [memoryview(into)]) else None
+            return await bytes_read(self, name, start, length)
         if require_name(name).is_manifest:
             return await HedgedCall(self._lookups, lambda _: self._store.get(name)).run()
         return await self._store.get(name)

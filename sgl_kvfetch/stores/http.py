@@ -36,6 +36,7 @@ from sgl_kvfetch.stores.base import (
     Lookup,
     ObjectInfo,
     SegmentHit,
+    bytes_read,
     fill_pieces,
     left_of,
     object_digest,
@@ -44,7 +45,7 @@ from sgl_kvfetch.stores.base import (
 )
 from sgl_kvfetch.stores.notes import NoteKind
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, environment_proxy, listing_of
-from sgl_kvfetch.stores.transfers import LEAST_SENT_BYTES, RangeReceiver, Sender
+from sgl_kvfetch.stores.transfers import LEAST_SENT_BYTES, Transfers
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -169,23 +170,8 @@ async def read_whole(response: aiohttp.ClientResponse, most: int) -> bytes:
 async def take_range(
     response: aiohttp.ClientResponse, start: int, length: int, take: Callable[[bytes], object]
 ) -> None:
-    """Pass the body of a ranged answer to ``take`` as it arrives. If the server ignored the range, cut it out of the
-    whole object. Raises ``truncated`` if the object ends too early."""
-    if response.status == 200:
-        take(await _cut(response, start, length))
-        return
-    await _require_range(response, start, length)
-    left = length
-    while left:
-        piece = await response.content.read(left)
-        if not piece:
-            _require_length(response, length - left, length)
-        take(piece)
-        left -= len(piece)
-
-
-async def _require_range(response: aiohttp.ClientResponse, start: int, length: int) -> None:
-    """Check the headers of an answer to a ranged request. Raises StoreError."""
+    """Pass the body of a ranged answer to ``take`` as it arrives. Raises StoreError, ``truncated`` if the object ends
+    too early."""
     if response.status == 416:
         raise StoreError("truncated", f"{response.url}: the object ends before byte {start}")
     await require_status(response, 206)
@@ -197,23 +183,13 @@ async def _require_range(response: aiohttp.ClientResponse, start: int, length: i
     if num_bytes != length:
         raise StoreError("truncated", f"{response.url}: expected a range of {length} bytes, found {num_bytes}")
     _require_length(response, response.content_length, length)
-
-
-async def _cut(response: aiohttp.ClientResponse, start: int, length: int) -> bytes:
-    """Return bytes of an answer with the whole object, as of servers that ignore ranges. Raises StoreError."""
-    announced = response.content_length
-    if announced is not None and start + length > announced:
-        raise StoreError("truncated", f"{response.url}: {announced} bytes; expected {length} from byte {start} on")
-    to_skip = start
-    while to_skip:
-        piece = await response.content.read(min(to_skip, 1 << 20))
+    left = length
+    while left:
+        piece = await response.content.read(left)
         if not piece:
-            raise StoreError("truncated", f"{response.url}: the object ends before byte {start}")
-        to_skip -= len(piece)
-    body = await _read_up_to(response, length)
-    _require_length(response, len(body), length)
-    response.close()  # instead of reading the rest
-    return body
+            _require_length(response, length - left, length)
+        take(piece)
+        left -= len(piece)
 
 
 async def _read_up_to(response: aiohttp.ClientResponse, most: int) -> bytes:
@@ -300,8 +276,7 @@ class HttpStore(RemoteStore):
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._session: aiohttp.ClientSession | None = None
-        self._receiver: RangeReceiver | None = None
-        self._sends: Sender | None = None
+        self._moves: Transfers | None = None
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         """Read an object. Raises ``too_large``, too, for more than ``max_object_bytes``, or than a manifest may have.
@@ -309,27 +284,21 @@ class HttpStore(RemoteStore):
         Without ``length``, the size is not known in advance, so the deadline is ``timeout_s``.
         """
         assert not start or length is not None, "a range has a length"
-        most = self._size_limit(name, length or 0)
-        if length == 0:
-            return await self._get_nothing(name, start)
-        return await self._get(f"getting {name}", self._object_url(name), start, length, most)
+        if length is not None:
+            return await bytes_read(self, name, start, length)
+        return await self._get(f"getting {name}", self._object_url(name), self._size_limit(name))
 
-    async def _get(self, what: str, url: str, start: int, length: int | None, most: int) -> bytes | None:
-        """Read all of what has up to ``most`` bytes, or a range."""
-        headers = None if length is None else {"Range": f"bytes={start}-{start + length - 1}"}
+    async def _get(self, what: str, url: str, most: int) -> bytes | None:
+        """Read all of what has up to ``most`` bytes."""
 
         async def attempt() -> bytes | None:
-            async with self._request("GET", url, headers=headers) as response:
+            async with self._request("GET", url) as response:
                 if response.status == 404:
                     return None
-                if length is not None:
-                    body = io.BytesIO()
-                    await take_range(response, start, length, body.write)
-                    return body.getvalue()
                 await require_status(response, 200)
                 return await read_whole(response, most)
 
-        return await self._retried(what, attempt, length or 0)
+        return await self._retried(what, attempt)
 
     async def read(
         self,
@@ -339,8 +308,22 @@ class HttpStore(RemoteStore):
         received: Callable[[int], None] = lambda num_bytes: None,
     ) -> bool:
         """Read a range. A retry continues where the broken attempt ended."""
-        length, position, url = sum(map(len, into)), start, self._object_url(name)
-        self._size_limit(name, length)
+        self._size_limit(name, length := sum(map(len, into)))
+        if not length:
+            return await self._get_nothing(name, start) is not None
+        return await self._read(f"reading {name}", self._object_url(name), start, length, into, received)
+
+    async def _read(
+        self,
+        what: str,
+        url: str,
+        start: int,
+        length: int,
+        into: Sequence[memoryview],
+        received: Callable[[int], None] = lambda num_bytes: None,
+    ) -> bool:
+        """Fill ``into`` with the bytes of ``url`` from byte ``start`` on. Return False if there is nothing there."""
+        position = start
 
         def took(num_bytes: int) -> None:
             nonlocal position
@@ -353,8 +336,8 @@ class HttpStore(RemoteStore):
 
         async def attempt() -> bool:
             left = left_of(into, position - start)
-            receiver = self._range_receiver()
-            if receiver is not None and await receiver.receive(url, position, left, took):
+            transfers = self._transfers()
+            if transfers is not None and await transfers.receive(url, position, left, took):
                 return True
             headers = {"Range": f"bytes={position}-{start + length - 1}"}
             async with self._request("GET", url, headers=headers) as response:
@@ -363,19 +346,17 @@ class HttpStore(RemoteStore):
                 await take_range(response, position, start + length - position, take)
                 return True
 
-        if not length:
-            return await self._get_nothing(name, start) is not None
-        return await self._retried(f"reading {name}", attempt, length)
+        return await self._retried(what, attempt, length)
 
-    def _range_receiver(self) -> RangeReceiver | None:
-        """Return what receives ranges into their places; None behind a proxy, which aiohttp knows how to ask."""
+    def _transfers(self) -> Transfers | None:
+        """Return what moves bytes from and to where they lie; None behind a proxy, which aiohttp knows how to ask."""
         self._require_open()
-        if self._receiver is None and self._proxy is None:
+        if self._moves is None and self._proxy is None:
             options = self.options
-            self._receiver = RangeReceiver(
+            self._moves = Transfers(
                 self.url, self._headers, self._tls, options.connect_timeout_s, options.max_connections
             )
-        return self._receiver
+        return self._moves
 
     async def put(self, name: str, data: Content) -> None:
         """Store an object. If the server demands it, replace a stored manifest by its digest."""
@@ -403,8 +384,8 @@ class HttpStore(RemoteStore):
         headers, url, views = {"Content-Type": wire.BYTES_TYPE, **condition}, self._object_url(name), views_of(data)
 
         async def attempt() -> int:
-            sender = self._sender() if len(data) >= LEAST_SENT_BYTES else None
-            answer = None if sender is None else await sender.send(url, headers, views)
+            transfers = self._transfers() if len(data) >= LEAST_SENT_BYTES else None
+            answer = None if transfers is None else await transfers.send(url, headers, views)
             if answer is not None:
                 require_answer("PUT", url, *answer, expected, "Authorization" in self._headers)
                 return answer.status
@@ -413,13 +394,6 @@ class HttpStore(RemoteStore):
                 return response.status
 
         return await self._retried(what, attempt, len(data)) != 412
-
-    def _sender(self) -> Sender | None:
-        """Return what sends bytes from where they lie; None behind a proxy, which aiohttp knows how to ask."""
-        self._require_open()
-        if self._sends is None and self._proxy is None:
-            self._sends = Sender(self.url, self._headers, self._tls, self.options.connect_timeout_s)
-        return self._sends
 
     async def head(self, name: str) -> ObjectInfo | None:
         """Return size and time. The time is in whole seconds; it is 0 if the server sends none."""
@@ -516,8 +490,11 @@ class HttpStore(RemoteStore):
         return kind.require_list(what, decode_json(what, body, wire.Notes).notes)
 
     async def get_note(self, kind: NoteKind, name: str, length: int | None = None) -> bytes | None:
-        url = self._note_url(kind, name, length)
-        return await self._get(f"getting {kind.one} {name}", url, 0, length, kind.max_bytes)
+        what, url = f"getting {kind.one} {name}", self._note_url(kind, name, length)
+        if length is None:
+            return await self._get(what, url, kind.max_bytes)
+        into = bytearray(length)
+        return bytes(into) if await self._read(what, url, 0, length, [memoryview(into)]) else None
 
     async def put_note(self, kind: NoteKind, name: str, data: bytes) -> None:
         what, url, headers = f"putting {kind.one} {name}", self._note_url(kind, name), {"Content-Type": wire.BYTES_TYPE}
@@ -539,10 +516,8 @@ class HttpStore(RemoteStore):
         session, self._session = self._session, None
         if session is not None:
             await session.close()
-        if self._receiver is not None:
-            self._receiver.close()
-        if self._sends is not None:
-            self._sends.close()
+        if self._moves is not None:
+            self._moves.close()
 
     def _object_url(self, name: str) -> str:
         return f"{self.url}{wire.Route.OBJECTS}/{name}"

@@ -6,7 +6,7 @@ TLS: the kernel moves its bytes from or into the caller's memory without Python'
 once, and beside an event loop that is busy.
 
 A connection carries one request after another. What is rare is left to aiohttp: `http.HttpStore` asks by it whenever
-`RangeReceiver.receive` returns False or `Sender.send` None. So nothing is interpreted twice, and what is rare costs one
+`Transfers.receive` returns False or `Transfers.send` None. So nothing is interpreted twice, and what is rare costs one
 more request.
 """
 
@@ -70,11 +70,9 @@ class _Connections:
         max_connections: int,
         threads: ThreadPoolExecutor,
     ) -> None:
-        """``tls``: for https, as aiohttp takes it. ``max_connections``: requests under way; further ones wait.
-        ``threads``: as many."""
+        """``max_connections``: requests under way; further ones wait. ``threads``: as many."""
         parts = urlsplit(url)
         assert parts.hostname is not None
-        self.host = parts.netloc
         self._url = url
         self._address = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = None if parts.scheme != "https" else ssl.create_default_context() if tls is True else tls
@@ -215,15 +213,8 @@ def _is_readable(sock: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-# Reads
-
-
-class RangeReceiver:
-    """Reads ranges from one server. Belongs to one event loop.
-
-    It understands one answer: status 206 with just the range that was asked for, and its length. Any other (a missing
-    object, a wrong token, a server without ranges, chunks) closes the connection.
-    """
+class Transfers:
+    """Reads ranges from one server, and puts objects to it. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -233,17 +224,23 @@ class RangeReceiver:
         connect_timeout_s: float,
         max_connections: int,
     ) -> None:
-        """``url``: of the server. ``headers``: of each request. The rest is as in `_Connections`."""
-        threads = ThreadPoolExecutor(max_connections, "kvfetch-receive")
-        self._connections = _Connections(url, tls, connect_timeout_s, max_connections, threads)
-        fields = {"Host": self._connections.host, **headers}
-        self._headers = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        """``url``: of the server. ``headers``: of each request. ``tls``: for https, as aiohttp takes it.
+        ``max_connections``: reads under way; further ones wait."""
+
+        def connections(count: int, name: str) -> _Connections:
+            return _Connections(url, tls, connect_timeout_s, count, ThreadPoolExecutor(count, name))
+
+        self._reads = connections(max_connections, "kvfetch-receive")
+        self._sends = connections(_SENDERS, "kvfetch-send")
+        self._headers = {"Host": urlsplit(url).netloc, **headers}
 
     async def receive(self, url: str, start: int, into: Sequence[memoryview], received: Callable[[int], None]) -> bool:
         """Fill ``into`` with the bytes of ``url`` from byte ``start`` on. ``received`` gets the sizes of what has come,
-        soon after it came. Return False, without a byte received, if the answer is not the range that was asked for.
+        soon after it came.
 
-        Raises as `_Connections.run` does.
+        One answer is understood: status 206 with just the range that was asked for, and its length. For any other (a
+        missing object, a wrong token, a server without ranges, chunks), return False, without a byte received. Raises
+        as `_Connections.run` does.
         """
         loop, told = asyncio.get_running_loop(), 0
 
@@ -258,18 +255,34 @@ class RangeReceiver:
                 loop.call_soon_threadsafe(tell)
 
         end = start + sum(map(len, into))
-        head = f"GET {urlsplit(url).path} HTTP/1.1\r\n{self._headers}Range: bytes={start}-{end - 1}\r\n\r\n".encode()
+        fields = {**self._headers, "Range": f"bytes={start}-{end - 1}"}
+        lines = (f"{name}: {value}\r\n" for name, value in fields.items())
+        head = f"GET {urlsplit(url).path} HTTP/1.1\r\n{''.join(lines)}\r\n".encode()
         reading = _Read(head, start, end, into, tell_soon)
         try:
-            is_range = await self._connections.run(reading)
+            is_range = await self._reads.run(reading)
         except OSError:
             tell()
             raise
         tell()
         return bool(is_range)
 
+    async def send(self, url: str, headers: Mapping[str, str], views: Sequence[memoryview]) -> PutAnswer | None:
+        """Put bytes, several objects side by side. Return the answer; None if TLS fails. It may come before all bytes
+        are sent: a server that is full says so at once.
+
+        Raises as `_Connections.run` does, and StoreError if the answer is not HTTP.
+        """
+        fields = {**self._headers, **headers, "Content-Length": str(sum(map(len, views)))}
+        try:
+            return await self._sends.run(_Put(urlsplit(url).path, fields, views))
+        except HTTPException as e:
+            # A traceback would show the server's bytes.
+            raise StoreError("protocol", f"{url}: {printable(str(e)[:500])}") from None
+
     def close(self) -> None:
-        self._connections.close()
+        self._reads.close()
+        self._sends.close()
 
 
 class _Read(_Exchange[bool]):
@@ -344,44 +357,11 @@ class _Read(_Exchange[bool]):
         return version == "HTTP/1.1" and headers.get("connection", "").lower() != "close" if is_range else None
 
 
-# Uploads
-
-
 class PutAnswer(NamedTuple):
     """A status, and the first bytes of the body."""
 
     status: int
     body: bytes
-
-
-class Sender:
-    """Puts objects to one server, several side by side. Belongs to one event loop.
-
-    It returns whatever the server answers, also before all bytes are sent: a server that is full says so at once.
-    """
-
-    def __init__(
-        self, url: str, headers: Mapping[str, str], tls: ssl.SSLContext | bool, connect_timeout_s: float
-    ) -> None:
-        """``url``: of the server. ``headers``: of each request. The rest is as in `_Connections`."""
-        threads = ThreadPoolExecutor(_SENDERS, "kvfetch-send")
-        self._connections = _Connections(url, tls, connect_timeout_s, _SENDERS, threads)
-        self._headers = {"Host": self._connections.host, **headers}
-
-    async def send(self, url: str, headers: Mapping[str, str], views: Sequence[memoryview]) -> PutAnswer | None:
-        """Put bytes. Return the answer; None if TLS fails.
-
-        Raises as `_Connections.run` does, and StoreError if the answer is not HTTP.
-        """
-        fields = {**self._headers, **headers, "Content-Length": str(sum(map(len, views)))}
-        try:
-            return await self._connections.run(_Put(urlsplit(url).path, fields, views))
-        except HTTPException as e:
-            # A traceback would show the server's bytes.
-            raise StoreError("protocol", f"{url}: {printable(str(e)[:500])}") from None
-
-    def close(self) -> None:
-        self._connections.close()
 
 
 class _Put(_Exchange[PutAnswer]):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sgl_kvfetch.codec import Manifest, decode_manifest, num_droppable, signed_by
 from sgl_kvfetch.codec.container.partial import coarser_by
@@ -39,16 +39,6 @@ LIVE_RANK_SQL = ", ".join(_COLUMNS)  # to sort segments that have not expired, i
 _MOST_FOLDERS = 64
 
 
-class Objects(Protocol):
-    """The methods of a ``Store`` that are enough to list and read all objects."""
-
-    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None: ...
-
-    def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]: ...
-
-    async def close(self) -> None: ...
-
-
 @dataclass(slots=True)
 class StoredSegment:
     """The objects of one segment. Without a manifest, they are only data that no lookup finds."""
@@ -70,10 +60,10 @@ class StoredSegment:
         return max(info.modified_s for info in infos)
 
 
-async def list_segments(objects: Objects, prefix: str) -> list[StoredSegment]:
+async def list_segments(store: AdminStore, prefix: str) -> list[StoredSegment]:
     """List the segments whose objects' names start with ``prefix``, sorted by name."""
     segments: dict[str, StoredSegment] = {}
-    async for info in objects.list(prefix):
+    async for info in store.list(prefix):
         parsed = parse_object_name(info.name)
         segment = segments.setdefault(parsed.segment.stem, StoredSegment(parsed.segment))
         if parsed.is_manifest:
@@ -83,18 +73,18 @@ async def list_segments(objects: Objects, prefix: str) -> list[StoredSegment]:
     return [segments[stem] for stem in sorted(segments)]
 
 
-async def read_manifest(objects: Objects, name: str) -> Manifest | None:
+async def read_manifest(store: Store, name: str) -> Manifest | None:
     """Read and decode a manifest; None if it is gone. Raises FormatError, also if it belongs under another name."""
-    content = await objects.get(name)
+    content = await store.get(name)
     return None if content is None else decode_named_manifest(content, name)
 
 
-async def first_readable_manifest(objects: Objects, segments: Iterable[StoredSegment]) -> Manifest | None:
+async def first_readable_manifest(store: Store, segments: Iterable[StoredSegment]) -> Manifest | None:
     """Read the first manifest that is there and decodes; None if there is none. Raises StoreError
     if the store cannot be used."""
     for segment in segments:
         try:
-            manifest = await read_manifest(objects, segment.key.manifest_name)
+            manifest = await read_manifest(store, segment.key.manifest_name)
         except FormatError:
             continue  # ``kvfetch verify`` reports those
         except StoreError as e:
@@ -125,7 +115,7 @@ def folders_named(name: str, names: Mapping[str, FolderNames]) -> set[str]:
     }
 
 
-async def names_of_folders(objects: Objects, segments: Iterable[StoredSegment]) -> dict[str, FolderNames]:
+async def names_of_folders(store: Store, segments: Iterable[StoredSegment]) -> dict[str, FolderNames]:
     """Return what each folder is called; a folder has no name if none of its manifests can be read. Raises StoreError.
 
     Reads one manifest a folder, the first. In a directory, reading counts as a use: begin with the last used segments.
@@ -135,7 +125,7 @@ async def names_of_folders(objects: Objects, segments: Iterable[StoredSegment]) 
         folders.setdefault(segment.key.namespace, []).append(segment)
     names = {}
     for folder, inside in folders.items():
-        manifest = await first_readable_manifest(objects, inside)
+        manifest = await first_readable_manifest(store, inside)
         names[folder] = FolderNames("", Labels())
         if manifest is not None:
             names[folder] = FolderNames(manifest.namespace.model, manifest.labels)

@@ -23,6 +23,7 @@ from sgl_kvfetch.tools.sglang_server import (
     ask_server,
     cached_by_tier,
     flush_cache,
+    generate,
     open_server,
     served_model,
     server_info,
@@ -103,14 +104,7 @@ def audit(
     metrics: Annotated[
         int | None, option("PORT", "With --every: serve metrics for Prometheus there.", min=1, max=65535)
     ] = None,
-    as_json: Annotated[
-        bool,
-        json_flag(
-            "an object with server, model, most_kl, skipped_prompts and groups, each with name, source, num_prompts, "
-            "prompt_tokens, cached_tokens, num_positions, kl, longest_kl, repeated_kl, same_first_tokens, "
-            "same_answers and is_sound"
-        ),
-    ] = False,
+    as_json: Annotated[bool, json_flag(AuditResult)] = False,
 ) -> None:
     """Ask a running server twice for the same answers, from its caches and computed, and compare the probabilities.
 
@@ -309,15 +303,12 @@ class _Engine:
 
     async def ask(self, prompt: Sequence[int], cache_salt: str | None) -> TopAnswer:
         """Return the answer to a prompt, greedily. Raises StoreError."""
-        salt = {} if cache_salt is None else {"cache_salt": cache_salt}
         if self.is_sglang:
-            sampling = {"max_new_tokens": self.num_tokens, "temperature": 0.0, "ignore_eos": True}
-            body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": _TOP}
-            meta = json.loads(await ask_server(self.session, "POST", f"{self.server}/generate", body | salt))[
-                "meta_info"
-            ]
+            logprobs = {"return_logprob": True, "top_logprobs_num": _TOP}
+            meta = await generate(self.session, self.server, prompt, self.num_tokens, cache_salt, **logprobs)
             tops = [{token: logprob for logprob, token, _ in top} for top in meta["output_top_logprobs"]]
             return TopAnswer([token for _, token, _ in meta["output_token_logprobs"]], tops, cached_by_tier(meta))
+        salt = {} if cache_salt is None else {"cache_salt": cache_salt}
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": self.num_tokens, "temperature": 0.0,
             "ignore_eos": True, "logprobs": _TOP,

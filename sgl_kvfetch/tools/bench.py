@@ -6,10 +6,11 @@ import asyncio
 import math
 import secrets
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from aiohttp import ClientSession
@@ -19,15 +20,14 @@ from rich.table import Table
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.tools.bench_prompts import Group, longest_prompt, make_groups, parse_lengths
 from sgl_kvfetch.tools.sglang_server import (
-    StreamedAnswer,
-    StreamError,
+    cached_by_tier,
     flush_cache,
+    generate,
     open_server,
     queued_text,
     served_model,
     server_info,
     server_samples,
-    stream_generate,
     tokenise_on,
     total,
 )
@@ -99,14 +99,7 @@ def bench(
         float, option("SECONDS", "How long to wait until the prompts are stored.", "--timeout", min=0)
     ] = 60.0,
     plot: Annotated[Path | None, option("FILE", "Draw the times as a PNG. Needs matplotlib.")] = None,
-    as_json: Annotated[
-        bool,
-        json_flag(
-            "an object with server, reader, model, sglang_version, page_size, concurrency, skipped_prompts and groups, "
-            "each with name, num_prompts, prompt_tokens, and, as computed and as fetched, p50_s, p95_s, all_s, "
-            "cached_tokens, stored_tokens, wire_bytes and raw_bytes"
-        ),
-    ] = False,
+    as_json: Annotated[bool, json_flag(BenchResult)] = False,
 ) -> None:
     """Measure the time to first token on a running server: of prompts that it computes, and of the same ones fetched.
 
@@ -202,7 +195,7 @@ class _Run:
         metrics = _Metrics(self._session, server)
         await self._send_some(metrics, group.name, [("first", group.prompts[0])], wait_s)
         before = await metrics.read()
-        answers: list[StreamedAnswer] = []
+        answers: list[_Answer] = []
         numbered = [(str(number), prompt) for number, prompt in enumerate(group.prompts)]
         for start in range(0, len(numbered), self._concurrency):
             some = numbered[start : start + self._concurrency]
@@ -221,21 +214,29 @@ class _Run:
 
     async def _send_some(
         self, metrics: _Metrics, name: str, prompts: Sequence[tuple[str, list[int]]], wait_s: float | None
-    ) -> list[StreamedAnswer]:
+    ) -> list[_Answer]:
         before = await metrics.read()
-        requests = [
-            stream_generate(self._session, metrics.server, prompt, 1, cache_salt=f"{self._salt} {name} {number}")
-            for number, prompt in prompts
-        ]
-        try:
-            answers = await asyncio.gather(*requests)
-        except StreamError as e:
-            raise StoreError("server", f"{metrics.server}: {e}") from e
+        answers = await asyncio.gather(
+            *(self._ask(metrics.server, prompt, f"{self._salt} {name} {number}") for number, prompt in prompts)
+        )
         self._progress.advance(self._task, len(prompts))
         if wait_s is not None:
             num_pages = sum(len(prompt) // self._page_size for _, prompt in prompts)
             await metrics.wait_until_written(before, num_pages, wait_s)
         return answers
+
+    async def _ask(self, server: str, prompt: Sequence[int], cache_salt: str) -> _Answer:
+        """Have a prompt's first token generated: when the answer is there, so is the token."""
+        began_s = time.perf_counter()
+        meta = await generate(self._session, server, prompt, 1, cache_salt)
+        return _Answer(time.perf_counter() - began_s, cached_by_tier(meta))
+
+
+class _Answer(NamedTuple):
+    """``cached``: the prompt's tokens that were not computed, by tier."""
+
+    ttft_s: float
+    cached: dict[str, int]
 
 
 class _Sample(Struct, frozen=True):

@@ -70,7 +70,7 @@ def doctor(
     store_only: Annotated[
         bool, option(None, "Check the store alone, on a machine without SGLang.", "--store-only")
     ] = False,
-    as_json: Annotated[bool, json_flag("a list of checks, each with name, status, found and advice")] = False,
+    as_json: Annotated[bool, json_flag(list[Check])] = False,
 ) -> None:
     """Check a store and what this machine can do, and say how to fix each "no".
 
@@ -356,7 +356,7 @@ def check_store(url: str, access: StoreAccess) -> list[Check]:
     store, url, has_token = _open(url, access)
     parts = urlsplit(url)
     checks = [_check_directory(Path(unquote(parts.path)))] if parts.scheme == "file" else []
-    return checks + asyncio.run(_ask(store, url, has_token=has_token))
+    return checks + asyncio.run(_ask(store, url, access, has_token))
 
 
 def _open(url: str, access: StoreAccess) -> tuple[AdminStore, str, bool]:
@@ -379,14 +379,14 @@ def _check_directory(path: Path) -> Check:
     return Check("store writable", "yes", str(path) if existing == path else f"{path}, created at the first write")
 
 
-async def _ask(store: AdminStore, url: str, *, has_token: bool) -> list[Check]:
+async def _ask(store: AdminStore, url: str, access: StoreAccess, has_token: bool) -> list[Check]:
     started_s = time.perf_counter()
     try:
         # A random page is stored nowhere. An empty answer shows that lookups work.
         namespace = f"{secrets.token_hex(16)}.0-1"
         await store.lookup(namespace, [secrets.token_bytes(PAGE_HASH_BYTES)])
     except StoreError as e:
-        return _failed(e, url, has_token)
+        return _failed(e, url, access)
     finally:
         await store.close()
     took_ms = 1000 * (time.perf_counter() - started_s)
@@ -428,16 +428,11 @@ def check_models(url: str, access: StoreAccess) -> list[Check]:
     return rows or [Check(MODELS, "yes", f"{len(models)}, each under one set of flags" if models else "none yet")]
 
 
-def _failed(error: StoreError, url: str, has_token: bool) -> list[Check]:
-    match error.reason:
-        case "refused" | "timeout":
-            advice = f"start the store (kvfetch serve), check the address, firewalls and proxies: {url}"
-            return [Check("store reachable", "no", str(error), advice)]
-        case "unauthorised":
-            if url.startswith("s3:"):
-                advice = "check the credentials (AWS_* in the environment), and that they may list the bucket"
-                return [Check("store reachable", "yes", url), Check("store authorised", "no", str(error), advice)]
-            advice = "check the token" if has_token else "give the store's token: --token-file, or KVFETCH_TOKEN"
-            return [Check("store reachable", "yes", url), Check("store authorised", "no", str(error), advice)]
-    advice = f"check that {url} is a kvfetch store, and read its log"
-    return [Check("store reachable", "yes", url), Check("store lookup", "no", str(error), advice)]
+def _failed(error: StoreError, url: str, access: StoreAccess) -> list[Check]:
+    from sgl_kvfetch.tools.target import advice
+
+    what_to_do = advice(error, access.token_source) or f"check that {url} is a kvfetch store, and read its log"
+    if error.reason in ("refused", "timeout"):
+        return [Check("store reachable", "no", str(error), what_to_do)]
+    name = "store authorised" if error.reason == "unauthorised" else "store lookup"
+    return [Check("store reachable", "yes", url), Check(name, "no", str(error), what_to_do)]

@@ -10,12 +10,12 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sgl_kvfetch.tools.target import run_on_store
+from sgl_kvfetch.tools.target import StorePart, run_on_part
 from sgl_kvfetch.tools.terminal import (
     KeyFiles,
     PartArgument,
@@ -30,8 +30,7 @@ from sgl_kvfetch.tools.terminal import (
 )
 
 if TYPE_CHECKING:  # these load torch and codecs
-    from sgl_kvfetch.stores import AdminStore
-    from sgl_kvfetch.tools.encoder import Encoder, Step, Tally
+    from sgl_kvfetch.tools.encoder import Encoder, Tally
 
 _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
 _MAX_OBJECT_BYTES = 4 << 30  # the default limit of ``kvfetch serve``
@@ -74,7 +73,7 @@ def encode(
             "deleted_bytes and failures"
         ),
     ] = False,
-    verbose: Annotated[bool, option(None, "Print each step on stderr.", "--verbose", "-v")] = False,
+    verbose: Annotated[bool, option(None, "Log each step on stderr.", "--verbose", "-v")] = False,
 ) -> None:
     """Encode segments that servers wrote with a fast codec as video, at one or more resolutions.
 
@@ -95,25 +94,20 @@ def encode(
     from sgl_kvfetch.stores import HttpOptions
     from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, make_targets
 
-    url, _, prefix = store.partition("#")
     options = EncodeOptions(
         targets=make_targets(codec.split(","), resolutions.split(",")),
-        prefix=prefix,
         keep_source=keep_source,
         grace_s=grace_s,
         workers=workers,
     )
     reporter = _Reporter(verbose)
 
-    async def work(opened: AdminStore) -> None:
+    async def work(part: StorePart) -> None:
         made = Encoder(
-            opened,
-            options,
+            part.store,
+            replace(options, prefix=part.prefix),
             keys=keys,
-            on_step=reporter.step,
-            on_total=reporter.total,
-            on_segment=reporter.segment_done,
-            on_wait=partial(reporter.waiting, grace_s=grace_s),
+            on_progress=reporter.show,
         )
         reporter.tally = made.tally
         await _encode(made, poll_interval_s if watch else None)
@@ -122,7 +116,7 @@ def encode(
         http = HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES)
         keys = key_files.read()
         try:
-            run_on_store(url, access, work, options=http)
+            run_on_part(store, access, work, options=http)
         except KeyboardInterrupt:
             with contextlib.suppress(typer.Exit):
                 show(reporter.tally, as_json, _lines(reporter.tally), reporter.tally.failures)
@@ -146,7 +140,7 @@ async def _encode(encoder: Encoder, poll_s: float | None) -> None:
 
 
 class _Reporter:
-    """Shows a progress bar, or a line every ten seconds if it is disabled; with ``verbose``, also each step."""
+    """Shows a progress bar, or a line every ten seconds if it is disabled; with ``verbose``, logs each step."""
 
     def __init__(self, verbose: bool) -> None:
         """Make the progress bar, and set up logging."""
@@ -163,33 +157,15 @@ class _Reporter:
         show_log(
             logging.INFO if verbose else logging.WARNING, logging.StreamHandler() if self.progress.disable else above
         )
-        self.progress.add_task("", total=None, sizes="looking")
-        (self._task,) = self.progress.tasks
-        self._verbose = verbose
+        self._task = self.progress.add_task("", total=None, sizes="looking")
         self._said_s = time.monotonic()
 
-    def step(self, step: Step, name: str) -> None:
-        if self._verbose:
-            print(f"{step} {name}", file=sys.stderr, flush=True)
-
-    def total(self, segments: int) -> None:
-        self.progress.update(self._task.id, total=(self._task.total or 0) + segments, sizes="")
-
-    def waiting(self, data_objects: int, *, grace_s: float) -> None:
-        """Say why nothing happens: readers that hold an old manifest may still read what it names (--grace)."""
-        self.progress.console.print(
-            f"kvfetch: waiting up to {grace_s:g} s before {data_objects} replaced data objects are deleted, since "
-            "readers may still use them (--grace); Ctrl-C leaves them to the next run",
-            soft_wrap=True,
-        )
-
-    def segment_done(self) -> None:
-        sizes = _sizes(self.tally)
-        self.progress.update(self._task.id, advance=1, sizes=sizes)
+    def show(self, finished: int, total: int) -> None:
+        """Say that so many segments, of so many, were encoded or failed."""
+        self.progress.update(self._task, completed=finished, total=total, sizes=_sizes(self.tally))
         if self.progress.disable and time.monotonic() - self._said_s >= _LINE_EVERY_S:
             self._said_s = time.monotonic()
-            done = f"{self._task.completed:.0f} of {self._task.total:.0f}"
-            print(f"{done} segments, {sizes}", file=sys.stderr, flush=True)
+            print(f"{finished} of {total} segments, {_sizes(self.tally)}", file=sys.stderr, flush=True)
 
 
 def _sizes(tally: Tally) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -34,7 +34,6 @@ from sgl_kvfetch.codec import (
     SegmentReader,
     StoreKeys,
     Variant,
-    decode_manifest,
     layouts_of,
     open_manifest,
     quantiser_from_identity,
@@ -202,8 +201,6 @@ def verify_variant(
 
 T = TypeVar("T")
 
-Step = Literal["list", "read", "encode", "put", "check", "replace", "replaced", "delete"]
-
 _MANIFEST_READS = 16  # concurrent
 _MAX_ROUNDS = 3  # rounds are repeated for segments that change while they are encoded
 
@@ -243,10 +240,8 @@ class _Stopped(Exception):
 class Encoder:
     """Encodes the segments of one store. Belongs to one event loop.
 
-    Callbacks: ``on_step`` gets each step and its object's name (or the prefix), ``on_total`` the number of segments
-    that a round has to encode; ``on_segment`` is called after each of them, encoded or not. ``on_wait`` gets the number
-    of replaced data objects before `run_once` waits for their grace period.
-    With ``keys``, signs and encrypts, and encodes only what is signed and encrypted.
+    ``on_progress`` gets how many segments have been dealt with, of how many that are to be encoded; each step is logged
+    with its object's name. With ``keys``, signs and encrypts, and encodes only what is signed and encrypted.
     """
 
     def __init__(
@@ -255,22 +250,16 @@ class Encoder:
         options: EncodeOptions,
         *,
         keys: StoreKeys = NO_KEYS,
-        on_step: Callable[[Step, str], None] = lambda step, name: None,
-        on_total: Callable[[int], None] = lambda segments: None,
-        on_segment: Callable[[], None] = lambda: None,
-        on_wait: Callable[[int], None] = lambda data_objects: None,
+        on_progress: Callable[[int, int], None] = lambda finished, total: None,
     ) -> None:
-        """``on_step``, ``on_total``, ``on_segment`` and ``on_wait`` tell how far it is. The options bound its
-        threads."""
+        """Do nothing yet. The options bound its threads."""
         self.tally = Tally()
         self.garbage = Garbage(store, options.grace_s)
         self._objects = store
         self._store = with_keys(store, keys)
         self._options = options
-        self._on_step = on_step
-        self._on_total = on_total
-        self._on_segment = on_segment
-        self._on_wait = on_wait
+        self._on_progress = on_progress
+        self._num_finished = self._num_wanted = 0
         self._pool = ThreadPoolExecutor(
             options.workers, "kvfetch-encode", initializer=torch.set_num_threads, initargs=(1,)
         )
@@ -291,7 +280,12 @@ class Encoder:
             if self.tally.num_changed == before:
                 break
         if self.garbage.due_in_s:
-            self._on_wait(len(self.garbage))
+            logger.warning(
+                "waiting up to %g s before %d replaced data objects are deleted, since readers may still use them "
+                "(--grace); Ctrl-C leaves them to the next run",
+                self._options.grace_s,
+                len(self.garbage),
+            )
         while (due_in_s := self.garbage.due_in_s) is not None:
             await asyncio.sleep(due_in_s)
             if not await self._delete_due():
@@ -313,7 +307,7 @@ class Encoder:
         await self._store.require_replace()
         collecting = asyncio.create_task(self._collect())
         try:
-            self._on_step("list", self._options.prefix)
+            logger.info("list %s", self._options.prefix)
             segments = await list_segments(self._objects, self._options.prefix)
             present = {s.key.manifest_name for s in segments if s.manifest is not None}
             for kept in (self._known, self._failed):
@@ -322,7 +316,8 @@ class Encoder:
             work: list[ObjectInfo] = []
             await side_by_side(_MANIFEST_READS, segments, partial(self._look, work))
             if work:
-                self._on_total(len(work))
+                self._num_wanted += len(work)
+                self._on_progress(self._num_finished, self._num_wanted)
                 await side_by_side(self._options.workers, work, self._work)
             await self._delete_due()
         finally:
@@ -349,8 +344,7 @@ class Encoder:
             return
         if known is not None:
             self.garbage.note_named(known)
-            for data_name in stored.data.keys() - known:
-                self.garbage.note_unnamed(data_name, stored.data[data_name].modified_s)
+            self.garbage.note_unnamed(stored.data.keys() - known)
 
     async def _know(self, work: list[ObjectInfo], info: ObjectInfo) -> frozenset[str] | None:
         """Read a manifest if it has changed, and return the names of its data. None if it is gone or failed before.
@@ -390,7 +384,7 @@ class Encoder:
         """Encode one segment. Note its failure, unless the store itself fails, which is raised."""
         name, content = info.name, None
         try:
-            self._on_step("read", name)
+            logger.info("read %s", name)
             content = await self._store.get(name)
             if content is None:
                 raise _Changed
@@ -408,7 +402,8 @@ class Encoder:
             logger.exception("cannot encode %s", name)
             self.tally.failures[name] = repr(e)
         finally:
-            self._on_segment()
+            self._num_finished += 1
+            self._on_progress(self._num_finished, self._num_wanted)
 
     def _note_change(self, name: str) -> None:
         self.tally.num_changed += 1
@@ -427,16 +422,14 @@ class Encoder:
         try:
             await self._check(whole)
             new = whole.encode()
-            self._on_step("replace", name)
+            logger.info("replace %s", name)
             if not await self._store.replace(name, new, object_digest(content)):
                 raise _Changed
         except BaseException:
-            for data_name in whole.data_names - manifest.data_names:
-                self.garbage.note_unnamed(data_name, None)
+            self.garbage.note_unnamed(whole.data_names - manifest.data_names)
             raise
-        self._on_step("replaced", name)
-        for data_name in manifest.data_names - whole.data_names:
-            self.garbage.note_unnamed(data_name, None)
+        logger.info("replaced %s", name)
+        self.garbage.note_unnamed(manifest.data_names - whole.data_names)
         self._encoded.add(name)
         tally = self.tally
         tally.failures.pop(name, None)
@@ -451,13 +444,13 @@ class Encoder:
         opened = await self._run(partial(open_manifest, manifest, keys))
         source = cheapest_variant(opened)
         data, *levels = await self._objects_of(manifest, manifest.variants[source])
-        self._on_step("encode", name)
+        logger.info("encode %s", name)
         coded = await self._run(
             partial(transcode, opened, data, missing, source, levels=levels, before_cell=self._before_cell)
         )
         coded = await self._run(partial(secure_segment, coded, keys))
         for data_name, new in coded.data_objects():
-            self._on_step("put", data_name)
+            logger.info("put %s", data_name)
             # Put it even if it exists: its new age protects it from collection until a manifest names it.
             await self._store.put(data_name, new)
         return coded.manifest
@@ -472,7 +465,7 @@ class Encoder:
             if name in checked:
                 continue
             checked.add(name)
-            self._on_step("check", name)
+            logger.info("check %s", name)
             data, *levels = await self._objects_of(whole, variant)
             await self._run(partial(verify_variant, opened, index, data, levels=levels, before_cell=self._before_cell))
         require_same_content(opened)
@@ -518,19 +511,13 @@ class Encoder:
         return True
 
     def _deleted(self, name: str, num_bytes: int) -> None:
-        self._on_step("delete", name)
+        logger.info("delete %s", name)
         self.tally.num_deleted += 1
         self.tally.deleted_bytes += num_bytes
 
 
 def _data_bytes(manifest: Manifest) -> int:
     return sum(manifest.data_sizes.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _Unnamed:
-    since_s: float  # when this process first saw that no manifest names it
-    modified_s: int | None  # when it was put, if known
 
 
 class Garbage:
@@ -546,7 +533,7 @@ class Garbage:
         self._store = store
         self._grace_s = grace_s
         self._clock = clock
-        self._unnamed: dict[str, _Unnamed] = {}
+        self._unnamed: dict[str, float] = {}  # when this process saw that no manifest names it
 
     def __len__(self) -> int:
         return len(self._unnamed)
@@ -556,15 +543,12 @@ class Garbage:
         """Seconds until the next object may be deleted; None if there is none."""
         if not self._unnamed:
             return None
-        return max(0.0, min(u.since_s for u in self._unnamed.values()) + self._grace_s - self._clock())
+        return max(0.0, min(self._unnamed.values()) + self._grace_s - self._clock())
 
-    def note_unnamed(self, name: str, modified_s: float | None) -> None:
-        """Record that no manifest names this data object. ``modified_s``: see ``ObjectInfo``."""
-        modified = None if modified_s is None else int(modified_s)  # HTTP has whole seconds
-        known = self._unnamed.get(name)
-        if known is not None and known.modified_s in (None, modified):
-            return
-        self._unnamed[name] = _Unnamed(self._clock(), modified)
+    def note_unnamed(self, names: Iterable[str]) -> None:
+        """Record that no manifest names these data objects."""
+        for name in names:
+            self._unnamed.setdefault(name, self._clock())
 
     def note_named(self, names: Iterable[str]) -> None:
         """Record that manifests name these data objects."""
@@ -577,30 +561,18 @@ class Garbage:
         Raises the first StoreError. The object that failed waits for another grace period; the others stay due.
         """
         limit = self._clock() - self._grace_s
-        for name, unnamed in list(self._unnamed.items()):
-            if unnamed.since_s <= limit:
-                try:
-                    await self._delete(name, unnamed, on_delete)
-                except StoreError:
-                    self._unnamed[name] = _Unnamed(self._clock(), unnamed.modified_s)
-                    raise
+        for name in [name for name, since_s in self._unnamed.items() if since_s <= limit]:
+            try:
+                await self._delete(name, on_delete)
+            except StoreError:
+                self._unnamed[name] = self._clock()
+                raise
 
-    async def _delete(self, name: str, unnamed: _Unnamed, on_delete: Callable[[str, int], None]) -> None:
-        manifest_name = parse_object_name(name).segment.manifest_name
-        manifest = await self._store.head(manifest_name)  # first, so that the content read next is not older
-        stored = await self._store.get(manifest_name)
-        is_unnamed = False
-        if stored is not None:
-            with contextlib.suppress(FormatError):  # perhaps a newer version wrote it
-                is_unnamed = name not in decode_manifest(stored).data_names
-        info = await self._store.head(name) if is_unnamed else None
-        if info is None or manifest is None:
-            self._unnamed.pop(name, None)
-        elif unnamed.modified_s not in (None, int(info.modified_s)):
-            self.note_unnamed(name, info.modified_s)  # it was put again: a manifest may soon name it
-        elif info.modified_s > manifest.modified_s:
-            self._unnamed.pop(name, None)
-        else:
-            if await self._store.delete(name):
-                on_delete(name, info.size_bytes)
-            self._unnamed.pop(name, None)
+    async def _delete(self, name: str, on_delete: Callable[[str, int], None]) -> None:
+        manifest = await self._store.head(parse_object_name(name).segment.manifest_name)
+        info = await self._store.head(name)
+        if manifest is not None and info is not None and info.modified_s <= manifest.modified_s:
+            with contextlib.suppress(FormatError):  # perhaps a newer version wrote the manifest
+                if await self._store.delete_unnamed(name):
+                    on_delete(name, info.size_bytes)
+        self._unnamed.pop(name, None)

@@ -93,13 +93,7 @@ def estimate(
     s3_prices: Annotated[
         str, option("USD", "Your prices: a GB a month, 1,000 PUTs and 1,000 GETs. The default is a list price of 2024.")
     ] = _PRICES,
-    as_json: Annotated[
-        bool,
-        json_flag(
-            "an object with verdict, computing_s by prompt length, and codings: by name, each with bytes_per_token, "
-            "source, ttft_s by prompt length, break_even_tokens, stored_bytes and s3_usd_a_month"
-        ),
-    ] = False,
+    as_json: Annotated[bool, json_flag(Estimate)] = False,
 ) -> None:
     """Estimate whether fetching beats computing, and how large and costly a store would be.
 

@@ -9,13 +9,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.table import Table
 
 from sgl_kvfetch.codec import Manifest, RegionLayout, StoreKeys, TileLayout, open_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.stores import profile_rows
+from sgl_kvfetch.stores import list_profiles, profile_rows
 from sgl_kvfetch.stores.upkeep import StoredSegment, decode_named_manifest
 from sgl_kvfetch.tools.profiles import profiles_table
 from sgl_kvfetch.tools.summary import (
@@ -28,11 +27,11 @@ from sgl_kvfetch.tools.summary import (
     summarise_namespaces,
     summarise_segment,
 )
-from sgl_kvfetch.tools.target import OpenTarget, run_on_target
+from sgl_kvfetch.tools.target import StorePart, run_on_part
 from sgl_kvfetch.tools.terminal import (
     KeyFiles,
+    PartArgument,
     StoreAccess,
-    TargetArgument,
     format_age,
     format_ratio,
     format_size,
@@ -42,28 +41,22 @@ from sgl_kvfetch.tools.terminal import (
     show,
 )
 from sgl_kvfetch.types import first_to_last
+from sgl_kvfetch.user_files import write_file
 
 _MAX_PART_ROWS = 256  # of a variant; a manifest may have 400,000
-NAMESPACE_DIGITS, HASH_DIGITS = 12, 16  # enough to be unique, and to use as a prefix of TARGET
+NAMESPACE_DIGITS, HASH_DIGITS = 12, 16  # enough to be unique, and to use as a prefix of STORE
 
 
 def inspect(
-    target: TargetArgument,
+    store: PartArgument,
     key_files: KeyFiles,
     access: StoreAccess,
-    as_json: Annotated[
-        bool,
-        json_flag(
-            "an object with namespaces (all of a store), segments (up to --limit of a part), num_more segments, "
-            "unreadable (errors by name), num_orphans, orphan_bytes and profiles (of a store)"
-        ),
-    ] = False,
+    as_json: Annotated[bool, json_flag(Inspected)] = False,
     limit: Annotated[int, option("COUNT", "Namespaces or segments to show.", min=1)] = 20,
     png: Annotated[
-        Path | None, option("DIRECTORY", "Write the frames of one segment there, as pictures, with a contact sheet.")
+        Path | None, option("FILE", "Draw the first frame of each chunk in one span of one segment.")
     ] = None,
     span: Annotated[int, option("INDEX", "With --png: the span to draw.", min=0)] = 0,
-    max_frames: Annotated[int, option("COUNT", "With --png: most frames to write from a chunk.", min=1)] = 4,
 ) -> None:
     """Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.
 
@@ -80,42 +73,41 @@ def inspect(
 
         kvfetch inspect http://127.0.0.1:8700#4f0c
 
-        kvfetch inspect file:///var/cache/kv#4f0c...e1/8-91ab --png pictures
+        kvfetch inspect file:///var/cache/kv#4f0c...e1/8-91ab --png frames.png
     """
     keys = key_files.read()
 
-    async def look(opened: OpenTarget) -> None:
+    async def look(part: StorePart) -> None:
         """Show one segment, the segments of a part of the store, or its namespaces."""
-        listed = await opened.list_segments()
+        listed = await part.list_segments()
         whole = [s for s in listed if s.manifest is not None]
         orphans = [info for s in listed if s.manifest is None for info in s.data.values()]
         of_orphans = len(orphans), sum(info.size_bytes for info in orphans)
-        is_single = len(whole) == 1 and (opened.prefix != "" or png is not None)
+        is_single = len(whole) == 1 and (part.prefix != "" or png is not None)
         if png is not None and not is_single:
-            raise ConfigError(f"--png expects one segment, {opened.label} holds {len(whole)}; name one as STORE#NAME")
+            raise ConfigError(f"--png expects one segment, {part.label} holds {len(whole)}; name one as STORE#NAME")
         if is_single:
-            manifest, summary = await _read_segment(opened, whole[0], keys)
+            manifest, summary = await _read_segment(part, whole[0], keys)
             show(Inspected([], [summary], 0, {}, *of_orphans), as_json, _segment_tables(summary))
             if png is not None:
-                from sgl_kvfetch.tools.pictures import draw_span
+                from sgl_kvfetch.tools.pictures import draw_sheet
 
-                async for line in draw_span(opened.objects, manifest, png, span, max_frames):
-                    typer.echo(line, err=as_json)
-        elif opened.prefix:
-            segments, unreadable = await _read_segments(opened, whole, keys, limit)
+                write_file(png, await draw_sheet(part.store, manifest, span), "--png")
+        elif part.prefix:
+            segments, unreadable = await _read_segments(part, whole, keys, limit)
             inspected = Inspected([], segments, max(0, len(whole) - limit), unreadable, *of_orphans)
             show(inspected, as_json, _segments_tables(inspected))
         else:
-            namespaces = await summarise_namespaces(opened.objects, whole)
-            profiles = profile_rows(await opened.list_profiles(), keys)
+            namespaces = await summarise_namespaces(part.store, whole)
+            profiles = profile_rows(await list_profiles(part.store), keys)
             inspected = Inspected(namespaces, [], len(whole), {}, *of_orphans, profiles)
-            show(inspected, as_json, _store_tables(opened.label, inspected, limit))
+            show(inspected, as_json, _store_tables(part.label, inspected, limit))
 
-    run_on_target(target, access, look)
+    run_on_part(store, access, look)
 
 
 async def _read_segments(
-    target: OpenTarget, segments: Sequence[StoredSegment], keys: StoreKeys, limit: int
+    part: StorePart, segments: Sequence[StoredSegment], keys: StoreKeys, limit: int
 ) -> tuple[list[SegmentSummary], dict[str, str]]:
     """Summarise the first ``limit`` segments, in each namespace the longest first. Also return errors by name."""
     in_order = sorted(segments, key=lambda s: (s.key.namespace, -s.key.num_pages, s.key.last_page_hash))
@@ -123,16 +115,16 @@ async def _read_segments(
     unreadable: dict[str, str] = {}
     for stored in in_order[:limit]:
         try:
-            summaries.append((await _read_segment(target, stored, keys))[1])
+            summaries.append((await _read_segment(part, stored, keys))[1])
         except FormatError as e:
             unreadable[stored.key.manifest_name] = str(e)
     return summaries, unreadable
 
 
-async def _read_segment(target: OpenTarget, stored: StoredSegment, keys: StoreKeys) -> tuple[Manifest, SegmentSummary]:
-    """Read and summarise a segment's manifest, opened if there are keys. Raises FormatError and StoreError."""
+async def _read_segment(part: StorePart, stored: StoredSegment, keys: StoreKeys) -> tuple[Manifest, SegmentSummary]:
+    """Read and summarise a segment's manifest, part if there are keys. Raises FormatError and StoreError."""
     name = stored.key.manifest_name
-    content = await target.objects.get(name)
+    content = await part.store.get(name)
     if content is None:
         raise StoreError("missing", f"{name} was deleted after it was listed")
     manifest = decode_named_manifest(content, name)

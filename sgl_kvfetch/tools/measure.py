@@ -15,11 +15,11 @@ from rich.table import Table
 
 from sgl_kvfetch.codec import PLANES
 from sgl_kvfetch.codec.layout.frames import region_layout
-from sgl_kvfetch.errors import ConfigError, why
+from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plane.fetch.pool import DecodeProfile, Sample, measure_profile
 from sgl_kvfetch.processes import map_large_blocks
 from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS, NUM_WINDOWS
-from sgl_kvfetch.tools.profiles import SUMMARY, Publication, lines_of, save_and_publish, summary_of
+from sgl_kvfetch.tools.profiles import SUMMARY, lines_of, require_store, save_and_publish, summary_of
 from sgl_kvfetch.tools.terminal import (
     STORE_HELP,
     KeyFiles,
@@ -32,6 +32,7 @@ from sgl_kvfetch.tools.terminal import (
     option,
     show,
 )
+from sgl_kvfetch.user_files import write_file
 
 if TYPE_CHECKING:  # these load torch and codecs
     import torch
@@ -98,7 +99,6 @@ def calibrate(
         int, option("COUNT", "The --tp-size that SGLang will run with, or a multiple of it.", min=1)
     ] = 1,
     device: Annotated[str, option("DEVICE", "cpu, cuda, or cuda:N.", show_default="cuda if there is one")] = "",
-    seed: Annotated[int, option("SEED", "For the tokens that are sampled to weigh errors.")] = 0,
     as_json: Annotated[bool, json_flag(SUMMARY)] = False,
 ) -> None:
     """Measure how a model's keys and values vary and how much errors in them matter.
@@ -136,9 +136,8 @@ def calibrate(
     if out is not None and ((out.exists() and not out.is_file()) or not out.absolute().parent.is_dir()):
         raise ConfigError(f"--out {out}: expected a file in an existing directory")
     keys = key_files.read()
-    publication = None if publish is None else Publication(publish, keys, access)
-    if publication is not None:
-        publication.require_store()
+    if publish is not None:
+        require_store(publish, access)
     kinds, of_text = read_kinds(text or ())
     number = windows or max(NUM_WINDOWS, _WINDOWS_OF_A_KIND * len(kinds))
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -164,10 +163,10 @@ def calibrate(
         notes=notes,
         part=part,
     )
-    options = CalibrationOptions(context, max_channels, tp_size, seed=seed, worst_of=tuple(worst_of or ()))
+    options = CalibrationOptions(context, max_channels, tp_size, worst_of=tuple(worst_of or ()))
     unfinished = None if out is None else out.with_name(f".{out.name}.unfinished")
     profile = calibrate_model(loaded, ids, layers, describe, options, _progress, unfinished)
-    where = save_and_publish(profile, out, publication)
+    where = save_and_publish(profile, out, publish, access, keys)
     summary = summary_of(profile)
     show(summary, as_json, [*lines_of(profile, summary), *where])
 
@@ -229,10 +228,7 @@ def decoders(
     best = f"a pool of {measured.num_sessions} sessions decodes the most cells per second"
     show(measured, as_json, [_profile_table(measured), best])
     if out is not None:
-        try:
-            out.write_bytes(measured.encode())
-        except OSError as e:
-            raise ConfigError(f"--out {out}: {why(e)}") from e
+        write_file(out, measured.encode(), "--out")
         progress.print(f"wrote {out}")
 
 

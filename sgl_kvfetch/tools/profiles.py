@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,7 +15,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from sgl_kvfetch.codec import StoreKeys
-from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError, why
+from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import profile_digest
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import (
@@ -41,6 +40,7 @@ from sgl_kvfetch.tools.terminal import (
     option,
     show,
 )
+from sgl_kvfetch.user_files import write_file
 
 if TYPE_CHECKING:
     from sgl_kvfetch.codec import Profile
@@ -55,42 +55,32 @@ SUMMARY = (  # the fields of `Calibrated`
 _WEIGHTS_DIGITS = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """A store to publish a profile in, as options of a command name it."""
-
-    store: str
-    keys: StoreKeys
-    access: StoreAccess
-
-    def require_store(self) -> None:
-        """Raise KVFetchError if the store cannot be asked for its profiles, before work is done for one."""
-        run_on_store(self.store, self.access, lambda opened: opened.notes(PROFILES))
-
-    def publish(self, path: Path) -> str:
-        """Put a profile into the store, and return its name there. Raises KVFetchError."""
-        return run_on_store(self.store, self.access, lambda opened: publish_profile(opened, path, self.keys))
+def require_store(store: str, access: StoreAccess) -> None:
+    """Raise KVFetchError if a store cannot be asked for its profiles, before work is done for one."""
+    run_on_store(store, access, lambda opened: opened.notes(PROFILES))
 
 
-def save_and_publish(profile: Profile, out: Path | None, publication: Publication | None) -> list[str]:
-    """Write a profile to a file, publish it, or both, and return lines that say so.
+def save_and_publish(
+    profile: Profile, out: Path | None, store: str | None, access: StoreAccess, keys: StoreKeys
+) -> list[str]:
+    """Write a profile to a file, publish it in a store, or both, and return lines that say so.
 
     If it cannot be published, it stays in the file, or in one that the error names: it took time to make.
     """
     path = out or Path(tempfile.mkdtemp(prefix="kvfetch-")) / f"{profile.digest}.profile"
     profile.save(path)
     lines = [f"{path}: profile {profile.digest}, {path.stat().st_size / 1e6:.1f} MB"]
-    if publication is None:
+    if store is None:
         return lines
     try:
-        name = publication.publish(path)
+        name = run_on_store(store, access, lambda opened: publish_profile(opened, path, keys))
     except KVFetchError as e:
-        e.add_note(f"the profile is in {path}; kvfetch profile put {publication.store} {path} publishes it")
+        e.add_note(f"the profile is in {path}; kvfetch profile put {store} {path} publishes it")
         raise
     if out is None:
         shutil.rmtree(path.parent)
         lines = []
-    return [*lines, f"{publication.store}: published {name}; servers that start with this model take it"]
+    return [*lines, f"{store}: published {name}; servers that start with this model take it"]
 
 
 class TargetCost(Struct, frozen=True):
@@ -229,7 +219,7 @@ def profile(
             now = f"new servers take {left[0].digest}" if left else "there is no other for its weights"
             return mine, f"withdrawn: {found.info.name}; {now}"
         target = shown if out is None else out
-        _write(target, found, await _read(opened, found, keys))
+        write_file(target, await _read(opened, found, keys), f"profile {found.digest} to")
         return mine, f"{target}: {found.info.name}"
 
     with tempfile.TemporaryDirectory(prefix="kvfetch-") as folder:
@@ -255,13 +245,6 @@ async def _read(store: AdminStore, listed: ListedProfile, keys: StoreKeys) -> by
         return await read_profile(store, listed, keys)
     except FormatError as e:
         raise FormatError(f"profile {listed.info.name} cannot be used: {e}") from e
-
-
-def _write(out: Path, listed: ListedProfile, content: bytes) -> None:
-    try:
-        out.write_bytes(content)
-    except OSError as e:
-        raise ConfigError(f"profile {listed.digest} cannot be written to {out}: {why(e)}") from e
 
 
 def _named(listed: Sequence[ListedProfile], digest: str) -> ListedProfile:

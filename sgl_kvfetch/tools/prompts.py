@@ -37,7 +37,6 @@ FileOption = Annotated[
 TokenizerOption = Annotated[str | None, option("PATH", "Model whose tokenizer texts need; tokens need none.")]
 PageSizeOption = Annotated[int | None, option("TOKENS", "SGLang's --page-size.", min=1)]
 SaltOption = Annotated[str | None, option("SALT", "The cache_salt of the prompts' requests.")]
-StoredFlag = Annotated[bool, json_flag("a list of prompts, each with num_tokens, num_pages and stored_pages")]
 
 
 class StoredPrompt(Struct, frozen=True):
@@ -51,6 +50,9 @@ class StoredPrompt(Struct, frozen=True):
     def is_stored(self) -> bool:
         """Whether a namespace has all of its pages."""
         return self.num_pages in (0, *self.stored_pages.values())
+
+
+StoredFlag = Annotated[bool, json_flag(list[StoredPrompt])]
 
 
 class PinSummary(Struct, frozen=True):
@@ -104,9 +106,7 @@ def pin(
     label: Annotated[
         str | None, option("TEXT", "The pin's name in the list; by default, the prompt's beginning.")
     ] = None,
-    as_json: Annotated[
-        bool, json_flag("a list of pins, each with name, label, num_pages, page_size and stored_pages")
-    ] = False,
+    as_json: Annotated[bool, json_flag(list[PinSummary])] = False,
 ) -> None:
     """Evict prompts' segments last, or list the pins.
 
@@ -300,12 +300,11 @@ def _stored_text(stored_pages: Mapping[str, int]) -> str:
 
 async def _send(session: ClientSession, server: str, prompt: Prompt, cache_salt: str | None) -> Tokens:
     """Send a prompt through the server, and return its tokens."""
-    from sgl_kvfetch.tools.sglang_server import ask_server, tokenise_on
+    from sgl_kvfetch.tools.sglang_server import generate, tokenise_on
 
     if isinstance(prompt, str):
         prompt = await tokenise_on(session, server, prompt)
-    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
-    await ask_server(session, "POST", f"{server}/generate", body | ({"cache_salt": cache_salt} if cache_salt else {}))
+    await generate(session, server, prompt, 1, cache_salt or None)
     return prompt
 
 

@@ -29,7 +29,7 @@ from sgl_kvfetch.stores.upkeep import (
     names_of_folders,
     sweep_segments,
 )
-from sgl_kvfetch.tools.target import open_existing_store, run_on_store
+from sgl_kvfetch.tools.target import StorePart, open_existing_store, run_on_part, split_part
 from sgl_kvfetch.tools.terminal import (
     MODEL_HELP,
     DryRunOption,
@@ -83,13 +83,7 @@ def clear(
     pinned: Annotated[bool, option(None, "Delete pinned segments, too.", "--pinned")] = False,
     dry_run: DryRunOption = False,
     yes: Annotated[bool, option(None, "Do not ask.", "--yes", "-y")] = False,
-    as_json: Annotated[
-        bool,
-        json_flag(
-            "an object with num_segments, num_bytes, num_pinned, num_orphans (data objects without a manifest), "
-            "orphan_bytes, num_objects (null in a dry run) and failures"
-        ),
-    ] = False,
+    as_json: Annotated[bool, json_flag(ClearSummary)] = False,
 ) -> None:
     """Delete all segments of a store, or of a part of it.
 
@@ -107,12 +101,12 @@ def clear(
         kvfetch clear s3://kv-cache/llama#4f0c --index redis://10.0.0.5:6379/0 --yes
     """
     age_s = None if older_than is None else parse_duration(older_than)
-    url, _, prefix = store.partition("#")
     say = partial(typer.echo, err=as_json)
 
-    async def select_and_delete(opened: AdminStore) -> ClearSummary:
+    async def select_and_delete(part: StorePart) -> ClearSummary:
         """Delete what the options select, once the user has agreed. Return what it was."""
-        segments = await select_segments(opened, prefix, model)
+        opened = part.store
+        segments = await select_segments(part, model)
         if age_s is not None:
             written_before_s = time.time() - age_s
             segments = [segment for segment in segments if segment.modified_s < written_before_s]
@@ -129,13 +123,13 @@ def clear(
                 raise ConfigError("nobody can be asked here: add --yes to delete them")
             typer.confirm("Delete them?", abort=True, err=as_json)
         if model is None and age_s is None and not cleared.num_pinned:
-            swept = Swept(await opened.delete_prefix(prefix))  # a few requests, whatever the number of segments
+            swept = Swept(await opened.delete_prefix(part.prefix))  # a few requests, whatever the number of segments
         else:
             swept = await sweep_segments(opened, free, grace_s=0)
         cleared.num_objects, cleared.failures = swept.num_objects, swept.failures
         return cleared
 
-    cleared = run_on_store(url, access, select_and_delete)
+    cleared = run_on_part(store, access, select_and_delete)
     deleted = [] if cleared.num_objects is None else [f"{cleared.num_objects} objects deleted"]
     show(cleared, as_json, deleted, cleared.failures)
 
@@ -164,9 +158,7 @@ def move(
     dry_run: DryRunOption = False,
     source_index: Annotated[str | None, option("URL", "The index of an S3 source.")] = None,
     target_index: Annotated[str | None, option("URL", "The index of an S3 target.")] = None,
-    as_json: Annotated[
-        bool, json_flag("an object with num_moved, num_there, num_bytes, num_profiles and failures")
-    ] = False,
+    as_json: Annotated[bool, json_flag(MoveSummary)] = False,
 ) -> None:
     """Move all segments of a store, or of a part of it, to another store.
 
@@ -184,17 +176,17 @@ def move(
 
         kvfetch move http://old:8700 http://new:8700 --model llama-70b --dry-run
     """
-    url, _, prefix = source.partition("#")
+    url, prefix = split_part(source)
     same = ConfigError(f"SOURCE and TARGET are the same store, under one name or under two: {url}")
     if url.rstrip("/") == target.rstrip("/"):
         raise same
 
     from_source = IndexedAccess(**asdict(access), index=source_index)
 
-    async def select_and_move(opened: AdminStore) -> MoveSummary:
-        other = open_existing_store(target, access, target_index)
+    async def select_and_move(part: StorePart) -> MoveSummary:
+        opened, other = part.store, open_existing_store(target, access, target_index)
         try:
-            segments = [each for each in await select_segments(opened, prefix, model) if each.manifest is not None]
+            segments = [each for each in await select_segments(part, model) if each.manifest is not None]
             profiles = () if prefix or model is not None else await opened.notes(PROFILES)
             folder = segments[0].key.namespace if segments else _SOME_FOLDER
             if (segments or profiles) and not dry_run and await _is_same(opened, other, folder):
@@ -209,7 +201,7 @@ def move(
         finally:
             await other.close()
 
-    moved = run_on_store(url, from_source, select_and_move)
+    moved = run_on_part(source, from_source, select_and_move)
     verb = "copied" if copy else "moved"
     verb, there, written = (f"would be {verb}", "are", "to write") if dry_run else (verb, "were", "written")
     profiles = f"; {moved.num_profiles} profiles {verb}" if moved.num_profiles else ""
@@ -220,16 +212,16 @@ def move(
     show(moved, as_json, [total], moved.failures)
 
 
-async def select_segments(store: AdminStore, prefix: str, model: str | None) -> list[StoredSegment]:
-    """List the segments with names that start with ``prefix``, only those of ``model`` if it is not None.
+async def select_segments(part: StorePart, model: str | None) -> list[StoredSegment]:
+    """List the segments of a part, only those of ``model`` if it is not None.
 
     If no namespace is of this model, print the models that are stored and exit with 1. Raises StoreError.
     """
-    segments = await list_segments(store, prefix)
+    segments = await list_segments(part.store, part.prefix)
     if model is None:
         return segments
     newest_first = sorted(segments, key=lambda segment: segment.modified_s, reverse=True)
-    names = await names_of_folders(store, newest_first)
+    names = await names_of_folders(part.store, newest_first)
     folders = folders_named(model, names)
     if not folders:
         models = sorted({printable(each.labels.model_name(each.model)) for each in names.values() if each.model})

@@ -1,12 +1,10 @@
-"""Asks an SGLang server over HTTP: what it is, how it tokenises, what its metrics say. Measures streamed answers."""
+"""Asks an SGLang server over HTTP: what it is, how it tokenises, what it answers, what its metrics say."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -21,11 +19,6 @@ API_KEY_ENV = "SGLANG_API_KEY"
 TIERS = ("device", "host", "storage")
 _SAID_CHARS = 500
 _FLUSH_TIMEOUT_S = 30.0
-_LINE_BYTES = 1 << 20  # an event repeats all of its answer's tokens
-
-
-class StreamError(Exception):
-    """The server refused or aborted a request. The message holds the server's answer."""
 
 
 @contextlib.asynccontextmanager
@@ -82,6 +75,23 @@ async def text_on(session: aiohttp.ClientSession, server: str, tokens: Sequence[
     return str(json.loads(await ask_server(session, "POST", f"{server}/detokenize", body))["text"])
 
 
+async def generate(
+    session: aiohttp.ClientSession,
+    server: str,
+    tokens: Sequence[int],
+    max_new_tokens: int,
+    cache_salt: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Generate exactly so many tokens, greedily, and return the answer's ``meta_info``. Requests with another
+    ``cache_salt`` share no pages. Raises as `ask_server`."""
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True}
+    body = {"input_ids": list(tokens), "sampling_params": sampling, **options}
+    salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+    answer: dict[str, Any] = json.loads(await ask_server(session, "POST", f"{server}/generate", body | salt))
+    return dict(answer["meta_info"])
+
+
 async def server_samples(session: aiohttp.ClientSession, server: str) -> list[Sample]:
     """Return what a server's ``/metrics`` has; nothing if the server has no metrics."""
     async with session.get(f"{server}/metrics") as response:
@@ -114,81 +124,3 @@ def cached_by_tier(meta: Mapping[str, Any]) -> dict[str, int]:
 def served_model(info: Mapping[str, Any]) -> str:
     """Return the name of a server's model, by its ``/server_info``."""
     return str(info.get("served_model_name") or info.get("model_path"))
-
-
-@dataclass
-class StreamedAnswer:
-    """``ttft_s`` is the time from sending to the first token. ``itl_s`` holds the gap before each later token; tokens
-    of one event share the gap before it. ``cached``: the prompt's tokens that were not computed, by tier."""
-
-    output_ids: list[int] = field(default_factory=list)
-    ttft_s: float = 0.0
-    e2e_s: float = 0.0
-    itl_s: list[float] = field(default_factory=list)
-    prompt_tokens: int = 0
-    cached: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Return the mean time per later token, or None if there is none."""
-        return sum(self.itl_s) / len(self.itl_s) if self.itl_s else None
-
-    def add(self, event: dict[str, Any], since_s: float) -> None:
-        """Add a stream's event that arrived ``since_s`` after sending. Raises StreamError if the request failed."""
-        if "error" in event:
-            raise StreamError(f"the server answered: {json.dumps(event['error'])[:_SAID_CHARS]}")
-        meta = event["meta_info"]
-        reason = meta.get("finish_reason") or {}
-        if reason.get("type") == "abort":
-            raise StreamError(f"the server aborted the request: {reason.get('message', reason)}"[:_SAID_CHARS])
-        # An event repeats all tokens so far; with --incremental-streaming-output it carries only the new ones.
-        ids, num_before = list(event["output_ids"]), len(self.output_ids)
-        self.output_ids = ids if len(ids) == meta["completion_tokens"] else self.output_ids + ids
-        num_new = len(self.output_ids) - num_before
-        if num_new <= 0:
-            return
-        if num_before == 0:
-            self.ttft_s = since_s
-            self.itl_s = [0.0] * (num_new - 1)
-        else:
-            self.itl_s += [(since_s - self.e2e_s) / num_new] * num_new
-        self.e2e_s = since_s
-        self.prompt_tokens = meta["prompt_tokens"]
-        self.cached = cached_by_tier(meta)
-
-
-async def stream_generate(
-    session: aiohttp.ClientSession,
-    url: str,
-    input_ids: Sequence[int],
-    max_new_tokens: int,
-    name: str | None = None,
-    cache_salt: str | None = None,
-) -> StreamedAnswer:
-    """Generate exactly ``max_new_tokens`` tokens, greedily. ``name``, if given, becomes the server's request id.
-    Requests with another ``cache_salt`` share no pages.
-
-    Raises StreamError, aiohttp.ClientError, and TimeoutError after the session's timeout.
-    """
-    body: dict[str, Any] = {
-        "input_ids": list(input_ids),
-        "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0.0, "ignore_eos": True},
-        "stream": True,
-    }
-    if name is not None:
-        body["rid"] = name
-    if cache_salt is not None:
-        body["cache_salt"] = cache_salt
-    answer = StreamedAnswer()
-    started_s = time.perf_counter()
-    async with session.post(f"{url}/generate", json=body, read_bufsize=_LINE_BYTES) as response:
-        if response.status != 200:
-            said = (await response.text())[:_SAID_CHARS]
-            raise StreamError(f"status {response.status}: {said}")
-        async for line in response.content:
-            data = line.removeprefix(b"data:").strip()
-            if line.startswith(b"data:") and data != b"[DONE]":
-                answer.add(json.loads(data), time.perf_counter() - started_s)
-    if len(answer.output_ids) != max_new_tokens:
-        raise StreamError(f"the stream ended after {len(answer.output_ids)} of {max_new_tokens} tokens")
-    return answer

@@ -11,8 +11,8 @@ from msgspec import Struct
 from sgl_kvfetch.codec import Manifest, RegionLayout, TileLayout, Variant, is_vouched_for, signed_by
 from sgl_kvfetch.codec.container.encryption import ManifestKeys
 from sgl_kvfetch.keys import Labels, Namespace, profile_digest
-from sgl_kvfetch.stores import ProfileRow
-from sgl_kvfetch.stores.upkeep import Objects, StoredSegment, first_readable_manifest
+from sgl_kvfetch.stores import AdminStore, ProfileRow
+from sgl_kvfetch.stores.upkeep import StoredSegment, first_readable_manifest
 from sgl_kvfetch.types import KV_DTYPES
 
 Signature = Literal["good", "wrong", "missing", "signed (not checked)", "none"]
@@ -62,23 +62,23 @@ class NamespaceSummary(Struct, frozen=True):
     flags: str | None
 
 
-async def summarise_namespaces(objects: Objects, segments: Sequence[StoredSegment]) -> list[NamespaceSummary]:
+async def summarise_namespaces(store: AdminStore, segments: Sequence[StoredSegment]) -> list[NamespaceSummary]:
     """Summarise namespaces, the one that takes most bytes first.
 
     Reads one manifest of each namespace, so that large stores stay cheap. ``segments`` are whole, and sorted by name.
     """
     groups = [list(group) for _, group in groupby(segments, key=lambda s: s.key.namespace)]
-    namespaces = [await _summarise_namespace(objects, group) for group in groups]
+    namespaces = [await _summarise_namespace(store, group) for group in groups]
     return sorted(namespaces, key=lambda n: n.stored_bytes, reverse=True)
 
 
-async def _summarise_namespace(objects: Objects, segments: Sequence[StoredSegment]) -> NamespaceSummary:
+async def _summarise_namespace(store: AdminStore, segments: Sequence[StoredSegment]) -> NamespaceSummary:
     num_pages = sum(s.key.num_pages for s in segments)
     stored_bytes = sum(s.stored_bytes for s in segments)
     times_s = [s.manifest.modified_s for s in segments if s.manifest is not None]
     known = (segments[0].key.namespace, len(segments), num_pages, stored_bytes, min(times_s), max(times_s))
     newest_first = sorted(segments, key=lambda segment: segment.modified_s, reverse=True)
-    manifest = await first_readable_manifest(objects, newest_first)
+    manifest = await first_readable_manifest(store, newest_first)
     if manifest is None:
         return NamespaceSummary(*known, None, None, None, None, None, None)
     geometry = manifest.geometry

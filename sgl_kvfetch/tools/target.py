@@ -1,4 +1,4 @@
-"""Opens what a command works on: a store, a part of one, or files on disk.
+"""Opens what a command works on: a store, or a part of one.
 
 Where a store cannot be used, its client says what was wrong, and this says what to type.
 """
@@ -10,23 +10,19 @@ import contextlib
 import re
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, StoreKeys, Variant, decode_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
-from sgl_kvfetch.keys import DATA_SUFFIX, MANIFEST_SUFFIX, Namespace, parse_object_name
-from sgl_kvfetch.stores import PROFILES, AdminStore, ListedProfile, ObjectInfo, list_profiles, read_profile
+from sgl_kvfetch.keys import Namespace, parse_object_name
+from sgl_kvfetch.stores import AdminStore
 from sgl_kvfetch.stores.upkeep import StoredSegment, list_segments
 from sgl_kvfetch.tools.summary import NamespaceSummary
 from sgl_kvfetch.tools.terminal import IndexedAccess, StoreAccess
-
-if TYPE_CHECKING:
-    from sgl_kvfetch.stores.upkeep import Objects
 
 _HANDSHAKE_S = 5.0
 _S3_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment to a key that may use this bucket"
@@ -42,7 +38,7 @@ def advice(error: StoreError, token_source: str | None) -> str | None:
     match error.reason:
         case "refused" if is_s3:
             return "no S3 server answers there: correct AWS_ENDPOINT_URL in the environment, or the network"
-        case "refused" if error.url:
+        case "refused" | "timeout" if error.url:
             return "no store answers there: start it with kvfetch serve DIRECTORY, or correct the host and port"
         case "unauthorised" if is_s3:
             return _S3_KEYS
@@ -112,13 +108,7 @@ def _segments(count: int) -> str:
 INDEX_TIMEOUT_S = 30.0  # commands can wait longer than servers
 _ADDRESS = re.compile(r"[\w.-]+:[0-9]{1,5}/?|\[[0-9a-f:]+\]:[0-9]{1,5}/?")
 
-
-class _Closable(Protocol):
-    async def close(self) -> None: ...
-
-
 T = TypeVar("T")
-C = TypeVar("C", bound=_Closable)
 
 
 def store_url(text: str) -> str:
@@ -141,7 +131,7 @@ def open_existing_store(text: str, access: StoreAccess, index: str | None = None
     from sgl_kvfetch.directory import open_store
     from sgl_kvfetch.stores import HttpOptions, S3Options, takes_token
 
-    url = store_url(text)
+    url, token = store_url(text), access.secret  # which is refused if it cannot be read, whatever the store is
     if index is not None and not url.startswith("s3:"):
         raise ConfigError(f"--index is for s3:// stores; {url} has its own")
     parts = urlsplit(url)
@@ -151,161 +141,57 @@ def open_existing_store(text: str, access: StoreAccess, index: str | None = None
         )
     http = replace(options.pop("options", HttpOptions()), tls=access.certificate)
     s3 = S3Options(index=index, index_timeout_s=INDEX_TIMEOUT_S)
-    return open_store(url, token=access.secret if takes_token(url) else None, s3=s3, options=http, **options)
+    return open_store(url, token=token if takes_token(url) else None, s3=s3, options=http, **options)
 
 
 def run_on_store(text: str, access: StoreAccess, work: Callable[[AdminStore], Awaitable[T]], **options: Any) -> T:
-    """Open a store as `open_existing_store` does, and return what ``work`` returns for it. Raises KVFetchError."""
-    index = access.index if isinstance(access, IndexedAccess) else None
-    return asyncio.run(_run(lambda: open_existing_store(text, access, index, **options), work, access))
+    """Open a store as `open_existing_store` does, and return what ``work`` returns for it. Raises KVFetchError; a
+    StoreError gets a note of what to type."""
 
+    async def run() -> T:
+        index = access.index if isinstance(access, IndexedAccess) else None
+        store = open_existing_store(text, access, index, **options)
+        try:
+            return await work(store)
+        except StoreError as e:
+            if (note := advice(e, access.token_source)) is not None:
+                e.add_note(note)
+            raise
+        finally:
+            await store.close()
 
-def run_on_target(text: str, access: StoreAccess, work: Callable[[OpenTarget], Awaitable[T]]) -> T:
-    """Open a TARGET argument as `open_target` does, and return what ``work`` returns for it. Raises KVFetchError."""
-    return asyncio.run(_run(lambda: open_target(text, access), work, access))
-
-
-async def _run(open_it: Callable[[], C], work: Callable[[C], Awaitable[T]], access: StoreAccess) -> T:
-    """Work on what ``open_it`` opens. A StoreError gets a note of what to type."""
-    access.secret  # noqa: B018, whatever is opened, a token that cannot be read is refused
-    opened = open_it()
-    try:
-        return await work(opened)
-    except StoreError as e:
-        if (note := advice(e, access.token_source)) is not None:
-            e.add_note(note)
-        raise
-    finally:
-        await opened.close()
+    return asyncio.run(run())
 
 
 @dataclass(frozen=True, slots=True)
-class OpenTarget:
-    """Objects with the name prefix ``prefix``. Messages call them ``label``.
+class StorePart:
+    """The objects of a store whose names start with ``prefix``: "" for all. ``name``: what the user calls the store."""
 
-    ``store``: the store as commands take it, or None if they are files outside one.
-    """
-
-    objects: Objects
+    store: AdminStore
+    name: str
     prefix: str
-    label: str
-    store: str | None
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}#{self.prefix}" if self.prefix else self.name
 
     async def list_segments(self) -> list[StoredSegment]:
         """Return the segments. Raises ConfigError if the prefix has none, and StoreError."""
-        segments = await list_segments(self.objects, self.prefix)
+        segments = await list_segments(self.store, self.prefix)
         if self.prefix and not segments:
             raise ConfigError(f"{self.label}: nothing is stored under this name")
         return segments
 
-    async def list_profiles(self) -> list[ListedProfile]:
-        """Return the store's profiles, the newest first; none of files outside a store."""
-        return await list_profiles(self.objects) if isinstance(self.objects, AdminStore) else []
 
-    async def unusable_profiles(self, keys: StoreKeys) -> dict[str, str]:
-        """Read all profiles. Return what is wrong with those that cannot be used, by name. Without a key for an
-        encrypted one, only its header is read."""
-        problems: dict[str, str] = {}
-        if not isinstance(self.objects, AdminStore):
-            return problems
-        for listed in await list_profiles(self.objects):
-            try:
-                if listed.head is None or listed.head.header.encryption is None or keys.encryption is not None:
-                    await read_profile(self.objects, listed, keys)
-            except (FormatError, StoreError) as e:
-                if not e.concerns_object:
-                    raise
-                if await self.objects.get_note(PROFILES, listed.info.name, 1) is not None:  # not withdrawn meanwhile
-                    problems[listed.info.name] = str(e)
-        return problems
-
-    async def close(self) -> None:
-        await self.objects.close()
-
-
-def open_target(text: str, access: StoreAccess) -> OpenTarget:
-    """Parse a TARGET argument and open it. Raises ConfigError, and FormatError for an invalid manifest file."""
-    path = Path(text)
-    if "://" not in text and path.is_file():
-        return _file_at(path, access)
-    store, _, prefix = (text, "", "") if "://" not in text and path.is_dir() else text.partition("#")
-    if "://" not in require_scheme(store) and not Path(store).is_dir():
-        raise ConfigError(f"{store!r} is neither a file, a directory nor a store's URL")
-    label = f"{store_url(store)}#{prefix}" if prefix else store_url(store)
-    with contextlib.suppress(FormatError):  # it may be the full name of a manifest or data
+def split_part(text: str) -> tuple[str, str]:
+    """Return the store and the prefix of a STORE#PREFIX. The name of an object stands for all of its segment."""
+    name, _, prefix = (text, "", "") if Path(text).is_dir() else text.partition("#")
+    with contextlib.suppress(FormatError):
         prefix = parse_object_name(prefix).segment.stem
-    return OpenTarget(open_existing_store(store, access), prefix, label, store)
+    return name, prefix
 
 
-def _file_at(path: Path, access: StoreAccess) -> OpenTarget:
-    if path.suffix not in (MANIFEST_SUFFIX, DATA_SUFFIX):
-        raise ConfigError(f"{str(path)!r} is neither a manifest (*{MANIFEST_SUFFIX}) nor data (*{DATA_SUFFIX})")
-    path = path.resolve()
-    try:
-        stem = parse_object_name(f"{path.parent.name}/{path.name}").segment.stem
-    except FormatError:
-        loose = LooseSegment(path)
-        return OpenTarget(loose, loose.stem, str(path), None)
-    store = path.parent.parent
-    return OpenTarget(open_existing_store(store.as_uri(), access), stem, str(path), str(store))
-
-
-class LooseSegment:
-    """Reads like a store that holds one segment.
-
-    The data file must lie beside the manifest ``X.kvm``, under the name that the manifest gives it or as ``X.kvd``.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Open the manifest or data file ``path``. Raises ConfigError, and FormatError for a bad manifest."""
-        manifest_path = _manifest_path(path)
-        try:
-            with manifest_path.open("rb") as file:
-                manifest = decode_manifest(file.read(MAX_MANIFEST_BYTES + 1))
-        except OSError as e:
-            raise ConfigError(f"{manifest_path}: {e.strerror}") from e
-        self.stem = manifest.key.stem
-        self._paths = {manifest.key.manifest_name: manifest_path}
-        for data in manifest.data:
-            name = manifest.data_name(data)
-            choices = [manifest_path.with_name(name.rpartition("/")[2])]
-            if isinstance(data, Variant):
-                choices.append(manifest_path.with_suffix(DATA_SUFFIX))
-            if (data_path := next((p for p in choices if p.is_file()), None)) is not None:
-                self._paths[name] = data_path
-
-    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
-        path = self._paths.get(name)
-        return None if path is None else await asyncio.to_thread(_read, path, start, length)
-
-    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        for name, path in self._paths.items():
-            if name.startswith(prefix):
-                status = await asyncio.to_thread(path.stat)
-                yield ObjectInfo(name, status.st_size, status.st_mtime)
-
-    async def close(self) -> None:
-        pass
-
-
-def _manifest_path(path: Path) -> Path:
-    if path.suffix == MANIFEST_SUFFIX:
-        return path
-    same_stem = path.with_suffix(MANIFEST_SUFFIX)
-    without_digest = path.with_suffix("").with_suffix(MANIFEST_SUFFIX)
-    found = next((p for p in (same_stem, without_digest) if p.is_file()), None)
-    if found is None:
-        raise ConfigError(f"{str(path)!r} cannot be read without its manifest; expected {same_stem.name} beside it")
-    return found
-
-
-def _read(path: Path, start: int, length: int | None) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            data = file.read() if length is None else file.read(length)
-    except OSError as e:
-        raise StoreError("io", f"{path}: {e.strerror}") from e
-    if length is not None and len(data) < length:
-        raise StoreError("truncated", f"{path}: expected {length} bytes at offset {start}, but the file ends before")
-    return data
+def run_on_part(text: str, access: StoreAccess, work: Callable[[StorePart], Awaitable[T]], **options: Any) -> T:
+    """Do as `run_on_store` for a STORE#PREFIX."""
+    name, prefix = split_part(text)
+    return run_on_store(name, access, lambda store: work(StorePart(store, name, prefix)), **options)

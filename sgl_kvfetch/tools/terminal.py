@@ -12,11 +12,11 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
@@ -79,9 +79,29 @@ def option(metavar: str | None, text: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, metavar=metavar, help=text, **settings)
 
 
-def json_flag(shape: str) -> Any:
-    """Return the flag ``--json`` of a command that prints ``shape``."""
-    return option(None, f"Print JSON, for programs: {shape}.", "--json")
+def json_flag(shape: Any) -> Any:
+    """Return the flag ``--json`` of a command that prints ``shape``: a record's type, a list of one, or a text."""
+    if isinstance(shape, str):
+        text = shape
+    elif isinstance(shape, type):
+        text = f"an object with {_fields_of(shape)}"
+    else:
+        text = f"a list, each with {_fields_of(*get_args(shape))}"
+    return option(None, f"Print JSON, for programs: {text}.", "--json")
+
+
+def _fields_of(record: type, with_inner: bool = True) -> str:
+    """Return the names of a record's fields, and of the fields of records in them."""
+    names = []
+    for name, hint in get_type_hints(record).items():
+        inner = next((kind for kind in (hint, *get_args(hint)) if _is_record(kind)), None)
+        every = "each with" if get_origin(hint) in (list, tuple, dict) else "with"
+        names.append(f"{name} ({every} {_fields_of(inner, False)})" if inner and with_inner else name)
+    return ", ".join(names)
+
+
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, msgspec.Struct))
 
 
 STORE_HELP = "http://HOST:PORT, https://..., s3://BUCKET/PREFIX, file:///DIRECTORY or a directory."
@@ -89,7 +109,6 @@ PART_HELP = (
     f"A store, or a part of it. A store is {STORE_HELP} STORE#PREFIX is a part, where PREFIX is the start of object "
     "names, such as a namespace that kvfetch inspect shows."
 )
-TARGET_HELP = f"{PART_HELP} It may also be a manifest or data file (*.kvm, *.kvd)."
 MODEL_HELP = (
     "its name or model_id, as kvfetch inspect shows it; a fingerprint, a namespace; or the beginning of one of these, "
     "if no model has exactly this name."
@@ -101,7 +120,6 @@ INDEX_HELP = (
 
 StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help=STORE_HELP)]
 PartArgument = Annotated[str, typer.Argument(metavar="STORE", help=PART_HELP)]
-TargetArgument = Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)]
 TokenOption = Annotated[
     str | None,
     option(

@@ -15,7 +15,7 @@ from sgl_kvfetch.log import printable
 from sgl_kvfetch.side_by_side import side_by_side
 from sgl_kvfetch.stores import AdminStore
 from sgl_kvfetch.stores.upkeep import Plan, Swept, plan_sweep, read_manifest, sweep_segments
-from sgl_kvfetch.tools.target import INDEX_TIMEOUT_S, run_on_store
+from sgl_kvfetch.tools.target import INDEX_TIMEOUT_S, StorePart, run_on_part, run_on_store
 from sgl_kvfetch.tools.terminal import (
     INDEX_HELP,
     MODEL_HELP,
@@ -167,7 +167,7 @@ def index(
     index_ttl_s: Annotated[
         float, option("SECONDS", "How long the index keeps a page that no lookup asks for.", min=1)
     ] = 604800.0,
-    as_json: Annotated[bool, json_flag("an object with num_segments, num_pages and failures")] = False,
+    as_json: Annotated[bool, json_flag(Entered)] = False,
 ) -> None:
     """Rebuild the page index of an S3 store.
 
@@ -179,20 +179,19 @@ def index(
 
         kvfetch index rebuild s3://kv-cache/llama --index redis://10.0.0.5:6379/0
     """
-    url, _, prefix = store.partition("#")
-    if not url.startswith("s3:"):
-        raise ConfigError(f"{url!r} is not an s3:// store; other stores have their own index")
+    if not store.startswith("s3:"):
+        raise ConfigError(f"{store!r} is not an s3:// store; other stores have their own index")
 
-    async def rebuild(opened: AdminStore) -> Entered:
+    async def rebuild(part: StorePart) -> Entered:
         """Enter all segments into the index. Return how many, and which could not be read."""
         from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex  # a missing package is reported by now
 
         entered = Entered()
-        pages = PageIndex(IndexOptions(index_url, index_ttl_s, INDEX_TIMEOUT_S), url.rstrip("/"))
+        pages = PageIndex(IndexOptions(index_url, index_ttl_s, INDEX_TIMEOUT_S), part.name.rstrip("/"))
 
         async def enter(name: str) -> None:
             try:
-                manifest = await read_manifest(opened, name)
+                manifest = await read_manifest(part.store, name)
             except (FormatError, StoreError) as e:
                 if isinstance(e, StoreError) and (e.retriable or e.reason == "unauthorised"):
                     raise
@@ -204,13 +203,13 @@ def index(
                 entered.num_pages += manifest.num_pages
 
         try:
-            names = [info.name async for info in opened.list(prefix) if info.name.endswith(MANIFEST_SUFFIX)]
+            names = [info.name async for info in part.store.list(part.prefix) if info.name.endswith(MANIFEST_SUFFIX)]
             with make_progress("entering") as progress:
                 await side_by_side(_WORKERS, progress.track(names), enter)
         finally:
             await pages.close()
         return entered
 
-    entered = run_on_store(url, StoreAccess(), rebuild)
+    entered = run_on_part(store, StoreAccess(), rebuild)
     total = f"{entered.num_segments} segments with {entered.num_pages} pages entered, {len(entered.failures)} failed"
     show(entered, as_json, [total], entered.failures)

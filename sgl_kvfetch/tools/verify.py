@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -19,14 +18,14 @@ from sgl_kvfetch.codec import NO_KEYS, Cell, DataObject, Manifest, Side, StoreKe
 from sgl_kvfetch.errors import ConfigError, EncryptedError, FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck, parse_object_name
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.stores import AdminStore, ObjectInfo, Verified
-from sgl_kvfetch.stores.upkeep import Objects, StoredSegment, decode_named_manifest, read_manifest
+from sgl_kvfetch.stores import PROFILES, AdminStore, ObjectInfo, Verified, list_profiles, read_profile
+from sgl_kvfetch.stores.upkeep import StoredSegment, decode_named_manifest, read_manifest
 from sgl_kvfetch.tools.summary import signature_of
-from sgl_kvfetch.tools.target import OpenTarget, run_on_target
+from sgl_kvfetch.tools.target import StorePart, run_on_part, split_part
 from sgl_kvfetch.tools.terminal import (
     KeyFiles,
+    PartArgument,
     StoreAccess,
-    TargetArgument,
     format_size,
     how_to_install,
     json_flag,
@@ -45,17 +44,10 @@ MAX_COMMANDS = 20
 
 
 def verify(
-    target: TargetArgument,
+    store: PartArgument,
     key_files: KeyFiles,
     access: StoreAccess,
-    as_json: Annotated[
-        bool,
-        json_flag(
-            "an object with num_segments, num_chunks, read_bytes, num_gone, num_unchecked, num_locked, problems (each "
-            "with name and what), locking_keys, orphans, profiles (errors by the name of one that cannot be used) and "
-            "missing_package (null if everything could be decoded)"
-        ),
-    ] = False,
+    as_json: Annotated[bool, json_flag(Report)] = False,
     jobs: Annotated[
         int, option("COUNT", "Segments read at once, and decoding threads.", min=1, max=256, show_default="cores")
     ] = os.cpu_count() or 1,
@@ -84,37 +76,30 @@ def verify(
         kvfetch verify http://127.0.0.1:8700
 
         kvfetch verify file:///var/cache/kv#4f0c
-
-        kvfetch verify backup/8-91ab.kvm
     """
     keys = key_files.read()
-    store: str | None = None
     untold: str | None = None
 
-    async def check(opened: OpenTarget) -> Report:
-        nonlocal store, untold
-        store = opened.store
+    async def check(part: StorePart) -> Report:
+        nonlocal untold
         if rebuild:
             from sgl_kvfetch.directory import LocalStore
 
-            if not isinstance(opened.objects, LocalStore):
-                raise ConfigError(f"{opened.label} is not a directory; --rebuild works where the disk is")
-            await opened.objects.rebuild()
-        report = await _verify(opened, await opened.list_segments(), keys, jobs)
-        if not opened.prefix:
-            report.profiles = await opened.unusable_profiles(keys)
-            if isinstance(opened.objects, AdminStore) and opened.objects.has_page:
+            if not isinstance(part.store, LocalStore):
+                raise ConfigError(f"{part.label} is not a directory; --rebuild works where the disk is")
+            await part.store.rebuild()
+        report = await _verify(part.store, await part.list_segments(), keys, jobs)
+        if not part.prefix:
+            report.profiles = await _unusable_profiles(part.store, keys)
+            if part.store.has_page:
                 try:
-                    await _for_the_page(report).put(opened.objects)
+                    await _for_the_page(report).put(part.store)
                 except StoreError as e:  # with a token that may only read, most likely
                     untold = str(e)
         return report
 
-    try:
-        report = run_on_target(target, access, check)
-    except FormatError as e:  # TARGET is the path of an invalid manifest
-        report = Report(problems=[Problem(str(Path(target)), str(e))])
-    lines = [*_lines(report), *_next_steps(report, store)]
+    report = run_on_part(store, access, check)
+    lines = [*_lines(report), *_next_steps(report, split_part(store)[0])]
     if untold is not None:
         lines.append(f"the store's page does not show this result: {untold}")
     show(report, as_json, lines)
@@ -131,7 +116,23 @@ def _for_the_page(report: Report) -> Verified:
     return Verified.of(report.num_segments, report.read_bytes, first)
 
 
-async def _verify(target: OpenTarget, segments: list[StoredSegment], keys: StoreKeys, jobs: int) -> Report:
+async def _unusable_profiles(store: AdminStore, keys: StoreKeys) -> dict[str, str]:
+    """Read all profiles. Return what is wrong with those that cannot be used, by name. Without a key for an encrypted
+    one, only its header is read."""
+    problems: dict[str, str] = {}
+    for listed in await list_profiles(store):
+        try:
+            if listed.head is None or listed.head.header.encryption is None or keys.encryption is not None:
+                await read_profile(store, listed, keys)
+        except (FormatError, StoreError) as e:
+            if not e.concerns_object:
+                raise
+            if await store.get_note(PROFILES, listed.info.name, 1) is not None:  # not withdrawn meanwhile
+                problems[listed.info.name] = str(e)
+    return problems
+
+
+async def _verify(store: AdminStore, segments: list[StoredSegment], keys: StoreKeys, jobs: int) -> Report:
     """Read and check segments, ``jobs`` at a time, and show how far it is."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
@@ -142,7 +143,7 @@ async def _verify(target: OpenTarget, segments: list[StoredSegment], keys: Store
     ):
         task = progress.add_task("", total=total)
         verifier = Verifier(
-            target.objects, pool, jobs=jobs, keys=keys, on_read=lambda num_bytes: progress.advance(task, num_bytes)
+            store, pool, jobs=jobs, keys=keys, on_read=lambda num_bytes: progress.advance(task, num_bytes)
         )
         return await verifier.run(segments)
 
@@ -178,14 +179,11 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"{report.num_gone} segments were deleted or replaced during the run"
 
 
-def _next_steps(report: Report, store: str | None) -> Iterator[str]:
-    """Yield what to do about corrupt objects of ``store``, or of files outside a store if it is None."""
+def _next_steps(report: Report, store: str) -> Iterator[str]:
+    """Yield what to do about corrupt objects."""
     for name in report.profiles:
         yield f"withdraw the profile, and publish it again: kvfetch profile rm {store} {name.partition('/')[2]}"
     if not report.problems:
-        return
-    if store is None:
-        yield "copy it again from its store, or from a backup"
         return
     yield "delete what is corrupt, and servers compute and store it again:"
     stems = sorted({parse_object_name(problem.name).segment.stem for problem in report.problems})
@@ -241,7 +239,7 @@ class Verifier:
     manifest keys, also requires that all manifests are signed with one of them. Where torch or a codec's library is not
     installed, nothing is decoded: stored bytes are only compared with their digests."""
 
-    objects: Objects
+    store: AdminStore
     decode_pool: Executor
     jobs: int
     keys: StoreKeys = NO_KEYS
@@ -269,7 +267,7 @@ class Verifier:
 
     async def _verify_segment(self, stored: StoredSegment, info: ObjectInfo) -> None:
         try:
-            content = await self.objects.get(info.name)
+            content = await self.store.get(info.name)
             if content is None:
                 raise _Gone
             self._note_read(info.size_bytes)
@@ -306,7 +304,7 @@ class Verifier:
                 self._add(name, f"has {info.size_bytes} bytes, expected {expected} as its manifest says")
                 return
             for piece in pieces:
-                content = None if info is None else await self.objects.get(name, piece.start, piece.size_bytes)
+                content = None if info is None else await self.store.get(name, piece.start, piece.size_bytes)
                 if content is None:
                     await self._require_present(manifest)
                     self._add(name, "missing, though its manifest names it")
@@ -380,7 +378,7 @@ class Verifier:
 
     async def _head(self, name: str, manifest: Manifest) -> ObjectInfo | None:
         """Look again for data that the listing lacks. Raises _Gone if the manifest was deleted or replaced too."""
-        async for info in self.objects.list(name):
+        async for info in self.store.list(name):
             return info
         await self._require_present(manifest)
         return None
@@ -388,7 +386,7 @@ class Verifier:
     async def _require_present(self, manifest: Manifest) -> None:
         """Raise _Gone unless the store still has exactly this manifest."""
         try:
-            if await read_manifest(self.objects, manifest.key.manifest_name) == manifest:
+            if await read_manifest(self.store, manifest.key.manifest_name) == manifest:
                 return
         except FormatError:
             pass

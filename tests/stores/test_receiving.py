@@ -12,7 +12,7 @@ import trustme
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores import transfers
-from sgl_kvfetch.stores.transfers import RangeReceiver
+from sgl_kvfetch.stores.transfers import Transfers
 
 CONTENT = bytes(range(256)) * 4096
 Answer = Callable[[int, int, asyncio.StreamWriter], Awaitable[None]]
@@ -55,18 +55,18 @@ async def right(start: int, end: int, writer: asyncio.StreamWriter) -> None:
     writer.write(head(start, end) + CONTENT[start:end])
 
 
-Start = Callable[[Answer], Awaitable[tuple[Server, RangeReceiver, str]]]
+Start = Callable[[Answer], Awaitable[tuple[Server, Transfers, str]]]
 
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    made: list[tuple[asyncio.Server, Server, RangeReceiver]] = []
+    made: list[tuple[asyncio.Server, Server, Transfers]] = []
 
-    async def begin(answer: Answer) -> tuple[Server, RangeReceiver, str]:
+    async def begin(answer: Answer) -> tuple[Server, Transfers, str]:
         server = Server(answer)
         listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        receiver = RangeReceiver(url, {"Authorization": "Bearer t"}, True, WAIT_S, 32)
+        receiver = Transfers(url, {"Authorization": "Bearer t"}, True, WAIT_S, 32)
         made.append((listening, server, receiver))
         return server, receiver, f"{url}/object"
 
@@ -78,7 +78,7 @@ async def start() -> AsyncIterator[Start]:
             writer.close()
 
 
-async def read(receiver: RangeReceiver, url: str, start: int, end: int) -> bytes | None:
+async def read(receiver: Transfers, url: str, start: int, end: int) -> bytes | None:
     into, pieces = bytearray(end - start), list[int]()
     is_range = await receiver.receive(url, start, [memoryview(into)], pieces.append)
     assert sum(pieces) == (end - start if is_range else 0)
@@ -186,12 +186,12 @@ async def test_ranges_come_over_tls_and_a_wrong_certificate_is_left_to_others() 
     authority.configure_trust(trusting)
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=accepting)
     url = f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    receiver = RangeReceiver(url, {}, trusting, WAIT_S, 32)
+    receiver = Transfers(url, {}, trusting, WAIT_S, 32)
     try:
         for first, end in ((5, 10), (0, len(CONTENT))):
             assert await read(receiver, f"{url}/x", first, end) == CONTENT[first:end]
         assert [len(each) for each in server.requests] == [2]
-        assert await read(RangeReceiver(url, {}, True, WAIT_S, 32), f"{url}/x", 0, 10) is None
+        assert await read(Transfers(url, {}, True, WAIT_S, 32), f"{url}/x", 0, 10) is None
     finally:
         receiver.close()
         listening.close()
@@ -249,5 +249,5 @@ async def test_no_connection_is_an_error_of_the_store() -> None:
     listening.close()
     await listening.wait_closed()
     with pytest.raises(StoreError) as caught:
-        await read(RangeReceiver(url, {}, True, WAIT_S, 32), f"{url}/x", 0, 10)
+        await read(Transfers(url, {}, True, WAIT_S, 32), f"{url}/x", 0, 10)
     assert (caught.value.reason, caught.value.retriable) == ("refused", True)

@@ -53,8 +53,8 @@ async def test_uploads_side_by_side_share_few_connections(store: HttpStore) -> N
     contents = [bytes([n]) * MIB for n in range(12)]
     await asyncio.gather(*(store.put(name_of(each), each) for each in contents))
     assert [await store.get(name_of(each)) == each for each in contents] == [True] * 12
-    assert store._sends is not None
-    assert 1 <= len(store._sends._connections._idle) <= 4
+    assert store._moves is not None
+    assert 1 <= len(store._moves._sends._idle) <= 4
 
 
 @pytest.mark.process
@@ -124,7 +124,7 @@ async def test_closing_ends_an_upload() -> None:
     with silent_server() as (url, has_left):
         store = HttpStore(url, options=HttpOptions(max_attempts=1))
         upload = asyncio.create_task(store.put(name_of(content), content))
-        await until(lambda: store._sends is not None and bool(store._sends._connections._busy))
+        await until(lambda: store._moves is not None and bool(store._moves._sends._busy))
         await store.close()
         with pytest.raises(StoreError):
             await asyncio.wait_for(upload, WAIT_S)

@@ -336,7 +336,7 @@ def test_a_served_store(tmp_path: Path) -> None:
         assert found["store reachable"]["status"] == "yes"
         assert found["store authorised"]["status"] == "no"
         assert "token" in found["store authorised"]["advice"]
-        assert "check the token" in kvfetch(*args, "--token", "wrong").stdout
+        assert "the token came from --token" in kvfetch(*args, "--token", "wrong").stdout
         granted = kvfetch(*args, "--token", "secret")
         assert granted.exit_code == 0
         assert "secret" not in granted.stdout

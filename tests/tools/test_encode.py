@@ -79,7 +79,7 @@ def test_a_service_stops_in_good_order(stored: Stored) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stderr is not None
-        while not (line := process.stderr.readline()).startswith(b"replaced"):
+        while not (line := process.stderr.readline()).startswith(b"kvfetch: replaced"):
             assert line
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=WAIT_S)

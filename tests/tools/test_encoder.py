@@ -20,7 +20,7 @@ from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError, StoreErrorReason
-from sgl_kvfetch.keys import FORMAT_MAJOR, FORMAT_MINOR
+from sgl_kvfetch.keys import DATA_SUFFIX, FORMAT_MAJOR, FORMAT_MINOR
 from sgl_kvfetch.plane.write.writer import commit_segment, delete_segment
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
@@ -28,7 +28,7 @@ from sgl_kvfetch.stores.base import AdminStore, object_digest
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.testing import expiring
 from sgl_kvfetch.tools import encoder as encoder_module
-from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, Garbage, Step, Target, make_targets, transcode
+from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, Garbage, Target, make_targets, transcode
 from tests.segments import as_newer, make_segment, names
 from tests.tools.test_transcode import decoded_equal
 
@@ -41,6 +41,8 @@ class Meddler(LocalStore):
     """A store that lets a test act as another process at a chosen moment."""
 
     before_replace: Callable[[], object] | None = None
+    evicted: tuple[str, ...] = ()  # names that are gone when the first data object is read
+    num_puts = 0
     garbles = ""  # a name whose bytes come back wrong
     garbles_puts = False  # the last object put comes back wrong
 
@@ -51,10 +53,13 @@ class Meddler(LocalStore):
 
     async def put(self, name: str, data: Content) -> None:
         await super().put(name, data)
+        self.num_puts += 1
         if self.garbles_puts:
             self.garbles = name
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        for evicted in self.evicted if name.endswith(DATA_SUFFIX) else ():
+            (self.root / evicted).unlink(missing_ok=True)
         data = await super().get(name, start, length)
         return data if data is None or name != self.garbles else bytes([data[0] ^ 1]) + data[1:]
 
@@ -86,11 +91,10 @@ def segments(count: int) -> list[CodedSegment]:
 async def encode(
     store: AdminStore,
     targets: tuple[Target, ...] = HEVC,
-    on_step: Callable[[Step, str], None] = lambda step, name: None,
     **options: Any,
 ) -> Encoder:
     """Run an encoder once, completely."""
-    encoder = Encoder(store, EncodeOptions(targets, **({"grace_s": 0, "workers": 2} | options)), on_step=on_step)
+    encoder = Encoder(store, EncodeOptions(targets, **({"grace_s": 0, "workers": 2} | options)))
     try:
         await encoder.run_once()
     finally:
@@ -177,10 +181,10 @@ async def test_existing_variants_are_not_encoded_again(local: Meddler) -> None:
     await commit_segment(local, segment)
     await encode(local)
     before = (await manifest_of(local, segment)).variants[0]
-    steps: list[Step] = []
     targets = make_targets(["hevc", "deflate"], ["240p"])
-    await encode(local, targets, lambda step, name: steps.append(step))
-    assert steps.count("put") == 1
+    local.num_puts = 0
+    await encode(local, targets)
+    assert local.num_puts == 1  # and the manifest is replaced
     assert (await manifest_of(local, segment)).variants[0] == before
     await require_encoded(local, segment, targets)
 
@@ -279,12 +283,8 @@ async def test_data_evicted_before_it_is_read_is_no_failure(local: Meddler) -> N
     """The store evicts the segment after its manifest is read and before its data is."""
     (segment,) = segments(1)
     await commit_segment(local, segment)
-
-    def evict(step: Step, _: str) -> None:
-        for name in (segment.manifest.key.manifest_name, segment.data_name) if step == "read" else ():
-            (local.root / name).unlink(missing_ok=True)
-
-    tally = (await encode(local, on_step=evict)).tally
+    local.evicted = (segment.manifest.key.manifest_name, segment.data_name)
+    tally = (await encode(local)).tally
     assert (tally.num_changed, tally.failures) == (1, {})
     assert await names(local) == set()
 
@@ -441,7 +441,7 @@ async def test_a_store_that_lets_nobody_encode_ends_the_encoder_and_is_left_alon
 
 
 class TestGarbage:
-    async def test_data_that_is_put_or_named_again_is_kept(self, local: Meddler) -> None:
+    async def test_data_that_is_named_again_is_kept(self, local: Meddler) -> None:
         now = 0.0
         (segment,) = segments(1)
         made = transcode(segment.manifest, segment.data, HEVC)
@@ -449,13 +449,9 @@ class TestGarbage:
         await commit_segment(local, segment)
         await local.put(name, data)
         garbage = Garbage(local, 10, clock=lambda: now)
-        garbage.note_unnamed(name, 12345.0)  # when it was put, as a listing said long ago
+        garbage.note_unnamed([name])
         assert garbage.due_in_s == 10
         now = 10.0
-        await garbage.delete_due()
-        assert await local.head(name) is not None
-        assert garbage.due_in_s == 10  # from now on
-        now = 20.0
         assert await local.replace(made.manifest.key.manifest_name, made.manifest.encode(), digest(segment))
         await garbage.delete_due()
         assert await local.head(name) is not None
@@ -474,17 +470,17 @@ class TestGarbage:
             put_s = manifest.modified_s + age_s
             os.utime(local.root / name, (put_s, put_s))
             garbage = Garbage(local, grace_s=0)
-            garbage.note_unnamed(name, put_s)
+            garbage.note_unnamed([name])
             await garbage.delete_due()
             assert (await local.head(name) is not None) == stays
             assert len(garbage) == 0
 
     async def test_a_failed_deletion_does_not_block_others(self, local: Meddler) -> None:
         class Stubborn(LocalStore):
-            async def delete(self, name: str) -> bool:
+            async def delete_unnamed(self, name: str) -> bool:
                 if name == first.data_name:
                     raise StoreError("io", "as told")
-                return await super().delete(name)
+                return await super().delete_unnamed(name)
 
         now = 0.0
         first, second = segments(2)
@@ -493,7 +489,7 @@ class TestGarbage:
         for segment in (first, second):
             await commit_segment(store, segment)
             await commit_segment(store, transcode(segment.manifest, segment.data, HEVC))
-            garbage.note_unnamed(segment.data_name, None)
+            garbage.note_unnamed([segment.data_name])
         now = 10.0
         with pytest.raises(StoreError, match="as told"):
             await garbage.delete_due()

@@ -92,13 +92,13 @@ REFUSED = [
         (f"{command} {target}", said)
         for command in ("inspect", "verify")
         for target, said in (
-            ("nowhere", "neither a file, a directory nor"),
+            ("nowhere", "nowhere is not a directory"),
             ("ftp://host", "not supported"),
             ("file:///no/such/directory", "not a directory"),
             (NOBODY, "start it with kvfetch serve DIRECTORY"),
             ("localhost:8700", "type http://localhost:8700"),
             ("[::1]:8700", "type http://[::1]:8700"),
-            ("pyproject.toml", "neither a manifest"),
+            ("pyproject.toml", "pyproject.toml is not a directory"),
             (".#ffff", "nothing is stored"),
             (". --manifest-key-file missing", "cannot be read"),
         )

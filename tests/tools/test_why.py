@@ -63,7 +63,7 @@ def told_by_a_server(status: ServerStatus | None, metrics: str = "") -> Iterator
     answers = {
         "/server_info": msgspec.json.encode({"page_size": 1, "internal_states": [state]}),
         "/metrics": metrics.encode(),
-        "/generate": b"{}",
+        "/generate": b'{"meta_info": {}}',
     }
 
     class Handler(BaseHTTPRequestHandler):

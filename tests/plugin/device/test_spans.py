@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from sglang.srt.observability.trace import TraceNullContext
 from harness.waiting import wait_until
 from sgl_kvfetch import timeline
 from sgl_kvfetch.plugin.device.waiting_queue import _arrive
-from sgl_kvfetch.timeline import Recorded, Timeline
+from sgl_kvfetch.timeline import Recorded
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Request, prompt
 
@@ -23,26 +22,21 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @dataclass
 class Kept:
-    """An output that keeps the spans."""
+    """Keeps the spans instead of exporting them."""
 
     spans: list[Recorded] = field(default_factory=list)
 
-    def write(self, spans: Sequence[Recorded]) -> None:
-        self.spans += spans
+    def add(self, span: Recorded) -> None:
+        self.spans.append(span)
 
     def close(self) -> None:
         pass
 
     def await_end(self, request_id: str) -> None:
         """Wait until the end of a request's fetch is recorded. The data plane's thread does that, after it has told."""
-        process = timeline._process
-        assert process is not None
-        wait_until(
-            lambda: any(s.stage is None and s.request.id == request_id for s in [*list(process._spans), *self.spans])
-        )
+        wait_until(lambda: any(s.stage is None and s.request.id == request_id for s in list(self.spans)))
 
     def all_of(self, request_id: str) -> list[Recorded]:
-        timeline.close()
         return [span for span in self.spans if span.request.id == request_id]
 
     def of(self, request_id: str) -> dict[str | None, Recorded]:
@@ -51,11 +45,10 @@ class Kept:
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
+def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
     kept = Kept()
-    monkeypatch.setattr(timeline, "_process", Timeline(kept))
-    yield kept
-    timeline.close()
+    monkeypatch.setattr(timeline, "_process", kept)
+    return kept
 
 
 def assert_stages_of_a_fetch(spans: dict[str | None, Recorded]) -> None:
