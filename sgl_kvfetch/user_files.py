@@ -1,4 +1,5 @@
-"""What users write: sizes, durations, text files, and secrets in files and in the environment.
+"""What users write: sizes, durations, text files, and secrets in files and in the environment. And files that are kept
+for them.
 
 Editors put characters into files that nobody sees: a byte order mark at the start, spaces of no width after a copy from
 a web page. In a secret, they would only show as a refusal elsewhere.
@@ -77,6 +78,18 @@ def write_file(path: Path, content: bytes, what: str) -> None:
         path.write_bytes(content)
     except OSError as e:
         raise ConfigError(f"{what} {path} cannot be written: {e.strerror or e}") from e
+
+
+def replace_file(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Write a file, or leave the one that is there as it is. Raises OSError."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.unlink(missing_ok=True)
+        partial.touch(mode)
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_secret_lines(path: str | Path, what: str) -> list[str]:

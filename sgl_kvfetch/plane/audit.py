@@ -77,6 +77,7 @@ from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.status import DRIFTS, RECENT_AUDITS, Audits, length_of
 from sgl_kvfetch.stores import Store
 from sgl_kvfetch.types import TENSORS, CellGrid
+from sgl_kvfetch.user_files import replace_file
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -184,9 +185,7 @@ def keep_record(path: Path, record: AuditRecord) -> None:
     end."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial_file = path.with_suffix(".partial")
-        partial_file.write_bytes(msgspec.json.encode(record))
-        partial_file.replace(path)
+        replace_file(path, msgspec.json.encode(record))
     except OSError as e:
         _limited.warning("keep", f"kvfetch: what audits have found cannot be kept in {path}: {why(e)}")
 

@@ -46,6 +46,7 @@ from sgl_kvfetch.stores import (
 )
 from sgl_kvfetch.stores.upkeep import whole_pages
 from sgl_kvfetch.stores.wire import MAX_LOOKUP_PAGES, MAX_LOOKUP_REQUEST_BYTES, PAGE_PATHS, Route
+from sgl_kvfetch.user_files import replace_file
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -162,12 +163,8 @@ class Days:
         """Write the samples, with one of now. Blocking. A store without a folder has nothing to keep yet."""
         if not self._file.parent.is_dir():
             return
-        partial = self._file.with_name(f"{self._file.name}.new")
         try:
-            partial.unlink(missing_ok=True)
-            partial.touch(mode=0o600)
-            partial.write_bytes(msgspec.json.encode([*self.samples, _counted(now)]))
-            partial.replace(self._file)
+            replace_file(self._file, msgspec.json.encode([*self.samples, _counted(now)]))
         except OSError as e:
             _limited.warning("days", f"the page's last days are not kept for the next start: {self._file}: {e}")
 

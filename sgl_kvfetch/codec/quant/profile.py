@@ -26,6 +26,7 @@ from sgl_kvfetch.codec.quant.layer_map import LayerMap
 from sgl_kvfetch.codec.quant.rope import Rotations
 from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, why
 from sgl_kvfetch.types import CellGrid, TensorName
+from sgl_kvfetch.user_files import replace_file
 
 PROFILE_VERSION = 4
 _METADATA_KEY = "kvfetch"
@@ -287,12 +288,10 @@ class Profile:
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("grid", "cells")}
         of_grid = {name: getattr(self.grid, name) for name in ("num_heads", "cell_layers", "cell_heads")}
         metadata = _Metadata(version=PROFILE_VERSION, **of_grid, **own)
-        partial = path.with_name(f".{path.name}.partial")
+        content = save(self._tensors(), {_METADATA_KEY: msgspec.json.encode(metadata).decode()})
         try:
-            partial.write_bytes(save(self._tensors(), {_METADATA_KEY: msgspec.json.encode(metadata).decode()}))
-            partial.replace(path)
+            replace_file(path, content, 0o666)
         except OSError as e:
-            partial.unlink(missing_ok=True)
             raise ConfigError(f"profile {path} cannot be written: {why(e)}") from e
 
     def _tensors(self) -> dict[str, torch.Tensor]:

@@ -105,9 +105,7 @@ def calibrate(job: Job) -> None:
     )
     options = CalibrationOptions(num_context=context, tp_size=job.tp_size)
     profile = calibrate_model(model, {_KIND: windows}, layers, describe, options, _progress, Path(job.unfinished))
-    partial = Path(job.profile).with_suffix(".new")
-    profile.save(partial)
-    partial.replace(job.profile)
+    profile.save(Path(job.profile))
 
 
 def _progress(steps: Iterable[Any], total: int, what: str) -> Iterator[Any]:

@@ -28,6 +28,7 @@ import msgspec
 from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, why
 from sgl_kvfetch.plane.protocol import Watch
 from sgl_kvfetch.processes import SLEEPING_THREADS
+from sgl_kvfetch.user_files import replace_file
 
 if TYPE_CHECKING:
     import torch
@@ -66,11 +67,7 @@ class Job(msgspec.Struct, frozen=True):
 
 def write_prompts(path: Path, windows: Windows) -> None:
     """Write the prompts, which only this user may read. Raises OSError."""
-    partial = path.with_suffix(".new")
-    partial.unlink(missing_ok=True)
-    partial.touch(mode=0o600)
-    partial.write_bytes(msgspec.msgpack.encode(windows))
-    partial.replace(path)
+    replace_file(path, msgspec.msgpack.encode(windows))
 
 
 def read_prompts(path: Path) -> Windows:
