@@ -181,8 +181,10 @@ def read_record(path: Path) -> AuditRecord | None:
 
 
 def keep_record(path: Path, record: AuditRecord) -> None:
-    """Keep what audits have found until a person deletes the file. If it cannot be kept, it holds until the server's
-    end."""
+    """Keep what audits have found until a person deletes the file, and also what another server of this machine has
+    said there of why nothing is used. If it cannot be kept, it holds until the server's end."""
+    if not record.why_off and (kept := read_record(path)) is not None:
+        record = msgspec.structs.replace(record, why_off=kept.why_off, off_at_s=kept.off_at_s)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_file(path, msgspec.json.encode(record))

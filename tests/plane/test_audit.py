@@ -204,6 +204,16 @@ async def test_values_that_are_not_the_models_are_found(
     assert own_metric("sgl_kvfetch_deleted_segments_total") == deleted  # the store may be right
 
 
+async def test_what_one_server_has_found_outlives_what_another_finds(make: Callable[..., Bench]) -> None:
+    """Both run on one machine, and keep the same file."""
+    other, bench, computed = make(KLT), make(KLT), values_of(PROFILE, NUM_TOKENS)
+    sound = await other.store(computed, "sound")
+    assert await audits_until_over(bench, other_weights(computed), computed) == 3
+    await other.hit(sound, computed)
+    assert not other.auditor.is_over
+    assert make(KLT).auditor.is_over
+
+
 @pytest.mark.parametrize("quantiser", [EXACT, KLT], ids=["exact", "klt"])
 async def test_a_token_that_is_not_restored_is_found(
     make: Callable[..., Bench], quantiser: Quantiser, monkeypatch: pytest.MonkeyPatch
