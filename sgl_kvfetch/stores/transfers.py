@@ -226,12 +226,9 @@ class Transfers:
     ) -> None:
         """``url``: of the server. ``headers``: of each request. ``tls``: for https, as aiohttp takes it.
         ``max_connections``: reads under way; further ones wait."""
-
-        def connections(count: int, name: str) -> _Connections:
-            return _Connections(url, tls, connect_timeout_s, count, ThreadPoolExecutor(count, name))
-
-        self._reads = connections(max_connections, "kvfetch-receive")
-        self._sends = connections(_SENDERS, "kvfetch-send")
+        server = url, tls, connect_timeout_s
+        self._reads = _Connections(*server, max_connections, ThreadPoolExecutor(max_connections, "kvfetch-receive"))
+        self._sends = _Connections(*server, _SENDERS, ThreadPoolExecutor(_SENDERS, "kvfetch-send"))
         self._headers = {"Host": urlsplit(url).netloc, **headers}
 
     async def receive(self, url: str, start: int, into: Sequence[memoryview], received: Callable[[int], None]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -149,6 +150,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "sgl_kvfetch.tools", *arguments]
 
 
+STEP = re.compile("kvfetch: (list|read|encode|put|check|replace|replaced|delete) ([^ ]*)")
 AIMED_AT = ("list", "put", "check", "replaced", "replace")
 
 
@@ -167,7 +169,7 @@ async def live_and_die(url: str, lives_s: float, after_step: str = "list") -> Li
                 now = asyncio.get_running_loop().time()
                 if len(lines) == 1:
                     deadline.reschedule(now + LIVES_AT_MOST_S)
-                if after_step and line.startswith(f"{after_step} ".encode()):
+                if after_step and line.startswith(f"kvfetch: {after_step} ".encode()):
                     deadline.reschedule(now + lives_s)
                     after_step = ""
         raise AssertionError(f"the encoder ended by itself: {b''.join(lines).decode()}")
@@ -177,8 +179,8 @@ async def live_and_die(url: str, lives_s: float, after_step: str = "list") -> Li
         process.kill()
         await process.wait()
     lines += (await process.stderr.read()).splitlines()
-    said = [line.decode().strip().partition(" ") for line in lines if not line.startswith(b"kvfetch:")]
-    return Life([(step, name) for step, _, name in said])
+    said = [STEP.fullmatch(line.decode().rstrip("\n")) for line in lines]
+    return Life([(found[1], found[2]) for found in said if found is not None])
 
 
 async def run(*arguments: str) -> bytes:

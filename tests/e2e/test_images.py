@@ -14,7 +14,7 @@ from harness.engine import Generation, SGLangServer, device_args, hicache_args
 from harness.metrics import read_metric, wait_until_written
 from harness.models import IMAGE, make_tiny_image_text
 from harness.store_process import StoreProcess
-from tests.e2e.conftest import PAGE_SIZE, from_storage, same_answer
+from tests.e2e.conftest import ANSWER_TOKENS, PAGE_SIZE, from_storage, same_answer
 from tests.linker import needs_linker
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, needs_linker]
@@ -34,7 +34,9 @@ def picture(seed: int) -> str:
 
 def ask(server: SGLangServer, seed: int) -> Generation:
     before, behind = (" ".join(f"w{i}" for i in range(first, first + TEXT)) for first in (100, 300))
-    return server.generate(f"{before} {IMAGE} {behind}", image=picture(seed), max_new_tokens=12, logprobs=True)
+    return server.generate(
+        f"{before} {IMAGE} {behind}", image=picture(seed), max_new_tokens=ANSWER_TOKENS, logprobs=True
+    )
 
 
 def test_two_images_of_one_size_in_one_text(store: StoreProcess, tmp_path: Path) -> None:

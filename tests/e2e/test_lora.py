@@ -11,7 +11,7 @@ from harness.engine import SGLangServer, device_args, hicache_args
 from harness.metrics import wait_until_written
 from harness.models import make_adapter
 from harness.store_process import StoreProcess
-from tests.e2e.conftest import Expected, Generation, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import ANSWER_TOKENS, Expected, Generation, from_storage, make_prompt, same_answer
 from tests.e2e.faults import PAGES
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -21,7 +21,7 @@ LORA = ("--enable-lora", "--lora-backend", "torch_native", "--lora-target-module
 
 
 def ask(server: SGLangServer, adapter: str | None) -> Generation:
-    return server.generate(input_ids=PROMPT, max_new_tokens=12, logprobs=True, adapter=adapter)
+    return server.generate(input_ids=PROMPT, max_new_tokens=ANSWER_TOKENS, logprobs=True, adapter=adapter)
 
 
 def load(server: SGLangServer, name: str, path: Path) -> None:

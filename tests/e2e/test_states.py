@@ -13,7 +13,7 @@ from harness.engine import SGLangServer, device_args, hicache_args
 from harness.metrics import wait_until_written
 from harness.models import make_tiny_lfm2, make_tiny_qwen3_5
 from harness.store_process import StoreProcess
-from tests.e2e.conftest import ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import ANSWER_TOKENS, ask, from_storage, make_prompt, same_answer
 from tests.e2e.device import on_the_gpu_path
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -48,7 +48,7 @@ def test_a_conversation_goes_on_from_stored_states_after_a_restart(
         assert from_storage(ask(server, start)) == 0
         # Under another salt, nothing of it is found.
         expected = [
-            server.generate(input_ids=each, max_new_tokens=12, logprobs=True, cache_salt=f"other {number}")
+            server.generate(input_ids=each, max_new_tokens=ANSWER_TOKENS, logprobs=True, cache_salt=f"other {number}")
             for number, each in enumerate(longer)
         ]
         assert [each.cached_tokens for each in expected] == [0, 0]

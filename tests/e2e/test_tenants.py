@@ -10,7 +10,7 @@ import pytest
 from harness.engine import Generation, SGLangServer
 from harness.metrics import wait_until_written
 from harness.store_process import StoreProcess
-from tests.e2e.conftest import PAGE_SIZE, Expected, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import ANSWER_TOKENS, PAGE_SIZE, Expected, from_storage, make_prompt, same_answer
 from tests.e2e.shared import Shared
 from tests.tools.conftest import kvfetch
 
@@ -21,7 +21,7 @@ PAGES = len(PROMPT) // PAGE_SIZE
 
 
 def ask(server: SGLangServer, salt: str | None) -> Generation:
-    return server.generate(input_ids=PROMPT, max_new_tokens=12, logprobs=True, cache_salt=salt)
+    return server.generate(input_ids=PROMPT, max_new_tokens=ANSWER_TOKENS, logprobs=True, cache_salt=salt)
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("host", "device"), ("device", "host")])
