@@ -43,6 +43,8 @@ from sgl_kvfetch.triton_kernels.restore_klt import OPTIONS, KltOptions, KltShape
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 

@@ -14,6 +14,8 @@ from sgl_kvfetch.triton_kernels.ans import ALIGNMENT, AnsChunk, ans_decode, ans_
 from tests.codec.bitstream.test_ans import coefficients
 from tests.triton_kernels.cases import DEVICE, poisoned
 
+pytestmark = pytest.mark.slow
+
 CODEC = AnsCodec()
 MARGIN = 12  # bytes between the parts of the output, which nobody may write to
 

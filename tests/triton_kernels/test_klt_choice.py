@@ -15,6 +15,8 @@ from sgl_kvfetch.triton_kernels import klt_choice, restore_klt
 from sgl_kvfetch.triton_kernels.klt_choice import choices, choose_by, chosen
 from sgl_kvfetch.triton_kernels.restore_klt import OPTIONS, KltOptions, klt_shape
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

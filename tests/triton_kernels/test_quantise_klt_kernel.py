@@ -21,6 +21,8 @@ from sgl_kvfetch.triton_kernels.quantise_klt import NOT_FINITE, KltCells, KltInp
 from tests.codec.quant.profiles import make_profile, place_of, values_of
 from tests.triton_kernels.cases import DEVICE, FLOATS, Shape, make_buffers, scattered_slots
 
+pytestmark = pytest.mark.slow
+
 FIRST_TOKEN = 1234
 PLAIN = Rope(inv_freq=(1.0, 0.1, 0.01), attention_scaling=1.25)
 EVERY = Rope(inv_freq=tuple(10.0**-i for i in range(8)), interleaved=True)

@@ -51,6 +51,8 @@ from tests.triton_kernels.cases import (
     scattered_slots,
 )
 
+pytestmark = pytest.mark.slow
+
 FIRST_TOKEN = 1234
 STEP = 0.5
 

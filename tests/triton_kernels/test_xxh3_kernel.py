@@ -11,6 +11,8 @@ import xxhash
 from sgl_kvfetch.triton_kernels.xxh3 import MIN_BYTES, digest_of, xxh3_sums, xxh3_sums_reference
 from tests.triton_kernels.cases import DEVICE
 
+pytestmark = pytest.mark.slow
+
 # The shortest; a whole block, and one byte or stripe beside it; a last stripe at any address.
 SIZES = (MIN_BYTES, 255, 256, 257, 1023, 1024, 1025, 1088, 1089, 2048, 3333, 4160)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from harness.models import make_tiny_llama
@@ -12,6 +13,8 @@ from sgl_kvfetch.codec.calibrate.fit import CalibrationOptions, calibrate_model
 from sgl_kvfetch.codec.calibrate.layer_map import map_layers
 from sgl_kvfetch.codec.calibrate.layers import LayeredModel
 from tests.codec.quant.profiles import CALIBRATION
+
+pytestmark = pytest.mark.slow
 
 CONTEXT, CONTINUATION = 256, 16
 _TYPES = torch.Tensor, torch.nn.Parameter

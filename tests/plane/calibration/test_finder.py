@@ -34,6 +34,8 @@ from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import CALIBRATION, make_profile
 from tests.stores.test_profiles import NO_KEYS, save
 
+pytestmark = pytest.mark.process
+
 WINDOW = 96  # tokens: the positions of the model
 OF_MODEL = KVGeometry(num_layers=1, num_heads=2, k_head_dim=32, v_head_dim=32, page_size=4, dtype="bfloat16")
 SMALL = replace(OF_MODEL, num_heads=1, k_head_dim=8, v_head_dim=8)  # of what `save` writes

@@ -39,7 +39,7 @@ from tests.plugin.device.rig import Rig, key_of, prompt
 from tests.reasons import assert_counted
 from tests.test_threads import assert_threads
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 LARGE = 1 << 20
 

@@ -21,7 +21,7 @@ from tests.plugin.device.gpu_models import LAYERS, loaded, make_quantiser, use_s
 from tests.plugin.device.rig import page_values, prompt
 from tests.segments import there_and_back
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture

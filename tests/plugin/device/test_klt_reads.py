@@ -36,6 +36,8 @@ from tests.plugin.device.fake_streams import FakeDevice, FakeEvent
 from tests.plugin.planes import Served
 from tests.segments import make_heads, page_hashes
 
+pytestmark = pytest.mark.slow
+
 ROPE = Rope(inv_freq=tuple(10.0 ** (-i / 6) for i in range(24)), attention_scaling=1.1)
 TARGET_KL = 3e-5
 NUM_TOKENS = len(PLACES) * GEOMETRY.page_size

@@ -28,7 +28,7 @@ from tests.plugin.device.gpu_models import LAYERS, loaded, make_quantiser, use_s
 from tests.plugin.device.rig import Request, Rig, prompt
 from tests.reasons import assert_counted
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 NUM_PAGES = 16  # in four spans
 TOKENS = prompt(0, NUM_PAGES)

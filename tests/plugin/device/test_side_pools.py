@@ -47,6 +47,8 @@ from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.device.rig import Rig, prompt
 from tests.plugin.host.test_mamba_pool import make_states
 
+pytestmark = pytest.mark.slow
+
 WINDOW = 8  # tokens: two pages
 
 
