@@ -166,7 +166,7 @@ def _folder(source: ModelSource) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not cache.is_absolute():  # the XDG specification tells programs to ignore such a path
         cache = Path.home() / ".cache"
-    return cache / "sgl_kvfetch" / f"{source.name}-v{gguf_to_hf.VERSION}"
+    return cache / "sgl_kvfetch-models" / f"{source.name}-v{gguf_to_hf.VERSION}"
 
 
 def _find_pieces(source: ModelSource, wheels: Path | None) -> list[_Opener]:

@@ -72,10 +72,10 @@ def has_cuda() -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Let what servers keep of stores in the user's cache, such as audits, lie with the tests' files. What others keep
-    there, such as compiled code, stays where it is."""
+    there, such as compiled code, stays where it is, as do the models of `benchmarks`, which take long to make."""
     users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     ours = tmp_path_factory.mktemp("cache")
-    for name in ("torch_extensions", "sglang", "tvm-ffi", "huggingface", "matplotlib", "pip"):
+    for name in ("sgl_kvfetch-models", "torch_extensions", "sglang", "tvm-ffi", "huggingface", "matplotlib", "pip"):
         (users / name).mkdir(parents=True, exist_ok=True)
     for folder in users.iterdir():
         if folder.name != "sgl_kvfetch":
