@@ -56,14 +56,15 @@ def find_bindings_by_index() -> None:
     of all modules for each hook, which takes a server 1 s of CPU time. Modules that are imported later are few."""
     from sglang.srt.plugins import hook_registry
 
-    known = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    known = {module for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
     bindings: defaultdict[int, list[tuple[ModuleType, str]]] = defaultdict(list)
     for module in known:
         for name, value in vars(module).items() if module.__name__.startswith("sglang.") else ():
             bindings[id(value)].append((module, name))
 
     def propagate(original: object, wrapped: object, source: object) -> int:
-        later = [module for module in set(sys.modules.values()) - set(known) if isinstance(module, ModuleType)]
+        modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+        later = [module for module in modules if module not in known]
         places = bindings[id(original)] + [(module, name) for module in later for name in list(vars(module))]
         places = [place for place in places if place[0] is not source and vars(place[0]).get(place[1]) is original]
         for place in places:

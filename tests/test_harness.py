@@ -160,6 +160,13 @@ async def test_a_store_sends_reads_and_lookups_at_the_links_speed(tmp_path: Path
         await store.close()
 
 
+@pytest.fixture
+def importer(imported_sglang: ImportedSGLang | None) -> ImportedSGLang:
+    if imported_sglang is None:
+        pytest.skip("with an accelerator, each process imports SGLang itself")
+    return imported_sglang
+
+
 IMPORTED = """
 import os, sys
 assert "sglang.srt.managers.scheduler" in sys.modules
@@ -170,16 +177,12 @@ print("wrong", file=sys.stderr)
 
 @pytest.mark.sglang
 @pytest.mark.slow
-def test_processes_that_find_sglang_imported_are_like_others(
-    imported_sglang: ImportedSGLang | None, tmp_path: Path
-) -> None:
-    if imported_sglang is None:
-        pytest.skip("with an accelerator, each process imports SGLang itself")
-    done = imported_sglang.run(["-c", IMPORTED, "--flag", "a b"], tmp_path, XDG_CACHE_HOME="cache")
+def test_processes_that_find_sglang_imported_are_like_others(importer: ImportedSGLang, tmp_path: Path) -> None:
+    done = importer.run(["-c", IMPORTED, "--flag", "a b"], tmp_path, XDG_CACHE_HOME="cache")
     assert (done.returncode, done.stderr) == (0, "wrong\n")
     assert done.stdout == f"['-c', '--flag', 'a b'] {tmp_path} cache True\n"
     ends = {"sys.exit(3)": 3, "raise ValueError": 1, "os.kill(os.getpid(), 9)": -9}
-    assert {how: imported_sglang.run(["-c", f"import os, sys; {how}"], tmp_path).returncode for how in ends} == ends
+    assert {how: importer.run(["-c", f"import os, sys; {how}"], tmp_path).returncode for how in ends} == ends
 
 
 HOOKED = """
@@ -197,12 +200,8 @@ print(len(hooked), [f"{module}.{name}" for module, name, value in bindings if id
 
 @pytest.mark.sglang
 @pytest.mark.slow
-def test_hooks_are_found_wherever_their_functions_were_imported(
-    imported_sglang: ImportedSGLang | None, tmp_path: Path
-) -> None:
-    if imported_sglang is None:
-        pytest.skip("with an accelerator, each process imports SGLang itself")
-    num_hooked, left = imported_sglang.run(["-c", HOOKED], tmp_path).stdout.splitlines()[-1].split(" ", 1)
+def test_hooks_are_found_wherever_their_functions_were_imported(importer: ImportedSGLang, tmp_path: Path) -> None:
+    num_hooked, left = importer.run(["-c", HOOKED], tmp_path).stdout.splitlines()[-1].split(" ", 1)
     assert int(num_hooked) > 30
     assert left == "[]"
 

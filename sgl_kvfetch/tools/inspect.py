@@ -122,7 +122,7 @@ async def _read_segments(
 
 
 async def _read_segment(part: StorePart, stored: StoredSegment, keys: StoreKeys) -> tuple[Manifest, SegmentSummary]:
-    """Read and summarise a segment's manifest, part if there are keys. Raises FormatError and StoreError."""
+    """Read and summarise a segment's manifest, opened if there are keys. Raises FormatError and StoreError."""
     name = stored.key.manifest_name
     content = await part.store.get(name)
     if content is None:

@@ -545,9 +545,8 @@ class Fetcher:
         """Restore the cells of a unit, which have these chunks. Raises what `restore_cells` raises, when no cell is
         under way any more."""
         units = [(unit, chunks)]
-        if (
-            not fetch.destination.takes_units
-        ):  # to decode a cell's values takes long; to verify it, less than a hand-over
+        # To decode a cell's values takes long; to verify it, less than a hand-over.
+        if not fetch.destination.takes_units:
             units = [(replace(unit, cells=(cell,)), [x]) for cell, x in zip(unit.cells, chunks, strict=True)]
         restore = partial(restore_cells, fetch.destination, part, request=fetch.request)
         jobs = [self._decode(each, partial(restore, each, theirs), fetch.destination) for each, theirs in units]
