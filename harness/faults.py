@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import ssl
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Literal, Self
 
 FaultKind = Literal[
     "refuse",  # nobody listens; open connections are reset
+    "silent",  # accept a connection, and say nothing: over TLS, not even the handshake
     "hang",  # accept the request, but never answer
     "error",  # answer with ``status``, without contacting the store
     "close",  # break off after ``after_bytes`` of the answer's body
@@ -45,15 +47,16 @@ class Fault:
     after_bytes: int = 0
     bytes_per_s: float = 1e6
     extra_bytes: int = 1
-    times: int | None = None  # how many requests it affects; None for all. Not for "refuse"
+    times: int | None = None  # how many requests it affects; None for all. Not for "refuse" and "silent"
     only: Callable[[str, str], bool] | None = None  # affects only requests for which this returns True: (method, path)
 
 
 class FaultyProxy:
     """Listens on a free loopback port. ``requests`` lists the received requests: (method, path)."""
 
-    def __init__(self, store_host: str, store_port: int) -> None:
-        self._store = (store_host, store_port)
+    def __init__(self, store_host: str, store_port: int, tls: ssl.SSLContext | None = None) -> None:
+        """``tls``: what clients speak to the proxy. The store behind it speaks plain HTTP."""
+        self._store, self._tls = (store_host, store_port), tls
         self._fault: Fault | None = None
         self._times_left: int | None = None
         self._server: asyncio.Server | None = None
@@ -67,7 +70,7 @@ class FaultyProxy:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'http' if self._tls is None else 'https'}://127.0.0.1:{self.port}"
 
     async def set(self, fault: Fault | None) -> None:
         """Set the fault for future requests; None for no fault."""
@@ -133,6 +136,12 @@ class FaultyProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
+            if self._fault is not None and self._fault.kind == "silent":
+                while await reader.read(_PIECE_BYTES):  # until the client gives up
+                    pass
+                return
+            if self._tls is not None:
+                await writer.start_tls(self._tls)
             head = await reader.readuntil(b"\r\n\r\n")
             await self._link.wait()
             method, path = (word.decode() for word in head.split(b" ", 2)[:2])

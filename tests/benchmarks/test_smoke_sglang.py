@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import burst, demo, ttft
 from benchmarks.sharegpt.__main__ import main as sharegpt
+from benchmarks.soak import engines
 from tests.benchmarks.conftest import Run
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -75,3 +76,13 @@ def test_sharegpt(run: Run, dataset: Path, tmp_path: Path) -> None:
     assert min(ours["wire_bytes"], ours["raw_bytes"], ours["fill"]["pages_stored"]) > 0
     assert ours["same_answers_as_first_run"] == 4  # `exact` keeps every bit
     assert (tmp_path / "out.png").stat().st_size > 1000
+
+
+def test_soak_of_engines(run: Run) -> None:
+    """Two ranks in each mode, over TLS that fails."""
+    found = run(engines.main, "--minutes", 0.4, "--longest", 200)
+    assert found["problems"] == {}
+    for mode in ("host", "device"):
+        assert found["requests"][f"{mode}: hits"] > 0
+        assert found["requests"][f"{mode}: sound audits"] > 0
+    assert sum(found["faults"].values()) > 0
