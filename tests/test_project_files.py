@@ -15,6 +15,7 @@ import yaml
 
 import sgl_kvfetch
 from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS
+from tests.tiers import RELEASE, files
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -37,6 +38,15 @@ def test_workflows_run_the_two_commands() -> None:
     assert all(os.access(ROOT / run.removeprefix("sudo ").split()[0], os.X_OK) for run in runs)
     assert {"3.11", "3.12", "3.13"} <= pythons
     assert PROJECT["project"]["requires-python"] == ">=3.11"
+
+
+def test_the_release_tier_has_six_parts_of_files_that_exist() -> None:
+    assert len(RELEASE) == 6
+    assert [path for path in files() if not (ROOT / path).exists()] == []
+    assert len({*files()}) == len(files())
+    runs = [step.get("run") for step in load(".github/workflows/release.yml")["jobs"]["test"]["steps"]]
+    assert "scripts/test --release" in runs
+    assert "scripts/test --release" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_actions_and_packages_are_those_that_somebody_looked_at() -> None:
