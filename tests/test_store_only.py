@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 INSTALL = re.compile(r"(/\S+/python) -m pip install 'sgl_kvfetch\[codec\]'")
 REQUIREMENTS = ROOT / "deploy" / "requirements-store.txt"
 
-# Each command's arguments and exit code, and what it says. STORE, NAME, FILE, OUT and PORT are replaced. S3, texts,
-# `bench` and `warm` need packages or servers that a store's machine lacks.
+# Each command's arguments and exit code, and what it says. STORE, NAME, FILE, OUT and PORT are replaced. S3, texts
+# and `bench` need packages or servers that a store's machine lacks.
 RUNS: dict[str, tuple[str, int, str]] = {
     "serve": ("FILE/store --port PORT", 2, "cannot make FILE/store"),  # the tests serve by it
     "estimate": ("--model CONFIG --link 10Gbps --prefill-tps 8000", 0, "exact"),
@@ -47,7 +47,6 @@ RUNS: dict[str, tuple[str, int, str]] = {
     "move": ("STORE EMPTY --copy", 0, "2 segments copied"),
     "pin": ("STORE", 0, "no pins"),
     "unpin": ("STORE --prompt [1] --page-size 1", 1, "there was no such pin"),
-    "warm": ("STORE --server http://127.0.0.1:1 --prompt [1]", 2, "http://127.0.0.1:1"),
     "calibrate": ("--model m --text FILE --out OUT", 2, "calibrate needs torch, which is not installed here"),
     "profile": ("list STORE", 0, "no profiles"),
     "decoders": ("", 2, "decoders needs torch, which is not installed here"),
