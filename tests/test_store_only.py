@@ -27,7 +27,7 @@ from tests.tools.conftest import KEY, put
 from tests.tools.test_pin import TOKENS, store_pages
 
 pytestmark = pytest.mark.slow
-INSTALL = re.compile(r"(/\S+/python) -m pip install 'sgl_kvfetch\[codec\]'")
+INSTALL = re.compile(r"(/\S+/python) -m pip install '\.\[codec\]' in a checkout")
 REQUIREMENTS = ROOT / "deploy" / "requirements-store.txt"
 
 # Each command's arguments and exit code, and what it says. STORE, NAME, FILE, OUT and PORT are replaced. S3, texts
@@ -41,7 +41,7 @@ RUNS: dict[str, tuple[str, int, str]] = {
     "lookup": (f"STORE --prompt {json.dumps(TOKENS).replace(' ', '')} --page-size 1", 0, "8 pages; stored: 8 in"),
     "verify": ("STORE", 0, "nothing was decoded, only compared with digests: numpy is not installed here"),
     "encode": ("STORE", 2, "encode needs torch, which is not installed here"),
-    "index": ("rebuild s3://bucket --index redis://127.0.0.1:1", 2, "pip install 'sgl_kvfetch[s3]'"),
+    "index": ("rebuild s3://bucket --index redis://127.0.0.1:1", 2, "pip install '.[s3]' in a checkout"),
     "gc": ("FOLDER --dry-run", 0, "would delete 0 segments"),
     "clear": ("STORE --dry-run", 0, "2 segments"),
     "move": ("STORE EMPTY --copy", 0, "2 segments copied"),
