@@ -53,7 +53,7 @@ def real_profile(say: Say = say_on_stderr, source: ModelSource = SMOLLM2) -> Pat
 
 
 def _make(model: Path, path: Path, say: Say) -> None:
-    say("calibrating, which takes some minutes the first time")
+    say("calibrating, once only: 3 minutes on two idle cores, 20 on busy ones, with a bar or a line every ten seconds")
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         text, made = Path(folder, "python-reference.txt"), Path(folder, "profile")
         text.write_text(prose())

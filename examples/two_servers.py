@@ -43,8 +43,19 @@ def main(model: str, flags: list[str]) -> None:
                     ask(server, "The weather is fine. ")  # its first request takes longer, whatever the prompt
                     cached_tokens, seconds = ask(server, PROMPT)
                     print(f"{name}: cached_tokens {cached_tokens}, first token after {seconds:.2f} s", flush=True)
-                    # Wait until all is stored: a server loses what it has not written when it stops.
-                    subprocess.run(["kvfetch", "warm", store, "--server", server, "--prompt", PROMPT], check=True)
+                    if name == "first server":
+                        wait_until_stored(store, server)
+
+
+def wait_until_stored(store: str, server: str) -> None:
+    """Wait until the server finds all of the prompt: it loses what it has not written when it stops."""
+    why = ["kvfetch", "why", store, "--server", server, "--prompt", PROMPT]
+    for _ in range(60):
+        answer = subprocess.run(why, stdout=subprocess.PIPE, text=True)
+        if answer.returncode == 0:
+            return
+        time.sleep(1)
+    sys.exit(answer.stdout)
 
 
 def sglang(model: str, store: str, server: str, flags: list[str]) -> list[str]:

@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 _GROUPS = {
     "Before you install anything, or when something is wrong": ("estimate", "bench", "audit", "doctor", "why"),
     "A store": ("serve", "inspect", "verify", "gc", "clear", "move", "index"),
-    "Prompts in a store": ("warm", "lookup", "pin", "unpin"),
+    "Prompts in a store": ("lookup", "pin", "unpin"),
     "A model's profile": ("calibrate", "profile"),
     "Video, and how fast machines decode": ("encode", "decoders"),
 }
@@ -36,7 +36,7 @@ _PAGES = {
     "profile": "calibrating.md",
     "encode": "adaptive.md",
     "decoders": "adaptive.md",
-    **dict.fromkeys(("gc", "clear", "warm", "lookup", "pin", "unpin"), "retention.md"),
+    **dict.fromkeys(("gc", "clear", "lookup", "pin", "unpin"), "retention.md"),
 }
 _SHARED_BY = 3  # commands, from which on an option is described once
 _HEAD = """\

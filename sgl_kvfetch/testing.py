@@ -1,5 +1,5 @@
 """Tests that every store must pass, and small segments to test stores with. It needs pytest and pytest-asyncio:
-``pip install 'sgl_kvfetch[testing]'``. For a store of your own:
+``pip install '.[testing]'`` in a checkout. For a store of your own:
 
     import pytest
     from sgl_kvfetch.testing import AdminStoreConformance

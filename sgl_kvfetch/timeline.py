@@ -88,7 +88,7 @@ def check_tracing(environ: Mapping[str, str] = os.environ) -> ModuleType | None:
         from sgl_kvfetch import tracing
     except ImportError as e:
         raise ConfigError(
-            f"{TRACES_ENV} = {asked!r} needs a package that is missing ({e}): pip install 'sgl-kvfetch[tracing]'"
+            f"{TRACES_ENV} = {asked!r} needs a package that is missing ({e}): pip install '.[tracing]' in a checkout"
         ) from e
     return tracing
 

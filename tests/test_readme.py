@@ -14,7 +14,7 @@ import pytest
 from harness.engine import free_port, other_models
 from harness.models import TinyLlama, make_tiny_llama
 from harness.store_process import StoreProcess
-from harness.waiting import polls
+from harness.waiting import polls, wait_until
 from sgl_kvfetch.codec import fingerprint_model, load_profile
 from sgl_kvfetch.plane import parse_config
 from sgl_kvfetch.plane.profiles import take_profile
@@ -85,10 +85,14 @@ def test_install_serve_and_store(tmp_path: Path, tiny_llama: Path, monkeypatch: 
         assert (tmp_path / "token").stat().st_mode & 0o077 == 0
         with running(replaced(f"# {sglang}", theirs), tmp_path, "sglang", tmp_path / "installed") as answering:
             wait_for(f"{server}/health", answering)
-            warm = ("warm", url, "--server", server, "--prompt", str(TOKENS), "--token-file", str(tmp_path / "token"))
-            warmed = kvfetch(*warm)
-            assert warmed.exit_code == 0, warmed.output + answering.tail()
-            assert "8 pages; stored: 8 in" in warmed.output
+            body = {"input_ids": TOKENS, "sampling_params": {"max_new_tokens": 1}}
+            request = urllib.request.Request(
+                f"{server}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            urllib.request.urlopen(request).close()
+            why = ("why", url, "--server", server, "--prompt", str(TOKENS), "--token-file", str(tmp_path / "token"))
+            wait_until(lambda: kvfetch(*why).exit_code == 0, found=lambda: kvfetch(*why).output + answering.tail())
+            assert "8 pages are stored and sound" in kvfetch(*why).output
         assert "wants a token" in kvfetch("inspect", url).stderr
 
 

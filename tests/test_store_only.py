@@ -27,11 +27,11 @@ from tests.tools.conftest import KEY, put
 from tests.tools.test_pin import TOKENS, store_pages
 
 pytestmark = pytest.mark.slow
-INSTALL = re.compile(r"(/\S+/python) -m pip install 'sgl_kvfetch\[codec\]'")
+INSTALL = re.compile(r"(/\S+/python) -m pip install '\.\[codec\]' in a checkout")
 REQUIREMENTS = ROOT / "deploy" / "requirements-store.txt"
 
-# Each command's arguments and exit code, and what it says. STORE, NAME, FILE, OUT and PORT are replaced. S3, texts,
-# `bench` and `warm` need packages or servers that a store's machine lacks.
+# Each command's arguments and exit code, and what it says. STORE, NAME, FILE, OUT and PORT are replaced. S3, texts
+# and `bench` need packages or servers that a store's machine lacks.
 RUNS: dict[str, tuple[str, int, str]] = {
     "serve": ("FILE/store --port PORT", 2, "cannot make FILE/store"),  # the tests serve by it
     "estimate": ("--model CONFIG --link 10Gbps --prefill-tps 8000", 0, "exact"),
@@ -41,13 +41,12 @@ RUNS: dict[str, tuple[str, int, str]] = {
     "lookup": (f"STORE --prompt {json.dumps(TOKENS).replace(' ', '')} --page-size 1", 0, "8 pages; stored: 8 in"),
     "verify": ("STORE", 0, "nothing was decoded, only compared with digests: numpy is not installed here"),
     "encode": ("STORE", 2, "encode needs torch, which is not installed here"),
-    "index": ("rebuild s3://bucket --index redis://127.0.0.1:1", 2, "pip install 'sgl_kvfetch[s3]'"),
+    "index": ("rebuild s3://bucket --index redis://127.0.0.1:1", 2, "pip install '.[s3]' in a checkout"),
     "gc": ("FOLDER --dry-run", 0, "would delete 0 segments"),
     "clear": ("STORE --dry-run", 0, "2 segments"),
     "move": ("STORE EMPTY --copy", 0, "2 segments copied"),
     "pin": ("STORE", 0, "no pins"),
     "unpin": ("STORE --prompt [1] --page-size 1", 1, "there was no such pin"),
-    "warm": ("STORE --server http://127.0.0.1:1 --prompt [1]", 2, "http://127.0.0.1:1"),
     "calibrate": ("--model m --text FILE --out OUT", 2, "calibrate needs torch, which is not installed here"),
     "profile": ("list STORE", 0, "no profiles"),
     "decoders": ("", 2, "decoders needs torch, which is not installed here"),

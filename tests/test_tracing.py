@@ -215,5 +215,5 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.delitem(sys.modules, "sgl_kvfetch.tracing", raising=False)
     monkeypatch.delattr(sgl_kvfetch, "tracing", raising=False)
-    with pytest.raises(ConfigError, match=r"otlp' needs .*opentelemetry.*: pip install 'sgl-kvfetch\[tracing\]'"):
+    with pytest.raises(ConfigError, match=r"otlp' needs .*opentelemetry.*: pip install '\.\[tracing\]'"):
         check_tracing(ON)

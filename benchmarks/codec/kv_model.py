@@ -32,7 +32,7 @@ class KVModel:
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError as e:
             raise ConfigError(
-                f"this needs transformers, which is not installed: pip install 'sgl-kvfetch[bench]' ({e})"
+                f"this needs transformers, which is not installed: pip install '.[bench]' in a checkout ({e})"
             ) from e
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(path)

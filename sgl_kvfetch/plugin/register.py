@@ -68,7 +68,7 @@ def linker_of(cache: Any) -> HookedLinker | None:
 def require_packages() -> None:
     """Raise UnsupportedError if a package is missing that every launch with our backend needs."""
     if missing := [name for name in _EXTRA_PACKAGES if not find_spec(name)]:
-        raise UnsupportedError(f"{', '.join(missing)} not installed here: pip install 'sgl_kvfetch[codec]'")
+        raise UnsupportedError(f"{', '.join(missing)} not installed here: pip install '.[codec]' in a checkout")
 
 
 def register() -> None:

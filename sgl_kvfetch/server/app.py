@@ -247,7 +247,7 @@ class LookupHandler:
             raise web.HTTPBadRequest(text=f"page_hashes has {len(asked.page_hashes)} bytes; expected a multiple of 32")
         page_hashes = split_hashes(asked.page_hashes)
         found = await self._store.lookup_taking(asked.namespace, page_hashes, request[ACCOUNT].take)
-        self._metrics.note_lookup(len(page_hashes), found.num_pages)
+        self._metrics.note_lookup(asked.namespace, len(page_hashes), found.num_pages)
         answer = msgspec.msgpack.encode(found.hits)
         self._metrics.sent_bytes.inc(len(answer))
         return web.Response(body=answer, content_type=MSGPACK_TYPE)

@@ -25,6 +25,7 @@ from sgl_kvfetch.stores.wire import Route
 _limited = LimitedLogger(logging.getLogger(__name__))
 _MOST_FAILURES = 50
 _MOST_CLIENTS = 64
+_MOST_FOLDERS = 1000
 _OBJECT = Route.OBJECTS + "/{name}"
 _WORK = {("POST", Route.LOOKUP): "lookup", ("GET", _OBJECT): "read", ("PUT", _OBJECT): "write"}
 _OBSERVERS = frozenset({Route.SUMMARY, Route.METRICS, Route.HEALTH})  # what asks for metrics is not in them
@@ -68,6 +69,7 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self.last_failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
         self._clients: OrderedDict[str, Client] = OrderedDict()  # the one that asked last is the last
+        self.found_pages: dict[str, int] = {}  # by folder; the one where something was found last is the last
         self.started_s = time.time()
         ProcessCollector(registry=self.registry)
         counter = partial(Counter, namespace="kvfetch", subsystem="server", registry=self.registry)
@@ -192,11 +194,15 @@ class ServerMetrics:
         self.count_failure(what, cause, message, client)
         _limited.warning(f"{what.partition(' ')[0]} {cause}", f"{what[:200]} failed ({cause}): {message}")
 
-    def note_lookup(self, pages_asked: int, pages_found: int) -> None:
+    def note_lookup(self, folder: str, pages_asked: int, pages_found: int) -> None:
         result = "hit" if pages_found == pages_asked else "partial" if pages_found else "miss"
         self.lookups.labels(result).inc()
         self.lookup_pages.labels("hit").inc(pages_found)
         self.lookup_pages.labels("miss").inc(pages_asked - pages_found)
+        if pages_found:
+            self.found_pages[folder] = self.found_pages.pop(folder, 0) + pages_found
+            if len(self.found_pages) > _MOST_FOLDERS:
+                del self.found_pages[next(iter(self.found_pages))]
 
     def note_usage(self, usage: StoreUsage) -> None:
         self._stored_bytes.set(usage.stored_bytes)

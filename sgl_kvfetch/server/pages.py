@@ -24,7 +24,7 @@ from sgl_kvfetch.codec import NO_KEYS, Manifest, decode_manifest
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.directory.local import FolderUsage
 from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, FormatError, KVFetchError, StoreError
-from sgl_kvfetch.keys import MANIFEST_SUFFIX, parse_object_name
+from sgl_kvfetch.keys import MANIFEST_SUFFIX, Namespace, parse_object_name
 from sgl_kvfetch.log import LimitedLogger, one_line
 from sgl_kvfetch.prompts import Prompt, page_hashes, tokenise
 from sgl_kvfetch.server.bodies import BodyReader, Overloaded, json_answer
@@ -46,6 +46,7 @@ from sgl_kvfetch.stores import (
 )
 from sgl_kvfetch.stores.upkeep import whole_pages
 from sgl_kvfetch.stores.wire import MAX_LOOKUP_PAGES, MAX_LOOKUP_REQUEST_BYTES, PAGE_PATHS, Route
+from sgl_kvfetch.types import first_to_last
 from sgl_kvfetch.user_files import replace_file
 
 logger = logging.getLogger(__name__)
@@ -186,20 +187,22 @@ class ToldAudits(msgspec.Struct, frozen=True):
 
 class FolderRow(msgspec.Struct, frozen=True):
     """A folder of the store: what one rank has of a model. ``model`` and ``quantiser`` are names for people, the next
-    two identify them; all are empty if no manifest could be read. ``audits``: of servers that read it, since this
-    process started."""
+    two identify them; ``cache`` has what else tells namespaces of a model apart. All are empty if no manifest could be
+    read. ``found_tokens``: of all lookups since this process started. ``audits``: of servers that read it since."""
 
     folder: str
     model: str
     quantiser: str
     model_identity: str
     quantiser_identity: str
+    cache: str
     num_segments: int
     num_tokens: int
     raw_bytes: int
     stored_bytes: int
     first_used_s: float
     last_used_s: float
+    found_tokens: int = 0
     audits: tuple[ToldAudits, ...] = ()
 
 
@@ -238,6 +241,7 @@ class _Kind(NamedTuple):
     """What all segments of a folder have in common, but for their labels."""
 
     names: tuple[str, str, str, str] = ("", "", "", "")  # model, quantiser, and their identities
+    cache: str = ""
     page_size: int = 0
     page_bytes: int = 0
 
@@ -345,7 +349,7 @@ class PageHandlers:
                     usage.disk_free_bytes,
                     list(self._metrics.last_failures),
                     self._config.tokenizer is not None,
-                    [self._with_audits(row) for row in self._folders],
+                    [self._with_servers(row) for row in self._folders],
                     self._profiles,
                     await self._verified.get(f"{row.weights}/{row.digest}" for row in self._profiles),
                     self._metrics.clients,
@@ -376,9 +380,11 @@ class PageHandlers:
             del told[next(iter(told))]
         return web.Response(status=204)
 
-    def _with_audits(self, row: FolderRow) -> FolderRow:
-        told = self._audits.get(row.folder)
-        return msgspec.structs.replace(row, audits=tuple(told.values())) if told else row
+    def _with_servers(self, row: FolderRow) -> FolderRow:
+        """Add what servers have found in a folder."""
+        found = self._metrics.found_pages.get(row.folder, 0) * self._kinds.get(row.folder, _UNKNOWN).page_size
+        told = self._audits.get(row.folder, {})
+        return msgspec.structs.replace(row, found_tokens=found, audits=tuple(told.values()))
 
     async def _row(self, usage: FolderUsage) -> FolderRow | None:
         """Return None if the files of a folder are gone, which the catalog does not know yet: as on a full disk."""
@@ -388,6 +394,7 @@ class PageHandlers:
         return FolderRow(
             usage.folder,
             *kind.names,
+            kind.cache,
             usage.num_segments,
             usage.num_pages * kind.page_size,
             usage.num_pages * kind.page_bytes,
@@ -409,7 +416,8 @@ class PageHandlers:
                 self._store.look_again(usage.some_manifest)
                 return None
             manifest = await asyncio.to_thread(decode_manifest, content)
-            kind = _Kind(_names(manifest), manifest.namespace.page_size, manifest.geometry.page_bytes)
+            namespace = manifest.namespace
+            kind = _Kind(_names(manifest), _cache(namespace), namespace.page_size, manifest.geometry.page_bytes)
         except KVFetchError as e:
             logger.warning("cannot show the folder %s: %s", usage.folder, one_line(e))
             return _UNKNOWN
@@ -519,6 +527,18 @@ def _names(manifest: Manifest) -> tuple[str, str, str, str]:
     (model, quantiser), labels = (manifest.namespace.model, manifest.namespace.quantiser), manifest.labels
     names = labels.model_name(model), labels.quantiser_name(quantiser), model, quantiser
     return tuple(name[:_MOST_NAME_CHARS] for name in names)  # type: ignore[return-value]
+
+
+def _cache(namespace: Namespace) -> str:
+    """Return what tells a namespace from others of its model and quantiser: dtypes, pages, layers, flags."""
+    layers = first_to_last(namespace.first_layer, namespace.first_layer + namespace.num_layers)
+    parts = [namespace.kv_dtype, f"pages of {namespace.page_size}", f"layers {layers}"]
+    for part in namespace.model_dtype.split(";"):
+        name, _, value = part.partition("=")
+        text = f"{name} {value}".strip()
+        if value != "None" and text not in (namespace.kv_dtype, f"dtype {namespace.kv_dtype}"):
+            parts.append(text)
+    return ", ".join(parts)[:_MOST_NAME_CHARS]
 
 
 def _hashes_of(query: PromptQuery, tokenizer: str) -> tuple[int, list[bytes]]:

@@ -127,6 +127,6 @@ def _open_s3(url: str, options: HttpOptions, s3: S3Options) -> AdminStore:
         from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
         from sgl_kvfetch.stores.redis_index import IndexOptions
     except ImportError as e:
-        raise ConfigError(f"{url} needs a package that is missing ({e}): pip install 'sgl_kvfetch[s3]'") from e
+        raise ConfigError(f"{url} needs a package that is missing ({e}): pip install '.[s3]' in a checkout") from e
     index = IndexOptions(s3.index, s3.index_ttl_s, s3.index_timeout_s, on_failure=s3.on_index_failure)
     return IndexedS3Store(url, index, options=options, config=s3.config)

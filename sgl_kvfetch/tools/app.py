@@ -46,14 +46,13 @@ COMMANDS = {
     "move": "Move all segments of a store, or of a part of it, to another store.",
     "pin": "Evict prompts' segments last, or list the pins.",
     "unpin": "Evict pinned prompts' segments like others again.",
-    "warm": "Send prompts through an SGLang server, and say how much of each is stored then.",
     "calibrate": "Measure how a model's keys and values vary and how much errors in them matter.",
     "profile": "List, show, read, publish or withdraw the profiles of a store.",
     "decoders": "Measure how long this machine takes to decode a cell, for each codec and resolution.",
     "doctor": 'Check a store and what this machine can do, and say how to fix each "no".',
 }
 _MODULES = {  # of the commands that have no module of their own
-    **dict.fromkeys(("lookup", "pin", "unpin", "warm"), "prompts"),
+    **dict.fromkeys(("lookup", "pin", "unpin"), "prompts"),
     **dict.fromkeys(("gc", "index"), "upkeep"),
     **dict.fromkeys(("clear", "move"), "segments"),
     **dict.fromkeys(("calibrate", "decoders"), "measure"),

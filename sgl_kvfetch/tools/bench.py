@@ -7,6 +7,7 @@ import math
 import secrets
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.reasons import ADVICE
 from sgl_kvfetch.tools.bench_prompts import Group, longest_prompt, make_groups, parse_lengths
 from sgl_kvfetch.tools.sglang_server import (
     cached_by_tier,
@@ -33,16 +35,21 @@ from sgl_kvfetch.tools.sglang_server import (
 )
 from sgl_kvfetch.tools.target import require_scheme
 from sgl_kvfetch.tools.terminal import format_ratio, format_size, json_flag, make_progress, make_table, option, show
+from sgl_kvfetch.tools.why import Asked, ask_status, different_fields, reason_of_difference, reason_of_request
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 _LOOK_EVERY_S = 0.5
 _UNSEEN_WAIT_S = 10.0  # after all was computed, if no metrics say when it is written
+_ADVICE: dict[str, str] = {
+    "in_memory": "the server had them in its memory: --reader must be another server",
+    "unknown": "kvfetch why STORE --server URL --file FILE looks for the reason",
+} | {str(reason): advice for reason, advice in ADVICE.items()}
 
 
 class Measured(Struct, frozen=True):
-    """A group's requests in one pass. Tokens that were not computed, those of them that came from the store, and bytes
+    """Requests of a group in one pass. Tokens that were not computed, those of them that came from the store, and bytes
     that were read from it are means of a prompt. The bytes are None if the server has no metrics."""
 
     p50_s: float
@@ -55,11 +62,15 @@ class Measured(Struct, frozen=True):
 
 
 class GroupResult(Struct, frozen=True):
+    """``fetched``: only prompts that got tokens from the store; None if none did. ``not_fetched``: the number of the
+    other prompts by reason: a `Reason`, or a key of `_ADVICE`."""
+
     name: str
     num_prompts: int
     prompt_tokens: int  # median
     computed: Measured
-    fetched: Measured
+    fetched: Measured | None
+    not_fetched: dict[str, int]
 
 
 class BenchResult(Struct, frozen=True):
@@ -115,7 +126,10 @@ def bench(
     before it. Start the server with --enable-metrics: without them, bytes are missing, and prompts are written while
     others are computed. If the server has memory_cache or local_cache, prompts come from there. What was written stays
     in the store until it is evicted. A server with an API key needs it as SGLANG_API_KEY in the environment; --flush
-    needs the admin key, if there is one. The exit code is 1 if nothing was fetched.
+    needs the admin key, if there is one.
+
+    The times of "fetched" are of prompts that came from the store. For the others, the command says why they did not.
+    The exit code is 1 if nothing was fetched.
 
     Examples:
 
@@ -140,7 +154,7 @@ def bench(
     if plot is not None:
         _plot(plot, result)
     show(result, as_json, _report(result))
-    if not any(group.fetched.stored_tokens for group in result.groups):
+    if not any(group.fetched for group in result.groups):
         raise typer.Exit(1)
 
 
@@ -154,6 +168,7 @@ async def _bench(
             raise ConfigError(
                 f"--server has pages of {info['page_size']} tokens, and --reader of {size}: it would find nothing"
             )
+        _require_one_namespace(await ask_status(session, server), await ask_status(session, reader))
         tokenise = partial(tokenise_on, session, server)
         groups, num_skipped = await make_groups(file, lengths, count, longest_prompt(info, 1), tokenise)
         salt = f"kvfetch-bench-{secrets.token_hex(8)}"
@@ -161,23 +176,59 @@ async def _bench(
             task = progress.add_task("bench", total=2 * sum(len(group.prompts) + 1 for group in groups))
             run = _Run(session, salt, info["page_size"], concurrency, progress, task)
             computed = [await run.send(server, group, wait_s) for group in groups]
-            if any(measured.wire_bytes is None for measured in computed):
+            if any(sent.read is None for sent in computed):
                 await asyncio.sleep(_UNSEEN_WAIT_S)
             if reader == server:
                 await flush_cache(session, server)
-            fetched = [await run.send(reader, group) for group in groups]
-    results = [
-        GroupResult(
-            name=group.name,
-            num_prompts=len(group.prompts),
-            prompt_tokens=round(statistics.median(map(len, group.prompts))),
-            computed=first,
-            fetched=second,
-        )
-        for group, first, second in zip(groups, computed, fetched, strict=True)
-    ]
+            again = [await run.send(reader, group) for group in groups]
+        asked = await ask_status(session, reader)
+    results = [_group_result(*each, asked) for each in zip(groups, computed, again, strict=True)]
     model, version = served_model(info), str(info.get("version"))
     return BenchResult(server, reader, model, version, info["page_size"], concurrency, num_skipped, results)
+
+
+def _require_one_namespace(writing: Asked, reading: Asked) -> None:
+    """Raise ConfigError if one server does not find what the other one stores."""
+    if writing.status is None or reading.status is None:
+        return
+    different = different_fields(reading.status.namespace, writing.status.namespace)
+    if different:
+        what = ", ".join(f"{name} is {theirs!r} and {ours!r}" for name, (theirs, ours) in different.items())
+        advice = ADVICE[reason_of_difference(different)]
+        raise ConfigError(f"--reader would find nothing that --server stores: {what}; {advice}")
+
+
+def _group_result(group: Group, computed: _Sent, again: _Sent, asked: Asked) -> GroupResult:
+    """Compare both passes of a group."""
+    fetched = [answer for answer in again.answers if answer.cached["storage"]]
+    others = [answer for answer in again.answers if not answer.cached["storage"]]
+    not_fetched = Counter(
+        "in_memory" if any(each.cached.values()) else reason_of_request(asked, each.request_id, each.num_tokens)
+        for each in others
+    )
+    return GroupResult(
+        name=group.name,
+        num_prompts=len(group.prompts),
+        prompt_tokens=round(statistics.median(map(len, group.prompts))),
+        computed=_measured(computed.answers, computed.read),
+        # Reads of prompts that were not fetched in the end are in the sum of bytes, too.
+        fetched=_measured(fetched, None if others else again.read) if fetched else None,
+        not_fetched=dict(not_fetched),
+    )
+
+
+def _measured(answers: Sequence[_Answer], read: tuple[int, int] | None) -> Measured:
+    """``read``: all bytes that were read for these answers, on the wire and raw."""
+    times = [answer.ttft_s for answer in answers]
+    return Measured(
+        p50_s=statistics.median(times),
+        p95_s=sorted(times)[math.ceil(0.95 * len(times)) - 1],
+        all_s=times,
+        cached_tokens=round(statistics.mean(sum(answer.cached.values()) for answer in answers)),
+        stored_tokens=round(statistics.mean(answer.cached["storage"] for answer in answers)),
+        wire_bytes=read[0] // len(times) if read else None,
+        raw_bytes=read[1] // len(times) if read else None,
+    )
 
 
 class _Run:
@@ -189,7 +240,7 @@ class _Run:
         self._session, self._salt, self._page_size, self._concurrency = session, salt, page_size, concurrency
         self._progress, self._task = progress, task
 
-    async def send(self, server: str, group: Group, wait_s: float | None = None) -> Measured:
+    async def send(self, server: str, group: Group, wait_s: float | None = None) -> _Sent:
         """Send a group to a server; with ``wait_s``, wait after each few until they are stored, which would take time
         from those that follow."""
         metrics = _Metrics(self._session, server)
@@ -201,16 +252,9 @@ class _Run:
             some = numbered[start : start + self._concurrency]
             answers += await self._send_some(metrics, group.name, some, wait_s)
         after = await metrics.read()
-        times = sorted(answer.ttft_s for answer in answers)
-        return Measured(
-            p50_s=statistics.median(times),
-            p95_s=times[math.ceil(0.95 * len(times)) - 1],
-            all_s=[answer.ttft_s for answer in answers],
-            cached_tokens=round(statistics.mean(sum(answer.cached.values()) for answer in answers)),
-            stored_tokens=round(statistics.mean(answer.cached["storage"] for answer in answers)),
-            wire_bytes=(after.wire_bytes - before.wire_bytes) // len(times) if before and after else None,
-            raw_bytes=(after.raw_bytes - before.raw_bytes) // len(times) if before and after else None,
-        )
+        if before is None or after is None:
+            return _Sent(answers, None)
+        return _Sent(answers, (after.wire_bytes - before.wire_bytes, after.raw_bytes - before.raw_bytes))
 
     async def _send_some(
         self, metrics: _Metrics, name: str, prompts: Sequence[tuple[str, list[int]]], wait_s: float | None
@@ -229,7 +273,7 @@ class _Run:
         """Have a prompt's first token generated: when the answer is there, so is the token."""
         began_s = time.perf_counter()
         meta = await generate(self._session, server, prompt, 1, cache_salt)
-        return _Answer(time.perf_counter() - began_s, cached_by_tier(meta))
+        return _Answer(time.perf_counter() - began_s, cached_by_tier(meta), str(meta.get("id")), len(prompt))
 
 
 class _Answer(NamedTuple):
@@ -237,6 +281,15 @@ class _Answer(NamedTuple):
 
     ttft_s: float
     cached: dict[str, int]
+    request_id: str
+    num_tokens: int
+
+
+class _Sent(NamedTuple):
+    """``read``: bytes that the server read meanwhile, on the wire and raw; None if it has no metrics."""
+
+    answers: list[_Answer]
+    read: tuple[int, int] | None
 
 
 class _Sample(Struct, frozen=True):
@@ -295,37 +348,41 @@ def _report(result: BenchResult) -> Iterator[Table | str]:
     columns = ("prompts", "tokens", "computed, p50 (p95)", "fetched, p50 (p95)", "sooner")
     table = make_table(("",), (*columns, "cached tokens", "from the store", "bytes", "smaller"))
     table.title = f"Time to first token in s: {result.model}"
+    not_fetched = Counter[str]()
     for group in result.groups:
         computed, fetched = group.computed, group.fetched
-        times = (f"{measured.p50_s:.3g} ({measured.p95_s:.3g})" for measured in (computed, fetched))
-        size = "-" if fetched.wire_bytes is None else format_size(fetched.wire_bytes)
-        smaller = fetched.raw_bytes / fetched.wire_bytes if fetched.raw_bytes and fetched.wire_bytes else None
-        table.add_row(
-            group.name,
-            f"{group.num_prompts:,}",
-            f"{group.prompt_tokens:,}",
-            *times,
-            format_ratio(computed.p50_s / fetched.p50_s),
-            f"{fetched.cached_tokens:,}",
-            f"{fetched.stored_tokens:,}",
-            size,
-            format_ratio(smaller),
-        )
+        not_fetched.update(group.not_fetched)
+        of_fetched = ["-"] * 6 if fetched is None else _fetched_cells(fetched, computed)
+        table.add_row(group.name, f"{group.num_prompts:,}", f"{group.prompt_tokens:,}", _times(computed), *of_fetched)
     yield table
     yield "Tokens and bytes are means of a fetched prompt: from any cache, from the store, and on the network."
     if result.skipped_prompts:
         yield f"{result.skipped_prompts} prompts were left out: they are longer than the server takes"
-    if any(group.fetched.wire_bytes is None for group in result.groups):
+    if any(group.computed.wire_bytes is None for group in result.groups):
         yield "the server has no metrics (--enable-metrics), which would say how many bytes were fetched"
-    if not any(group.fetched.stored_tokens for group in result.groups):
-        yield (
-            "nothing was fetched: kvfetch doctor STORE looks for the reason, and sgl_kvfetch_decisions_total in the "
-            "server's metrics says whether computing was expected to be sooner. --reader must be another server"
-        )
+    num_prompts = sum(group.num_prompts for group in result.groups)
+    for reason, count in not_fetched.most_common():
+        yield f"{count} of {num_prompts} prompts were not fetched: {reason}. What to do: {_ADVICE[reason]}"
+
+
+def _times(measured: Measured) -> str:
+    return f"{measured.p50_s:.3g} ({measured.p95_s:.3g})"
+
+
+def _fetched_cells(fetched: Measured, computed: Measured) -> list[str]:
+    smaller = fetched.raw_bytes / fetched.wire_bytes if fetched.raw_bytes and fetched.wire_bytes else None
+    return [
+        _times(fetched),
+        format_ratio(computed.p50_s / fetched.p50_s),
+        f"{fetched.cached_tokens:,}",
+        f"{fetched.stored_tokens:,}",
+        "-" if fetched.wire_bytes is None else format_size(fetched.wire_bytes),
+        format_ratio(smaller),
+    ]
 
 
 def _plot(path: Path, result: BenchResult) -> None:
-    """Draw a pair of bars for each group: p50, with whiskers to p95."""
+    """Draw a pair of bars for each group: p50, with whiskers to p95. A group that was not fetched has one bar."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -334,10 +391,10 @@ def _plot(path: Path, result: BenchResult) -> None:
     names = [group.name for group in result.groups]
     figure, axes = pyplot.subplots(figsize=(max(4.0, 1.4 * len(names) + 1.5), 4.0), layout="constrained", dpi=150)
     for shift, name, colour in ((-0.2, "computed", "#E69F00"), (0.2, "fetched", "#0072B2")):
-        several = [getattr(group, name) for group in result.groups]
-        middles = [measured.p50_s for measured in several]
-        whiskers = [[0.0] * len(names), [measured.p95_s - measured.p50_s for measured in several]]
-        places = [index + shift for index in range(len(names))]
+        several = [(index, each) for index, group in enumerate(result.groups) if (each := getattr(group, name))]
+        middles = [measured.p50_s for _, measured in several]
+        whiskers = [[0.0] * len(several), [measured.p95_s - measured.p50_s for _, measured in several]]
+        places = [index + shift for index, _ in several]
         axes.bar(places, middles, 0.4, yerr=whiskers, capsize=3, color=colour, label=name)
     axes.set_xticks(range(len(names)), names)
     axes.set(ylabel="time to first token (s): p50, whisker to p95", title=result.model)

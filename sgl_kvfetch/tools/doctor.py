@@ -37,7 +37,7 @@ TIMEOUT_S = 10.0  # of a request to the store
 LIST_TIMEOUT_S = 10.0
 MAX_MODELS = 8  # that are named because of their flags
 _MOST_AUDITED = 8  # namespaces, those that were audited last
-_INSTALL_GPU = 'pip install "sgl-kvfetch[gpu]"'
+_INSTALL_GPU = "pip install '.[gpu]' in a checkout"
 _INSTALL_VIDEO = "install the driver's video libraries (containers: NVIDIA_DRIVER_CAPABILITIES=compute,video,utility)"
 _CPU_CODECS = "codecs run on the CPU"
 _SEAMS = "SGLang's seams"
@@ -164,7 +164,7 @@ def check_sglang() -> list[Check]:
 def _check_registration() -> Check:
     name = "plugin registered"
     if not any(point.name == PLUGIN for point in importlib.metadata.entry_points(group=PLUGIN_GROUP)):
-        advice = "install this package (pip install sgl-kvfetch, or pip install -e . in a checkout)"
+        advice = "install this package: pip install . in a checkout"
         return Check(name, "no", f"no entry point {PLUGIN!r} in {PLUGIN_GROUP}", advice)
     chosen = os.environ.get("SGLANG_PLUGINS")
     if chosen and PLUGIN not in [plugin.strip() for plugin in chosen.split(",")]:

@@ -25,6 +25,12 @@ _PRICES = f"{GB_MONTH_PRICE},{PUT_PRICE * 1000:g},{GET_PRICE * 1000:g}"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _SEGMENT_TOKENS, _READ_BYTES = 8192, 4 << 20  # the most of a segment, and of a read, as in `plane.store`
 _KV_BYTES = 2  # a value of bfloat16 or float16
+# docs/gpu/nvidia-h200.md: `klt` over a link without a limit, and computing. A test compares it with the arithmetic.
+MEASURED = (
+    "These times are what link and decoding threads allow at best, which two CPU cores come near and a GPU server does "
+    "not yet: on an H200, 8,192 tokens of Llama-3.1-8B took 0.637 s to fetch with klt, where this arithmetic says "
+    "0.265 s, and 0.274 s to compute. Measure yours with kvfetch bench (docs/gpu)."
+)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([MG])bps")
 
@@ -100,7 +106,7 @@ def estimate(
     A fetch takes the longer one of transmitting and decoding, and then one batch. The engine computes as many tokens a
     second at every length, which favours computing for long prompts. Bits a value and decoding speeds are those that
     docs/bits.md measured on two small models: measure yours with kvfetch calibrate. All layers count as full attention
-    or MLA. Nothing is connected to.
+    or MLA. Nothing is connected to. On a GPU, fetches have taken more than twice as long (docs/gpu).
 
     Example:
 
@@ -214,6 +220,7 @@ def parse_prices(text: str) -> Prices:
 def _lines(found: Estimate, use: str, prices: str) -> Iterator[Table | str]:
     """Yield an estimate as a verdict and tables: seconds to the first token, and what the store holds and costs."""
     yield found.verdict
+    yield MEASURED
     raw, codings = found.codings["raw"], found.codings.items()
     times = make_table(("tokens of a prompt",), ("computed", *(f"fetched, {name}" for name in found.codings)))
     times.title = "Seconds to the first token"

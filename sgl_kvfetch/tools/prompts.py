@@ -1,12 +1,11 @@
-"""``kvfetch lookup``, ``pin``, ``unpin`` and ``warm``: find prompts in a store, keep them there, and put them there."""
+"""``kvfetch lookup``, ``pin`` and ``unpin``: find prompts in a store, and keep them there."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
@@ -18,14 +17,10 @@ from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, token
 from sgl_kvfetch.stores import MAX_LABEL, PINS, AdminStore, Pin, Store, get_pin, put_pin
 from sgl_kvfetch.stores.notes import MAX_PIN_PAGES
 from sgl_kvfetch.stores.upkeep import pages_stored, stored_page_sizes
-from sgl_kvfetch.tools.target import require_scheme, run_on_store
+from sgl_kvfetch.tools.target import run_on_store
 from sgl_kvfetch.tools.terminal import IndexedAccess, StoreArgument, json_flag, option, show
 
-if TYPE_CHECKING:
-    from aiohttp import ClientSession
-
 _LABEL = 60  # characters of a prompt
-_LOOK_EVERY_S = 0.5
 
 PromptOption = Annotated[
     str | None, option("TEXT", "A prompt as the server gets it after its chat template, or [1, 2, ...]: tokens.")
@@ -46,14 +41,6 @@ class StoredPrompt(Struct, frozen=True):
     num_pages: int  # whole pages
     stored_pages: dict[str, int]  # by namespace
 
-    @property
-    def is_stored(self) -> bool:
-        """Whether a namespace has all of its pages."""
-        return self.num_pages in (0, *self.stored_pages.values())
-
-
-StoredFlag = Annotated[bool, json_flag(list[StoredPrompt])]
-
 
 class PinSummary(Struct, frozen=True):
     name: str
@@ -71,7 +58,7 @@ def lookup(
     file: FileOption = None,
     model: TokenizerOption = None,
     cache_salt: SaltOption = None,
-    as_json: StoredFlag = False,
+    as_json: Annotated[bool, json_flag(list[StoredPrompt])] = False,
 ) -> None:
     """Say how many of a prompt's pages a lookup finds, by namespace.
 
@@ -181,50 +168,6 @@ def unpin(
     show(unpinned, as_json, [f"{num_unpinned} unpinned"], failures)
 
 
-def warm(
-    store: StoreArgument,
-    server: Annotated[str, option("URL", "An SGLang server that writes to the store.", show_default=False)],
-    access: IndexedAccess,
-    prompt: PromptOption = None,
-    file: FileOption = None,
-    cache_salt: SaltOption = None,
-    timeout_s: Annotated[float, option("SECONDS", "How long to wait until all is stored.", "--timeout", min=0)] = 60.0,
-    as_json: StoredFlag = False,
-) -> None:
-    """Send prompts through an SGLang server, and say how much of each is stored then.
-
-    The server's tokenizer and page size apply. Each prompt costs its prefill and one token. Of a prompt, only whole
-    pages are stored. A server with an API key needs it as SGLANG_API_KEY in the environment. The exit code is 1 if
-    some pages are not stored in time.
-
-    Example:
-
-        kvfetch warm http://127.0.0.1:8700 --server http://127.0.0.1:30000 --file prompts.jsonl
-    """
-    from sgl_kvfetch.tools.sglang_server import open_server, queued_text, server_info, server_samples
-
-    prompts, server = prompts_of(prompt, file, required=True), require_scheme(server).rstrip("/")
-
-    async def send_all(store: Store) -> tuple[list[StoredPrompt], str]:
-        async with open_server(server) as session:
-            page_size = (await server_info(session, server))["page_size"]
-            sent = [await _send(session, server, prompt, cache_salt) for prompt in prompts]
-        until = asyncio.get_running_loop().time() + timeout_s
-        found = [await _wait_for(store, tokens, page_size, cache_salt, until) for tokens in sent]
-        if all(one.is_stored for one in found):
-            return found, ""
-        async with open_server(server) as session:
-            return found, queued_text(await server_samples(session, server))
-
-    warmed, queued = run_on_store(store, access, send_all)
-    _show_stored(warmed, as_json)
-    if all(one.is_stored for one in warmed):
-        return
-    next_step = f"{queued}: raise --timeout" if queued else "kvfetch why says what kept the others from it"
-    typer.echo(f"kvfetch: not all pages are stored after {timeout_s:g} s; {next_step}", err=True)
-    raise typer.Exit(1)
-
-
 def prompts_of(prompt: str | None, file: Path | None, *, required: bool = False) -> list[Prompt]:
     """Return the prompts that the options name. Raises ConfigError, also for none if they are ``required``."""
     if prompt is not None and file is not None:
@@ -296,22 +239,3 @@ def _stored_text(stored_pages: Mapping[str, int]) -> str:
     """Format the result of ``pages_stored``."""
     found = ", ".join(f"{pages} in {namespace}" for namespace, pages in stored_pages.items())
     return f"stored: {found or 'none'}"
-
-
-async def _send(session: ClientSession, server: str, prompt: Prompt, cache_salt: str | None) -> Tokens:
-    """Send a prompt through the server, and return its tokens."""
-    from sgl_kvfetch.tools.sglang_server import generate, tokenise_on
-
-    if isinstance(prompt, str):
-        prompt = await tokenise_on(session, server, prompt)
-    await generate(session, server, prompt, 1, cache_salt or None)
-    return prompt
-
-
-async def _wait_for(store: Store, tokens: Tokens, page_size: int, cache_salt: str | None, until: float) -> StoredPrompt:
-    """Look a prompt up until it is stored, or until the loop's clock shows ``until``; at least once."""
-    while True:
-        found = await _stored_prompt(store, tokens, page_size, cache_salt)
-        if found.is_stored or asyncio.get_running_loop().time() > until:
-            return found
-        await asyncio.sleep(_LOOK_EVERY_S)

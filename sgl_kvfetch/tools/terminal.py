@@ -56,18 +56,19 @@ def needs_package(what: str, error: ModuleNotFoundError) -> ConfigError:
 
 
 def how_to_install(package: str) -> str:
-    """Return the command that installs a package: by this project's extra that has it, if one has."""
+    """Return the command that installs a package: by this project's extra that has it, if one has. This project is not
+    on PyPI, where anybody could take its name."""
     distribution = _DISTRIBUTIONS.get(package, package)
     return f"{sys.executable} -m pip install {_wanted_by(distribution)}"
 
 
 def _wanted_by(distribution: str) -> str:
-    """Return what pip is to install for the sake of a distribution."""
+    """Return what pip is to install for the sake of a distribution, and where."""
     for line in importlib.metadata.requires(_PROJECT) or []:
         name, _, marker = line.partition(";")
         if re.split(r"[^\w.-]", name)[0] == distribution:
             extra = re.search(r"extra == [\"'](\w+)[\"']", marker)
-            return f"'{_PROJECT}[{extra[1]}]'" if extra else _PROJECT
+            return f"'.[{extra[1]}]' in a checkout" if extra else ". in a checkout"
     return distribution
 
 

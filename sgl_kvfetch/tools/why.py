@@ -167,7 +167,7 @@ def why(
         else:
             url = require_scheme(server).rstrip("/")
             async with open_server(url) as session:
-                asked = await _ask_server(session, url)
+                asked = await ask_status(session, url)
                 tokenised = [await _tokens(session, url, each, model) for each in prompts]
         if request is not None:
             assert asked is not None
@@ -326,6 +326,16 @@ def _of_request(decided: Decided, hashes: Sequence[bytes] = ()) -> Finding | Non
     )
     first = hashes.index(bytes.fromhex(decided.first_hash)) if hashes else 0
     return Finding(Reason(decided.reason), first + decided.num_served, first + decided.num_pages, detail)
+
+
+def reason_of_request(asked: Asked, request_id: str, num_tokens: int) -> str:
+    """Return the reason why nothing of a request came from the store; "unknown" if the server does not tell."""
+    if asked.status is not None:
+        label = label_of_request(request_id)
+        for each in reversed(asked.status.recent):
+            if each.request_id == label:
+                return each.reason or ("unknown" if each.num_found else Reason.NEVER_WRITTEN)
+    return next((each.reason for each in _in_the_way(asked, num_tokens, asked.page_size)), "unknown")
 
 
 def _request(asked: Asked, request_id: str) -> Explained:
@@ -652,7 +662,7 @@ def _pages_with_all_heads(runs: Mapping[str, int], namespace: Namespace) -> int:
 # The server
 
 
-async def _ask_server(session: ClientSession, server: str) -> Asked:
+async def ask_status(session: ClientSession, server: str) -> Asked:
     """Ask a server what it tells of itself. Raises ConfigError if it is none of SGLang, and StoreError."""
     info = await server_info(session, server)
     states = info.get("internal_states", [])

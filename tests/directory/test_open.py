@@ -83,7 +83,7 @@ async def test_a_bucket_may_have_an_index() -> None:
 @pytest.mark.parametrize("module", ["s3", "redis_index"])
 def test_what_to_install_is_named(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setitem(sys.modules, f"sgl_kvfetch.stores.{module}", None)  # importing it raises ImportError
-    with pytest.raises(ConfigError, match=r"pip install 'sgl_kvfetch\[s3\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[s3\]'"):
         open_store("s3://bucket", s3=S3Options(index="redis://host"))
 
 

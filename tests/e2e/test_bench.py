@@ -36,13 +36,14 @@ def test_computed_and_fetched(
     for group in found["groups"]:
         computed, fetched = group["computed"], group["fetched"]
         assert computed["cached_tokens"] == computed["wire_bytes"] == 0
+        assert group["not_fetched"] == {}
         assert fetched["cached_tokens"] == fetched["stored_tokens"] >= 0.9 * group["prompt_tokens"]
         assert 0 < fetched["wire_bytes"] < fetched["raw_bytes"]
         for measured in computed, fetched:
             assert len(measured["all_s"]) == group["num_prompts"] == 3
             assert 0 < min(measured["all_s"]) <= measured["p50_s"] <= measured["p95_s"] == max(measured["all_s"])
     # It fetches nothing from a server that has all in its memory, which --reader does not empty.
-    assert same["groups"][0]["fetched"]["cached_tokens"] > same["groups"][0]["fetched"]["stored_tokens"] == 0
+    assert (same["groups"][0]["fetched"], same["groups"][0]["not_fetched"]) == (None, {"in_memory": 1})
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "fetched, p50 (p95)" in table
     assert "1 prompts were left out: they are longer than the server takes" in table
@@ -52,7 +53,7 @@ def test_computed_and_fetched(
             patch.setattr("sgl_kvfetch.tools.bench._UNSEEN_WAIT_S", 0.0)
             result = kvfetch("bench", "--server", server.url, "--flush", *few)
         assert result.exit_code == 1  # since it writes nothing
-        assert "nothing was fetched" in result.output
+        assert "1 of 1 prompts were not fetched: never_written" in result.output
         assert "the server has no metrics (--enable-metrics)" in result.output
         result = kvfetch("bench", "--server", server.url, "--flush", "--lengths", "320", "--timeout", "0")
     assert result.exit_code == 2

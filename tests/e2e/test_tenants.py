@@ -46,19 +46,21 @@ def test_salts(
             assert same_answer(answer, expected[0])
 
 
-def test_warm_and_pin(model: Path, host: Shared, store: StoreProcess, tmp_path: Path) -> None:
+def test_look_up_and_pin(model: Path, host: Shared, store: StoreProcess, tmp_path: Path) -> None:
     text = " ".join(f"w{token}" for token in PROMPT)
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": text}) + "\n" + json.dumps({"prompt": make_prompt(1)}) + "\n")
     options = ("--file", str(file), "--cache-salt", "one", "--json")
     with host.attached(store.url, codec="zstd") as server:
-        result = kvfetch("warm", store.url, "--server", server.url, *options)
-        assert result.exit_code == 0, result.output
-        warmed = json.loads(result.output)
-        assert [(one["num_tokens"], one["num_pages"]) for one in warmed] == [(640, PAGES)] * 2
-        assert [list(one["stored_pages"].values()) for one in warmed] == [[PAGES]] * 2
-        server.flush()
-        assert from_storage(ask(server, "one")) >= 0.9 * len(PROMPT)
-    result = kvfetch("pin", store.url, *options, "--model", str(model), "--page-size", str(PAGE_SIZE))
+        for prompt in (PROMPT, make_prompt(1)):
+            server.generate(input_ids=prompt, max_new_tokens=1, cache_salt="one")
+        wait_until_written(server, 2 * PAGES)
+    tokenised = ("--model", str(model), "--page-size", str(PAGE_SIZE))
+    result = kvfetch("lookup", store.url, *options, *tokenised)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert [(one["num_tokens"], one["num_pages"]) for one in found] == [(640, PAGES)] * 2
+    assert [list(one["stored_pages"].values()) for one in found] == [[PAGES]] * 2
+    result = kvfetch("pin", store.url, *options, *tokenised)
     assert result.exit_code == 0, result.output
     assert [list(pin["stored_pages"].values()) for pin in json.loads(result.output)] == [[PAGES]] * 2

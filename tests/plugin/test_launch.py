@@ -183,7 +183,7 @@ def test_a_config_file_selects_us_where_packages_are_missing(run: Run, tmp_path:
     done = run(["-c", WITHOUT_PACKAGES, *NO_MODEL, "--config", str(config)])
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == (
-        "sgl_kvfetch: av, cryptography, zstandard not installed here: pip install 'sgl_kvfetch[codec]'"
+        "sgl_kvfetch: av, cryptography, zstandard not installed here: pip install '.[codec]' in a checkout"
     )
 
 

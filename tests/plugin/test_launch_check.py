@@ -53,7 +53,7 @@ def test_a_good_launch_passes() -> None:
 
 def test_a_launch_without_the_codecs_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "find_spec", lambda name: None if name == "av" else name)
-    what = r"av not installed here: pip install 'sgl_kvfetch\[codec\]'"
+    what = r"av not installed here: pip install '\.\[codec\]' in a checkout"
     monkeypatch.setattr(sys, "argv", ["sglang", "--hicache-storage-backend", "kvfetch"])
     with pytest.raises(SystemExit, match=f"^sgl_kvfetch: {what}$"):
         register()

@@ -439,5 +439,29 @@ def test_a_phone_shows_two_tiles_side_by_side_and_nothing_sticks_out(page: Brows
         lefts = page.until(lambda: {tile.rect["x"] for tile in page.all("#tiles > div")})
         assert len(lefts) == 2
         assert page.driver.execute_script("return document.documentElement.scrollWidth") == 390
+        # Tables are not cut: no part of a row is beside what is seen, and each value has its column's title.
+        page.click("#folders tbody a")
+        page.click("#segments tbody a")
+        page.freeze()
+        page.driver.execute_script(
+            """const at_s = latest.now_s;
+            latest.clients = [{ address: "10.0.0.7", lookups: 1200, reads: 3, writes: 4, read_bytes: 2048,
+                written_bytes: 1, last_s: at_s }];
+            latest.failures = [{ at_s, client: "a", cause: "io:EIO", what: "PUT x", message: "no room ".repeat(20) }];
+            latest.verified = { at_s, num_segments: 1, read_bytes: 9, num_damaged: 1,
+                damaged: [{ name: `${"0".repeat(32)}.0-1/8-${"a".repeat(64)}.kvm`, what: "checksum" }] };
+            draw(latest);"""
+        )
+        tables = page.driver.execute_script(
+            "return [...document.querySelectorAll('.scroll')].filter((each) => each.offsetParent)"
+            ".map((each) => [each.clientWidth, each.scrollWidth])"
+        )
+        assert len(tables) >= 6
+        assert [table for table in tables if table[1] > table[0]] == []
+        first = page.driver.execute_script(
+            "const cell = document.querySelector('#folders tbody tr').cells[1];"
+            "return [getComputedStyle(cell, '::before').content, cell.textContent]"
+        )
+        assert first == ['"Quantiser and KV cache"', "exact, bfloat16, pages of 1, layers 0"]
     finally:
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from sgl_kvfetch.status import Audits
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.notes import Damaged, NoteKind, Verified, seal_profile
-from sgl_kvfetch.testing import make_segment, page_hashes, put_segment
+from sgl_kvfetch.testing import NAMESPACE, make_segment, page_hashes, put_segment
 from tests.segments import with_labels
 from tests.stores.test_profiles import BOTH, save
 
@@ -60,6 +61,23 @@ async def get(session: aiohttp.ClientSession, path: str, status: int = 200, **qu
         return body
 
 
+def test_namespaces_that_differ_look_different() -> None:
+    """Beside model, quantiser and heads, which have columns of their own."""
+    fp8 = replace(NAMESPACE, kv_dtype="float8_e4m3fn")
+    others = (
+        replace(NAMESPACE, kv_dtype="float32"),
+        fp8,
+        replace(fp8, model_dtype="dtype=float32"),
+        replace(fp8, model_dtype="dtype=float32;quantization=awq;flags=0123456789ab"),
+        replace(NAMESPACE, page_size=2),
+        replace(NAMESPACE, first_layer=1),
+    )
+    assert len({pages._cache(each) for each in (NAMESPACE, *others)}) == 1 + len(others)
+    assert pages._cache(others[3]) == (
+        f"float8_e4m3fn, pages of {NAMESPACE.page_size}, layers 0, dtype float32, quantization awq, flags 0123456789ab"
+    )
+
+
 async def test_only_the_page_itself_needs_no_token(tmp_path: Path) -> None:
     async with serving(tmp_path, token="secret") as session:
         kinds = {"": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -80,9 +98,15 @@ async def test_only_the_page_itself_needs_no_token(tmp_path: Path) -> None:
 async def test_what_is_stored(tmp_path: Path) -> None:
     long, short = make_segment(page_hashes(8), 0, 8), make_segment(page_hashes(3, "other"), 0, 2)
     async with serving(tmp_path, long, short) as session:
+        manifest = long.manifest
+        asked = wire.LookupRequest(manifest.heads.folder, b"".join(page_hashes(9)))
+        for _ in range(2):
+            async with session.post(wire.Route.LOOKUP, data=msgspec.msgpack.encode(asked)) as response:
+                assert response.status == 200
         summary = await get(session, wire.Route.SUMMARY)
         (folder,) = summary["folders"]
-        manifest = long.manifest
+        assert folder["cache"] == "bfloat16, pages of 1, layers 0"
+        assert folder["found_tokens"] == 2 * 8 * manifest.namespace.page_size
         assert folder["folder"] == manifest.heads.folder
         assert folder["model"] == manifest.namespace.model
         assert folder["num_segments"] == 2

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.tools.bench import _Metrics
-from sgl_kvfetch.tools.bench_prompts import cut_prompts, read_conversations
+from sgl_kvfetch.status import Decided
+from sgl_kvfetch.testing import NAMESPACE
+from sgl_kvfetch.tools.bench import BenchResult, GroupResult, _Answer, _bench, _group_result, _Metrics, _report, _Sent
+from sgl_kvfetch.tools.bench_prompts import Group, cut_prompts, read_conversations
 from sgl_kvfetch.tools.sglang_server import open_server
-from tests.tools.test_why import told_by_a_server
+from sgl_kvfetch.tools.terminal import show
+from sgl_kvfetch.tools.why import Asked
+from tests.tools.test_why import status_of, told_by_a_server
 
 SAID = [("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2")]
 TURNS = [("turn 1", "Be brief.\nOne?"), ("turn 2", "Be brief.\nOne?\n1\nTwo?")]
@@ -67,3 +72,73 @@ async def test_what_waits_in_the_servers_queue_is_said(monkeypatch: pytest.Monke
             found = _Metrics(session, url)
             with pytest.raises(ConfigError, match=r"wrote 0 of 5 pages within 0 s, and 1 MiB .* raise --timeout"):
                 await found.wait_until_written(await found.read(), 5, 0.0)
+
+
+def compared(*again: tuple[float, str, int]) -> GroupResult:
+    """A group's result: each prompt took 2 s at first. ``again``: the second time, the tier of its tokens, how many."""
+    tiers = dict.fromkeys(("device", "host", "storage"), 0)
+    computed = [_Answer(2.0, tiers, f"first {number}", 1024) for number, _ in enumerate(again)]
+    answers = [_Answer(s, tiers | {tier: count}, f"r{number}", 1024) for number, (s, tier, count) in enumerate(again)]
+    decided = [
+        Decided(
+            request_id=answer.request_id,
+            at_s=0.0,
+            first_hash="",
+            found_hash="",
+            num_pages=15,
+            num_found=15,
+            num_served=0,
+            reason="" if answer.cached["storage"] else "sooner",
+        )
+        for answer in answers
+    ]
+    group = Group("1,024 tokens", [[1] * 1024] * len(again))
+    asked = Asked(64, status_of(recent=decided), False, [])
+    return _group_result(group, _Sent(computed, (0, 0)), _Sent(answers, (1 << 20, 1 << 21)), asked)
+
+
+def test_what_was_not_fetched_has_no_time_and_no_gain(capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt that is computed again, and happens to be faster, is no gain of the store."""
+    groups = [
+        compared((1.0, "storage", 0), (1.1, "storage", 0)),
+        compared((1.0, "device", 960), (0.5, "storage", 960), (0.1, "storage", 0)),
+        compared((0.5, "storage", 960)),
+    ]
+    none, one, both = groups
+    assert (none.fetched, none.not_fetched) == (None, {"sooner": 2})
+    assert one.fetched is not None
+    assert (one.fetched.all_s, one.fetched.stored_tokens, one.fetched.wire_bytes) == ([0.5], 960, None)
+    assert one.not_fetched == {"in_memory": 1, "sooner": 1}
+    assert both.fetched is not None
+    assert (both.fetched.wire_bytes, both.not_fetched) == (1 << 20, {})
+
+    show(None, False, _report(BenchResult("", "", "model", "0", 64, 1, 0, groups)))
+    output = capsys.readouterr().out
+    rows = [line.split() for line in output.splitlines() if line.lstrip().startswith("1,024 tokens")]
+    assert rows[0][2:] == ["2", "1,024", "2", "(2)", *["-"] * 6]
+    assert rows[1][2:] == ["3", "1,024", "2", "(2)", "0.5", "(0.5)", "4.00x", "960", "960", "-", "-"]
+    assert rows[2][2:] == ["1", "1,024", "2", "(2)", "0.5", "(0.5)", "4.00x", "960", "960", "1", "MiB", "2.00x"]
+    assert "3 of 6 prompts were not fetched: sooner. What to do: nothing: the link or the decoder" in output
+    assert "1 of 6 prompts were not fetched: in_memory. What to do: the server had them in its memory" in output
+
+
+def test_a_server_that_tells_nothing_of_a_request() -> None:
+    request = _Answer(2.0, {"device": 0, "host": 0, "storage": 0}, "r", 100)
+    for asked, reason in [
+        (Asked(64, None, False, []), "not_attached"),
+        (Asked(64, status_of(threshold_tokens=256), False, []), "short"),
+        (Asked(64, status_of(), False, []), "unknown"),
+    ]:
+        found = _group_result(Group("", [[1]]), _Sent([request], None), _Sent([request], None), asked)
+        assert found.not_fetched == {reason: 1}
+
+
+async def test_a_reader_with_another_namespace_is_refused() -> None:
+    """Before anything is computed: it would find nothing, though it serves the same files."""
+    other = replace(NAMESPACE, kv_dtype="float8_e4m3fn")
+    with told_by_a_server(status_of()) as server, told_by_a_server(status_of(other)) as reader:
+        what = (
+            r"--reader would find nothing that --server stores: kv_dtype is 'float8_e4m3fn' and 'bfloat16'; start all"
+        )
+        with pytest.raises(ConfigError, match=what):
+            await _bench(server, reader, [1], None, 1, 1, 0.0)

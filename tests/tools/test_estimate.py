@@ -112,3 +112,19 @@ def test_values_a_token_by_kind_of_model(config: Path, changes: dict[str, Any], 
 
 def test_links_are_bits_a_second() -> None:
     assert [parse_link(text) for text in ("10Gbps", "2.5 Gbps", "100Mbps")] == [10e9, 2.5e9, 100e6]
+
+
+def test_it_says_what_a_gpu_took(tmp_path: Path) -> None:
+    """Its second line has what was measured on an H200, and what it says itself of the same prompt there."""
+    llama = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(llama))
+    options = ("estimate", "--model", str(tmp_path), "--link", "100Gbps", "--prefill-tps", "30000")
+    said = " ".join(kvfetch(*options).output.split())
+    times = kvfetch_json(*options)["codings"]["klt"]["ttft_s"]
+    page = (DOCS / "gpu" / "nvidia-h200.md").read_text()
+    computed, fetched = (
+        int(page.partition(f"| {row} | ")[2].split(",")[0].split(" ")[0]) / 1000
+        for row in ("computed", "fetched, no limit of the link")
+    )
+    assert f"took {fetched} s to fetch with klt, where this arithmetic says {times['8192']:.3f} s" in said
+    assert f"and {computed} s to compute" in said

@@ -231,12 +231,12 @@ def test_an_address_that_is_no_stores(command: str, stores: Stores) -> None:
 
 
 @pytest.mark.process
-def test_warm_without_sglang(stores: Stores, tmp_path: Path) -> None:
-    warm = ("warm", str(tmp_path), "--prompt", "[1]", "--server")
-    said = refusal(*warm, stores.plain)
+def test_why_without_sglang(stores: Stores, tmp_path: Path) -> None:
+    why = ("why", str(tmp_path), "--prompt", "[1]", "--server")
+    said = refusal(*why, stores.plain)
     assert said.startswith(f"kvfetch: --server {stores.plain} is no SGLang server: ")
     assert "30000" in said
-    assert "does not speak TLS" in refusal(*warm, stores.plain.replace("http:", "https:"))
+    assert "does not speak TLS" in refusal(*why, stores.plain.replace("http:", "https:"))
 
 
 @pytest.mark.process

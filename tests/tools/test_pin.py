@@ -3,7 +3,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
@@ -15,7 +14,6 @@ from sgl_kvfetch.stores.upkeep import pages_stored
 from sgl_kvfetch.testing import NAMESPACE
 from tests.segments import put_all, using
 from tests.tools.conftest import kvfetch, kvfetch_json
-from tests.tools.test_why import told_by_a_server
 
 TOKENS = list(range(3, 11))
 TEXT = " ".join(f"w{token}" for token in TOKENS)
@@ -94,20 +92,3 @@ def test_look_up_prompts(tmp_path: Path, tiny_llama: Path) -> None:
     found = kvfetch_json(*look, "--prompt", str(TOKENS[:3]), "--cache-salt", "tenant")
     assert found == [{"num_tokens": 3, "num_pages": 3, "stored_pages": {salted: 2}}]
     assert run(*look, "--prompt", "[1, 2]") == "prompt 0: 2 tokens, 2 pages; stored: none\n"
-
-
-@pytest.mark.parametrize(
-    ("num_queued", "said"),
-    [
-        (2 << 20, "2 MiB of pages wait in its write queue: raise --timeout"),
-        (0, "kvfetch why says what kept the others from it"),
-    ],
-)
-def test_warm_says_how_much_the_server_has_still_to_write(tmp_path: Path, num_queued: int, said: str) -> None:
-    namespace = store_pages(tmp_path, 4, range(2))
-    metrics = f'sgl_kvfetch_queued_bytes{{queue="write"}} {num_queued}\n'
-    with told_by_a_server(None, metrics) as url:
-        result = kvfetch("warm", str(tmp_path), "--server", url, "--prompt", str(TOKENS), "--timeout", "0")
-    assert result.exit_code == 1
-    assert f"8 pages; stored: 4 in {namespace}" in result.stdout
-    assert result.stderr == f"kvfetch: not all pages are stored after 0 s; {said}\n"

@@ -11,7 +11,7 @@ from tests.tools.conftest import Stored, kvfetch
 from tests.tools.test_estimate import SMOLLM
 
 NOBODY = "http://127.0.0.1:1"
-AUDIT, BENCH, WARM = (f"{command} --server {NOBODY}" for command in ("audit", "bench", "warm ."))
+AUDIT, BENCH, WHY = (f"{command} --server {NOBODY}" for command in ("audit", "bench", "why ."))
 ESTIMATE, DECODERS, SERVE = "estimate --link 1Gbps --prefill-tps 1000", "decoders --tokens 32", "serve new --port 0"
 PRICES = f"{ESTIMATE} --model model --s3-prices"
 GC, S3 = "gc . --capacity 1GiB", "s3://bucket"
@@ -63,9 +63,9 @@ REFUSED = [
     ("unpin .", "expected the name of a pin"),
     ("unpin . nonsense", "not the name of a pin"),
     ("lookup . --page-size 1", "expected --prompt or --file"),
-    (WARM, "expected --prompt or --file"),
-    ("warm . --server cache:30000 --prompt '[1]'", "type http://cache:30000"),
-    (f"{WARM} --prompt '[1]'", "no SGLang server answers there: start it, or correct the host and port"),
+    (WHY, "expected --prompt or --file"),
+    ("why . --server cache:30000 --prompt '[1]'", "type http://cache:30000"),
+    (f"{WHY} --prompt '[1]'", "no SGLang server answers there: start it, or correct the host and port"),
     ("profile list . x", "kvfetch profile list expects nothing behind the store"),
     ("profile put .", "kvfetch profile put expects a FILE behind the store"),
     ("profile rm .", "kvfetch profile rm expects a DIGEST behind the store"),

@@ -63,14 +63,9 @@ def told_by_a_server(status: ServerStatus | None, metrics: str = "") -> Iterator
     answers = {
         "/server_info": msgspec.json.encode({"page_size": 1, "internal_states": [state]}),
         "/metrics": metrics.encode(),
-        "/generate": b'{"meta_info": {}}',
     }
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.do_GET()
-
         def do_GET(self) -> None:
             body = answers[self.path]
             self.send_response(200)

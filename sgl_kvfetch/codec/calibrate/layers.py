@@ -135,7 +135,7 @@ class LayeredModel:
             import transformers
         except ImportError as e:
             raise ConfigError(
-                f"this needs transformers, which is not installed: pip install 'sgl-kvfetch[bench]' ({e})"
+                f"this needs transformers, which is not installed: pip install '.[bench]' in a checkout ({e})"
             ) from e
         transformers.utils.logging.disable_progress_bar()
         self.path = path

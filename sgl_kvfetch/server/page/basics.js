@@ -74,11 +74,13 @@ function inCell(content) {
 // Keeps the keyboard's place: a row that has the focus is focused again after it was replaced.
 function replaceRows(body, rows, keyOf, cellsOf) {
   const focused = document.activeElement?.closest("tr")?.dataset.key;
+  const heads = [...body.parentElement.tHead.rows[0].cells].map((cell) => cell.textContent);  // shown on narrow screens
   body.replaceChildren(
     ...rows.map((row) => {
       const line = element("tr");
       line.dataset.key = keyOf(row);
       line.append(...cellsOf(row).map(inCell));
+      [...line.cells].forEach((cell, index) => { cell.dataset.head = heads[index]; });
       return line;
     }),
   );

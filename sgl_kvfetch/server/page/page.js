@@ -127,6 +127,16 @@ function draw(summary) {
     : "Token numbers such as [1, 2, 3]. For texts, the store needs kvfetch serve --tokenizer.";
 }
 
+// By namespace: its ranks look up the same tokens, each for its own heads.
+function tokensFound(rows) {
+  const found = new Map();
+  for (const { folder, found_tokens: tokens } of rows) {
+    const digest = folder.split(".")[0];
+    found.set(digest, Math.max(found.get(digest) ?? 0, tokens));
+  }
+  return found;
+}
+
 // Values of now, and of the last minute and hour: each says of which.
 function tiles({ folders: rows, history, days, answer_times: times }) {
   const now = history.at(-1);
@@ -144,6 +154,7 @@ function tiles({ folders: rows, history, days, answer_times: times }) {
   return [
     ["Raw size", size(rows.reduce((sum, row) => sum + row.raw_bytes, 0)), "now"],
     ["Segments", count(now.values["segments"] ?? 0), "now"],
+    ["Tokens found", count([...tokensFound(rows).values()].reduce((sum, tokens) => sum + tokens, 0)), "since the start"],
     ["Pages found", percent(found(hour)), last],
     ...(longest.at_s < hour.at_s ? [["Pages found", percent(found(longest)), `last ${span(now.at_s - longest.at_s)}`]] : []),
     ["A lookup takes", took_text("lookup"), `mean, ${last}${spread("lookup")}`],
@@ -221,9 +232,10 @@ function drawFolders(summary) {
   replaceRows($("#folders tbody"), rows, (row) => row.folder, (row) => [
     named(link(`${row.model || row.folder}, ${row.folder.split(".")[1]}`, { folder: row.folder },
       row.model_identity || row.folder), row.model_identity || row.folder),
-    named(row.quantiser, row.quantiser_identity),
+    named(row.cache ? `${row.quantiser}, ${row.cache}` : "", row.quantiser_identity),
     number(count(row.num_segments)),
     number(count(row.num_tokens)),
+    number(count(row.found_tokens)),
     number(size(row.raw_bytes)),
     number(size(row.stored_bytes)),
     number(row.raw_bytes ? `${(row.raw_bytes / row.stored_bytes).toFixed(1)}x` : "–"),
