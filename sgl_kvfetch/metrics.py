@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import product
+from typing import get_args
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.errors import KVFetchError, StoreErrorReason
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.reasons import Reason, reason_of
+from sgl_kvfetch.reasons import COUNTED, Reason, reason_of
+from sgl_kvfetch.status import LENGTHS
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
@@ -136,6 +139,44 @@ DEVICE_REQUESTS = Counter("sgl_kvfetch_device_requests", "Requests whose prefix 
 ENDS = "landed", "partly", "failed", "recomputed", "missed", "flushed", "aborted"
 PARKED_REQUESTS = Gauge("sgl_kvfetch_parked_requests", "Requests waiting for their fetch", multiprocess_mode="livesum")
 
+_RESULTS = {"result": ("hit", "miss")}
+_DIRECTIONS = {"direction": ("read", "write")}
+# Values of labels that are known beforehand: their samples are 0 from the start on, since `increase` and `rate` do not
+# see the first event of a sample that begins with it. Names of side pools and namespaces are not known.
+_KNOWN: dict[Counter | Gauge | Histogram, dict[str, Iterable[str]]] = {
+    LOOKUP_PAGES: _RESULTS,
+    FETCHED_PAGES: _RESULTS,
+    MISSES: {"stage": ("lookup", "fetch", "load", "write"), "reason": COUNTED},
+    READ_CELLS: {"levels_left_out": map(str, range(4))},
+    WIRE_BYTES: _DIRECTIONS,
+    RAW_BYTES: _DIRECTIONS,
+    HEDGED_READS: {"kind": ("lookup", "read"), "result": ("won", "lost", "failed", "refused")},
+    INDEX_FAILURES: {"reason": get_args(StoreErrorReason)},
+    LOCAL_CACHE_READ_BYTES: {"tier": ("disk", "store")},
+    LOCAL_CACHE_FAILURES: {
+        "operation": ("open", "read", "lookup", "fill", "delete"),
+        "reason": ("full", "io"),
+    },
+    LOCAL_CACHE_FILLS: {"result": ("stored", "incomplete", "dropped", "failed")},
+    AUDITS: {"result": ("sound", "beyond", "far", "failed")},
+    AUDIT_TYPICAL: {"tokens": (*(f"to {most}" for most in LENGTHS), "more")},
+    STAGE_SECONDS: {"stage": ("lookup", "transmit", "decode", "restore", "encode", "commit")},
+    WRITTEN_PAGES: {
+        "result": (
+            *("stored", "known", "dropped_full", "dropped_invalid", "dropped_error"),
+            *("dropped_data_plane", "dropped_audited"),
+        )
+    },
+    QUEUED_BYTES: {"queue": ("write", "read")},
+    DEVICE_REQUESTS: {"end": ENDS},
+}
+for _metric, _values in _KNOWN.items():
+    for _labels in product(*_values.values()):
+        _metric.labels(*_labels)
+for _basis in ("configured", "unmeasured", "faster"):
+    DECISIONS.labels("fetch", _basis)
+for _basis in ("link", "decoder", "unmeasured"):
+    DECISIONS.labels("recompute", _basis)
 
 # Tasks that a request's task begins have a copy of its context, with the same list in it.
 _noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)

@@ -78,6 +78,8 @@ class Reason(StrEnum):
     INVALID = "invalid"
 
 
+# Those that `sgl_kvfetch_misses_total` counts: something was looked up or written, and failed.
+COUNTED = tuple(Reason)[tuple(Reason).index(Reason.COARSE) :]
 ADVICE: dict[Reason, str] = {
     Reason.NOT_ATTACHED: "start SGLang with --hicache-storage-backend kvfetch, or attach the store to it",
     Reason.NOT_READING: "set mode to read_write; after a weight update, detach and attach with a new model_id",

@@ -36,6 +36,7 @@ from sgl_kvfetch.plane import protocol as m
 from sgl_kvfetch.plane.arena import Emit, Room, map_pool, pages_in, tensors_in
 from sgl_kvfetch.plane.audit import Auditor, AuditRecord, record_file
 from sgl_kvfetch.plane.calibration.finder import ProfileFinder
+from sgl_kvfetch.plane.calibration.own import delete_old
 from sgl_kvfetch.plane.coded import CODEC
 from sgl_kvfetch.plane.config import KVFetchConfig, config_quantiser
 from sgl_kvfetch.plane.fetch.plan import PageSource
@@ -117,6 +118,7 @@ class Service:
         client.writer.on_known = self._auditor.known
         client.writer.on_settled = lambda num_pages, is_lost: emit(m.Settled(num_pages, is_lost))
         self._loop = asyncio.get_running_loop()
+        self._tasks.begin(asyncio.to_thread(delete_old))
 
     def serve(self, command: m.Command) -> None:
         """Begin to carry out a command. Never waits."""

@@ -82,8 +82,12 @@ class PromptSample:
             self._short, self._num_short = [], 0
 
     @property
+    def num_windows(self) -> int:
+        return len(self._windows)
+
+    @property
     def is_full(self) -> bool:
-        return len(self._windows) >= self._num_windows
+        return self.num_windows >= self._num_windows
 
     def take_windows(self) -> Sequence[tuple[bytes, ...]]:
         """Return the sample, int32 token ids, and forget it."""
@@ -94,6 +98,7 @@ class PromptSample:
 
 _AGREE_EVERY = 64  # steps: the collective of several ranks takes about as long as one step of decoding in 20
 _IDLE_STEP = 16  # steps that one without a batch stands for: with --sleep-on-idle, it lasts a second
+_SAY_EVERY = 5  # windows of the sample
 _PARTS = 4  # of a digest of 128 bits, as integers of 32 bits
 
 Follow: TypeAlias = "Callable[[str], Start]"
@@ -130,7 +135,15 @@ class AutoProfile:
         """Look at a batch that was computed, SGLang's ``ScheduleBatch``."""
         if self._sample is None:
             return
+        num_before = self._sample.num_windows
         self._sample.add_batch(batch)
+        if self._sample.num_windows // _SAY_EVERY > num_before // _SAY_EVERY:
+            logger.info(
+                "kvfetch: the sample of prompts has %d of %d windows of %d tokens",
+                self._sample.num_windows,
+                NUM_WINDOWS,
+                _WINDOW,
+            )
         if self._sample.is_full:
             logger.info("kvfetch: the sample of prompts is complete")
             self._plane.show_prompts(self._sample.take_windows())

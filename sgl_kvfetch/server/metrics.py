@@ -91,6 +91,10 @@ class ServerMetrics:
         self.sent_bytes = counter("sent_bytes", "Bytes of response bodies")
         self.lookups = counter("lookups", "Lookups by result", ("result",))
         self.lookup_pages = counter("lookup_pages", "Pages looked up, by result", ("result",))
+        for result in ("hit", "miss"):  # there from the start on: `rate` does not see what a sample begins with
+            self.lookup_pages.labels(result)
+        for result in ("hit", "partial", "miss"):
+            self.lookups.labels(result)
         self._stored_bytes = gauge("stored_bytes", "Bytes of all objects")
         self._read_only = gauge("read_only", "1 while nothing can be written")
         self._disk_bytes = gauge("disk_bytes", "Size of the file system with the store")

@@ -6,8 +6,6 @@ Its answers are checked: statuses and errors become StoreError, and bodies have 
 from __future__ import annotations
 
 import io
-import re
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
@@ -45,7 +43,7 @@ from sgl_kvfetch.stores.base import (
 )
 from sgl_kvfetch.stores.notes import NoteKind
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, environment_proxy, listing_of
-from sgl_kvfetch.stores.transfers import LEAST_SENT_BYTES, Transfers
+from sgl_kvfetch.stores.transfers import LEAST_SENT_BYTES, Transfers, require_range, tls_error
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -55,10 +53,6 @@ _BROKEN = (  # after connecting: ClientConnectorError is caught before
     aiohttp.ServerConnectionError,
     OSError,
 )
-# Of OpenSSL: a self-signed certificate, one in the chain, and two for an issuer that is not known.
-_UNKNOWN_CA = frozenset({18, 19, 20, 21})
-_NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST"})
-_RANGE_SENT = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]{1,18}|\*)")
 
 
 @contextmanager
@@ -73,29 +67,13 @@ def client_errors(what: str) -> Iterator[None]:
     except aiohttp.ClientProxyConnectionError as e:
         raise StoreError("refused", f"{what}: the environment's proxy: {_text(e)}", retriable=True) from e
     except aiohttp.ClientSSLError as e:
-        raise _tls_error(what, e) from e
+        raise tls_error(what, f"{e.host}:{e.port}", e.os_error) from e
     except aiohttp.ClientConnectorError as e:
         raise StoreError("refused", f"{what}: {_text(e)}", retriable=True) from e
     except _BROKEN as e:
         raise StoreError("truncated", f"{what}: the connection broke: {_text(e)}", retriable=True) from e
     except (aiohttp.ClientError, HttpProcessingError, ValueError) as e:
         raise StoreError("protocol", f"{what}: {_text(e)}") from None  # a traceback would show the server's bytes
-
-
-def _tls_error(what: str, error: aiohttp.ClientSSLError) -> StoreError:
-    server, cause = f"{error.host}:{error.port}", error.os_error
-    if isinstance(cause, ssl.SSLCertVerificationError):
-        if cause.verify_code in _UNKNOWN_CA:
-            return StoreError(
-                "tls",
-                f"{what}: no CA that this machine knows has signed the certificate of {server} "
-                f"({cause.verify_message}): name the file of its CA, as SSL_CERT_FILE in the environment, or as "
-                "tls.ca_file in the config of SGLang's backend",
-            )
-        return StoreError("tls", f"{what}: the certificate of {server} does not hold: {cause.verify_message}")
-    if isinstance(cause, ssl.SSLError) and cause.reason in _NO_TLS:
-        return StoreError("tls", f"{what}: {server} does not speak TLS: write its URL with http://")
-    return StoreError("refused", f"{what}: {_text(error)}", retriable=True)
 
 
 def _text(error: BaseException) -> str:
@@ -139,7 +117,9 @@ def status_error(status: int, message: str) -> StoreError:
         return StoreError("too_large", message)
     if status == 507:
         return StoreError("full", message, retriable=True)
-    if status in (400, 409, 416, 422, 501):
+    if status == 416:  # the object ends before the range
+        return StoreError("truncated", message)
+    if status in (400, 409, 422, 501):
         return StoreError("invalid", message)
     if status >= 500 or status in (408, 429):
         return StoreError("server", message, retriable=True)
@@ -172,17 +152,8 @@ async def take_range(
 ) -> None:
     """Pass the body of a ranged answer to ``take`` as it arrives. Raises StoreError, ``truncated`` if the object ends
     too early."""
-    if response.status == 416:
-        raise StoreError("truncated", f"{response.url}: the object ends before byte {start}")
     await require_status(response, 206)
-    sent = _RANGE_SENT.fullmatch(response.headers.get("Content-Range", ""))
-    if sent is None or int(sent[1]) != start or int(sent[2]) < start:
-        found = response.headers.get("Content-Range")
-        raise StoreError("protocol", f"{response.url}: expected a Content-Range from byte {start} on, found {found!r}")
-    num_bytes = int(sent[2]) + 1 - start
-    if num_bytes != length:
-        raise StoreError("truncated", f"{response.url}: expected a range of {length} bytes, found {num_bytes}")
-    _require_length(response, response.content_length, length)
+    require_range(str(response.url), response.headers.get("Content-Range"), response.content_length, start, length)
     left = length
     while left:
         piece = await response.content.read(left)
@@ -337,8 +308,10 @@ class HttpStore(RemoteStore):
         async def attempt() -> bool:
             left = left_of(into, position - start)
             transfers = self._transfers()
-            if transfers is not None and await transfers.receive(url, position, left, took):
-                return True
+            if transfers is not None:
+                answer = await transfers.receive(url, position, left, took)
+                require_answer("GET", url, *answer, (206, 404), "Authorization" in self._headers)
+                return answer.status == 206
             headers = {"Range": f"bytes={position}-{start + length - 1}"}
             async with self._request("GET", url, headers=headers) as response:
                 if response.status == 404:
@@ -385,8 +358,8 @@ class HttpStore(RemoteStore):
 
         async def attempt() -> int:
             transfers = self._transfers() if len(data) >= LEAST_SENT_BYTES else None
-            answer = None if transfers is None else await transfers.send(url, headers, views)
-            if answer is not None:
+            if transfers is not None:
+                answer = await transfers.send(url, headers, views)
                 require_answer("PUT", url, *answer, expected, "Authorization" in self._headers)
                 return answer.status
             async with self._request("PUT", url, headers=headers, body=views) as response:
@@ -512,7 +485,7 @@ class HttpStore(RemoteStore):
         await self._ask(what, "PUT", url, 204, 404, body=msgspec.json.encode(audits))  # 404: the folder was deleted
 
     async def close(self) -> None:
-        self._closed = True
+        self._end_calls()
         session, self._session = self._session, None
         if session is not None:
             await session.close()

@@ -124,6 +124,7 @@ class RemoteStore(AdminStore):
         self.url = url.rstrip("/")
         self.options = options or HttpOptions()
         self._closed = False
+        self._limits: set[asyncio.Timeout] = set()  # of the calls under way
 
     def _require_open(self) -> None:
         if self._closed:
@@ -154,17 +155,29 @@ class RemoteStore(AdminStore):
 
     @asynccontextmanager
     async def _deadline(self, what: str, num_bytes: int = 0) -> AsyncIterator[float]:
-        """Raise ``timeout`` after ``timeout_s``, extended for ``num_bytes`` that are to be transferred.
+        """Raise ``timeout`` after ``timeout_s``, extended for ``num_bytes`` that are to be transferred, and ``io`` once
+        the client is closed.
 
         Yield the time in seconds.
         """
         timeout_s = self.options.timeout_s + num_bytes / self.options.min_bytes_per_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as limit:
+                self._limits.add(limit)
                 yield timeout_s
         except TimeoutError as e:
+            self._require_open()
             message = f"{what}: no answer from {self.url} within {timeout_s:g} s"
             raise StoreError("timeout", message, retriable=True) from e
+        finally:
+            self._limits.discard(limit)
+
+    def _end_calls(self) -> None:
+        """Let no further call begin, and end those under way."""
+        self._closed = True
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(0)
 
 
 class Breaker:

@@ -306,8 +306,8 @@ class S3Store(RemoteStore):
         return await self._delete_if_there(f"{_NOTES}{kind.name}/{kind.require(name)}")
 
     async def close(self) -> None:
-        """Refuse further calls. obstore closes its connections when nothing refers to it any longer."""
-        self._closed = True
+        """End all calls. obstore closes its connections when nothing refers to it any longer."""
+        self._end_calls()
 
     async def _call(self, what: str, call: Callable[[], Awaitable[T]], num_bytes: int = 0) -> T | None:
         """Return what ``call`` returns, or None if the object is missing. Raises StoreError.

@@ -2,18 +2,24 @@
 
 aiohttp makes an object of each piece that arrives, and copies each that a socket does not take at once. That takes
 three to four times the CPU time of the sockets themselves. Here each request has a thread while it runs, also under
-TLS: the kernel moves its bytes from or into the caller's memory without Python's lock, so that several cores work at
-once, and beside an event loop that is busy.
+TLS: `http.client` speaks the protocol, and the kernel moves the bytes from or into the caller's memory without Python's
+lock, so that several cores work at once, and beside an event loop that is busy.
 
-A connection carries one request after another. What is rare is left to aiohttp: `http.HttpStore` asks by it whenever
-`Transfers.receive` returns False or `Transfers.send` None. So nothing is interpreted twice, and what is rare costs one
-more request.
+**Every wait ends.** Opening a TCP connection waits on the event loop. From then on a thread has the socket, and waits
+for it in one place (`_Connection`): for `_SLICE_S` at a time, whether it shakes hands, sends, or reads a head or a
+body. After each slice it looks whether the call was cancelled, by its deadline, by its caller, or since the store's
+client is closed. So a silent server keeps nobody for longer than a slice, and a call's end is its memory's, too.
+
+**No answer takes more memory than it may.** `http.client` reads heads, chunks and messages through `_Connection`, which
+counts them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
+import re
 import select
 import socket
 import ssl
@@ -21,8 +27,8 @@ import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from http.client import HTTPConnection, HTTPException
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection, HTTPException, HTTPResponse, IncompleteRead
 from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -35,17 +41,57 @@ from sgl_kvfetch.stores.base import fill_pieces, left_of
 _IDLE_S = 15.0  # as aiohttp: a firewall may have dropped a connection that was idle for longer, and tells nobody
 _EYEBALLS_S = 0.25  # as aiohttp: how long one address has before the next one is tried beside it
 
-_MOST_HEAD_BYTES = 16 << 10
-_TELL_S = 0.02  # how soon, and how often, the event loop hears what has come
+_SLICE_S = 0.02  # the longest wait for a socket; how soon, and how often, the event loop hears what has come
+_SLICE = struct.pack("@ll", 0, round(_SLICE_S * 1e6))
 _MOST_PIECES = 512  # in one call of the kernel's, which takes 1,024
-_TIMEVAL = struct.Struct("@ll")
 
 LEAST_SENT_BYTES = 256 << 10  # below this, a thread costs more than it saves
 _SENDERS = 4
-_SENT_PIECE_BYTES = 4 << 20  # after which the sender looks whether there is an answer
-_MOST_ANSWER_BYTES = 4096
+_MOST_BODY_BYTES = 4096  # of an answer that is no range
+_MOST_ANSWER_BYTES = 64 << 10  # of its head, and of what is read beside a range
+
+# Of OpenSSL: a self-signed certificate, one in the chain, and two for an issuer that is not known.
+_UNKNOWN_CA = frozenset({18, 19, 20, 21})
+_CLOSED = "the server closed the connection"
+_NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST"})
+_RANGE_SENT = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]{1,18}|\*)")
 
 T = TypeVar("T")
+
+
+class Answer(NamedTuple):
+    """A status, and the first bytes of the body, unless it was received elsewhere."""
+
+    status: int
+    body: bytes
+
+
+def require_range(url: str, content_range: str | None, content_length: int | None, start: int, length: int) -> None:
+    """Raise StoreError unless an answer with status 206 has the range that was asked for."""
+    sent = _RANGE_SENT.fullmatch(content_range or "")
+    if sent is None or int(sent[1]) != start or int(sent[2]) < start:
+        raise StoreError("protocol", f"{url}: expected a Content-Range from byte {start} on, found {content_range!r}")
+    num_bytes = int(sent[2]) + 1 - start
+    if num_bytes != length:
+        raise StoreError("truncated", f"{url}: expected a range of {length} bytes, found {num_bytes}")
+    if content_length not in (None, length):
+        raise StoreError("truncated", f"{url}: expected {length} bytes, found {content_length}", retriable=True)
+
+
+def tls_error(what: str, server: str, cause: BaseException | None) -> StoreError:
+    """Return what a handshake's failure means. ``server``: its host and port."""
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        if cause.verify_code in _UNKNOWN_CA:
+            return StoreError(
+                "tls",
+                f"{what}: no CA that this machine knows has signed the certificate of {server} "
+                f"({cause.verify_message}): name the file of its CA, as SSL_CERT_FILE in the environment, or as "
+                "tls.ca_file in the config of SGLang's backend",
+            )
+        return StoreError("tls", f"{what}: the certificate of {server} does not hold: {cause.verify_message}")
+    if isinstance(cause, ssl.SSLError) and cause.reason in _NO_TLS:
+        return StoreError("tls", f"{what}: {server} does not speak TLS: write its URL with http://")
+    return StoreError("refused", f"{what}: {server}: {printable(str(cause)[:500])}", retriable=True)
 
 
 class _Exchange(ABC, Generic[T]):
@@ -53,10 +99,146 @@ class _Exchange(ABC, Generic[T]):
 
     has_answered = False  # whether a byte of the answer has come
     is_kept = False  # whether the connection can carry another request
+    is_given_up = False  # set on the event loop; the thread sees it within a slice
 
     @abstractmethod
-    def run(self, sock: socket.socket) -> T:
-        """Raises OSError. Runs on a thread."""
+    def run(self, connection: _Connection) -> T:
+        """Raises OSError, HTTPException and StoreError. Runs on a thread."""
+
+
+class _Connection(io.RawIOBase):
+    """A socket to the server, which is what `http.client` takes for one. One thread uses it at a time."""
+
+    def __init__(self, sock: socket.socket, url: str, tls: ssl.SSLContext | None, connect_timeout_s: float) -> None:
+        """``tls``: for https. ``connect_timeout_s``: for its handshake."""
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setblocking(True)
+        # Python's own timeout would look at the socket before each call, and take what little is there.
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, _SLICE)
+        self._sock = sock
+        self._url = url
+        self._tls = tls
+        self._connect_timeout_s = connect_timeout_s
+        self._exchange: _Exchange[Any] | None = None
+        self._is_in_head = False
+        self.num_allowed = 0  # bytes that `http.client` may still read of the answer
+        self.idle_since_s = 0.0  # 0 before the first request
+
+    def run(self, exchange: _Exchange[T]) -> T:
+        """Raises as the exchange does. Runs on a thread: to look at a socket gives Python's lock away, and the event
+        loop would wait for it."""
+        self._exchange = exchange
+        if self.idle_since_s and self.is_readable():
+            raise ConnectionResetError("the connection has ended, or has bytes that nobody has asked for")
+        if not self.idle_since_s and self._tls is not None:
+            self._begin_tls(self._tls)
+        return exchange.run(self)
+
+    def _begin_tls(self, context: ssl.SSLContext) -> None:
+        deadline_s, host = time.monotonic() + self._connect_timeout_s, urlsplit(self._url).hostname
+        try:
+            sock = context.wrap_socket(self._sock, server_hostname=host, do_handshake_on_connect=False)
+            self._sock = sock
+            sock.settimeout(_SLICE_S)
+
+            def shake() -> bool:
+                sock.do_handshake()
+                return True
+
+            while not self._wait(shake):
+                if time.monotonic() >= deadline_s:
+                    raise _no_connection(self._url, self._connect_timeout_s)
+        except OSError as e:
+            self._require_wanted()
+            raise tls_error(self._url, urlsplit(self._url).netloc, e) from e
+
+    def _wait(self, step: Callable[[], T]) -> T | None:
+        """Return what a step returns, all of whose waits end after `_SLICE_S`; None if one did. Raises OSError, also
+        if the request was given up."""
+        self._require_wanted()
+        try:
+            return step()
+        except (BlockingIOError, TimeoutError):
+            return None
+
+    def _require_wanted(self) -> None:
+        if self._exchange is None or self._exchange.is_given_up:
+            raise ConnectionAbortedError("the request was given up")
+
+    def send(self, view: memoryview) -> int:
+        """Return how many bytes the socket took within `_SLICE_S`. Raises OSError."""
+        return self._wait(lambda: self._sock.send(view)) or 0
+
+    def receive(self, into: Sequence[memoryview], flags: int = 0) -> int | None:
+        """Return how many bytes came within `_SLICE_S`: 0 at the end of what the server sends, None if it is silent.
+        Raises OSError."""
+        num_bytes = self._wait(lambda: self._received(into, flags))
+        if num_bytes and self._exchange is not None:
+            self._exchange.has_answered = True
+        return num_bytes
+
+    def _received(self, into: Sequence[memoryview], flags: int) -> int:
+        if isinstance(self._sock, ssl.SSLSocket):
+            return self._sock.recv_into(into[0])
+        return self._sock.recvmsg_into(into, 0, flags)[0]
+
+    def is_readable(self) -> bool:
+        """Return whether there is something to read, or the end. Under TLS, it may be of TLS itself."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def has_answer(self) -> bool:
+        """Return whether the server answers; False under TLS, where that is not known."""
+        return not isinstance(self._sock, ssl.SSLSocket) and self.is_readable()
+
+    def end(self) -> None:
+        self._sock.close()
+
+    def request(self, method: str, path: str, headers: Mapping[str, str]) -> HTTPConnection:
+        """Send a request's head. Raises OSError and HTTPException."""
+        client = HTTPConnection(headers["Host"])  # which it does not look at, since it is connected
+        client.sock = self
+        client.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+        for name, value in headers.items():
+            client.putheader(name, value)
+        client.endheaders()
+        return client
+
+    def answer(self, client: HTTPConnection) -> HTTPResponse:
+        """Read an answer's head. Raises OSError and HTTPException."""
+        self.num_allowed, self._is_in_head = _MOST_ANSWER_BYTES, True
+        response = client.getresponse()
+        self._is_in_head = False
+        return response
+
+    # What `http.client` uses.
+
+    def sendall(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self.send(view) :]
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        into = [memoryview(buffer)[: self.num_allowed]]
+        if not self.num_allowed:
+            raise HTTPException("the answer is longer than it may be")
+        while (num_bytes := self.receive(into)) is None:
+            pass
+        if self._is_in_head and not num_bytes:  # it would take half a head for a whole one
+            raise ConnectionResetError(_CLOSED)
+        self.num_allowed -= num_bytes
+        return num_bytes
+
+    def close(self) -> None:
+        """Do nothing: it is kept, and `end` ends it."""
 
 
 class _Connections:
@@ -75,127 +257,88 @@ class _Connections:
         assert parts.hostname is not None
         self._url = url
         self._address = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
-        self._tls = None if parts.scheme != "https" else ssl.create_default_context() if tls is True else tls
+        context = tls if isinstance(tls, ssl.SSLContext) else ssl.create_default_context()
+        self._tls = context if parts.scheme == "https" else None
         self._connect_timeout_s = connect_timeout_s
         self._threads = threads
         self._free = asyncio.Semaphore(max_connections)
         self._idle: list[_Connection] = []  # the last one used comes last
-        self._busy: set[_Connection] = set()
         self._is_closed = False
 
-    async def run(self, exchange: _Exchange[T]) -> T | None:
-        """Return what an exchange returns; None where only aiohttp can say what is wrong with the server's certificate.
-        When this returns or raises, the thread is done with the caller's memory.
+    async def run(self, exchange: _Exchange[T]) -> T:
+        """Return what an exchange returns. When this returns or raises, the thread is done with the caller's memory.
 
-        Raises OSError if the connection breaks, StoreError if there is none to be had.
+        Raises OSError if the connection breaks, StoreError if there is none to be had or the answer is not HTTP.
         """
         async with self._free:
             while self._idle:  # the server may have closed it at this moment: then a new one is opened
                 connection = self._idle.pop()
                 if connection.idle_since_s < time.monotonic() - _IDLE_S:
-                    connection.close()
+                    connection.end()
                     continue
                 try:
                     return await self._run(exchange, connection)
                 except OSError:
                     if exchange.has_answered or self._is_closed:
                         raise
-            opened = await self._open()
-            if opened is None:
-                return None
-            return await self._run(exchange, opened)
+            return await self._run(exchange, await self._open())
 
     async def _run(self, exchange: _Exchange[T], connection: _Connection) -> T:
-        self._busy.add(connection)
         is_done = False
         try:
-            answer = await _on_thread(self._threads.submit(connection.run, exchange), connection)
+            if self._is_closed:
+                raise ConnectionAbortedError("the client is closed")
+            answer = await self._on_thread(exchange, connection)
             is_done = True
             return answer
+        except HTTPException as e:
+            # A traceback would show the server's bytes.
+            raise StoreError("protocol", f"{self._url}: {printable(str(e)[:500])}") from None
         finally:
-            self._busy.remove(connection)
             if is_done and exchange.is_kept and not self._is_closed:
                 connection.idle_since_s = time.monotonic()
                 self._idle.append(connection)
             else:
-                connection.close()
+                connection.end()
 
-    async def _open(self) -> _Connection | None:
-        """Connect, with TLS if the store has it. Return None if TLS fails: aiohttp then says why. Raises StoreError."""
-        loop, connection = asyncio.get_running_loop(), None
+    async def _on_thread(self, exchange: _Exchange[T], connection: _Connection) -> T:
+        """If this is cancelled, the thread ends first, which takes it no longer than a slice."""
+        running = asyncio.wrap_future(self._threads.submit(connection.run, exchange))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            exchange.is_given_up = True
+            while not running.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([running])
+            running.exception()  # nobody is to hear of it
+            raise
+
+    async def _open(self) -> _Connection:
+        """Connect; TLS begins on the thread. Raises StoreError."""
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                addresses = _numeric(*self._address)
-                addresses = addresses or await loop.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
-                connection = _Connection(
-                    await aiohappyeyeballs.start_connection(addresses, happy_eyeballs_delay=_EYEBALLS_S)
+                addresses = _numeric(*self._address) or await asyncio.get_running_loop().getaddrinfo(
+                    *self._address, type=socket.SOCK_STREAM
                 )
-                if isinstance(self._tls, ssl.SSLContext):
-                    begin_tls = self._threads.submit(connection.begin_tls, self._tls, self._address[0])
-                    await _on_thread(begin_tls, connection)
-                opened, connection = connection, None
-                return opened
+                sock = await aiohappyeyeballs.start_connection(addresses, happy_eyeballs_delay=_EYEBALLS_S)
         except TimeoutError as e:
-            message = f"{self._url}: no connection within {self._connect_timeout_s:g} s"
-            raise StoreError("timeout", message, retriable=True) from e
-        except ssl.SSLError:
-            return None
+            raise _no_connection(self._url, self._connect_timeout_s) from e
         except OSError as e:
             raise StoreError("refused", f"{self._url}: {e}", retriable=True) from e
-        finally:
-            if connection is not None:
-                connection.close()
+        return _Connection(sock, self._url, self._tls, self._connect_timeout_s)
 
     def close(self) -> None:
+        """Keep no connection. Whoever has calls under way cancels them first."""
         self._is_closed = True
-        for connection in self._busy:
-            connection.abort()
         for connection in self._idle:
-            connection.close()
+            connection.end()
         self._idle.clear()
         self._threads.shutdown(wait=False)
 
 
-class _Connection:
-    """A socket to the server. One thread uses it at a time."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setblocking(True)  # its users have deadlines, and shut it down
-        self.sock = sock
-        self.idle_since_s = 0.0  # 0 before the first request
-
-    def begin_tls(self, context: ssl.SSLContext, host: str) -> None:
-        self.sock = context.wrap_socket(self.sock, server_hostname=host)
-
-    def run(self, exchange: _Exchange[T]) -> T:
-        """Raises OSError. Runs on a thread: to look at a socket gives Python's lock away, and the event loop would wait
-        for it."""
-        if self.idle_since_s and _is_readable(self.sock):
-            raise ConnectionResetError("the connection has ended, or has bytes that nobody has asked for")
-        return exchange.run(self.sock)
-
-    def abort(self) -> None:
-        """End what a thread waits for."""
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)  # under TLS, without a farewell, which would wait
-
-    def close(self) -> None:
-        self.sock.close()
-
-
-async def _on_thread(running: Future[T], connection: _Connection) -> T:
-    """Return what a thread's work with a connection returns. If this is cancelled, the work is ended first."""
-    waiting = asyncio.wrap_future(running)
-    try:
-        return await asyncio.shield(waiting)
-    except asyncio.CancelledError:
-        connection.abort()
-        while not waiting.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([waiting])
-        waiting.exception()  # nobody is to hear of it
-        raise
+def _no_connection(url: str, timeout_s: float) -> StoreError:
+    return StoreError("timeout", f"{url}: no connection within {timeout_s:g} s", retriable=True)
 
 
 def _numeric(host: str, port: int) -> list[Any]:
@@ -205,12 +348,6 @@ def _numeric(host: str, port: int) -> list[Any]:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
         return []
-
-
-def _is_readable(sock: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 class Transfers:
@@ -231,13 +368,13 @@ class Transfers:
         self._sends = _Connections(*server, _SENDERS, ThreadPoolExecutor(_SENDERS, "kvfetch-send"))
         self._headers = {"Host": urlsplit(url).netloc, **headers}
 
-    async def receive(self, url: str, start: int, into: Sequence[memoryview], received: Callable[[int], None]) -> bool:
-        """Fill ``into`` with the bytes of ``url`` from byte ``start`` on. ``received`` gets the sizes of what has come,
-        soon after it came.
+    async def receive(
+        self, url: str, start: int, into: Sequence[memoryview], received: Callable[[int], None]
+    ) -> Answer:
+        """Fill ``into`` with the bytes of ``url`` from byte ``start`` on, if the answer has status 206. ``received``
+        gets the sizes of what has come, soon after it came.
 
-        One answer is understood: status 206 with just the range that was asked for, and its length. For any other (a
-        missing object, a wrong token, a server without ranges, chunks), return False, without a byte received. Raises
-        as `_Connections.run` does.
+        Raises as `_Connections.run` does, and StoreError if a status 206 has another range.
         """
         loop, told = asyncio.get_running_loop(), 0
 
@@ -251,152 +388,112 @@ class Transfers:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(tell)
 
-        end = start + sum(map(len, into))
-        fields = {**self._headers, "Range": f"bytes={start}-{end - 1}"}
-        lines = (f"{name}: {value}\r\n" for name, value in fields.items())
-        head = f"GET {urlsplit(url).path} HTTP/1.1\r\n{''.join(lines)}\r\n".encode()
-        reading = _Read(head, start, end, into, tell_soon)
+        reading = _Read(url, self._headers, start, into, tell_soon)
         try:
-            is_range = await self._reads.run(reading)
-        except OSError:
+            return await self._reads.run(reading)
+        finally:
             tell()
-            raise
-        tell()
-        return bool(is_range)
 
-    async def send(self, url: str, headers: Mapping[str, str], views: Sequence[memoryview]) -> PutAnswer | None:
-        """Put bytes, several objects side by side. Return the answer; None if TLS fails. It may come before all bytes
-        are sent: a server that is full says so at once.
+    async def send(self, url: str, headers: Mapping[str, str], views: Sequence[memoryview]) -> Answer:
+        """Put bytes, several objects side by side. The answer may come before all bytes are sent: a server that is full
+        says so at once.
 
-        Raises as `_Connections.run` does, and StoreError if the answer is not HTTP.
+        Raises as `_Connections.run` does.
         """
         fields = {**self._headers, **headers, "Content-Length": str(sum(map(len, views)))}
-        try:
-            return await self._sends.run(_Put(urlsplit(url).path, fields, views))
-        except HTTPException as e:
-            # A traceback would show the server's bytes.
-            raise StoreError("protocol", f"{url}: {printable(str(e)[:500])}") from None
+        return await self._sends.run(_Put(urlsplit(url).path, fields, views))
 
     def close(self) -> None:
         self._reads.close()
         self._sends.close()
 
 
-class _Read(_Exchange[bool]):
-    """The answer's head comes into memory of its own, its body into the caller's."""
+class _Read(_Exchange[Answer]):
+    """A range, which comes into the caller's memory. All else of the answer comes into memory of its own."""
 
-    def __init__(self, head: bytes, start: int, end: int, into: Sequence[memoryview], tell: Callable[[], None]) -> None:
+    def __init__(
+        self, url: str, headers: Mapping[str, str], start: int, into: Sequence[memoryview], tell: Callable[[], None]
+    ) -> None:
         """``tell``: that more has come; called on the thread."""
-        self._head, self._start, self._end = head, start, end
+        self._url, self._start = url, start
         self._left = left_of(into, 0)  # what is still to be filled
+        self._length = sum(map(len, self._left))
+        self._headers = {**headers, "Range": f"bytes={start}-{start + self._length - 1}"}
         self._tell = tell
         self.num_received = 0
 
-    def run(self, sock: socket.socket) -> bool:
-        """Return whether the range was received."""
-        if isinstance(sock, ssl.SSLSocket):
-            sock.settimeout(_TELL_S)
-        else:  # Python's own timeout would look at the socket before each call, and take what little is there
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, round(_TELL_S * 1e6)))
-        sock.sendall(self._head)
-        found, size = memoryview(bytearray(_MOST_HEAD_BYTES)), 0
-        while (end := bytes(found[:size]).find(b"\r\n\r\n")) < 0:
-            if size == len(found):
-                return False
-            size += self._come(sock, [found[size:]], 0)
-        begun = found[end + 4 : size]
-        may_keep = self._is_range(bytes(found[:end]).decode("latin-1"))
-        if may_keep is None or len(begun) > self._end - self._start:
-            return False
-        fill_pieces(self._left, begun)
-        self._took(len(begun))
+    def run(self, connection: _Connection) -> Answer:
+        client = connection.request("GET", urlsplit(self._url).path, self._headers)
+        response = connection.answer(client)
+        if response.status != 206:
+            answer = Answer(response.status, response.read(_MOST_BODY_BYTES))
+            self.is_kept = response.isclosed() and not response.will_close
+            return answer
+        require_range(self._url, response.headers["Content-Range"], response.length, self._start, self._length)
+        if response.length is None:
+            self._fill_slowly(connection, response)
+        else:
+            begun = response.fp.peek()  # what has come with the head
+            if len(begun) > self._length:
+                raise HTTPException("the answer is longer than its range")
+            fill_pieces(self._left, begun)
+            self._took(len(begun))
+            self._fill(connection)
+            self.is_kept = not response.will_close
+        return Answer(206, b"")
+
+    def _fill(self, connection: _Connection) -> None:
         num_told, told_s = 0, time.monotonic()
         while self._left:
             # In one call, the kernel waits for all of it, and Python's lock is free.
-            self._took(self._come(sock, self._left[:_MOST_PIECES], socket.MSG_WAITALL))
-            if self._left and self.num_received > num_told and (now_s := time.monotonic()) >= told_s + _TELL_S:
+            num_bytes = connection.receive(self._left[:_MOST_PIECES], socket.MSG_WAITALL)
+            if num_bytes is None:
+                num_bytes = 0
+            elif not num_bytes:
+                raise ConnectionResetError(_CLOSED)
+            self._took(num_bytes)
+            if self._left and self.num_received > num_told and (now_s := time.monotonic()) >= told_s + _SLICE_S:
                 num_told, told_s = self.num_received, now_s
                 self._tell()
-        self.is_kept = may_keep
-        return True
 
-    def _come(self, sock: socket.socket, into: Sequence[memoryview], flags: int) -> int:
-        """Return how many bytes have come into these pieces; 0 if none did for `_TELL_S`. Raises OSError."""
-        try:
-            is_tls = isinstance(sock, ssl.SSLSocket)
-            num_bytes = sock.recv_into(into[0]) if is_tls else sock.recvmsg_into(into, 0, flags)[0]
-        except (BlockingIOError, TimeoutError):
-            return 0
-        if not num_bytes:
-            raise ConnectionResetError("the server closed the connection")
-        self.has_answered = True
-        return num_bytes
+    def _fill_slowly(self, connection: _Connection, response: HTTPResponse) -> None:
+        """Receive chunks, or all until the server closes the connection."""
+        connection.num_allowed += 2 * self._length
+        while self._left:
+            try:
+                num_bytes = response.readinto(self._left[0])
+            except IncompleteRead as e:
+                raise ConnectionResetError(_CLOSED) from e
+            if not num_bytes:
+                raise ConnectionResetError(_CLOSED)
+            self._took(num_bytes)
 
     def _took(self, num_bytes: int) -> None:
         self._left = left_of(self._left, num_bytes)
         self.num_received += num_bytes
 
-    def _is_range(self, head: str) -> bool | None:
-        """Return None unless an answer is the range that was asked for, with a length; else whether the server keeps
-        the connection open."""
-        status, *lines = head.split("\r\n")
-        headers: dict[str, str] = {}
-        for line in lines:
-            name, _, value = line.partition(":")
-            headers[name.lower()] = value.strip()
-        version, _, status = status.partition(" ")
-        is_range = (
-            status[:3] == "206"
-            and headers.get("content-range", "").startswith(f"bytes {self._start}-{self._end - 1}/")
-            and headers.get("content-length") == str(self._end - self._start)
-            and not headers.keys() & {"transfer-encoding", "content-encoding"}
-        )
-        return version == "HTTP/1.1" and headers.get("connection", "").lower() != "close" if is_range else None
 
-
-class PutAnswer(NamedTuple):
-    """A status, and the first bytes of the body."""
-
-    status: int
-    body: bytes
-
-
-class _Put(_Exchange[PutAnswer]):
+class _Put(_Exchange[Answer]):
     def __init__(self, path: str, headers: Mapping[str, str], views: Sequence[memoryview]) -> None:
         self._path, self._headers, self._views = path, headers, views
 
-    def run(self, sock: socket.socket) -> PutAnswer:
-        """Raises HTTPException, too."""
-        connection = HTTPConnection(self._headers["Host"])  # which it does not look at, since it is connected
-        connection.sock = sock
+    def run(self, connection: _Connection) -> Answer:
+        client = connection.request("PUT", self._path, self._headers)
         is_whole = self._send(connection)
-        with connection.getresponse() as response:
-            self.has_answered = True
-            answer = PutAnswer(response.status, response.read(_MOST_ANSWER_BYTES))
-            self.is_kept = is_whole and response.isclosed() and not response.will_close
+        response = connection.answer(client)
+        answer = Answer(response.status, response.read(_MOST_BODY_BYTES))
+        self.is_kept = is_whole and response.isclosed() and not response.will_close
         return answer
 
-    def _send(self, connection: HTTPConnection) -> bool:
-        """Send the request. Return False if the server answers before it has all bytes."""
-        sock = connection.sock
-        connection.putrequest("PUT", self._path, skip_host=True, skip_accept_encoding=True)
-        for name, value in self._headers.items():
-            connection.putheader(name, value)
-        connection.endheaders()
+    def _send(self, connection: _Connection) -> bool:
+        """Send the body. Return False if the server answers, or closes the connection, before it has all bytes: then
+        what it has said can still be read."""
         try:
             for view in self._views:
-                for start in range(0, len(view), _SENT_PIECE_BYTES):
-                    if _has_answer(sock):
+                while view:
+                    if connection.has_answer():
                         return False
-                    connection.send(view[start : start + _SENT_PIECE_BYTES])
+                    view = view[connection.send(view) :]
         except OSError:
-            # A server that refuses the request may close the connection. What it has said can still be read.
-            if not _has_answer(sock):
-                raise
             return False
         return True
-
-
-def _has_answer(sock: socket.socket) -> bool:
-    """Return whether there is something to read. Under TLS, this is not known: what has come may be of TLS itself."""
-    return not isinstance(sock, ssl.SSLSocket) and _is_readable(sock)

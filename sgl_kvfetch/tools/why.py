@@ -63,6 +63,11 @@ _FIELDS = {
     "model_dtype": Reason.OTHER_FLAGS,
 }
 
+# Page hashes cover all tokens before a page. So prompts whose first pages differ have no trace of one another.
+_BEGINS_ANEW = (
+    "if prompts like it were sent before, something changes in this page, such as a date or an id: move it to the end. "
+    "If none was, nothing: the server stores the prompt when it is sent"
+)
 _MOST_SHOWN = 3  # requests with a prompt
 _MOST_TEXT = 300  # characters of a page
 # Why pages were dropped, by `sgl_kvfetch_written_pages_total`. For the others, writes are counted by reason.
@@ -77,12 +82,13 @@ HashesAt = Callable[[int], list[bytes]]  # the hashes of the prompt's whole page
 
 
 class Finding(Struct, frozen=True):
-    """Why pages ``first_page`` up to ``end_page`` are not served."""
+    """Why pages ``first_page`` up to ``end_page`` are not served. ``advice``: what to do; "" for that of the reason."""
 
     reason: Reason
     first_page: int
     end_page: int
     detail: str
+    advice: str = ""
 
 
 class Stored(Struct, frozen=True):
@@ -215,6 +221,7 @@ async def _explain(diagnosis: Diagnosis, num_tokens: int, asked: Asked | None) -
         num_stored, finding = await diagnosis.explain(wanted)
         if finding is not None:
             findings.append(_with_memory(_with_writes(finding, asked), decided, hashes))
+    findings = [_with_beginning(each, diagnosis, digest, asked) for each in findings]
     last = _of_request(decided[-1], hashes) if decided else None
     # The last request may have been another prompt's, which begins like this one: where they part was found above.
     if last is not None and last.reason not in [Reason.DIVERGES, *(f.reason for f in findings)]:
@@ -315,6 +322,15 @@ def _with_writes(finding: Finding, asked: Asked | None) -> Finding:
     return msgspec.structs.replace(finding, detail=detail)
 
 
+def _with_beginning(finding: Finding, diagnosis: Diagnosis, digest: str, asked: Asked | None) -> Finding:
+    """Return the finding; if the store has other prompts of this namespace and writes go well, with the advice to look
+    at the prompt's beginning. ``digest``: the namespace's; "" for all of them."""
+    others = (each for each in diagnosis.segments if each.manifest and each.key.namespace.startswith(digest))
+    if finding.reason != Reason.NEVER_WRITTEN or finding.first_page or (asked and asked.unwritten) or not any(others):
+        return finding
+    return msgspec.structs.replace(finding, advice=_BEGINS_ANEW)
+
+
 def _of_request(decided: Decided, hashes: Sequence[bytes] = ()) -> Finding | None:
     """Return why a request was not served what was stored; None if it was, or if nothing was. ``hashes``: of the
     prompt's pages, by which the result counts pages; by default, it counts those that were looked up."""
@@ -353,8 +369,9 @@ def _request(asked: Asked, request_id: str) -> Explained:
     last = decided[-1]
     findings = [] if (why_less := _of_request(last)) is None else [why_less]
     if not findings and last.num_found < last.num_pages:
-        detail = "the store did not have them: give the prompt with --file, to learn why"
-        findings = [_with_writes(Finding(Reason.NEVER_WRITTEN, last.num_found, last.num_pages, detail), asked)]
+        detail, advice = "the store did not have them", "give the prompt with --file, to learn why"
+        finding = Finding(Reason.NEVER_WRITTEN, last.num_found, last.num_pages, detail, advice)
+        findings = [_with_writes(finding, asked)]
     num_tokens, digest = last.num_pages * asked.page_size, status.namespace.digest()
     called = _called(status.namespace, status.labels)
     about = num_tokens, last.num_pages, asked.page_size, digest, called, last.num_found
@@ -406,7 +423,7 @@ def _finding_lines(e: Explained) -> Iterator[str]:
     for finding in e.findings:
         pages = f"pages {finding.first_page} to {finding.end_page - 1}: " if finding.end_page else ""
         yield f"  {finding.reason}: {pages}{printable(finding.detail)}"
-        yield f"    what to do: {ADVICE[finding.reason]}"
+        yield f"    what to do: {finding.advice or ADVICE[finding.reason]}"
 
 
 # The store

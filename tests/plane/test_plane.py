@@ -36,6 +36,7 @@ from sgl_kvfetch.plane import (
     protocol as m,
 )
 from sgl_kvfetch.plane.arena import SharedPool
+from sgl_kvfetch.plane.calibration.own import calibration_folder
 from sgl_kvfetch.plane.engine_end import DataPlane
 from sgl_kvfetch.plane.process import DataPlaneProcess, EndedError, Line, Quantising, Run, Running
 from sgl_kvfetch.plane.protocol import Staged, Start
@@ -132,6 +133,21 @@ def test_written_pages_are_fetched_unchanged(plane: DataPlane) -> None:
     assert look_up(plane, page_hashes(3, "other")).num_pages == 0
     plane.clear()
     assert look_up(plane, hashes).num_pages == 0
+
+
+def test_what_a_calibration_has_left_is_deleted_by_any_data_plane(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nobody uses "quantiser": "auto" any more."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    left = calibration_folder("0" * 32, "http://store")
+    left.mkdir(parents=True)
+    (left / "unfinished").touch()
+    for path in (left / "unfinished", left):
+        os.utime(path, (time.time() - 8 * 86400,) * 2)
+    plane = open_plane(tmp_path / "store", launcher)
+    wait_until(lambda: not left.exists())
+    plane.close()
 
 
 def test_nothing_is_written_after_a_fetch_was_ended(plane: DataPlane, launcher: Launcher) -> None:

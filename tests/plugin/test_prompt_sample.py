@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sgl_kvfetch.plugin.auto_profile import PromptSample
+from sgl_kvfetch.plugin.auto_profile import AutoProfile, PromptSample
+from sgl_kvfetch.prompts import NUM_WINDOWS
 
 WINDOW = 1536
 
@@ -65,3 +67,20 @@ def test_prompts_that_are_kept_apart_are_left_out(change: dict[str, Any]) -> Non
     )
     sample.add_batch(batch)
     assert sample.is_full == (not change)
+
+
+def test_the_log_says_how_far_the_sample_is(caplog: pytest.LogCaptureFixture) -> None:
+    """A server with few prompts takes hours for it."""
+    caplog.set_level(logging.INFO)
+    shown: list[Any] = []
+    plane: Any = SimpleNamespace(show_prompts=shown.append)
+    profile = AutoProfile(plane, 0, 1, None, pauses=False)
+    for number in range(NUM_WINDOWS):
+        mode = SimpleNamespace(is_extend_without_speculative=lambda: True)
+        reqs = [request(str(number), 2000 * number)]
+        profile.batch_ended(
+            SimpleNamespace(forward_mode=mode, reqs=reqs, prefix_lens=[0], extend_lens=[1600], decoding_reqs=None)
+        )
+    said = [record.getMessage() for record in caplog.records if "windows of 1536 tokens" in record.getMessage()]
+    assert [line.partition("has ")[2].partition(" of")[0] for line in said] == ["5", "10", "15", "20", "25"]
+    assert len(shown) == 1

@@ -155,6 +155,27 @@ def test_a_prompt_that_no_namespace_begins_with(tmp_path: Path) -> None:
     assert "3 tokens, pages of a size that --server would tell" in text
 
 
+def test_a_prompt_whose_first_page_changes_is_not_sent_to_the_metrics_of_writes(tmp_path: Path) -> None:
+    """A date in its first line, for example. Where nothing is stored, or writes fail, those are the place to look."""
+    dated = [99, *TOKENS[1:8]]
+
+    def advice(*options: str) -> str:
+        found = kvfetch("why", str(tmp_path), "--prompt", str(dated), *options)
+        assert "never_written: " in found.output
+        return found.output.partition("what to do: ")[2]
+
+    assert advice().startswith("see sgl_kvfetch_written_pages_total")
+    store(tmp_path, coded())
+    anew = "if prompts like it were sent before, something changes in this page, such as a date or an id: move it"
+    assert advice().startswith(anew)
+    dropped = 'sgl_kvfetch_written_pages_total{result="dropped_full"} 3\n'
+    for metrics, said in (("", anew), (dropped, "see sgl_kvfetch_written_pages_total")):
+        with told_by_a_server(status_of(), metrics) as url:
+            assert advice("--server", url).startswith(said)
+    with told_by_a_server(status_of(replace(NAMESPACE, kv_dtype="float32"))) as url:  # its namespace is empty
+        assert advice("--server", url).startswith("see sgl_kvfetch_written_pages_total")
+
+
 @pytest.mark.parametrize("segments", [[range(8)], [range(4), range(4, 8)]])
 def test_a_prompt_that_begins_like_a_stored_one(tmp_path: Path, segments: list[range]) -> None:
     """Where a segment ends with the last shared page, the next one tells."""

@@ -15,9 +15,9 @@ from sgl_kvfetch.errors import KVFetchError, StoreError
 from sgl_kvfetch.log import LimitedLogger, brief
 from sgl_kvfetch.plane import protocol as m
 from sgl_kvfetch.plane.arena import Emit
-from sgl_kvfetch.plane.calibration.own import OwnCalibration
+from sgl_kvfetch.plane.calibration.own import OwnCalibration, calibration_folder
 from sgl_kvfetch.plane.config import KVFetchConfig
-from sgl_kvfetch.plane.profiles import PassedOver, TakenProfile, cache_folder, open_profile_store, take_from_store
+from sgl_kvfetch.plane.profiles import PassedOver, TakenProfile, open_profile_store, take_from_store
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.stores import publish_profile
 
@@ -35,7 +35,7 @@ class ProfileFinder:
         self._watch = watch
         self._emit = emit
         self._news = asyncio.Event()
-        folder = cache_folder("calibrations", watch.weights, config.store)
+        folder = calibration_folder(watch.weights, config.store)
         self._own = OwnCalibration(folder, watch, config.codec_threads, self._news.set)
         self._passed_over = PassedOver()
         self._tasks = Tasks()
@@ -63,7 +63,6 @@ class ProfileFinder:
         self._emit(m.ProfileTaken(taken.digest, taken.path, taken.about))
 
     async def _find(self) -> None:
-        await asyncio.to_thread(self._own.delete_old)
         while (taken := await self._in_store()) is None:
             if not await self._make_one():
                 await self._wait()

@@ -3,7 +3,8 @@
 What it needs and has done stands in a folder of the user's cache, one for each model's weights and store. So a server
 that was started again goes on where the last one was. Of all servers of these on this machine, the one that holds the
 lock calibrates. The folder is deleted, by it, once there is a profile, or when calibrating has failed: it has what
-users have sent. What a server has left that ended before, another one deletes after a week.
+users have sent. What a server has left that ended before, the next data plane of this user deletes after a week,
+whatever its quantiser.
 
 `Job` is what a data plane hands over to that process.
 """
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError, why
+from sgl_kvfetch.plane.profiles import cache_folder
 from sgl_kvfetch.plane.protocol import Watch
 from sgl_kvfetch.processes import SLEEPING_THREADS
 from sgl_kvfetch.user_files import replace_file
@@ -123,9 +125,11 @@ class OwnCalibration:
             if job is None:
                 return
             logger.info(
-                "kvfetch calibrates %s on its prompts, on %d threads at the lowest priority",
+                "kvfetch calibrates %s on its prompts, on %d threads at the lowest priority; its files are in %s until "
+                "there is a profile, and a server that is ended leaves them for the next one",
                 self._watch.model_name,
                 self._num_threads,
+                self._folder,
             )
             environ = {key: value for key, value in os.environ.items() if key not in _NOT_ITS}
             # -P: as for `DataPlaneProcess`.
@@ -200,16 +204,6 @@ class OwnCalibration:
                 shutil.rmtree(self._folder, ignore_errors=True)
         self._unlock()
 
-    def delete_old(self) -> None:
-        """Delete what servers of this user have left, of any model and store, if it has not changed for a week."""
-        for folder in self._folder.parent.glob("*/"):
-            with contextlib.suppress(OSError):
-                newest_s = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-                if time.time() - newest_s < _MOST_AGE_S or (lock := _lock_of(folder)) is None:
-                    continue
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
-
     def _take_lock(self) -> bool:
         """Return whether no other server of this machine is at it. Raises OSError."""
         if self._lock is None:
@@ -221,6 +215,22 @@ class OwnCalibration:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def calibration_folder(weights: str, store: str) -> Path:
+    """Return the folder for a model's weights and a store."""
+    return cache_folder("calibrations", weights, store)
+
+
+def delete_old() -> None:
+    """Delete what servers of this user have left, of any model and store, if it has not changed for a week."""
+    for folder in calibration_folder("", "").parent.glob("*/"):
+        with contextlib.suppress(OSError):
+            newest_s = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if time.time() - newest_s < _MOST_AGE_S or (lock := _lock_of(folder)) is None:
+                continue
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
 
 
 def _lock_of(folder: Path) -> int | None:
