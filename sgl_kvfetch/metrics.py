@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import product
@@ -143,7 +143,7 @@ _RESULTS = {"result": ("hit", "miss")}
 _DIRECTIONS = {"direction": ("read", "write")}
 # Values of labels that are known beforehand: their samples are 0 from the start on, since `increase` and `rate` do not
 # see the first event of a sample that begins with it. Names of side pools and namespaces are not known.
-_KNOWN: dict[Counter | Gauge | Histogram, dict[str, Iterable[str]]] = {
+_KNOWN: dict[Counter | Gauge | Histogram, Mapping[str, Iterable[str]]] = {
     LOOKUP_PAGES: _RESULTS,
     FETCHED_PAGES: _RESULTS,
     MISSES: {"stage": ("lookup", "fetch", "load", "write"), "reason": COUNTED},

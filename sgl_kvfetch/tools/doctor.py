@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -101,23 +101,39 @@ def doctor(
             "codecs": check_codecs,
             "audits": check_audits,
         }
-    found: list[Check] = []
+    of_store: list[Check] = []
+    of_machine: list[Check] = []
     for name, check in checks.items():
-        if name == MODELS and any(row.status == "no" for row in found):
+        if name == MODELS and _missing(of_store):
             continue  # the store cannot be used
         typer.echo(f"checking {store if name == STORE else _WHAT.get(name, name)} ...", err=True)
         rows = run_check(name, check)
-        found += rows
+        (of_store if name in (STORE, MODELS) else of_machine).extend(rows)
         if not as_json:
             for row in rows:
                 _print(row)
-    missing = sum(check.status == "no" for check in found)
-    if missing and not store_only and store is not None and importlib.util.find_spec("sglang") is None and not as_json:
+    found = [*of_store, *of_machine]
+    if (
+        _missing(found)
+        and not store_only
+        and store is not None
+        and importlib.util.find_spec("sglang") is None
+        and not as_json
+    ):
         typer.echo(f"SGLang is not installed here. On a store's machine, type: kvfetch doctor {store} --store-only")
-    verdict = "the store can be used from here" if store_only else "host mode can run here"
-    show(found, as_json, [f"{verdict.replace('can', 'cannot')}: {missing} to fix" if missing else verdict])
-    if missing:
+    verdicts = [] if store is None else [_verdict("the store can be used from here", of_store)]
+    verdicts += [] if store_only else [_verdict("host mode can run here", of_machine)]
+    show(found, as_json, ["; ".join(verdicts)])
+    if _missing(found):
         raise typer.Exit(1)
+
+
+def _missing(rows: Sequence[Check]) -> int:
+    return sum(row.status == "no" for row in rows)
+
+
+def _verdict(text: str, rows: Sequence[Check]) -> str:
+    return f"{text.replace('can', 'cannot')}: {_missing(rows)} to fix" if _missing(rows) else text
 
 
 def _print(row: Check) -> None:

@@ -161,7 +161,7 @@ def _lines(report: Report) -> Iterator[str]:
     for name, what in report.profiles.items():
         yield f"CORRUPT profile {name}: {printable(what)}"
     read = f"{report.num_segments} segments, {report.num_chunks} chunks, {format_size(report.read_bytes)} read"
-    yield f"{read}: {len(by_object)} objects corrupt or missing" if by_object else f"{read}: all is well"
+    yield f"{read}: {_verdict(report, len(by_object) + len(report.profiles))}"
     if report.orphans:
         size = format_size(sum(info.size_bytes for info in report.orphans))
         yield f"{len(report.orphans)} data objects ({size}) have no manifest: being written, or left by a crash"
@@ -177,6 +177,17 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"{report.num_locked} segments are encrypted with {names} (not decoded; see --encryption-key-file)"
     if report.num_gone:
         yield f"{report.num_gone} segments were deleted or replaced during the run"
+
+
+def _verdict(report: Report, num_corrupt: int) -> str:
+    """Return what was found, and no more than was looked at."""
+    if num_corrupt:
+        return f"{num_corrupt} objects corrupt or missing"
+    if not report.num_segments:
+        return "there was nothing to verify"
+    if report.missing_package is not None or report.num_unchecked or report.num_locked:
+        return "nothing is corrupt, of what could be checked here"
+    return "all is well"
 
 
 def _next_steps(report: Report, store: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.demo import OURS, RecordedConsole, Run, Subject, _judge, main, verdict
+from benchmarks.demo import OURS, RecordedConsole, Run, Subject, _judge, _report, main, verdict
 from harness.engine import Generation
 
 SUBJECT = Subject("a model", Path("model"), [1] * 100, "What is it?", "tulip", {}, [])
@@ -39,6 +39,16 @@ def test_the_verdict_names_the_fastest() -> None:
 def test_it_fails_by_answers_and_reuse(raw: Generation, ours: Generation, code: int) -> None:
     runs = (Run(COMPUTED, [RIGHT, fetched], 1) for fetched in (raw, ours))
     assert _judge(Console(quiet=True), SUBJECT, *runs) == code
+
+
+@pytest.mark.parametrize(("cached_tokens", "is_said"), [(96, True), (16, False)])
+def test_no_verdict_on_what_was_not_fetched(
+    cached_tokens: int, is_said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = replace(RIGHT, cached_tokens=cached_tokens, ttft_s=0.5)
+    answers = {"computing": COMPUTED, "raw bytes": RIGHT, OURS: ours}
+    _report(Console(), SUBJECT, answers, dict.fromkeys(answers, 0), "a title")
+    assert ("times as fast" in capsys.readouterr().out) == is_said
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,15 @@ def test_a_chart_says_what_was_when(page: Browser) -> None:
     assert "found 10" in page.driver.execute_script(script)  # 100 in the first 10 s; then 300
 
 
+def test_a_chart_without_samples_claims_nothing(page: Browser) -> None:
+    script = """
+        latest.history = latest.history.slice(-1);
+        drawCharts();
+        return [...document.querySelectorAll("#charts .legend")].map((each) => each.textContent);"""
+    page.freeze()
+    assert page.driver.execute_script(script)[:2] == ["found –", "found –in part –missed –"]
+
+
 def test_charts_of_shares_and_times_leave_out_what_was_not_asked(page: Browser) -> None:
     script = """
         const at = (at_s, hit, miss, seconds) => ({ at_s, values: { "lookup_pages_total:hit": hit,

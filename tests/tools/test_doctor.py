@@ -124,6 +124,14 @@ def test_a_store_alone_needs_a_store_that_can_be_used(unused_tcp_port: int) -> N
     assert "models in the store" not in result.stdout
 
 
+@pytest.mark.usefixtures("healthy")
+def test_a_store_s_fault_is_none_of_this_machine(unused_tcp_port: int) -> None:
+    """As a wrong token: nothing here is to be installed for it."""
+    result = kvfetch("doctor", f"http://127.0.0.1:{unused_tcp_port}")
+    assert result.exit_code == 1
+    assert result.stdout.endswith("the store cannot be used from here: 1 to fix; host mode can run here\n")
+
+
 def _segment(model: str, label: str = "", **fields: Any) -> CodedSegment:
     """Return a segment of a namespace with these fields."""
     segment, _ = make_segment(num_pages=1, model=model)

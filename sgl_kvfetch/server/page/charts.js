@@ -57,7 +57,7 @@ function drawCharts() {
 function chart(title, points, words, format, areBytes = false) {
   const most = Math.max(0, ...points.flatMap((point) => point.values));
   const top = format === percent ? 1 : scaleTop(most, areBytes, format === milliseconds ? 0.001 : 0.1);
-  const value = (point, index) => point?.values[index] ?? (point && point.values[index] === null ? null : 0);
+  const value = (point, index) => (point && point.values[index] !== null ? point.values[index] ?? 0 : null);
   const tell = (point) => words.map((word, index) => `${word} ${value(point, index) === null ? "–" : format(value(point, index))}`);
   const label = `${title}: now ${tell(points.at(-1)).join(", ")}; at most ${format(most)}`;
   const svg = drawing("svg", { viewBox: "0 0 400 140", preserveAspectRatio: "none", role: "img", "aria-label": label });
