@@ -302,6 +302,36 @@ def large_profile(part: str, times: float) -> Profile:
     return replace(profile, cells={ONLY: replace(cell, **{part: torch.full_like(getattr(cell, part), times)})})
 
 
+Times = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k_weight": torch.zeros_like}, "are not those of 0.0.inverse"),
+        ({"v_weight": torch.zeros_like}, "are not those of 0.0.inverse"),
+        ({"k_weight": lambda x: x * 1e-6, "v_weight": lambda x: x * 1e-6}, "are not those of 0.0.inverse"),
+        ({"inverse": torch.zeros_like}, "are not those of 0.0.inverse"),
+        ({"inverse": lambda x: x * 100, "k_weight": lambda x: x / 100}, "are not those of 0.0.inverse"),
+        ({"k_weight": torch.neg}, "are not those of 0.0.inverse"),
+        # One weight of 64, which the first of 12 blocks has.
+        ({"k_weight": lambda x: x * (1 - torch.eye(64)[0].outer(torch.eye(64)[0]))}, "are not those of 0.0.inverse"),
+        ({"spread": torch.neg}, "0.0.spread has values below 0"),
+        ({"reach": torch.neg}, "0.0.reach has values below 0"),
+    ],
+)
+def test_a_profile_whose_parts_contradict_each_other_is_refused(
+    tmp_path: Path, changes: dict[str, Times], message: str
+) -> None:
+    """Audits judge errors by its weights: with weights of nothing, every value would be sound."""
+    profile = make_profile()
+    cell = profile.cells[ONLY]
+    lying = replace(cell, **{name: change(getattr(cell, name)) for name, change in changes.items()})
+    replace(profile, cells={ONLY: lying}).save(tmp_path / "p")
+    with pytest.raises(ConfigError, match=message):
+        load_profile(tmp_path / "p")
+
+
 @pytest.mark.parametrize("part", ["inverse", "mean"])
 def test_a_profile_that_could_restore_values_that_are_not_finite_is_refused(tmp_path: Path, part: str) -> None:
     """A store's writers choose what is in it, and what kernels restore is not looked at."""
@@ -312,8 +342,12 @@ def test_a_profile_that_could_restore_values_that_are_not_finite_is_refused(tmp_
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_restored_is_finite_whatever_integers_are_stored(tmp_path: Path, dtype: torch.dtype) -> None:
-    """With the largest cells that are taken."""
-    large_profile("inverse", 5e20).save(tmp_path / "p")
+    """With the largest cells whose weights are float32."""
+    profile = make_profile(rope=Rope(inv_freq=(0.5, 0.01), attention_scaling=1e6))
+    cell = profile.cells[ONLY]
+    weights = {name: getattr(cell, name) * 2.0**-120 for name in ("k_weight", "v_weight")}
+    large = replace(cell, inverse=cell.inverse * 2.0**60, **weights)
+    replace(profile, cells={ONLY: large}).save(tmp_path / "p")
     quantiser = KltQuantiser(load_profile(tmp_path / "p"), step=4.0)
     place = place_of(quantiser.profile, ONLY, 2)
     count = quantiser.num_coefficients(place)
@@ -470,11 +504,16 @@ def _edit_layers(metadata: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (_edit_metadata(lambda m: m.pop("curve")), "malformed.*curve"),
         (_edit_metadata(lambda m: m["curve"].reverse()), "rise in step and in kl"),
         (_edit_metadata(lambda m: m.update(curve=[])), "two or more points"),
-        (_edit_metadata(lambda m: m["curve"][0].update(kl=0.0)), "numbers from 1e-09 to 1e\\+06"),
+        (_edit_metadata(lambda m: m["curve"][0].update(kl=0.0)), "kl and context_kl from 1e-09 to 100"),
         # Interpolating would give a step of NaN, of 4.6e302, and an OverflowError.
-        (_edit_metadata(lambda m: m["curve"][0].update(kl=5e-324)), "numbers from"),
-        (_edit_metadata(lambda m: m["curve"][-1].update(step=1e304)), "numbers from"),
-        (_edit_metadata(lambda m: m.update(context_kl=1e308)), "numbers from"),
+        (_edit_metadata(lambda m: m["curve"][0].update(kl=5e-324)), "steps from 0.0001 to 1000"),
+        (_edit_metadata(lambda m: m["curve"][-1].update(step=1e304)), "steps from 0.0001 to 1000"),
+        # What a profile says of itself decides how coarse its default step is, and how much is stored as it is.
+        (_edit_metadata(lambda m: m.update(context_kl=1e6)), "context_kl from 1e-09 to 100"),
+        (_edit_metadata(lambda m: m["curve"][-1].update(step=1e4)), "steps from 0.0001 to 1000"),
+        (_edit_metadata(lambda m: m["curve"][0].update(bits_per_value=-1.0)), "needs bits_per_value from 0"),
+        (_edit_metadata(lambda m: m.update(num_sinks=65)), "num_sinks`"),
+        (_edit_metadata(lambda m: m.update(context_kl=1e308)), "steps from 0.0001 to 1000"),
         (
             _edit_metadata(lambda m: m["layers"].update(rotations=[{"inv_freq": [1.0], "attention_scaling": 1e308}])),
             "attention_scaling = 1e\\+308: expected a number from 1e-06 to 1e\\+06",
@@ -490,7 +529,7 @@ def _edit_layers(metadata: dict[str, Any], **changes: Any) -> dict[str, Any]:
             _edit_metadata(lambda m: m["kinds"][1]["kls"].pop()),
             "'tables' has 2 of kls, expected one for each of 3 steps",
         ),
-        (_edit_metadata(lambda m: m["kinds"][1].update(context_kl=-1.0)), "'tables' needs numbers from 0 to 1e\\+06"),
+        (_edit_metadata(lambda m: m["kinds"][1].update(context_kl=-1.0)), "'tables' needs numbers from 0 to 100"),
         # Whoever says that a step costs less than its worst kind makes servers take a coarser one.
         (
             _edit_metadata(lambda m: m["curve"][1].update(kl=5e-5)),
