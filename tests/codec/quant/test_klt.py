@@ -546,6 +546,10 @@ def _edit_layers(metadata: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (_edit_metadata(lambda m: _edit_layers(m, pool="disk")), "Invalid enum value 'disk'"),
         (_edit_metadata(lambda m: _edit_layers(m, window=0)), "window`"),
         (_edit_metadata(lambda m: _edit_layers(m, rotation=0)), r"its layers have the rotations \[0\] of 0"),
+        (
+            _edit_metadata(lambda m: m["layers"].update(rotations=[{"inv_freq": [1.0]}] * 17)),
+            "17 rotations, expected 16 at most",
+        ),
         (_edit_metadata(lambda m: m["layers"].update(rotations=[{"inv_freq": [1.0]}])), r"the rotations \[\] of 1"),
         (
             _edit_metadata(lambda m: _edit_layers(m, rotation=0).update(rotations=[{"inv_freq": [1.0] * 9}])),
