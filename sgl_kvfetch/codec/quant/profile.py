@@ -58,6 +58,12 @@ UNIT_KL = 1e-4
 DEFAULT_SHARE = 1e-3
 
 
+# What `exact` takes of a bfloat16 value, about: a default that takes more is of no use.
+EXACT_BITS = 10.7
+# Tokens that a cell is fitted to, for each of its channels: 7 take a fifth more bits than 13, and 5 two fifths.
+_TOKENS_A_CHANNEL = 10
+
+
 class MeasuredStep(msgspec.Struct, frozen=True):
     """The accuracy and size that calibration measured at a step."""
 
@@ -227,6 +233,30 @@ class Profile:
                 part = 0.0 if not low_mean else math.log(wanted / low_mean) / math.log(high_mean / low_mean)
                 return low.kl * math.pow(high.kl / low.kl, part)
         return self.curve[-1].kl
+
+    @property
+    def default_bits(self) -> float:
+        """What a value takes at the default step, in bits, interpolated between measured steps."""
+        step = self.step_for(None)
+        for low, high in itertools.pairwise(self.curve):
+            if step <= high.step:
+                part = math.log(step / low.step) / math.log(high.step / low.step)
+                return low.bits_per_value + part * (high.bits_per_value - low.bits_per_value)
+        return self.curve[-1].bits_per_value
+
+    @property
+    def few_tokens(self) -> str:
+        """Why the default takes more bits than it would after more text; "" if there was enough."""
+        held_out = sum(kind.num_held_out for kind in self.kinds)
+        num_tokens = (self.calibration.num_windows - held_out) * self.calibration.context_tokens
+        channels = max(cell.num_channels for cell in self.cells.values())
+        if num_tokens >= _TOKENS_A_CHANNEL * channels:
+            return ""
+        windows = math.ceil(1.25 * _TOKENS_A_CHANNEL * channels / self.calibration.context_tokens)  # a fifth held out
+        return (
+            f"{num_tokens} tokens are few for cells of {channels} channels, which need {_TOKENS_A_CHANNEL * channels}: "
+            f"the default takes {self.default_bits:.2f} bits a value, more than it would after {windows} windows"
+        )
 
     @property
     def mean_kls(self) -> Sequence[float]:
