@@ -363,8 +363,14 @@ NOTE_KINDS = {kind.name: kind for kind in (PINS, PROFILES, VERIFIED)}
 def seal_profile(path: Path, keys: StoreKeys) -> tuple[str, bytes]:
     """Return the name and the bytes under which a store keeps the profile in a file. Raises ConfigError."""
     from sgl_kvfetch.codec import load_profile  # loads torch, which a store does without
+    from sgl_kvfetch.codec.quant.profile import EXACT_BITS
 
     profile = load_profile(path)
+    if profile.default_bits >= EXACT_BITS:
+        raise ConfigError(
+            f"profile {path} takes {profile.default_bits:.1f} bits a value at its default, expected fewer than "
+            f"{EXACT_BITS:g}, which 'exact' takes; {profile.few_tokens or 'serve this model with exact'}"
+        )
     try:
         content = path.read_bytes()
     except OSError as e:

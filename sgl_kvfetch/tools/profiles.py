@@ -140,6 +140,8 @@ def lines_of(profile: Profile, summary: Calibrated) -> Iterator[Table | str]:
         f"in the mean{worst}: the default target_kl is {profile.default_target_kl:.2g}. The first "
         f"{profile.num_sinks} tokens are kept exact."
     )
+    if profile.few_tokens:
+        yield f"Warning: {profile.few_tokens}."
     yield f"Cells: {grid.cell_layers} layers, {grid.cell_heads} of {grid.num_heads} heads, K and V together."
 
 

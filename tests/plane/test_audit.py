@@ -237,6 +237,28 @@ async def test_a_profile_whose_curve_lies_is_found(make: Callable[..., Bench]) -
     assert await audits_until_over(bench, computed, computed) == 3
 
 
+@pytest.mark.parametrize("times", [1.0, 256.0])
+def test_no_profile_says_that_what_is_lost_was_to_be_lost(times: float) -> None:
+    """Its inverse and its weights agree; they say that errors of 256 times the size do not matter."""
+    scaled = {"inverse": times, "k_weight": times**-2, "v_weight": times**-2}
+    changed = {name: getattr(PROFILE.cells[0, 0], name) * by for name, by in scaled.items()}
+    quantiser = KltQuantiser(replace(PROFILE, cells={(0, 0): replace(PROFILE.cells[0, 0], **changed)}))
+    values, place = values_of(PROFILE, 128), CellPlace(range(3), range(4), range(128))
+    restored = quantiser.dequantise(quantiser.quantise(values, place), torch.float32, place)
+    found = compare(values, restored, quantiser, make_heads(GEOMETRY, quantiser), range(128))
+    assert found.typical < 1.5
+    assert (found.ratio > 4) == (times > 1), found
+
+
+def test_tokens_that_are_alike_vary_less_than_sound_errors() -> None:
+    """As in a run of blanks: what tells them apart may be lost."""
+    values = CellValues(*(x[:1].expand(128, *x.shape[1:]).clone() for x in values_of(make_profile(), 1)))
+    values.v[:, 0, 0, 0] += torch.arange(128) / 1e4
+    place, quantiser = CellPlace(range(3), range(4), range(128)), KltQuantiser(make_profile(), step=1.0)
+    restored = quantiser.dequantise(quantiser.quantise(values, place), torch.float32, place)
+    assert compare(values, restored, quantiser, make_heads(GEOMETRY, quantiser), range(128)).ratio < 4
+
+
 async def test_one_wrong_segment_is_deleted_once_another_is_sound(make: Callable[..., Bench]) -> None:
     bench, computed = make(KLT), values_of(PROFILE, NUM_TOKENS)
     hashes = await bench.store(computed)

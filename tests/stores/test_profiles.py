@@ -15,7 +15,7 @@ import pytest
 from sgl_kvfetch.codec.container.encryption import NO_KEYS, EncryptionKeys, ManifestKeys, StoreKeys
 from sgl_kvfetch.directory import files
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.errors import FormatError, StoreError
+from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.stores.base import AdminStore
 from sgl_kvfetch.stores.notes import (
     PROFILES,
@@ -70,6 +70,16 @@ async def test_profiles_are_kept_beside_segments(store: AdminStore, tmp_path: Pa
     assert not await store.delete_note(PROFILES, name)
     assert await store.get_note(PROFILES, name, 1) is None
     assert await list_profiles(store, f"{WEIGHTS}/") == []
+
+
+async def test_a_profile_that_takes_more_than_exact_is_not_published(tmp_path: Path) -> None:
+    profile = make_profile(num_layers=1, num_heads=1, head_dim=8, cell_layers=1, cell_heads=1)
+    curve = [msgspec.structs.replace(point, bits_per_value=13.0 - i) for i, point in enumerate(profile.curve)]
+    dataclasses.replace(profile, curve=tuple(curve)).save(tmp_path / "p")
+    store = LocalStore(tmp_path)
+    with pytest.raises(ConfigError, match=r"takes 11.5 bits a value at its default, expected fewer than 10.7"):
+        await publish_profile(store, tmp_path / "p", NO_KEYS)
+    assert list(await store.notes(PROFILES)) == []
 
 
 async def test_the_newest_is_the_one_that_was_put_last(tmp_path: Path) -> None:

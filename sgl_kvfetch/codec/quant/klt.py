@@ -23,6 +23,13 @@ the fit gives features that vary less small weights.
 
 **On CPUs without AMX**, values are restored from integers by a matrix of int16 (`IntegerMatrix`), for exact sums.
 `integer_product.h` says how it is multiplied, and why rows are frequent or rare.
+
+**What depends on the machine.** Sums are in float32 in any order. A product in bfloat16 is rounded once more, to a
+neighbour. So a writer's integers may be neighbours of another machine's: a product moves a coefficient by
+`_PRODUCT_ERROR` of a step, rms, so at most one integer in twenty tips. A token between two exponents may have either.
+The exponent is stored, so errors stay within half a step and that share. On a CPU with AMX, values restored in bfloat16
+differ by a unit of the product, before K is rotated: beside a large channel of its pair, a small one may be off by many
+of its own units. The model rounds its keys before it rotates them, too, and audits allow as much (`sums_noise`).
 """
 
 from __future__ import annotations

@@ -27,6 +27,10 @@ class Pool(StrEnum):
     NONE = "none"  # nothing: the layer reads another layer's K and V
 
 
+# Different ones of a model: those that SGLang serves have one or two. Each span has a table of all of them.
+MOST_ROTATIONS = 16
+
+
 class ModelLayer(msgspec.Struct, frozen=True, kw_only=True):
     """A layer of a model.
 
@@ -43,9 +47,11 @@ class LayerMap(msgspec.Struct, frozen=True, kw_only=True):
     """The layers of a model, in its order. Raises ValueError for layers and rotations that do not fit together."""
 
     layers: Annotated[tuple[ModelLayer, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
-    rotations: Annotated[tuple[Rope, ...], Meta(max_length=MAX_LAYERS)] = ()
+    rotations: tuple[Rope, ...] = ()
 
     def __post_init__(self) -> None:
+        if len(self.rotations) > MOST_ROTATIONS:
+            raise ValueError(f"its layers have {len(self.rotations)} rotations, expected {MOST_ROTATIONS} at most")
         named = {layer.rotation for layer in self.layers} - {None}
         if named != set(range(len(self.rotations))):
             raise ValueError(f"its layers have the rotations {sorted(named, key=str)} of {len(self.rotations)}")

@@ -35,12 +35,20 @@ _HEADER_LENGTH = struct.Struct("<Q")  # which a safetensors file begins with
 _MOST_HEADER_BYTES = 8 << 20
 _MOST_METADATA_CHARS = 1 << 20
 
-# Of steps and of KL divergences, far beyond what calibration measures: interpolating between two stays finite.
-_NUMBERS = 1e-9, 1e6
+# Of steps and of KL divergences, beyond what calibration measures, steps up to 45: a KL divergence in nats a token is
+# hardly more than the logarithm of the vocabulary's size.
+_STEPS, _KLS = (1e-4, 1e3), (1e-9, 100.0)
+
+# How far the transform of a cell, times its inverse, may lead from where it began: rounding the inverse to bfloat16
+# makes 0.02 on real models. Audits judge errors by the weights, so these must be those of the inverse.
+_MOST_APART = 0.25
+_NUM_PROBES = 8
 
 # What a profile may restore, whatever integers somebody has stored: rotated and summed, it is finite in float32. A
 # token's scale is at most 16, and a coefficient has 16 bits.
 _LARGEST_VALUE, _LARGEST_INTEGER = 2.0**100, 2.0**20
+
+_MOST_BITS = 64.0  # a value, of exact tokens in float32 and of integers
 
 # What a step of 1 in all coefficients should cost, in nats a token, as the weights foretell for fine steps.
 UNIT_KL = 1e-4
@@ -48,6 +56,12 @@ UNIT_KL = 1e-4
 # What the default of target_kl costs in the mean, as a share of the value of the whole context to the model.
 # docs/klt.md explains it.
 DEFAULT_SHARE = 1e-3
+
+
+# What `exact` takes of a bfloat16 value, about: a default that takes more is of no use.
+EXACT_BITS = 10.7
+# Tokens that a cell is fitted to, for each of its channels: 7 take a fifth more bits than 13, and 5 two fifths.
+_TOKENS_A_CHANNEL = 10
 
 
 class MeasuredStep(msgspec.Struct, frozen=True):
@@ -101,7 +115,7 @@ class _Metadata(msgspec.Struct, frozen=True):
     cell_layers: _Size
     cell_heads: _Size
     layers: LayerMap
-    num_sinks: Annotated[int, Meta(ge=0, le=1 << 16)]
+    num_sinks: Annotated[int, Meta(ge=0, le=64)]  # calibration finds up to 8; all are stored as they are
     curve: tuple[MeasuredStep, ...]
     context_kl: float
     kinds: tuple[MeasuredKind, ...]
@@ -109,14 +123,18 @@ class _Metadata(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers that do not fit together, which msgspec turns into a DecodeError."""
-        numbers = [n for p in self.curve for n in (p.step, p.kl)] + [self.context_kl]
+        kls = [*(p.kl for p in self.curve), self.context_kl]
+        in_range = all(_STEPS[0] <= p.step <= _STEPS[1] for p in self.curve) and all(
+            _KLS[0] <= n <= _KLS[1] for n in kls
+        )
         rises = all(a.step < b.step and a.kl < b.kl for a, b in itertools.pairwise(self.curve))
-        least, most = _NUMBERS
-        if len(self.curve) < 2 or not rises or not all(least <= n <= most for n in numbers):
+        if len(self.curve) < 2 or not rises or not in_range:
             raise ValueError(
-                f"its curve needs two or more points that rise in step and in kl, and they and context_kl numbers from "
-                f"{least:g} to {most:g}"
+                "its curve needs two or more points that rise in step and in kl, steps from "
+                f"{_STEPS[0]:g} to {_STEPS[1]:g}, and kl and context_kl from {_KLS[0]:g} to {_KLS[1]:g}"
             )
+        if not all(0 <= p.bits_per_value <= _MOST_BITS for p in self.curve):
+            raise ValueError(f"its curve needs bits_per_value from 0 to {_MOST_BITS:g}")
         _require_kinds(self.kinds, self.curve)
         if self.num_heads % self.cell_heads:
             raise ValueError(f"cell_heads is {self.cell_heads}, expected a divisor of num_heads = {self.num_heads}")
@@ -139,8 +157,8 @@ def _require_kinds(kinds: Sequence[MeasuredKind], curve: Sequence[MeasuredStep])
             raise ValueError(
                 f"its kind {kind.name!r} has {len(kind.kls)} of kls, expected one for each of {len(curve)} steps"
             )
-        if not all(0 <= n <= _NUMBERS[1] for n in (*kind.kls, kind.context_kl)):
-            raise ValueError(f"its kind {kind.name!r} needs numbers from 0 to {_NUMBERS[1]:g} as kls and context_kl")
+        if not all(0 <= n <= _KLS[1] for n in (*kind.kls, kind.context_kl)):
+            raise ValueError(f"its kind {kind.name!r} needs numbers from 0 to {_KLS[1]:g} as kls and context_kl")
     for i, point in enumerate(curve):
         worst = max((kind.kls[i] for kind in kinds if kind.counts), default=None)
         if worst != point.kl:
@@ -215,6 +233,30 @@ class Profile:
                 part = 0.0 if not low_mean else math.log(wanted / low_mean) / math.log(high_mean / low_mean)
                 return low.kl * math.pow(high.kl / low.kl, part)
         return self.curve[-1].kl
+
+    @property
+    def default_bits(self) -> float:
+        """What a value takes at the default step, in bits, interpolated between measured steps."""
+        step = self.step_for(None)
+        for low, high in itertools.pairwise(self.curve):
+            if step <= high.step:
+                part = math.log(step / low.step) / math.log(high.step / low.step)
+                return low.bits_per_value + part * (high.bits_per_value - low.bits_per_value)
+        return self.curve[-1].bits_per_value
+
+    @property
+    def few_tokens(self) -> str:
+        """Why the default takes more bits than it would after more text; "" if there was enough."""
+        held_out = sum(kind.num_held_out for kind in self.kinds)
+        num_tokens = (self.calibration.num_windows - held_out) * self.calibration.context_tokens
+        channels = max(cell.num_channels for cell in self.cells.values())
+        if num_tokens >= _TOKENS_A_CHANNEL * channels:
+            return ""
+        windows = math.ceil(1.25 * _TOKENS_A_CHANNEL * channels / self.calibration.context_tokens)  # a fifth held out
+        return (
+            f"{num_tokens} tokens are few for cells of {channels} channels, which need {_TOKENS_A_CHANNEL * channels}: "
+            f"the default takes {self.default_bits:.2f} bits a value, more than it would after {windows} windows"
+        )
 
     @property
     def mean_kls(self) -> Sequence[float]:
@@ -420,7 +462,31 @@ def _cell_of(m: _Metadata, file: Any, names: Collection[str], prefix: str, num_l
             f"{prefix}inverse and {prefix}mean could restore values up to {largest:.2g}, expected "
             f"{_LARGEST_VALUE:.2g} at most"
         )
-    return CellProfile(**read)
+    for name in ("spread", "reach"):
+        if float(read[name].min()) < 0:
+            raise ValueError(f"{prefix}{name} has values below 0")
+    cell = CellProfile(**read)
+    if not (apart := _apart(cell)) <= _MOST_APART:
+        raise ValueError(
+            f"{prefix}k_weight and {prefix}v_weight are not those of {prefix}inverse: what they transform comes back "
+            f"{apart:.2g} apart, expected {_MOST_APART:g} at most"
+        )
+    return cell
+
+
+def _apart(cell: CellProfile) -> float:
+    """Return how far random coefficients, of deviation 1, are off once they were inverted and transformed again, at
+    most: 0 if W @ inverse.T inverts ``inverse``. Who makes a profile cannot know which ones: they depend on all of it.
+    """
+    inverse, blocks = cell.inverse.float(), [*cell.k_weight, *cell.v_weight]
+    seed = xxhash.xxh3_64()
+    for x in (cell.inverse, cell.k_weight, cell.v_weight):
+        seed.update(x.contiguous().view(torch.uint8).numpy().data)
+    generator = torch.Generator().manual_seed(seed.intdigest() >> 1)
+    probes = torch.randn((cell.num_channels, _NUM_PROBES), generator=generator)
+    parts = torch.split(inverse.T @ probes, [len(block) for block in blocks])
+    back = inverse @ torch.cat([block @ part for block, part in zip(blocks, parts, strict=True)])
+    return float((back - probes).abs().max())
 
 
 def _described(tensor: tuple[str, tuple[int, ...]] | None) -> str:

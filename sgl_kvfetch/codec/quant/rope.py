@@ -7,12 +7,15 @@ operations is that of SGLang's PyTorch code (``srt/layers/rotary_embedding``). C
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import msgspec
 import torch
 
+_MOST_TABLES, _MOST_BYTES = 32, 32 << 20  # kept of a model's rotations, for spans of so many tokens
+_SPAN_TOKENS = 1024
 _LEAST, _MOST = 1e-6, 1e6  # of factors: their squares are float32
 
 
@@ -84,9 +87,17 @@ class Rotations:
         """Return which table turns each of some layers."""
         return self.of_layers[layers.start : layers.stop]
 
-    @lru_cache(maxsize=32)  # noqa: B019 - there are few models, and all cells of a span need the same table
     def table(self, first_token: int, num_tokens: int, device: torch.device | str | None = None) -> torch.Tensor:
-        """Return ``(ropes, tokens, rotary_dim)`` float32: the `Rope.table` of each."""
+        """Return ``(ropes, tokens, rotary_dim)`` float32: the `Rope.table` of each. All cells of a span need the same
+        one, so the last ones are kept."""
+        return self._kept(first_token, num_tokens, device)
+
+    @cached_property
+    def _kept(self) -> Callable[[int, int, torch.device | str | None], torch.Tensor]:
+        span_bytes = len(self.ropes) * self.rotary_dim * _SPAN_TOKENS * torch.float32.itemsize
+        return lru_cache(max(1, min(_MOST_TABLES, _MOST_BYTES // span_bytes)))(self._table)
+
+    def _table(self, first_token: int, num_tokens: int, device: torch.device | str | None) -> torch.Tensor:
         return torch.stack([rope.table(first_token, num_tokens, device) for rope in self.ropes])
 
     def inverse_table(

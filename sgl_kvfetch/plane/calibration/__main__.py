@@ -105,6 +105,8 @@ def calibrate(job: Job) -> None:
     )
     options = CalibrationOptions(num_context=context, tp_size=job.tp_size)
     profile = calibrate_model(model, {_KIND: windows}, layers, describe, options, _progress, Path(job.unfinished))
+    if profile.few_tokens:
+        logger.warning("kvfetch calibrates: %s", profile.few_tokens)
     profile.save(Path(job.profile))
 
 

@@ -1,5 +1,6 @@
 """What was written once must be readable for ever: segments and profiles lie in tests/golden."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,11 +11,12 @@ from sgl_kvfetch import prompts
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys, ManifestKeys, StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.protect import open_manifest, plain_segment
-from sgl_kvfetch.codec.container.reader import SegmentReader
+from sgl_kvfetch.codec.container.reader import SegmentReader, cell_place
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.fingerprint import fingerprint_model
 from sgl_kvfetch.codec.quant.klt import EXACT, UNIT, KltQuantiser
 from sgl_kvfetch.keys import Labels
+from tests.codec.quant.profiles import PRODUCTS, products, restored_exactly
 from tests.golden.make import (
     CASES,
     ENCRYPTED,
@@ -72,13 +74,33 @@ def test_golden_manifests_are_what_they_were(case: Case) -> None:
 @EVERY_VARIANT
 def test_golden_segments_read_as_on_the_day_they_were_written(case: Case, variant: int) -> None:
     manifest, quantiser = manifest_of(case), golden_quantiser(case.quantiser)
-    values = restored(SegmentReader(manifest, quantiser, variant), case.data(variant))
+    reader = SegmentReader(manifest, quantiser, variant)
     expected = torch.frombuffer(bytearray(case.path("values").read_bytes()), dtype=manifest.geometry.torch_dtype)
-    if isinstance(quantiser, KltQuantiser):  # sums of products, which CPUs round differently
-        rounding = {torch.bfloat16: 2**-7, torch.float8_e4m3fn: 2**-3}.get(values.dtype, 2**-10)
-        assert torch.allclose(values.float(), expected.float(), rtol=rounding, atol=0.01)
+    if isinstance(quantiser, KltQuantiser):
+        assert_nearly(reader, [case.data(variant)], expected)
     else:
+        values = restored(reader, case.data(variant))
         assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+
+
+def assert_nearly(reader: SegmentReader, objects: Sequence[bytes], expected: torch.Tensor) -> None:
+    """Compare with values that other sums may have: of this CPU, in float32, and in bfloat16 as the worst CPU's."""
+    assert isinstance(reader.quantiser, KltQuantiser)
+    for how in PRODUCTS:
+        with products(how):
+            quantiser = KltQuantiser(reader.quantiser.profile, step=reader.quantiser.step)
+            rest = expected.double()
+            for cell in reader.manifest.cells():
+                quantised, place = (
+                    reader.decode_cell(cell, reader.chunks_in(cell, objects)),
+                    cell_place(reader.manifest, cell),
+                )
+                values = quantiser.dequantise(quantised, expected.dtype, place)
+                _, errors = restored_exactly(quantiser, quantised, place, expected.dtype)
+                for found, error in zip(values, errors, strict=True):
+                    there, rest = rest[: found.numel()].view(found.shape), rest[found.numel() :]
+                    assert ((found.double() - there).abs() <= error).all()
+        assert not len(rest)
 
 
 @EVERY_VARIANT
@@ -166,12 +188,7 @@ def test_golden_levels_read_alike(num_levels: int) -> None:
     found = read_values(raw, objects[0], 0, case.profile.read_bytes(), objects[1:])
     assert (found == case.path("values").read_bytes()) == (num_levels == NUM_LEVELS)
     reader = SegmentReader(manifest, quantiser, num_levels=num_levels)
-    values: list[torch.Tensor] = []
-    for cell in manifest.cells():
-        values += reader.dequantise_cell(cell, reader.decode_cell(cell, reader.chunks_in(cell, objects)))
-    whole = torch.cat([x.flatten() for x in values]).float()
-    expected = torch.frombuffer(bytearray(found), dtype=torch.bfloat16).float()
-    assert torch.allclose(whole, expected, rtol=2**-7, atol=0.01)
+    assert_nearly(reader, objects, torch.frombuffer(bytearray(found), dtype=torch.bfloat16))
 
 
 @EVERY_CASE

@@ -1,11 +1,12 @@
 """The quantiser ``klt`` and its profile, on a model that is only numbers: correlated channels, known errors."""
 
 import json
+import os
 import struct
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,14 @@ from sgl_kvfetch.codec.quant.profile import CellProfile, MeasuredKind, Profile, 
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
 from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
-from tests.codec.quant.profiles import make_profile, place_of, values_of
+from tests.codec.quant.profiles import (
+    PRODUCTS,
+    make_profile,
+    place_of,
+    products,
+    restored_exactly,
+    values_of,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -59,6 +67,13 @@ def minus(a: CellValues, b: CellValues) -> CellValues:
     return CellValues(a.k - b.k, a.v - b.v)
 
 
+@pytest.fixture(params=PRODUCTS)
+def each_product(request: pytest.FixtureRequest) -> Iterator[None]:
+    with products(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("each_product")
 @pytest.mark.parametrize("cell_heads", [1, 2, 4])
 def test_no_coefficient_is_off_by_more_than_half_a_step(cell_heads: int) -> None:
     profile = make_profile(num_layers=4, cell_heads=cell_heads)
@@ -72,6 +87,7 @@ def test_no_coefficient_is_off_by_more_than_half_a_step(cell_heads: int) -> None
         assert 0.45 < off.max() < 0.52  # float32 rounds, too
 
 
+@pytest.mark.usefixtures("each_product")
 def test_coefficients_that_are_nearly_always_zero_are_left_out() -> None:
     profile = make_profile()
     quantiser = KltQuantiser(profile, step=4.0)
@@ -86,6 +102,7 @@ def test_coefficients_that_are_nearly_always_zero_are_left_out() -> None:
     assert off[:, kept:].max() < 2  # what they vary by
 
 
+@pytest.mark.usefixtures("each_product")
 def test_wide_coefficients_have_two_integers() -> None:
     profile = make_profile()
     place = place_of(profile, ONLY, 301)
@@ -100,6 +117,7 @@ def test_wide_coefficients_have_two_integers() -> None:
         assert errors_in_steps(quantiser, ONLY, minus(back, values)).abs().max() < 0.6  # float32 rounds, too
 
 
+@pytest.mark.usefixtures("each_product")
 def test_a_token_that_no_integers_hold_is_kept_exact() -> None:
     profile = make_profile()
     quantiser = KltQuantiser(profile, step=0.02)
@@ -113,6 +131,7 @@ def test_a_token_that_no_integers_hold_is_kept_exact() -> None:
     assert all(torch.equal(b[7], x[7]) for b, x in zip(back, values, strict=True))
 
 
+@pytest.mark.usefixtures("each_product")
 @pytest.mark.parametrize(("size", "count", "is_exact"), [(20, 1, True), (-20, 3, True), (12, 1, False), (12, 9, False)])
 def test_a_token_with_a_coefficient_out_of_bounds_that_is_not_kept_is_exact(
     size: int, count: int, is_exact: bool
@@ -158,6 +177,7 @@ def test_a_run_of_tokens_is_restored_as_the_whole_is() -> None:
         assert all(torch.equal(p, w[tokens]) for p, w in zip(part, whole, strict=True))
 
 
+@pytest.mark.usefixtures("each_product")
 def test_parts_of_neighbours_join_to_those_of_the_whole() -> None:
     profile = make_profile(num_sinks=2)
     quantiser = KltQuantiser(profile, step=0.05)
@@ -175,6 +195,7 @@ def with_sensitivity(profile: Profile, weights: torch.Tensor) -> Profile:
     return replace(profile, cells={ONLY: replace(profile.cells[ONLY], sensitivity=weights)})
 
 
+@pytest.mark.usefixtures("each_product")
 def test_tokens_whose_errors_cost_more_have_finer_steps() -> None:
     """Told from one coefficient: the first one, in standard deviations, is the logarithm of the cost."""
     plain = make_profile()
@@ -218,6 +239,7 @@ MIXED = LayerMap(
 )
 
 
+@pytest.mark.usefixtures("each_product")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_layer_is_turned_by_its_own_rotation(dtype: torch.dtype) -> None:
     """Far into the sequence, and in a part of it."""
@@ -228,17 +250,13 @@ def test_each_layer_is_turned_by_its_own_rotation(dtype: torch.dtype) -> None:
     turned = CellValues(*(x.to(dtype) for x in values_of(profile, 64, 5000)))
     quantised = quantiser.quantise(turned, place)
     same = quantised[2] == plain.quantise(values_of(make_profile(), 64), place)[2]
-    assert same.float().mean() > (0.9 if dtype == torch.bfloat16 else 0.98)
+    assert same.float().mean() > 0.9  # an error of a twentieth of a step tips one integer in twenty
     back = quantiser.dequantise(quantised, dtype, place, tokens)
-    still = plain.dequantise(quantised, torch.float32, place, tokens)
-    for index, number in enumerate(MIXED.coded):
-        rope, expected = MIXED.rope_of(number), still.k[:, index]
-        if rope is not None:
-            expected = rotate(expected, rope.table(5009, 31), rope)
-        torch.testing.assert_close(back.k[:, index].float(), expected, rtol=1e-2, atol=1e-2)
-    assert torch.equal(back.v.float(), still.v.to(dtype).float())
+    for found, expected, error in zip(back, *restored_exactly(quantiser, quantised, place, dtype), strict=True):
+        assert ((found - expected[tokens]).abs() <= error[tokens]).all()
 
 
+@pytest.mark.usefixtures("each_product")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_k_is_restored_where_it_stood(dtype: torch.dtype) -> None:
     """Far into the sequence, and in a part of it: the rotation is that of the position."""
@@ -284,6 +302,36 @@ def large_profile(part: str, times: float) -> Profile:
     return replace(profile, cells={ONLY: replace(cell, **{part: torch.full_like(getattr(cell, part), times)})})
 
 
+Times = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k_weight": torch.zeros_like}, "are not those of 0.0.inverse"),
+        ({"v_weight": torch.zeros_like}, "are not those of 0.0.inverse"),
+        ({"k_weight": lambda x: x * 1e-6, "v_weight": lambda x: x * 1e-6}, "are not those of 0.0.inverse"),
+        ({"inverse": torch.zeros_like}, "are not those of 0.0.inverse"),
+        ({"inverse": lambda x: x * 100, "k_weight": lambda x: x / 100}, "are not those of 0.0.inverse"),
+        ({"k_weight": torch.neg}, "are not those of 0.0.inverse"),
+        # One weight of 64, which the first of 12 blocks has.
+        ({"k_weight": lambda x: x * (1 - torch.eye(64)[0].outer(torch.eye(64)[0]))}, "are not those of 0.0.inverse"),
+        ({"spread": torch.neg}, "0.0.spread has values below 0"),
+        ({"reach": torch.neg}, "0.0.reach has values below 0"),
+    ],
+)
+def test_a_profile_whose_parts_contradict_each_other_is_refused(
+    tmp_path: Path, changes: dict[str, Times], message: str
+) -> None:
+    """Audits judge errors by its weights: with weights of nothing, every value would be sound."""
+    profile = make_profile()
+    cell = profile.cells[ONLY]
+    lying = replace(cell, **{name: change(getattr(cell, name)) for name, change in changes.items()})
+    replace(profile, cells={ONLY: lying}).save(tmp_path / "p")
+    with pytest.raises(ConfigError, match=message):
+        load_profile(tmp_path / "p")
+
+
 @pytest.mark.parametrize("part", ["inverse", "mean"])
 def test_a_profile_that_could_restore_values_that_are_not_finite_is_refused(tmp_path: Path, part: str) -> None:
     """A store's writers choose what is in it, and what kernels restore is not looked at."""
@@ -294,8 +342,12 @@ def test_a_profile_that_could_restore_values_that_are_not_finite_is_refused(tmp_
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_restored_is_finite_whatever_integers_are_stored(tmp_path: Path, dtype: torch.dtype) -> None:
-    """With the largest cells that are taken."""
-    large_profile("inverse", 5e20).save(tmp_path / "p")
+    """With the largest cells whose weights are float32."""
+    profile = make_profile(rope=Rope(inv_freq=(0.5, 0.01), attention_scaling=1e6))
+    cell = profile.cells[ONLY]
+    weights = {name: getattr(cell, name) * 2.0**-120 for name in ("k_weight", "v_weight")}
+    large = replace(cell, inverse=cell.inverse * 2.0**60, **weights)
+    replace(profile, cells={ONLY: large}).save(tmp_path / "p")
     quantiser = KltQuantiser(load_profile(tmp_path / "p"), step=4.0)
     place = place_of(quantiser.profile, ONLY, 2)
     count = quantiser.num_coefficients(place)
@@ -452,11 +504,16 @@ def _edit_layers(metadata: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (_edit_metadata(lambda m: m.pop("curve")), "malformed.*curve"),
         (_edit_metadata(lambda m: m["curve"].reverse()), "rise in step and in kl"),
         (_edit_metadata(lambda m: m.update(curve=[])), "two or more points"),
-        (_edit_metadata(lambda m: m["curve"][0].update(kl=0.0)), "numbers from 1e-09 to 1e\\+06"),
+        (_edit_metadata(lambda m: m["curve"][0].update(kl=0.0)), "kl and context_kl from 1e-09 to 100"),
         # Interpolating would give a step of NaN, of 4.6e302, and an OverflowError.
-        (_edit_metadata(lambda m: m["curve"][0].update(kl=5e-324)), "numbers from"),
-        (_edit_metadata(lambda m: m["curve"][-1].update(step=1e304)), "numbers from"),
-        (_edit_metadata(lambda m: m.update(context_kl=1e308)), "numbers from"),
+        (_edit_metadata(lambda m: m["curve"][0].update(kl=5e-324)), "steps from 0.0001 to 1000"),
+        (_edit_metadata(lambda m: m["curve"][-1].update(step=1e304)), "steps from 0.0001 to 1000"),
+        # What a profile says of itself decides how coarse its default step is, and how much is stored as it is.
+        (_edit_metadata(lambda m: m.update(context_kl=1e6)), "context_kl from 1e-09 to 100"),
+        (_edit_metadata(lambda m: m["curve"][-1].update(step=1e4)), "steps from 0.0001 to 1000"),
+        (_edit_metadata(lambda m: m["curve"][0].update(bits_per_value=-1.0)), "needs bits_per_value from 0"),
+        (_edit_metadata(lambda m: m.update(num_sinks=65)), "num_sinks`"),
+        (_edit_metadata(lambda m: m.update(context_kl=1e308)), "steps from 0.0001 to 1000"),
         (
             _edit_metadata(lambda m: m["layers"].update(rotations=[{"inv_freq": [1.0], "attention_scaling": 1e308}])),
             "attention_scaling = 1e\\+308: expected a number from 1e-06 to 1e\\+06",
@@ -472,7 +529,7 @@ def _edit_layers(metadata: dict[str, Any], **changes: Any) -> dict[str, Any]:
             _edit_metadata(lambda m: m["kinds"][1]["kls"].pop()),
             "'tables' has 2 of kls, expected one for each of 3 steps",
         ),
-        (_edit_metadata(lambda m: m["kinds"][1].update(context_kl=-1.0)), "'tables' needs numbers from 0 to 1e\\+06"),
+        (_edit_metadata(lambda m: m["kinds"][1].update(context_kl=-1.0)), "'tables' needs numbers from 0 to 100"),
         # Whoever says that a step costs less than its worst kind makes servers take a coarser one.
         (
             _edit_metadata(lambda m: m["curve"][1].update(kl=5e-5)),
@@ -489,6 +546,10 @@ def _edit_layers(metadata: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (_edit_metadata(lambda m: _edit_layers(m, pool="disk")), "Invalid enum value 'disk'"),
         (_edit_metadata(lambda m: _edit_layers(m, window=0)), "window`"),
         (_edit_metadata(lambda m: _edit_layers(m, rotation=0)), r"its layers have the rotations \[0\] of 0"),
+        (
+            _edit_metadata(lambda m: m["layers"].update(rotations=[{"inv_freq": [1.0]}] * 17)),
+            "17 rotations, expected 16 at most",
+        ),
         (_edit_metadata(lambda m: m["layers"].update(rotations=[{"inv_freq": [1.0]}])), r"the rotations \[\] of 1"),
         (
             _edit_metadata(lambda m: _edit_layers(m, rotation=0).update(rotations=[{"inv_freq": [1.0] * 9}])),
@@ -579,7 +640,7 @@ for size in (192, 256):
 @pytest.mark.process
 def test_transforms_of_wide_layers_are_made_without_a_hang() -> None:
     """torch 2.13's inverse of a batch of matrices of 160 rows or more hangs on two threads: none is used."""
-    subprocess.run([sys.executable, "-c", _WIDE_CELLS], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", _WIDE_CELLS], check=True, timeout=600)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -714,6 +775,7 @@ def _as_specified(quantiser: KltQuantiser, values: CellValues, place: CellPlace)
     return exponents, coefficients / (scales_of(exponents)[:, None] * quantiser.step)
 
 
+@pytest.mark.usefixtures("each_product")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("step", [0.05, 1.0])
 @pytest.mark.parametrize(
@@ -753,6 +815,39 @@ def test_the_native_half_quantises_as_specified(layers: LayerMap, step: float, d
     off = (n[:, : rows.kept] - steps[:, : rows.kept])[alike]
     assert off.abs().max() < (0.52 if quantiser._forwards[ONLY].matrix.dtype == torch.float32 else 2)
     assert (off.square().mean() * 12).sqrt() < 1.05  # of the noise of rounding alone
+
+
+def test_a_product_in_bfloat16_is_rounded_to_a_neighbour() -> None:
+    """Of whatever this CPU has for it: all else that is promised of restored values builds upon it."""
+    generator = torch.Generator().manual_seed(0)
+    for rows, inner, columns in ((1, 96, 48), (64, 384, 384), (130, 600, 1536)):
+        a, b = (torch.randn(shape, generator=generator).bfloat16() for shape in ((rows, inner), (inner, columns)))
+        exact = a.double() @ b.double()
+        sums = (a.double().abs() @ b.double().abs()) * inner * 2.0**-24
+        assert ((a @ b - exact).abs() <= torch.finfo(torch.bfloat16).eps * exact.abs() + sums).all()
+
+
+def _instruction_sets() -> list[tuple[str, str]]:
+    """Return the limits that torch's and oneDNN's instruction sets can have here and that differ."""
+    has = torch.cpu.get_capabilities()
+    sets = [
+        ("default", "AVX2", "avx2"),
+        ("avx2", "AVX512_CORE", "avx512_bw"),
+        ("avx512", "AVX512_CORE_BF16", "avx512_bf16"),
+    ]
+    return [(of_torch, of_onednn) for of_torch, of_onednn, name in sets if has.get(name)]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(("of_torch", "of_onednn"), _instruction_sets())
+def test_each_instruction_set_rounds_within_the_bounds(of_torch: str, of_onednn: str) -> None:
+    """The tests themselves run with the best that the machine has."""
+    limits = {"ATEN_CPU_CAPABILITY": of_torch, "ONEDNN_MAX_CPU_ISA": of_onednn}
+    names = "neighbour or CPU and (own_rotation or where_it_stood or nearly_always_zero or half_quantises)"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__, "-k", names]
+    done = subprocess.run(command, env=os.environ | limits, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_coefficients_are_computed_in_bfloat16_only_where_its_errors_are_small(monkeypatch: pytest.MonkeyPatch) -> None:

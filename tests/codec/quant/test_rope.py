@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from transformers import AutoConfig
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as rotate_pairs
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb as rotate_halves
 
-from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
+from sgl_kvfetch.codec.quant.rope import Rope, Rotations, rotate, unrotate
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -167,3 +168,11 @@ def test_a_rope_survives_json_exactly() -> None:
 def test_a_stored_rope_is_validated(change: str) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode("{" + change + "}", type=Rope)
+
+
+@pytest.mark.parametrize(("num_ropes", "pairs", "kept"), [(1, 32, 32), (16, 64, 4), (16, 4096, 1)])
+def test_tables_that_are_kept_are_bounded_by_bytes(num_ropes: int, pairs: int, kept: int) -> None:
+    ropes = tuple(Rope(inv_freq=(1.0 + i / 100,) * pairs) for i in range(num_ropes))
+    rotations = Rotations(ropes, tuple(range(num_ropes)))
+    tables = [weakref.ref(rotations.table(first, 2)) for first in range(40)]
+    assert [table() is not None for table in tables] == [False] * (40 - kept) + [True] * kept
