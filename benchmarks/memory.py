@@ -299,7 +299,7 @@ class _Engine:
         assert answer.num_pages == len(hashes), answer
         staged = StagedValues.of(answer, self._arena, self._geometry)
         slots = torch.arange(PAGE_TOKENS, (1 + len(hashes)) * PAGE_TOKENS)
-        assert self._loader.finish(self._loader.begin([Load(staged, 0, slots, lambda is_sound: None)]))
+        assert self._loader.finish(self._loader.begin([Load(staged, slots, lambda is_sound: None)]))
         self._stager.release(1, is_sound=True)
 
     async def close(self) -> None:

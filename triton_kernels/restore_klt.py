@@ -151,9 +151,9 @@ class _Fields(NamedTuple):
     """The position of each field in a table's row, in words of 8 bytes: a constant of the kernels. The first six fields
     describe the cell, the others its `KltModel`."""
 
-    data: int  # address of the page table, and of the bytes of `pack` behind it
+    data: int  # address of the bytes of `pack`
     tokens: int  # number
-    pages: int  # number
+    pages: int  # address of the page table
     exact: int  # number of exact tokens
     integers: int  # address
     rotations: int  # address
@@ -272,8 +272,9 @@ class KltCell:
             ),
         )
         rotations = 0 if self.rotations is None else self.rotations.data_ptr()
-        own = self.num_tokens, self.num_pages, self.num_exact, x.data_ptr(), rotations
-        return array("q", (self.data.data_ptr() + self.offset, *own)).tobytes() + self.model.words
+        pages = self.data.data_ptr() + self.offset
+        own = self.num_tokens, pages, self.num_exact, x.data_ptr(), rotations
+        return array("q", (pages + 4 * self.num_pages, *own)).tobytes() + self.model.words
 
 
 def vector_of(num_tokens: int) -> int:
@@ -312,7 +313,8 @@ def restore_klt(
     one unit in the last place of the buffers if that changes their rounding. Exact tokens have the same bits.
 
     Args:
-        cells: One or more, of models of one shape and dtype. No two write to the same place.
+        cells: One or more, of models of one shape and dtype. No two write to the same place. A page behind the last
+            slot is left out, like page -1.
         table: uint8 ``(cells * row_bytes,)`` on the device: their rows. A launch reads nothing else of ``cells``.
         slots: int64 ``(pages * page_size,)``: the buffers' rows of the pages that cells refer to. They must be unique,
             and within the buffers, which is not checked. -1 skips a token.
@@ -333,8 +335,10 @@ def restore_klt_reference(cell: KltCell, slots: torch.Tensor, page_size: int) ->
     sizes = 4 * cell.num_pages, 4 * cell.num_exact, num_tokens
     pages, which, exponents = cell.data[cell.offset :][: sum(sizes)].split(sizes)
     token = torch.arange(num_tokens, device=slots.device)
-    page = pages.view(torch.int32).long()[token // page_size]
-    rows = torch.where(page >= 0, slots[page.clamp_min(0) * page_size + token % page_size], -1)
+    which_slot = pages.view(torch.int32).long()[token // page_size] * page_size + token % page_size
+    is_there = (which_slot >= 0) & (which_slot < len(slots))
+    rows = torch.full_like(token, -1)
+    rows[is_there] = slots[which_slot[is_there]]
     n = cell.integers.to(torch.float32) - ZERO
     x = (n.T @ model.matrix.to(torch.float32)) * model.scales[exponents.int(), None] + model.mean
     exact = cell.data[cell.offset + sum(sizes) :][: cell.num_exact * x.shape[1] * dtype.itemsize]
@@ -396,6 +400,7 @@ def launch_klt(
         restore_klt_kernel[(num_cells * tiles * num_blocks,)](
             table,
             slots,
+            slots.numel(),
             page_size,
             num_blocks,
             **common,
@@ -415,8 +420,8 @@ def launch_klt(
         )
         if most_exact:
             exact_tokens_kernel[(num_cells * most_exact,)](
-                table, slots, page_size, most_exact, **common, DTYPE=_INTEGERS[dtype.itemsize], ITEMSIZE=dtype.itemsize,
-                **COMPILE_OPTIONS,
+                table, slots, slots.numel(), page_size, most_exact, **common, DTYPE=_INTEGERS[dtype.itemsize],
+                ITEMSIZE=dtype.itemsize, **COMPILE_OPTIONS,
             )  # fmt: skip
 
 
@@ -425,11 +430,13 @@ if triton is not None:
 
 
 @jit
-def _slots_of(p_row, p_slots, o_token, m_token, page_size, F: tl.constexpr):
-    """Return the slots of a cell's tokens; -1 for those that are left out."""
-    p_pages = tl.load(p_row + F.data).to(tl.pointer_type(tl.int32))
+def _slots_of(p_row, p_slots, num_slots, o_token, m_token, page_size, F: tl.constexpr):
+    """Return the slots of a cell's tokens; -1 for those that are left out, or behind the last slot: memory there is
+    another request's."""
+    p_pages = tl.load(p_row + F.pages).to(tl.pointer_type(tl.int32))
     b_page = tl.load(p_pages + o_token // page_size, mask=m_token, other=-1).to(tl.int64)
-    return tl.load(p_slots + b_page * page_size + o_token % page_size, mask=b_page >= 0, other=-1)
+    b_which = b_page * page_size + o_token % page_size
+    return tl.load(p_slots + b_which, mask=(b_page >= 0) & (b_which < num_slots), other=-1)
 
 
 @jit
@@ -447,7 +454,8 @@ def _channels_of(o_pair, DIM: tl.constexpr, ROTARY_DIM: tl.constexpr):
 @jit
 def restore_klt_kernel(
     p_table,  # (cells, row)
-    p_slots,  # (pages * page_size,)
+    p_slots,  # (num_slots,)
+    num_slots,
     page_size,
     num_blocks,
     LAYERS: tl.constexpr,
@@ -488,15 +496,17 @@ def restore_klt_kernel(
     o_token = i_block * TOKENS + tl.arange(0, TOKENS)
     if is_k:
         _restore_tile(
-            p_row, p_slots, page_size, num_tokens, o_token, p_output, i_layer * HEADS + i_tile // K_BLOCKS % HEADS,
-            i_tile // K_BLOCKS % HEADS, i_tile % K_BLOCKS, 0, K, F, LAYERS, HEADS, INTERLEAVED, MIXED, ALIGN, VECTOR,
-            FACTOR, MANTISSA, LARGEST, COEFFICIENTS, TOKENS, IS_TRANSPOSED,
+            p_row, p_slots, num_slots, page_size, num_tokens, o_token, p_output,
+            i_layer * HEADS + i_tile // K_BLOCKS % HEADS, i_tile // K_BLOCKS % HEADS, i_tile % K_BLOCKS, 0, K, F,
+            LAYERS, HEADS, INTERLEAVED, MIXED, ALIGN, VECTOR, FACTOR, MANTISSA, LARGEST, COEFFICIENTS, TOKENS,
+            IS_TRANSPOSED,
         )  # fmt: skip
     else:
         _restore_tile(
-            p_row, p_slots, page_size, num_tokens, o_token, p_output, i_layer * HEADS + i_tile // V_BLOCKS % HEADS,
-            i_tile // V_BLOCKS % HEADS, i_tile % V_BLOCKS, num_layers * (HEADS * K.dim), V, F, LAYERS, HEADS, False,
-            False, ALIGN, VECTOR, FACTOR, MANTISSA, LARGEST, COEFFICIENTS, TOKENS, IS_TRANSPOSED,
+            p_row, p_slots, num_slots, page_size, num_tokens, o_token, p_output,
+            i_layer * HEADS + i_tile // V_BLOCKS % HEADS, i_tile // V_BLOCKS % HEADS, i_tile % V_BLOCKS,
+            num_layers * (HEADS * K.dim), V, F, LAYERS, HEADS, False, False, ALIGN, VECTOR, FACTOR, MANTISSA, LARGEST,
+            COEFFICIENTS, TOKENS, IS_TRANSPOSED,
         )  # fmt: skip
 
 
@@ -504,6 +514,7 @@ def restore_klt_kernel(
 def _restore_tile(
     p_row,
     p_slots,
+    num_slots,
     page_size,
     num_tokens,
     o_token,
@@ -582,7 +593,7 @@ def _restore_tile(
         b_sum = tl.trans(b_sum)
 
     m_token = o_token < num_tokens
-    p_exponents = tl.load(p_row + F.data) + 4 * (tl.load(p_row + F.pages) + tl.load(p_row + F.exact))
+    p_exponents = tl.load(p_row + F.data) + 4 * tl.load(p_row + F.exact)
     b_exponent = tl.load(p_exponents.to(tl.pointer_type(tl.uint8)) + o_token, mask=m_token, other=0).to(tl.int32)
     b_scale = tl.load(tl.load(p_row + F.scales).to(tl.pointer_type(tl.float32)) + b_exponent)
     p_mean = tl.load(p_row + F.mean).to(tl.pointer_type(tl.float32)) + i_first
@@ -605,7 +616,7 @@ def _restore_tile(
         b_first = b_turned
     b_first = stored_values(_bounded(b_first, LARGEST), p_output.dtype.element_ty, MANTISSA)
     b_second = stored_values(_bounded(b_second, LARGEST), p_output.dtype.element_ty, MANTISSA)
-    b_slot = _slots_of(p_row, p_slots, o_token, m_token, page_size, F)
+    b_slot = _slots_of(p_row, p_slots, num_slots, o_token, m_token, page_size, F)
     p_rows, m_token = p_output + (b_slot * H.slot)[:, None], (b_slot >= 0)[:, None]
     if INTERLEAVED:
         b_both = tl.join(b_first, b_second).reshape(TOKENS, 2 * PAIRS)
@@ -632,6 +643,7 @@ def _bounded(b_x, LARGEST: tl.constexpr):
 def exact_tokens_kernel(
     p_table,
     p_slots,
+    num_slots,
     page_size,
     most_exact,
     LAYERS: tl.constexpr,
@@ -647,13 +659,13 @@ def exact_tokens_kernel(
     p_row = p_table + tl.program_id(0) // most_exact * (F.outputs + 3 * LAYERS)
     if i_exact >= tl.load(p_row + F.exact):
         return
-    p_data, o_which = tl.load(p_row + F.data), tl.load(p_row + F.pages) + i_exact
-    i_token = tl.load(p_data.to(tl.pointer_type(tl.int32)) + o_which)
-    i_slot = _slots_of(p_row, p_slots, i_token, i_token >= 0, page_size, F)
+    p_data = tl.load(p_row + F.data)
+    i_token = tl.load(p_data.to(tl.pointer_type(tl.int32)) + i_exact)
+    i_slot = _slots_of(p_row, p_slots, num_slots, i_token, i_token >= 0, page_size, F)
     if i_slot < 0:
         return
     num_layers, num_channels = tl.load(p_row + F.layers), tl.load(p_row + F.channels)
-    p_bytes = p_data + 4 * (tl.load(p_row + F.pages) + tl.load(p_row + F.exact)) + tl.load(p_row + F.tokens)
+    p_bytes = p_data + 4 * tl.load(p_row + F.exact) + tl.load(p_row + F.tokens)
     p_bytes = p_bytes.to(tl.pointer_type(tl.uint8)) + i_exact * (num_channels * ITEMSIZE)
     for i_layer in range(0, num_layers):
         p_k = p_bytes + i_layer * (HEADS * K.dim)

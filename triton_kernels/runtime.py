@@ -73,6 +73,7 @@ _VARYING = (
     "num_blocks",
     "most_exact",
     "page_size",
+    "num_slots",
     "num_sinks",
     "num_norms",
     "num_channels",

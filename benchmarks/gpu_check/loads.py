@@ -202,7 +202,7 @@ def measure_sides(record: Record, device: Device, forward: Stream, sizes: SideSi
     try:
         for _ in range(2):  # the first one pins the memory
             started_s = time.monotonic()
-            index = loader.begin([Load(staged, 0, _slots(pages, 1), lambda is_sound: None, wanted)])
+            index = loader.begin([Load(staged, _slots(pages, 1), lambda is_sound: None, wanted)])
             if not loader.finish(index):
                 raise RuntimeError("a load of side pages failed: see the log")
             load_s = time.monotonic() - started_s
@@ -381,7 +381,7 @@ class Prompt:
         device.mark(device.current_stream()).synchronize()
         started_s = time.monotonic()
         slots = self._slots[: staged.num_pages * PAGE_TOKENS]
-        index = loader.begin([Load(staged, 0, slots, lambda is_sound: None)])
+        index = loader.begin([Load(staged, slots, lambda is_sound: None)])
         loader.counter.futures[index][-1].exception()  # without an order for streams: passes beside it are others'
         launched_s = time.monotonic()
         is_loaded = loader.finish(index)

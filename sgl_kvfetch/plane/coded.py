@@ -4,6 +4,9 @@ What the GPU decodes, too, is staged as it is coded; of all else, the data plane
 cells of a layer group lie together, so that the engine loads a group, or a part of it, with one copy. Everything that
 the kernels need as tables is made here; only addresses on the device are left for the engine to fill in. What a
 manifest says of its cells becomes rows of the table once a segment.
+
+An engine may load fewer pages than were staged: other ranks have fewer, or a request shares only a part. `of_pages`
+makes the tables of these alone, so that no table names a page that has no slot.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ CODEC = "ans"  # that GPUs decode
 _LEAST_INTEGERS = 241  # the checksum of fewer is not computed on GPUs
 
 # A cell of a staged prompt. Its integers, ``(coefficients, num_tokens)``, are at ``start`` of the arena, and what
-# `pack` returns at ``packed`` of the tables. Layers count from the rank's first one, heads from its first one, and
-# tokens in the sequence.
+# `pack` returns at ``packed`` of the tables. The pages of its span are ``num_pages`` entries of the page tables, from
+# ``table`` on. Layers count from the rank's first one, heads from its first one, and tokens in the sequence.
 CELL = np.dtype(
     [
         *((name, "<i8") for name in ("first_layer", "num_layers", "first_head", "num_heads")),
         *((name, "<i8") for name in ("model_layer", "model_head")),  # the same firsts, counted in the model
-        *((name, "<i8") for name in ("first_token", "num_tokens", "num_pages", "num_exact")),
+        *((name, "<i8") for name in ("first_token", "num_tokens", "table", "num_pages", "num_exact")),
         *((name, "<i8") for name in ("start", "size", "packed", "coefficients")),
         ("is_coded", "<i8"),  # or 0: these are the integers themselves, which need no checksum
         ("digest", "u1", (16,)),  # of the integers
@@ -44,16 +47,29 @@ CELL = np.dtype(
 @dataclass(frozen=True, slots=True)
 class StagedCode:
     """The engine's view of a prompt that it restores. ``cells``: of `CELL`, ordered by layers, with their integers in
-    the same order. ``packed``: uint8, what the cells have beside their integers."""
+    the same order. ``page_tables``: int32, which page of the prompt each page of a span is; -1 if it is not loaded.
+    ``packed``: uint8, what the cells have beside their integers."""
 
     cells: np.ndarray
+    page_tables: np.ndarray
     packed: torch.Tensor
 
     @classmethod
     def of(cls, tables: torch.Tensor, num_cells: int) -> StagedCode:
         """``tables``: what `CodedRegion.tables` returns, uint8."""
         cells = np.frombuffer(tables.numpy().data, dtype=CELL, count=num_cells)
-        return cls(cells, tables[cells.nbytes :])
+        num_pages = int((cells["table"] + cells["num_pages"]).max())
+        page_tables = np.frombuffer(tables.numpy().data, dtype=np.int32, count=num_pages, offset=cells.nbytes)
+        return cls(cells, page_tables, tables[cells.nbytes + page_tables.nbytes :])
+
+    def of_pages(self, pages: range) -> StagedCode:
+        """Return the cells that have some of ``pages``, with page tables that count from the first of these pages."""
+        is_loaded = (self.page_tables >= pages.start) & (self.page_tables < pages.stop)
+        tables = np.where(is_loaded, self.page_tables - np.int32(pages.start), np.int32(-1))
+        num_loaded = np.concatenate([[0], np.cumsum(is_loaded)])  # before each entry
+        first = self.cells["table"]
+        has_some = num_loaded[first + self.cells["num_pages"]] > num_loaded[first]
+        return StagedCode(self.cells[has_some], tables, self.packed)
 
 
 def gpu_restores(sources: Sequence[PageSource]) -> bool:
@@ -128,7 +144,8 @@ _made: WeakKeyDictionary[SegmentReader, dict[int, np.ndarray]] = WeakKeyDictiona
 
 
 def _span_rows(reader: SegmentReader, span: int) -> np.ndarray:
-    """Return the rows of a span's cells, without ``num_exact``, ``start`` and ``packed``. They are made once."""
+    """Return the rows of a span's cells, without ``table``, ``num_exact``, ``start`` and ``packed``. They are made
+    once."""
     made = _made.setdefault(reader, {})
     if span not in made:
         cells, (first_page, end_page) = list(reader.span_cells(span)), reader.manifest.span_range(span)
@@ -155,7 +172,7 @@ def _place(reader: SegmentReader, cell: Cell) -> tuple[int, ...]:
     return (
         *(layers.start, len(layers), heads.start, len(heads)),
         *(place.layers.start, place.heads.start),
-        *(0, num_tokens, end_page - first_page, 0),
+        *(0, num_tokens, 0, end_page - first_page, 0),
         *(0, 0, 0, coefficients),
         *(0, 0),
     )
@@ -229,21 +246,22 @@ class CodedRegion(Destination):
             self._kept[self._plan.part_of[row]][self._plan.number_of[row]] = kept
 
     def tables(self, num_pages: int) -> tuple[int, bytes]:
-        """Return the number of cells that have some of the first ``num_pages`` pages, and their rows with what they
-        have beside their integers."""
-        pages = [_page_table(part, num_pages) for part in self._plan.parts]
-        wanted, tables, kept = [], [], []
+        """Return the number of cells that have some of the first ``num_pages`` pages, and as bytes their rows, the page
+        tables, and what the cells have beside their integers."""
+        tables = [_page_table(part, num_pages) for part in self._plan.parts]
+        ends = np.cumsum([len(table) for table in tables])
+        wanted, begins, kept = [], [], []
         for row, (part, number) in enumerate(zip(self._plan.part_of, self._plan.number_of, strict=True)):
-            if pages[part] and (found := self._kept[part][number]) is not None:
+            if len(tables[part]) and (found := self._kept[part][number]) is not None:
                 wanted.append(row)
-                tables.append(pages[part])
+                begins.append(ends[part] - len(tables[part]))
                 kept.append(found)
         rows = self._rows[wanted]
-        sizes = np.fromiter(map(len, tables), np.int64) + np.fromiter((len(content) for content, _ in kept), np.int64)
+        sizes = np.fromiter((len(content) for content, _ in kept), np.int64)
+        rows["table"] = begins
         rows["packed"] = np.cumsum(sizes) - sizes
         rows["num_exact"] = [num_exact for _, num_exact in kept]
-        packed = (x for table, (content, _) in zip(tables, kept, strict=True) for x in (table, content))
-        return len(rows), b"".join((rows.tobytes(), *packed))
+        return len(rows), b"".join((rows.tobytes(), *(x.tobytes() for x in tables), *(x for x, _ in kept)))
 
 
 def _is_at(integers: bytes | memoryview, place: memoryview) -> bool:
@@ -253,11 +271,11 @@ def _is_at(integers: bytes | memoryview, place: memoryview) -> bool:
     return bool(ours == theirs)
 
 
-def _page_table(part: SpanPart, num_pages: int) -> bytes:
+def _page_table(part: SpanPart, num_pages: int) -> np.ndarray:
     """Return which page of the prompt each page of a span is, int32; -1 for pages that are not wanted, or not among the
-    first ``num_pages``. Return b"" if none is."""
+    first ``num_pages``. The table is empty if none is."""
     first, end = part.reader.manifest.span_range(part.span)
     table = np.full(end - first, -1, dtype=np.int32)
     pages = np.array(part.request_pages)
     table[list(part.span_pages)] = np.where(pages < num_pages, pages, -1)
-    return table.tobytes() if pages.min() < num_pages else b""
+    return table if pages.min() < num_pages else table[:0]

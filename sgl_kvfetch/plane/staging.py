@@ -16,7 +16,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -78,6 +78,19 @@ class StagedValues:
             values = region_views(arena, staged.offset, geometry, staged.num_found)
         sides = side_views(staged, arena, side_bytes or {})
         return cls(staged.num_pages, staged.num_found, arena.whole, values, code, staged.reason, sides)
+
+    def of_pages(self, pages: range, page_size: int) -> StagedValues:
+        """Return ``pages`` of these alone, counted from the first of them: whatever says where they are, or where they
+        go, is cut here."""
+        assert 0 <= pages.start <= pages.stop <= self.num_pages, (pages, self.num_pages)
+        tokens = slice(pages.start * page_size, pages.stop * page_size)
+        return replace(
+            self,
+            num_pages=len(pages),
+            values=CellValues(*(x[:, tokens] for x in self.values)),
+            code=None if self.code is None else self.code.of_pages(pages),
+            sides={(pool, page - pages.start): x for (pool, page), x in self.sides.items() if page in pages},
+        )
 
     @property
     def end(self) -> str:

@@ -79,10 +79,10 @@ class CodedPrompt:
         wrongly."""
         device = self._pages.device
         scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
-        assert self._staged.code is not None
-        memory = PinnedMemory(device, self._staged.memory)
-        slots = self._pages.open_load(slots, first_page * self._pages.geometry.page_size)
-        coded = CodedLoad(self._pages, device, device.new_stream(), scratch_bytes, self._staged.code, memory, slots)
+        staged = self._staged.of_pages(range(first_page, self._staged.num_pages), self._pages.geometry.page_size)
+        assert staged.code is not None
+        memory = PinnedMemory(device, staged.memory)
+        coded = CodedLoad(self._pages, device, device.new_stream(), scratch_bytes, staged.code, memory, slots)
         for work in coded.begin():
             work()
         for layer in range(self._pages.geometry.num_layers):

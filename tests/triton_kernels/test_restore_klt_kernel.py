@@ -411,6 +411,15 @@ def test_pages_in_any_order_and_left_out(run: Restore) -> None:
 
 
 @both
+@pytest.mark.parametrize("num_slots", [0, 1, 36, 38])
+def test_pages_behind_the_last_slot_are_left_out(run: Restore, num_slots: int) -> None:
+    """In memory, slots of another request follow. Exact tokens lie on both sides."""
+    span = Span(replace(SMALL, rotary_dim=80, page_size=3, exact=(0, 35, 38, 62)))
+    run([span.cell()], span.slots[:num_slots], 3)
+    span.check(torch.arange(num_slots))
+
+
+@both
 def test_slots_and_heads_apart(run: Restore) -> None:
     span = Span(replace(SMALL, v_dim=80, rotary_dim=80, exact=(5,)))
     whole = [poisoned(2, NUM_SLOTS, 2, 3, 3, 80, dtype=torch.bfloat16) for _ in "kv"]

@@ -66,10 +66,7 @@ from sgl_kvfetch.types import KVGeometry, first_to_last
 
 
 def pack(exponents: np.ndarray, exact: np.ndarray) -> tuple[bytes, int]:
-    """Return what a cell has beside its frames and its page table, and its number of exact tokens.
-
-    The result is a multiple of 4 bytes. The kernels expect the page table before it: an int32 for each page of the
-    span, its page among the slots of the launch; -1 leaves it out.
+    """Return what a cell has beside its frames, a multiple of 4 bytes, and its number of exact tokens.
 
     Args:
         exponents: uint8 ``(tokens,)``; 0 for an exact token.

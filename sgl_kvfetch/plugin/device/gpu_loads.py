@@ -65,6 +65,7 @@ V = TypeVar("V")
 ALIGNMENT = 256  # of scratch memory, and of frames in it, in bytes
 _ANS_FIELDS, _SUM_FIELDS, _TABLES = 5, 2, 3
 _STATUS_BYTES, _SUM_BYTES = 4, 8 * SUMS
+_PAGE_BYTES = 4  # of an entry in a page table
 _POINTER_BYTES = 16  # of what kernels get pointers to: for others, Triton would compile them again while SGLang serves
 
 _OF_MODELS = "first_layer", "num_layers", "first_head", "num_heads", "model_layer", "model_head"
@@ -108,8 +109,8 @@ class CodedLoad:
         slots: torch.Tensor,
     ) -> None:
         """``stream``: of copies. ``scratch_bytes``: of a part, a multiple of `ALIGNMENT`. ``memory``: that of the
-        prompt. ``slots``: those of all its pages, on the device; -1 for pages that are in the pool already. Raises
-        UnsupportedError if a cell does not fit into the scratch memory."""
+        prompt. ``slots``: those of the pages that ``code`` has, on the device. Raises UnsupportedError if a cell does
+        not fit into the scratch memory."""
         assert pages.quantiser is not None
         self._pages, self._quantiser = pages, pages.quantiser
         self._memory, self._slots = memory, slots
@@ -129,13 +130,18 @@ class CodedLoad:
         self._shape, self._dtype = first.shape, first.dtype
         row_bytes = 8 * (_ANS_FIELDS + _SUM_FIELDS) + self._shape.row_bytes
         num_bytes = row_bytes * len(cells) + _TABLES * _POINTER_BYTES * len(self._parts)
+        self._pages_bytes = _rounded(code.page_tables.nbytes, _POINTER_BYTES)  # the page tables come first
+        num_bytes += self._pages_bytes
         self._tables_on_host, self._tables = device.pinned(num_bytes), device.empty((num_bytes,), stream)
+        self._tables_on_host[: code.page_tables.nbytes].view(torch.int32).numpy()[:] = code.page_tables
         self._tables_at: dict[int, int] = {}  # by a part's first cell
-        self._tables_end = 0
+        self._tables_end = self._pages_bytes
 
     def begin(self) -> list[Work]:
         """Return what to launch on the stream of copies before any part."""
-        return [self._memory.copy_of(self._packed_on_host, self._packed), self._results.status.zero_]
+        page_tables = [x[: self._pages_bytes] for x in (self._tables, self._tables_on_host)]
+        packed = self._memory.copy_of(self._packed_on_host, self._packed)
+        return [packed, partial(copy, *page_tables), self._results.status.zero_]
 
     def parts(self, layer: int) -> Iterator[Callable[[torch.Tensor], Works]]:
         """Yield the parts without which a layer cannot be read, if they were not yielded for a layer before. A part is
@@ -186,7 +192,7 @@ class CodedLoad:
             "integers": integers,
             "rotations": self._rotation_addresses(cells),
             "tokens": cells["num_tokens"],
-            "pages": cells["num_pages"],
+            "pages": cells["table"] * _PAGE_BYTES + self._tables.data_ptr(),
             "exact": cells["num_exact"],
             "models": self._models.of(cells, _OF_MODELS),
         }
@@ -441,13 +447,10 @@ class GpuLoader(Loader):
 
     def begin(self, loads: Sequence[Load]) -> int:
         index: int = self.counter.update_producer()
-        opened, page_size = [], self._pages.geometry.page_size
+        opened = []
         for load in loads:
-            # Coded cells say which pages of the prompt their tokens are; of values, those are taken that are wanted.
-            num_before = 0 if load.staged.code is None else load.first_page * page_size
-            slots = self._pages.open_load(load.slots, num_before)
             sides = [replace(side, slots=self._pages.open_load(side.slots)) for side in load.sides]
-            opened.append(replace(load, slots=slots, sides=sides))
+            opened.append(replace(load, slots=self._pages.open_load(load.slots), sides=sides))
         self._running[index] = running = _Running(opened, self._pages.fences())
         running.launching = self._thread.submit(self._run, index, running)
         return index
@@ -601,13 +604,12 @@ class GpuLoader(Loader):
         return memory
 
     def _copy_values(self, load: Load, memory: PinnedMemory, layer: int) -> Iterator[_WorksOfPart]:
-        slots, first = load.slots, load.first_page * self._pages.geometry.page_size
         for buffer, values in zip(self._pages.layer_buffers(layer), load.staged.values, strict=True):
-            rows = values[layer, first : first + len(slots)].view(buffer.dtype)
+            rows = values[layer].view(buffer.dtype)
             at_once = self._lane_bytes // rows[0].nbytes
             for begin in range(0, len(rows), at_once):
                 some = slice(begin, begin + at_once)
-                yield partial(_values_part, memory, rows[some], buffer, slots[some])
+                yield partial(_values_part, memory, rows[some], buffer, load.slots[some])
 
     def _side_parts(self, load: Load) -> Iterator[_WorksOfPart]:
         """Yield the parts that bring a prompt's side pages."""

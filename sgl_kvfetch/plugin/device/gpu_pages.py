@@ -508,11 +508,10 @@ class CudaPages(SlotPages):
         self._pool_streams.append(self.device.new_stream())
         return self._pool_streams[-1]
 
-    def open_load(self, slots: torch.Tensor, num_before: int = 0) -> torch.Tensor:
-        """Return ``slots`` behind ``num_before`` that are skipped, int64 on the device. Call this on the scheduler's
-        thread; nobody may use the result before `fences`, or forget it before the work with it is done."""
-        there = slots.to(torch.int64)
-        return torch.cat([there.new_full((num_before,), -1), there]) if num_before else there
+    def open_load(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return ``slots``, int64 on the device. Call this on the scheduler's thread; nobody may use the result before
+        `fences`, or forget it before the work with it is done."""
+        return slots.to(torch.int64)
 
     def fences(self) -> list[Fence]:
         """Return the points after everything that the scheduler's thread and the model were given to compute so

@@ -286,16 +286,17 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         assert prefix.work is not None
         assert prefix.staged is not None
         on_end = partial(_unstage, parts.plane, prefix.work)
+        num_pages, size = len(transfer.keys), self._pages.geometry.page_size
+        staged = prefix.staged.of_pages(range(first_page, first_page + num_pages), size)
         side_transfers = _sides(transfers)
-        pages = {page_hash: first_page + page for page, page_hash in enumerate(transfer.keys)} if side_transfers else {}
+        pages = {page_hash: page for page, page_hash in enumerate(transfer.keys)} if side_transfers else {}
         sides = [
             SideSlots(str(each.name), [pages[page_hash] for page_hash in each.keys], each.device_indices)
             for each in side_transfers
         ]
-        following = range(first_page, first_page + len(transfer.keys))
-        sides += [SideSlots(name, following, transfer.device_indices) for name in self._pools.following]
+        sides += [SideSlots(name, range(num_pages), transfer.device_indices) for name in self._pools.following]
         self._offloads.loaded(side_transfers)
-        self._loads[rid] = prefix, Load(prefix.staged, first_page, transfer.device_indices, on_end, sides)
+        self._loads[rid] = prefix, Load(staged, transfer.device_indices, on_end, sides)
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:

@@ -423,7 +423,7 @@ def _typed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SideSlots:
-    """Pages of the side pool ``pool``, counted in their sequence, and their slots, one page after another."""
+    """Pages of the side pool ``pool``, counted among the pages of a load, and their slots, one page after another."""
 
     pool: str
     pages: Sequence[int]
@@ -469,12 +469,10 @@ class GuardedSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """Pages of a staged prompt, from ``first_page`` on, and the slots that get them, one per token. ``sides``: side
-    pages of it, and the slots that get them. ``on_end`` is called when they are not read any more, with whether they
-    were sound."""
+    """Staged pages, all of which are loaded, and the slots that get them, one per token. ``sides``: side pages of them,
+    and the slots that get these. ``on_end`` is called when they are not read any more, with whether they were sound."""
 
     staged: StagedValues
-    first_page: int
     slots: torch.Tensor
     on_end: Callable[[bool], None]
     sides: Sequence[SideSlots] = ()
@@ -569,6 +567,4 @@ class ValueLoader(Loader):
             self._copy(layer, load)
 
     def _copy(self, layer: int, load: Load) -> None:
-        first = load.first_page * self._pages.geometry.page_size
-        rows = [x[layer, first : first + load.slots.numel()] for x in load.staged.values]
-        self._pages.write_layer(layer, load.slots, *rows)
+        self._pages.write_layer(layer, load.slots, *(x[layer] for x in load.staged.values))

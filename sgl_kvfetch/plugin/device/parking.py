@@ -43,7 +43,7 @@ class Ticket:
 
 class Board:
     """Collects the results of all work under way. A result is a number: how many pages are there, from the first on. Of
-    several ranks, the least counts.
+    several ranks, the least counts; of work that is of use as a whole alone, 0 counts if they differ.
 
     Tickets are opened and closed on the scheduler's thread, in the same order on every rank. Reports come from any
     thread. The cost of a step grows only with the number of new reports. With several ranks, each step with an open
@@ -56,7 +56,8 @@ class Board:
         self._reports: deque[tuple[Ticket, int]] = deque()
         self._serials: list[int] = []
         self._free: list[int] = []
-        self._matrix = torch.empty((2, 0), dtype=torch.int64)  # 1 if it was reported, and the result
+        self._matrix = torch.empty((3, 0), dtype=torch.int64)  # 1 if it was reported, the result, and minus the result
+        self._as_a_whole: set[int] = set()  # columns
         self._ends: dict[Ticket, Callable[[int], None]] = {}
         self._serial = 0
 
@@ -64,14 +65,17 @@ class Board:
     def num_open(self) -> int:
         return len(self._ends)
 
-    def open_ticket(self, on_end: Callable[[int], None]) -> Ticket:
-        """Open a ticket. Once every rank has reported, ``step`` calls ``on_end`` with the least result."""
+    def open_ticket(self, on_end: Callable[[int], None], *, as_a_whole: bool = False) -> Ticket:
+        """Open a ticket. Once every rank has reported, ``step`` calls ``on_end`` with the least result, or with 0 if
+        the results differ and are of use ``as_a_whole``."""
         if not self._free:
             self._grow()
         self._serial += 1
         ticket = Ticket(self._free.pop(), self._serial)
         self._serials[ticket.column] = ticket.serial
         self._ends[ticket] = on_end
+        if as_a_whole:
+            self._as_a_whole.add(ticket.column)
         return ticket
 
     def _grow(self) -> None:
@@ -79,13 +83,14 @@ class Board:
         more = size or _COLUMNS
         self._serials += [0] * more
         self._free = list(range(size + more - 1, size - 1, -1))
-        self._matrix = torch.cat([self._matrix, torch.zeros((2, more), dtype=torch.int64)], dim=1)
+        self._matrix = torch.cat([self._matrix, torch.zeros((3, more), dtype=torch.int64)], dim=1)
 
     def close_ticket(self, ticket: Ticket) -> Callable[[int], None]:
         """Close a ticket and return its ``on_end``. Later reports for it are ignored."""
         on_end = self._ends.pop(ticket)
         self._serials[ticket.column] = 0
         self._matrix[:, ticket.column] = 0
+        self._as_a_whole.discard(ticket.column)
         self._free.append(ticket.column)
         return on_end
 
@@ -113,11 +118,15 @@ class Board:
         self, fresh: list[tuple[Ticket, int]], agree: Callable[[torch.Tensor], None]
     ) -> list[tuple[Ticket, int]]:
         for ticket, num_pages in fresh:
-            self._matrix[:, ticket.column] = torch.tensor([1, num_pages])
+            self._matrix[:, ticket.column] = torch.tensor([1, num_pages, -num_pages])
         least = self._matrix.clone()
         agree(least)
-        columns = torch.nonzero(least[0]).flatten().tolist()  # on which all ranks have reported
-        return [(Ticket(column, self._serials[column]), int(least[1, column])) for column in columns]
+        agreed = []
+        for column in torch.nonzero(least[0]).flatten().tolist():  # on which all ranks have reported
+            _, fewest, most = least[:, column].abs().tolist()
+            num_pages = 0 if column in self._as_a_whole and fewest != most else fewest
+            agreed.append((Ticket(column, self._serials[column]), num_pages))
+        return agreed
 
     def clear(self) -> None:
         """Close all tickets."""
@@ -133,7 +142,8 @@ _MOST_AHEAD = 32  # requests that may leave the queue while another one is held 
 @dataclass(slots=True, eq=False)
 class Prefix:
     """A request's pages that are staged for it. ``hashes``: theirs. ``work``: the data plane's number; None if there
-    are no such pages. ``staged``: what this rank has. ``num_pages``: what all ranks have, once they agree.
+    are no such pages. ``staged``: what this rank has; once the ranks agree, what all of them have, and nothing of what
+    this one has beyond.
 
     ``trailing``: as in `protocol.Stage`. ``leader`` brings the pages before these, up to ``awaited``. ``num_before``:
     the tokens before these pages.
@@ -147,7 +157,6 @@ class Prefix:
     work: int | None = None
     is_staging: bool = False
     staged: StagedValues | None = None
-    num_pages: int = 0
     trailing: Mapping[str, int] = field(default_factory=dict)
     leader: Prefix | None = None
     awaited: str = ""
@@ -159,6 +168,11 @@ class Prefix:
     @property
     def is_parked(self) -> bool:
         return self.is_staging or self.leader is not None
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages all ranks have, from the first on; 0 until they agree."""
+        return 0 if self.staged is None or self.is_staging else self.staged.num_pages
 
     def num_needed(self, page_size: int) -> int:
         """Return how many tokens of the pool SGLang wants to have free to admit the request."""
@@ -230,7 +244,8 @@ class Prefixes:
     def _stage(self, prefix: Prefix, *, is_idle: bool) -> None:
         prefix.is_staging = True
         self._bringing.update(dict.fromkeys(prefix.hashes, prefix))
-        ticket = self._board.open_ticket(partial(self._staged, prefix))
+        as_a_whole = is_for_its_end(prefix.trailing)  # another rank's end has other windows and states
+        ticket = self._board.open_ticket(partial(self._staged, prefix), as_a_whole=as_a_whole)
         prefix.work = self._plane.stage(
             hash_bytes(prefix.hashes),
             partial(self._report, prefix, ticket),
@@ -291,11 +306,8 @@ class Prefixes:
         # Compared one by one: users choose request ids, so this may be another request than the one that arrived.
         are_equal = [*map(operator.eq, hashes, prefix.hashes[first : prefix.num_pages]), False]
         num_equal = are_equal.index(False)
-        if is_for_its_end(prefix.trailing):
-            assert prefix.staged is not None
-            # Another rank may have staged fewer pages, which end where this one has no side pages.
-            is_whole = first + num_equal == prefix.num_pages == prefix.staged.num_pages
-            return num_equal if is_whole else 0
+        if is_for_its_end(prefix.trailing) and first + num_equal < prefix.num_pages:
+            return 0
         return num_equal
 
     def take(self, rid: str) -> Prefix:
@@ -367,7 +379,7 @@ class Prefixes:
         self._on_lookup(prefix.hashes, 0 if staged.reason in _LOST else staged.num_found)
         if self._prefixes.get(prefix.req.rid) is not prefix:
             return  # its request is gone, and the data plane knows
-        prefix.num_pages = num_pages
+        prefix.staged = staged.of_pages(range(num_pages), self._page_size)
         self._bring_no_more(prefix, prefix.hashes[num_pages:])
         for follower in [each for each in prefix.followers if each.awaited not in self._bringing]:
             # It computes: whatever is stored for it has a gap before it.

@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 from sgl_kvfetch.errors import UnsupportedError
-from sgl_kvfetch.plane.coded import CELL
+from sgl_kvfetch.plane.coded import CELL, StagedCode
 from sgl_kvfetch.plugin.device.gpu_loads import ALIGNMENT, _Part, _parts, _runs
 
 CODE_BYTES, FRAMES_BYTES = 100, 1024  # of a cell
@@ -67,6 +68,22 @@ def test_cells_that_are_coded_and_others_are_parts_of_their_own() -> None:
 def test_a_cell_that_does_not_fit_is_named() -> None:
     with pytest.raises(UnsupportedError, match="1280 bytes of a cell do not fit into 1024 of a part"):
         parts_of([[1]], 1024)
+
+
+def test_cells_that_have_no_page_of_a_load_are_left_out_and_no_table_names_a_page_without_slots() -> None:
+    cells = np.zeros(6, dtype=CELL)  # two layer groups of three spans
+    cells["first_layer"], cells["table"], cells["num_pages"] = [0, 0, 0, 3, 3, 3], [0, 4, 8] * 2, 4
+    tables = np.array([0, 1, 2, 3, 4, -1, 6, 5, 7, 8, 9, -1], dtype=np.int32)
+    code = StagedCode(cells, tables, torch.empty(0, dtype=torch.uint8))
+    cut = code.of_pages(range(4, 8))
+    assert cut.cells["table"].tolist() == [4, 8] * 2
+    assert cut.page_tables.tolist() == [-1, -1, -1, -1, 0, -1, 2, 1, 3, -1, -1, -1]
+    assert cut.page_tables.dtype == np.int32
+    again = cut.of_pages(range(1, 3))
+    assert again.cells["table"].tolist() == [4, 4]
+    assert [page for page in again.page_tables if page >= 0] == [1, 0]
+    assert not len(cut.of_pages(range(0)).cells)
+    assert tables[0] == 0  # which other requests share
 
 
 def test_cells_that_lie_together_are_copied_together() -> None:

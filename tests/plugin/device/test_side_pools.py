@@ -159,13 +159,24 @@ def test_a_request_that_leaves_frees_its_window(make: MakeRig) -> None:
     assert rig.fetch(tokens) == 32
 
 
-def test_ranks_that_staged_other_numbers_of_pages_load_nothing(make: MakeRig) -> None:
-    """The window is for the end of what this rank has. Ranks agree on less."""
-    rig = make(window=WINDOW)
-    tokens = rig.stored(prompt(0))
+def with_a_rank_that_has(num_pages: int) -> Callable[[torch.Tensor], None]:
+    """Return the collective with another rank that stages so many pages of each prompt."""
+    theirs = torch.tensor([[1], [num_pages], [-num_pages]])
+
+    def agree(values: torch.Tensor) -> None:
+        if values.ndim == 2:  # the board's
+            values.copy_(torch.minimum(values, theirs))
+
+    return agree
+
+
+@pytest.mark.parametrize("num_theirs", [7, 9])
+def test_ranks_that_staged_other_numbers_of_pages_load_nothing(make: MakeRig, num_theirs: int) -> None:
+    """The window is for the end of what a rank has. Both see that at once, and neither waits for room for nothing."""
+    make(window=WINDOW).stored(tokens := prompt(0))
+    rig = make(window=WINDOW, agree=with_a_rank_that_has(num_theirs))
     request = rig.arrive_staged(tokens)
-    (prefix,) = rig.parts.prefixes._prefixes.values()
-    prefix.num_pages -= 1
+    assert not rig.parts.prefixes.has(request.rid)
     assert rig.admit(request) == [0]
     assert rig.holds_window(tokens, WINDOW)
     rig.assert_nothing_held()
@@ -248,12 +259,9 @@ def test_requests_at_once_fetch_drafts_and_indexers_once(follower: Rig) -> None:
 
 def test_ranks_load_what_all_have_of_drafts_and_indexers(make: MakeRig, kind: str) -> None:
     """No page is for the end of a prefix alone."""
-    rig = make(following=kind)
-    tokens = rig.stored(prompt(0))
-    request = rig.arrive_staged(tokens)
-    (prefix,) = rig.parts.prefixes._prefixes.values()
-    prefix.num_pages -= 1
-    assert rig.admit(request) == [28]
+    make(following=kind).stored(tokens := prompt(0))
+    rig = make(following=kind, agree=with_a_rank_that_has(7))
+    assert rig.fetch(tokens) == 28
     assert rig.holds(tokens, 32)
     rig.assert_nothing_held()
 
@@ -633,7 +641,7 @@ def test_states_are_restored_beside_values(seed: int, scratch_bytes: int) -> Non
     staged = StagedValues(1, 1, memory, values, sides=sides)
     ends: list[bool] = []
     device.forward_pass(lambda: [x.fill_(9) for x in states._rows])  # a request that has ended computes still
-    index = loader.begin([Load(staged, 0, slots_of([5]), ends.append, of_states)])
+    index = loader.begin([Load(staged, slots_of([5]), ends.append, of_states)])
     loader.counter.set_consumer(index)
     seen: list[torch.Tensor] = []
     loader.counter.wait_until(0)
