@@ -290,7 +290,7 @@ class _Engine:
         self._loader = ValueLoader(DevicePages(pool, PAGE_TOKENS), counter, EnginePools(pool, layers))
 
     async def fetch(self, hashes: Sequence[bytes]) -> None:
-        from sgl_kvfetch.plane.protocol import Stage
+        from sgl_kvfetch.plane.protocol import Stage, Unstage
         from sgl_kvfetch.plane.staging import StagedValues
         from sgl_kvfetch.plugin.device.pages import Load
 
@@ -300,7 +300,7 @@ class _Engine:
         staged = StagedValues.of(answer, self._arena, self._geometry)
         slots = torch.arange(PAGE_TOKENS, (1 + len(hashes)) * PAGE_TOKENS)
         assert self._loader.finish(self._loader.begin([Load(staged, slots, lambda is_sound: None)]))
-        self._stager.release(1, is_sound=True)
+        self._stager.release(Unstage(1))
 
     async def close(self) -> None:
         self._loader.close()

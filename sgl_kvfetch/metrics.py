@@ -127,6 +127,13 @@ STORE_DOWN = Gauge(
     multiprocess_mode="livemax",
 )
 
+LEFT_TO_CPU = Gauge(
+    "sgl_kvfetch_left_to_cpu",
+    "1 while the CPU does what the GPU is meant to do, as a trial or loads have failed",
+    ["work"],
+    multiprocess_mode="livemax",
+)  # decode (ans), restore, quantise
+
 # Fetch or compute
 DECISIONS = Counter("sgl_kvfetch_decisions", "Stored prefixes, by decision and its reason", ["decision", "reason"])
 # fetch: configured, unmeasured (link or engine), faster. recompute: link, decoder (the one that is too slow),

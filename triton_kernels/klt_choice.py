@@ -1,12 +1,18 @@
 """Chooses how `restore_klt` is compiled, by a trial on this machine with the shapes of its model.
 
+**Each start compares** what the kernels write for two made-up cells with what the CPU makes of them: a compiler, a
+driver or a card may give other values, and nothing later would notice. Options that differ are not taken. If none is
+left, the CPU restores.
+
 Which of `OPTIONS` is fastest depends on the device, and on what this Triton makes of the kernel: on an H200 one option
-took 281 us where another took 419. So each is timed once, at the start, and the choice is kept in Triton's own cache
-folder, beside the code that was compiled for it.
+took 281 us where another took 419. So each is timed once, and the times are kept in Triton's own cache folder, beside
+the code that was compiled. Triton's autotuner does not fit: it takes the fastest option, whatever that writes, and it
+would time new kinds of arguments while requests are served, in SGLang's KV buffers.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -14,28 +20,38 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from sgl_kvfetch.codec import pack
+from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.log import brief
+from sgl_kvfetch.triton_kernels import restore_klt, runtime
 from sgl_kvfetch.triton_kernels.restore_klt import (
+    EXACT,
     OPTIONS,
     KltCell,
     KltModel,
     KltOptions,
     KltShape,
+    klt_shape,
     launch_klt,
+    restore_klt_reference,
     vector_of,
 )
 from sgl_kvfetch.triton_kernels.runtime import triton
 
 logger = logging.getLogger(__name__)
 
-_TOKENS, _CELLS = 1024, 32  # of a trial: a column of cells of a long prompt
+_TOKENS, _CELLS = 1024, 32  # that are timed: a column of cells of a long prompt
 _LAUNCHES, _ROUNDS = 4, 3
+# Compared: a whole program of each option and a part of one, and a number of tokens whose integers are loaded one by
+# one.
+_COMPARED, _COMPARED_SINGLY = 272, 37
+_SPARE_SLOTS = 16  # that nothing may write to
+_ATOL = 1e-3  # of values around 10: sums in another order differ by less
 
 Seconds = Callable[[Callable[[], object]], float]  # what a launch takes
 
@@ -43,9 +59,9 @@ Seconds = Callable[[Callable[[], object]], float]  # what a launch takes
 def choose_options(
     shape: KltShape, dtype: torch.dtype, coefficients: int, device: torch.device
 ) -> tuple[KltOptions, str]:
-    """Return the fastest options for cells of these sizes on a GPU, and a sentence about them. Waits for a trial if
-    none was made before with this card and Triton. Its launches go to the current stream, and write to no KV buffer.
-    Raises nothing."""
+    """Return the fastest options for cells of these sizes on a GPU, and a sentence about them. Waits for the device;
+    seconds, if no trial was made before with this card, driver, Triton and kernel. Its launches go to the current
+    stream, and write to no KV buffer. Raises UnsupportedError if no options give the CPU's values."""
     card = torch.cuda.get_device_name(device)
     return choose_by(_seconds_on_gpu, shape, dtype, coefficients, device, card)
 
@@ -54,20 +70,58 @@ def choose_by(
     seconds: Seconds, shape: KltShape, dtype: torch.dtype, coefficients: int, device: torch.device, card: str
 ) -> tuple[KltOptions, str]:
     """Do the same with another clock."""
-    key = f"{card}, Triton {triton.__version__}, {coefficients} coefficients, {dtype}, {shape}"
-    if (found := _known(choices().get(key))) is None:
+    key = (
+        f"{card}, Triton {triton.__version__}, {coefficients} coefficients, {dtype}, {shape}, {_driver()}, {_source()}"
+    )
+    compared = [_compare(shape, dtype, coefficients, tokens, device) for tokens in (_COMPARED, _COMPARED_SINGLY)]
+    faults: dict[KltOptions, str] = {}
+
+    def is_right(options: KltOptions) -> bool:
+        if options not in faults:
+            faults[options] = next(filter(None, (each.fault_of(options) for each in compared)), "")
+            if faults[options]:
+                logger.warning("kvfetch: restore_klt is not used with %s: %s", options, faults[options])
+        return not faults[options]
+
+    found, about = _known(choices().get(key)) or {}, "as in an earlier trial"
+    best = _fastest(found, is_right)
+    if best is None:
         started_s = time.monotonic()
-        found = _trial(seconds, shape, dtype, coefficients, device)
+        found = _trial(seconds, shape, dtype, coefficients, device, is_right)
+        best = _fastest(found, is_right)
         about = f"chosen in a trial of {time.monotonic() - started_s:.1f} s"
-        if found:
-            _keep(key, found)
-    else:
-        about = "as in an earlier trial"
-    if not found:
-        return OPTIONS[0], f"restore_klt is compiled with {OPTIONS[0]}: no options passed a trial"
-    best = min(found, key=lambda options: found[options])
+        if best is None:
+            raise UnsupportedError(f"restore_klt: {faults[OPTIONS[0]]}")
+        _keep(key, found)
     times = ", ".join(f"{options} {1e6 * found[options]:.0f}" for options in found)
     return best, f"restore_klt is compiled with {best}, {about} (us a column of cells: {times})"
+
+
+def fault_on_gpu(device: torch.device) -> str:
+    """Return what is wrong with `restore_klt` on a GPU, for a made-up model; an empty string if nothing is. Raises what
+    a compiler and a driver raise."""
+    buffer = torch.empty((1, 8, 128), dtype=torch.bfloat16, device=device)
+    shape = klt_shape(buffer[:, :2], buffer[:, :2], 3, 128)
+    return _compare(shape, buffer.dtype, 700, _COMPARED, device).fault_of(OPTIONS[0])
+
+
+def _fastest(found: Mapping[KltOptions, float], is_right: Callable[[KltOptions], bool]) -> KltOptions | None:
+    """Return the fastest options that give the CPU's values."""
+    return next((options for options in sorted(found, key=lambda each: found[each]) if is_right(options)), None)
+
+
+def _driver() -> str:
+    """Return the version of NVIDIA's driver; "" of another one."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _source() -> str:
+    """Return a hash of the kernel's source, and of what it calls."""
+    files = (Path(str(module.__file__)) for module in (restore_klt, runtime))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def choices() -> Mapping[str, Any]:
@@ -115,59 +169,100 @@ def _keep(key: str, found: Mapping[KltOptions, float]) -> None:
 
 
 def _trial(
-    seconds: Seconds, shape: KltShape, dtype: torch.dtype, coefficients: int, device: torch.device
+    seconds: Seconds,
+    shape: KltShape,
+    dtype: torch.dtype,
+    coefficients: int,
+    device: torch.device,
+    is_right: Callable[[KltOptions], bool],
 ) -> dict[KltOptions, float]:
-    """Return the times of the options that can be compiled, and give the bits of the first."""
+    """Return the times of the options that give the CPU's values."""
     cell = made_up_cell(shape, dtype, coefficients, _TOKENS, device)
     table = torch.frombuffer(bytearray(cell.row() * _CELLS), dtype=torch.uint8).to(device)
     slots = torch.arange(_TOKENS, device=device)
-    buffers, found = [*cell.model.k, *cell.model.v], dict[KltOptions, float]()
-    expected: list[torch.Tensor] | None = None
-    for options in OPTIONS:
-        # All cells are one, and write the same.
-        launch = partial(
-            launch_klt, shape, dtype, vector_of(_TOKENS), options, table, slots, 1, _TOKENS, cell.num_exact
-        )
+    # All cells are one, and write the same.
+    launch = partial(launch_klt, shape, dtype, vector_of(_TOKENS))
+    rest = table, slots, 1, _TOKENS, 0
+    return {options: seconds(partial(launch, options, *rest)) for options in OPTIONS if is_right(options)}
+
+
+class _Compared(NamedTuple):
+    """A made-up cell on the device, and what the CPU has written of it."""
+
+    cell: KltCell
+    slots: torch.Tensor
+    expected: list[torch.Tensor]
+
+    def fault_of(self, options: KltOptions) -> str:
+        """Restore the cell. Return how its buffers differ from the CPU's, or what failed; an empty string if
+        nothing."""
+        model, num_tokens = self.cell.model, self.cell.num_tokens
+        buffers = [*model.k, *model.v]
+        table = torch.frombuffer(bytearray(self.cell.row()), dtype=torch.uint8).to(self.slots.device)
         try:
             for buffer in buffers:
                 buffer.zero_()
-            launch()
-            given = [buffer.contiguous().clone().view(torch.uint8) for buffer in buffers]
-            expected = expected or given
-            if all(torch.equal(x, y) for x, y in zip(given, expected, strict=True)):
-                found[options] = seconds(launch)
-            else:
-                logger.info("kvfetch: restore_klt with %s adds up in another order", options)
+            vector = vector_of(num_tokens)
+            launch_klt(model.shape, model.dtype, vector, options, table, self.slots, 1, num_tokens, self.cell.num_exact)
+            found = [buffer.cpu() for buffer in buffers]
         except Exception as error:  # a compiler and a driver fail in many ways
-            logger.warning("kvfetch: restore_klt cannot be compiled with %s: %s", options, brief(error))
-    return found
+            return f"it cannot be compiled or launched: {brief(error)}"
+        limits = {"rtol": torch.finfo(model.dtype).eps, "atol": _ATOL, "equal_nan": True}
+        for x, y in zip(found, self.expected, strict=True):
+            is_far = ~torch.isclose(x.float(), y.float(), **limits)
+            if bool(is_far.any()):
+                return f"{float(is_far.float().mean()):.1%} of a trial's values are not the CPU's"
+        return ""
+
+
+def _compare(
+    shape: KltShape, dtype: torch.dtype, coefficients: int, num_tokens: int, device: torch.device
+) -> _Compared:
+    """Restore a made-up cell on the CPU. Some of its tokens are exact, one is skipped, and its slots are scattered."""
+    here, there = (
+        made_up_cell(shape, dtype, coefficients, num_tokens, each, 3) for each in (torch.device("cpu"), device)
+    )
+    slots = torch.randperm(num_tokens + _SPARE_SLOTS, generator=torch.Generator().manual_seed(0))[:num_tokens]
+    slots[1] = -1
+    restore_klt_reference(here, slots, 1)
+    return _Compared(there, slots.to(device), [*here.model.k, *here.model.v])
 
 
 def made_up_cell(
-    shape: KltShape, dtype: torch.dtype, coefficients: int, num_tokens: int, device: torch.device
+    shape: KltShape,
+    dtype: torch.dtype,
+    coefficients: int,
+    num_tokens: int,
+    device: torch.device,
+    num_exact: int = 0,
 ) -> KltCell:
-    """Return a cell of random integers, of pages of one token and none that is kept exact, with buffers of its own."""
-    generator = torch.Generator(device).manual_seed(0)
+    """Return a cell of random integers, the same on each device, of pages of one token, with buffers of its own. Its
+    last tokens are kept exact."""
+    generator = torch.Generator().manual_seed(0)
     k, v = (
         [
-            torch.zeros(num_tokens * side.slot, dtype=dtype, device=device).as_strided(
-                (num_tokens, shape.heads, side.dim), (side.slot, side.head, 1)
+            torch.zeros((num_tokens + _SPARE_SLOTS) * side.slot, dtype=dtype, device=device).as_strided(
+                (num_tokens + _SPARE_SLOTS, shape.heads, side.dim), (side.slot, side.head, 1)
             )
             for _ in range(shape.layers)
         ]
         for side in (shape.k, shape.v)
     )
     channels = shape.layers * shape.heads * (shape.k.dim + shape.v.dim)
-    matrix = torch.randn((coefficients, channels), generator=generator, device=device) / coefficients**0.5
-    scales = torch.full((256,), 0.1, device=device)
-    mean, turns = torch.zeros(channels, device=device), [i % 2 if shape.mixed else 0 for i in range(shape.layers)]
-    model = KltModel(shape, matrix.to(torch.bfloat16), mean, scales, k, v, turns)
-    integers = torch.randint(0, 256, (coefficients, num_tokens), generator=generator, dtype=torch.uint8, device=device)
-    rotations = torch.rand((1 + max(turns), num_tokens, shape.k.rotary_dim), generator=generator, device=device)
+    matrix = torch.randn((coefficients, channels), generator=generator) / coefficients**0.5
+    mean, scales = torch.randn(channels, generator=generator), torch.full((256,), 0.1)
+    turns = [i % 2 if shape.mixed else 0 for i in range(shape.layers)]
+    model = KltModel(shape, matrix.to(torch.bfloat16).to(device), mean.to(device), scales.to(device), k, v, turns)
+    integers = torch.randint(0, 256, (coefficients, num_tokens), generator=generator, dtype=torch.uint8)
+    rotations = torch.rand((1 + max(turns), num_tokens, shape.k.rotary_dim), generator=generator)
+    exponents = np.full(num_tokens, 128, dtype=np.uint8)
+    exponents[num_tokens - num_exact :] = EXACT
+    size = (num_exact * channels * dtype.itemsize,)
+    packed, num_exact = pack(exponents, torch.randint(0, 256, size, generator=generator, dtype=torch.uint8).numpy())
     pages = np.arange(num_tokens, dtype=np.int32).tobytes()  # of one token
-    packed, num_exact = pack(np.full(num_tokens, 128, dtype=np.uint8), np.empty(0, dtype=np.uint8))
     data = torch.frombuffer(bytearray(pages + packed), dtype=torch.uint8).to(device)
-    return KltCell(model, integers, rotations if shape.k.rotary_dim else None, num_tokens, num_exact, data, 0)
+    rotated = rotations.to(device) if shape.k.rotary_dim else None
+    return KltCell(model, integers.to(device), rotated, num_tokens, num_exact, data, 0)
 
 
 def _seconds_on_gpu(launch: Callable[[], object]) -> float:

@@ -109,7 +109,8 @@ def _heads_of(buffer: torch.Tensor, rotary_dim: int, *, interleaved: bool) -> _H
 
 
 class KltOptions(NamedTuple):
-    """How `restore_klt` is compiled. Which is fastest depends on the device and on Triton; the results do not.
+    """How `restore_klt` is compiled. Which is fastest depends on the device and on Triton; the results
+    differ by the order of sums alone.
 
     Attributes:
         tokens: Of one program. Twice as many take twice the warps, and read the matrix half as often.
@@ -366,13 +367,6 @@ def _rotated(x: torch.Tensor, rotations: torch.Tensor, interleaved: bool) -> tor
     y[..., first] = x[..., first] * cos - x[..., second] * sin
     y[..., second] = x[..., second] * cos + x[..., first] * sin
     return y
-
-
-def compile_klt(shape: KltShape, dtype: torch.dtype, vector: int, options: KltOptions, slots: torch.Tensor) -> None:
-    """Compile the kernels that `restore_klt` launches, on the current stream. Writes nothing."""
-    if use_kernels(slots.device):
-        table = torch.zeros(shape.row_bytes, dtype=torch.uint8, device=slots.device)
-        launch_klt(shape, dtype, vector, options, table, slots, 1, 1, 1)
 
 
 def launch_klt(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from mmap import mmap
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+
+logger = logging.getLogger(__name__)
 
 GPU_ENV = "KVFETCH_GPU"  # an environment variable; 0 leaves to the CPU whatever the CPU can do
 
@@ -81,6 +84,9 @@ class Device:
         assert device.type != "cuda" or device.index is not None, f"{device} has no index"
         self.torch_device = device
         self._local = threading.local()
+        self._batch: Callable[..., int] | None = None  # the driver's, once a trial has passed
+        self._why_no_batch: str | None = None  # "" if there is one; None before the trial
+        self._trying = threading.Lock()
 
     def _select(self) -> None:
         if not getattr(self._local, "is_selected", False):
@@ -162,16 +168,61 @@ class Device:
         """Copy ranges of ``source`` into ``into`` on the current stream, in any order.
 
         Both are contiguous uint8, one of them on the host. The arrays are int64 ``(ranges,)``: where a range goes,
-        where it begins, and its bytes. All go to the driver in one call, if it has one for that, and the ranges on the
-        host are pinned: a copy by itself takes torch 5 us. Raises RuntimeError.
+        where it begins, and its bytes. All go to the driver in one call, if `why_no_batches` says nothing, and the
+        ranges on the host are pinned: a copy by itself takes torch 5 us. Raises RuntimeError.
         """
-        batch = _driver_batch() if is_pinned and self.torch_device.type == "cuda" else None
+        batch = self._batch if is_pinned and not self.why_no_batches() else None
         if batch is not None:
             stream = torch.cuda.current_stream(self.torch_device).cuda_stream
-            copy_batch(batch, stream, into.data_ptr() + places, source.data_ptr() + begins, sizes)
-            return
+            try:
+                copy_batch(batch, stream, into.data_ptr() + places, source.data_ptr() + begins, sizes)
+            except RuntimeError as error:  # what has been copied is copied again
+                self._why_no_batch = str(error)
+                logger.warning("kvfetch: ranges are copied one by one from now on: %s", error)
+            else:
+                return
         for place, begin, size in zip(places.tolist(), begins.tolist(), sizes.tolist(), strict=True):
             into[place : place + size].copy_(source[begin : begin + size], non_blocking=True)
+
+    def why_no_batches(self) -> str:
+        """Return why the driver does not get many copies in one call; an empty string if it does. The first call makes
+        a trial, and waits for it. Raises nothing."""
+        with self._trying:
+            if self._why_no_batch is None:
+                try:
+                    self._why_no_batch = self._try_batch() if self.torch_device.type == "cuda" else "there is no GPU"
+                except Exception as error:  # a driver fails in many ways
+                    self._why_no_batch = f"a trial failed: {error}"
+            return self._why_no_batch
+
+    def _try_batch(self) -> str:
+        """Copy three ranges to the device and back. Return what is wrong; an empty string if nothing is."""
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+            batch = driver.cuMemcpyBatchAsync
+        except (OSError, AttributeError):
+            return "the driver has no cuMemcpyBatchAsync, as before CUDA 12.8"
+        self._select()
+        if not takes_host_pointers(driver, self.torch_device.index):
+            return "the device does not take the host's pointers to registered memory"
+        batch.argtypes = BATCH_ARGUMENTS
+        begins, sizes = np.array([0, 5000, 9000]), np.array([4096, 16, 3001])
+        host = torch.frombuffer(mmap(-1, 2 * 12288), dtype=torch.uint8).view(2, -1)  # pages of its own
+        host[0] = torch.arange(12288) % 251
+        stream = self.new_stream()
+        there = self.empty((12288,), stream)
+        self.pin(host)
+        try:
+            for into, source in ((there, host[0]), (host[1], there)):
+                copy_batch(batch, stream.cuda_stream, into.data_ptr() + begins, source.data_ptr() + begins, sizes)
+            self.mark(stream).synchronize()
+        finally:
+            self.unpin(host)
+        ranges = [slice(begin, begin + size) for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True)]
+        if not all(torch.equal(host[0, each], host[1, each]) for each in ranges):
+            return "a trial of cuMemcpyBatchAsync copied other bytes"
+        self._batch = batch
+        return ""
 
     def pin(self, memory: torch.Tensor) -> None:
         """Pin memory that another process may share, so that copies from it are asynchronous. It must stay mapped until
@@ -209,25 +260,29 @@ BATCH_ARGUMENTS = (
 _FROM_THE_FIRST = ctypes.c_size_t(0)  # all copies of a batch have these attributes
 
 
-@cache
-def _driver_batch() -> Callable[..., int] | None:
-    """Return the driver's ``cuMemcpyBatchAsync``; None if it has none, as before CUDA 12.8, or is another maker's.
+_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91  # a CUdevice_attribute
 
-    CUDA 13's headers give the name to a function of other arguments, ``cuMemcpyBatchAsync_v2``. Drivers for CUDA 13
-    have both.
-    """
-    try:
-        function = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = BATCH_ARGUMENTS
-    return cast(Callable[..., int], function)
+
+def takes_host_pointers(driver: Any, number: int) -> bool:
+    """Return whether a device takes the host's own addresses of registered memory. Where it does not, as with
+    paravirtualised GPUs (WSL2), a batch of copies is accepted and destroys the process's context when it runs
+    (https://github.com/sgl-project/sglang/issues/40232), so no trial may ask. Raises RuntimeError."""
+    device, value = ctypes.c_int(0), ctypes.c_int(0)
+    _require_success("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), number))
+    attribute = _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+    result = driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+    _require_success("cuDeviceGetAttribute", result)
+    return bool(value.value)
 
 
 def copy_batch(
     batch: Callable[..., int], stream: int, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray
 ) -> None:
-    """Launch copies from and to these addresses with `_driver_batch`. Raises RuntimeError."""
+    """Launch copies from and to these addresses with the driver's ``cuMemcpyBatchAsync``. Raises RuntimeError.
+
+    CUDA 13's headers give the name to a function of other arguments, ``cuMemcpyBatchAsync_v2``. Drivers for CUDA 13
+    have both.
+    """
     arrays = [np.ascontiguousarray(x, dtype=np.int64) for x in (destinations, sources, sizes)]
     failed = ctypes.c_size_t(0)
     attributes = ctypes.byref(_COPY_ATTRIBUTES), ctypes.byref(_FROM_THE_FIRST), 1

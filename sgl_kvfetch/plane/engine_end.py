@@ -374,10 +374,12 @@ class DataPlane:
         staged.add_done_callback(lambda staged: on_staged(run.staged_values(staged.result())))
         return work
 
-    def unstage(self, work: int, *, is_sound: bool = True) -> None:
-        """End the staging of some pages soon, or free their memory. Nothing may read it afterwards. ``is_sound``: as in
-        `protocol.Unstage`."""
-        self._run.channel.send(m.Unstage(work, is_sound))
+    def unstage(self, work: int, *, is_sound: bool = True, takes_code: bool = True) -> None:
+        """End the staging of some pages soon, or free their memory. Nothing may read it afterwards. Other arguments as
+        in `protocol.Unstage`."""
+        if not takes_code:  # nor of a data plane that follows this one
+            self._start = msgspec.structs.replace(self._start, takes_code=False)
+        self._run.channel.send(m.Unstage(work, is_sound, takes_code))
 
     def fetch_side(self, pool: str, hashes: Sequence[bytes], deadline_s: float) -> SideFetch:
         """Begin to bring pages of a side pool, one or more, into shared memory. Call ``end`` of what is returned."""

@@ -151,10 +151,12 @@ class FetchPages(_Message, frozen=True):
 
 class Unstage(_Message, frozen=True):
     """End a `Stage` or a fetch soon, or free what was staged. Nothing is written to that memory afterwards.
-    ``is_sound``: false if the engine could not decode its cells; those segments are decoded here from now on."""
+    ``is_sound``: false if the engine could not decode its cells; those segments are decoded here from now on.
+    ``takes_code``: false if all are, as in `Start`."""
 
     work: int
     is_sound: bool = True
+    takes_code: bool = True
 
 
 class Flush(_Message, frozen=True):

@@ -130,7 +130,7 @@ class Service:
             case m.FetchSide():
                 self._stager.fetch_side(command)
             case m.Unstage():
-                self._stager.release(command.work, is_sound=command.is_sound)
+                self._stager.release(command)
             case m.Flush():
                 self.client.fetcher.drop_unused()
             case m.Write():

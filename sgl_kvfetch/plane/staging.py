@@ -324,12 +324,14 @@ class Stager:
         staging = self._stagings[work] = _Staging({work: _Asked()})
         staging.task = self._tasks.begin(run(staging))
 
-    def release(self, work: int, *, is_sound: bool) -> None:
-        """Free what was staged, or end a staging or a fetch soon. ``is_sound``: as in `protocol.Unstage`."""
+    def release(self, command: m.Unstage) -> None:
+        """Free what was staged, or end a staging or a fetch soon."""
+        work = command.work
+        self._takes_code = self._takes_code and command.takes_code
         staging = self._stagings.pop(work, None)
         if staging is None:  # it ended without pages, or an earlier data plane had it
             return
-        if not is_sound:
+        if not command.is_sound:
             self._decoded_here |= staging.data_names
             for name in staging.data_names:
                 self._client.fetcher.drop_kept(name)

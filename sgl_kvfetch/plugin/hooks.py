@@ -121,6 +121,7 @@ def suspend_for_update(manager: Any, recv_req: Any) -> None:
     It does not wait for success, because a failed update may have changed some weights. Beginning a session of updates
     counts too, because other processes may write into the weights from then on.
     """
+    _leave_gpu(manager, recv_req)
     weight_updates.weights_change(type(recv_req).__name__)
 
 
@@ -138,6 +139,7 @@ _REFUSED = "Failed to get weights iterator"
 def watch_disk_update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     """Around ``update_weights_from_disk``: suspend the backends, unless SGLang refused before it changed any weight."""
     has_happened = True
+    _leave_gpu(manager, recv_req)
     weight_updates.begin_change()
     try:
         output = original(manager, recv_req)
@@ -145,6 +147,15 @@ def watch_disk_update(original: Callable[..., Any], manager: Any, recv_req: Any)
     finally:
         weight_updates.end_change(type(recv_req).__name__, has_happened=has_happened)
     return output
+
+
+def _leave_gpu(manager: Any, recv_req: Any) -> None:
+    """Let no thread of ours use the GPU if an update captures CUDA graphs anew: a capture fails when any thread of the
+    process allocates or pins memory."""
+    if not getattr(recv_req, "recapture_cuda_graph", False):
+        return
+    if (linker := linker_of(manager.scheduler.tree_cache)) is not None:
+        linker.leave_gpu()
 
 
 def _may_have_changed(manager: Any, output: Any) -> bool:

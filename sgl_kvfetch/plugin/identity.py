@@ -277,6 +277,31 @@ def engine_heads(
     return HeadSlice(namespace, heads, _labels(config, quantiser))
 
 
+_KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+
+
+def kv_cache_scale() -> str:
+    """Return by what SGLang divides K and V before it puts them into a KV cache in fp8; "" if by nothing. Reads the
+    headers of the model's safetensors files, if it has any here."""
+    from safetensors import safe_open
+    from sglang.srt.runtime_context import get_model
+
+    model = get_model()
+    if model.quantization_param_path is not None:
+        return f"--quantization-param-path {model.quantization_param_path}"
+    try:
+        folder = model_folder(model.model_path, model.revision)
+    except UnsupportedError:  # weights from elsewhere
+        return ""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in filter(lambda each: each.endswith(_KV_SCALES), file.keys()):
+                scales = file.get_tensor(name).float()
+                if bool(((scales > 0) & (scales != 1)).any()):
+                    return f"{name} in {path.name}"
+    return ""
+
+
 def _labels(config: KVFetchConfig, quantiser: Quantiser) -> Labels:
     from sglang.srt.runtime_context import get_model, get_serving
 

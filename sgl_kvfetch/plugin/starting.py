@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import msgspec
 import torch
 
+from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import CellPlace, Quantiser, SegmentSpec, cell_place
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
+from sgl_kvfetch.log import brief
 from sgl_kvfetch.plane import DataPlane, KVFetchConfig, SharedPool, Start, Watch
 from sgl_kvfetch.plane.process import DataPlaneProcess, Launch
 from sgl_kvfetch.plane.store import level_policy, writer_spec
@@ -26,6 +28,7 @@ from sgl_kvfetch.plugin.identity import (
     engine_config,
     engine_heads,
     engine_quantiser,
+    kv_cache_scale,
     profile_needs,
     profile_watch,
     quantiser_label,
@@ -57,7 +60,7 @@ def open_engine_plane(
     ``tp_rank`` and ``tp_size``, and with ``sides`` also ``pp_rank`` and ``pp_size``. Other arguments as for `Opening`.
     Raises KVFetchError."""
     compile_hash_function()
-    asked, why_no_klt = config, _why_no_klt(sides, rank)
+    asked, why_no_klt = config, _why_no_klt(sides, rank, pages.geometry.dtype)
     needs = partial(profile_needs, asked, rank, pages.geometry, pages.first_layer)
     config = engine_config(asked, why_no_klt, needs)
     lacks_profile = asked.quantiser == "auto" and not why_no_klt and config.quantiser_name == "exact"
@@ -91,8 +94,13 @@ def open_engine_plane(
     return plane
 
 
-def _why_no_klt(sides: SidePools | None, rank: Any) -> str:
-    """Return why this engine cannot have ``klt``; "" if it can."""
+def _why_no_klt(sides: SidePools | None, rank: Any, dtype: str) -> str:
+    """Return why this engine cannot have ``klt``; "" if it can. ``dtype``: of its KV cache."""
+    if dtype.startswith("float8") and not rank.is_mla_model and (scale := kv_cache_scale()):
+        return (
+            f"quantiser 'klt' does not support a KV cache in fp8 with scales ({scale}), since a profile is of K and V "
+            "without them: use 'exact', or start SGLang with --kv-cache-dtype auto"
+        )
     if sides and rank.pp_size > 1:  # SGLang does not say which of the model's layers a stage has
         return "quantiser 'klt' does not support models with side pools in pipeline stages: use 'exact' or 'uint8'"
     return ""
@@ -138,7 +146,13 @@ class Opening:
     def start(self, config: KVFetchConfig, quantiser: Quantiser, watch: Watch | None = None) -> Start:
         """Return what starts the data plane."""
         pages, heads = self.pages, self.heads
-        start = Start(
+        takes_code = self.takes_code
+        if _is_on_gpu(pages):
+            places = _cell_places(writer_spec(config, heads, quantiser, self.most_span_pages))
+            takes_code = takes_code and _are_prepared(pages, quantiser, places)
+            if config.writes:
+                pages.prepare_writes(quantiser, places)
+        return Start(
             config.model_dump(mode="json", exclude_unset=True),
             heads.namespace,
             heads.heads.start,
@@ -148,20 +162,23 @@ class Opening:
             dict(self.side_bytes),
             labels=heads.labels,
             watch=watch,
-            takes_code=self.takes_code,
+            takes_code=takes_code,
             gpu=self.gpu,
             pool=() if self.pool is None else self.pool.places,
         )
-        if _is_on_gpu(pages):
-            places = _cell_places(writer_spec(config, heads, quantiser, self.most_span_pages))
-            try:
-                if self.takes_code:
-                    pages.prepare(quantiser, places)
-            except Exception:  # a compiler and a driver fail in many ways; loads compile what they lack
-                logger.warning("kvfetch: the restore kernels were not compiled at the start", exc_info=True)
-            if config.writes:
-                pages.prepare_writes(quantiser, places)
-        return start
+
+
+def _are_prepared(pages: SlotPages, quantiser: Quantiser, places: Sequence[CellPlace]) -> bool:
+    """Prepare to restore cells on the GPU. Return whether it can: if not, prompts are staged as values."""
+    try:
+        pages.prepare(quantiser, places)
+    except Exception as error:  # a compiler and a driver fail in many ways
+        logger.warning("kvfetch: klt is decoded and restored on the CPU: %s", brief(error), exc_info=True)
+        pages.release()
+        metrics.LEFT_TO_CPU.labels("restore").set(1)
+        return False
+    metrics.LEFT_TO_CPU.labels("restore").set(0)
+    return True
 
 
 def _is_on_gpu(pages: HostPages | SlotPages) -> TypeGuard[SlotPages]:

@@ -30,6 +30,8 @@ from sgl_kvfetch.log import printable
 from sgl_kvfetch.tools.terminal import STORE_HELP, StoreAccess, format_age, json_flag, option, show
 
 if TYPE_CHECKING:
+    import torch
+
     from sgl_kvfetch.stores import AdminStore
 
 PLUGIN_GROUP, PLUGIN = "sglang.srt.plugins", "kvfetch"
@@ -296,19 +298,39 @@ def check_gpu() -> list[Check]:
     count = torch.cuda.device_count()
     found = f"{count} x {torch.cuda.get_device_name()}, compute capability {major}.{minor}, torch {torch.__version__}"
     torch.zeros(1, device="cuda")  # the video libraries need a current CUDA context
-    restoring = _check_restoring(torch.cuda.get_device_name())
-    return [Check("CUDA GPU", "yes", found), restoring, *_check_nvdec(), _check_decoding()]
+    restoring = _check_restoring(torch.device("cuda", torch.cuda.current_device()), torch.cuda.get_device_name())
+    return [Check("CUDA GPU", "yes", found), *restoring, *_check_nvdec(), _check_decoding()]
 
 
-def _check_restoring(card: str) -> Check:
-    """Look how servers on this machine have compiled the kernel that restores `klt`."""
+def _check_restoring(device: torch.device, card: str) -> list[Check]:
+    """Try what device mode does on the GPU beside video, as a server does at its start, and look how servers on this
+    machine have compiled the kernel that restores `klt`."""
+    from sgl_kvfetch.codec import Device
+
+    gpu = Device(device)
+    single = gpu.why_no_batches()
+    copies = Check("batches of copies", "yes", "copied what they should")
+    if single:
+        advice = "nothing: loads in device mode take a little longer; CUDA 12.8 and later have batches"
+        copies = Check(copies.name, "warn", single, advice)
     name = "restore_klt"
     if importlib.util.find_spec("triton") is None:
-        return Check(name, "warn", "needs Triton", f"{_INSTALL_GPU}, to restore on the GPU")
-    from sgl_kvfetch.triton_kernels.klt_choice import chosen
+        return [copies, Check(name, "warn", "needs Triton", f"{_INSTALL_GPU}, to restore on the GPU")]
+    from sgl_kvfetch.triton_kernels.ans import try_gpu_ans
+    from sgl_kvfetch.triton_kernels.klt_choice import chosen, fault_on_gpu
 
+    decodes, about = try_gpu_ans(gpu)
+    advice = "in device mode the CPU does this part; update Triton and the driver, or report what the message says"
+    decoding = Check("ans", "yes", about) if decodes else Check("ans", "warn", about, advice)
+    try:
+        fault = fault_on_gpu(device)
+    except Exception as e:  # a compiler and a driver fail in many ways
+        fault = f"{type(e).__name__}: {first_line(e)}"
+    if fault:
+        return [copies, decoding, Check(name, "warn", f"klt is restored on the CPU: {fault}", advice)]
     found = chosen(card)
-    return Check(name, "yes", f"compiled with {'; '.join(found)}" if found else "the first server will choose how")
+    how = f"compiled with {'; '.join(found)}" if found else "the first server will choose how it is compiled"
+    return [copies, decoding, Check(name, "yes", f"gives the CPU's values; {how}")]
 
 
 def _without_gpu(torch_version: str) -> Check:

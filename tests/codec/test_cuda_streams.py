@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock, Mock, call
 
 import numpy as np
 import pytest
 import torch
 
-from sgl_kvfetch.codec import cuda_streams
-from sgl_kvfetch.codec.cuda_streams import BATCH_ARGUMENTS, Device, copy_batch
+from sgl_kvfetch.codec.cuda_streams import BATCH_ARGUMENTS, Device, Stream, copy_batch
 
 POOL_SIZE = 32  # torch's
 
@@ -93,12 +93,30 @@ _Batch = ctypes.CFUNCTYPE(ctypes.c_int, *BATCH_ARGUMENTS)
 
 class Driver:
     """The driver's ``cuMemcpyBatchAsync``, on the host. It reads its arguments as CUDA 12.8's header has them. ``bad``:
-    the copy that it refuses."""
+    the copy that it refuses. ``skips``: the one that it leaves out."""
 
-    def __init__(self, bad: int | None = None) -> None:
-        self.bad = bad
+    def __init__(
+        self, bad: int | None = None, skips: int | None = None, takes_host_pointers: int = 1, device_error: int = 0
+    ) -> None:
+        self.bad, self.skips = bad, skips
+        self._takes_host_pointers, self._device_error = takes_host_pointers, device_error
         self.batches: list[tuple[int, int]] = []  # the stream and the number of copies
         self.function = _Batch(self._copy)
+
+    def load(self, name: str) -> Any:
+        assert name == "libcuda.so.1"
+        return SimpleNamespace(
+            cuMemcpyBatchAsync=self.function, cuDeviceGet=self._device, cuDeviceGetAttribute=self._attribute
+        )
+
+    def _device(self, device: Any, number: int) -> int:
+        device._obj.value = 100 + number
+        return self._device_error
+
+    def _attribute(self, value: Any, attribute: int, device: ctypes.c_int) -> int:
+        assert (attribute, device.value) == (91, 103)  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        value._obj.value = self._takes_host_pointers
+        return 0
 
     def _copy(self, *arguments: int) -> int:
         destinations, sources, sizes, count, attributes, starts, num_attributes, failed, stream = arguments
@@ -114,7 +132,8 @@ class Driver:
             if index == self.bad:
                 ctypes.c_size_t.from_address(failed).value = index
                 return 1
-            ctypes.memmove(there, here, size)
+            if index != self.skips:
+                ctypes.memmove(there, here, size)
         return 0
 
 
@@ -128,21 +147,66 @@ def expected_ranges(source: torch.Tensor) -> torch.Tensor:
     return expected
 
 
-@pytest.mark.parametrize("is_pinned", [True, False])
-def test_ranges_of_pinned_memory_are_one_call_of_the_driver(is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the device's current stream. What is not pinned is copied by torch, which waits for it."""
-    driver, gpu = Driver(), torch.device("cuda", 3)
-    monkeypatch.setattr(cuda_streams, "_driver_batch", lambda: driver.function)
+class HostGpu(Device):
+    """A GPU whose memory is the host's. Its stream has the number 7. ``pinned``: what is."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cuda", 3))
+        self.pinned_memory: list[torch.Tensor] = []
+
+    def _select(self) -> None:
+        pass
+
+    def new_stream(self) -> Any:
+        return SimpleNamespace(cuda_stream=7)
+
+    def empty(self, shape: Sequence[int], stream: Stream) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.uint8)
+
+    def mark(self, stream: Stream) -> Any:
+        return SimpleNamespace(synchronize=lambda: None)
+
+    def pin(self, memory: torch.Tensor) -> None:
+        self.pinned_memory.append(memory)
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        self.pinned_memory.remove(memory)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> HostGpu:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=70 + device.index))
+    return HostGpu()
+
+
+def copy_some(gpu: HostGpu, *, is_pinned: bool = True) -> None:
     places, begins, sizes = RANGES
     source, into = torch.arange(80, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    Device(gpu).copy_ranges(into, places, source, begins, sizes, is_pinned=is_pinned)
+    gpu.copy_ranges(into, places, source, begins, sizes, is_pinned=is_pinned)
     assert torch.equal(into, expected_ranges(source))
-    assert driver.batches == ([(73, 3)] if is_pinned else [])
+
+
+TRIAL = [(7, 3), (7, 3)]
+
+
+def test_ranges_of_pinned_memory_are_one_call_of_the_driver(gpu: HostGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device's current stream, once a trial has copied three ranges to the device and back. What is not pinned
+    is copied by torch, which waits for it."""
+    driver = Driver()
+    monkeypatch.setattr(ctypes, "CDLL", driver.load)
+    copy_some(gpu, is_pinned=False)
+    assert driver.batches == []
+    assert gpu.why_no_batches() == ""
+    copy_some(gpu)
+    copy_some(gpu)
+    assert driver.batches == [*TRIAL, (73, 3), (73, 3)]
+    assert gpu.pinned_memory == []
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_without_batches_ranges_are_copied_one_by_one(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_batches_ranges_are_copied_one_by_one(
+    is_there: bool, gpu: HostGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A driver that lacks the function, and a device that has another driver."""
 
     def load(name: str) -> object:
@@ -151,12 +215,45 @@ def test_without_batches_ranges_are_copied_one_by_one(is_there: bool, monkeypatc
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    cuda_streams._driver_batch.cache_clear()
-    places, begins, sizes = RANGES
-    source, into = torch.arange(80, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    Device(torch.device("cuda", 0)).copy_ranges(into, places, source, begins, sizes)
-    assert torch.equal(into, expected_ranges(source))
-    cuda_streams._driver_batch.cache_clear()
+    copy_some(gpu)
+    assert gpu.why_no_batches() == "the driver has no cuMemcpyBatchAsync, as before CUDA 12.8"
+
+
+@pytest.mark.parametrize(
+    ("driver", "why", "tried"),
+    [
+        # Where this attribute is 0, a batch destroys the process's context: not even a trial may launch one.
+        (lambda: Driver(takes_host_pointers=0), "does not take the host's pointers to registered memory", []),
+        (lambda: Driver(bad=1), r"a trial failed: cuMemcpyBatchAsync (copy 1 of 3) failed: error 1", TRIAL[:1]),
+        (lambda: Driver(skips=2), "a trial of cuMemcpyBatchAsync copied other bytes", TRIAL),
+        (lambda: Driver(device_error=101), "a trial failed: cuDeviceGet failed: error 101", []),
+    ],
+    ids=["host pointers", "refused", "other bytes", "no device"],
+)
+def test_a_trial_decides_on_batches(
+    driver: Callable[[], Driver], why: str, tried: list[Any], gpu: HostGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = driver()
+    monkeypatch.setattr(ctypes, "CDLL", found.load)
+    assert why in gpu.why_no_batches()
+    copy_some(gpu)
+    assert found.batches == tried
+    assert gpu.pinned_memory == []
+
+
+def test_after_a_refusal_ranges_are_copied_one_by_one(
+    gpu: HostGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Driver()
+    monkeypatch.setattr(ctypes, "CDLL", driver.load)
+    copy_some(gpu)
+    driver.bad = 1
+    copy_some(gpu)
+    driver.bad = None
+    copy_some(gpu)
+    assert driver.batches == [*TRIAL, (73, 3), (73, 3)]
+    assert gpu.why_no_batches() == "cuMemcpyBatchAsync (copy 1 of 3) failed: error 1 of CUDA"
+    assert caplog.text.count("ranges are copied one by one from now on") == 1
 
 
 def test_the_driver_says_which_copy_it_refuses() -> None:

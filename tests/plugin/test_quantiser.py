@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from sglang.srt import runtime_context
 
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
@@ -137,3 +139,36 @@ def test_a_profile_for_other_weights_needs_a_model_id(config: KVFetchConfig) -> 
         require_own_profile(config, quantiser, make_heads(model=f"weights:{'1' * 32}").namespace)
     vouched = config.model_copy(update={"model_id": "mine"})
     require_own_profile(vouched, quantiser, make_heads(model="id:mine").namespace)
+
+
+@pytest.mark.parametrize(
+    ("scales", "params", "is_mla", "why"),
+    [
+        ({}, None, False, ""),
+        ({"layers.0.attn.k_scale": 1.0, "layers.0.attn.v_scale": -1.0}, None, False, ""),  # -1: none is there
+        ({"layers.0.k_proj.k_scale": 0.0218}, None, False, "layers.0.k_proj.k_scale in 2.safetensors"),
+        ({"layers.0.v_proj.output_scale": 2.0}, None, False, "layers.0.v_proj.output_scale in 2.safetensors"),
+        ({"layers.0.k_proj.k_scale": 0.0218}, None, True, ""),  # of latent vectors, SGLang uses none
+        ({}, "scales.json", False, "--quantization-param-path scales.json"),
+    ],
+    ids=["none", "one", "modelopt", "quark", "MLA", "a file of them"],
+)
+def test_klt_is_refused_where_fp8_has_scales(
+    scales: dict[str, float],
+    params: str | None,
+    is_mla: bool,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A profile's means are of K and V, and the pool has them divided."""
+    save_file({"layers.0.k_proj.weight": torch.ones(2)}, tmp_path / "1.safetensors")
+    save_file({name: torch.tensor(x) for name, x in scales.items()}, tmp_path / "2.safetensors")
+    model = SimpleNamespace(model_path=str(tmp_path), revision=None, quantization_param_path=params)
+    monkeypatch.setattr(runtime_context, "get_model", lambda: model)
+    of_rank = SimpleNamespace(tp_rank=0, tp_size=1, pp_size=1, is_mla_model=is_mla)
+    assert starting._why_no_klt(None, of_rank, "bfloat16") == ""
+    for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        found = starting._why_no_klt(None, of_rank, dtype)
+        assert why in found
+        assert bool(found) == bool(why)

@@ -136,6 +136,23 @@ def test_an_update_that_finds_no_files_on_any_rank_changes_nothing(
         weight_updates.require_no_former_pages()
 
 
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_no_thread_of_ours_uses_the_gpu_while_graphs_are_captured_anew(
+    is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step goes on. Updates that name the same flag come by other methods, too."""
+    done: list[str] = []
+    linker = SimpleNamespace(is_kvfetch=True, leave_gpu=lambda: done.append("left"))
+    tree = SimpleNamespace(linker=SimpleNamespace(cache_linker=linker))
+    manager = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree))
+    request = SimpleNamespace(recapture_cuda_graph=is_asked)
+    monkeypatch.setattr(hooks, "_may_have_changed", lambda *args: True)
+    hooks.watch_disk_update(lambda *args: done.append("captured"), manager, request)
+    assert done == ["left"] * is_asked + ["captured"]
+    hooks.suspend_for_update(manager, request)
+    assert done[-1] == ("left" if is_asked else "captured")
+
+
 def test_an_update_that_raises_may_have_changed_weights() -> None:
     def fail(*args: object) -> None:
         raise RuntimeError

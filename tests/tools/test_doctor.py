@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sgl_kvfetch import codec
+from sgl_kvfetch.codec import Device
 from sgl_kvfetch.codec.bitstream.nvdec import DecodeCaps
 from sgl_kvfetch.codec.bitstream.registry import CODECS
 from sgl_kvfetch.codec.container.segment import CodedSegment
@@ -24,7 +25,7 @@ from sgl_kvfetch.plugin import seams, versions
 from sgl_kvfetch.tools import doctor
 from sgl_kvfetch.tools.doctor import Check, check_models, check_store, run_check
 from sgl_kvfetch.tools.terminal import StoreAccess
-from sgl_kvfetch.triton_kernels import klt_choice
+from sgl_kvfetch.triton_kernels import ans, klt_choice
 from tests.segments import make_segment
 from tests.tools.conftest import kvfetch, kvfetch_json, put
 
@@ -241,9 +242,34 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_how_servers_restore_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"A card, Triton 3.9.0, 70 coefficients, torch.bfloat16, a shape": {"128 tokens, 2 stages": 281.0}}
     monkeypatch.setattr(klt_choice, "choices", lambda: kept)
-    found = "compiled with 128 tokens, 2 stages (Triton 3.9.0, 70 coefficients; 281 us a column of cells)"
-    assert doctor._check_restoring("A card") == doctor.Check("restore_klt", "yes", found)
-    assert doctor._check_restoring("Another card").found == "the first server will choose how"
+    monkeypatch.setattr(Device, "why_no_batches", lambda device: "")
+    monkeypatch.setattr(ans, "try_gpu_ans", lambda device: (True, "ans is decoded on the GPU"))
+    monkeypatch.setattr(klt_choice, "fault_on_gpu", lambda device: "")
+    gpu = torch.device("cuda", 0)
+    how = "compiled with 128 tokens, 2 stages (Triton 3.9.0, 70 coefficients; 281 us a column of cells)"
+    found = by_name(doctor._check_restoring(gpu, "A card"))
+    assert {check.status for check in found.values()} == {"yes"}
+    assert found["restore_klt"].found == f"gives the CPU's values; {how}"
+    assert "the first server will choose" in by_name(doctor._check_restoring(gpu, "Another card"))["restore_klt"].found
+
+
+def test_what_a_gpu_leaves_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on its own, by the trials that a server makes at its start."""
+
+    def broken(device: torch.device) -> str:
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(klt_choice, "choices", dict)
+    monkeypatch.setattr(Device, "why_no_batches", lambda device: "a trial of cuMemcpyBatchAsync copied other bytes")
+    monkeypatch.setattr(ans, "try_gpu_ans", lambda device: (False, "ans is decoded on the CPU: other integers"))
+    faults = {broken: "RuntimeError: PassManager::run failed", lambda device: "1.0% differ": "1.0% differ"}
+    for fault_on_gpu, fault in faults.items():
+        monkeypatch.setattr(klt_choice, "fault_on_gpu", fault_on_gpu)
+        found = by_name(doctor._check_restoring(torch.device("cuda", 0), "A card"))
+        assert {name: check.status for name, check in found.items()} == dict.fromkeys(found, "warn")
+        assert found["restore_klt"].found == f"klt is restored on the CPU: {fault}"
+        assert found["batches of copies"].found.endswith("copied other bytes")
+        assert found["ans"].found.endswith("other integers")
 
 
 class FakeNvcuvid:

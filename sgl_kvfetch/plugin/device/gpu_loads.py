@@ -66,6 +66,7 @@ ALIGNMENT = 256  # of scratch memory, and of frames in it, in bytes
 _ANS_FIELDS, _SUM_FIELDS, _TABLES = 5, 2, 3
 _STATUS_BYTES, _SUM_BYTES = 4, 8 * SUMS
 _PAGE_BYTES = 4  # of an entry in a page table
+_MOST_FAILURES = 2  # loads in a row that the GPU may fail; a fault of one cell fails one
 _POINTER_BYTES = 16  # of what kernels get pointers to: for others, Triton would compile them again while SGLang serves
 
 _OF_MODELS = "first_layer", "num_layers", "first_head", "num_heads", "model_layer", "model_head"
@@ -395,10 +396,12 @@ class GpuLoader(Loader):
         self._lanes = [_Lane(pages.new_stream(), scratch[begin:][: self._lane_bytes]) for begin in begins]
         self._turns = itertools.cycle(self._lanes)
         self._running: dict[int, _Running] = {}
-        self._memories: list[PinnedMemory] = []  # the newest data plane's last, guarded by the lock
-        self._cache_bytes = 0
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
+        # Of the present data plane, and of former ones that loads read. Changed on the scheduler's thread alone.
+        self._present: PinnedMemory | None = None
+        self._memories: tuple[PinnedMemory, ...] = ()
+        self._failures = 0  # batches of coded cells in a row
+        self._closing, self._may_pin = threading.Event(), threading.Event()
+        self._may_pin.set()
         self._pins = ThreadPoolExecutor(1, "kvfetch-pin")
         self._thread = ThreadPoolExecutor(1, "kvfetch-load", use_one_thread)
 
@@ -419,8 +422,45 @@ class GpuLoader(Loader):
         )
 
     def attach(self, memory: torch.Tensor, cache_bytes: int) -> None:
-        self._cache_bytes = cache_bytes
-        self._memory_of(memory)
+        if self._present is not None and self._present.whole is memory:
+            return
+        self._present = present = PinnedMemory(self._device, memory)
+        self._memories += (present,)
+        self._unpin_former()
+        cache = memory.numel() - cache_bytes
+        first, kept = present.pieces(0, min(_FIRST_BYTES, cache)), present.pieces(cache, memory.numel())
+        self._pins.submit(self._pin_next, present, itertools.chain(first, kept))
+
+    def pause(self) -> None:
+        for running in self._running.values():
+            assert running.launching is not None
+            running.launching.exception()
+        self._may_pin.clear()
+        is_paused = threading.Event()
+        self._pins.submit(self._pause_pins, is_paused)
+        is_paused.wait()
+
+    def _pause_pins(self, is_paused: threading.Event) -> None:
+        is_paused.set()
+        self._may_pin.wait()
+
+    def resume(self) -> None:
+        self._may_pin.set()
+
+    def detach(self) -> None:
+        self._present = None
+        self._unpin_former()
+
+    def _unpin_former(self) -> None:
+        """Let the thread that pins unpin the memory of former data planes which no load reads."""
+        if self._memories == (self._present,):
+            return
+        read = [load.staged.memory for running in self._running.values() for load in running.loads]
+        former = [x for x in self._memories if x is not self._present and not any(x.whole is each for each in read)]
+        self._memories = tuple(x for x in self._memories if x not in former)
+        for memory in former:
+            memory.close()
+            self._pins.submit(memory.unpin)
 
     def prepare(self, staged: StagedValues) -> None:
         if not staged.num_pages:
@@ -437,7 +477,7 @@ class GpuLoader(Loader):
     def _pin_next(self, memory: PinnedMemory, numbers: Iterator[int]) -> None:
         """Pin a piece, and wait as long again: meanwhile others use the driver. Then what was staged has its turn."""
         number = next(numbers, None)
-        if number is None or self._closing.is_set():
+        if number is None or memory.is_closed:
             return
         began_s = time.monotonic()
         memory.pin(number)
@@ -460,7 +500,9 @@ class GpuLoader(Loader):
         is_launched = bool(self.counter.finish(index))  # waits for the thread
         if running is None:
             return is_launched
-        return self._end(running) and is_launched
+        is_sound = self._end(running)
+        self._unpin_former()
+        return is_sound and is_launched
 
     def reset(self) -> None:
         for index in list(self._running):
@@ -473,10 +515,9 @@ class GpuLoader(Loader):
             self._end(running)
         self._running.clear()
         self._closing.set()
-        self._pins.shutdown(cancel_futures=True)
-        for memory in self._memories:
-            memory.unpin()
-        self._memories.clear()
+        self.resume()
+        self.detach()
+        self._pins.shutdown()
 
     def _end(self, running: _Running) -> bool:
         """Wait until the device has finished with a batch's loads, and release what they held. Return whether their
@@ -485,18 +526,29 @@ class GpuLoader(Loader):
         running.launching.exception()
         if running.done is not None:
             running.done.synchronize()
-        num_wrong = 0
+        wrong = {load: coded.num_wrong() for load, coded in running.coded.items()} if running.is_complete else {}
+        num_wrong = sum(wrong.values())
+        if any(load.staged.code is not None for load in running.loads):
+            self._failures = 0 if running.is_complete and not num_wrong else self._failures + 1
+            if self.restores_code and self._failures >= _MOST_FAILURES:
+                self._restore_no_more()
         for load in running.loads:
-            coded = running.coded.get(load)
-            wrong = 0 if coded is None or not running.is_complete else coded.num_wrong()
-            load.on_end(running.is_complete and not wrong)
-            num_wrong += wrong
+            load.on_end(running.is_complete and not wrong.get(load))
         if not running.is_complete:
             metrics.MISSES.labels("load", "failed").inc()
         if num_wrong:
             metrics.MISSES.labels("load", "corrupt").inc()
             logger.error("kvfetch: %d cells did not decode on the GPU; the CPU will decode their segments", num_wrong)
         return not num_wrong
+
+    def _restore_no_more(self) -> None:
+        self.restores_code = False
+        metrics.LEFT_TO_CPU.labels("restore").set(1)
+        logger.error(
+            "kvfetch: %d loads in a row failed on the GPU: from now on the CPU decodes and restores, until a store is "
+            "attached again",
+            self._failures,
+        )
 
     # On the loading thread
 
@@ -568,7 +620,7 @@ class GpuLoader(Loader):
 
     def _open(self, load: Load, running: _Running) -> Callable[[int], Iterator[_WorksOfPart]]:
         """Return a function that yields the parts of a load that a layer needs beside those of layers before."""
-        memory, code = self._pinned(load.staged.memory), load.staged.code
+        memory, code = self._memory_of(load.staged.memory), load.staged.code
         if code is None:
             return partial(self._copy_values, load, memory)
         coded = CodedLoad(self._pages, self._device, self._copies, self._lane_bytes, code, memory, load.slots)
@@ -578,30 +630,14 @@ class GpuLoader(Loader):
                 launch(work)
         return coded.parts
 
-    def _pinned(self, memory: torch.Tensor) -> PinnedMemory:
-        """Return the shared memory of a load; another data plane, after one has ended, has memory of its own."""
-        found = self._memory_of(memory)
-        with self._lock:
-            index = self._memories.index(found)
-            former, self._memories = self._memories[:index], self._memories[index:]
-        if former:
-            self._device.mark(self._copies).synchronize()
-            for each in former:
-                each.unpin()
-        return found
-
     def _memory_of(self, whole: torch.Tensor) -> PinnedMemory:
-        """Return a data plane's shared memory. Of a new one, begin to pin what will be in use."""
-        with self._lock:
-            for memory in self._memories:
-                if memory.whole is whole:
-                    return memory
-            memory = PinnedMemory(self._device, whole)
-            self._memories.append(memory)
-        cache = whole.numel() - self._cache_bytes
-        first, kept = memory.pieces(0, min(_FIRST_BYTES, cache)), memory.pieces(cache, whole.numel())
-        self._pins.submit(self._pin_next, memory, itertools.chain(first, kept))
-        return memory
+        """Return a data plane's shared memory. That of one which has ended is not pinned any more."""
+        for memory in self._memories:
+            if memory.whole is whole:
+                return memory
+        former = PinnedMemory(self._device, whole)
+        former.close()
+        return former
 
     def _copy_values(self, load: Load, memory: PinnedMemory, layer: int) -> Iterator[_WorksOfPart]:
         for buffer, values in zip(self._pages.layer_buffers(layer), load.staged.values, strict=True):

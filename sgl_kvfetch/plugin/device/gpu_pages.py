@@ -14,9 +14,9 @@ the host, and a load that pins waits: 5 ms for a piece.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import CellPlace, CellValues, Device, Fence, Quantised, Quantiser, Stream, why_no_gpu
 from sgl_kvfetch.codec.quant.base import TransformInverse
 from sgl_kvfetch.codec.quant.klt import exact_bytes, scales_of
@@ -38,7 +39,7 @@ from sgl_kvfetch.plugin.device.pages import PageRun, ReadSidePage, SideBuffers, 
 from sgl_kvfetch.processes import use_one_thread
 from sgl_kvfetch.triton_kernels.klt_choice import choose_options
 from sgl_kvfetch.triton_kernels.quantise_klt import NOT_FINITE, KltCells, KltInput
-from sgl_kvfetch.triton_kernels.restore_klt import EXACT, OPTIONS, VECTORS, KltModel, KltShape, compile_klt, klt_shape
+from sgl_kvfetch.triton_kernels.restore_klt import EXACT, OPTIONS, KltModel, KltShape, klt_shape
 from sgl_kvfetch.triton_kernels.runtime import uploaded
 from sgl_kvfetch.types import TENSORS, TensorName
 
@@ -50,14 +51,15 @@ PIECE_BYTES = 64 << 20
 
 
 class PinnedMemory:
-    """Any thread may pin, one piece at a time. ``whole``: the shared memory of one data plane."""
+    """Any thread may pin, one piece at a time. ``whole``: the shared memory of one data plane. Copies of what is not
+    pinned, or is unpinned already, wait for the device."""
 
     def __init__(self, device: Device, whole: torch.Tensor) -> None:
         self._device = device
         self.whole = whole
         self._pinned: dict[int, torch.Tensor] = {}  # pieces, by number
-        self._is_refused = self._is_closed = False
-        self._lock = threading.Lock()
+        self._is_refused = self.is_closed = False
+        self._lock = threading.Lock()  # held while a piece is pinned, which takes milliseconds
 
     def copy_of(self, x: torch.Tensor, into: torch.Tensor) -> Callable[[], None]:
         """Pin ``x``, contiguous and in this memory. Return what launches its copy to ``into``, on the device. If it
@@ -70,35 +72,32 @@ class PinnedMemory:
     ) -> Callable[[], None]:
         """Do the same for ranges of this memory, int64 ``(ranges,)`` each, in one launch. ``into``: uint8; the ranges
         go to ``places``."""
-        which, begins, sizes = self._pinned_parts(begins, sizes)
+        which, begins, sizes, is_pinned = self._pinned_parts(begins, sizes)
         places = places[which[0]] + which[1]
-        return partial(
-            self._device.copy_ranges, into, places, self.whole, begins, sizes, is_pinned=not self._is_refused
-        )
+        return partial(self._device.copy_ranges, into, places, self.whole, begins, sizes, is_pinned=is_pinned)
 
     def copy_into(self, x: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
         """The same for a copy to ``x`` of ``source``, which is on the device."""
-        (_, offsets), begins, sizes = self._pinned_parts(*_range(x.data_ptr() - self.whole.data_ptr(), x.nbytes))
+        begin = x.data_ptr() - self.whole.data_ptr()
+        (_, offsets), begins, sizes, is_pinned = self._pinned_parts(*_range(begin, x.nbytes))
         source = source.view(-1).view(torch.uint8)
-        return partial(
-            self._device.copy_ranges, self.whole, begins, source, offsets, sizes, is_pinned=not self._is_refused
-        )
+        return partial(self._device.copy_ranges, self.whole, begins, source, offsets, sizes, is_pinned=is_pinned)
 
     def _pinned_parts(
         self, begins: np.ndarray, sizes: np.ndarray
-    ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray]:
+    ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray, bool]:
         """Pin ranges, and cut them where pieces end: a copy must not reach from one pinned range into another. Return
-        of which range each part is, and from which byte of it; where it begins, and its size."""
+        of which range each part is, and from which byte of it; where it begins, and its size; whether all are
+        pinned."""
         assert (sizes > 0).all(), "an empty range"
         first, last = begins // PIECE_BYTES, (begins + sizes - 1) // PIECE_BYTES
         counts = last - first + 1
         which = np.repeat(np.arange(len(begins)), counts)
         numbers = first[which] + np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
-        for number in dict.fromkeys(numbers.tolist()):
-            self.pin(number)
+        is_pinned = all([self.pin(number) for number in dict.fromkeys(numbers.tolist())])
         starts = np.maximum(begins[which], numbers * PIECE_BYTES)
         ends = np.minimum((begins + sizes)[which], (numbers + 1) * PIECE_BYTES)
-        return (which, starts - begins[which]), starts, ends - starts
+        return (which, starts - begins[which]), starts, ends - starts, is_pinned
 
     def pieces(self, begin: int, end: int) -> Sequence[int]:
         """Return the numbers of the pieces in which some bytes lie."""
@@ -110,11 +109,13 @@ class PinnedMemory:
         for number in sorted({number for begin, end in ranges for number in self.pieces(begin, end)}):
             self.pin(number)
 
-    def pin(self, number: int) -> None:
-        """Pin a piece, unless it is pinned or the memory is not used any more."""
+    def pin(self, number: int) -> bool:
+        """Pin a piece, unless it is pinned or the memory is not used any more. Return whether it is pinned."""
+        if number in self._pinned:  # a load does not wait for another piece
+            return True
         with self._lock:
-            if self._is_refused or self._is_closed or number in self._pinned:
-                return
+            if self._is_refused or self.is_closed or number in self._pinned:
+                return number in self._pinned
             piece = self.whole[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
             try:
                 self._device.pin(piece)
@@ -123,14 +124,18 @@ class PinnedMemory:
                 logger.warning("kvfetch: shared memory cannot be pinned, so copies to the GPU are slow: %s", error)
             else:
                 self._pinned[number] = piece
+            return number in self._pinned
+
+    def close(self) -> None:
+        """Pin no more."""
+        self.is_closed = True
 
     def unpin(self) -> None:
         """Unpin everything, and pin no more. Call this when no copy is under way."""
+        self.close()
         with self._lock:
-            self._is_closed = True
-            for piece in self._pinned.values():
-                self._device.unpin(piece)
-            self._pinned.clear()
+            while self._pinned:
+                self._device.unpin(self._pinned.popitem()[1])
 
 
 def copy(into: torch.Tensor, x: torch.Tensor) -> None:
@@ -338,6 +343,12 @@ class SlotReader:
         self._device, self._stream, self._pinned = device, stream, pinned
         self._buffers, self._dtype = buffers, dtype
 
+    def after(self, fences: list[Fence]) -> None:
+        """Let what is read from now on come after these points, and remove them from the list. Whoever reads calls
+        this then, and not when pages are handed over: reads of other pages, handed over before, would wait, too."""
+        while fences:
+            self._stream.wait_event(fences.pop())
+
     def read(self, tensor: TensorName, slots: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a copy of some slots, ``(tokens, layers, heads, dim)``. Waits for the device. ``slots``: int64 on the
         device, one after another."""
@@ -391,14 +402,17 @@ def _bring_side(buffers: SideBuffers, slots: torch.Tensor, which: slice, host: t
 
 
 class CudaRun(PageRun):
-    """A run of pages on a GPU. ``klt`` quantises them there, if the GPU can."""
+    """A run of pages on a GPU. ``klt`` quantises them there, if the GPU can. They are read after ``fences``."""
 
-    def __init__(self, reader: SlotReader, slots: torch.Tensor, page_size: int, klt: KltReads | None) -> None:
-        self._reader, self._slots, self._page_size, self._klt = reader, slots, page_size, klt
+    def __init__(
+        self, reader: SlotReader, slots: torch.Tensor, page_size: int, klt: KltReads | None, fences: list[Fence]
+    ) -> None:
+        self._reader, self._slots, self._page_size, self._klt, self._fences = reader, slots, page_size, klt, fences
         self.num_rows = () if klt is None else klt.num_rows
 
     def read(self, tensor: TensorName, pages: Sequence[int]) -> torch.Tensor:
         """Waits for the device."""
+        self._reader.after(self._fences)
         size = self._page_size
         runs = [self._slots[run.start * size : run.stop * size] for run, _ in consecutive_runs(pages)]
         rows = self._reader.read(tensor, runs)
@@ -411,6 +425,7 @@ class CudaRun(PageRun):
             return None
         slots = self._slots[pages.start * self._page_size : pages.stop * self._page_size]
         first_token = (first_page + pages.start) * self._page_size
+        self._reader.after(self._fences)
         try:
             return self._klt.quantise(slots, first_token, self._reader.read_all, memory, offset)
         except Exception as e:  # a compiler and a driver fail in many ways
@@ -420,16 +435,19 @@ class CudaRun(PageRun):
 
 class SideRun:
     """Pages of a side pool on a GPU. As many as fit into the read buffer are brought together: a window has many, of a
-    row in each of its layers. They are read in their order."""
+    row in each of its layers. They are read in their order, after ``fences``."""
 
-    def __init__(self, reader: SlotReader, buffers: SideBuffers, slots: torch.Tensor, most_bytes: int) -> None:
-        self._reader, self._buffers, self._slots = reader, buffers, slots
+    def __init__(
+        self, reader: SlotReader, buffers: SideBuffers, slots: torch.Tensor, most_bytes: int, fences: list[Fence]
+    ) -> None:
+        self._reader, self._buffers, self._slots, self._fences = reader, buffers, slots, fences
         self._at_once = max(1, most_bytes // buffers.page_bytes)
         self._pages, self._content = range(0), torch.empty(0, dtype=torch.uint8)  # that were brought last
 
     def read(self, page: int) -> torch.Tensor:
         """Return the bytes of a page, counted from the run's first. Waits for the device."""
         if page not in self._pages:
+            self._reader.after(self._fences)
             size = self._buffers.page_size
             slots = self._slots[page * size : (page + self._at_once) * size]
             self._pages = range(page, page + len(slots) // size)
@@ -441,7 +459,8 @@ MiB = 1 << 20
 
 READ_BUFFER_BYTES = 8 * MiB  # of pinned memory on the host, and as much on the device
 
-_TABLES = 64  # kept: of rotations, 512 KiB each for a span of 1024 tokens, and of pixels, a few KiB
+_TABLE_BYTES = 64 * MiB  # of tables that are kept: rotations, 512 KiB each for a span of 1024 tokens
+_TABLE_SHARE = 16  # or one part in so many of what is free on the device at the start, if that is less
 _ROTATED_SPANS = 32  # of which rotations are made at the start; each takes about a millisecond of a CPU
 _POLL_S = 0.001  # events have no wait with a deadline
 
@@ -468,6 +487,7 @@ class CudaPages(SlotPages):
         on the scheduler's own stream. Raises UnsupportedError as `SlotPages` does."""
         super().__init__(pool, page_size)
         self.device = device
+        self._free_bytes = device.free_bytes()  # before anything of ours
         self._forward_stream = forward_stream
         self._reads = device.new_stream()
         self._pool_streams = [self._reads]  # that use the pool
@@ -475,7 +495,9 @@ class CudaPages(SlotPages):
         self._reader = SlotReader(device, self._reads, self._read_buffer, self._buffers, self._dtype)
         self._uploads = device.new_stream()
         self._lock = threading.Lock()  # guards the inverses and the tables
-        self._tables: OrderedDict[tuple[Hashable, ...], torch.Tensor] = OrderedDict()
+        self._tables: dict[tuple[Hashable, ...], torch.Tensor] = {}
+        self._table_bytes, self._random = 0, random.Random(0)
+        self._most_table_bytes = min(_TABLE_BYTES, self._free_bytes // _TABLE_SHARE)
         self._inverses: dict[tuple[Quantiser, range, range], TransformInverse] = {}
         self._outputs_of: dict[tuple[range, range], CellOutputs] = {}
         self._models: dict[tuple[range, range], tuple[Quantiser, KltModel]] = {}
@@ -489,19 +511,17 @@ class CudaPages(SlotPages):
     # Ordering, on the scheduler's thread
 
     def open_reads(self, slots: torch.Tensor) -> CudaRun:
-        there = slots.to(torch.int64)
-        self._fence(self._reads, there)  # a forward pass under way may compute what will be read
-        return CudaRun(self._reader, there, self.geometry.page_size, self._klt_reads)
+        there = self._for_reads(slots)
+        return CudaRun(self._reader, there, self.geometry.page_size, self._klt_reads, self.fences())
 
     def open_side_reads(self, buffers: SideBuffers, slots: torch.Tensor) -> ReadSidePage:
-        there = slots.to(torch.int64)
-        self._fence(self._reads, there)
-        return SideRun(self._reader, buffers, there, self._read_buffer.num_bytes).read
+        there = self._for_reads(slots)
+        return SideRun(self._reader, buffers, there, self._read_buffer.num_bytes, self.fences()).read
 
-    def _fence(self, stream: Stream, slots: torch.Tensor) -> None:
-        for fence in self.fences():
-            stream.wait_event(fence)
-        self.device.used_on(slots, stream)
+    def _for_reads(self, slots: torch.Tensor) -> torch.Tensor:
+        there = slots.to(torch.int64)
+        self.device.used_on(there, self._reads)
+        return there
 
     def new_stream(self) -> Stream:
         """Return a stream for work on the pool beside the forward pass, such as a load."""
@@ -534,6 +554,7 @@ class CudaPages(SlotPages):
         return [self._buffers[tensor][layer] for tensor in TENSORS]
 
     def prepare(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:
+        """Do as `SlotPages.prepare` says. Cells of a kind that is new are restored once, and compared with the CPU."""
         self.quantiser = quantiser
         if not quantiser.gpu_restores:
             return
@@ -543,23 +564,21 @@ class CudaPages(SlotPages):
             self._inverse(quantiser, place)
         if inverse.rotations is not None:
             num_tokens = len(first.tokens)
-            for token in range(0, _ROTATED_SPANS * num_tokens, num_tokens):
+            span = self.rotations_of(inverse.rotations, range(num_tokens))
+            num_spans = min(_ROTATED_SPANS, self._most_table_bytes // span.nbytes)
+            for token in range(num_tokens, num_spans * num_tokens, num_tokens):
                 self.rotations_of(inverse.rotations, range(token, token + num_tokens))
         model = self.klt_model(quantiser, first, range(len(first.layers)), range(len(first.heads)))
-        with self.device.launching(self._uploads) as launch:
-            kind = model.shape, model.dtype
-            if kind not in self._compiled:
-                self._compiled.add(kind)
-                launch(partial(self._compile, *kind, model.num_coefficients))
+        kind = model.shape, model.dtype, model.num_coefficients
+        if kind not in self._compiled:
+            self.device.launch(self._uploads, partial(self._compile, *kind))
+            self.device.mark(self._uploads).synchronize()
+            self._compiled.add(kind)
 
     def _compile(self, shape: KltShape, dtype: torch.dtype, coefficients: int) -> None:
-        device = self.device.torch_device
-        if device.type == "cuda":
-            self.klt_options, about = choose_options(shape, dtype, coefficients, device)
+        if self.device.torch_device.type == "cuda":
+            self.klt_options, about = choose_options(shape, dtype, coefficients, self.device.torch_device)
             logger.info("kvfetch: %s", about)
-        no_slots = torch.empty(0, dtype=torch.int64, device=device)
-        for vector in VECTORS:
-            compile_klt(shape, dtype, vector, self.klt_options, no_slots)
 
     def _inverse(self, quantiser: Quantiser, place: CellPlace) -> TransformInverse:
         """Return the inverse of a cell's quantiser. Its tensors stay on the device, for later cells."""
@@ -594,14 +613,22 @@ class CudaPages(SlotPages):
         return KltModel(shape, inverse.matrix.contiguous(), inverse.mean, scales, k, v, inverse.turns)
 
     def resident(self, function: Callable[..., torch.Tensor], *args: Hashable) -> torch.Tensor:
-        """Return ``function(*args)`` on the device, which keeps the latest such tables for later cells."""
+        """Return ``function(*args)`` on the device, which keeps such tables for later cells, as far as there is room.
+
+        The cells of a prompt ask for their tables in one order. If these have no room together, the one that was not
+        used for longest is always the next one that is asked for. So a random one goes.
+        """
         with self._lock:
-            table = self._tables.pop((function, *args), None)
-            if table is None:
-                table = self.device.upload(function(*args), self._uploads)
-            self._tables[function, *args] = table
-            if len(self._tables) > _TABLES:
-                self._tables.popitem(last=False)
+            found = self._tables.get((function, *args))
+            if found is not None:
+                return found
+            table: torch.Tensor = self.device.upload(function(*args), self._uploads)
+            room = self._most_table_bytes - table.nbytes
+            while self._tables and self._table_bytes > room >= 0:
+                self._table_bytes -= self._tables.pop(self._random.choice([*self._tables])).nbytes
+            if room >= 0:
+                self._tables[function, *args] = table
+                self._table_bytes += table.nbytes
         return table
 
     def rotations_of(self, rotations: Rotations, tokens: range) -> torch.Tensor:
@@ -636,6 +663,26 @@ class CudaPages(SlotPages):
             cells.append(PoolCell(place, layers, heads, self._outputs(layers, heads)))
         self._klt_reads, result = open_klt_reads(self.device, self._reads, quantiser, cells)
         logger.info("kvfetch: %s", result)
+        metrics.LEFT_TO_CPU.labels("quantise").set(self._klt_reads is None and not why_no_gpu())
+
+    def log_memory(self) -> None:
+        used = self._free_bytes - self.device.free_bytes()
+        rotations = self._most_table_bytes - self._table_bytes
+        logger.info(
+            "kvfetch uses %.0f MiB of the GPU beside the KV pool, and up to %.0f MiB more for rotations of long "
+            "prompts, which --mem-fraction-static does not count: %.0f MiB were free before",
+            *(num_bytes / MiB for num_bytes in (used, rotations, self._free_bytes)),
+        )
+
+    def release(self) -> None:
+        if self._klt_reads is not None:
+            self._klt_reads.close()
+        self._klt_reads = None
+        with self._lock:
+            self._inverses.clear()
+            self._tables.clear()
+            self._table_bytes = 0
+        self._models.clear()
 
 
 def _steps(step: float) -> torch.Tensor:

@@ -57,6 +57,7 @@ class _Parts:
     board: Board
     prefixes: Prefixes
     extra_config: str | None
+    cache_bytes: int  # of the data plane's memory, for prompts that are kept
 
 
 class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
@@ -137,10 +138,13 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
             self._loader.prepare,
         )
         # Of `klt` alone, a GPU takes what is kept.
-        self._loader.attach(plane.memory, config.memory_cache * (config.quantiser_name == "klt"))
+        cache_bytes = config.memory_cache * (config.quantiser_name == "klt")
+        self._loader.restores_code = True
+        self._loader.attach(plane.memory, cache_bytes)
         self._offloads.connect(plane, access)
-        self._parts = _Parts(access, plane, board, prefixes, extra_config)
+        self._parts = _Parts(access, plane, board, prefixes, extra_config, cache_bytes)
         weight_updates.register_access(access, config.model_id)
+        self._pages.log_memory()
         logger.info("kvfetch runs in device mode, through SGLang's linker")
 
     def attach(self, backend: str, extra_config: str | None, policies: Sequence[str | None]) -> tuple[bool, str]:
@@ -170,6 +174,8 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         self._changed += parts.prefixes.take_changed()
         self._offloads.disconnect()
         weight_updates.forget_access(parts.access)
+        self._loader.detach()
+        self._pages.release()
         try:
             parts.plane.close()
         except Exception:  # go on: it holds nothing of the tree, and the other ranks have detached
@@ -248,9 +254,11 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         """Process what has ended since the last step, and begin what can begin. ``tree``: SGLang's radix cache.
         ``wanted_tokens`` returns how many tokens of the pool are wanted for the next request. Return the requests that
         must arrive again."""
+        self._loader.resume()
         if self._parts is None:
             return []
         prefixes = self._parts.prefixes
+        self._loader.attach(self._parts.plane.memory, self._parts.cache_bytes)  # of another one, if that has ended
         self._offloads.step(tree, lambda: math.inf if prefixes.has_held else wanted_tokens())
         return prefixes.step()
 
@@ -285,7 +293,7 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         assert first_page is not None
         assert prefix.work is not None
         assert prefix.staged is not None
-        on_end = partial(_unstage, parts.plane, prefix.work)
+        on_end = partial(self._unstage, parts.plane, prefix.work)
         num_pages, size = len(transfer.keys), self._pages.geometry.page_size
         staged = prefix.staged.of_pages(range(first_page, first_page + num_pages), size)
         side_transfers = _sides(transfers)
@@ -298,6 +306,9 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
         self._offloads.loaded(side_transfers)
         self._loads[rid] = prefix, Load(staged, transfer.device_indices, on_end, sides)
         return True
+
+    def _unstage(self, plane: DataPlane, work: int, is_sound: bool) -> None:
+        plane.unstage(work, is_sound=is_sound, takes_code=self._loader.restores_code)
 
     def cancel_queued_load(self, rid: str) -> bool:
         queued = self._loads.pop(rid, None)
@@ -348,6 +359,11 @@ class KVFetchLinker(UnifiedCacheLinker, HookedLinker):  # type: ignore[misc]
                 "ended; it seems to hang"
             )
 
+    def leave_gpu(self) -> None:
+        """End all work on the GPU, and begin none before the next step. Raises KVFetchError as `stop_using_pool`."""
+        self._loader.pause()
+        self.stop_using_pool()
+
     def reset(self) -> None:
         if self._parts is not None:
             self._parts.prefixes.drop_all()
@@ -387,10 +403,6 @@ def _open_loader(pages: SlotPages, pools: EnginePools) -> Loader:
 
     assert isinstance(pages, CudaPages)
     return GpuLoader(pages, pools)
-
-
-def _unstage(plane: DataPlane, work: int, is_sound: bool) -> None:
-    plane.unstage(work, is_sound=is_sound)
 
 
 def _kv(transfers: list[PoolTransfer]) -> Any:

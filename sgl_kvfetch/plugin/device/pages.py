@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import CellPlace, Device, Quantiser
+from sgl_kvfetch.codec import CellPlace, Device, Quantiser, why_no_gpu
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane import StagedValues, consecutive_runs
 from sgl_kvfetch.plugin.host.side_pools import PACKED, SidePools, trailing_pages
@@ -97,6 +97,12 @@ class SlotPages(ABC):
 
     def prepare_writes(self, quantiser: Quantiser, places: Iterable[CellPlace]) -> None:  # noqa: B027, for GPUs
         """The same for `PageRun.quantise`."""
+
+    def log_memory(self) -> None:  # noqa: B027, for GPUs
+        """Log how much of the device's memory is in use beside SGLang's."""
+
+    def release(self) -> None:  # noqa: B027, for GPUs
+        """Free what `prepare` and `prepare_writes` have allocated. Call this when nothing is read any more."""
 
     @abstractmethod
     def open_reads(self, slots: torch.Tensor) -> PageRun:
@@ -174,6 +180,9 @@ def open_gpu(pool: Any) -> tuple[Device, bool] | None:
     gpu = Device(_kv_buffers(pool)["k"][0].device)  # with its index
     decodes_ans, about = try_gpu_ans(gpu)
     logger.info("kvfetch: %s", about)
+    metrics.LEFT_TO_CPU.labels("decode").set(not decodes_ans and not why_no_gpu())
+    if why := gpu.why_no_batches():
+        logger.warning("kvfetch: ranges are copied one by one: %s", why)
     return gpu, decodes_ans
 
 
@@ -480,14 +489,24 @@ class Load:
 
 class Loader(ABC):
     """Loads a batch's prefixes into the pool. ``counter``: SGLang's ``LayerWiseLoadCounter``, which the forward pass
-    waits on."""
+    waits on. ``restores_code``: false once it has failed to restore coded cells, in a way that does not pass."""
 
     counter: Any
+    restores_code = True
 
     @abstractmethod
     def attach(self, memory: torch.Tensor, cache_bytes: int) -> None:
-        """Get the shared memory of a data plane ready. ``cache_bytes``: at its end, in which prompts are kept. Never
-        waits."""
+        """Get the shared memory of a data plane ready, unless it is. That of a former one is left. ``cache_bytes``: at
+        its end, in which prompts are kept. Never waits."""
+
+    def detach(self) -> None:  # noqa: B027, for GPUs
+        """Leave the shared memory, as soon as no load reads it. Never waits."""
+
+    def pause(self) -> None:  # noqa: B027, for GPUs
+        """Wait until nothing is launched or pinned any more, and pin nothing until `resume`."""
+
+    def resume(self) -> None:  # noqa: B027, for GPUs
+        """Go on after `pause`."""
 
     @abstractmethod
     def prepare(self, staged: StagedValues) -> None:

@@ -66,13 +66,25 @@ def test_pages_are_read_after_they_are_computed() -> None:
         device = FakeDevice(seed)
         pages = make_pages(device, read_buffer_bytes=4096)  # several pieces
         device.forward_pass(lambda: set_slots(pages, PLACES, 3.0))  # of a chunked prefill; SGLang does not wait for it
-        with nullcontext() if fences else patch.object(pages, "_fence"):
+        with nullcontext() if fences else patch.object(pages, "fences", return_value=[]):
             opened = pages.open_reads(slots_of(PLACES))
         read = [opened.read(tensor, range(len(PLACES))) for tensor in TENSORS]
         assert [values.shape for values in read] == [(8, 4, 4, 2, 48), (8, 4, 4, 2, 64)]
         return all(bool((values == 3.0).all()) for values in read)
 
     assert always_and_without(is_right) == (True, False)
+
+
+def test_pages_do_not_wait_for_the_pass_behind_which_others_are_handed_over() -> None:
+    """A chunked prompt hands pages over in each pass, and the next pass is launched before they are read."""
+    device = FakeDevice()
+    pages = make_pages(device)
+    device.forward_pass(lambda: set_slots(pages, PLACES, 3.0))
+    first = pages.open_reads(slots_of(PLACES))
+    device.run()
+    device.forward.wait_event(FakeEvent(device))  # the next pass, whose end never comes
+    pages.open_reads(slots_of(PLACES))
+    assert all(bool((first.read(tensor, range(len(PLACES))) == 3.0).all()) for tensor in TENSORS)
 
 
 def test_writing_to_the_store_does_not_hold_up_loads() -> None:
@@ -83,7 +95,7 @@ def test_writing_to_the_store_does_not_hold_up_loads() -> None:
     for fence in pages.fences():
         stream.wait_event(fence)
     device.forward.wait_event(FakeEvent(device))  # its end never comes
-    pages.open_reads(slots_of(PLACES))
+    pages._reader.after(pages.fences())
     device.launch(stream, lambda: set_slots(pages, PLACES, 5.0))
     assert slots.tolist() == slots_of(PLACES).tolist()
     device.run(lambda: is_set(pages, PLACES, 5.0))
@@ -96,7 +108,7 @@ def test_the_memory_goes_only_when_the_device_has_ended_all_loads_and_reads() ->
     forward_is_over = FakeEvent(device)
     device.forward.wait_event(forward_is_over)
     load(pages, slots_of(PLACES), pages.new_stream(), 5.0)
-    pages.open_reads(slots_of(PLACES))
+    pages._reader.after(pages.fences())
     assert not pages.wait_until_unused(0.01)
     held: list[bool] = []
 
@@ -113,7 +125,6 @@ def test_the_memory_goes_only_when_the_device_has_ended_all_loads_and_reads() ->
             break
         device.run()
     assert held == [True]
-    pages.open_reads(slots_of(PLACES))
     device.forward.wait_event(FakeEvent(device))  # its end never comes
-    pages.open_reads(slots_of(PLACES))
+    pages._reader.after(pages.fences())
     assert not pages.wait_until_unused(0.01)

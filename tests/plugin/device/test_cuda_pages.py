@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
+from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.container.segment import SegmentSpec
 from sgl_kvfetch.codec.cuda_streams import Device, Stream
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plane.protocol import Start
 from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker, pages as pages_module
 from sgl_kvfetch.plugin.device.gpu_pages import CudaPages
@@ -75,18 +78,50 @@ def test_latent_vectors_are_read() -> None:
 
 
 def test_tables_are_uploaded_once() -> None:
-    """A rotation serves all cells of its span. The table that was not used for longest goes."""
+    """A rotation serves all cells of its span. Beyond the room for them a random one goes, so that some are still there
+    when a longer prompt asks for all of its own again, in their order."""
     device = FakeDevice()
     pages, calls = make_pages(device), []
+    pages._most_table_bytes = 64 << 10
 
-    def table(number: int) -> torch.Tensor:
+    def table(number: int, num_kib: int = 1) -> torch.Tensor:
         calls.append(number)
-        return torch.tensor([number])
+        return torch.full((num_kib << 7,), number)
 
-    found = [int(pages.resident(table, number)) for number in (1, 2, 1, *range(3, 66), 1, 2)]
-    assert found == [1, 2, 1, *range(3, 66), 1, 2]
-    assert calls == [1, 2, *range(3, 66), 2]
-    assert len(pages._tables) == 64
+    def ask(numbers: Iterable[int]) -> int:
+        calls.clear()
+        assert all(int(pages.resident(table, number)[0]) == number for number in numbers)
+        return len(calls)
+
+    assert [ask(range(64)) for _ in range(2)] == [64, 0]
+    assert ask(range(96)) == 32
+    assert all(0 < ask(range(96)) < 96 for _ in range(3))
+    assert pages._table_bytes == sum(x.nbytes for x in pages._tables.values()) == 64 << 10
+    assert len(pages.resident(table, 100, 65)) == 65 << 7  # never kept
+    assert pages._table_bytes == 64 << 10
+
+
+def test_what_is_kept_of_rotations_fits_the_device() -> None:
+    """A profile's rotations may be many, and tables are made before the first request."""
+    device = FakeDevice()
+    device.num_free_bytes = 16 * (200 << 10)
+    pages = make_pages(device, WIDE)
+    quantiser = make_klt()
+    places = starting._cell_places(SegmentSpec(make_heads(WIDE, quantiser), quantiser, "zstd", "240p", 64))
+    pages.prepare(quantiser, places)
+    assert 0 < pages._table_bytes <= 200 << 10
+    pages.release()
+    assert not pages._tables and not pages._inverses and not pages._models  # noqa: PT018
+
+
+def test_the_log_says_how_much_of_the_gpus_memory_is_ours(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    device = FakeDevice()
+    pages = make_pages(device)
+    device.num_free_bytes -= 300 << 20
+    pages.log_memory()
+    assert "uses 300 MiB of the GPU beside the KV pool, and up to 32 MiB more" in caplog.text
+    assert "--mem-fraction-static does not count: 512 MiB were free before" in caplog.text
 
 
 def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -104,18 +139,34 @@ def test_kernels_are_compiled_before_the_data_plane_starts(monkeypatch: pytest.M
     assert all(bool(buffer.isnan().all()) for buffer in (*memory(pages)["k"], *memory(pages)["v"]))
 
 
-def test_a_failure_to_compile_is_only_logged(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fault", ["a kernel", "no memory"])
+def test_without_its_kernels_the_gpu_gets_values(
+    fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    quantiser = make_klt()
+    """The data plane is told before it starts. Another attempt may succeed."""
+    quantiser, errors = make_klt(), [RuntimeError("PassManager::run failed"), torch.OutOfMemoryError("none left")]
+
+    def fail(*_: object) -> None:
+        if errors:
+            raise errors.pop(0 if fault == "a kernel" else -1)
+
     pages = make_pages(FakeDevice(), WIDE)
-    monkeypatch.setattr(CudaPages, "klt_model", lambda *_: 1 / 0)
-    started: list[object] = []
-    monkeypatch.setattr(starting, "DataPlane", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(CudaPages, "_compile" if fault == "a kernel" else "rotations_of", fail)
+    started: list[Start] = []
+    monkeypatch.setattr(starting, "DataPlane", lambda start, *_: started.append(start))
     config = parse_config({"store": f"file://{tmp_path}", "mode": "read_only"})
-    starting.Opening(make_heads(WIDE, quantiser), 0, pages, None, takes_code=True).open(config, quantiser)
-    assert "the restore kernels were not compiled at the start" in caplog.text
-    assert started
+    opening = starting.Opening(make_heads(WIDE, quantiser), 0, pages, None, takes_code=True)
+    opening.open(config, quantiser)
+    assert [start.takes_code for start in started] == [False]
+    assert "klt is decoded and restored on the CPU: " in caplog.text
+    assert metrics.LEFT_TO_CPU.labels("restore")._value.get() == 1
+    assert not pages._inverses  # memory may be short
+    errors.clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(starting, "DataPlane", lambda start, *_: started.append(start))
+    opening.open(config, quantiser)
+    assert [start.takes_code for start in started] == [False, True]
+    assert metrics.LEFT_TO_CPU.labels("restore")._value.get() == 0
 
 
 @pytest.mark.gpu

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_model
-from harness.waiting import wait_until
+from harness.waiting import WAIT_S, wait_until
+from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import Stream
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.objects import MAX_CHUNK_BYTES
@@ -475,10 +476,15 @@ class WatchedDevice(FakeDevice):
     def __init__(self) -> None:
         super().__init__()
         self.pinning: list[str] = []
+        self.unpinning: list[str] = []
 
     def pin(self, memory: torch.Tensor) -> None:
         self.pinning.append(threading.current_thread().name)
         super().pin(memory)
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        self.unpinning.append(threading.current_thread().name)
+        super().unpin(memory)
 
     @property
     def num_pinned_bytes(self) -> int:
@@ -509,7 +515,7 @@ def test_a_staged_prompt_is_pinned_before_its_load(
 def test_memory_that_will_be_in_use_is_pinned_from_the_start(
     make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And that of a data plane which has ended is not pinned any more, once the next one's is loaded from."""
+    """And is not pinned any more after a detach, before anything else comes. A load never unpins."""
     monkeypatch.setattr(gpu_pages, "PIECE_BYTES", 4 << 10)
     monkeypatch.setattr(gpu_loads, "_FIRST_BYTES", 8 << 10)
     make(quantiser=quantiser, codec="ans", num_layers=LAYERS).stored(prompt(0))
@@ -518,13 +524,147 @@ def test_memory_that_will_be_in_use_is_pinned_from_the_start(
     rig = make(**config, gpu=gpu, memory_cache="64KiB")
     wait_until(lambda: gpu.num_pinned_bytes >= 72 << 10)
     assert gpu.num_pinned_bytes <= 80 << 10
-    former = {memory.data_ptr() for memory in gpu.pinned_memory}
     rig.linker.detach()
+    loader = rig.linker._loader
+    assert isinstance(loader, GpuLoader)
+    loader._pins.submit(int).result()  # all that was asked for is done
+    assert not gpu.pinned_memory
     rig.linker.connect(rig.extra_config)
     loaded(rig, prompt(0))
-    assert not former & {memory.data_ptr() for memory in gpu.pinned_memory}
     rig.linker.close()
     assert not gpu.pinned_memory
+    assert {name.rpartition("_")[0] for name in gpu.unpinning} == {"kvfetch-pin"}
+
+
+class StrictDevice(FakeDevice):
+    """Refuses to copy ranges as pinned that are not."""
+
+    def copy_ranges(
+        self, into: torch.Tensor, places: Any, source: torch.Tensor, begins: Any, sizes: Any, *, is_pinned: bool = True
+    ) -> None:
+        pinned = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in self.pinned_memory]
+        for begin, size in zip((source.data_ptr() + begins).tolist(), sizes.tolist(), strict=True):
+            assert not is_pinned or any(x <= begin and begin + size <= y for x, y in pinned), "it is not pinned"
+        super().copy_ranges(into, places, source, begins, sizes, is_pinned=is_pinned)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_batch_may_have_prompts_of_a_data_plane_that_has_died(
+    is_first: bool, make: MakeRig, quantiser: KltQuantiser
+) -> None:
+    """Its memory is unpinned when no load reads it. A load that comes later copies from it as from any memory."""
+    cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
+    for seed in range(3):
+        cpu.stored(prompt(seed))
+    gpu = StrictDevice()
+    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
+    ours, later = rig.arrive_staged(prompt(0)), rig.arrive_staged(prompt(2))
+    former = rig.parts.plane.memory
+    rig.parts.plane._run.running.kill()
+    rig.settle(lambda: rig.parts.plane.memory is not former)
+    theirs = rig.arrive_staged(prompt(1))
+    assert rig.admit(*((ours, theirs) if is_first else (theirs, ours))) == [32, 32]
+    loader = rig.linker._loader
+    assert isinstance(loader, GpuLoader)
+    assert [memory.whole is rig.parts.plane.memory for memory in loader._memories] == [True]
+    assert rig.admit(later) == [32]
+    gpu.run()
+    assert {request.discard_output_reason for request in (ours, theirs, later)} == {None}
+    rig.assert_nothing_held()
+
+
+def test_nothing_is_pinned_while_sglang_captures_graphs(
+    make: MakeRig, quantiser: KltQuantiser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinning goes on with the next step."""
+    monkeypatch.setattr(gpu_pages, "PIECE_BYTES", 192)
+    monkeypatch.setattr(gpu_loads, "_FIRST_BYTES", 0)
+    tokens, gpu = prompt(0), WatchedDevice()
+    make(quantiser=quantiser, codec="ans", num_layers=LAYERS).stored(tokens)
+    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=gpu, mode="read_only")
+    loader = rig.linker._loader
+    assert isinstance(loader, GpuLoader)
+    rig.arrive_staged(tokens)
+    monkeypatch.setattr(rig.linker._pages, "wait_until_unused", lambda timeout_s: True)  # nothing runs on the fake
+    rig.linker.leave_gpu()
+    num_pinned = len(gpu.pinning)
+    pinned = loader._pins.submit(loader._memories[0].pin, 0)
+    assert not pinned.done()
+    assert len(gpu.pinning) == num_pinned
+    rig.step()
+    assert pinned.result()
+
+
+def test_a_load_does_not_wait_while_other_memory_is_pinned() -> None:
+    pinning, may_end = threading.Event(), threading.Event()
+
+    class SlowDevice(FakeDevice):
+        def pin(self, memory: torch.Tensor) -> None:
+            if memory.data_ptr() != whole.data_ptr():
+                pinning.set()
+                assert may_end.wait(WAIT_S)
+            super().pin(memory)
+
+    whole = torch.zeros(2 * gpu_pages.PIECE_BYTES, dtype=torch.uint8)
+    memory = gpu_pages.PinnedMemory(SlowDevice(), whole)
+    into = torch.empty(64, dtype=torch.uint8)
+    memory.copy_of(whole[:64], into)
+    thread = threading.Thread(target=memory.pin, args=(1,))
+    thread.start()
+    assert pinning.wait(WAIT_S)
+    memory.copy_of(whole[64:128], into)  # of the first piece, too
+    assert thread.is_alive()
+    may_end.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("fault", ["no launch", "wrong integers"])
+def test_after_two_loads_in_a_row_have_failed_prompts_come_as_values(
+    fault: str,
+    make: MakeRig,
+    quantiser: KltQuantiser,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also from a data plane that follows this one, until a store is attached again."""
+    cpu = make(quantiser=quantiser, codec="ans", num_layers=LAYERS)
+    for seed in range(5):
+        cpu.stored(prompt(seed))
+    rig = make(quantiser=quantiser, codec="ans", num_layers=LAYERS, gpu=FakeDevice(), mode="read_only")
+
+    def decode(data: torch.Tensor, table: torch.Tensor, num_energies: int, out: torch.Tensor, *args: Any) -> None:
+        ans_decode_table(data, table, num_energies, out, *args)
+        out[0] ^= 1
+
+    def refuse(*args: Any) -> Any:
+        raise RuntimeError("PassManager::run failed")
+
+    def is_aborted(seed: int) -> bool:
+        request = rig.arrive_staged(prompt(seed))
+        assert rig.admit(request) == [32]
+        rig.hear_plane()
+        return request.discard_output_reason is not None
+
+    faults: dict[str, tuple[Any, str, Any]] = {
+        "no launch": (gpu_loads.CodedLoad, "_works", refuse),
+        "wrong integers": (gpu_loads, "ans_decode_table", decode),
+    }
+    place, name, broken = faults[fault]
+    right = getattr(place, name)
+    monkeypatch.setattr(place, name, broken)
+    assert is_aborted(0)
+    monkeypatch.setattr(place, name, right)
+    assert not is_aborted(1)  # one fault is no reason
+    monkeypatch.setattr(place, name, broken)
+    assert [is_aborted(seed) for seed in (2, 3, 4)] == [True, True, False]
+    assert "2 loads in a row failed on the GPU: from now on the CPU decodes and restores" in caplog.text
+    assert metrics.LEFT_TO_CPU.labels("restore")._value.get() == 1
+    assert not rig.parts.plane._start.takes_code
+    monkeypatch.setattr(place, name, right)
+    rig.linker.detach()
+    rig.linker.connect(rig.extra_config)
+    assert metrics.LEFT_TO_CPU.labels("restore")._value.get() == 0
+    assert rig.linker._loader.restores_code
 
 
 def test_values_of_other_quantisers_are_copied_layer_by_layer(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
