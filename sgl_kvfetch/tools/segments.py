@@ -162,11 +162,12 @@ def move(
 ) -> None:
     """Move all segments of a store, or of a part of it, to another store.
 
-    Each segment is written, read back and compared before it is deleted at the source; so is one that the target has
-    already. If the command is interrupted, run it again: it moves the segments that are left. Servers may use both
-    stores meanwhile. Manifests stay as they are, with their signatures. Profiles move with a whole store, and the
-    newest stays the newest; for those of a part, there is kvfetch profile. Pins are not moved. The token is for both
-    stores. The exit code is 1 if some segments could not be moved: they stay; or if nothing is stored of the model.
+    Each segment is written, read back and compared; so is one that the target has already. In the end, those that the
+    target still has are deleted at the source. If the command is interrupted, run it again: it moves the segments that
+    are left. Servers may use both stores meanwhile. Manifests stay as they are, with their signatures. Profiles move
+    with a whole store, and the newest stays the newest; for those of a part, there is kvfetch profile. Pins are not
+    moved. The token is for both stores. The exit code is 1 if some segments could not be moved: they stay; or if
+    nothing is stored of the model.
 
     Examples:
 
@@ -233,7 +234,7 @@ async def select_segments(part: StorePart, model: str | None) -> list[StoredSegm
 
 async def move_segments(
     source: AdminStore,
-    target: Store,
+    target: AdminStore,
     segments: list[StoredSegment],
     copy: bool,
     dry_run: bool,
@@ -241,14 +242,16 @@ async def move_segments(
 ) -> MoveSummary:
     """Move segments, and call ``done`` after each. Note failures of single segments.
 
-    What fails is tried again alone: a small target may lack room for several segments without their manifests. Raises
-    StoreError if a whole store fails.
+    What fails is tried again alone: a small target may lack room for several segments without their manifests. In the
+    end, the target is listed: it may have evicted some for others, which then stay at the source. Raises StoreError if
+    a whole store fails.
     """
     moved = MoveSummary()
     failed: list[StoredSegment] = []
+    copied: list[tuple[StoredSegment, Sequence[str], bool]] = []  # with names of data, and whether it was there
 
     async def move_one(segment: StoredSegment) -> None:
-        """Copy a segment, data before manifest, and delete it at the source if it moves."""
+        """Copy a segment, data before manifest."""
         name = segment.key.manifest_name
         moved.failures.pop(name, None)
         try:
@@ -263,12 +266,7 @@ async def move_segments(
                 sizes = [await _copy(source, target, each) for each in names]
                 await target.put(name, manifest)
                 moved.num_bytes += sum(sizes) + len(manifest)
-            if not (copy or dry_run):
-                await source.delete(name)
-                for each in sorted({*names, *segment.data}):
-                    await source.delete(each)
-            moved.num_moved += 1
-            moved.num_there += was_there
+            copied.append((segment, names, was_there))
         except KVFetchError as e:
             if not e.concerns_object:
                 raise
@@ -282,6 +280,22 @@ async def move_segments(
     await side_by_side(_AT_ONCE, segments, move_and_tell)
     for segment in tuple(failed):
         await move_one(segment)
+    folders = sorted({segment.key.namespace for segment, *_ in copied})
+    there = {info.name for folder in folders if not dry_run async for info in target.list(f"{folder}/")}
+
+    async def finish(each: tuple[StoredSegment, Sequence[str], bool]) -> None:
+        """Count a segment that is at the target now, and delete it at the source if it moves."""
+        segment, names, was_there = each
+        if not dry_run and segment.key.manifest_name not in there:
+            moved.failures[segment.key.manifest_name] = "the target has evicted it for others: it is too small"
+            return
+        if not (copy or dry_run):
+            for name in (segment.key.manifest_name, *sorted({*names, *segment.data})):
+                await source.delete(name)
+        moved.num_moved += 1
+        moved.num_there += was_there
+
+    await side_by_side(_AT_ONCE, copied, finish)
     return moved
 
 

@@ -38,7 +38,7 @@ from tests.plane.fetch.test_levels import values_at
 pytestmark = pytest.mark.process
 
 SIGNS, ENCRYPTS = ManifestKeys([b"k" * 32]), EncryptionKeys({"name": bytes(32)})
-ROOM = 6  # segments that the store has room for, with all levels
+ROOM = 12  # segments that the store has room for, with all levels
 
 
 @dataclass(frozen=True)
