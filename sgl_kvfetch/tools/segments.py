@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -36,8 +35,11 @@ from sgl_kvfetch.tools.terminal import (
     IndexedAccess,
     PartArgument,
     StoreAccess,
+    YesOption,
+    ask_to_delete,
     format_size,
     json_flag,
+    kept_line,
     make_progress,
     option,
     show,
@@ -60,6 +62,7 @@ class ClearSummary(Struct):
     num_orphans: int  # data objects without a manifest
     orphan_bytes: int
     num_objects: int | None = None  # deleted; None in a dry run
+    are_kept: bool = False  # the bytes: the bucket has versions
     failures: dict[str, str] = {}  # by the object's name
 
 
@@ -70,6 +73,7 @@ class MoveSummary(Struct):
     num_there: int = 0  # of these, the target had them already
     num_bytes: int = 0  # written to the target
     num_profiles: int = 0
+    are_kept: bool = False  # the bytes at the source: the bucket has versions
     failures: dict[str, str] = {}  # by the manifest's name
 
 
@@ -82,7 +86,7 @@ def clear(
     ] = None,
     pinned: Annotated[bool, option(None, "Delete pinned segments, too.", "--pinned")] = False,
     dry_run: DryRunOption = False,
-    yes: Annotated[bool, option(None, "Do not ask.", "--yes", "-y")] = False,
+    yes: YesOption = False,
     as_json: Annotated[bool, json_flag(ClearSummary)] = False,
 ) -> None:
     """Delete all segments of a store, or of a part of it.
@@ -119,18 +123,19 @@ def clear(
         if dry_run:
             return cleared
         if not yes:
-            if not sys.stdin.isatty():
-                raise ConfigError("nobody can be asked here: add --yes to delete them")
-            typer.confirm("Delete them?", abort=True, err=as_json)
+            ask_to_delete(err=as_json)
         if model is None and age_s is None and not cleared.num_pinned:
             swept = Swept(await opened.delete_prefix(part.prefix))  # a few requests, whatever the number of segments
         else:
             swept = await sweep_segments(opened, free, grace_s=0)
         cleared.num_objects, cleared.failures = swept.num_objects, swept.failures
+        cleared.are_kept = opened.keeps_deleted
         return cleared
 
     cleared = run_on_part(store, access, select_and_delete)
     deleted = [] if cleared.num_objects is None else [f"{cleared.num_objects} objects deleted"]
+    if cleared.are_kept:
+        deleted.append(kept_line(cleared.num_bytes + cleared.orphan_bytes))
     show(cleared, as_json, deleted, cleared.failures)
 
 
@@ -210,7 +215,7 @@ def move(
         f"{moved.num_moved} segments {verb}, {moved.num_there} of them {there} there already; "
         f"{format_size(moved.num_bytes)} {written}, {len(moved.failures)} failed{profiles}"
     )
-    show(moved, as_json, [total], moved.failures)
+    show(moved, as_json, [total, *([kept_line()] if moved.are_kept else [])], moved.failures)
 
 
 async def select_segments(part: StorePart, model: str | None) -> list[StoredSegment]:
@@ -296,6 +301,7 @@ async def move_segments(
         moved.num_there += was_there
 
     await side_by_side(_AT_ONCE, copied, finish)
+    moved.are_kept = source.keeps_deleted and not (copy or dry_run)
     return moved
 
 
