@@ -213,7 +213,7 @@ def _measure_coded(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     with StoreProcess(folder / "store") as store:
         config = {
             "store": store.url, "quantiser": "klt", "profile": str(folder / "profile"), "fetch_timeout_s": _TIMEOUT_S,
-            "recompute": "never", "memory_cache": 4 * _CODED_TOKEN_BYTES * args.tokens, "audit": _NO_AUDITS,
+            "recompute": "never", "memory_cache": f"{4 * _CODED_TOKEN_BYTES * args.tokens}B", "audit": _NO_AUDITS,
         }  # fmt: skip
         command = Start(config, namespace, 0, grid.num_heads, 0, None, takes_code=True)
         staging_bytes = len(hashes) * heads.geometry.page_bytes

@@ -25,13 +25,16 @@ _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) *(?:(?P<unit>[kmgtp])(?P<bi
 
 
 def parse_size(text: str) -> int:
-    """Return a number of bytes. ``10GiB`` means powers of 1024, ``500MB`` powers of 1000, a bare number bytes.
+    """Return a number of bytes. ``10GiB`` means powers of 1024, ``500MB`` powers of 1000, ``60B`` bytes.
 
-    Raises ConfigError, also for ``10G``, which is ambiguous.
+    Raises ConfigError, also for ``10G``, which is ambiguous, and for a bare number: some would mean GiB by it.
     """
     match = _SIZE.fullmatch(text.strip())
-    if match is None or (match["unit"] and not match["bytes"]):
-        raise ConfigError(f"invalid size {text!r}; expected a form such as 10GiB, 500MB or a number of bytes")
+    if match is not None and not match["unit"] and not match["bytes"]:
+        number = match["number"] if len(match["number"]) < 20 else "such a number"
+        raise ConfigError(f"invalid size: {number} what? say {number}GiB or {number}B")
+    if match is None or not match["bytes"]:
+        raise ConfigError(f"invalid size {text!r}; expected a form such as 10GiB, 500MB or 4096B")
     power = UNITS.index(match["unit"].lower()) + 1 if match["unit"] else 0
     size = float(match["number"]) * (1024 if match["binary"] else 1000) ** power
     if not 1 <= size < _TOO_MANY_BYTES:

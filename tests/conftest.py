@@ -104,6 +104,12 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return later
 
 
+@pytest.fixture
+def tiny_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a write evict any part of a store: these have room for a few segments, each more than a tenth."""
+    monkeypatch.setattr("sgl_kvfetch.directory.room._EVICTED_PART", 1)
+
+
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
     """Returns the folder with a name. The first of the tests' processes that asks for it makes it, for all of them."""

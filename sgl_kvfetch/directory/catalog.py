@@ -407,17 +407,18 @@ class Catalog:
             if code == sqlite3.SQLITE_FULL:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path)) from e
             if code == sqlite3.SQLITE_IOERR:
-                self._try_to_write()
+                self.try_to_write()
             busy = code == sqlite3.SQLITE_BUSY
             hint = "" if busy else "; on a network file system, run `kvfetch serve` beside the disk instead"
             raise StoreError("io", f"the catalog cannot be used: {e}{hint}", retriable=busy) from e
 
-    def _try_to_write(self) -> None:
-        """Write behind the end of the log, beside it. Raises the system's OSError, which SQLite does not pass on."""
+    def try_to_write(self) -> None:
+        """Write as far as the log reaches, beside it. Raises the system's OSError, which SQLite does not pass on."""
         with suppress(FileNotFoundError):
             size = os.stat(f"{self._path}-wal").st_size
             with tempfile.TemporaryFile(dir=self._path.parent) as file:
                 os.pwrite(file.fileno(), bytes(_BLOCK_BYTES), size)
+                os.fsync(file.fileno())
 
 
 _EARLIEST = """

@@ -364,7 +364,7 @@ class LocalStore(AdminStore):
         writer = NoteWriter(self.root, kind, name, size_bytes, self._room.capacity_bytes)
 
         def run(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-            with files.os_errors(f"writing {kind.one} {name}"):
+            with files.os_errors(f"writing {kind.one} {name}"), self._room.noting_failure():
                 return call(*args, **kwargs)
 
         try:
@@ -382,6 +382,7 @@ class LocalStore(AdminStore):
             self._pin(decode_pin(writer.head), writer)
         else:
             writer.commit()
+        self._room.note_written()
 
     def _pin(self, pin: Pin, writer: NoteWriter) -> None:
         """Keep a pin, in several short transactions. From the first one on, segments that are put are pinned."""

@@ -4,16 +4,21 @@ Room is reserved before a byte is written, and only then is something evicted fo
 would both count on the same free bytes. Reserved bytes count as stored at once. So all files together stay within the
 capacity, with those that are half written, or deleted but still read.
 
+A size is only what a client says. So nothing is evicted before a write is known to be possible: an object that would
+not fit into the empty store is refused, and one that is larger than a tenth of it is taken only while there is free
+room. A write that has evicted a tenth of the store, and still lacks room, fails.
+
 Eviction takes, in this order: files that nobody reads any more, old data that no manifest names, the last levels of
 segments, the least recently used segments, and pinned ones when nothing else is left. It takes a few at a time, so that
 no transaction is long, and one thread of a process does it at a time. Data without a manifest is safe for a minute,
-since its writer may be about to put the manifest. All such data may take a quarter of the capacity: otherwise writers
+since its writer may be about to put the manifest. All such data may take a quarter of the store: otherwise writers
 that die would fill it.
 
 A full disk is not always ours to empty. What other programs have taken beyond the reserve is never made room for: the
 store would evict itself to nothing while something else fills the disk. Then writes are refused, and reads go on.
 
-Blocking and thread-safe. Methods raise StoreError (``full`` if there is no room) and OSError.
+Blocking and thread-safe. Methods raise StoreError (``full`` if there is no room, ``too_large`` if there never will be)
+and OSError.
 """
 
 from __future__ import annotations
@@ -26,7 +31,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import TypeVar
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest, without_last_level
@@ -43,7 +50,9 @@ logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 T = TypeVar("T")
 
-PENDING_PART = 1 / 4  # of the capacity: most bytes of data without a manifest, unless it is a single object
+# Parts of what the empty store would hold.
+PENDING_PART = 1 / 4  # most bytes of data without a manifest, unless it is a single object
+_EVICTED_PART = 1 / 10  # about the most that is evicted for one write; nothing is for a larger object
 # How long data without a manifest is protected from eviction: its writer may still put the manifest, and readers may
 # still know the manifest that was replaced.
 KEEP_PENDING_S = 60.0
@@ -101,6 +110,15 @@ def name_file(
     return [] if replaced is None else [(replaced, name)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a write failed. ``free_bytes``: the disk's, if it lacked room; other failures have None."""
+
+    why: str
+    free_bytes: int | None
+    at_s: float  # monotonic
+
+
 class DiskRoom:
     """Keeps what is on the disk within the capacity, apart from the catalog and the rest of each file's last block."""
 
@@ -119,7 +137,7 @@ class DiskRoom:
         self._evicting = threading.Lock()
         self._share_bytes = self._shared_at_s = float("-inf")  # free or ours, at most in the last day; monotonic
         self._evicts_from_s = float("-inf")  # monotonic
-        self._refused: tuple[str, int] | None = None  # why the last write failed, and how many bytes were free then
+        self._failure: _Failure | None = None  # of the last write
 
     def reserve(self, name: str, num_bytes: int) -> tuple[int, files.TempFile]:
         """Reserve room for a new file; evict segments if needed. Return its identifier and the file, still empty."""
@@ -133,8 +151,7 @@ class DiskRoom:
         temp = None
         try:
             with self._deleting() as (db, doomed):
-                if not name.endswith(MANIFEST_SUFFIX):
-                    self._admit(db, num_bytes, 0, doomed)
+                self._admit(db, num_bytes, 0, doomed, is_pending=not name.endswith(MANIFEST_SUFFIX))
                 self._delete_expired(db, doomed)
                 file_id, temp = self._new_file(db, name, num_bytes)
             self._make_room(num_bytes)
@@ -161,7 +178,7 @@ class DiskRoom:
     def grow(self, file_id: int, has_bytes: int, num_bytes: int) -> None:
         """Reserve more room for a data object that is being written."""
         with self._deleting() as (db, doomed):
-            self._admit(db, num_bytes, has_bytes, doomed)
+            self._admit(db, num_bytes, has_bytes, doomed, is_pending=True)
             db.execute("UPDATE files SET bytes = bytes + ? WHERE id = ?", (num_bytes, file_id))
         self._make_room(num_bytes)
 
@@ -183,17 +200,23 @@ class DiskRoom:
                 freed += found
 
     @contextmanager
-    def noting_full_disk(self) -> Iterator[None]:
-        """Note whether what a write does fails for lack of room, for `problem`."""
+    def noting_failure(self) -> Iterator[None]:
+        """Note whether the disk or the catalog refuses a write, for `problem`. Mistakes of clients are no failures."""
         try:
             yield
         except OSError as e:
-            if e.errno in _FULL:
-                self._refused = f"the last write failed: {e.strerror}", self._free_bytes()
+            self._fail(f"the last write failed: {e.strerror or e}", is_full=e.errno in _FULL)
+            raise
+        except StoreError as e:
+            if e.reason == "io":
+                self._fail(f"the last write failed: {e}", is_full=False)
             raise
 
+    def _fail(self, why: str, is_full: bool) -> None:
+        self._failure = _Failure(why, self._free_bytes() if is_full else None, time.monotonic())
+
     def note_written(self) -> None:
-        self._refused = None
+        self._failure = None
 
     def forget_file(self, file_id: int) -> None:
         """Remove the row of a file that is gone."""
@@ -267,43 +290,99 @@ class DiskRoom:
         lacking = self._lacking_on_disk(1)
         if lacking > evictable:
             return f"the disk lacks {lacking} free bytes, and nothing is left to evict"
-        why, free_bytes = self._refused or ("", 0)
-        return why if why and self._free_bytes() <= free_bytes else None
+        return self._last_failure()
 
-    def _admit(self, db: sqlite3.Connection, num_bytes: int, has_bytes: int, doomed: list[Doomed]) -> None:
-        """Check that data fits among the data without a manifest, after deleting the oldest of it if needed.
+    def _last_failure(self) -> str | None:
+        """Return why the last write failed, or None if it did not, or a write would not fail any more.
 
-        A larger object than this part of the capacity has to be the only one.
+        A disk that was full is well once it has more free bytes. Of other failures only a write can tell; if none has
+        come for a while, since clients keep away from a store that is read only, a small file is written.
         """
-        if self.capacity_bytes is None:
+        if (failure := self._failure) is None:
+            return None
+        if failure.free_bytes is not None:
+            return failure.why if self._free_bytes() <= failure.free_bytes else None
+        if time.monotonic() > failure.at_s + _PAUSE_S:
+            try:
+                self._catalog.try_to_write()
+            except OSError as e:
+                self._fail(f"the last write failed: {e.strerror or e}", is_full=False)
+            else:
+                self._failure = None
+        return None if self._failure is None else self._failure.why
+
+    def _admit(
+        self, db: sqlite3.Connection, num_bytes: int, has_bytes: int, doomed: list[Doomed], is_pending: bool
+    ) -> None:
+        """Check that an object that grows by ``num_bytes`` may be made room for, before anything is deleted for it.
+
+        Data also has to fit among the data without a manifest, of which the oldest is deleted if needed. An object that
+        is larger than their part of the store has to be the only one.
+        """
+        if not self.counted.is_set():
+            return  # what the store would hold is not known yet
+        size, room = has_bytes + num_bytes, self._room_bytes(db, has_bytes)
+        if size > room:
+            raise StoreError("too_large", f"no room for {size} bytes in a store of {room}")
+        if size > room * _EVICTED_PART:
+            lacking = self._lacking_on_disk(num_bytes)
+            if self.capacity_bytes is not None:
+                lacking = max(lacking, self._beyond_capacity(db, self.capacity_bytes) + num_bytes)
+            if lacking > 0:
+                raise StoreError("too_large", f"{size} bytes would evict more than a tenth of a store of {room}")
+        if not is_pending:
             return
-        size = has_bytes + num_bytes
-        if size > self.capacity_bytes:
-            raise StoreError("full", f"no room for {size} bytes in a store of {self.capacity_bytes}")
-        most = self.capacity_bytes * PENDING_PART
+        most = room * PENDING_PART
         (pending,) = db.execute("SELECT pending_bytes FROM totals").fetchone()
         others = pending - has_bytes
+        surplus, before = others + size - most, inf
+        if size > most:
+            surplus, before = others, time.time() - KEEP_PENDING_S
+        names = []
         for name, other, since in db.execute(f"{_OLDEST_PENDING} ORDER BY since LIMIT {_DELETED_AT_ONCE}").fetchall():
-            if others + size <= most or (size > most and since > time.time() - KEEP_PENDING_S):
+            if surplus <= 0 or since > before:
                 break
-            self._remove(db, [name], doomed)
-            others -= other
-        if others + size > most and others > 0:
+            names.append(name)
+            surplus -= other
+        if surplus > 0:
             raise StoreError(
                 "full",
                 f"no room for {size} bytes: {others} bytes are written or wait for their manifest, of {most:.0f}",
                 retriable=True,
             )
+        self._remove(db, names, doomed)
+
+    def _room_bytes(self, db: sqlite3.Connection, has_bytes: int = 0) -> int:
+        """Return how many bytes an object might have, of which ``has_bytes`` are written, if everything were evicted
+        but notes and unfinished files."""
+        (stored,) = db.execute("SELECT bytes FROM totals").fetchone()
+        room: int = self._free_bytes() + has_bytes - self._reserve_bytes() + stored - self._unfinished_bytes(db)
+        if self.capacity_bytes is not None:
+            room = min(room, self.capacity_bytes - notes.stored_bytes(self._catalog.root))
+        return room
 
     def _make_room(self, num_bytes: int) -> None:
-        """Evict until everything reserved fits, and ``num_bytes`` more fit on the disk."""
+        """Evict until everything reserved fits, and ``num_bytes`` more fit on the disk.
+
+        This stops when it has evicted a tenth of the store: deleting may free nothing, as where a snapshot of the disk
+        keeps the files, and the store may have a smaller capacity than before.
+        """
+        evicted, most = 0, inf
         while self._lacking(num_bytes) > 0:
             if not self._evicting.acquire(timeout=_WAIT_S):
                 raise StoreError("full", "eviction takes too long", retriable=True)
             try:
                 lacking = self._lacking(num_bytes)
-                if lacking > 0 and not self._evict(lacking):
-                    raise self._no_room(f"no room for {num_bytes} bytes: nothing to evict")
+                if lacking > 0:
+                    if most == inf:
+                        with self._catalog.writing() as db:
+                            most = self._room_bytes(db) * _EVICTED_PART
+                    if evicted >= most:
+                        why = f"{evicted} bytes were evicted, a tenth of the store, and {lacking} more are lacking"
+                        raise self._no_room(f"no room for {num_bytes} bytes: {why}")
+                    if not (found := self._evict(lacking)):
+                        raise self._no_room(f"no room for {num_bytes} bytes: nothing to evict")
+                    evicted += found
             finally:
                 self._evicting.release()
         if (free := self._free_bytes()) < num_bytes:
@@ -311,16 +390,22 @@ class DiskRoom:
             raise self._no_room(f"no room for {num_bytes} bytes: the disk has {free} left; {why}")
 
     def _no_room(self, why: str) -> StoreError:
-        self._refused = why, self._free_bytes()
+        self._fail(why, is_full=True)
         return StoreError("full", why, retriable=True)
 
     def _lacking(self, num_bytes: int) -> int:
+        """Return how many bytes are to be evicted for ``num_bytes`` that are reserved, and not written yet."""
         lacking = self._lacking_on_disk(num_bytes)
         if self.capacity_bytes is not None:
             with self._catalog.writing() as db:
-                (used,) = db.execute("SELECT bytes FROM totals").fetchone()
-            lacking = max(lacking, used + notes.stored_bytes(self._catalog.root) - self.capacity_bytes)
+                lacking = max(lacking, self._beyond_capacity(db, self.capacity_bytes))
         return lacking
+
+    def _beyond_capacity(self, db: sqlite3.Connection, capacity_bytes: int) -> int:
+        """Return how many bytes more are stored and reserved than the capacity has; negative if it has room."""
+        used: int
+        (used,) = db.execute("SELECT bytes FROM totals").fetchone()
+        return used + notes.stored_bytes(self._catalog.root) - capacity_bytes
 
     def _lacking_on_disk(self, num_bytes: int) -> int:
         return self._reserve_bytes() + num_bytes - self._free_bytes() - self._taken_bytes()
@@ -334,14 +419,20 @@ class DiskRoom:
             if db is None:
                 return 0
             stored: int
-            written: int
             (stored,) = db.execute("SELECT bytes FROM totals").fetchone()
-            unfinished = f"SELECT coalesce(sum(bytes), 0) FROM files WHERE state = {FileState.WRITING:d}"
-            (written,) = db.execute(unfinished).fetchone()
+            written = self._unfinished_bytes(db)
         share, now = self._free_bytes() + stored - written + self._catalog.disk_bytes(), time.monotonic()
         if share > self._share_bytes or now > self._shared_at_s + _DAY_S:
             self._share_bytes, self._shared_at_s = share, now
         return max(0, int(self._share_bytes) - share - self._reserve_bytes() - written)
+
+    @staticmethod
+    def _unfinished_bytes(db: sqlite3.Connection) -> int:
+        """Return how many bytes are reserved for files that are being written."""
+        num_bytes: int
+        unfinished = f"SELECT coalesce(sum(bytes), 0) FROM files WHERE state = {FileState.WRITING:d}"
+        (num_bytes,) = db.execute(unfinished).fetchone()
+        return num_bytes
 
     def _free_bytes(self) -> int:
         disk = os.statvfs(self._catalog.root)

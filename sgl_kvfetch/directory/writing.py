@@ -86,7 +86,7 @@ def _write(
     """Write a manifest if ``replaces`` agrees with the digest of the present one. Return whether it is there now."""
     name = manifest.key.manifest_name
     doomed: list[Doomed] = []
-    with files.os_errors(f"writing {name}"), room.noting_full_disk():
+    with files.os_errors(f"writing {name}"), room.noting_failure():
         new = _NewFile(room, name, len(content))
         try:
             new.write(content)
@@ -145,7 +145,7 @@ class DataWriter:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append ``data``. Raises StoreError (``full``, ``io``)."""
-        with self._lock, files.os_errors(f"writing {self.name}"), self._room.noting_full_disk():
+        with self._lock, files.os_errors(f"writing {self.name}"), self._room.noting_failure():
             if self._finished:
                 return  # discarded meanwhile
             self._check.add(data)
@@ -157,7 +157,7 @@ class DataWriter:
 
     def commit(self) -> None:
         """Make the object visible. Raises StoreError (``invalid`` if the digest does not match; ``full``, ``io``)."""
-        with self._lock, files.os_errors(f"writing {self.name}"), self._room.noting_full_disk():
+        with self._lock, files.os_errors(f"writing {self.name}"), self._room.noting_failure():
             if self._finished:
                 return
             file = self._opened()

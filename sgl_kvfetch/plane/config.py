@@ -14,7 +14,16 @@ from typing import Annotated, Any, Literal, Self, cast, get_args
 from urllib.parse import unquote
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from sgl_kvfetch.codec import (
     KltQuantiser,
@@ -54,7 +63,16 @@ SGLANG_KEYS = frozenset(
 
 Text = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, BeforeValidator(lambda value: parse_duration(value) if isinstance(value, str) else value)]
-Size = Annotated[int, BeforeValidator(lambda value: parse_size(str(value)))]
+_BY_USER = "by user"  # the context in which a config is validated that a user wrote
+
+
+def _size(value: object, info: ValidationInfo) -> int:
+    """Parse a size. A bare number is one only in a config that was validated before, as the data plane gets it."""
+    return value if isinstance(value, int) and info.context != _BY_USER else parse_size(str(value))
+
+
+Size = Annotated[int, BeforeValidator(_size)]
+SizeOrNone = Annotated[int, BeforeValidator(lambda value, info: _size(value, info) if value else 0)]
 Bins = list[Annotated[int, Field(ge=MIN_BINS, le=MAX_BINS)]]
 MiB = 1 << 20
 
@@ -160,7 +178,7 @@ class AuditConfig(_Keys):
         "neither reads nor writes what this quantiser makes",
     )
     per_minute: Size = Field(
-        default=256 * MiB, description="size, such as 256MiB, of the values that are compared in a minute, at most"
+        default="256MiB", validate_default=True, description="size of the values that are compared in a minute, at most"
     )
 
 
@@ -256,7 +274,7 @@ class KVFetchConfig(_Keys):
         None,
         description='keep what is read on a disk of this machine: {"path": "/nvme/kv", "capacity": "200GiB"}',
     )
-    memory_cache: Annotated[int, BeforeValidator(lambda value: parse_size(str(value)) if value else 0)] = Field(
+    memory_cache: SizeOrNone = Field(
         0,
         description="size, such as 16GiB, of a cache in this machine's memory of what was read and written lately, "
         "as it is stored; each rank has one; by default there is none",
@@ -387,7 +405,7 @@ def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envir
     if "token" not in ours and token and not str(ours.get("store")).startswith(("file:", "s3:")):
         ours["token"] = token
     try:
-        return KVFetchConfig.model_validate(ours)
+        return KVFetchConfig.model_validate(ours, context=_BY_USER)
     except ValidationError as e:
         faults = "; ".join(_fault(dict(error)) for error in e.errors())
         raise ConfigError(f"kvfetch config: {faults}") from e

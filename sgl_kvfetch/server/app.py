@@ -191,7 +191,7 @@ def _answered(metrics: ServerMetrics, budget: Budget) -> Middleware:
             except Exception as e:
                 cut_short = request.get(_PREPARED)
                 if isinstance(e, StoreError):
-                    failed = store_error_answer(e)
+                    failed = store_error_answer(request.method, e)
                     if failed.status >= 500 or cut_short:
                         metrics.note_failure(what, cause_of(e), str(e), request.remote)
                 else:

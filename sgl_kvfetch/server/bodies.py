@@ -138,8 +138,12 @@ def error_answer(status: int, error: str, message: str) -> web.Response:
     return json_answer(ErrorBody(error, message), status)
 
 
-def store_error_answer(error: StoreError) -> web.Response:
-    """Choose the status by reason: 409 for a manifest before its data, else as in ``_STATUS``, else 500."""
+def store_error_answer(method: str, error: StoreError) -> web.Response:
+    """Choose the status by reason: 409 for a manifest before its data, else as in ``_STATUS``, else 500.
+
+    A disk that refuses a write is answered with 507 as well: clients send a body again at once after a 500.
+    """
     if isinstance(error, IncompleteSegmentError):
         return error_answer(409, "incomplete", str(error))
-    return error_answer(_STATUS.get(error.reason, 500), error.reason, str(error))
+    refuses_write = error.reason == "io" and method == "PUT"
+    return error_answer(507 if refuses_write else _STATUS.get(error.reason, 500), error.reason, str(error))

@@ -292,6 +292,7 @@ class AdminStore(Store):
     """
 
     has_page: ClassVar[bool] = False  # whether it shows people what it keeps, its notes included
+    keeps_deleted = False  # whether it was seen to keep the bytes of deleted objects, as a bucket with versions does
 
     @abstractmethod
     async def head(self, name: str) -> ObjectInfo | None:

@@ -97,7 +97,10 @@ def require_answer(method: str, url: str, status: int, body: bytes, expected: Co
     one."""
     if status not in expected:
         said = _explanation(body)
-        raise status_error(status, f"{method} {url}: status {status}{_problem(status, said, has_token)}{said}")
+        error = status_error(status, f"{method} {url}: status {status}{_problem(status, said, has_token)}{said}")
+        if status == 507 and said.startswith(" (io: "):
+            error.reason = "io"  # the disk refuses what is written, although it has room
+        raise error
 
 
 def _problem(status: int, said: str, has_token: bool) -> str:

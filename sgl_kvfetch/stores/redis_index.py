@@ -80,11 +80,12 @@ end
 _PUT = """
 for i, key in ipairs(KEYS) do redis.call('SET', key, ARGV[i + 1], 'EX', ARGV[1]) end
 """
-# Take the lease if nobody has it, or keep it. The second argument is its holder.
+# Take the lease if nobody has it, or keep it. The second argument is its holder. If another one has it, return for how
+# long, in milliseconds below zero.
 _HOLD = f"""
 for i, key in ipairs(KEYS) do
 {_VALUE}
-  if value and value ~= ARGV[2] then return 0 end
+  if value and value ~= ARGV[2] then return -math.max(1, redis.call('PTTL', key)) end
   redis.call('SET', key, ARGV[2], 'EX', ARGV[1])
 end
 return 1
@@ -225,7 +226,13 @@ class PageIndex:
         async def hold() -> None:
             [(_, held)] = await self._run("holding the lease", _HOLD, keys, [holder], _LEASE_S)
             if held != 1:
-                raise StoreError("skipped", f"index {self.options.label}: another sweeper is at work", retriable=True)
+                for_s = f"{-held / 1000:.0f} s more" if isinstance(held, int) else "some time"
+                raise StoreError(
+                    "skipped",
+                    f"index {self.options.label}: another sweeper is at work, or was killed: it has the lock for "
+                    f"{for_s}, and longer if it lives",
+                    retriable=True,
+                )
 
         async def keep_holding() -> None:
             while True:

@@ -156,6 +156,7 @@ class S3Store(RemoteStore):
             result = await obstore.get_async(self._objects, name, options={"range": (start, start + length)})
         else:
             result = await obstore.get_async(self._objects, name)
+        self._note_version(result.meta)
         first, end = result.range
         if end - first > most:
             raise StoreError("too_large", f"getting {name}: {end - first} bytes, the limit is {most}")
@@ -247,7 +248,14 @@ class S3Store(RemoteStore):
         return None if meta is None else _info(meta)
 
     async def _head(self, path: str) -> ObjectMeta | None:
-        return await self._call(f"looking at {path}", lambda: obstore.head_async(self._objects, path))
+        meta = await self._call(f"looking at {path}", lambda: obstore.head_async(self._objects, path))
+        if meta is not None:
+            self._note_version(meta)
+        return meta
+
+    def _note_version(self, meta: ObjectMeta) -> None:
+        """Note whether the bucket keeps versions. Where versioning is suspended, they are called ``null``."""
+        self.keeps_deleted |= meta["version"] not in (None, "null")
 
     async def delete(self, name: str) -> bool:
         """Delete an object. S3 does not say whether there was one, so ask before: two callers may both return True."""
@@ -265,6 +273,8 @@ class S3Store(RemoteStore):
 
     async def delete_prefix(self, prefix: str) -> int:
         names = [info.name async for info in self.list(prefix)]
+        if names:
+            await self._head(names[0])  # listings have no versions
         for are_manifests in (True, False):
             left = iter([name for name in names if name.endswith(MANIFEST_SUFFIX) == are_manifests])
             while some := list(islice(left, _DELETED_AT_ONCE)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -227,6 +227,7 @@ class Swept:
     num_objects: int = 0
     num_bytes: int = 0
     num_levels: int = 0
+    are_kept: bool = False  # the bytes: the bucket has versions
     failures: dict[str, str] = field(default_factory=dict)  # by the object's name
 
 
@@ -328,10 +329,14 @@ async def _coarser(store: AdminStore, segment: StoredSegment, drop_levels: int) 
 
 
 async def sweep_segments(
-    store: AdminStore, segments: Sequence[StoredSegment], grace_s: float, coarser: Sequence[Coarser] = ()
+    store: AdminStore,
+    segments: Sequence[StoredSegment],
+    grace_s: float,
+    coarser: Sequence[Coarser] = (),
+    say: Callable[[str], None] = lambda text: None,
 ) -> Swept:
     """Delete segments: their manifests, and after ``grace_s``, when their readers are done, their data. Likewise the
-    last levels of ``coarser``.
+    last levels of ``coarser``. ``say``: is told what comes next, if it takes long.
 
     Objects that cannot be deleted are reported and stay: a later sweep finds them. Raises StoreError if the store or
     its index cannot be used at all.
@@ -376,7 +381,10 @@ async def sweep_segments(
     await side_by_side(_WORKERS, manifests, delete_manifest)
     await side_by_side(_WORKERS, coarser, drop_levels)
     if unnamed or any(segment.manifest is not None and segment.data for segment in segments):
+        if grace_s:
+            say(f"{len(manifests)} manifests are deleted; their data follows in {grace_s:g} s, after its last readers")
         await asyncio.sleep(grace_s)
     of_segments = [{info.name: info.size_bytes for info in segment.data.values()} for segment in segments]
     await side_by_side(_WORKERS, [*of_segments, *unnamed.values()], delete_data)
+    swept.are_kept = store.keeps_deleted
     return swept

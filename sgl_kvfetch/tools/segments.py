@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -36,8 +35,11 @@ from sgl_kvfetch.tools.terminal import (
     IndexedAccess,
     PartArgument,
     StoreAccess,
+    YesOption,
+    ask_to_delete,
     format_size,
     json_flag,
+    kept_line,
     make_progress,
     option,
     show,
@@ -60,6 +62,7 @@ class ClearSummary(Struct):
     num_orphans: int  # data objects without a manifest
     orphan_bytes: int
     num_objects: int | None = None  # deleted; None in a dry run
+    are_kept: bool = False  # the bytes: the bucket has versions
     failures: dict[str, str] = {}  # by the object's name
 
 
@@ -70,6 +73,7 @@ class MoveSummary(Struct):
     num_there: int = 0  # of these, the target had them already
     num_bytes: int = 0  # written to the target
     num_profiles: int = 0
+    are_kept: bool = False  # the bytes at the source: the bucket has versions
     failures: dict[str, str] = {}  # by the manifest's name
 
 
@@ -82,7 +86,7 @@ def clear(
     ] = None,
     pinned: Annotated[bool, option(None, "Delete pinned segments, too.", "--pinned")] = False,
     dry_run: DryRunOption = False,
-    yes: Annotated[bool, option(None, "Do not ask.", "--yes", "-y")] = False,
+    yes: YesOption = False,
     as_json: Annotated[bool, json_flag(ClearSummary)] = False,
 ) -> None:
     """Delete all segments of a store, or of a part of it.
@@ -119,18 +123,19 @@ def clear(
         if dry_run:
             return cleared
         if not yes:
-            if not sys.stdin.isatty():
-                raise ConfigError("nobody can be asked here: add --yes to delete them")
-            typer.confirm("Delete them?", abort=True, err=as_json)
+            ask_to_delete(err=as_json)
         if model is None and age_s is None and not cleared.num_pinned:
             swept = Swept(await opened.delete_prefix(part.prefix))  # a few requests, whatever the number of segments
         else:
             swept = await sweep_segments(opened, free, grace_s=0)
         cleared.num_objects, cleared.failures = swept.num_objects, swept.failures
+        cleared.are_kept = opened.keeps_deleted
         return cleared
 
     cleared = run_on_part(store, access, select_and_delete)
     deleted = [] if cleared.num_objects is None else [f"{cleared.num_objects} objects deleted"]
+    if cleared.are_kept:
+        deleted.append(kept_line(cleared.num_bytes + cleared.orphan_bytes))
     show(cleared, as_json, deleted, cleared.failures)
 
 
@@ -162,11 +167,12 @@ def move(
 ) -> None:
     """Move all segments of a store, or of a part of it, to another store.
 
-    Each segment is written, read back and compared before it is deleted at the source; so is one that the target has
-    already. If the command is interrupted, run it again: it moves the segments that are left. Servers may use both
-    stores meanwhile. Manifests stay as they are, with their signatures. Profiles move with a whole store, and the
-    newest stays the newest; for those of a part, there is kvfetch profile. Pins are not moved. The token is for both
-    stores. The exit code is 1 if some segments could not be moved: they stay; or if nothing is stored of the model.
+    Each segment is written, read back and compared; so is one that the target has already. In the end, those that the
+    target still has are deleted at the source. If the command is interrupted, run it again: it moves the segments that
+    are left. Servers may use both stores meanwhile. Manifests stay as they are, with their signatures. Profiles move
+    with a whole store, and the newest stays the newest; for those of a part, there is kvfetch profile. Pins are not
+    moved. The token is for both stores. The exit code is 1 if some segments could not be moved: they stay; or if
+    nothing is stored of the model.
 
     Examples:
 
@@ -209,7 +215,7 @@ def move(
         f"{moved.num_moved} segments {verb}, {moved.num_there} of them {there} there already; "
         f"{format_size(moved.num_bytes)} {written}, {len(moved.failures)} failed{profiles}"
     )
-    show(moved, as_json, [total], moved.failures)
+    show(moved, as_json, [total, *([kept_line()] if moved.are_kept else [])], moved.failures)
 
 
 async def select_segments(part: StorePart, model: str | None) -> list[StoredSegment]:
@@ -233,7 +239,7 @@ async def select_segments(part: StorePart, model: str | None) -> list[StoredSegm
 
 async def move_segments(
     source: AdminStore,
-    target: Store,
+    target: AdminStore,
     segments: list[StoredSegment],
     copy: bool,
     dry_run: bool,
@@ -241,14 +247,16 @@ async def move_segments(
 ) -> MoveSummary:
     """Move segments, and call ``done`` after each. Note failures of single segments.
 
-    What fails is tried again alone: a small target may lack room for several segments without their manifests. Raises
-    StoreError if a whole store fails.
+    What fails is tried again alone: a small target may lack room for several segments without their manifests. In the
+    end, the target is listed: it may have evicted some for others, which then stay at the source. Raises StoreError if
+    a whole store fails.
     """
     moved = MoveSummary()
     failed: list[StoredSegment] = []
+    copied: list[tuple[StoredSegment, Sequence[str], bool]] = []  # with names of data, and whether it was there
 
     async def move_one(segment: StoredSegment) -> None:
-        """Copy a segment, data before manifest, and delete it at the source if it moves."""
+        """Copy a segment, data before manifest."""
         name = segment.key.manifest_name
         moved.failures.pop(name, None)
         try:
@@ -263,12 +271,7 @@ async def move_segments(
                 sizes = [await _copy(source, target, each) for each in names]
                 await target.put(name, manifest)
                 moved.num_bytes += sum(sizes) + len(manifest)
-            if not (copy or dry_run):
-                await source.delete(name)
-                for each in sorted({*names, *segment.data}):
-                    await source.delete(each)
-            moved.num_moved += 1
-            moved.num_there += was_there
+            copied.append((segment, names, was_there))
         except KVFetchError as e:
             if not e.concerns_object:
                 raise
@@ -282,6 +285,23 @@ async def move_segments(
     await side_by_side(_AT_ONCE, segments, move_and_tell)
     for segment in tuple(failed):
         await move_one(segment)
+    folders = sorted({segment.key.namespace for segment, *_ in copied})
+    there = {info.name for folder in folders if not dry_run async for info in target.list(f"{folder}/")}
+
+    async def finish(each: tuple[StoredSegment, Sequence[str], bool]) -> None:
+        """Count a segment that is at the target now, and delete it at the source if it moves."""
+        segment, names, was_there = each
+        if not dry_run and segment.key.manifest_name not in there:
+            moved.failures[segment.key.manifest_name] = "the target has evicted it for others: it is too small"
+            return
+        if not (copy or dry_run):
+            for name in (segment.key.manifest_name, *sorted({*names, *segment.data})):
+                await source.delete(name)
+        moved.num_moved += 1
+        moved.num_there += was_there
+
+    await side_by_side(_AT_ONCE, copied, finish)
+    moved.are_kept = source.keeps_deleted and not (copy or dry_run)
     return moved
 
 

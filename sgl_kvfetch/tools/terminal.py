@@ -130,6 +130,7 @@ TokenOption = Annotated[
     ),
 ]
 IndexOption = Annotated[str | None, option("URL", f"The index of an S3 store: {INDEX_HELP}")]
+YesOption = Annotated[bool, option(None, "Do not ask.", "--yes", "-y")]
 DryRunOption = Annotated[bool, option(None, "Say what would be deleted or written, and change nothing.", "--dry-run")]
 
 
@@ -225,6 +226,23 @@ def _only_token(lines: Iterable[str]) -> str:
             "role, to a file of your own"
         )
     return words[0][0]
+
+
+def ask_to_delete(err: bool) -> None:
+    """Ask whether to go on, and end the command unless the answer is yes. ``err``: ask on stderr. Raises ConfigError if
+    nobody can be asked."""
+    if not sys.stdin.isatty():
+        raise ConfigError("nobody can be asked here: add --yes to delete them")
+    typer.confirm("Delete them?", abort=True, err=err)
+
+
+def kept_line(num_bytes: int | None = None) -> str:
+    """Return what a command says if the bucket keeps ``num_bytes`` that it has deleted; None if it has not counted."""
+    amount = "the bytes" if num_bytes is None else f"all {format_size(num_bytes)}"
+    return (
+        f"WARNING: the bucket has versions: it keeps {amount} of what was deleted, until a lifecycle rule with "
+        "NoncurrentVersionExpiration removes them"
+    )
 
 
 def show(

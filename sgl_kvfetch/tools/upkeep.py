@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
@@ -24,9 +25,12 @@ from sgl_kvfetch.tools.terminal import (
     IndexOption,
     StoreAccess,
     StoreArgument,
+    YesOption,
+    ask_to_delete,
     format_age,
     format_size,
     json_flag,
+    kept_line,
     make_progress,
     option,
     show,
@@ -53,6 +57,7 @@ def gc(
     ] = 0,
     index: IndexOption = None,
     dry_run: DryRunOption = False,
+    yes: YesOption = False,
     grace_s: Annotated[
         float, option("SECONDS", "How long data stays behind its manifest, for its readers.", "--grace", min=0)
     ] = 60.0,
@@ -61,7 +66,7 @@ def gc(
         json_flag(
             "an object with stored_bytes, num_segments, pinned_bytes, num_expired, evicted, broken, coarser, "
             "planned_bytes, oldest_use_s, unused_quotas and deleted (null in a dry run), which has num_objects, "
-            "num_bytes, num_levels and failures"
+            "num_bytes, num_levels, are_kept and failures"
         ),
     ] = False,
 ) -> None:
@@ -71,6 +76,7 @@ def gc(
     reads all manifests, since only they say when segments expire. With --index, it knows when servers last found each
     segment, removes deleted segments from the index, and does not run twice at a time. Without it, the oldest S3
     segments go first. The command also deletes leftovers of writers that died. Servers may use the store meanwhile.
+    Without --yes, it shows what it would delete, and asks.
 
     kvfetch serve needs no gc for its capacity: it evicts at every write. For quotas, run gc on its directory, beside
     it. The exit code is 1 if some objects could not be deleted or nothing is stored of a quota's model, 2 if the store
@@ -78,22 +84,29 @@ def gc(
 
     Example, for cron:
 
-        kvfetch gc s3://kv-cache/llama --index redis://10.0.0.5:6379/0 --capacity 10TiB
+        kvfetch gc s3://kv-cache/llama --index redis://10.0.0.5:6379/0 --capacity 10TiB --yes
     """
     if store.startswith(("http://", "https://")):
         raise ConfigError(
             f"{store} evicts by itself: start it with kvfetch serve --capacity; for quotas, run gc on its directory"
         )
     limits = None if capacity is None else parse_size(capacity), _parse_quotas(quota or [])
+    say = partial(typer.echo, err=True)
 
     async def collect(opened: AdminStore) -> tuple[Plan, Swept | None]:
         if dry_run:
             return await plan_sweep(opened, *limits, drop_levels), None
         if drop_levels:
             await opened.require_replace()
+        if not yes:  # before the lock is taken: it lasts for seconds, and people think for minutes
+            plan = await plan_sweep(opened, *limits, drop_levels)
+            if plan.doomed or plan.coarser:
+                for line in _gc_lines(plan, None):
+                    typer.echo(line, err=as_json)
+                ask_to_delete(err=as_json)
         async with opened.sweeping():
             plan = await plan_sweep(opened, *limits, drop_levels)
-            return plan, await sweep_segments(opened, plan.doomed, grace_s, plan.coarser)
+            return plan, await sweep_segments(opened, plan.doomed, grace_s, plan.coarser, say)
 
     plan, swept = run_on_store(store, IndexedAccess(index=index), collect)
     failures = {f"--quota {printable(name)}": "nothing is stored of this model" for name in plan.unused_quotas}
@@ -134,11 +147,13 @@ def _gc_lines(plan: Plan, swept: Swept | None) -> Iterator[str]:
         for each in plan.coarser:
             yield f"{each.segment.key.stem}  {format_size(each.num_bytes)}, {each.num_levels} levels"
     verb = "would delete" if swept is None else "deleted"
-    freed = format_size(plan.freed_bytes if swept is None else swept.num_bytes)
+    freed = format_size(plan.freed_bytes if swept is None else 0 if swept.are_kept else swept.num_bytes)
     yield (
         f"{verb} {len(plan.evicted)} segments, {plan.num_expired} of them expired, and {len(plan.broken)} that are not "
         f"whole{_levels(plan, swept)}: {freed} of {format_size(plan.stored_bytes)}"
     )
+    if swept is not None and swept.are_kept and swept.num_bytes:
+        yield kept_line(swept.num_bytes)
     if plan.num_pinned_evicted:
         yield f"WARNING: {plan.num_pinned_evicted} of them are pinned; {format_size(plan.pinned_bytes)} are pinned"
     if plan.oldest_use_s is not None:

@@ -154,9 +154,86 @@ async def test_a_body_that_cannot_fit_evicts_nothing(make: MakeStore) -> None:
         with pytest.raises(StoreError) as caught:
             async with store.upload(data_object(b"large"), size):
                 raise AssertionError("room was reserved")
-        assert caught.value.reason == "full"
+        assert (caught.value.reason, caught.value.retriable) == ("too_large", False)
     assert await found(store, range(12)) == 12
     assert (await store.usage()).num_evicted == 0
+
+
+async def test_nothing_is_evicted_for_a_body_of_unknown_size_beyond_a_tenth(make: MakeStore) -> None:
+    """Its pieces are small, and each would fit after an eviction."""
+    store = make()
+    for number in range(16):
+        await put(store, number)
+    async with store.upload(data_object(b"large")) as upload:
+        await upload.write(bytes(SIZE))
+        with pytest.raises(StoreError, match="more than a tenth of a store") as caught:
+            await upload.write(bytes(SIZE))
+    assert (caught.value.reason, caught.value.retriable) == ("too_large", False)
+    assert await found(store, range(16)) >= 14
+    assert await fits(store, 16)
+
+
+async def test_a_body_larger_than_the_disk_evicts_nothing(make: MakeStore, disk: Disk) -> None:
+    """The store has no capacity: the disk is the limit, less what others have of it."""
+    store = make(capacity_bytes=None, min_free_bytes=4 * SIZE)
+    for number in range(1, 14):
+        await put(store, number)
+    for size in (16 * SIZE + 1, 5 * SIZE):  # more than the disk would have, and more than a tenth of that
+        with pytest.raises(StoreError) as caught:
+            async with store.upload(data_object(b"large"), size):
+                raise AssertionError("room was reserved")
+        assert (caught.value.reason, caught.value.retriable) == ("too_large", False)
+    async with store.upload(data_object(b"small"), SIZE // 2):  # fits
+        pass
+    assert await found(store, range(14)) == 14
+    usage = await store.usage()
+    assert (usage.num_evicted, usage.write_problem) == (0, None)
+
+
+async def test_a_disk_that_frees_nothing_costs_one_write_a_tenth_of_the_store(
+    make: MakeStore, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where snapshots keep what is deleted."""
+    store = make(capacity_bytes=None, min_free_bytes=4 * SIZE)
+    for number in range(1, 16):
+        await put(store, number)
+    before = (await store.usage()).num_evicted
+    monkeypatch.setattr(Disk, "f_bavail", 4 * SIZE)
+    monkeypatch.setattr(DiskRoom, "_taken_bytes", lambda self: 0)
+    assert not await fits(store, 16)
+    usage = await store.usage()
+    assert 1 <= usage.num_evicted - before <= 2
+    assert "were evicted, a tenth of the store" in (usage.write_problem or "")
+
+
+async def test_a_smaller_capacity_than_before_is_reached_in_several_writes(make: MakeStore) -> None:
+    store = make(capacity_bytes=4 * CAPACITY)
+    for number in range(64):
+        await put(store, number)
+    store = make(capacity_bytes=2 * CAPACITY)
+    evicted = 0
+    for _ in range(1000):
+        done = await fits(store, 64)
+        now = (await store.usage()).num_evicted
+        assert now - evicted <= 2 * 6  # data and a manifest; a tenth of the store are 3.2 segments, and the spare part
+        evicted = now
+        if done:
+            break
+    assert done
+    assert (await store.usage()).stored_bytes <= 2 * CAPACITY
+
+
+async def test_data_of_others_is_deleted_only_for_a_body_that_fits_then(make: MakeStore) -> None:
+    store = make()
+    waiting = [orphan(number, CAPACITY // 16) for number in range(2)]
+    for content in waiting:
+        await store.put(data_object(content), content)
+    async with store.upload(data_object(b"first"), CAPACITY // 8 - 1):
+        with pytest.raises(StoreError, match="wait for their manifest") as caught:
+            async with store.upload(data_object(b"second"), CAPACITY // 8 + SIZE):
+                raise AssertionError("room was reserved")
+    assert (caught.value.reason, caught.value.retriable) == ("full", True)
+    assert [await store.get(data_object(content)) for content in waiting] == waiting
 
 
 async def test_announced_uploads_reserve_their_size(make: MakeStore, tmp_path: Path) -> None:
@@ -391,6 +468,7 @@ async def test_nothing_is_evicted_for_what_others_take_beyond_the_reserve(
     await put(store, number)
 
 
+@pytest.mark.usefixtures("tiny_stores")
 async def test_what_a_day_ago_was_others_is_theirs(
     make: MakeStore, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,6 +508,7 @@ def no_space(fd: int, data: bytes) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.usefixtures("tiny_stores")
 @pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 def test_a_tiny_file_system(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
 from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, make as make_segment, segment
 from tests.segments import page_hashes
 
+pytestmark = pytest.mark.usefixtures("tiny_stores")
+
 WHOLE = len(segment().manifest.encode()) + sum(len(data) for _, data in segment().data_objects())
 FOLDER = SPEC.heads.folder
 MakeStore = Callable[..., LocalStore]

@@ -300,6 +300,7 @@ async def test_an_aborted_upload_leaves_nothing(store: LocalStore, tmp_path: Pat
     assert await store.get(name) == content
 
 
+@pytest.mark.usefixtures("tiny_stores")
 class TestCapacity:
     SIZE = len(make_segment(page_hashes(4), 0, 4).data) + len(make_segment(page_hashes(4), 0, 4).manifest.encode())
 
@@ -385,7 +386,7 @@ class TestCapacity:
         content = b"x" * 1001
         with pytest.raises(StoreError) as caught:
             await store.put(data_object(content), content)
-        assert caught.value.reason == "full"
+        assert (caught.value.reason, caught.value.retriable) == ("too_large", False)
         assert temporary(tmp_path) == []
         await store.put(data_object(content[:900]), content[:900])  # a failed put keeps no reservation
         await store.close()

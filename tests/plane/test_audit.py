@@ -362,7 +362,7 @@ async def test_no_more_is_audited_in_a_minute_than_may_be(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_bytes = 8 * GEOMETRY.page_bytes
-    bench, computed = make(EXACT, per_minute=2 * num_bytes), values_of(PROFILE, NUM_TOKENS)
+    bench, computed = make(EXACT, per_minute=f"{2 * num_bytes}B"), values_of(PROFILE, NUM_TOKENS)
     hashes = await bench.store(computed)
     assert [await bench.hit(hashes, computed) for _ in range(3)] == [PAGES - 8, PAGES - 8, PAGES]
     now_s = time.monotonic() + 61

@@ -67,7 +67,10 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"token": "\ud800"}, r"token = \(hidden\): expected valid Unicode"),
         (S3 | {"s3": {"region": "\ud800"}}, r"s3 = \(hidden\): expected valid Unicode"),
         ({"tls": {"ca_file": "\ud800"}}, r"tls.ca_file = '\\ud800': .*valid .*unicode"),
-        ({"local_cache": {"path": "/\udcff", "capacity": 1}}, r"local_cache.path = '/\\udcff': expected valid Unicode"),
+        (
+            {"local_cache": {"path": "/\udcff", "capacity": "1B"}},
+            r"local_cache.path = '/\\udcff': expected valid Unicode",
+        ),
         ({"token": 5}, r"token = \(hidden\)"),
         ({"store": "s3://"}, "store = 's3://': expected .*s3://BUCKET"),
         ({"index": {"url": "redis://x"}}, "index is for s3:// stores"),
@@ -88,14 +91,14 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"store": "kv:8700"}, "store = 'kv:8700': expected one URL: .*; is it http://kv:8700?"),
         ({"local_cache": {"path": "/nvme"}}, "'local_cache.capacity' is required: its size, such as 200GiB"),
         ({"local_cache": {"capacity": "1GiB"}}, "'local_cache.path' is required: the directory"),
-        ({"local_cache": {"path": "nvme", "capacity": 1}}, "local_cache.path = 'nvme': expected an absolute path"),
+        ({"local_cache": {"path": "nvme", "capacity": "1B"}}, "local_cache.path = 'nvme': expected an absolute path"),
         ({"local_cache": {"path": "/nvme", "capacity": "1G"}}, "local_cache.capacity = '1G': invalid size '1G'"),
         (
-            {"local_cache": {"path": "/", "capacity": 1, "size": 1}},
+            {"local_cache": {"path": "/", "capacity": "1B", "size": 1}},
             "key 'local_cache.size'.*known keys are path",
         ),
         (
-            {"store": "file:///n%20v/", "local_cache": {"path": "/n v", "capacity": 1}},
+            {"store": "file:///n%20v/", "local_cache": {"path": "/n v", "capacity": "1B"}},
             "local_cache.path and the store file:///n%20v/ are the same directory",
         ),
     ],
@@ -141,13 +144,30 @@ def test_a_time_to_live_is_in_seconds_or_has_a_unit() -> None:
         assert parse_config(STORE | {"ttl_s": ttl}, {}).ttl_s == 86400.0
 
 
-def test_a_local_cache_has_a_size_in_bytes_or_with_a_unit() -> None:
-    for capacity in ("200GiB", 200 << 30):
-        config = parse_config(STORE | {"local_cache": {"path": "/nvme", "capacity": capacity}}, {})
-        assert config.local_cache is not None
-        assert (config.local_cache.path, config.local_cache.capacity) == ("/nvme", 200 << 30)
-        sent = config.model_dump(mode="json", exclude_unset=True)  # to the data plane
-        assert KVFetchConfig.model_validate(sent) == config
+def test_sizes_have_a_unit() -> None:
+    sizes = {
+        "local_cache": {"path": "/nvme", "capacity": "200GiB"},
+        "memory_cache": "16MB",
+        "audit": {"per_minute": "1B"},
+    }
+    config = parse_config(STORE | sizes, {})
+    assert config.local_cache is not None
+    assert (config.local_cache.path, config.local_cache.capacity) == ("/nvme", 200 << 30)
+    assert (config.memory_cache, config.audit.per_minute) == (16_000_000, 1)
+    assert parse_config(STORE, {}).audit.per_minute == 256 << 20
+    for each in (config, parse_config(STORE | {"memory_cache": 0}, {})):
+        sent = each.model_dump(mode="json", exclude_unset=True)  # to the data plane
+        assert KVFetchConfig.model_validate(sent) == each
+        assert each.as_exact.memory_cache == each.memory_cache
+
+
+@pytest.mark.parametrize("size", [16, "16", 16.5, 200 << 30])
+@pytest.mark.parametrize("key", ["local_cache.capacity", "memory_cache", "audit.per_minute"])
+def test_a_bare_number_is_no_size(key: str, size: object) -> None:
+    group, _, name = key.partition(".")
+    value = {"path": "/nvme", name: size} if group == "local_cache" else {name: size} if name else size
+    with pytest.raises(ConfigError, match=rf"{key} = .*: {size} what\? say {size}GiB or {size}B"):
+        parse_config(STORE | {group: value}, {})
 
 
 def test_a_missing_store_is_named() -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.server import metrics as server_metrics
+from sgl_kvfetch.server import app as application, metrics as server_metrics
 from sgl_kvfetch.stores import wire
+from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.testing import data_object
 from tests.server.test_server import metric, serving
 
@@ -33,8 +37,8 @@ def errors() -> Iterator[tuple[str, int, Exception]]:
     no_room, locked = OSError(errno.ENOSPC, "No space left on device"), sqlite3.OperationalError("database is locked")
     locked.sqlite_errorname = "SQLITE_BUSY"
     yield "full:ENOSPC", 507, store_error("full", no_room)
-    yield "io:SQLITE_BUSY", 500, store_error("io", locked)
-    yield "io", 500, StoreError("io", "the store is closed")
+    yield "io:SQLITE_BUSY", 507, store_error("io", locked)
+    yield "io", 507, StoreError("io", "the store is closed")
     yield "bug:KeyError", 500, KeyError("oops")
 
 
@@ -78,3 +82,86 @@ async def test_a_client_s_mistake_is_no_failure(tmp_path: Path, caplog: pytest.L
                 assert response.status in (400, 404)
         assert await metric(session, "failures_total") == 0
     assert not caplog.records
+
+
+@pytest.mark.parametrize("at", ["open", "write", "fsync"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EMFILE, errno.EFBIG])
+async def test_a_disk_that_refuses_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, at: str
+) -> None:
+    """Each object is sent once, and the store says that it takes none, until one is written."""
+    call = getattr(os, at)
+
+    def fail(*args: object, **kwargs: object) -> object:
+        if at == "open" and "O_CREAT" not in str(args) and not (isinstance(args[1], int) and args[1] & os.O_CREAT):
+            return call(*args, **kwargs)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(application, "_HEALTH_AGE_S", -1.0)
+    async with serving(tmp_path) as (server, session):
+        store = HttpStore(server.url)
+
+        async def put(content: bytes) -> str | None:
+            """Return why an object is not written, None if it is."""
+            try:
+                await store.put(data_object(content), content)
+            except StoreError as e:
+                return e.reason
+            return None
+
+        async def health() -> str | None:
+            async with session.get(wire.Route.HEALTH) as response:
+                return (await response.json())["write_problem"]
+
+        assert await put(b"first") is None
+        assert await health() is None
+        with monkeypatch.context() as broken:
+            broken.setattr(f"sgl_kvfetch.directory.files.os.{at}", fail)
+            assert await put(b"second") == ("full" if number in (errno.ENOSPC, errno.EFBIG) else "io")
+            assert await metric(session, "requests_total", method="PUT", status="507") == 1
+            problem = await health() or ""
+        assert os.strerror(number) in problem
+        if number != errno.ENOSPC:  # the disk has more free bytes by now, perhaps
+            assert os.strerror(number) in (await health() or "")
+        assert await put(b"third") is None
+        assert await health() is None
+        await store.close()
+
+
+async def test_a_store_that_nobody_writes_to_any_more_finds_out_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load balancer sends no writes to a store that takes none."""
+    store = LocalStore(tmp_path)
+    await store.put(data_object(b"first"), b"first")
+    now, fsync = time.monotonic(), os.fsync
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StoreError, match="Input/output error"):
+        await store.put(data_object(b"second"), b"second")
+    for later_s, is_broken in ((0, True), (100, True), (150, True), (300, False)):
+        monkeypatch.setattr("sgl_kvfetch.directory.room.time.monotonic", lambda s=later_s: now + s)
+        monkeypatch.setattr(os, "fsync", fail if is_broken else fsync)
+        assert ((await store.usage()).write_problem is not None) == is_broken
+    await store.close()
+
+
+async def test_an_object_that_never_fits_is_sent_once_and_evicts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskRoom, "_free_bytes", lambda room: 1 << 20)
+    monkeypatch.setattr(DiskRoom, "_reserve_bytes", lambda room: 0)
+    async with serving(tmp_path) as (server, session):
+        store = HttpStore(server.url)
+        await store.put(data_object(b"first"), b"first")
+        with pytest.raises(StoreError) as caught:
+            await store.put(data_object(b"large"), bytes(4 << 20))
+        assert (caught.value.reason, caught.value.retriable) == ("too_large", False)
+        assert await metric(session, "requests_total", method="PUT", status="413") == 1
+        assert await store.get(data_object(b"first")) == b"first"
+        async with session.get(wire.Route.HEALTH) as response:
+            assert (await response.json())["write_problem"] is None
+        await store.close()

@@ -21,6 +21,8 @@ from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.upkeep import plan_sweep
 from sgl_kvfetch.testing import FOLDER, head_slice, make_segment, page_hashes, parts, put_segment
 
+pytestmark = pytest.mark.usefixtures("tiny_stores")
+
 CHAINS = [page_hashes(16, branch=str(i)) for i in range(8)]
 SEGMENTS = [make_segment(chain, 0, 16) for chain in CHAINS]
 SIZE = len(SEGMENTS[0].data) + len(SEGMENTS[0].manifest.encode())

@@ -167,6 +167,7 @@ async def test_a_store_keeps_nothing_but_the_profile_of_its_name(store: AdminSto
     assert list(await store.notes(PROFILES)) == []
 
 
+@pytest.mark.usefixtures("tiny_stores")
 async def test_profiles_take_a_part_of_the_capacity(tmp_path: Path) -> None:
     name, data = seal_profile(save(tmp_path), NO_KEYS)
     segments = [make_segment(page_hashes(16, branch=str(i)), 0, 16) for i in range(8)]

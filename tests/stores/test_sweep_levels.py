@@ -175,7 +175,7 @@ def test_gc_says_which_levels_it_drops(tmp_path: Path) -> None:
             await commit_segment(store, chain(number))
 
     using(LocalStore(tmp_path), fill)
-    options = (str(tmp_path), "--capacity", f"{NUM * WHOLE - 1}", "--drop-levels", "1", "--grace", "0")
+    options = (str(tmp_path), "--capacity", f"{NUM * WHOLE - 1}B", "--drop-levels", "1", "--grace", "0", "--yes")
     planned = kvfetch_json("gc", *options, "--dry-run")
     assert (list(planned["coarser"].values()), planned["evicted"], planned["planned_bytes"]) == ([1], [], LAST)
     (stem,) = planned["coarser"]

@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import boto3
 import pytest
 
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
@@ -40,7 +42,7 @@ def test_a_bucket_with_an_index(s3: S3Server) -> None:
 
     with RedisProcess() as redis:
         asyncio.run(use_all_but_the_second(redis))
-        options = (URL + "/", "--index", redis.url, "--capacity", f"{2 * SIZE + SIZE // 2}", "--grace", "0")
+        options = (URL + "/", "--index", redis.url, "--capacity", f"{2 * SIZE + SIZE // 2}B", "--grace", "0", "--yes")
         result = kvfetch("gc", *options, "--dry-run")
         assert result.exit_code == 0, result.output
         assert KEYS[1].stem in result.output
@@ -61,12 +63,13 @@ def test_a_bucket_with_an_index(s3: S3Server) -> None:
 
 @pytest.mark.process
 def test_a_bucket_without_an_index(s3: S3Server) -> None:
-    summary = kvfetch_json("gc", URL, "--capacity", "1", "--grace", "0")
+    summary = kvfetch_json("gc", URL, "--capacity", "1B", "--grace", "0", "--yes")
     assert set(summary["evicted"]) == {key.stem for key in KEYS}
     assert summary["deleted"] == {
         "num_objects": 6,
         "num_bytes": summary["stored_bytes"],
         "num_levels": 0,
+        "are_kept": False,
         "failures": {},
     }
     assert using(S3Store(URL), names) == set()
@@ -80,7 +83,7 @@ def test_without_limits_only_expired_segments_go(s3: S3Server, later: Callable[[
     assert result.exit_code == 0, result.output
     assert result.output.startswith("deleted 0 segments, 0 of them expired, and 0 that are not whole")
     later(4000)
-    summary = kvfetch_json("gc", URL, "--grace", "0")
+    summary = kvfetch_json("gc", URL, "--grace", "0", "--yes")
     assert (summary["num_expired"], summary["evicted"]) == (1, [KEYS[1].stem])
     assert not any(KEYS[1].stem in name for name in using(S3Store(URL), names))
 
@@ -90,23 +93,77 @@ def test_a_directory(stored: Stored) -> None:
         result = kvfetch("gc", str(stored.root), "--capacity", "1TiB")
     assert result.exit_code == 0, result.output
     assert "3 segments stay" in result.output
-    result = kvfetch("gc", stored.url, "--capacity", "1", "--grace", "0")
+    result = kvfetch("gc", stored.url, "--capacity", "1B", "--grace", "0", "--yes")
     assert result.exit_code == 0, result.output
     assert using(LocalStore(stored.root), names) == set()
 
 
+@pytest.mark.parametrize(
+    "options", [("--capacity", "60"), ("--quota", "a=60"), ("--capacity", "1GiB", "--quota", "a=60")]
+)
+def test_a_limit_without_a_unit_deletes_nothing(stored: Stored, options: tuple[str, ...]) -> None:
+    with unchanged(stored.root):
+        result = kvfetch("gc", stored.url, *options, "--yes")
+    assert result.exit_code == 2
+    assert "60 what? say 60GiB or 60B" in result.stderr
+
+
+def test_it_shows_what_it_would_delete_and_asks(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("gc", stored.url, "--capacity", "1B", "--grace", "0")
+    with unchanged(stored.root):
+        result = kvfetch(*options)
+        assert result.exit_code == 2
+        assert "would delete 3 segments" in result.stdout
+        assert "add --yes" in result.stderr
+        result = kvfetch(*options, "--json")
+        assert (result.exit_code, result.stdout) == (2, "")
+    assert kvfetch("gc", stored.url, "--capacity", "1TiB").exit_code == 0  # nothing to ask about
+    monkeypatch.setattr("sgl_kvfetch.tools.upkeep.ask_to_delete", lambda err: None)  # the answer is yes
+    assert "deleted 3 segments" in kvfetch(*options).stdout
+
+
 def test_quotas(stored: Stored) -> None:
     with unchanged(stored.root):
-        result = kvfetch("gc", stored.url, "--quota", "no=such=model=1GiB", "--quota", "0123=1")
+        result = kvfetch("gc", stored.url, "--quota", "no=such=model=1GiB", "--quota", "0123=1B")
     assert result.exit_code == 1, result.output
     assert "3 segments stay" in result.output
     assert "FAILED --quota no=such=model: nothing is stored of this model" in result.output
     stems = [segment.manifest.key.stem for segment in stored.segments]
     folder = stems[0].partition("/")[0]
-    summary = kvfetch_json("gc", stored.url, "--quota", f"{folder}=1", "--grace", "0")
+    summary = kvfetch_json("gc", stored.url, "--quota", f"{folder}=1B", "--grace", "0", "--yes")
     inside = {stem for stem in stems if stem.startswith(folder)}
     assert set(summary["evicted"]) == inside
     assert summary["unused_quotas"] == []
     left = using(LocalStore(stored.root), names)
     assert left
     assert not any(name.startswith(f"{folder}/") for name in left)
+
+
+def test_it_says_what_it_waits_for(stored: Stored) -> None:
+    result = kvfetch("gc", stored.url, "--capacity", "1B", "--grace", "0.1", "--yes")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == "3 manifests are deleted; their data follows in 0.1 s, after its last readers\n"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("status", ["Enabled", "Suspended"])
+def test_a_bucket_with_versions_keeps_what_is_deleted(s3: S3Server, tmp_path: Path, status: str) -> None:
+    """Suspended, it keeps only what had a version before."""
+    keys = {f"aws_{key}": s3.config[key] for key in ("access_key_id", "secret_access_key")}
+    client = boto3.client("s3", endpoint_url=s3.config["endpoint"], region_name="us-east-1", **keys)
+    using(S3Store(URL), lambda store: store.delete_prefix(""))
+    commands = [
+        ("gc", URL, "--capacity", "1B", "--grace", "0", "--yes"),
+        ("clear", URL, "--yes"),
+        ("move", URL, str(tmp_path)),
+    ]
+    for command in commands:
+        client.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": status})
+        put_all(S3Store(URL), *SEGMENTS)
+        result = kvfetch(*command)
+        assert result.exit_code == 0, result.output
+        assert ("the bucket has versions: it keeps" in result.output) == (status == "Enabled"), command
+        versions = client.list_object_versions(Bucket=BUCKET)
+        assert ("Versions" in versions) == (status == "Enabled")
+        if command[0] == "gc":
+            assert (": 0 B of " in result.output) == (status == "Enabled")

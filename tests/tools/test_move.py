@@ -69,6 +69,32 @@ def test_to_a_small_store(source: Path, target: Path, monkeypatch: pytest.Monkey
     assert (contents(source), num_found(target)) == ({}, 12)
 
 
+@pytest.mark.parametrize("options", [(), ("--copy",)])
+def test_what_the_target_has_evicted_in_the_end_is_not_moved(
+    source: Path, target: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache makes room for what comes by deleting what came."""
+    before, put = contents(source), LocalStore.put
+    manifests = [segment.manifest.key.manifest_name for segment in SEGMENTS]
+
+    async def put_and_evict(self: LocalStore, name: str, data: bytes) -> None:
+        await put(self, name, data)
+        there = [each for each in manifests if await self.head(each) is not None]
+        if self.root == target and len(there) > 1:
+            await self.delete(next(each for each in there if each != name))
+
+    monkeypatch.setattr(LocalStore, "put", put_and_evict)
+    result = kvfetch("move", str(source), str(target), *options)
+    monkeypatch.undo()
+    assert result.exit_code == 1
+    (left,) = {name for name in contents(target) if name in manifests}
+    assert f"1 segments {'copied' if options else 'moved'}, 0 of them" in result.stdout
+    for name in manifests:
+        assert (f"FAILED {name}: the target has evicted it" in result.stdout) == (name != left)
+    gone = {name for name in before if name.startswith(left.removesuffix(".kvm"))}
+    assert contents(source) == {name: content for name, content in before.items() if options or name not in gone}
+
+
 def test_a_copy_of_a_part(source: Path, target: Path) -> None:
     before = contents(source)
     part = f"{source}#{SEGMENTS[1].manifest.key.stem}"

@@ -27,12 +27,19 @@ HEAVY = {"torch", "av", "numpy", "obstore", "redis", "transformers", "sglang", "
         ("500MB", 500_000_000),
         ("1.5 kib", 1536),
         ("2TB", 2 * 10**12),
-        ("4096", 4096),
+        ("4096B", 4096),
         ("12B", 12),
     ],
 )
 def test_sizes_are_parsed(text: str, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["60", "1.5", "4096 "])
+def test_a_bare_number_is_no_size(text: str) -> None:
+    number = text.strip()
+    with pytest.raises(ConfigError, match=rf"{number} what\? say {number}GiB or {number}B"):
+        parse_size(text)
 
 
 @pytest.mark.parametrize(

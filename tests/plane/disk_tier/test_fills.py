@@ -107,6 +107,7 @@ async def test_the_object_that_waits_longest_makes_way(
     await until(lambda: events.fills["stored"] == 2)
 
 
+@pytest.mark.usefixtures("tiny_stores")
 async def test_what_is_on_the_disk_stays_within_the_capacity(
     make: MakeTier, remote: RemoteStore, events: Events, tmp_path: Path
 ) -> None:

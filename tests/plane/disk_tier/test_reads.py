@@ -71,6 +71,7 @@ async def test_after_a_restart(make: MakeTier, remote: RemoteStore, events: Even
     assert again.num_reads == 0
 
 
+@pytest.mark.usefixtures("tiny_stores")
 async def test_reads_from_the_disk_are_uses(make: MakeTier, remote: RemoteStore, events: Events) -> None:
     """Also in a process that has not written anything."""
     segments = [make_segment(page_hashes(64, f"{i}"), 0, 64, content=i) for i in range(3)]

@@ -38,7 +38,7 @@ from tests.plane.fetch.test_levels import values_at
 pytestmark = pytest.mark.process
 
 SIGNS, ENCRYPTS = ManifestKeys([b"k" * 32]), EncryptionKeys({"name": bytes(32)})
-ROOM = 6  # segments that the store has room for, with all levels
+ROOM = 12  # segments that the store has room for, with all levels
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 def served(kind: Kind, tmp_path: Path) -> Iterator[StoreProcess]:
     stored = secure_segment(kind.segment(0), kind.keys)
     whole = len(stored.manifest.encode()) + sum(len(data) for _, data in stored.data_objects())
-    options = "--capacity", str(ROOM * whole), "--drop-levels", "1"
+    options = "--capacity", f"{ROOM * whole}B", "--drop-levels", "1"
     with StoreProcess(tmp_path, extra_args=options) as served:
         yield served
 

@@ -83,7 +83,7 @@ def written(make: MakeRig, tokens: list[int] = TOKENS, **config: Any) -> list[to
     return loaded(cpu, tokens)
 
 
-def reader(make: MakeRig, memory_cache: int | str = "1MiB", **config: Any) -> Rig:
+def reader(make: MakeRig, memory_cache: str = "1MiB", **config: Any) -> Rig:
     config = {"mode": "read_only"} | config
     return make(codec="ans", num_layers=LAYERS, gpu=FakeDevice(), memory_cache=memory_cache, **config)
 
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_loaded_from_staging(
     expected = written(make, quantiser=quantiser)
     whole = reader(make, quantiser=quantiser)
     _, cells = staged(whole)
-    rig = reader(make, int(cells["size"].sum() * 0.8), quantiser=quantiser)
+    rig = reader(make, f"{int(cells['size'].sum() * 0.8)}B", quantiser=quantiser)
     copies = list[int]()
     runs = gpu_loads._runs
 
@@ -201,7 +201,7 @@ def test_what_is_held_is_not_evicted(make: MakeRig, quantiser: KltQuantiser) -> 
     expected = [written(make, tokens, quantiser=quantiser) for tokens in (TOKENS, *others)]
     whole = reader(make, quantiser=quantiser)
     _, cells = staged(whole)
-    rig = reader(make, int(cells["size"].sum() * 1.5), quantiser=quantiser)
+    rig = reader(make, f"{int(cells['size'].sum() * 1.5)}B", quantiser=quantiser)
     request, cells = staged(rig)
     assert is_in_memory(rig, cells).all()
     for tokens, theirs in zip(others, expected[1:], strict=True):
@@ -216,7 +216,7 @@ def test_a_request_that_leaves_lets_go(make: MakeRig, quantiser: KltQuantiser) -
     others = [prompt(seed, NUM_PAGES) for seed in range(1, 3)]
     for tokens in (TOKENS, *others):
         written(make, tokens, quantiser=quantiser)
-    rig = reader(make, 12 << 10, quantiser=quantiser)
+    rig = reader(make, "12KiB", quantiser=quantiser)
     request, _ = staged(rig)
     assert any(entry.num_holders for entry in memory_of(rig)._entries.values())
     left(rig, request)
