@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -123,6 +123,12 @@ STORE_DOWN = Gauge(
     "1 while lookups are skipped, or answered by local_cache, because the store failed",
     multiprocess_mode="livemax",
 )
+CERTIFICATE_END = Gauge(
+    "sgl_kvfetch_certificate_end_timestamp_seconds",
+    "When the certificates end that this server uses: its own, and the last of tls.ca_file",
+    ["file"],
+    multiprocess_mode="livemin",
+)  # cert, ca
 
 # Fetch or compute
 DECISIONS = Counter("sgl_kvfetch_decisions", "Stored prefixes, by decision and its reason", ["decision", "reason"])
@@ -152,6 +158,12 @@ def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
     reason = reason_of(error)
     miss(stage, reason)
     _limited.warning(f"{stage} {reason}", f"kvfetch {stage} is a miss ({reason}): {error}")
+
+
+def note_certificates(ends: Mapping[str, float]) -> None:
+    """Note when certificates end, as `tls.ends_of` returns it."""
+    for file, end_s in ends.items():
+        CERTIFICATE_END.labels(file).set(end_s)
 
 
 @contextmanager

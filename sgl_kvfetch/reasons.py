@@ -113,7 +113,7 @@ ADVICE: dict[Reason, str] = {
     Reason.FAILED: "the error is in SGLang's log; for want of memory, a smaller --mem-fraction-static",
     Reason.INTERNAL: "a bug: report the traceback in SGLang's log",
     Reason.REFUSED: "is the store running? address, firewall, proxy: kvfetch doctor STORE",
-    Reason.TLS: "tls.ca_file, or http:// for https://: kvfetch doctor STORE",
+    Reason.TLS: "tls.ca_file, tls.cert_file, or http:// for https://: kvfetch doctor STORE",
     Reason.UNAUTHORISED: "a token with the role that is needed",
     Reason.SERVER: "the store's log, and its /healthz",
     Reason.IO: "the store's log, and its disk",

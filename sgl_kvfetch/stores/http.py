@@ -6,10 +6,11 @@ Its answers are checked: statuses and errors become StoreError, and bodies have 
 from __future__ import annotations
 
 import io
+import os
 import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -44,8 +45,10 @@ from sgl_kvfetch.stores.base import (
     require_namespace,
 )
 from sgl_kvfetch.stores.notes import NoteKind
-from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, environment_proxy, listing_of
+from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, TlsFiles, Token, environment_proxy, listing_of
 from sgl_kvfetch.stores.transfers import LEAST_SENT_BYTES, Transfers
+from sgl_kvfetch.tls import UNKNOWN_CA, FreshContext, of_wrong_time, refusal
+from sgl_kvfetch.user_files import FreshFiles
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -55,8 +58,6 @@ _BROKEN = (  # after connecting: ClientConnectorError is caught before
     aiohttp.ServerConnectionError,
     OSError,
 )
-# Of OpenSSL: a self-signed certificate, one in the chain, and two for an issuer that is not known.
-_UNKNOWN_CA = frozenset({18, 19, 20, 21})
 _NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST"})
 _RANGE_SENT = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]{1,18}|\*)")
 
@@ -75,8 +76,13 @@ def client_errors(what: str) -> Iterator[None]:
     except aiohttp.ClientSSLError as e:
         raise _tls_error(what, e) from e
     except aiohttp.ClientConnectorError as e:
-        raise StoreError("refused", f"{what}: {_text(e)}", retriable=True) from e
+        cause = e.os_error
+        number = cause.errno or 0  # negative for names that do not resolve
+        said = os.strerror(number) if number > 0 else cause.strerror or _text(cause)
+        raise StoreError("refused", f"{what}: no connection to {e.host}:{e.port}: {said}", retriable=True) from e
     except _BROKEN as e:
+        if (against := refusal(e)) is not None:
+            raise StoreError("tls", f"{what}: the server refuses the TLS handshake: {against}") from e
         raise StoreError("truncated", f"{what}: the connection broke: {_text(e)}", retriable=True) from e
     except (aiohttp.ClientError, HttpProcessingError, ValueError) as e:
         raise StoreError("protocol", f"{what}: {_text(e)}") from None  # a traceback would show the server's bytes
@@ -85,17 +91,20 @@ def client_errors(what: str) -> Iterator[None]:
 def _tls_error(what: str, error: aiohttp.ClientSSLError) -> StoreError:
     server, cause = f"{error.host}:{error.port}", error.os_error
     if isinstance(cause, ssl.SSLCertVerificationError):
-        if cause.verify_code in _UNKNOWN_CA:
+        if cause.verify_code in UNKNOWN_CA:
             return StoreError(
                 "tls",
                 f"{what}: no CA that this machine knows has signed the certificate of {server} "
                 f"({cause.verify_message}): name the file of its CA, as SSL_CERT_FILE in the environment, or as "
                 "tls.ca_file in the config of SGLang's backend",
             )
-        return StoreError("tls", f"{what}: the certificate of {server} does not hold: {cause.verify_message}")
+        said = f"{cause.verify_message}{of_wrong_time(cause)}"
+        return StoreError("tls", f"{what}: the certificate of {server} does not hold: {said}")
+    if (against := refusal(cause)) is not None:
+        return StoreError("tls", f"{what}: {server} refuses the TLS handshake: {against}")
     if isinstance(cause, ssl.SSLError) and cause.reason in _NO_TLS:
         return StoreError("tls", f"{what}: {server} does not speak TLS: write its URL with http://")
-    return StoreError("refused", f"{what}: {_text(error)}", retriable=True)
+    return StoreError("refused", f"{what}: TLS with {server} failed: {_text(cause)}", retriable=True)
 
 
 def _text(error: BaseException) -> str:
@@ -256,7 +265,7 @@ class HttpStore(RemoteStore):
 
     has_page = True
 
-    def __init__(self, url: str, *, token: str | None = None, options: HttpOptions | None = None) -> None:
+    def __init__(self, url: str, *, token: Token | None = None, options: HttpOptions | None = None) -> None:
         """Check the arguments: ``url`` is http(s)://host[:port][/path], and ``token`` printable ASCII.
 
         Raises ConfigError for others, and if a file of ``options.tls`` cannot be used.
@@ -266,12 +275,15 @@ class HttpStore(RemoteStore):
             raise ConfigError(f"store URL {url!r} is not http(s)://host[:port][/path]")
         if parts.username or parts.password:
             raise ConfigError("a store URL must not contain a user or a password; use a token")
+        self._token_file = token if isinstance(token, FreshFiles) else None
+        if isinstance(token, FreshFiles):
+            token = token.value
         if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
             raise ConfigError("the token is not allowed: expected printable ASCII without spaces around it")
         super().__init__(url, options)
         proxy = environment_proxy(parts.scheme)
         self._proxy = proxy.url if proxy and proxy.leads_to(parts.hostname) else None
-        self._tls = self.options.tls.context() if self.options.tls and parts.scheme == "https" else True
+        self._tls = (self.options.tls or TlsFiles()).context() if parts.scheme == "https" else True
         self._headers = {"Accept-Encoding": "identity"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -385,7 +397,10 @@ class HttpStore(RemoteStore):
 
         async def attempt() -> int:
             transfers = self._transfers() if len(data) >= LEAST_SENT_BYTES else None
-            answer = None if transfers is None else await transfers.send(url, headers, views)
+            answer = None
+            if transfers is not None:
+                with suppress(ssl.SSLError):  # aiohttp, which reads while it sends, then says why
+                    answer = await transfers.send(url, headers, views)
             if answer is not None:
                 require_answer("PUT", url, *answer, expected, "Authorization" in self._headers)
                 return answer.status
@@ -537,14 +552,14 @@ class HttpStore(RemoteStore):
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self.options.max_connections, ssl=self._tls),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.options.connect_timeout_s),
-                headers=self._headers,
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 read_bufsize=1 << 20,
                 proxy=self._proxy,
             )
+        headers = {**self._headers, **(headers or {})}
         if body is not None:
-            headers = {**(headers or {}), "Content-Length": str(sum(map(len, body)))}
+            headers["Content-Length"] = str(sum(map(len, body)))
         # Redirects would carry the token to another host.
         return self._session.request(
             method,
@@ -580,6 +595,14 @@ class HttpStore(RemoteStore):
 
         return await self._retried(what, attempt, num_bytes)
 
+    async def _follow_files(self) -> None:
+        """Let what is asked from now on have the certificates and the token that the files hold."""
+        if isinstance(self._tls, FreshContext):
+            await self._tls.files.follow()
+        if self._token_file is not None:
+            await self._token_file.follow()
+            self._headers["Authorization"] = f"Bearer {self._token_file.value}"
+
     async def _retried(self, what: str, attempt: Callable[[], Awaitable[T]], num_bytes: int = 0) -> T:
         """Call ``attempt`` until it succeeds. The deadline is extended for ``num_bytes`` that are to be transferred.
 
@@ -594,6 +617,7 @@ class HttpStore(RemoteStore):
 
         async def translated() -> T:
             with client_errors(what):
+                await self._follow_files()
                 return await attempt()
 
         with self._naming_itself():

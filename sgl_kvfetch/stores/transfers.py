@@ -224,12 +224,12 @@ class Transfers:
         connect_timeout_s: float,
         max_connections: int,
     ) -> None:
-        """``url``: of the server. ``headers``: of each request. ``tls``: for https, as aiohttp takes it.
+        """``url``: of the server. ``headers``: of each request, now and later. ``tls``: for https, as aiohttp takes it.
         ``max_connections``: reads under way; further ones wait."""
         server = url, tls, connect_timeout_s
         self._reads = _Connections(*server, max_connections, ThreadPoolExecutor(max_connections, "kvfetch-receive"))
         self._sends = _Connections(*server, _SENDERS, ThreadPoolExecutor(_SENDERS, "kvfetch-send"))
-        self._headers = {"Host": urlsplit(url).netloc, **headers}
+        self._host, self._headers = urlsplit(url).netloc, headers
 
     async def receive(self, url: str, start: int, into: Sequence[memoryview], received: Callable[[int], None]) -> bool:
         """Fill ``into`` with the bytes of ``url`` from byte ``start`` on. ``received`` gets the sizes of what has come,
@@ -252,7 +252,7 @@ class Transfers:
                 loop.call_soon_threadsafe(tell)
 
         end = start + sum(map(len, into))
-        fields = {**self._headers, "Range": f"bytes={start}-{end - 1}"}
+        fields = {"Host": self._host, **self._headers, "Range": f"bytes={start}-{end - 1}"}
         lines = (f"{name}: {value}\r\n" for name, value in fields.items())
         head = f"GET {urlsplit(url).path} HTTP/1.1\r\n{''.join(lines)}\r\n".encode()
         reading = _Read(head, start, end, into, tell_soon)
@@ -270,7 +270,7 @@ class Transfers:
 
         Raises as `_Connections.run` does, and StoreError if the answer is not HTTP.
         """
-        fields = {**self._headers, **headers, "Content-Length": str(sum(map(len, views)))}
+        fields = {"Host": self._host, **self._headers, **headers, "Content-Length": str(sum(map(len, views)))}
         try:
             return await self._sends.run(_Put(urlsplit(url).path, fields, views))
         except HTTPException as e:

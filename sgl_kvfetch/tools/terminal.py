@@ -26,7 +26,7 @@ from rich.table import Table
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret, format_size as format_size, read_secret_lines
+from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret, format_size as format_size, read_token_file
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -203,27 +203,10 @@ def read_token(token: str | None, token_file: Path | None) -> str | None:
     if token is not None and token_file is not None:
         raise ConfigError("give either --token or --token-file, not both")
     if token_file is not None:
-        lines = read_secret_lines(token_file, "--token-file")
-        try:
-            token = _only_token(lines)
-        except ConfigError as e:
-            raise ConfigError(f"--token-file {token_file} {e}") from None
+        token = read_token_file(token_file, "--token-file")
     if token == "":
         raise ConfigError("--token is empty")
     return token or environment_secret(TOKEN_ENV)
-
-
-def _only_token(lines: Iterable[str]) -> str:
-    """Return the token of a file, in which ``#`` begins a comment line. Raises ConfigError, which quotes no token."""
-    words = [line.split() for line in lines if not line.startswith("#")]
-    if not words:
-        raise ConfigError("is empty")
-    if len(words) > 1 or len(words[0]) > 1:
-        raise ConfigError(
-            "has more than one word: the server's file has lines ROLE TOKEN; write one of its tokens, without the "
-            "role, to a file of your own"
-        )
-    return words[0][0]
 
 
 def show(
