@@ -27,7 +27,7 @@ import typer
 from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.tools.terminal import STORE_HELP, StoreAccess, format_age, json_flag, option, show
+from sgl_kvfetch.tools.terminal import STORE_HELP, StoreAccess, format_age, json_flag, option, say, show
 
 if TYPE_CHECKING:
     from sgl_kvfetch.stores import AdminStore
@@ -105,7 +105,7 @@ def doctor(
     for name, check in checks.items():
         if name == MODELS and any(row.status == "no" for row in found):
             continue  # the store cannot be used
-        typer.echo(f"checking {store if name == STORE else _WHAT.get(name, name)} ...", err=True)
+        say(f"checking {store if name == STORE else _WHAT.get(name, name)} ...", err=True)
         rows = run_check(name, check)
         found += rows
         if not as_json:
@@ -113,7 +113,7 @@ def doctor(
                 _print(row)
     missing = sum(check.status == "no" for check in found)
     if missing and not store_only and store is not None and importlib.util.find_spec("sglang") is None and not as_json:
-        typer.echo(f"SGLang is not installed here. On a store's machine, type: kvfetch doctor {store} --store-only")
+        say(f"SGLang is not installed here. On a store's machine, type: kvfetch doctor {store} --store-only")
     verdict = "the store can be used from here" if store_only else "host mode can run here"
     show(found, as_json, [f"{verdict.replace('can', 'cannot')}: {missing} to fix" if missing else verdict])
     if missing:
@@ -122,9 +122,9 @@ def doctor(
 
 def _print(row: Check) -> None:
     """Print a row, and what to do in the next line."""
-    typer.echo(f"{row.name:20} {typer.style(f'{row.status:4}', fg=_COLOURS[row.status])} {printable(row.found)}")
+    say(f" {printable(row.found)}", before=f"{row.name:20} {typer.style(f'{row.status:4}', fg=_COLOURS[row.status])}")
     if row.advice:
-        typer.echo(f"{'':20} {'':4} {printable(row.advice)}")
+        say(f"{'':20} {'':4} {printable(row.advice)}")
 
 
 def run_check(name: str, check: Callable[[], list[Check]]) -> list[Check]:

@@ -19,7 +19,7 @@ from sgl_kvfetch.stores import MAX_LABEL, PINS, AdminStore, Pin, Store, get_pin,
 from sgl_kvfetch.stores.notes import MAX_PIN_PAGES
 from sgl_kvfetch.stores.upkeep import pages_stored, stored_page_sizes
 from sgl_kvfetch.tools.target import require_scheme, run_on_store
-from sgl_kvfetch.tools.terminal import IndexedAccess, StoreArgument, json_flag, option, show
+from sgl_kvfetch.tools.terminal import IndexedAccess, StoreArgument, json_flag, option, say, show
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -221,7 +221,7 @@ def warm(
     if all(one.is_stored for one in warmed):
         return
     next_step = f"{queued}: raise --timeout" if queued else "kvfetch why says what kept the others from it"
-    typer.echo(f"kvfetch: not all pages are stored after {timeout_s:g} s; {next_step}", err=True)
+    say(f"kvfetch: not all pages are stored after {timeout_s:g} s; {next_step}", err=True)
     raise typer.Exit(1)
 
 
@@ -281,7 +281,7 @@ async def _compare_page_sizes(store: AdminStore, page_size: int) -> None:
     sizes = await stored_page_sizes(store)
     if sizes and page_size not in sizes:
         stored = " or ".join(map(str, sorted(sizes)))
-        typer.echo(f"kvfetch: no pages of {page_size} tokens are stored: type --page-size {stored}", err=True)
+        say(f"kvfetch: no pages of {page_size} tokens are stored: type --page-size {stored}", err=True)
 
 
 def _show_stored(prompts: Sequence[StoredPrompt], as_json: bool) -> None:

@@ -8,6 +8,7 @@ Without extras, only what ``kvfetch serve`` needs is installed. Commands import 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import logging
 import re
 import sys
@@ -23,6 +24,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import printable
@@ -209,6 +211,16 @@ def read_token(token: str | None, token_file: Path | None) -> str | None:
     return token or environment_secret(TOKEN_ENV)
 
 
+def say(text: str, *, before: str = "", err: bool = False) -> None:
+    """Print lines for people, behind what we have styled ourselves. All that commands print goes through here, or
+    through `make_console`: names and errors come from others, and must not control the terminal."""
+    typer.echo(before + _printable_lines(text), err=err)
+
+
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def show(
     value: object, as_json: bool, lines: Iterable[Table | str], failures: Mapping[str, str] = MappingProxyType({})
 ) -> None:
@@ -217,16 +229,18 @@ def show(
     ``failures``: errors by the object's name. Long lines are not wrapped, so that users can copy names.
     """
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+        text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+        # JSON has no escape for what lies beyond ASCII, such as marks that turn the direction of text.
+        typer.echo("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text))
     else:
         for name, error in list(failures.items())[:_MAX_FAILURES_SHOWN]:
-            typer.echo(f"FAILED {name}: {printable(error)}")
+            say(f"FAILED {name}: {error}")
         if len(failures) > _MAX_FAILURES_SHOWN:
-            typer.echo(f"FAILED and {len(failures) - _MAX_FAILURES_SHOWN} more, which --json names")
+            say(f"FAILED and {len(failures) - _MAX_FAILURES_SHOWN} more, which --json names")
         console = make_console()
         for line in lines:
             if isinstance(line, str):
-                typer.echo(line)
+                say(line)
             else:
                 console.print(line)
     if failures:
@@ -237,7 +251,7 @@ class _Formatter(logging.Formatter):
     """Begins messages with our name. What SGLang's servers log as well has it already."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"kvfetch: {super().format(record).removeprefix('kvfetch: ')}"
+        return _printable_lines(f"kvfetch: {super().format(record).removeprefix('kvfetch: ')}")
 
 
 def show_log(level: int, handler: logging.Handler) -> None:
@@ -246,9 +260,15 @@ def show_log(level: int, handler: logging.Handler) -> None:
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
+class _Console(Console):
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Render text without control characters: what is printed, and the cells of tables."""
+        return super().render_str(_printable_lines(text), **options)
+
+
 def make_console(*, stderr: bool = False) -> Console:
     """Return a console without markup. If the output is not a terminal, lines are 200 columns wide, for long names."""
-    console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    console = _Console(stderr=stderr, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = 200
     return console

@@ -121,7 +121,7 @@ async def test_clients_need_a_certificate(url: str, certificates: Certificates, 
     trustme.CA(key_type=trustme.KeyType.ECDSA).issue_cert("x").private_key_and_cert_chain_pem.write_to_path(stranger)
     content = bytes(3 << 20)
     for cert, why in ((None, "wants a certificate from us, and got none"), (stranger, "no CA that it knows")):
-        tls = TlsFiles(ca=str(certificates.ca), cert=cert and str(cert))
+        tls = TlsFiles(ca=str(certificates.ca), cert=None if cert is None else str(cert))
         store = HttpStore(url, options=HttpOptions(max_attempts=1, tls=tls))
         name = data_object(content)
         for ask in (store.get(name), store.get(name, 0, 1 << 20), store.put(name, content)):
