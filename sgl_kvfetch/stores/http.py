@@ -21,7 +21,6 @@ from aiohttp.http_exceptions import HttpProcessingError
 from tenacity import (
     AsyncRetrying,
     RetryCallState,
-    retry_if_exception,
     stop_after_attempt,
     stop_before_delay,
     wait_random_exponential,
@@ -128,7 +127,25 @@ def require_answer(method: str, url: str, status: int, body: bytes, expected: Co
     one."""
     if status not in expected:
         said = _explanation(body)
-        raise status_error(status, f"{method} {url}: status {status}{_problem(status, said, has_token)}{said}")
+        problem = _of_proxy(status) if not said and method != "HEAD" else ""  # whose answers have no body
+        problem = problem or _problem(status, said, has_token)
+        raise status_error(status, f"{method} {url}: status {status}{problem}{said}")
+
+
+def _of_proxy(status: int) -> str:
+    """Return what a status means that no kvfetch server has said, if that is known."""
+    if status in (401, 403):
+        return ", not by kvfetch: something in front of the store, such as a proxy, wants other credentials"
+    if status == 413:
+        return ": a proxy in front of the store takes no body of this size: raise its limit (client_max_body_size)"
+    if status == 502:
+        return ": a proxy in front of the store does not reach it: is the store running, and where the proxy looks?"
+    if status == 504:
+        return (
+            ": a proxy in front of the store has ended the request: the store is slow or gone, or the proxy's time for "
+            "a request is too short for so many bytes (proxy_read_timeout, or the route's timeout)"
+        )
+    return ", not by kvfetch: look at the proxy in front of the store, too" if status >= 500 else ""
 
 
 def _problem(status: int, said: str, has_token: bool) -> str:
@@ -150,6 +167,8 @@ def status_error(status: int, message: str) -> StoreError:
         return StoreError("full", message, retriable=True)
     if status in (400, 409, 416, 422, 501):
         return StoreError("invalid", message)
+    if status in (502, 504):
+        return StoreError("proxy", message, retriable=True)
     if status >= 500 or status in (408, 429):
         return StoreError("server", message, retriable=True)
     return StoreError("protocol", message)
@@ -250,7 +269,10 @@ def decode_listed(line: bytes, prefix: str) -> ObjectInfo:
 T = TypeVar("T")
 
 # Reasons for which a retry makes sense at once. A full store, for example, stays full.
-RETRIED = frozenset({"refused", "server", "truncated", "timeout"})
+RETRIED = frozenset({"refused", "server", "proxy", "truncated", "timeout"})
+# A body that was cut for one of these is sent once more, and not again: a proxy's limit cuts it each time.
+_CUTS = frozenset({"proxy", "truncated"})
+_MOST_SENT = 2
 _SEND_PIECE_BYTES = 1 << 20
 _MAX_IDLE_TURNS = 16  # of a deletion by prefix, in a row
 _MAX_REPLACES = 4
@@ -408,7 +430,7 @@ class HttpStore(RemoteStore):
                 await require_status(response, *expected)
                 return response.status
 
-        return await self._retried(what, attempt, len(data)) != 412
+        return await self._retried(what, attempt, len(data), _MOST_SENT) != 412
 
     async def head(self, name: str) -> ObjectInfo | None:
         """Return size and time. The time is in whole seconds; it is 0 if the server sends none."""
@@ -603,12 +625,21 @@ class HttpStore(RemoteStore):
             await self._token_file.follow()
             self._headers["Authorization"] = f"Bearer {self._token_file.value}"
 
-    async def _retried(self, what: str, attempt: Callable[[], Awaitable[T]], num_bytes: int = 0) -> T:
+    async def _retried(
+        self, what: str, attempt: Callable[[], Awaitable[T]], num_bytes: int = 0, most_cut: int | None = None
+    ) -> T:
         """Call ``attempt`` until it succeeds. The deadline is extended for ``num_bytes`` that are to be transferred.
+        ``most_cut``: how often it may be cut on the way, by default as often as it may fail.
 
         Raises the last attempt's StoreError, or ``timeout`` once the deadline passes.
         """
         options = self.options
+
+        def may_help(state: RetryCallState) -> bool:
+            error = state.outcome.exception() if state.outcome else None
+            if not (isinstance(error, StoreError) and error.retriable and error.reason in RETRIED):
+                return False
+            return error.reason not in _CUTS or most_cut is None or state.attempt_number < most_cut
 
         def note_retry(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None
@@ -625,7 +656,7 @@ class HttpStore(RemoteStore):
                 retrying = AsyncRetrying(
                     stop=stop_after_attempt(options.max_attempts) | stop_before_delay(timeout_s),
                     wait=wait_random_exponential(options.backoff_s, max=timeout_s),
-                    retry=retry_if_exception(_may_help),
+                    retry=may_help,
                     before_sleep=note_retry,
                     reraise=True,
                 )
@@ -635,10 +666,6 @@ class HttpStore(RemoteStore):
 async def _read_line(response: aiohttp.ClientResponse) -> bytes:
     """Return the next line, or b"" at the end."""
     return await response.content.readline(max_line_length=wire.MAX_LINE_BYTES)
-
-
-def _may_help(error: BaseException) -> bool:
-    return isinstance(error, StoreError) and error.retriable and error.reason in RETRIED
 
 
 async def _pieces(views: Sequence[memoryview]) -> AsyncIterator[memoryview]:

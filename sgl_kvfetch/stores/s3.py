@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -389,6 +389,9 @@ def _store_error(what: str, error: BaseError) -> StoreError:
     message, detail = f"{what}: {_text(error)}", str(error)
     if _OF_METADATA.search(detail):
         return StoreError("unauthorised", f"{what}: no credentials were given, and this machine's role has none")
+    if "<Code>RequestTimeTooSkewed</Code>" in detail:
+        now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+        return StoreError("clock", f"{what}: S3 refuses this machine's clock, which says {now}: set it right")
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
         return StoreError("unauthorised", message)
     if _BAD_CERTIFICATE.search(detail):
@@ -412,8 +415,12 @@ def _store_error(what: str, error: BaseError) -> StoreError:
 
 
 def _text(error: BaseException) -> str:
-    """Return what obstore says, without its structure and without control characters."""
-    return printable(" ".join(str(error).partition(_DEBUG)[0].split())[:500])
+    """Return what S3 says, or else obstore without its structure. No control characters are in it."""
+    said = str(error).partition(_DEBUG)[0]
+    if "<Code>" in said:
+        found = (re.search(rf"<{tag}>(.*?)</{tag}>", said, re.DOTALL) for tag in ("Code", "Message"))
+        said = ": ".join(["S3 answered", *(match[1] for match in found if match)])
+    return printable(" ".join(said.split())[:500])
 
 
 def _info(meta: ObjectMeta, start: int = 0) -> ObjectInfo:

@@ -355,9 +355,10 @@ class _Engine:
         }  # fmt: skip
         url = f"{self.server}/v1/completions"
         answer = await ask_for(_Completion, self.session, "POST", url, body | salt, COMPUTING_S)
-        about = answer.usage and answer.usage.prompt_tokens_details
+        about = None if answer.usage is None else answer.usage.prompt_tokens_details
         logprobs = answer.choices[0].logprobs
-        return TopAnswer(logprobs.tokens, logprobs.top_logprobs, about and {"cache": about.cached_tokens or 0})
+        cached = None if about is None else {"cache": about.cached_tokens or 0}
+        return TopAnswer(logprobs.tokens, logprobs.top_logprobs, cached)
 
 
 class _Export:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -192,7 +192,7 @@ async def test_a_clients_token_file_is_read_again(
     config = parse_config({"store": server.url, "token_file": str(path)}, {TOKEN_ENV: "a"})
     store = HttpStore(server.url, token=config.store_token())
     content = bytes(3 << 20)
-    asks = [
+    asks: list[Callable[[], Awaitable[object]]] = [
         partial(store.put, data_object(content), content),
         partial(store.get, data_object(content)),
         partial(store.get, data_object(content), 0, 2 << 20),

@@ -54,6 +54,7 @@ NAME = data_object(CONTENT)
     ("fault", "reason", "retriable"),
     [
         (Fault("error", status=503), "server", True),
+        (Fault("error", status=502), "proxy", True),
         (Fault("error", status=500), "server", True),
         (Fault("error", status=429), "server", True),
         (Fault("error", status=401), "unauthorised", False),
@@ -282,6 +283,31 @@ def test_obstore_checks_the_config() -> None:
         S3Store(URL, options=HttpOptions(tls=TlsFiles(cert="x")))
     with pytest.raises(ConfigError, match=r"missing\.pem"):
         S3Store(URL, options=HttpOptions(tls=TlsFiles(ca="missing.pem")))
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "said"),
+    [
+        ("RequestTimeTooSkewed", "clock", "this machine's clock, which says 2"),
+        ("AccessDenied", "unauthorised", "AccessDenied: it says why"),
+        ("NoSuchBucket", "invalid", "there is no bucket"),
+    ],
+)
+async def test_what_s3_says_is_told_without_xml(code: str, reason: str, said: str) -> None:
+    xml = f"<?xml version='1.0'?>\n<Error><Code>{code}</Code><Message>it says why</Message></Error>".encode()
+    status = b"404 Not Found" if code == "NoSuchBucket" else b"403 Forbidden"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (status, len(xml), xml))
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        config = s3_config(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        with pytest.raises(StoreError, match=said) as caught:
+            await S3Store(URL, config=config, options=HttpOptions(max_attempts=1)).get(NAME)
+    assert caught.value.reason == reason
+    assert "<" not in str(caught.value)
 
 
 async def test_a_ca_that_is_replaced_counts_for_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

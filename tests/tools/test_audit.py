@@ -71,10 +71,10 @@ def test_audits_that_go_on_export_what_they_find() -> None:
 
 
 @asynccontextmanager
-async def answering(answer: Callable[[web.Request], web.StreamResponse]) -> AsyncIterator[str]:
+async def answering(answer: Callable[[web.BaseRequest], web.StreamResponse]) -> AsyncIterator[str]:
     """A server that gives this answer to everything."""
 
-    async def handle(request: web.Request) -> web.StreamResponse:
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
         return answer(request)
 
     runner = web.ServerRunner(web.Server(handle))
