@@ -19,6 +19,8 @@ StoreErrorReason = Literal[
     "full",  # no room left
     "invalid",  # the store rejects the request or the object as malformed
     "server",  # 5xx
+    "proxy",  # 502 or 504: a proxy in front of the store does not reach it, or waits no longer
+    "clock",  # the server refuses this machine's time
     "truncated",  # connection closed in mid-body or wrong length
     "protocol",  # an invalid answer
     "io",  # the local file system failed

@@ -161,6 +161,9 @@ class Namespace:
     quantiser: _Text  # name and parameters
     format_major: int = FORMAT_MAJOR
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in asdict(self).items())
+
     def digest(self) -> str:
         """Return 32 hex digits that name this namespace."""
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(asdict(self), order="sorted"))

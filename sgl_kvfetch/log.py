@@ -1,12 +1,15 @@
-"""Text for logs and terminals: rate-limited warnings, and text from elsewhere without control characters."""
+"""Text for logs and terminals: rate-limited warnings, what fails from its beginning to its end, and text from elsewhere
+without control characters."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from dataclasses import dataclass
 
 _PERIOD_S = 60.0
+_AGAIN_S = 600.0
 _MESSAGE_CHARS = 240
 _LINE_CHARS = 2000
 
@@ -36,6 +39,57 @@ class LimitedLogger:
             suppressed = self._suppressed.pop(kind, 0)
         more = f" (and {suppressed} more like it)" if suppressed else ""
         self._logger.log(level, "%s%s", one_line(message), more)
+
+
+class Troubles:
+    """Logs what fails again and again: a warning when a cause begins, and every ten minutes while it lasts, and one
+    line when it is over. A cause that comes and goes is told once a minute. Thread-safe."""
+
+    def __init__(self, logger: logging.Logger, name: str) -> None:
+        """``name``: of what fails, for the line that says that it works again."""
+        self._logger, self._name = logger, name
+        self._lock = threading.Lock()
+        self._lasting: dict[str, _Trouble] = {}  # by cause
+        self._quiet_until_s: dict[str, float] = {}
+
+    def failed(self, cause: str, stage: str, message: str) -> None:
+        """``cause``: one of a fixed set of words. ``stage``: what was tried."""
+        now_s = time.monotonic()
+        with self._lock:
+            trouble = self._lasting.setdefault(cause, _Trouble(now_s, set(), 0, is_told=False))
+            trouble.stages.add(stage)
+            trouble.count += 1
+            if now_s < self._quiet_until_s.get(cause, 0.0):
+                return
+            count = trouble.count
+            self._quiet_until_s[cause] = now_s + (_AGAIN_S if trouble.is_told else _PERIOD_S)
+            trouble.is_told = True
+        times = f" ({count} times since it began)" if count > 1 else ""
+        self._logger.warning("%s%s", one_line(message), times)
+
+    def worked(self, *stages: str) -> None:
+        """Note that stages work: what kept one of them from that is over."""
+        if not self._lasting:
+            return
+        now_s = time.monotonic()
+        with self._lock:
+            over = [cause for cause, each in self._lasting.items() if not each.stages.isdisjoint(stages)]
+            ended = {cause: self._lasting.pop(cause) for cause in over}
+            for cause, each in ended.items():
+                if each.is_told:
+                    self._quiet_until_s[cause] = min(self._quiet_until_s[cause], now_s + _PERIOD_S)
+        for cause, each in ended.items():
+            if each.is_told:
+                about = self._name, now_s - each.since_s, cause, each.count
+                self._logger.info("kvfetch: %s works again after %.0f s (%s, %d times)", *about)
+
+
+@dataclass
+class _Trouble:
+    since_s: float
+    stages: set[str]
+    count: int
+    is_told: bool
 
 
 def printable(text: str) -> str:

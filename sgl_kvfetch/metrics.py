@@ -17,12 +17,17 @@ from typing import get_args
 from prometheus_client import Counter, Gauge, Histogram
 
 from sgl_kvfetch.errors import KVFetchError, StoreErrorReason
-from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.reasons import COUNTED, Reason, reason_of
+from sgl_kvfetch.log import LimitedLogger, Troubles
+from sgl_kvfetch.reasons import ADVICE, COUNTED, Reason, reason_of
 from sgl_kvfetch.status import LENGTHS
 
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
+_store = Troubles(logger, "the store")
+# Reasons that concern the store, and not single segments; and those of them that any answer ends.
+_OF_CONNECTION = frozenset({Reason.REFUSED, Reason.TLS, Reason.PROXY, Reason.CLOCK})
+_CONNECTION = "connection"
+_OF_STORE = _OF_CONNECTION | {Reason.TIMEOUT, Reason.UNAUTHORISED, Reason.SERVER, Reason.IO, Reason.FULL}
 
 _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
@@ -126,6 +131,12 @@ STORE_DOWN = Gauge(
     "1 while lookups are skipped, or answered by local_cache, because the store failed",
     multiprocess_mode="livemax",
 )
+CERTIFICATE_END = Gauge(
+    "sgl_kvfetch_certificate_end_timestamp_seconds",
+    "When the certificates end that this server uses: its own, and the last of tls.ca_file",
+    ["file"],
+    multiprocess_mode="livemin",
+)  # cert, ca
 
 LEFT_TO_CPU = Gauge(
     "sgl_kvfetch_left_to_cpu",
@@ -196,10 +207,35 @@ def miss(stage: str, reason: str) -> None:
 
 
 def count_miss(stage: str, error: KVFetchError | TimeoutError) -> None:
-    """Count a miss of a lookup or a fetch, and log it at a limited rate."""
+    """Count a lookup, a fetch or a write that failed, and log it as `log_failure`."""
+    miss(stage, reason_of(error))
+    log_failure(stage, error)
+
+
+def log_failure(stage: str, error: KVFetchError | TimeoutError, meanwhile: str = "") -> None:
+    """Log why a lookup, a fetch or a write failed, and what to do: once for all that a failing store causes, until
+    `note_success`; else at a limited rate. ``meanwhile``: what happens without it, if pages are not computed."""
     reason = reason_of(error)
-    miss(stage, reason)
-    _limited.warning(f"{stage} {reason}", f"kvfetch {stage} is a miss ({reason}): {error}")
+    if reason == Reason.SKIPPED:  # nothing was asked, after failures that the log has
+        return
+    what = str(error) or "it was not done in time"
+    meanwhile = meanwhile or ("pages are not stored" if stage == "write" else "pages are computed")
+    message = f"kvfetch: {stage} failed, and {meanwhile} ({reason}): {what}. What to do: {ADVICE[reason]}"
+    if reason in _OF_STORE:
+        _store.failed(reason, _CONNECTION if reason in _OF_CONNECTION else stage, message)
+    else:
+        _limited.warning(f"{stage} {reason}", message)
+
+
+def note_success(stage: str) -> None:
+    """Note that the store has done a lookup or a write, or that a fetch was whole."""
+    _store.worked(stage, *(() if stage == "fetch" else (_CONNECTION,)))  # of a fetch, all may be from a cache
+
+
+def note_certificates(ends: Mapping[str, float]) -> None:
+    """Note when certificates end, as `tls.ends_of` returns it."""
+    for file, end_s in ends.items():
+        CERTIFICATE_END.labels(file).set(end_s)
 
 
 @contextmanager

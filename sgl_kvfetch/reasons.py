@@ -70,6 +70,8 @@ class Reason(StrEnum):
     TLS = "tls"
     UNAUTHORISED = "unauthorised"
     SERVER = "server"
+    PROXY = "proxy"  # in front of the store: it does not reach it, or waits no longer
+    CLOCK = "clock"  # this machine's, which S3 compares
     IO = "io"
     TRUNCATED = "truncated"
     PROTOCOL = "protocol"  # an invalid answer, or one with another namespace's pages
@@ -115,9 +117,11 @@ ADVICE: dict[Reason, str] = {
     Reason.FAILED: "the error is in SGLang's log; for want of memory, a smaller --mem-fraction-static",
     Reason.INTERNAL: "a bug: report the traceback in SGLang's log",
     Reason.REFUSED: "is the store running? address, firewall, proxy: kvfetch doctor STORE",
-    Reason.TLS: "tls.ca_file, or http:// for https://: kvfetch doctor STORE",
+    Reason.TLS: "tls.ca_file, tls.cert_file, or http:// for https://: kvfetch doctor STORE",
     Reason.UNAUTHORISED: "a token with the role that is needed",
     Reason.SERVER: "the store's log, and its /healthz",
+    Reason.PROXY: "the proxy in front of the store: does it reach it, and is its time for a request long enough?",
+    Reason.CLOCK: "set the clock of this machine right: timedatectl says whether it is synchronised",
     Reason.IO: "the store's log, and its disk",
     Reason.TRUNCATED: "a proxy between server and store that cuts answers",
     Reason.PROTOCOL: "a proxy between server and store that changes answers",

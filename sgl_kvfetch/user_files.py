@@ -1,5 +1,5 @@
-"""What users write: sizes, durations, text files, and secrets in files and in the environment. And files that are kept
-for them.
+"""What users write: sizes, durations, text files, and secrets in files and in the environment; files that they replace
+while we run; and files that are kept for them.
 
 Editors put characters into files that nobody sees: a byte order mark at the start, spaces of no width after a copy from
 a web page. In a secret, they would only show as a refusal elsewhere.
@@ -7,16 +7,23 @@ a web page. In a secret, they would only show as a refusal elsewhere.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
 import stat
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.log import LimitedLogger
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
 
 UNITS = "kmgtp"
 _TOO_MANY_BYTES = 1 << 63
@@ -105,6 +112,19 @@ def read_secret_lines(path: str | Path, what: str) -> list[str]:
     return [line for _, line in lines if line]
 
 
+def read_token_file(path: str | Path, what: str) -> str:
+    """Return the token of a file, in which ``#`` begins a comment line. Raises ConfigError, which quotes no token."""
+    words = [line.split() for line in read_secret_lines(path, what) if not line.startswith("#")]
+    if not words:
+        raise ConfigError(f"{what} {path} is empty")
+    if len(words) > 1 or len(words[0]) > 1:
+        raise ConfigError(
+            f"{what} {path} has more than one word: the store's file has lines ROLE TOKEN; write one of its tokens, "
+            "without the role, to a file of your own"
+        )
+    return words[0][0]
+
+
 def require_secret(secret: str, where: str) -> str:
     """Return ``secret``. Raises ConfigError, which does not quote it, unless it is printable ASCII, or tabs."""
     if not (secret.isascii() and secret.replace("\t", "").isprintable()):
@@ -126,3 +146,58 @@ def warn_if_all_may_read(path: str | Path) -> None:
         return  # whoever reads it says why that fails
     if stat.S_ISREG(mode) and mode & stat.S_IROTH:
         logger.warning("kvfetch: all users of this machine may read the secret in %s; type: chmod 600 %s", path, path)
+
+
+LOOK_EVERY_S = 1.0  # at files that may have changed
+
+
+class FreshFiles(Generic[T]):
+    """What some files say, read again when they change: tokens, certificates. Thread-safe, as `value` is replaced as a
+    whole. Files that cannot be used, such as a certificate whose new key is not there yet, leave the value as it is,
+    and are tried again at each look."""
+
+    def __init__(self, what: str, paths: Sequence[str | Path], read: Callable[[], T]) -> None:
+        """Read the files. ``what`` is for the log. ``read`` raises ConfigError, and so does this."""
+        self._what, self._paths, self._read = what, list(dict.fromkeys(paths)), read
+        self._next_s = 0.0
+        self._stamp: object = self._look()
+        self.value = read()
+
+    def reload(self, *, if_changed: bool = False) -> None:
+        """Read the files, and say in the log what came of it."""
+        stamp = self._look()  # before reading: what changes meanwhile is read at the next look
+        if if_changed and stamp == self._stamp:
+            return
+        self._stamp = None
+        where = ", ".join(map(str, self._paths))
+        try:
+            self.value = self._read()
+        except ConfigError as e:
+            _limited.log(logging.ERROR, f"{self._what} {where}", f"kvfetch: keeping the old {self._what}: {e}")
+        else:
+            self._stamp = stamp
+            logger.info("kvfetch: read the %s again from %s", self._what, where)
+
+    async def follow(self) -> None:
+        """Read the files on another thread if they have changed, unless somebody looked less than a second ago."""
+        if self._paths and (now_s := time.monotonic()) >= self._next_s:
+            self._next_s = now_s + LOOK_EVERY_S
+            await asyncio.to_thread(self.reload, if_changed=True)
+
+    async def watch(self) -> None:
+        """Do so until this is cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.to_thread(self.reload, if_changed=True)
+
+    def _look(self) -> list[tuple[int, ...]]:
+        return [_stamp_of(path) for path in self._paths]
+
+
+def _stamp_of(path: str | Path) -> tuple[int, ...]:
+    """Return what changes with a file, or with the one that a link leads to; nothing if there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import msgspec
 from xxhash import xxh3_64
 
 from benchmarks.sharegpt.conversations import Conversation
-from sgl_kvfetch.tools.sglang_server import TIERS, cached_by_tier
+from sgl_kvfetch.tools.sglang_server import TIERS, PromptMeta
 
 _SAID_CHARS = 500
 _LINE_BYTES = 1 << 20  # an event repeats all of its answer's tokens
@@ -67,7 +68,7 @@ class StreamedAnswer:
             self.itl_s += [(since_s - self.e2e_s) / num_new] * num_new
         self.e2e_s = since_s
         self.prompt_tokens = meta["prompt_tokens"]
-        self.cached = cached_by_tier(meta)
+        self.cached = msgspec.convert(meta, PromptMeta).by_tier
 
 
 async def stream_generate(

@@ -36,6 +36,7 @@ from sgl_kvfetch.stores import (
     Pin,
     S3Options,
     SegmentHit,
+    Token,
     decode_pin,
     object_digest,
     require_name,
@@ -612,7 +613,7 @@ def _segment_usage(name: str, num_pages: int, stored_bytes: int, last_used_s: fl
 def open_store(
     url: str,
     *,
-    token: str | None = None,
+    token: Token | None = None,
     capacity_bytes: int | None = None,
     options: HttpOptions | None = None,
     s3: S3Options | None = None,

@@ -21,7 +21,7 @@ from sgl_kvfetch.plane.service import run_data_plane
 def main() -> None:
     commands_fd, events_fd, *numbers = map(int, sys.argv[1:])
     values, pages, *pool = zip(numbers[::2], numbers[1::2], strict=True)
-    logging.basicConfig(level=logging.INFO, format="[%(asctime)s kvfetch data plane] %(message)s")
+    logging.basicConfig(level=logging.INFO, format="[%(asctime)s kvfetch data plane] %(levelname)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the engine, which then closes this process
     torch.set_num_threads(1)  # a decode session is one thread
     commands, events = (socket.socket(fileno=fd) for fd in (commands_fd, events_fd))

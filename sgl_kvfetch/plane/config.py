@@ -42,10 +42,17 @@ from sgl_kvfetch.codec.quant.symmetric import MAX_BINS, MIN_BINS
 from sgl_kvfetch.directory import open_store
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.keys import is_unicode
-from sgl_kvfetch.stores import HttpOptions, S3Options, TlsFiles
+from sgl_kvfetch.stores import HttpOptions, S3Options, TlsFiles, Token
 from sgl_kvfetch.stores.open import store_urls
 from sgl_kvfetch.types import TENSORS, KVGeometry
-from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret, parse_duration, parse_size
+from sgl_kvfetch.user_files import (
+    TOKEN_ENV,
+    FreshFiles,
+    environment_secret,
+    parse_duration,
+    parse_size,
+    read_token_file,
+)
 
 _SECRET_KEYS = frozenset({"token", "s3", "index"})  # their values are never shown
 
@@ -198,6 +205,7 @@ class KVFetchConfig(_Keys):
 
     store: str = Field(description=f"URL of the store: {' or '.join(store_urls().values())}")
     token: str | None = Field(None, repr=False, description=f"bearer token; by default the environment's {TOKEN_ENV}")
+    token_file: Text | None = Field(None, description="file with the token instead, which is read again on change")
     tls: TlsConfig = Field(TlsConfig(), description="files for https:// stores: ca_file, cert_file, key_file")
     manifest_key_file: Text | None = Field(
         None,
@@ -341,6 +349,8 @@ class KVFetchConfig(_Keys):
                 "levels needs quantiser = 'klt' with codec = 'ans': a level holds digits of coefficients, which only "
                 "ans codes. `kvfetch encode` adds video beside the levels"
             )
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("token and token_file are both given; expected only one of them")
         if not self.store.startswith("s3:"):
             for key in ("s3", "index"):
                 if getattr(self, key) is not None:
@@ -369,6 +379,17 @@ class KVFetchConfig(_Keys):
     def store_keys(self) -> StoreKeys:
         """Read the keys of the store. Raises ConfigError."""
         return StoreKeys.read(self.manifest_key_file, self.encryption_key_file)
+
+    def fresh_keys(self) -> FreshFiles[StoreKeys]:
+        """Read the keys of the store, and again when their files change. Raises ConfigError."""
+        paths = [path for path in (self.manifest_key_file, self.encryption_key_file) if path is not None]
+        return FreshFiles("keys", paths, self.store_keys)
+
+    def store_token(self) -> Token | None:
+        """Return what the store is shown. Raises ConfigError if the token's file cannot be used."""
+        if (path := self.token_file) is None:
+            return self.token
+        return FreshFiles("token", (path,), lambda: read_token_file(path, "token_file"))
 
     @property
     def finest_kl(self) -> float | None:
@@ -402,7 +423,7 @@ def parse_config(extra: Mapping[str, Any], environ: Mapping[str, str] = os.envir
     """
     ours = {key: value for key, value in extra.items() if key not in SGLANG_KEYS}
     token = environment_secret(TOKEN_ENV, environ)
-    if "token" not in ours and token and not str(ours.get("store")).startswith(("file:", "s3:")):
+    if not ours.keys() & {"token", "token_file"} and token and not str(ours.get("store")).startswith(("file:", "s3:")):
         ours["token"] = token
     try:
         return KVFetchConfig.model_validate(ours, context=_BY_USER)
@@ -453,7 +474,7 @@ def check_files(config: KVFetchConfig) -> None:
     config.store_keys()
     tls = tls_files(config)
     tls.context()
-    open_store(config.store, token=config.token, options=HttpOptions(tls=tls), s3=s3_options(config))
+    open_store(config.store, token=config.store_token(), options=HttpOptions(tls=tls), s3=s3_options(config))
 
 
 def tls_files(config: KVFetchConfig) -> TlsFiles:

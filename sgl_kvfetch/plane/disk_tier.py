@@ -228,7 +228,7 @@ def _count_failure(operation: Operation, error: StoreError) -> None:
 
 def _count_outage(error: StoreError) -> None:
     metrics.LOCAL_CACHE_LOOKUPS.inc()
-    _limited.warning("outage", f"kvfetch store ({error.reason}): {error}; lookups are answered from local_cache")
+    metrics.log_failure("lookup", error, "lookups are answered from local_cache")
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def open_profile_store(config: KVFetchConfig) -> AdminStore:
     """Open the store that a config names, for its profiles: without its local cache. Raises ConfigError."""
     return open_store(
         config.store,
-        token=config.token,
+        token=config.store_token(),
         options=HttpOptions(
             timeout_s=_WAIT_S,
             connect_timeout_s=_CONNECT_S,

@@ -48,17 +48,17 @@ def open_configured_store(
     and the index's failures. Raises ConfigError. ``on_received``: as for `HedgedStore`."""
     store: Store
     if config.store.startswith("file:"):
-        store = open_store(config.store, token=config.token)  # reads of a directory are not hedged
+        store = open_store(config.store, token=config.store_token())  # reads of a directory are not hedged
     else:
         store = open_hedged(
             config.store,
-            token=config.token,
+            token=config.store_token(),
             options=HttpOptions(
                 timeout_s=config.fetch_timeout_s,
                 connect_timeout_s=min(_CONNECT_S, config.lookup_timeout_s),
                 max_connections=config.max_connections,
                 on_retry=lambda error: metrics.RETRIES.inc(),
-                tls=tls_files(config),
+                tls=replace(tls_files(config), on_ends=metrics.note_certificates),
             ),
             s3=replace(
                 s3_options(config),
@@ -70,7 +70,7 @@ def open_configured_store(
     if config.local_cache is not None:
         disk = LocalStore(config.local_cache.path, capacity_bytes=config.local_cache.capacity)
         store = DiskTier(store, disk, config.lookup_timeout_s / 2, None if heads is None else heads.heads)
-    return with_keys(store, config.store_keys())  # also what the disk answers
+    return with_keys(store, config.fresh_keys())  # also what the disk answers
 
 
 RESOLUTION = "240p"  # the smallest files, and no slower to decode than larger pictures

@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 TOKENS = web.AppKey("tokens", Tokens)
 METRICS = web.AppKey("metrics", ServerMetrics)
 _PREPARED = web.RequestKey("prepared", bool)  # status and headers are sent
-_LOOK_AT_TOKENS_S = 1.0
 _ADDRESS = re.compile(r"(?i:localhost|[0-9.]+|\[[0-9a-f:.]+\])(:[0-9]+)?")  # no other name ends in digits
 _HASHES_TIMES = 6  # memory for page hashes, in sizes of the body that has them
 _HEALTH_AGE_S = 1.0  # an answer may be this old: anybody may ask, as often as they like
@@ -67,7 +66,7 @@ def create_app(config: ServerConfig) -> web.Application:
             asyncio.create_task(pages.keep_history()),
         ]
         if isinstance(tokens, TokenFile):
-            tasks.append(asyncio.create_task(_follow(tokens)))
+            tasks.append(asyncio.create_task(tokens.files.watch()))
         yield
         for task in tasks:
             task.cancel()
@@ -125,12 +124,6 @@ async def _collect(store: LocalStore, every_s: float) -> None:
         except StoreError as e:
             logger.warning("cannot collect orphans: %s", e)
         await asyncio.sleep(every_s)
-
-
-async def _follow(tokens: TokenFile) -> None:
-    while True:
-        await asyncio.sleep(_LOOK_AT_TOKENS_S)
-        await asyncio.to_thread(tokens.reload, if_changed=True)
 
 
 def _measured(metrics: ServerMetrics) -> Middleware:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ipaddress
 import ssl
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sgl_kvfetch.errors import ConfigError, require_positive, why
 from sgl_kvfetch.server.tokens import Role, TokenFile, Tokens
-from sgl_kvfetch.user_files import require_secret, warn_if_all_may_read
+from sgl_kvfetch.tls import FreshContext, OnEnds, ends_of
+from sgl_kvfetch.user_files import FreshFiles, require_secret, warn_if_all_may_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +85,30 @@ class ServerConfig:
             return TokenFile(self.token_file)
         return Tokens(None if self.token is None else {self.token.strip(): Role.ADMIN})
 
-    def tls_context(self) -> ssl.SSLContext | None:
+    @property
+    def _tls_files(self) -> list[Path]:
+        return [path for path in (self.tls_cert, self.tls_key, self.tls_client_ca) if path is not None]
+
+    def tls_context(self, on_ends: OnEnds = lambda ends: None) -> FreshContext | None:
         """Return None if the server does not speak TLS. Raises ConfigError if a file cannot be read."""
-        if self.tls_cert is None or self.tls_key is None:
+        if self.tls_cert is None:
             return None
+        return FreshContext(FreshFiles("certificates", self._tls_files, partial(self._read_certificates, on_ends)))
+
+    def _read_certificates(self, on_ends: OnEnds) -> ssl.SSLContext:
+        assert self.tls_cert is not None
+        assert self.tls_key is not None
         warn_if_all_may_read(self.tls_key)
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            context.load_cert_chain(self.tls_cert, self.tls_key)
+            context.load_cert_chain(self.tls_cert, self.tls_key, password="")  # never asks on a terminal
             if self.tls_client_ca is not None:
                 context.load_verify_locations(self.tls_client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
         except OSError as e:
-            files = ", ".join(str(path) for path in (self.tls_cert, self.tls_key, self.tls_client_ca) if path)
+            files = ", ".join(map(str, self._tls_files))
             raise ConfigError(f"cannot read the certificates in {files}: {why(e)}") from e
+        on_ends(ends_of(self.tls_cert, self.tls_client_ca))
         return context
 
 

@@ -108,6 +108,9 @@ class ServerMetrics:
         self._collected = counter("collected_objects", "Orphaned objects and temporary files removed")
         self._unreadable = counter("unreadable_manifests", "Unreadable manifests that were skipped")
         self._last = StoreUsage(0, 0, 0, 0, 0)
+        self._certificates = gauge(
+            "certificate_end_timestamp_seconds", "When certificates end: our own, and the last of the CAs", ("file",)
+        )
 
     def activity(self) -> dict[str, float]:
         """Return what has happened since the start, and what is stored, by name. Labels' values follow a name."""
@@ -207,6 +210,11 @@ class ServerMetrics:
             self.found_pages[folder] = self.found_pages.pop(folder, 0) + pages_found
             if len(self.found_pages) > _MOST_FOLDERS:
                 del self.found_pages[next(iter(self.found_pages))]
+
+    def note_certificates(self, ends: Mapping[str, float]) -> None:
+        """``ends``: as `tls.ends_of` returns it."""
+        for file, end_s in ends.items():
+            self._certificates.labels(file).set(end_s)
 
     def note_usage(self, usage: StoreUsage) -> None:
         self._stored_bytes.set(usage.stored_bytes)

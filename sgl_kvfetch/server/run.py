@@ -16,9 +16,10 @@ import socket
 import ssl
 import struct
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -31,6 +32,7 @@ from sgl_kvfetch.server.app import METRICS, TOKENS, create_app
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.tokens import TokenFile
+from sgl_kvfetch.tls import FreshContext
 from sgl_kvfetch.user_files import format_size
 
 logger = logging.getLogger(__name__)
@@ -88,14 +90,16 @@ async def running_server(config: ServerConfig) -> AsyncIterator[RunningServer]:
 
     May raise this process's limit of open files. Raises ConfigError if the address cannot be bound.
     """
-    async with _serving(config, create_app(config)) as server:
+    app = create_app(config)
+    async with _serving(config, app, config.tls_context(app[METRICS].note_certificates)) as server:
         yield server
 
 
 @asynccontextmanager
-async def _serving(config: ServerConfig, app: web.Application) -> AsyncIterator[RunningServer]:
+async def _serving(
+    config: ServerConfig, app: web.Application, tls: FreshContext | None
+) -> AsyncIterator[RunningServer]:
     """Serve an app, from listening until its requests have had ``grace_s`` to end."""
-    tls = config.tls_context()
     max_connections = fit_connections(config.max_connections, config.max_uploads)
     runner = web.AppRunner(
         app,
@@ -129,18 +133,20 @@ async def _serving(config: ServerConfig, app: web.Application) -> AsyncIterator[
 
 
 async def serve_until_signal(config: ServerConfig) -> None:
-    """Serve until SIGINT or SIGTERM. SIGHUP reads the token file again. Raises ConfigError."""
+    """Serve until SIGINT or SIGTERM. SIGHUP reads tokens and certificates again. Raises ConfigError."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     app = create_app(config)
-    tokens = app[TOKENS]
-    handlers = {signal.SIGINT: stop.set, signal.SIGTERM: stop.set}
-    if isinstance(tokens, TokenFile):
-        handlers[signal.SIGHUP] = tokens.reload
+    tokens, tls = app[TOKENS], config.tls_context(app[METRICS].note_certificates)
+
+    read_again = [each.files.reload for each in (tokens, tls) if isinstance(each, TokenFile | FreshContext)]
+    handlers: dict[signal.Signals, Callable[[], object]] = {signal.SIGINT: stop.set, signal.SIGTERM: stop.set}
+    if read_again:
+        handlers[signal.SIGHUP] = lambda: [reload() for reload in read_again]
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
     try:
-        async with _serving(config, app) as server:
+        async with _serving(config, app, tls) as server:
             logger.info("serving %s, and a page for browsers, on %s", config.root.absolute(), server.url)
             _say_how(config)
             await stop.wait()
@@ -253,7 +259,7 @@ class Listener:
         *,
         max_connections: int,
         idle_timeout_s: float,
-        tls: ssl.SSLContext | None,
+        tls: FreshContext | None,
         metrics: ServerMetrics,
     ) -> None:
         """Accept connections at once. ``sockets`` are closed with the listener."""
@@ -267,6 +273,8 @@ class Listener:
         self._sending: dict[web.RequestHandler, tuple[int, float]] = {}  # bytes acknowledged, and when that was
         self._tasks = [asyncio.create_task(self._accept(sock)) for sock in sockets]
         self._tasks.append(asyncio.create_task(self._watch()))
+        if tls is not None:
+            self._tasks.append(asyncio.create_task(tls.files.watch()))
 
     async def close(self) -> None:
         """Stop accepting. Open connections stay open."""
@@ -301,13 +309,17 @@ class Listener:
 
     async def _open(self, sock: socket.socket) -> None:
         handshake_s = None if self._tls is None else _HANDSHAKE_S
+        tls: Any = None if self._tls is None else _Handshake(self._tls, sock)
+        address = "a client that has left"
         try:
+            address = sock.getpeername()[0]
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._server, sock, ssl=self._tls, ssl_handshake_timeout=handshake_s
+                self._server, sock, ssl=tls, ssl_handshake_timeout=handshake_s
             )
         except OSError as e:
             sock.close()
-            _limited.warning("handshake", f"a TLS handshake failed: {type(e).__name__}")
+            why = getattr(e, "verify_message", "") or getattr(e, "reason", "") or type(e).__name__
+            _limited.warning(f"handshake {why}", f"a TLS handshake with {address} failed: {why}")
         except BaseException:
             sock.close()
             raise
@@ -331,6 +343,32 @@ class Listener:
                     else:
                         sending[connection] = before, since_s
             self._sending = sending
+
+
+@dataclass(frozen=True, slots=True)
+class _Handshake:
+    """Begins TLS on a connection, for asyncio, and tells a client that is refused why: asyncio closes the connection
+    without the alert that says so."""
+
+    context: ssl.SSLContext
+    sock: socket.socket
+
+    def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, **options: Any) -> ssl.SSLObject:
+        begun = self.context.wrap_bio(incoming, outgoing, **options)
+        handshake = begun.do_handshake
+
+        def do_handshake() -> None:
+            try:
+                handshake()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                raise
+            except ssl.SSLError:
+                with contextlib.suppress(OSError):
+                    self.sock.send(outgoing.read())
+                raise
+
+        begun.do_handshake = do_handshake  # type: ignore[method-assign]
+        return begun
 
 
 def _progress(transport: asyncio.Transport) -> tuple[int, bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
@@ -15,9 +14,8 @@ from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.server.bodies import error_answer
 from sgl_kvfetch.stores import PINS
 from sgl_kvfetch.stores.wire import PAGE_PATHS, Route
-from sgl_kvfetch.user_files import read_text, require_secret, warn_if_all_may_read
+from sgl_kvfetch.user_files import FreshFiles, read_text, require_secret, warn_if_all_may_read
 
-logger = logging.getLogger(__name__)
 # They tell nothing: the page asks for a token, and reads with it.
 PUBLIC_PATHS = frozenset({Route.HEALTH, *PAGE_PATHS})
 
@@ -52,42 +50,25 @@ class TokenFile(Tokens):
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raises ConfigError if it cannot be read or is malformed."""
-        self._path = path
-        self._stamp = self._look()
-        super().__init__(self._read())
+        self.files = FreshFiles("tokens", (path,), lambda: Tokens(_roles_in(path)))
 
-    def reload(self, *, if_changed: bool = False) -> None:
-        """Read the file again. If it cannot be read or is malformed, log that and keep the tokens."""
-        stamp = self._look()
-        if if_changed and stamp == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            super().__init__(self._read())
-        except ConfigError as e:
-            logger.error("keeping the old tokens: %s", e)
-        else:
-            logger.info("read the tokens again from %s", self._path)
+    def role_of(self, authorization: str) -> Role | None:
+        return self.files.value.role_of(authorization)
 
-    def _look(self) -> tuple[int, ...]:
-        try:
-            status = self._path.stat()
-        except OSError:
-            return ()
-        return status.st_mtime_ns, status.st_size, status.st_ino
 
-    def _read(self) -> dict[str, Role]:
-        warn_if_all_may_read(self._path)
-        try:
-            text = read_text(self._path, "--token-file")
-        except ConfigError as e:
-            if isinstance(e.__cause__, FileNotFoundError):
-                raise ConfigError(f"{e}: openssl rand -hex 32 >{self._path} makes a token") from e
-            raise
-        try:
-            return parse_tokens(text)
-        except ConfigError as e:
-            raise ConfigError(f"--token-file {self._path}: {e}") from e
+def _roles_in(path: Path) -> dict[str, Role]:
+    """Return the tokens of a file. Raises ConfigError, which quotes none."""
+    warn_if_all_may_read(path)
+    try:
+        text = read_text(path, "--token-file")
+    except ConfigError as e:
+        if isinstance(e.__cause__, FileNotFoundError):
+            raise ConfigError(f"{e}: openssl rand -hex 32 >{path} makes a token") from e
+        raise
+    try:
+        return parse_tokens(text)
+    except ConfigError as e:
+        raise ConfigError(f"--token-file {path}: {e}") from e
 
 
 def parse_tokens(text: str) -> dict[str, Role]:

@@ -29,4 +29,4 @@ from .notes import (
     read_profile as read_profile,
 )
 from .open import S3Options as S3Options, takes_token as takes_token
-from .remote import Breaker as Breaker, HttpOptions as HttpOptions, TlsFiles as TlsFiles
+from .remote import Breaker as Breaker, HttpOptions as HttpOptions, TlsFiles as TlsFiles, Token as Token

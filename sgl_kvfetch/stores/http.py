@@ -6,6 +6,7 @@ Its answers are checked: statuses and errors become StoreError, and bodies have 
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
@@ -18,7 +19,6 @@ from aiohttp.http_exceptions import HttpProcessingError
 from tenacity import (
     AsyncRetrying,
     RetryCallState,
-    retry_if_exception,
     stop_after_attempt,
     stop_before_delay,
     wait_random_exponential,
@@ -42,8 +42,10 @@ from sgl_kvfetch.stores.base import (
     require_namespace,
 )
 from sgl_kvfetch.stores.notes import NoteKind
-from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, environment_proxy, listing_of
-from sgl_kvfetch.stores.transfers import LEAST_SENT_BYTES, Transfers, require_range, tls_error
+from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, TlsFiles, Token, environment_proxy, listing_of
+from sgl_kvfetch.stores.transfers import LEAST_SENT_BYTES, Transfers, require_range
+from sgl_kvfetch.tls import FreshContext, refusal, tls_error
+from sgl_kvfetch.user_files import FreshFiles
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -69,8 +71,13 @@ def client_errors(what: str) -> Iterator[None]:
     except aiohttp.ClientSSLError as e:
         raise tls_error(what, f"{e.host}:{e.port}", e.os_error) from e
     except aiohttp.ClientConnectorError as e:
-        raise StoreError("refused", f"{what}: {_text(e)}", retriable=True) from e
+        cause = e.os_error
+        number = cause.errno or 0  # negative for names that do not resolve
+        said = os.strerror(number) if number > 0 else cause.strerror or _text(cause)
+        raise StoreError("refused", f"{what}: no connection to {e.host}:{e.port}: {said}", retriable=True) from e
     except _BROKEN as e:
+        if (against := refusal(e)) is not None:
+            raise StoreError("tls", f"{what}: the server refuses the TLS handshake: {against}") from e
         raise StoreError("truncated", f"{what}: the connection broke: {_text(e)}", retriable=True) from e
     except (aiohttp.ClientError, HttpProcessingError, ValueError) as e:
         raise StoreError("protocol", f"{what}: {_text(e)}") from None  # a traceback would show the server's bytes
@@ -97,10 +104,28 @@ def require_answer(method: str, url: str, status: int, body: bytes, expected: Co
     one."""
     if status not in expected:
         said = _explanation(body)
-        error = status_error(status, f"{method} {url}: status {status}{_problem(status, said, has_token)}{said}")
+        problem = _of_proxy(status) if not said and method != "HEAD" else ""  # whose answers have no body
+        problem = problem or _problem(status, said, has_token)
+        error = status_error(status, f"{method} {url}: status {status}{problem}{said}")
         if status == 507 and said.startswith(" (io: "):
             error.reason = "io"  # the disk refuses what is written, although it has room
         raise error
+
+
+def _of_proxy(status: int) -> str:
+    """Return what a status means that no kvfetch server has said, if that is known."""
+    if status in (401, 403):
+        return ", not by kvfetch: something in front of the store, such as a proxy, wants other credentials"
+    if status == 413:
+        return ": a proxy in front of the store takes no body of this size: raise its limit (client_max_body_size)"
+    if status == 502:
+        return ": a proxy in front of the store does not reach it: is the store running, and where the proxy looks?"
+    if status == 504:
+        return (
+            ": a proxy in front of the store has ended the request: the store is slow or gone, or the proxy's time for "
+            "a request is too short for so many bytes (proxy_read_timeout, or the route's timeout)"
+        )
+    return ", not by kvfetch: look at the proxy in front of the store, too" if status >= 500 else ""
 
 
 def _problem(status: int, said: str, has_token: bool) -> str:
@@ -124,6 +149,8 @@ def status_error(status: int, message: str) -> StoreError:
         return StoreError("truncated", message)
     if status in (400, 409, 422, 501):
         return StoreError("invalid", message)
+    if status in (502, 504):
+        return StoreError("proxy", message, retriable=True)
     if status >= 500 or status in (408, 429):
         return StoreError("server", message, retriable=True)
     return StoreError("protocol", message)
@@ -215,7 +242,10 @@ def decode_listed(line: bytes, prefix: str) -> ObjectInfo:
 T = TypeVar("T")
 
 # Reasons for which a retry makes sense at once. A full store, for example, stays full.
-RETRIED = frozenset({"refused", "server", "truncated", "timeout"})
+RETRIED = frozenset({"refused", "server", "proxy", "truncated", "timeout"})
+# A body that was cut for one of these is sent once more, and not again: a proxy's limit cuts it each time.
+_CUTS = frozenset({"proxy", "truncated"})
+_MOST_SENT = 2
 _SEND_PIECE_BYTES = 1 << 20
 _MAX_IDLE_TURNS = 16  # of a deletion by prefix, in a row
 _MAX_REPLACES = 4
@@ -230,7 +260,7 @@ class HttpStore(RemoteStore):
 
     has_page = True
 
-    def __init__(self, url: str, *, token: str | None = None, options: HttpOptions | None = None) -> None:
+    def __init__(self, url: str, *, token: Token | None = None, options: HttpOptions | None = None) -> None:
         """Check the arguments: ``url`` is http(s)://host[:port][/path], and ``token`` printable ASCII.
 
         Raises ConfigError for others, and if a file of ``options.tls`` cannot be used.
@@ -240,12 +270,15 @@ class HttpStore(RemoteStore):
             raise ConfigError(f"store URL {url!r} is not http(s)://host[:port][/path]")
         if parts.username or parts.password:
             raise ConfigError("a store URL must not contain a user or a password; use a token")
+        self._token_file = token if isinstance(token, FreshFiles) else None
+        if isinstance(token, FreshFiles):
+            token = token.value
         if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
             raise ConfigError("the token is not allowed: expected printable ASCII without spaces around it")
         super().__init__(url, options)
         proxy = environment_proxy(parts.scheme)
         self._proxy = proxy.url if proxy and proxy.leads_to(parts.hostname) else None
-        self._tls = self.options.tls.context() if self.options.tls and parts.scheme == "https" else True
+        self._tls = (self.options.tls or TlsFiles()).context() if parts.scheme == "https" else True
         self._headers = {"Accept-Encoding": "identity"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -369,7 +402,7 @@ class HttpStore(RemoteStore):
                 await require_status(response, *expected)
                 return response.status
 
-        return await self._retried(what, attempt, len(data)) != 412
+        return await self._retried(what, attempt, len(data), _MOST_SENT) != 412
 
     async def head(self, name: str) -> ObjectInfo | None:
         """Return size and time. The time is in whole seconds; it is 0 if the server sends none."""
@@ -513,14 +546,14 @@ class HttpStore(RemoteStore):
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self.options.max_connections, ssl=self._tls),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.options.connect_timeout_s),
-                headers=self._headers,
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 read_bufsize=1 << 20,
                 proxy=self._proxy,
             )
+        headers = {**self._headers, **(headers or {})}
         if body is not None:
-            headers = {**(headers or {}), "Content-Length": str(sum(map(len, body)))}
+            headers["Content-Length"] = str(sum(map(len, body)))
         # Redirects would carry the token to another host.
         return self._session.request(
             method,
@@ -556,12 +589,29 @@ class HttpStore(RemoteStore):
 
         return await self._retried(what, attempt, num_bytes)
 
-    async def _retried(self, what: str, attempt: Callable[[], Awaitable[T]], num_bytes: int = 0) -> T:
+    async def _follow_files(self) -> None:
+        """Let what is asked from now on have the certificates and the token that the files hold."""
+        if isinstance(self._tls, FreshContext):
+            await self._tls.files.follow()
+        if self._token_file is not None:
+            await self._token_file.follow()
+            self._headers["Authorization"] = f"Bearer {self._token_file.value}"
+
+    async def _retried(
+        self, what: str, attempt: Callable[[], Awaitable[T]], num_bytes: int = 0, most_cut: int | None = None
+    ) -> T:
         """Call ``attempt`` until it succeeds. The deadline is extended for ``num_bytes`` that are to be transferred.
+        ``most_cut``: how often it may be cut on the way, by default as often as it may fail.
 
         Raises the last attempt's StoreError, or ``timeout`` once the deadline passes.
         """
         options = self.options
+
+        def may_help(state: RetryCallState) -> bool:
+            error = state.outcome.exception() if state.outcome else None
+            if not (isinstance(error, StoreError) and error.retriable and error.reason in RETRIED):
+                return False
+            return error.reason not in _CUTS or most_cut is None or state.attempt_number < most_cut
 
         def note_retry(state: RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None
@@ -570,6 +620,7 @@ class HttpStore(RemoteStore):
 
         async def translated() -> T:
             with client_errors(what):
+                await self._follow_files()
                 return await attempt()
 
         with self._naming_itself():
@@ -577,7 +628,7 @@ class HttpStore(RemoteStore):
                 retrying = AsyncRetrying(
                     stop=stop_after_attempt(options.max_attempts) | stop_before_delay(timeout_s),
                     wait=wait_random_exponential(options.backoff_s, max=timeout_s),
-                    retry=retry_if_exception(_may_help),
+                    retry=may_help,
                     before_sleep=note_retry,
                     reraise=True,
                 )
@@ -587,10 +638,6 @@ class HttpStore(RemoteStore):
 async def _read_line(response: aiohttp.ClientResponse) -> bytes:
     """Return the next line, or b"" at the end."""
     return await response.content.readline(max_line_length=wire.MAX_LINE_BYTES)
-
-
-def _may_help(error: BaseException) -> bool:
-    return isinstance(error, StoreError) and error.retriable and error.reason in RETRIED
 
 
 async def _pieces(views: Sequence[memoryview]) -> AsyncIterator[memoryview]:

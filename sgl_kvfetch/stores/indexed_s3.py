@@ -12,7 +12,7 @@ from typing import Any
 from sgl_kvfetch.codec import Content, bytes_of, decode_manifest
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, SegmentKey
-from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.log import Troubles
 from sgl_kvfetch.side_by_side import Tasks, together
 from sgl_kvfetch.stores.base import (
     MAX_LOOKUP_ANSWER_BYTES,
@@ -25,7 +25,8 @@ from sgl_kvfetch.stores.base import (
 from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex, entries_of
 from sgl_kvfetch.stores.s3 import S3Store
 
-_limited = LimitedLogger(logging.getLogger(__name__))
+logger = logging.getLogger(__name__)
+
 SAVE_USES_EVERY_S = 10.0
 _READS_AT_ONCE = 16  # of manifests, of one lookup
 
@@ -42,6 +43,7 @@ class IndexedS3Store(S3Store):
         super().__init__(url, **options)
         self._index = PageIndex(index, self.url)
         self._mending = Tasks()
+        self._troubles = Troubles(logger, f"the index {index.label}")
         self._uses: dict[SegmentKey, float] = {}  # since they were last saved
         self._saving: asyncio.Task[None] | None = None
 
@@ -78,6 +80,7 @@ class IndexedS3Store(S3Store):
         except StoreError as e:
             self._warn(e)
         else:
+            self._troubles.worked("index")
             hits, stale = await self._read(namespace, page_hashes, entries)
         found = Lookup(hits) if hits else await super().lookup(namespace, page_hashes)
         unknown = () if hits else found.hits
@@ -158,7 +161,7 @@ class IndexedS3Store(S3Store):
 
     def _warn(self, error: StoreError) -> None:
         if error.reason != "skipped":
-            _limited.warning(error.reason, f"{error}; {self.url} is used without it")
+            self._troubles.failed(error.reason, "index", f"kvfetch: {error}; {self.url} is used without it")
 
     async def close(self) -> None:
         await self._mending.join()

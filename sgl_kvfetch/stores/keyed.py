@@ -13,6 +13,7 @@ from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.stores.base import Lookup, Store, WrappedStore
+from sgl_kvfetch.user_files import FreshFiles
 
 _limited = LimitedLogger(logging.getLogger(__name__))
 _FEW_BYTES = 64 << 10  # of manifests: the event loop checks so many itself
@@ -22,9 +23,11 @@ class KeyedStore(WrappedStore):
     """Signs manifests that are put into ``store``, if there are manifest keys. Treats segments as missing if their
     manifests have no valid signature, and those that are not encrypted with one of our keys, if there are any."""
 
-    def __init__(self, store: Store, keys: StoreKeys) -> None:
+    def __init__(self, store: Store, keys: StoreKeys | FreshFiles[StoreKeys]) -> None:
+        """``keys``: those of files are read again when they change, with the next lookup."""
         super().__init__(store)
-        self.keys = keys
+        self._files = keys if isinstance(keys, FreshFiles) else None
+        self.keys = keys.value if isinstance(keys, FreshFiles) else keys
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         if not name.endswith(MANIFEST_SUFFIX):
@@ -53,6 +56,9 @@ class KeyedStore(WrappedStore):
 
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
         """Look up a run, which ends at the first segment that does not count."""
+        if self._files is not None:
+            await self._files.follow()
+            self.keys = self._files.value
         found = await self._store.lookup(namespace, page_hashes)
         manifests = [hit.manifest for hit in found.hits]
         is_few = sum(map(len, manifests)) <= _FEW_BYTES
@@ -94,6 +100,6 @@ class KeyedStore(WrappedStore):
         return False
 
 
-def with_keys(store: Store, keys: StoreKeys) -> Store:
+def with_keys(store: Store, keys: StoreKeys | FreshFiles[StoreKeys]) -> Store:
     """Return the store with these keys; itself without any."""
-    return KeyedStore(store, keys) if keys else store
+    return KeyedStore(store, keys) if (keys.value if isinstance(keys, FreshFiles) else keys) else store

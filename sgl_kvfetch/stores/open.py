@@ -16,7 +16,8 @@ from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import AdminStore, Store
 from sgl_kvfetch.stores.hedged import MAX_HEDGES, HedgedStore, OnHedge
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.stores.remote import HttpOptions
+from sgl_kvfetch.stores.remote import HttpOptions, Token
+from sgl_kvfetch.user_files import FreshFiles
 
 # The form of a store's URL, by its scheme. `directory.open_store` opens the last one.
 _OUR_URLS = {
@@ -60,7 +61,7 @@ def store_urls() -> dict[str, str]:
 def open_remote(
     url: str,
     *,
-    token: str | None = None,
+    token: Token | None = None,
     options: HttpOptions | None = None,
     s3: S3Options | None = None,
 ) -> AdminStore:
@@ -83,11 +84,11 @@ def open_remote(
     return _open_brought(scheme, url, token, options)
 
 
-def _open_brought(scheme: str, url: str, token: str | None, options: HttpOptions) -> AdminStore:
+def _open_brought(scheme: str, url: str, token: Token | None, options: HttpOptions) -> AdminStore:
     """Open a store that another package brings. Raises ConfigError, which names what it lacks."""
     opener = load_brought("stores", scheme)
     try:
-        store = opener(url, token, options)
+        store = opener(url, token.value if isinstance(token, FreshFiles) else token, options)
     except TypeError as e:  # it takes other arguments, or lacks methods
         raise ConfigError(f"{label_of('stores', scheme)}: {e}; it is called with (url, token, options)") from e
     require_made("stores", scheme, store, AdminStore)
@@ -98,7 +99,7 @@ def _open_brought(scheme: str, url: str, token: str | None, options: HttpOptions
 def open_hedged(
     url: str,
     *,
-    token: str | None = None,
+    token: Token | None = None,
     options: HttpOptions,
     s3: S3Options | None = None,
     max_hedges: int = MAX_HEDGES,

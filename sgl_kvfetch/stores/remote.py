@@ -14,13 +14,15 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
 from sgl_kvfetch.errors import ConfigError, StoreError, require_positive, why
 from sgl_kvfetch.stores.base import AdminStore, require_name
-from sgl_kvfetch.user_files import warn_if_all_may_read
+from sgl_kvfetch.tls import FreshContext, OnEnds, ends_of
+from sgl_kvfetch.user_files import FreshFiles, warn_if_all_may_read
 
 # This machine; and addresses of this link, where clouds give out the credentials of a machine's role.
 _NEVER = ("localhost", "127.0.0.0/8", "::1", "169.254.0.0/16")
@@ -71,24 +73,38 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
         return None
 
 
+Token: TypeAlias = "str | FreshFiles[str]"
+"""A store's bearer token, or its file, which may be replaced at any time."""
+
+
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files for ``https://``."""
+    """PEM files for ``https://``, which may be replaced at any time."""
 
     ca: str | None = None  # CAs that may have signed the server's certificate; by default the system's
     cert: str | None = None  # our own certificate, for servers that demand one
     key: str | None = None  # its key, if it is not in the same file
+    on_ends: OnEnds = lambda ends: None
 
-    def context(self) -> ssl.SSLContext:
+    def context(self) -> FreshContext:
         """Load the files. Raises ConfigError if one cannot be read or has no certificate."""
+        ca = self.ca or ssl.get_default_verify_paths().cafile
+        return FreshContext(FreshFiles("certificates", [path for path in (ca, *self._own) if path], self._read))
+
+    @property
+    def _own(self) -> tuple[str, ...]:
+        return tuple(path for path in (self.cert, self.key) if path)
+
+    def _read(self) -> ssl.SSLContext:
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
                 warn_if_all_may_read(self.key or self.cert)
                 context.load_cert_chain(self.cert, self.key, password="")  # never asks on a terminal
         except OSError as e:
-            files = ", ".join(name for name in (self.ca, self.cert, self.key) if name)
+            files = ", ".join(path for path in (self.ca, *self._own) if path)
             raise ConfigError(f"cannot use the TLS files {files}: {why(e)}") from e
+        self.on_ends(ends_of(self.cert, self.ca))
         return context
 
 

@@ -8,7 +8,8 @@ import os
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -38,6 +39,8 @@ from sgl_kvfetch.stores.base import (
 from sgl_kvfetch.stores.http import status_error
 from sgl_kvfetch.stores.notes import NoteKind
 from sgl_kvfetch.stores.remote import HttpOptions, RemoteStore, environment_proxy, listing_of
+from sgl_kvfetch.tls import ends_of
+from sgl_kvfetch.user_files import FreshFiles
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
@@ -87,13 +90,23 @@ class S3Store(RemoteStore):
         ``options.on_retry`` is not called: obstore does not tell of its retries.
         """
         super().__init__(url, options)
+        ca = self.options.tls.ca if self.options.tls is not None else None
+        self._client = FreshFiles("CAs", () if ca is None else (ca,), partial(self._open, config or {}))
+        # Like the HTTP store's, so that reads leave connections to everything else.
+        self._free = asyncio.Semaphore(self.options.max_connections)
+        self._probing = asyncio.Lock()
+        self._has_probed = False
+        self._tag_form: TagForm | None = None  # None if the server does not support If-Match
+
+    def _open(self, config: Mapping[str, Any]) -> obstore.store.S3Store:
+        """Make a client, which has read the CA's file. Raises ConfigError."""
         bucket, prefix = _parse_url(self.url)
         try:
-            self._objects = obstore.store.S3Store(
+            return obstore.store.S3Store(
                 bucket,
                 prefix=prefix or None,
-                config=cast(Any, dict(config or {})),
-                client_options=_client_options(self.options, _endpoint_scheme(config or {})),
+                config=cast(Any, dict(config)),
+                client_options=_client_options(self.options, _endpoint_scheme(config)),
                 retry_config={
                     "max_retries": self.options.max_attempts - 1,
                     "retry_timeout": timedelta(seconds=self.options.timeout_s),
@@ -102,11 +115,10 @@ class S3Store(RemoteStore):
             )
         except (BaseError, TypeError, ValueError) as e:
             raise ConfigError(f"{self.url}: {_text(e)}") from None  # a traceback would show credentials
-        # Like the HTTP store's, so that reads leave connections to everything else.
-        self._free = asyncio.Semaphore(self.options.max_connections)
-        self._probing = asyncio.Lock()
-        self._has_probed = False
-        self._tag_form: TagForm | None = None  # None if the server does not support If-Match
+
+    @property
+    def _objects(self) -> obstore.store.S3Store:
+        return self._client.value
 
     async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
         """Read an object. Raises ``too_large``, too, beyond ``max_object_bytes`` or the size of a manifest."""
@@ -325,6 +337,7 @@ class S3Store(RemoteStore):
         The deadline is extended for ``num_bytes`` that are to be transferred.
         """
         self._require_open()
+        await self._client.follow()
         with self._naming_itself():
             try:
                 async with self._deadline(what, num_bytes), self._free:
@@ -375,6 +388,7 @@ def _client_options(options: HttpOptions, scheme: str) -> ClientConfig:
     if options.tls is not None and options.tls.ca is not None:
         try:
             client["root_certificate"] = Path(options.tls.ca).read_bytes()
+            options.tls.on_ends(ends_of(None, options.tls.ca))
         except OSError as e:
             raise ConfigError(f"cannot use the TLS file {options.tls.ca}: {why(e)}") from e
     return client
@@ -385,6 +399,9 @@ def _store_error(what: str, error: BaseError) -> StoreError:
     message, detail = f"{what}: {_text(error)}", str(error)
     if _OF_METADATA.search(detail):
         return StoreError("unauthorised", f"{what}: no credentials were given, and this machine's role has none")
+    if "<Code>RequestTimeTooSkewed</Code>" in detail:
+        now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+        return StoreError("clock", f"{what}: S3 refuses this machine's clock, which says {now}: set it right")
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
         return StoreError("unauthorised", message)
     if _BAD_CERTIFICATE.search(detail):
@@ -408,8 +425,12 @@ def _store_error(what: str, error: BaseError) -> StoreError:
 
 
 def _text(error: BaseException) -> str:
-    """Return what obstore says, without its structure and without control characters."""
-    return printable(" ".join(str(error).partition(_DEBUG)[0].split())[:500])
+    """Return what S3 says, or else obstore without its structure. No control characters are in it."""
+    said = str(error).partition(_DEBUG)[0]
+    if "<Code>" in said:
+        found = (re.search(rf"<{tag}>(.*?)</{tag}>", said, re.DOTALL) for tag in ("Code", "Message"))
+        said = ": ".join(["S3 answered", *(match[1] for match in found if match)])
+    return printable(" ".join(said.split())[:500])
 
 
 def _info(meta: ObjectMeta, start: int = 0) -> ObjectInfo:

@@ -37,6 +37,7 @@ import aiohappyeyeballs
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores.base import fill_pieces, left_of
+from sgl_kvfetch.tls import tls_error
 
 _IDLE_S = 15.0  # as aiohttp: a firewall may have dropped a connection that was idle for longer, and tells nobody
 _EYEBALLS_S = 0.25  # as aiohttp: how long one address has before the next one is tried beside it
@@ -50,10 +51,7 @@ _SENDERS = 4
 _MOST_BODY_BYTES = 4096  # of an answer that is no range
 _MOST_ANSWER_BYTES = 64 << 10  # of its head, and of what is read beside a range
 
-# Of OpenSSL: a self-signed certificate, one in the chain, and two for an issuer that is not known.
-_UNKNOWN_CA = frozenset({18, 19, 20, 21})
 _CLOSED = "the server closed the connection"
-_NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST"})
 _RANGE_SENT = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]{1,18}|\*)")
 
 T = TypeVar("T")
@@ -76,22 +74,6 @@ def require_range(url: str, content_range: str | None, content_length: int | Non
         raise StoreError("truncated", f"{url}: expected a range of {length} bytes, found {num_bytes}")
     if content_length not in (None, length):
         raise StoreError("truncated", f"{url}: expected {length} bytes, found {content_length}", retriable=True)
-
-
-def tls_error(what: str, server: str, cause: BaseException | None) -> StoreError:
-    """Return what a handshake's failure means. ``server``: its host and port."""
-    if isinstance(cause, ssl.SSLCertVerificationError):
-        if cause.verify_code in _UNKNOWN_CA:
-            return StoreError(
-                "tls",
-                f"{what}: no CA that this machine knows has signed the certificate of {server} "
-                f"({cause.verify_message}): name the file of its CA, as SSL_CERT_FILE in the environment, or as "
-                "tls.ca_file in the config of SGLang's backend",
-            )
-        return StoreError("tls", f"{what}: the certificate of {server} does not hold: {cause.verify_message}")
-    if isinstance(cause, ssl.SSLError) and cause.reason in _NO_TLS:
-        return StoreError("tls", f"{what}: {server} does not speak TLS: write its URL with http://")
-    return StoreError("refused", f"{what}: {server}: {printable(str(cause)[:500])}", retriable=True)
 
 
 class _Exchange(ABC, Generic[T]):
@@ -361,12 +343,12 @@ class Transfers:
         connect_timeout_s: float,
         max_connections: int,
     ) -> None:
-        """``url``: of the server. ``headers``: of each request. ``tls``: for https, as aiohttp takes it.
+        """``url``: of the server. ``headers``: of each request, now and later. ``tls``: for https, as aiohttp takes it.
         ``max_connections``: reads under way; further ones wait."""
         server = url, tls, connect_timeout_s
         self._reads = _Connections(*server, max_connections, ThreadPoolExecutor(max_connections, "kvfetch-receive"))
         self._sends = _Connections(*server, _SENDERS, ThreadPoolExecutor(_SENDERS, "kvfetch-send"))
-        self._headers = {"Host": urlsplit(url).netloc, **headers}
+        self._host, self._headers = urlsplit(url).netloc, headers
 
     async def receive(
         self, url: str, start: int, into: Sequence[memoryview], received: Callable[[int], None]
@@ -388,7 +370,7 @@ class Transfers:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(tell)
 
-        reading = _Read(url, self._headers, start, into, tell_soon)
+        reading = _Read(url, {"Host": self._host, **self._headers}, start, into, tell_soon)
         try:
             return await self._reads.run(reading)
         finally:
@@ -400,7 +382,7 @@ class Transfers:
 
         Raises as `_Connections.run` does.
         """
-        fields = {**self._headers, **headers, "Content-Length": str(sum(map(len, views)))}
+        fields = {"Host": self._host, **self._headers, **headers, "Content-Length": str(sum(map(len, views)))}
         return await self._sends.run(_Put(urlsplit(url).path, fields, views))
 
     def close(self) -> None:

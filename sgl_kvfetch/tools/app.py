@@ -21,8 +21,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import KVFetchError
+from sgl_kvfetch.log import printable
 from sgl_kvfetch.processes import let_threads_sleep, run_and_end
-from sgl_kvfetch.tools.terminal import needs_package
+from sgl_kvfetch.tools.terminal import needs_package, say
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -146,10 +147,10 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KVFetchError as e:
-            typer.echo(f"kvfetch: {'; '.join((str(e), *getattr(e, '__notes__', ())))}", err=True)
+            say(printable(f"kvfetch: {'; '.join((str(e), *getattr(e, '__notes__', ())))}"), err=True)
             raise typer.Exit(EXIT_ERROR) from e
         except ModuleNotFoundError as e:
-            typer.echo(f"kvfetch: {needs_package(ctx.invoked_subcommand, e)}", err=True)
+            say(f"kvfetch: {needs_package(ctx.invoked_subcommand, e)}", err=True)
             raise typer.Exit(EXIT_ERROR) from e
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -165,7 +166,7 @@ app = typer.Typer(name="kvfetch", cls=_Commands, no_args_is_help=True, **_LOOK)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvfetch {__version__}")
+        say(f"kvfetch {__version__}")
         raise typer.Exit()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import secrets
 import statistics
@@ -14,14 +13,17 @@ from typing import Annotated, Any
 
 import typer
 from aiohttp import ClientSession
-from msgspec import Struct
+from msgspec import Meta, Struct
 from rich.table import Table
 
 from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.log import one_line
 from sgl_kvfetch.tools.bench_prompts import longest_prompt, make_groups, parse_lengths
 from sgl_kvfetch.tools.sglang_server import (
-    ask_server,
-    cached_by_tier,
+    COMPUTING_S,
+    Count,
+    LogProb,
+    ask_for,
     flush_cache,
     generate,
     open_server,
@@ -270,6 +272,40 @@ class _Run:
         )
 
 
+# Answers of OpenAI's API
+
+
+class _Model(Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(Struct):
+    data: Annotated[list[_Model], Meta(min_length=1)]
+
+
+class _LogProbs(Struct):
+    tokens: list[str]
+    top_logprobs: list[dict[str, LogProb]]
+
+
+class _Choice(Struct):
+    logprobs: _LogProbs
+
+
+class _PromptDetails(Struct):
+    cached_tokens: Count | None = None
+
+
+class _Usage(Struct):
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Completion(Struct):
+    choices: Annotated[list[_Choice], Meta(min_length=1)]
+    usage: _Usage | None = None
+
+
 @dataclass(frozen=True)
 class _Engine:
     """A server: SGLang by its own API, which says where tokens came from, and others by OpenAI's."""
@@ -288,36 +324,41 @@ class _Engine:
             info = await server_info(session, server)
         except ConfigError:
             try:
-                models = json.loads(await ask_server(session, "GET", f"{server}/v1/models"))["data"]
-                longest = models[0].get("max_model_len") or 1 << 30
-                return cls(session, server, models[0]["id"], False, longest - num_tokens - 1, num_tokens)
-            except (StoreError, ValueError, LookupError, TypeError) as e:
+                (model, *_) = (await ask_for(_Models, session, "GET", f"{server}/v1/models")).data
+                longest = model.max_model_len or 1 << 30
+                return cls(session, server, one_line(model.id), False, longest - num_tokens - 1, num_tokens)
+            except (StoreError, ValueError) as e:
                 raise ConfigError(f"--server {server} has neither SGLang's API nor OpenAI's /v1/models: {e}") from e
         return cls(session, server, served_model(info), True, longest_prompt(info, num_tokens), num_tokens)
 
     async def tokenise(self, text: str) -> list[int]:
-        if self.is_sglang:
-            return await tokenise_on(self.session, self.server, text)
-        body = {"model": self.model, "prompt": text}
-        return list(json.loads(await ask_server(self.session, "POST", f"{self.server}/tokenize", body))["tokens"])
+        return await tokenise_on(self.session, self.server, text, None if self.is_sglang else self.model)
 
     async def ask(self, prompt: Sequence[int], cache_salt: str | None) -> TopAnswer:
         """Return the answer to a prompt, greedily. Raises StoreError."""
+        answer = await self._ask(prompt, cache_salt)
+        if not answer.tokens or len(answer.tokens) != len(answer.tops):
+            what = f"{len(answer.tokens)} tokens, and the likeliest at {len(answer.tops)} places"
+            raise StoreError("protocol", f"{self.server}: the answer has {what}; expected {self.num_tokens} of each")
+        return answer
+
+    async def _ask(self, prompt: Sequence[int], cache_salt: str | None) -> TopAnswer:
         if self.is_sglang:
-            logprobs = {"return_logprob": True, "top_logprobs_num": _TOP}
-            meta = await generate(self.session, self.server, prompt, self.num_tokens, cache_salt, **logprobs)
-            tops = [{token: logprob for logprob, token, _ in top} for top in meta["output_top_logprobs"]]
-            return TopAnswer([token for _, token, _ in meta["output_token_logprobs"]], tops, cached_by_tier(meta))
+            options = {"return_logprob": True, "top_logprobs_num": _TOP}
+            meta = await generate(self.session, self.server, prompt, self.num_tokens, cache_salt, **options)
+            tops = [{token: logprob for logprob, token, _ in top} for top in meta.output_top_logprobs]
+            return TopAnswer([token for _, token, _ in meta.output_token_logprobs], tops, meta.by_tier)
         salt = {} if cache_salt is None else {"cache_salt": cache_salt}
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": self.num_tokens, "temperature": 0.0,
             "ignore_eos": True, "logprobs": _TOP,
         }  # fmt: skip
-        answer = json.loads(await ask_server(self.session, "POST", f"{self.server}/v1/completions", body | salt))
-        logprobs = answer["choices"][0]["logprobs"]
-        about = (answer.get("usage") or {}).get("prompt_tokens_details")
-        cached_tokens = None if about is None else {"cache": about.get("cached_tokens") or 0}
-        return TopAnswer(logprobs["tokens"], logprobs["top_logprobs"], cached_tokens)
+        url = f"{self.server}/v1/completions"
+        answer = await ask_for(_Completion, self.session, "POST", url, body | salt, COMPUTING_S)
+        about = None if answer.usage is None else answer.usage.prompt_tokens_details
+        logprobs = answer.choices[0].logprobs
+        cached = None if about is None else {"cache": about.cached_tokens or 0}
+        return TopAnswer(logprobs.tokens, logprobs.top_logprobs, cached)
 
 
 class _Export:

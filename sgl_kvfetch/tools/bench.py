@@ -22,7 +22,6 @@ from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.reasons import ADVICE
 from sgl_kvfetch.tools.bench_prompts import Group, longest_prompt, make_groups, parse_lengths
 from sgl_kvfetch.tools.sglang_server import (
-    cached_by_tier,
     flush_cache,
     generate,
     open_server,
@@ -273,7 +272,7 @@ class _Run:
         """Have a prompt's first token generated: when the answer is there, so is the token."""
         began_s = time.perf_counter()
         meta = await generate(self._session, server, prompt, 1, cache_salt)
-        return _Answer(time.perf_counter() - began_s, cached_by_tier(meta), str(meta.get("id")), len(prompt))
+        return _Answer(time.perf_counter() - began_s, meta.by_tier, meta.id, len(prompt))
 
 
 class _Answer(NamedTuple):

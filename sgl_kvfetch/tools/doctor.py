@@ -27,7 +27,7 @@ import typer
 from sgl_kvfetch.errors import ConfigError, KVFetchError, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.tools.terminal import STORE_HELP, StoreAccess, format_age, json_flag, option, show
+from sgl_kvfetch.tools.terminal import STORE_HELP, StoreAccess, format_age, json_flag, option, say, show
 
 if TYPE_CHECKING:
     import torch
@@ -108,21 +108,16 @@ def doctor(
     for name, check in checks.items():
         if name == MODELS and _missing(of_store):
             continue  # the store cannot be used
-        typer.echo(f"checking {store if name == STORE else _WHAT.get(name, name)} ...", err=True)
+        say(f"checking {store if name == STORE else _WHAT.get(name, name)} ...", err=True)
         rows = run_check(name, check)
         (of_store if name in (STORE, MODELS) else of_machine).extend(rows)
         if not as_json:
             for row in rows:
                 _print(row)
     found = [*of_store, *of_machine]
-    if (
-        _missing(found)
-        and not store_only
-        and store is not None
-        and importlib.util.find_spec("sglang") is None
-        and not as_json
-    ):
-        typer.echo(f"SGLang is not installed here. On a store's machine, type: kvfetch doctor {store} --store-only")
+    no_sglang = not store_only and importlib.util.find_spec("sglang") is None
+    if _missing(found) and no_sglang and store is not None and not as_json:
+        say(f"SGLang is not installed here. On a store's machine, type: kvfetch doctor {store} --store-only")
     verdicts = [] if store is None else [_verdict("the store can be used from here", of_store)]
     verdicts += [] if store_only else [_verdict("host mode can run here", of_machine)]
     show(found, as_json, ["; ".join(verdicts)])
@@ -140,9 +135,9 @@ def _verdict(text: str, rows: Sequence[Check]) -> str:
 
 def _print(row: Check) -> None:
     """Print a row, and what to do in the next line."""
-    typer.echo(f"{row.name:20} {typer.style(f'{row.status:4}', fg=_COLOURS[row.status])} {printable(row.found)}")
+    say(f" {printable(row.found)}", before=f"{row.name:20} {typer.style(f'{row.status:4}', fg=_COLOURS[row.status])}")
     if row.advice:
-        typer.echo(f"{'':20} {'':4} {printable(row.advice)}")
+        say(f"{'':20} {'':4} {printable(row.advice)}")
 
 
 def run_check(name: str, check: Callable[[], list[Check]]) -> list[Check]:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +24,7 @@ from sgl_kvfetch.tools.terminal import (
     json_flag,
     make_progress,
     option,
+    say,
     show,
     show_log,
 )
@@ -165,7 +165,7 @@ class _Reporter:
         self.progress.update(self._task, completed=finished, total=total, sizes=_sizes(self.tally))
         if self.progress.disable and time.monotonic() - self._said_s >= _LINE_EVERY_S:
             self._said_s = time.monotonic()
-            print(f"{finished} of {total} segments, {_sizes(self.tally)}", file=sys.stderr, flush=True)
+            say(f"{finished} of {total} segments, {_sizes(self.tally)}", err=True)
 
 
 def _sizes(tally: Tally) -> str:

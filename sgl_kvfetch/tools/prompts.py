@@ -18,7 +18,7 @@ from sgl_kvfetch.stores import MAX_LABEL, PINS, AdminStore, Pin, Store, get_pin,
 from sgl_kvfetch.stores.notes import MAX_PIN_PAGES
 from sgl_kvfetch.stores.upkeep import pages_stored, stored_page_sizes
 from sgl_kvfetch.tools.target import run_on_store
-from sgl_kvfetch.tools.terminal import IndexedAccess, StoreArgument, json_flag, option, show
+from sgl_kvfetch.tools.terminal import IndexedAccess, StoreArgument, json_flag, option, say, show
 
 _LABEL = 60  # characters of a prompt
 
@@ -224,7 +224,7 @@ async def _compare_page_sizes(store: AdminStore, page_size: int) -> None:
     sizes = await stored_page_sizes(store)
     if sizes and page_size not in sizes:
         stored = " or ".join(map(str, sorted(sizes)))
-        typer.echo(f"kvfetch: no pages of {page_size} tokens are stored: type --page-size {stored}", err=True)
+        say(f"kvfetch: no pages of {page_size} tokens are stored: type --page-size {stored}", err=True)
 
 
 def _show_stored(prompts: Sequence[StoredPrompt], as_json: bool) -> None:

@@ -42,6 +42,7 @@ from sgl_kvfetch.tools.terminal import (
     kept_line,
     make_progress,
     option,
+    say,
     show,
 )
 from sgl_kvfetch.user_files import parse_duration
@@ -105,7 +106,7 @@ def clear(
         kvfetch clear s3://kv-cache/llama#4f0c --index redis://10.0.0.5:6379/0 --yes
     """
     age_s = None if older_than is None else parse_duration(older_than)
-    say = partial(typer.echo, err=as_json)
+    tell = partial(say, err=as_json)
 
     async def select_and_delete(part: StorePart) -> ClearSummary:
         """Delete what the options select, once the user has agreed. Return what it was."""
@@ -118,8 +119,8 @@ def clear(
         free = [segment for segment in segments if segment.key not in kept]
         cleared = _summary(free, len(segments) - len(free))
         if cleared.num_pinned:
-            say(f"{cleared.num_pinned} pinned segments stay; --pinned deletes them, too")
-        say(f"{store}: {_amount(cleared)}")
+            tell(f"{cleared.num_pinned} pinned segments stay; --pinned deletes them, too")
+        tell(f"{store}: {_amount(cleared)}")
         if dry_run:
             return cleared
         if not yes:
@@ -232,7 +233,7 @@ async def select_segments(part: StorePart, model: str | None) -> list[StoredSegm
     if not folders:
         models = sorted({printable(each.labels.model_name(each.model)) for each in names.values() if each.model})
         stored = ", ".join(models) or "no model"
-        typer.echo(f"kvfetch: nothing is stored of --model {printable(model)}; stored: {stored}", err=True)
+        say(f"kvfetch: nothing is stored of --model {model}; stored: {stored}", err=True)
         raise typer.Exit(1)
     return [segment for segment in segments if segment.key.namespace in folders]
 

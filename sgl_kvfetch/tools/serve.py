@@ -43,7 +43,9 @@ def serve(
             "It is read again when it changes, and on SIGHUP.",
         ),
     ] = None,
-    tls_cert: Annotated[Path | None, option("FILE", "PEM file with a certificate: speak TLS.")] = None,
+    tls_cert: Annotated[
+        Path | None, option("FILE", "PEM file with a certificate: speak TLS. Read again, as tokens are.")
+    ] = None,
     tls_key: Annotated[Path | None, option("FILE", "PEM file with the certificate's key.")] = None,
     tls_client_ca: Annotated[
         Path | None, option("FILE", "PEM file with CAs: clients must have a certificate by one of them.")

@@ -8,6 +8,7 @@ Without extras, only what ``kvfetch serve`` needs is installed. Commands import 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import logging
 import re
 import sys
@@ -23,10 +24,11 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import printable
-from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret, format_size as format_size, read_secret_lines
+from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret, format_size as format_size, read_token_file
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -205,27 +207,20 @@ def read_token(token: str | None, token_file: Path | None) -> str | None:
     if token is not None and token_file is not None:
         raise ConfigError("give either --token or --token-file, not both")
     if token_file is not None:
-        lines = read_secret_lines(token_file, "--token-file")
-        try:
-            token = _only_token(lines)
-        except ConfigError as e:
-            raise ConfigError(f"--token-file {token_file} {e}") from None
+        token = read_token_file(token_file, "--token-file")
     if token == "":
         raise ConfigError("--token is empty")
     return token or environment_secret(TOKEN_ENV)
 
 
-def _only_token(lines: Iterable[str]) -> str:
-    """Return the token of a file, in which ``#`` begins a comment line. Raises ConfigError, which quotes no token."""
-    words = [line.split() for line in lines if not line.startswith("#")]
-    if not words:
-        raise ConfigError("is empty")
-    if len(words) > 1 or len(words[0]) > 1:
-        raise ConfigError(
-            "has more than one word: the server's file has lines ROLE TOKEN; write one of its tokens, without the "
-            "role, to a file of your own"
-        )
-    return words[0][0]
+def say(text: str, *, before: str = "", err: bool = False) -> None:
+    """Print lines for people, behind what we have styled ourselves. All that commands print goes through here, or
+    through `make_console`: names and errors come from others, and must not control the terminal."""
+    typer.echo(before + _printable_lines(text), err=err)
+
+
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def ask_to_delete(err: bool) -> None:
@@ -253,16 +248,18 @@ def show(
     ``failures``: errors by the object's name. Long lines are not wrapped, so that users can copy names.
     """
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+        text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+        # JSON has no escape for what lies beyond ASCII, such as marks that turn the direction of text.
+        typer.echo("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text))
     else:
         for name, error in list(failures.items())[:_MAX_FAILURES_SHOWN]:
-            typer.echo(f"FAILED {name}: {printable(error)}")
+            say(f"FAILED {name}: {error}")
         if len(failures) > _MAX_FAILURES_SHOWN:
-            typer.echo(f"FAILED and {len(failures) - _MAX_FAILURES_SHOWN} more, which --json names")
+            say(f"FAILED and {len(failures) - _MAX_FAILURES_SHOWN} more, which --json names")
         console = make_console()
         for line in lines:
             if isinstance(line, str):
-                typer.echo(line)
+                say(line)
             else:
                 console.print(line)
     if failures:
@@ -273,7 +270,7 @@ class _Formatter(logging.Formatter):
     """Begins messages with our name. What SGLang's servers log as well has it already."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"kvfetch: {super().format(record).removeprefix('kvfetch: ')}"
+        return _printable_lines(f"kvfetch: {super().format(record).removeprefix('kvfetch: ')}")
 
 
 def show_log(level: int, handler: logging.Handler) -> None:
@@ -282,9 +279,15 @@ def show_log(level: int, handler: logging.Handler) -> None:
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
+class _Console(Console):
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Render text without control characters: what is printed, and the cells of tables."""
+        return super().render_str(_printable_lines(text), **options)
+
+
 def make_console(*, stderr: bool = False) -> Console:
     """Return a console without markup. If the output is not a terminal, lines are 200 columns wide, for long names."""
-    console = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+    console = _Console(stderr=stderr, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = 200
     return console

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -682,8 +682,8 @@ def _pages_with_all_heads(runs: Mapping[str, int], namespace: Namespace) -> int:
 async def ask_status(session: ClientSession, server: str) -> Asked:
     """Ask a server what it tells of itself. Raises ConfigError if it is none of SGLang, and StoreError."""
     info = await server_info(session, server)
-    states = info.get("internal_states", [])
     try:
+        states = msgspec.convert(info.get("internal_states", []), list[dict[str, Any]])
         statuses = [msgspec.convert(state[STATUS_KEY], ServerStatus) for state in states if STATUS_KEY in state]
     except msgspec.ValidationError as e:
         raise ConfigError(f"--server {server} has another version of kvfetch: {e}") from e

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from harness.engine import ServerError, SGLangServer
 from harness.faults import Fault
 from harness.metrics import read_metric, wait_until_written, written
+from harness.s3_server import BUCKET, s3_config
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.reasons import Reason
@@ -139,6 +141,7 @@ def test_what_fails_behind_a_request(device: Shared, store: StoreProcess, link: 
         for reason, fault in (
             (Reason.REFUSED, Fault("refuse")),
             (Reason.SERVER, Fault("error", status=500)),
+            (Reason.PROXY, Fault("error", status=502)),
             (Reason.UNAUTHORISED, Fault("error", status=401)),
             (Reason.INVALID, Fault("error", status=400)),
             (Reason.PROTOCOL, Fault("error", status=418)),
@@ -175,6 +178,27 @@ def test_a_store_that_does_not_speak_tls(device: Shared, store: StoreProcess) ->
     with device.attached(store.url.replace("http:", "https:"), **PATIENT) as server:
         send(server, 0, "sent")
         assert_why(why_request(store, server, "sent"), Reason.TLS)
+
+
+class _LateS3(BaseHTTPRequestHandler):
+    """Refuses all that it is asked, as S3 does where clocks differ by more than a quarter of an hour."""
+
+    def do_GET(self) -> None:
+        self.send_response(403)
+        self.end_headers()
+        self.wfile.write(b"<Error><Code>RequestTimeTooSkewed</Code><Message>too large</Message></Error>")
+
+
+def test_a_clock_that_s3_refuses(device: Shared, store: StoreProcess) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _LateS3) as s3, ThreadPoolExecutor(1) as pool:
+        pool.submit(s3.serve_forever)
+        config = s3_config(f"http://127.0.0.1:{s3.server_port}")
+        try:
+            with device.attached(f"s3://{BUCKET}/kv", s3=config, **PATIENT) as server:
+                send(server, 0, "sent")
+                assert_why(why_request(store, server, "sent"), Reason.CLOCK)
+        finally:
+            s3.shutdown()
 
 
 def test_a_directory_that_cannot_be_read(device: Shared, tmp_path: Path) -> None:

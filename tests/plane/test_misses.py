@@ -1,11 +1,18 @@
-"""Why a request got less than is stored is noted for that request alone, whichever of its tasks finds out."""
+"""Why a request got less than is stored is noted for that request alone, whichever of its tasks finds out. What ails
+the store is told once, with what to do, and so is its end."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+
+import pytest
 
 from harness.metrics import own_metric
-from sgl_kvfetch.metrics import miss, note, noted_here
+from sgl_kvfetch import log, metrics
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.metrics import count_miss, log_failure, miss, note, note_success, noted_here
+from sgl_kvfetch.reasons import ADVICE, Reason
 
 
 def test_each_request_has_its_own_reasons() -> None:
@@ -25,3 +32,71 @@ def test_each_request_has_its_own_reasons() -> None:
     assert asyncio.run(run()) == [["late", "sooner"], ["timeout", "sooner"]]
     assert own_metric("sgl_kvfetch_misses_total", stage="fetch", reason="late") == before + 1
     note("nobody's")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Clock:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(metrics, "_store", log.Troubles(metrics.logger, "the store"))
+    monkeypatch.setattr(log, "time", clock := Clock())
+    return clock
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    found = [(record.levelname, record.getMessage()) for record in caplog.records]
+    caplog.clear()
+    return found
+
+
+def killed(stage: str) -> None:
+    count_miss(stage, StoreError("refused", "no connection to store:8700: Connection refused", retriable=True))
+
+
+def test_a_killed_store_is_told_once_and_so_is_its_return(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Lookups, fetches, writes, merges and skipped lookups have one cause."""
+    for stage in ("lookup", "fetch", "write", "lookup"):
+        killed(stage)
+        clock.now_s += 1
+    log_failure("write", StoreError("refused", "no connection"), "neighbouring segments are not merged")
+    count_miss("lookup", StoreError("skipped", "lookups are paused"))
+    [(level, message)] = told(caplog)
+    assert level == "WARNING"
+    assert "Connection refused" in message
+    assert message.endswith(ADVICE[Reason.REFUSED])
+    clock.now_s += 600
+    killed("lookup")
+    [(level, message)] = told(caplog)
+    assert level == "WARNING"
+    assert message.endswith("(6 times since it began)")
+    note_success("fetch")  # from memory, perhaps
+    assert not told(caplog)
+    note_success("lookup")
+    note_success("lookup")
+    [(level, message)] = told(caplog)
+    assert (level, message) == ("INFO", "kvfetch: the store works again after 604 s (refused, 6 times)")
+    # What comes and goes is told once a minute.
+    for _ in range(10):
+        killed("lookup")
+        note_success("lookup")
+    assert not told(caplog)
+    clock.now_s += 61
+    killed("write")
+    assert [level for level, _ in told(caplog)] == ["WARNING"]
+
+
+def test_a_token_that_may_only_read_is_no_better_when_lookups_work(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    count_miss("write", StoreError("unauthorised", "status 403"))
+    note_success("lookup")
+    assert [level for level, _ in told(caplog)] == ["WARNING"]
+    note_success("write")
+    assert [level for level, _ in told(caplog)] == ["INFO"]

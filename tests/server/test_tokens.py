@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,14 +16,17 @@ import aiohttp
 import pytest
 
 from harness.waiting import WAIT_S
+from sgl_kvfetch import user_files
 from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.server.tokens import Role, TokenFile, parse_tokens
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import object_digest
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, put_segment
+from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, put_segment
+from sgl_kvfetch.user_files import TOKEN_ENV
 
 DEADLINE_S = WAIT_S
 TOKENS = """
@@ -65,15 +70,15 @@ def test_a_file_that_breaks_keeps_its_tokens(tmp_path: Path, caplog: pytest.LogC
     path.write_text("read r")
     tokens = TokenFile(path)
     path.write_text("s3cret and more")
-    tokens.reload(if_changed=True)
+    tokens.files.reload(if_changed=True)
     assert tokens.role_of("Bearer r") == Role.READ
     assert "keeping the old tokens" in caplog.text
     assert "s3cret" not in caplog.text
     path.unlink()
-    tokens.reload(if_changed=True)
+    tokens.files.reload(if_changed=True)
     assert tokens.role_of("Bearer r") == Role.READ
     path.write_text("write r")
-    tokens.reload(if_changed=True)
+    tokens.files.reload(if_changed=True)
     assert tokens.role_of("Bearer r") == Role.WRITE
 
 
@@ -175,14 +180,39 @@ async def test_tokens_are_read_again_when_the_file_changes(server: RunningServer
     await new.close()
 
 
+@pytest.mark.process
+async def test_a_clients_token_file_is_read_again(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small and large, by aiohttp and by sockets of our own."""
+    monkeypatch.setattr(user_files, "LOOK_EVERY_S", 0.0)
+    path = tmp_path / "mine"
+    path.write_text("revoked")
+    path.chmod(0o600)
+    config = parse_config({"store": server.url, "token_file": str(path)}, {TOKEN_ENV: "a"})
+    store = HttpStore(server.url, token=config.store_token())
+    content = bytes(3 << 20)
+    asks: list[Callable[[], Awaitable[object]]] = [
+        partial(store.put, data_object(content), content),
+        partial(store.get, data_object(content)),
+        partial(store.get, data_object(content), 0, 2 << 20),
+    ]
+    for text, is_known in (("revoked", False), ("# ours\nw\n", True), ("two words", True), ("revoked", False)):
+        path.write_text(text)
+        for ask in asks:
+            with nullcontext() if is_known else pytest.raises(StoreError, match="does not know this token"):
+                await ask()
+    await store.close()
+
+
 SERVE = """
 import logging, sys
 from pathlib import Path
 from urllib.parse import urlsplit
-import sgl_kvfetch.server.app as app
+import sgl_kvfetch.user_files as user_files
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import run_server
-app._LOOK_AT_TOKENS_S = 1e6
+user_files.LOOK_EVERY_S = 1e6
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 run_server(ServerConfig(Path(sys.argv[1]), port=0, token_file=Path(sys.argv[2])))
 """

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from harness.engine import free_port
 from harness.faults import Fault, FaultyProxy
 from harness.reading import read_bytes
 from harness.waiting import WAIT_S
@@ -54,6 +55,8 @@ async def reason_of(call: Awaitable[object]) -> StoreErrorReason:
         (Fault("slow", bytes_per_s=1e5), "timeout"),
         (Fault("error", status=500), "server"),
         (Fault("error", status=503), "server"),
+        (Fault("error", status=502), "proxy"),
+        (Fault("error", status=504), "proxy"),
         (Fault("error", status=401), "unauthorised"),
         (Fault("error", status=403), "unauthorised"),
         (Fault("error", status=507), "full"),
@@ -491,3 +494,34 @@ async def test_a_body_of_unknown_length_takes_its_limit_once() -> None:
         assert tracemalloc.get_traced_memory()[1] < 80 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("status", "reason", "what", "most"),
+    [
+        (401, "unauthorised", "not by kvfetch", 1),
+        (413, "too_large", "client_max_body_size", 1),
+        (502, "proxy", "does not reach it", 2),
+        (503, "server", "look at the proxy", 4),
+        (504, "proxy", "proxy_read_timeout", 2),
+    ],
+)
+@pytest.mark.parametrize("num_bytes", [1000, 1 << 20])  # by aiohttp, and by a socket of our own
+async def test_what_a_proxy_answers_to_a_write_names_the_proxy(
+    store: HttpStore, proxy: FaultyProxy, status: int, reason: str, what: str, most: int, num_bytes: int
+) -> None:
+    """And its limit is not met again and again."""
+    await proxy.set(Fault("error", status=status))
+    content = bytes(num_bytes)
+    with pytest.raises(StoreError, match=what) as caught:
+        await store.put(data_object(content), content)
+    assert caught.value.reason == reason
+    assert len(proxy.requests) == min(most, OPTIONS.max_attempts)
+
+
+async def test_a_connection_that_is_refused_is_named_without_aiohttps_words() -> None:
+    store = HttpStore(f"http://127.0.0.1:{free_port()}", options=HttpOptions(max_attempts=1))
+    with pytest.raises(StoreError, match=r"no connection to 127\.0\.0\.1:\d+: Connection refused$"):
+        await store.head(NAME)
+    await store.close()

@@ -16,8 +16,6 @@ from harness.s3_server import BUCKET, S3Server, s3_config
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.codec.container.encryption import ManifestKeys, StoreKeys
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.stores import indexed_s3 as indexed
 from sgl_kvfetch.stores.base import Lookup, Store
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.keyed import KeyedStore
@@ -214,7 +212,6 @@ async def test_a_manifest_with_other_pages_is_not_used(s3: S3Server, store: Inde
 async def test_a_dead_index_costs_nothing_but_round_trips(
     dies: bool, s3: S3Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexed, "_limited", LimitedLogger(logging.getLogger(indexed.__name__)))
     failures: list[StoreError] = []
     with RedisProcess() if dies else nullcontext() as redis:
         url = f"redis://127.0.0.1:{free_port()}" if redis is None else redis.url
@@ -228,6 +225,12 @@ async def test_a_dead_index_costs_nothing_but_round_trips(
     await store._mending.join()
     assert 3 <= len(failures) <= 4  # then it is left alone; two may fail at the same time
     assert sum("is used without it" in record.message for record in caplog.records) == 1
+    # Another index answers: the client does not know the difference.
+    store._index._breaker.succeeded()
+    monkeypatch.setattr(store._index, "find", lambda folder, hashes: asyncio.sleep(0, [None] * len(hashes)))
+    caplog.set_level(logging.INFO)
+    await store.lookup(FOLDER, CHAIN)
+    assert sum("works again" in record.message for record in caplog.records) == 1
     await store.close()
 
 

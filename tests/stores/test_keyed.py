@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sgl_kvfetch import user_files
 from sgl_kvfetch.codec.container.encryption import EncryptionKeys, ManifestKeys, StoreKeys
 from sgl_kvfetch.codec.container.manifest import decode_manifest, encryption_keys_of, split_signature
 from sgl_kvfetch.codec.container.protect import open_manifest, secure_segment
@@ -16,6 +17,7 @@ from sgl_kvfetch.stores.base import Lookup, object_digest
 from sgl_kvfetch.stores.keyed import KeyedStore
 from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, make_targets
+from sgl_kvfetch.user_files import FreshFiles
 
 CHAIN = page_hashes(8)
 KEYS, OTHER_KEYS = ManifestKeys([b"k" * 32]), ManifestKeys([b"o" * 32])
@@ -58,6 +60,23 @@ async def test_what_others_stored_is_a_miss(
     # It does not keep their place from our own segment.
     await put_segment(signed, SECOND)
     assert parts(await signed.lookup(FOLDER, CHAIN)) == [(0, 4), (0, 4)]
+
+
+async def test_a_key_file_that_changes_counts_with_the_next_lookup(
+    plain: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_files, "LOOK_EVERY_S", 0.0)
+    path = tmp_path / "key"
+    path.write_text("a" * 32)
+    path.chmod(0o600)
+    store = KeyedStore(plain, FreshFiles("keys", [path], lambda: StoreKeys.read(path, None)))
+    await put_segment(store, FIRST)
+    path.write_text("too short")  # which leaves the key as it is
+    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4)]
+    path.write_text("b" * 32)
+    assert await store.lookup(FOLDER, CHAIN) == Lookup(())
+    path.write_text("b" * 32 + "\n" + "a" * 32)
+    assert parts(await store.lookup(FOLDER, CHAIN)) == [(0, 4)]
 
 
 async def test_replacing_compares_with_what_the_store_holds(signed: KeyedStore) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import obstore
 import pytest
+import trustme
 
 from harness.faults import Fault, FaultKind, FaultyProxy
 from harness.reading import read_bytes
 from harness.s3_server import BUCKET, S3Server, s3_config
+from sgl_kvfetch import user_files
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Store, object_digest
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
@@ -50,6 +54,7 @@ NAME = data_object(CONTENT)
     ("fault", "reason", "retriable"),
     [
         (Fault("error", status=503), "server", True),
+        (Fault("error", status=502), "proxy", True),
         (Fault("error", status=500), "server", True),
         (Fault("error", status=429), "server", True),
         (Fault("error", status=401), "unauthorised", False),
@@ -278,3 +283,53 @@ def test_obstore_checks_the_config() -> None:
         S3Store(URL, options=HttpOptions(tls=TlsFiles(cert="x")))
     with pytest.raises(ConfigError, match=r"missing\.pem"):
         S3Store(URL, options=HttpOptions(tls=TlsFiles(ca="missing.pem")))
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "said"),
+    [
+        ("RequestTimeTooSkewed", "clock", "this machine's clock, which says 2"),
+        ("AccessDenied", "unauthorised", "AccessDenied: it says why"),
+        ("NoSuchBucket", "invalid", "there is no bucket"),
+    ],
+)
+async def test_what_s3_says_is_told_without_xml(code: str, reason: str, said: str) -> None:
+    xml = f"<?xml version='1.0'?>\n<Error><Code>{code}</Code><Message>it says why</Message></Error>".encode()
+    status = b"404 Not Found" if code == "NoSuchBucket" else b"403 Forbidden"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (status, len(xml), xml))
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        config = s3_config(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        with pytest.raises(StoreError, match=said) as caught:
+            await S3Store(URL, config=config, options=HttpOptions(max_attempts=1)).get(NAME)
+    assert caught.value.reason == reason
+    assert "<" not in str(caught.value)
+
+
+async def test_a_ca_that_is_replaced_counts_for_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """moto's server has no TLS: a listener with a certificate stands for S3, and answers 404 to all."""
+    monkeypatch.setattr(user_files, "LOOK_EVERY_S", 0.0)
+    old, new = (trustme.CA(key_type=trustme.KeyType.ECDSA) for _ in range(2))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    new.issue_cert("127.0.0.1", key_type=trustme.KeyType.ECDSA).configure_cert(context)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        old.cert_pem.write_to_path(tmp_path / "ca.pem")
+        tls = TlsFiles(ca=str(tmp_path / "ca.pem"))
+        store = S3Store(URL, config=s3_config(url), options=HttpOptions(max_attempts=1, tls=tls))
+        name = data_object(b"x")
+        with pytest.raises(StoreError) as caught:
+            await store.head(name)
+        assert caught.value.reason == "tls"
+        new.cert_pem.write_to_path(tmp_path / "ca.pem")
+        assert await store.head(name) is None

@@ -3,16 +3,22 @@ SGLang."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import prometheus_client
 import pytest
 import torch
+from aiohttp import web
 from msgspec.structs import replace
 
 from harness.engine import free_port
-from sgl_kvfetch.tools.audit import AuditedGroup, AuditResult, TopAnswer, _Export, compared, divergence
-from sgl_kvfetch.tools.sglang_server import samples_of, total
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.tools import sglang_server
+from sgl_kvfetch.tools.audit import AuditedGroup, AuditResult, TopAnswer, _Engine, _Export, compared, divergence
+from sgl_kvfetch.tools.sglang_server import ask_server, open_server, samples_of, server_info, server_samples, total
 
 
 def likeliest(logprobs: torch.Tensor, count: int) -> dict[int, float]:
@@ -62,3 +68,79 @@ def test_audits_that_go_on_export_what_they_find() -> None:
     for source, result, kl in ("storage", "differs", 0.4), ("device", "sound", 0):
         assert total(found, "sgl_kvfetch_answers_audited_total", source=source, result=result) == 3
         assert total(found, "sgl_kvfetch_answers_kl", source=source, group="turn 1") == kl
+
+
+@asynccontextmanager
+async def answering(answer: Callable[[web.BaseRequest], web.StreamResponse]) -> AsyncIterator[str]:
+    """A server that gives this answer to everything."""
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        return answer(request)
+
+    runner = web.ServerRunner(web.Server(handle))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port := free_port())
+    await site.start()
+    yield f"http://127.0.0.1:{port}"
+    await runner.cleanup()
+
+
+@pytest.mark.parametrize("answer_bytes", [1 << 17, None])
+async def test_an_answer_is_read_up_to_a_bound(answer_bytes: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its length is announced, or it never ends."""
+    monkeypatch.setattr(sglang_server, "_MOST_BYTES", 1 << 16)
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 1 << 16
+            yield bytes(1 << 16)
+
+    async with answering(
+        lambda _: web.Response(body=endless() if answer_bytes is None else bytes(answer_bytes))
+    ) as url:
+        async with open_server(url) as session:
+            with pytest.raises(StoreError) as caught:
+                await ask_server(session, "GET", url)
+        assert caught.value.reason == "too_large"
+        for ask in (server_info, server_samples):
+            with pytest.raises((ConfigError, StoreError), match=r"limit (is|of)"):
+                async with open_server(url) as session:
+                    await ask(session, url)
+    assert sent < 64 << 20  # what sockets hold
+
+
+async def test_an_answer_that_does_not_end_has_a_deadline() -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        while True:
+            yield b" "
+            await asyncio.sleep(0.01)
+
+    async with answering(lambda _: web.Response(body=slow())) as url, open_server(url) as session:
+        with pytest.raises(StoreError) as caught:
+            await ask_server(session, "GET", url, timeout_s=0.2)
+        assert caught.value.reason == "timeout"
+
+
+@pytest.mark.parametrize("logprob", ['"x"', "NaN", "null", "1e308", "[]"])
+@pytest.mark.parametrize("is_sglang", [True, False])
+async def test_malformed_log_probabilities_are_named(logprob: str, is_sglang: bool) -> None:
+    pair = f"[{logprob}, 1, null]"
+    ours = f'{{"meta_info": {{"output_token_logprobs": [{pair}], "output_top_logprobs": [[{pair}]]}}}}'
+    openai = f'{{"choices": [{{"logprobs": {{"tokens": ["a"], "top_logprobs": [{{"a": {logprob}}}]}}}}]}}'
+    async with (
+        answering(lambda _: web.Response(text=ours if is_sglang else openai)) as url,
+        open_server(url) as session,
+    ):
+        engine = _Engine(session, url, "model", is_sglang, 100, 1)
+        with pytest.raises(StoreError, match="the answer is malformed") as caught:
+            await engine.ask([1, 2], None)
+        assert caught.value.reason == "protocol"
+
+
+@pytest.mark.parametrize("meta", ["{}", '{"output_token_logprobs": [[-1, 1, null]]}'])
+async def test_answers_without_log_probabilities_are_named(meta: str) -> None:
+    async with answering(lambda _: web.Response(text=f'{{"meta_info": {meta}}}')) as url, open_server(url) as session:
+        with pytest.raises(StoreError, match="expected 1 of each"):
+            await _Engine(session, url, "model", True, 100, 1).ask([1, 2], None)

@@ -1,4 +1,6 @@
+import ast
 import inspect
+import json
 import logging
 import os
 import subprocess
@@ -6,14 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
 from sgl_kvfetch import __version__
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.log import LimitedLogger, printable
+from sgl_kvfetch.tools import terminal
 from sgl_kvfetch.tools.app import COMMANDS, import_command
-from sgl_kvfetch.tools.terminal import format_size, read_token
+from sgl_kvfetch.tools.terminal import _Formatter, format_size, make_console, make_table, read_token, say, show
 from sgl_kvfetch.user_files import TOKEN_ENV, parse_duration, parse_size
 from tests.tools.conftest import Stored, kvfetch
 
@@ -172,3 +176,37 @@ def test_durations_are_parsed() -> None:
 def test_durations_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="duration"):
         parse_duration(text)
+
+
+EVIL = "m\x1b]0;OWNED\x07\x1b[2J\x9b1m\u202e"
+
+
+def test_no_text_of_others_controls_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines, tables with their titles, consoles, failures, the log, and JSON."""
+    table = make_table((EVIL,), (EVIL,))
+    table.title = EVIL
+    table.add_row(EVIL, EVIL)
+    say(EVIL)
+    make_console().print(EVIL)
+    with pytest.raises(typer.Exit):
+        show([], False, [table, f"{EVIL}\nsecond line"], {EVIL: EVIL})
+    show({EVIL: EVIL}, True, [])
+    record = logging.LogRecord("x", logging.WARNING, "x", 1, EVIL, (), None)
+    print(_Formatter().format(record))
+    out = capsys.readouterr().out
+    assert "\nsecond line\n" in out
+    assert all(line.isprintable() for line in out.split("\n"))
+    assert json.loads(out[out.index("{") : out.rindex("}") + 1]) == {EVIL: EVIL}
+
+
+def test_commands_print_by_the_terminals_module_alone() -> None:
+    """`say` and `make_console` replace control characters; nothing else does."""
+    folder = Path(terminal.__file__).parent
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in folder.glob("*.py")
+        if path.name != "terminal.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "typer.echo", "typer.secho", "Console")
+    ]
+    assert found == []

@@ -345,6 +345,8 @@ class PageFinder:
     async def _look_up(self, heads: HeadSlice, hashes: Sequence[bytes]) -> list[PageSource]:
         async with self._asking:
             lookup = await self._store.lookup(heads.folder, hashes)
+            if not lookup.from_cache:
+                metrics.note_success("lookup")
             metrics.STORE_DOWN.set(self.is_paused or lookup.from_cache)
             async with self._decoding:
                 return await self._sources(heads, lookup.hits, hashes)
@@ -370,6 +372,7 @@ class PageFinder:
             breaker.failed(time.monotonic())
         else:
             breaker.succeeded()
+            metrics.note_success("fetch")
 
     def turn_off(self) -> None:
         """Find nothing from now on: what is stored is wrong."""

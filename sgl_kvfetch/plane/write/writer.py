@@ -196,7 +196,7 @@ class Writer:
                 try:
                     metrics.MERGES.inc(await self._merger.grow(manifest, self._run))
                 except KVFetchError as e:
-                    _limited.warning(f"merge {type(e).__name__}", f"cannot merge segments: {e}")
+                    metrics.log_failure("write", e, "neighbouring segments are not merged")
 
     async def _write(self, segment: PageBatch) -> Manifest | None:
         """Write one segment. Return its manifest, or None if nothing was committed."""
@@ -207,14 +207,15 @@ class Writer:
                 await asyncio.gather(*(self._coding[span] for span in segment.spans if span in self._coding))
                 manifest = await self._encode_and_commit(segment)
             result = "stored" if manifest else "known"
+            if manifest:
+                metrics.note_success("write")
         except QuantiseError as e:
             result = "dropped_invalid"
             _limited.warning("quantise", f"segment of {num_pages} pages not written: {e}")
         except KVFetchError as e:
             reason = reason_of(e)
             is_lost = isinstance(e, StoreError) and reason not in _REFUSALS
-            miss("write", reason)
-            _limited.warning(f"write {reason}", f"segment of {num_pages} pages not written ({reason}): {e}")
+            metrics.count_miss("write", e)
         except Exception:
             logger.exception("segment of %d pages not written", num_pages)
             miss("write", Reason.INTERNAL)

@@ -16,12 +16,14 @@ import xxhash
 
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S
+from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import KVFetchError, NamespaceMismatchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
+from sgl_kvfetch.log import Troubles
 from sgl_kvfetch.metrics import noted_here
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource
@@ -133,6 +135,31 @@ async def test_lookups_pause_after_fetches_that_fail_in_a_row(store: LocalStore)
     with pytest.raises(StoreError, match="lookups are paused") as caught:
         await pages.find_pages(hashes, WAIT_S)
     assert caught.value.reason == "skipped"
+
+
+async def test_the_log_has_a_line_when_a_store_fails_and_one_when_it_is_back(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(metrics, "_store", Troubles(metrics.logger, "the store"))
+    pages, _ = finder(store)
+    lookup = store.lookup
+
+    async def refuse(namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        raise StoreError("refused", "no connection", retriable=True)
+
+    monkeypatch.setattr(store, "lookup", refuse)
+    pages._lookups = Breaker(first_pause_s=WAIT_S)
+    for _ in range(5):  # the last ones are skipped
+        with metrics.counted("lookup"):
+            await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S)
+    monkeypatch.setattr(store, "lookup", lookup)
+    pages._lookups = Breaker()
+    assert await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S)
+    told = [record for record in caplog.records if record.name == metrics.logger.name]
+    assert [record.levelname for record in told] == ["WARNING", "INFO"]
+    assert "kvfetch doctor STORE" in told[0].getMessage()
+    assert "works again" in told[1].getMessage()
 
 
 async def test_a_segment_of_another_namespace_is_a_fault_that_names_the_field(
