@@ -125,7 +125,7 @@ def _of_proxy(status: int) -> str:
             ": a proxy in front of the store has ended the request: the store is slow or gone, or the proxy's time for "
             "a request is too short for so many bytes (proxy_read_timeout, or the route's timeout)"
         )
-    return ", not by kvfetch: look at the proxy in front of the store, too" if status >= 500 else ""
+    return ", not by kvfetch: look at the proxy in front of the store, too" if status in (500, 503) else ""
 
 
 def _problem(status: int, said: str, has_token: bool) -> str:
