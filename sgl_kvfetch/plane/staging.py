@@ -80,17 +80,16 @@ class StagedValues:
         return cls(staged.num_pages, staged.num_found, arena.whole, values, code, staged.reason, sides)
 
     def of_pages(self, pages: range, page_size: int) -> StagedValues:
-        """Return ``pages`` of these alone, counted from the first of them: whatever says where they are, or where they
-        go, is cut here."""
+        """Return ``pages`` of these alone, counted from the first of them. No table of the result names another page,
+        so whoever loads it cannot write behind the slots of these."""
         assert 0 <= pages.start <= pages.stop <= self.num_pages, (pages, self.num_pages)
         tokens = slice(pages.start * page_size, pages.stop * page_size)
-        return replace(
-            self,
-            num_pages=len(pages),
-            values=CellValues(*(x[:, tokens] for x in self.values)),
-            code=None if self.code is None else self.code.of_pages(pages),
-            sides={(pool, page - pages.start): x for (pool, page), x in self.sides.items() if page in pages},
-        )
+        values = CellValues(*(x[:, tokens] for x in self.values))
+        if len(pages) == self.num_pages:  # of code and side pages, there are no others
+            return replace(self, values=values)
+        code = None if self.code is None else self.code.of_pages(pages)
+        sides = {(pool, page - pages.start): x for (pool, page), x in self.sides.items() if page in pages}
+        return replace(self, num_pages=len(pages), values=values, code=code, sides=sides)
 
     @property
     def end(self) -> str:

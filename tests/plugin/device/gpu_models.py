@@ -16,19 +16,19 @@ from tests.plugin.device.rig import Rig, key_of
 LAYERS, HEADS, DIM = 3, 2, 8
 
 
-def use_small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_small_model(monkeypatch: pytest.MonkeyPatch, num_heads: int = HEADS) -> None:
     """Let rigs have this model. The CPU's fastest products round more than one in float32, so they are not used."""
     for product in ("_HAS_BFLOAT16", "_HAS_INTEGERS"):
         monkeypatch.setattr(klt, product, False)
     monkeypatch.setattr(store, "SPAN_TOKENS", 32)
     for module in (device_rig, linker_rig):
-        for name, value in (("LAYERS", LAYERS), ("HEADS", HEADS), ("DIM", DIM)):
+        for name, value in (("LAYERS", LAYERS), ("HEADS", num_heads), ("DIM", DIM)):
             monkeypatch.setattr(module, name, value)
 
 
-def make_quantiser() -> KltQuantiser:
+def make_quantiser(num_heads: int = HEADS) -> KltQuantiser:
     rope = Rope(inv_freq=tuple(100.0 ** (-i / 4) for i in range(4)))
-    profile = make_profile(num_layers=LAYERS, num_heads=HEADS, head_dim=DIM, cell_layers=2, cell_heads=1, rope=rope)
+    profile = make_profile(num_layers=LAYERS, num_heads=num_heads, head_dim=DIM, cell_layers=2, cell_heads=1, rope=rope)
     return KltQuantiser(profile, step=0.25)
 
 

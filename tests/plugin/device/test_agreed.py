@@ -180,7 +180,7 @@ LEVELS = {"count": 3, "max_kl": 10, "within_s": 600}
 def pair(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
     """Two ranks whose store has all prompts. With `klt`, the cells of the first are coded; those of the second are in
     levels, of which one rank has lost some; those of the third are coded on one rank alone."""
-    use_small_model(monkeypatch)
+    use_small_model(monkeypatch, num_heads=1)  # the interpreter takes milliseconds for each
     monkeypatch.setattr(client, "SPAN_TOKENS", 4 * PAGE)
     monkeypatch.setattr(runtime, "INTERPRETED", False)
     common: dict[str, Any] = {"num_layers": LAYERS, "num_slots": NUM_SLOTS}
@@ -188,7 +188,7 @@ def pair(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request
     if request.param == "windows":
         common["window"] = WINDOW
     else:
-        common |= {"quantiser": make_quantiser(), "following": "packed"}
+        common |= {"quantiser": make_quantiser(num_heads=1), "following": "packed"}
         levels = {"codec": "ans", "levels": LEVELS}
         kinds = [[{"codec": "ans"}, levels, {"codec": codec}] for codec in ("ans", "zstd")]
     expected: list[list[list[torch.Tensor]]] = []
