@@ -60,6 +60,7 @@ _AUDITED = 128
 _PAGE = 16
 _LIES = (10, 100, 1000)  # how much smaller the curve says that errors are
 _NOISE = (0.01, 0.03, 0.1)  # of changed weights, as shares of each
+_ADAPTERS = (0.1, 0.03)  # as shares of the projections
 _RUN, _MOST_CONTEXT = 512, 640  # of sound hits: tokens that are computed, and of the prefix before them
 _STRIDE = 32  # tokens from part to part
 _SHORT = (16, 48, 80)  # tokens of shorter parts
@@ -185,10 +186,17 @@ class _Bench(_Model):
                 stored = [self.kv(other, ids[1:]) for ids in self.windows]
                 which = "upper layers" if first_layer else "weights"
                 self._say_least(name, f"{which} changed by {share:.0%}", quantiser, stored)
-            other = self._adapted()
-            stored = [self.kv(other, ids[1:]) for ids in self.windows]
-            self._say_least(name, "an adapter, or none", quantiser, stored)
+            for share in _ADAPTERS:
+                other = self._adapted(share)
+                stored = [self.kv(other, ids[1:]) for ids in self.windows]
+                self._say_least(name, f"an adapter of {share:.0%}, or none", quantiser, stored)
             self._say_least(name, "the last token not restored", quantiser, exact, _without_last)
+            self._say_least(name, "K of half the pages, rolled", quantiser, exact, _rolled)
+            self._say_least(name, "half the pages are each other's", quantiser, exact, _exchanged)
+            self._say_least(name, "two heads of a layer exchanged", quantiser, exact, _other_heads)
+            others = [self.restore(quantiser, kv).tokens(slice(self.context)) for kv in (*exact[1:], exact[0])]
+            served = [self._audit(quantiser, *x) for x in zip(self.windows, exact, map(_served, others), strict=True)]
+            self._say_found(name, "another prompt's pages served", served)
         for lies in _LIES:
             curve = tuple(MeasuredStep(p.step, p.kl / lies, p.bits_per_value) for p in self.profile.curve)
             target = min(self.profile.default_target_kl, curve[-1].kl)  # that of a server without one
@@ -199,6 +207,9 @@ class _Bench(_Model):
         self, name: str, what: str, quantiser: Quantiser, stored: Sequence[CellValues], restore: Fault | None = None
     ) -> None:
         each = [self._audit(quantiser, *pair, restore) for pair in zip(self.windows, stored, strict=True)]
+        self._say_found(name, what, each)
+
+    def _say_found(self, name: str, what: str, each: Sequence[Compared]) -> None:
         least = min(each, key=lambda found: found.ratio)
         typical = statistics.median(found.typical for found in each)
         _say(name, what, f"least {least.ratio:.3g} ({least.where}), typical {typical:.3g}")
@@ -231,8 +242,8 @@ class _Bench(_Model):
                     x.mul_(1 + share * torch.randn(x.shape, generator=noise).to(x.dtype))
         return changed
 
-    def _adapted(self) -> KVModel:
-        """Return the model with an adapter of rank 8, random: a tenth of what the attention's projections make."""
+    def _adapted(self, share: float) -> KVModel:
+        """Return the model with an adapter of rank 8, random: so much of what the attention's projections make."""
         changed = copy.copy(self.model)
         changed.model = copy.deepcopy(self.model.model)
         noise = torch.Generator().manual_seed(0)
@@ -241,7 +252,7 @@ class _Bench(_Model):
                 if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")):
                     down, up = (torch.randn(shape, generator=noise) for shape in ((8, x.shape[1]), (x.shape[0], 8)))
                     delta = up @ down
-                    x.add_((0.1 * x.float().norm() / delta.norm() * delta).to(x.dtype))
+                    x.add_((share * x.float().norm() / delta.norm() * delta).to(x.dtype))
         return changed
 
 
@@ -398,6 +409,42 @@ def _other_pages(values: CellValues) -> CellValues:
 
 def _without_last(values: CellValues) -> CellValues:
     return CellValues(*(torch.cat((x[:-1], torch.zeros_like(x[:1]))) for x in values))
+
+
+def _audited_pages(values: CellValues, layers: slice) -> tuple[CellValues, Iterator[torch.Tensor]]:
+    """Return a copy of values, and views of the audited pages of K and V in it: ``(pages, tokens, layers, ...)``."""
+    changed = CellValues(*(x.clone() for x in values))
+    return changed, (x[-_AUDITED:].view(-1, _PAGE, *x.shape[1:])[:, :, layers] for x in changed)
+
+
+def _rolled(values: CellValues) -> CellValues:
+    """K of every second page is a token further, in all layers above the first."""
+    changed, (k, _) = _audited_pages(values, slice(1, None))
+    k[::2] = k[::2].roll(1, 1)
+    return changed
+
+
+def _exchanged(values: CellValues) -> CellValues:
+    """The first two pages of four are each other's, in all layers above the first."""
+    changed, each = _audited_pages(values, slice(1, None))
+    for x in each:
+        x[::4], x[1::4] = x[1::4].clone(), x[::4].clone()
+    return changed
+
+
+def _other_heads(values: CellValues) -> CellValues:
+    """K and V of the first two heads are each other's, in the layer in the middle."""
+    middle = values.k.shape[1] // 2
+    changed, each = _audited_pages(values, slice(middle, middle + 1))
+    for x in each:
+        if x.shape[3] > 1:
+            x[:, :, :, :2] = x[:, :, :, :2].flip(3)
+    return changed
+
+
+def _served(other: CellValues) -> Fault:
+    """Return the fault that another prompt's pages are served before those that are audited."""
+    return lambda values: CellValues(*(torch.cat((x, y[len(x) :])) for x, y in zip(other, values, strict=True)))
 
 
 def _say(quantiser: str, what: str, ratio: str) -> None:

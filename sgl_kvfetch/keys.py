@@ -29,12 +29,13 @@ _BINS = re.compile(r"cachegen\(k=([0-9,]+);v=([0-9,]+)\)")
 
 
 class Labels(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the writer of a segment calls its model and its quantiser, and the flags that its namespace has a digest of;
-    empty if it gave no name."""
+    """What the writer of a segment calls its model, its quantiser, the flags that its namespace has a digest of, and
+    its own machine; empty if it gave no name, or, of the machine, if segments of several were merged."""
 
     model: _Label = ""
     quantiser: _Label = ""
     flags: _Label = ""
+    writer: _Label = ""
 
     def model_name(self, identity: str) -> str:
         """Return the name to show for a namespace's ``model``: the label, or else the user's own ``model_id``."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import re
+import secrets
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -91,11 +92,10 @@ def write_file(path: Path, content: bytes, what: str) -> None:
 
 
 def replace_file(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Write a file, or leave the one that is there as it is. Raises OSError."""
-    partial = path.with_name(f"{path.name}.partial")
+    """Write a file, or leave the one that is there as it is. Several may do so at once. Raises OSError."""
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        partial.unlink(missing_ok=True)
-        partial.touch(mode)
+        partial.touch(mode, exist_ok=False)
         partial.write_bytes(content)
         partial.replace(path)
     finally:

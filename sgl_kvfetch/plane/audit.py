@@ -26,11 +26,17 @@ values, whose errors grow in a few layers and tokens to a hundred times of what 
 
 The largest of these is the ratio of an audit.
 
-A few audits of different pages beyond ``audit.most``, of the last ten, end it: the rank neither finds nor writes
-anything any more, since what it wrote would be believed by others. One that is far beyond may be another kind of fault,
-of one segment. After either, the next hits are audited at once. Until then nobody knows whether the segment or this
-server is wrong, so the segment is a *suspect*: it is not served here. If the audit of another segment is sound, so is
-the server, and suspects are deleted; if the server is wrong, it ends without having deleted anything.
+**After an audit beyond ``audit.most``** nobody knows whether the segment or this server is wrong. The segment becomes a
+*suspect*, which is not served here, and the next hits are audited at once. A sound audit of another segment shows that
+the server is right, and suspects are deleted. Three audits beyond, of different segments among the last ten, mean one
+of two things, told apart by who wrote the segments:
+
+* *A writer is wrong*: they are of one writer, and segments of another one are sound. That writer's segments are not
+  served for a while. Who may write can give any name, so many names count as many writers; but each of their segments
+  becomes a suspect, and this server goes on as long as others' are sound.
+* *This server may be wrong*: no other writer's segments are sound. The rank is *off*: it finds and writes nothing,
+  since what it wrote would be believed by others. After a while, which doubles each time, it *tries again*: it looks
+  up, serves nothing, and audits each hit. Three sound audits, or one of another writer, and it goes on as before.
 
 The first of the three, what is *typical*, varies little between audits. So its median over the last twenty shows what
 one audit cannot: a profile that fits other prompts better, or weights that changed a little. That is *drift*: it is
@@ -43,12 +49,14 @@ them. The engine computes the same pages on all ranks, and each one compares its
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import math
 import random
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,11 +69,12 @@ import torch
 from msgspec import Meta
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import CellPlace, CellValues, Pages, Quantiser, RawPages
-from sgl_kvfetch.codec.quant.base import ratio as ratio_of
+from sgl_kvfetch.codec import CellPlace, CellValues, Pages, Quantiser, RawPages, SegmentReader, decode_manifest
+from sgl_kvfetch.codec.quant.base import ratio as ratio_of, sums_noise
 from sgl_kvfetch.errors import KVFetchError, why
 from sgl_kvfetch.keys import HeadSlice
-from sgl_kvfetch.log import LimitedLogger
+from sgl_kvfetch.log import LimitedLogger, printable
+from sgl_kvfetch.metrics import note
 from sgl_kvfetch.plane.arena import StridedPages
 from sgl_kvfetch.plane.config import AuditConfig
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages
@@ -76,6 +85,7 @@ from sgl_kvfetch.plane.profiles import cache_folder
 from sgl_kvfetch.plane.write.gather import PageBatch, SpanPages
 from sgl_kvfetch.plane.write.writer import delete_segment
 from sgl_kvfetch.processes import use_one_thread
+from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.status import DRIFTS, RECENT_AUDITS, Audits, length_of
 from sgl_kvfetch.stores import Store
@@ -87,14 +97,20 @@ _limited = LimitedLogger(logger)
 
 _AUDIT_TOKENS = 128  # of an audit, at most, or one page: the mean error of so many varies little
 _OF_A_LAYER, _OF_A_TOKEN = 8.0, 6.0  # how much larger the ratio of a layer, or of a token of the first layer, may be
+_BLOCK_TOKENS = 16  # half of which must be off before they count by themselves
+_OF_A_BLOCK = 25.0  # how much larger the ratio of a block of one layer may be
+_OF_OTHERS = 2.0  # how much nearer to another one a block must be: at audit.most, 4, eight times in squares
+_OF_PRODUCTS, _OF_SUMS = 1e-4, 10.0  # distances that count, in values' squares, and in what sums may change of them
+_MOST_DISTANCES = 1 << 20  # in memory
 _OF_A_QUARTER = 4.0  # how much larger the ratio of all layers may be than that of the quarter with the least errors
 # What counts as 1, as a share of how tokens vary. Of SmolLM2, `klt` loses 0.02 of K and 0.04 of V at its default, and
 # 0.3 and 0.8 at its coarsest step; without what tokens differ by, 0.5 and 1 are lost.
 _MOST_LOST: dict[TensorName, float] = {"k": 0.11, "v": 0.21}
 _LEAST_VARYING, _LEAST_VARIATION = 16, 0.5  # tokens, and how much of V varies, as a share of its square
-_DUE_AT_START = 0.5  # of an audit: most faults come with a restart, so the first audit is sooner than the next ones
-_FAR = 100.0  # a ratio beyond it is no matter of accuracy
+_FIRST = 0.5  # of the hits between two audits: most faults come with a restart, so the first audit is sooner
 _NUM_RECENT, _MOST_BEYOND = 10, 3  # audits that are remembered, and how many may be beyond before reads end
+_NUM_SOUND = 3  # audits that must be sound before a server that tries again goes on
+_BACK_OFF_S, _MOST_BACK_OFF_S = 600.0, 86400.0  # from the end of reads to the first and the later times to try again
 _AT_ONCE = 3  # hits that are audited after one that was beyond
 _NUM_KEPT = 200  # audits that a machine remembers of a rank, for what is typical
 _MOST_WANTED = 512  # pages that were cut off hits, here or by the first rank, and have not been handed over
@@ -128,7 +144,8 @@ class AuditedPart(msgspec.Struct, frozen=True, array_like=True):
 class AuditRecord(msgspec.Struct, frozen=True):
     """What the audits of a rank on this machine have found. ``model``, ``quantiser``: names for people. ``identity``:
     of the quantiser. ``parts``: of the last ones, the newest last. ``ratio``, ``where``: of the last one. ``why_off``:
-    why nothing of the namespace is used any more; "" if it is used."""
+    why nothing of the namespace is used; "" if it is used. ``off_at_s``, ``num_off``: when that began the last time,
+    and how many times in a row."""
 
     store: str
     model: str
@@ -140,6 +157,25 @@ class AuditRecord(msgspec.Struct, frozen=True):
     parts: Annotated[list[AuditedPart], Meta(max_length=_NUM_KEPT)] = []
     why_off: str = ""
     off_at_s: float = 0.0  # in seconds since the epoch
+    num_off: int = 0
+
+    @property
+    def try_again_s(self) -> float:
+        """When to try again, in seconds since the epoch."""
+        doublings = min(max(0, self.num_off - 1), 16)
+        return self.off_at_s + min(_MOST_BACK_OFF_S, _BACK_OFF_S * 2.0**doublings)
+
+    def turned_off(self, sentence: str) -> AuditRecord:
+        now_s = time.time()
+        # Long after it went on again, it is another fault.
+        is_in_a_row = now_s < self.try_again_s + _MOST_BACK_OFF_S
+        num_off = self.num_off + 1 if is_in_a_row else 1
+        return msgspec.structs.replace(self, why_off=sentence, off_at_s=now_s, num_off=num_off)
+
+    def off_as(self, other: AuditRecord) -> AuditRecord:
+        """Return this record with what ``other`` says of why nothing is used."""
+        off = {name: getattr(other, name) for name in ("why_off", "off_at_s", "num_off")}
+        return msgspec.structs.replace(self, **off)
 
     def and_also(self, audited: Compared, end_token: int) -> AuditRecord:
         part = AuditedPart(time.time(), end_token, audited.typical)
@@ -187,16 +223,19 @@ def read_record(path: Path) -> AuditRecord | None:
     return None
 
 
-def keep_record(path: Path, record: AuditRecord) -> None:
-    """Keep what audits have found until a person deletes the file, and also what another server of this machine has
-    said there of why nothing is used. If it cannot be kept, it holds until the server's end."""
-    if not record.why_off and (kept := read_record(path)) is not None:
-        record = msgspec.structs.replace(record, why_off=kept.why_off, off_at_s=kept.off_at_s)
+def keep_record(path: Path, change: Callable[[AuditRecord | None], AuditRecord]) -> AuditRecord | None:
+    """Change what this machine remembers of a rank, and return it; None if it cannot be kept. Servers of one machine
+    share the file, so they wait for each other here."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(path, msgspec.json.encode(record))
+        with path.with_name(f"{path.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            record = change(read_record(path))
+            replace_file(path, msgspec.json.encode(record))
+            return record
     except OSError as e:
         _limited.warning("keep", f"kvfetch: what audits have found cannot be kept in {path}: {why(e)}")
+        return None
 
 
 def audit_records() -> dict[Path, AuditRecord]:
@@ -226,8 +265,7 @@ class Auditor:
     ) -> None:
         """``writes``: whether the engine hands over what it computes; else nothing can be audited. ``file``: what this
         machine remembers. ``cuts``: whether this rank cuts hits, as the first one does for all. ``record``: if it
-        remembers nothing. ``on_audit`` is called on the loop after each audit: once the record says ``why_off``,
-        nothing is to be read or written any more."""
+        remembers nothing. ``on_audit`` is called on the loop after each audit, and when this rank tries again."""
         self._config = config
         self._heads = heads
         self._geometry = heads.geometry
@@ -240,41 +278,75 @@ class Auditor:
         self._file = file
         self._on_audit = on_audit
         self.record = read_record(file) or record or AuditRecord("", "", quantiser.identity, quantiser.identity)
-        self._suspects: dict[str, tuple[list[bytes], list[PageSource]]] = {}  # by segment
+        self.is_trying = False
+        self._suspects: dict[str, tuple[list[bytes], SegmentReader]] = {}  # by data: it may be written again, and right
+        self._distrusted: dict[str, float] = {}  # until when, by writer
         self._num_pages = max(1, _AUDIT_TOKENS // self._geometry.page_size)
-        self._due = _DUE_AT_START  # audits
+        self._random = random.Random()  # nobody who writes can tell which hits are audited
+        share = config.share
+        self._hits_to_first = self._random.randint(1, math.ceil(_FIRST / share)) if share else 0
+        self._num_due = 0  # audits
         self._left_bytes, self._minute_ends_s = 0.0, 0.0
         self._wanted: OrderedDict[bytes, PageSource] = OrderedDict()
-        # Whether audits were beyond what is expected, by the last page that they compared: the same pages, of a prompt
-        # that is asked again and again, are no further evidence.
-        self._recent: OrderedDict[bytes, bool] = OrderedDict()
+        # The writer of audited pages, and whether they were beyond what is expected, by segment: that of a prompt that
+        # is asked again and again is no further evidence.
+        self._recent: OrderedDict[str, tuple[str, bool]] = OrderedDict()
         self._tasks = Tasks()
         self._num_pending = 0
         self._one = asyncio.Lock()
-        self._random = random.Random(0)
         self._begun: OrderedDict[bytes, None] = OrderedDict()  # pages whose audits have begun
         self._thread = ThreadPoolExecutor(1, "kvfetch-audit", initializer=_yield_to_others)
+        self._timer: asyncio.TimerHandle | None = None
+        if self.is_over:
+            self._try_again_later()
 
     @property
     def is_over(self) -> bool:
+        """Whether nothing is read and written, but perhaps audited."""
         return bool(self.record.why_off)
+
+    def _try_again_later(self) -> None:
+        self.is_trying = False
+        if not (self._writes and self._config.share):
+            return  # nothing would tell whether it may go on
+        wait_s = min(max(0.0, self.record.try_again_s - time.time()), _MOST_BACK_OFF_S)
+        self._timer = asyncio.get_running_loop().call_later(wait_s, self._try_again)
+
+    def _try_again(self) -> None:
+        self.is_trying = True
+        self._recent.clear()
+        self._on_audit()
 
     def served(self, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> int:
         """Return how many of the pages that were found are to be served: all of them, or, if an audit is due, a few
-        less. Those are audited once the engine hands them over. No page of a suspect is served, nor one behind it."""
-        if self._suspects:
-            stems = (any(x.reader.stem in self._suspects for x in (source, *source.others)) for source in sources)
-            sources = sources[: next((i for i, is_suspect in enumerate(stems) if is_suspect), len(sources))]
+        less. Those are audited once the engine hands them over. No page of a suspect, or of a writer who is not
+        trusted, is served, nor one behind it; and none at all while this rank tries again."""
+        num_found = len(sources)
+        if self._suspects or self._distrusted:
+            sources = sources[: next((i for i, source in enumerate(sources) if self._is_doubtful(source)), num_found)]
+        most = 0 if self.is_trying else len(sources)
+        if most < num_found:
+            note(Reason.AUDITED)
         num_pages = min(len(sources), self._num_pages)
-        if not num_pages or not self._writes or self.is_over or (self._cuts and not self._is_due(num_pages)):
-            return len(sources)
+        is_audited = self._writes and num_pages and (not self.is_over or self.is_trying)
+        if not is_audited or (self._cuts and not self._is_due(num_pages)):
+            return most
         first = len(sources) - num_pages
         for page_hash, source in zip(hashes[first:], sources[first:], strict=False):
             self._wanted[page_hash] = source
             self._wanted.move_to_end(page_hash)
         while len(self._wanted) > _MOST_WANTED:
             self._wanted.popitem(last=False)
-        return first if self._cuts else len(sources)
+        if not self._cuts:
+            return most
+        note(Reason.AUDIT)
+        return min(most, first)
+
+    def _is_doubtful(self, source: PageSource) -> bool:
+        readers = [each.reader for each in (source, *source.others)]
+        if any(self._distrusted.get(writer_of(reader), 0.0) > time.monotonic() for reader in readers):
+            return True
+        return any(reader.data_name in self._suspects for reader in readers)
 
     def handed_over(self, batch: PageBatch) -> None:
         """Audit the pages among these that were cut off a hit."""
@@ -295,11 +367,13 @@ class Auditor:
             self._begin(segment, self._random.randrange(len(segment.page_hashes) - num_pages + 1), None, num_pages)
 
     def _is_due(self, num_pages: int) -> bool:
-        """Count a hit, or a segment. Return whether so many of its pages are to be audited."""
-        self._due = min(float(_AT_ONCE), self._due + self._config.share)
-        if self._due < 1 or not self._fits(num_pages):
+        """Draw whether so many pages of a hit, or of a segment, are to be audited."""
+        self._hits_to_first -= 1
+        if self._random.random() < self._config.share or not self._hits_to_first:
+            self._num_due = min(_AT_ONCE, self._num_due + 1)
+        if not (self._num_due or self.is_trying) or not self._fits(num_pages):
             return False
-        self._due -= 1
+        self._num_due = max(0, self._num_due - 1)
         return True
 
     def _fits(self, num_pages: int) -> bool:
@@ -309,7 +383,8 @@ class Auditor:
             # An audit of one page may be more than the bound; it is then the only one of its minute.
             self._left_bytes, self._minute_ends_s = float(self._config.per_minute), now_s + _MINUTE_S
         fits = self._left_bytes >= min(num_bytes, self._config.per_minute)
-        if self.is_over or not fits or self._num_pending >= _MOST_PENDING or not self._config.share:
+        is_off = self.is_over and not self.is_trying
+        if is_off or not fits or self._num_pending >= _MOST_PENDING or not self._config.share:
             return False
         self._left_bytes -= num_bytes
         return True
@@ -328,6 +403,8 @@ class Auditor:
         self._tasks.begin(self._audit(hashes, place, pieces, sources))
 
     async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         await self._tasks.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -363,6 +440,8 @@ class Auditor:
                     self._on_audit()
                     if result == "sound":
                         await self._delete_suspects()
+                else:
+                    logger.debug("kvfetch: an audit failed: %d of %d pages were read", fetched.num_pages, len(hashes))
         except (KVFetchError, TimeoutError) as e:
             logger.debug("kvfetch: an audit failed: %s", e)
         except Exception:
@@ -373,18 +452,19 @@ class Auditor:
 
     async def _delete_suspects(self) -> None:
         """Delete the segments that are wrong, since this server is not, so that they are written again. Raises
-        StoreError."""
+        KVFetchError."""
         while self._suspects and not self.is_over:
-            _, (hashes, sources) = self._suspects.popitem()
+            data_name, (hashes, reader) = next(iter(self._suspects.items()))
             self._finder.fetched(hashes, ())
-            for part in span_parts(sources):
-                self._fetcher.drop_kept(part.reader.data_name)
-            for reader in {part.reader.stem: part.reader for part in span_parts(sources)}.values():
-                manifest = reader.manifest
-                await delete_segment(self._store, manifest)
+            self._fetcher.drop_kept(data_name)
+            stored = await self._store.get(reader.manifest.key.manifest_name)
+            # Another server may have deleted it, and written it again.
+            if stored is not None and data_name in decode_manifest(stored).data_names:
+                await delete_segment(self._store, reader.manifest)
                 metrics.DELETED_SEGMENTS.inc()
-                writer = manifest.labels.model_name(manifest.namespace.model)
-                logger.warning("kvfetch: deleted the segment %s, which a server of %r wrote", reader.stem, writer)
+                writer = printable(writer_of(reader)) or "an unknown server"
+                logger.warning("kvfetch: deleted the segment %s, which %s wrote", reader.stem, writer)
+            self._suspects.pop(data_name, None)
 
     async def _wait_for_others(self) -> None:
         for _ in range(_MOST_POLLS):
@@ -420,8 +500,15 @@ class Auditor:
         return values
 
     def _note(self, audited: Compared, end_token: int) -> None:
-        self.record = self.record.and_also(audited, end_token)
-        keep_record(self._file, self.record)
+        own = self.record
+
+        def add(kept: AuditRecord | None) -> AuditRecord:
+            record = (kept or own).and_also(audited, end_token)
+            # Why another server of this machine is off stays.
+            is_ours = bool(own.why_off) or record.off_at_s == own.off_at_s
+            return record.off_as(own) if is_ours else record
+
+        self.record = (keep_record(self._file, add) or add(own)).off_as(own)
         metrics.AUDIT_TYPICAL.labels(length_of(end_token)).observe(audited.typical)
         found = self.record.summary()
         if found.num_recent == RECENT_AUDITS:
@@ -432,28 +519,58 @@ class Auditor:
     def _judge(self, audited: Compared, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> str:
         """Take in what was found of pages of a segment. Return the result, for the metrics."""
         metrics.AUDIT_RATIO.observe(audited.ratio)
-        is_beyond, is_far = audited.ratio > self._config.most, audited.ratio > _FAR
-        self._recent[hashes[-1]] = is_beyond
-        self._recent.move_to_end(hashes[-1])
+        is_beyond = audited.ratio > self._config.most
+        parts = span_parts(sources)
+        writers = {writer_of(part.reader) for part in parts}
+        writer = writers.pop() if len(writers) == 1 else ""
+        stem = sources[-1].reader.stem
+        self._recent[stem] = writer, is_beyond
+        self._recent.move_to_end(stem)
         if len(self._recent) > _NUM_RECENT:
             self._recent.popitem(last=False)
-        if not is_beyond:
-            return "sound"
-        self._due = float(_AT_ONCE)
-        stem = sources[0].reader.stem
-        if is_far:
-            self._suspects[stem] = list(hashes), list(sources)
-        what = (
-            f"in {audited.where}, errors are {audited.ratio:.3g} times as large as {self._quantiser.identity} should "
-            f"make them; at most {self._config.most:g} times are expected (audit.most)"
-        )
-        _limited.warning("beyond", f"kvfetch: an audit of {stem}: {what}")
-        if (num_beyond := sum(self._recent.values())) >= _MOST_BEYOND and not self.is_over:
+        if is_beyond:
+            self._num_due = _AT_ONCE
+            self._suspects |= {part.reader.data_name: (list(hashes), part.reader) for part in parts}
+            what = (
+                f"in {audited.where}, errors are {audited.ratio:.3g} times as large as {self._quantiser.identity} "
+                f"should make them; at most {self._config.most:g} times are expected (audit.most)"
+            )
+            _limited.warning("beyond", f"kvfetch: an audit of {stem}: {what}")
+            self._act_on(writer, what)
+        elif self.is_trying and (self._agrees_with_others or self._num_recent(False) >= _NUM_SOUND):
+            self.is_trying = False
+            self.record = msgspec.structs.replace(self.record, why_off="")
+        return "beyond" if is_beyond else "sound"
+
+    def _act_on(self, writer: str, what: str) -> None:
+        """Read nothing of a writer, or nothing at all, if too many of the last audits were beyond."""
+        if self._agrees_with_others:
+            if self._num_recent(True, writer) >= _MOST_BEYOND:
+                now_s = time.monotonic()
+                self._distrusted = {each: until for each, until in self._distrusted.items() if until > now_s}
+                self._distrusted[writer] = now_s + _BACK_OFF_S
+                for stem in [stem for stem, (who, _) in self._recent.items() if who == writer]:
+                    del self._recent[stem]
+                name = printable(writer) or "unknown servers"
+                logger.warning("kvfetch: nothing that %s wrote is read for %g s: %s", name, _BACK_OFF_S, what)
+        elif (num_beyond := self._num_recent(True)) >= _MOST_BEYOND and (self.is_trying or not self.is_over):
             self._wanted.clear()
-            self._suspects.clear()
-            sentence = f"{num_beyond} of the last {len(self._recent)} audits: {what}"
-            self.record = msgspec.structs.replace(self.record, why_off=sentence, off_at_s=time.time())
-        return "far" if is_far else "beyond"
+            self.record = self.record.turned_off(f"{num_beyond} of the last {len(self._recent)} audits: {what}")
+            self._try_again_later()
+
+    @property
+    def _agrees_with_others(self) -> bool:
+        """Whether another writer's segments are what this server computes. Its own do not show that it is right."""
+        wrong = {who for who, is_beyond in self._recent.values() if is_beyond}
+        return any(who not in wrong and who != self._heads.labels.writer for who, _ in self._recent.values())
+
+    def _num_recent(self, is_beyond: bool, writer: str | None = None) -> int:
+        return sum(found == is_beyond and writer in (None, who) for who, found in self._recent.values())
+
+
+def writer_of(reader: SegmentReader) -> str:
+    """Return who says to have written a segment; "" if nobody does, or several did."""
+    return reader.manifest.labels.writer
 
 
 def compare(
@@ -468,24 +585,43 @@ def compare(
     `Quantiser.error_ratios`."""
     found: list[torch.Tensor] = []
     ratios: dict[str, float] = {}
+
+    def add(where: str, ratio: float) -> None:
+        ratios[where] = max(ratios.get(where, 0.0), ratio)
+
+    again = CellValues(*map(torch.empty_like, computed))
+    num_blocks = max(1, len(tokens) // _BLOCK_TOKENS)
+    blocks = torch.zeros((len(TENSORS), computed.k.shape[1], num_blocks))  # the largest of all cells' ratios
     for layers, head_block, place in places_of(quantiser, heads, tokens):
         own, stored = (x.cell(layers, head_block) for x in (computed, restored))
         found.append(quantiser.error_ratios(own, stored, place, coarser))
-        for tensor, of_layers in zip(TENSORS, found[-1].median(2).values, strict=True):
-            for layer, ratio in zip(place.layers, of_layers.tolist(), strict=True):
-                where = f"{tensor.upper()} of layer {layer}"
-                ratios[where] = max(ratios.get(where, 0.0), ratio / _OF_A_LAYER)
-        if not place.layers[0] and coarser == 1:
-            for tensor, of_layers in zip(TENSORS, quantiser.repeat_ratios(own, stored, place), strict=True):
-                ratio = max(of_layers[0].median().item(), of_layers[0].max().item() / _OF_A_TOKEN)
-                where = f"{tensor.upper()} of the first layer"
-                ratios[where] = max(ratios.get(where, 0.0), ratio)
+        of_blocks = _block_medians(found[-1], num_blocks)
+        blocks[:, layers.start : layers.stop] = blocks[:, layers.start : layers.stop].maximum(of_blocks)
+        of_layers = (found[-1].median(2).values / _OF_A_LAYER).maximum(of_blocks.amax(2) / _OF_A_BLOCK)
+        for tensor, ratios_of_tensor in zip(TENSORS, of_layers.tolist(), strict=True):
+            for layer, ratio in zip(place.layers, ratios_of_tensor, strict=True):
+                add(f"{tensor.upper()} of layer {layer}", ratio)
+        if coarser == 1:
+            coded = quantiser.dequantise(quantiser.quantise(own, place), own.k.dtype, place)
+            for whole, x in zip(again.cell(layers, head_block), coded, strict=True):
+                whole.copy_(x)
+            if not place.layers[0]:
+                for tensor, of_tensor in zip(TENSORS, quantiser.repeat_ratios(own, stored, place), strict=True):
+                    ratio = max(of_tensor[0].median().item(), of_tensor[0].max().item() / _OF_A_TOKEN)
+                    add(f"{tensor.upper()} of the first layer", ratio)
     for tensor, share in _lost_shares(computed, restored).items():
-        ratios[f"{tensor.upper()}, beside how it varies"] = share / _MOST_LOST[tensor]
+        add(f"{tensor.upper()}, beside how it varies", share / _MOST_LOST[tensor])
     each = torch.cat([x.flatten(0, 1) for x in found])
     typical = each.mean(0).median().item()
     quarter = each.kthvalue(-(-len(each) // 4), 0).values.median().item()
-    ratios["all layers"] = min(typical, _OF_A_QUARTER * quarter)
+    add("all layers", min(typical, _OF_A_QUARTER * quarter))
+    if coarser == 1:
+        for tensor, x, y, found_of_blocks in zip(TENSORS, again, restored, blocks, strict=True):
+            for what, ratio in _mix_ups(x, y, num_blocks):
+                add(
+                    f"{what} of {tensor.upper()} that are others'",
+                    (ratio / _OF_OTHERS).minimum(found_of_blocks).max().item(),
+                )
     where = max(ratios, key=lambda each: ratios[each])
     return Compared(ratios[where], where, typical)
 
@@ -505,6 +641,45 @@ def _lost_shares(computed: CellValues, restored: CellValues) -> dict[TensorName,
 def _median_square(x: torch.Tensor) -> torch.Tensor:
     """Return the squared length of the median token in each layer. ``x``: ``(tokens, layers, heads, dim)``."""
     return x.square().sum((2, 3)).median(0).values
+
+
+def _block_medians(x: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Return the medians of ``(..., tokens)`` over blocks of tokens, ``(..., blocks)``."""
+    return torch.stack([block.median(-1).values for block in x.tensor_split(num_blocks, -1)], -1)
+
+
+def _mix_ups(expected: torch.Tensor, restored: torch.Tensor, num_blocks: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield by how much restored values are nearer to those of another token, head or layer than to their own: the
+    ratio of squared distances, ``(layers, blocks)``. The values are ``(tokens, layers, heads, dim)``.
+
+    What sums or a quantiser change of values points nowhere, so it brings them no nearer to others, unless these are
+    much alike."""
+    # Dimensions of what may be confused come third, and those that are compared as one vector last.
+    tokens, heads, layers = (1, 4, 0, 2, 3), (0, 1, 2, 4, 3), (0, 4, 1, 2, 3)
+    for what, order in ("tokens", tokens), ("heads", heads), ("layers", layers):
+        x, y = (z.float().unsqueeze(4).permute(order).flatten(3) for z in (expected, restored))
+        if (count := x.shape[2]) > 1:
+            noise = sums_noise(expected.dtype)
+            at_once = max(1, _MOST_DISTANCES // count**2)
+            batches = zip(x.flatten(0, 1).split(at_once), y.flatten(0, 1).split(at_once), strict=True)
+            ratios = torch.cat([_nearer_to_others(*each, noise) for each in batches]).view(x.shape[:3])
+            worst = ratios.amax(2) if what == "heads" else ratios[:, 0]
+            yield what, _block_medians(worst if what == "tokens" else worst.T, num_blocks)
+
+
+def _nearer_to_others(expected: torch.Tensor, restored: torch.Tensor, noise: float) -> torch.Tensor:
+    """Return the squared distance of each of ``restored``, ``(batch, count, dim)``, from the same one of ``expected``,
+    as a multiple of that from the nearest other one, ``(batch, count)``. Distances count as none if they are small
+    beside what products tell from 0, or beside ``noise``: what sums may change, as a share of values' squares."""
+    middle = expected.mean(1, keepdim=True)
+    x, y = expected - middle, restored - middle
+    squares, of_restored = x.square().sum(2), y.square().sum(2)
+    own = (x - y).square().sum(2)
+    others = of_restored[:, :, None] + squares[:, None] - 2 * y @ x.transpose(1, 2)
+    others.diagonal(dim1=1, dim2=2).fill_(math.inf)
+    of_products = _OF_PRODUCTS * torch.maximum(squares, of_restored)
+    least = torch.maximum(of_products, _OF_SUMS * noise * expected.square().sum(2))
+    return torch.where(own > least, own / others.amin(2).maximum(of_products), 0.0)
 
 
 def places_of(quantiser: Quantiser, rank: HeadSlice, tokens: range) -> list[tuple[range, range, CellPlace]]:

@@ -182,7 +182,7 @@ class AuditConfig(_Keys):
         ge=1,
         le=1e6,
         description="how many times as large as expected errors may be; after three such audits of ten, the server "
-        "neither reads nor writes what this quantiser makes",
+        "neither reads nor writes what this quantiser makes for a while",
     )
     per_minute: Size = Field(
         default="256MiB", validate_default=True, description="size of the values that are compared in a minute, at most"

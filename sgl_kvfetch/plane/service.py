@@ -23,6 +23,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from sgl_kvfetch import metrics, timeline
@@ -30,8 +31,7 @@ from sgl_kvfetch.codec import Pages, RawPages
 from sgl_kvfetch.codec.bitstream.nvdec import open_nvdec_alone
 from sgl_kvfetch.codec.container.pages import QuantisedPages
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
-from sgl_kvfetch.keys import HeadSlice, split_hashes, valid_unicode
-from sgl_kvfetch.metrics import note
+from sgl_kvfetch.keys import MAX_LABEL_CHARS, HeadSlice, split_hashes, valid_unicode
 from sgl_kvfetch.plane import protocol as m
 from sgl_kvfetch.plane.arena import Emit, Room, map_pool, pages_in, tensors_in
 from sgl_kvfetch.plane.audit import Auditor, AuditRecord, record_file
@@ -46,7 +46,6 @@ from sgl_kvfetch.plane.protocol import Outbox
 from sgl_kvfetch.plane.staging import Stager
 from sgl_kvfetch.plane.store import StoreClient, open_client
 from sgl_kvfetch.plane.write.gather import PageBatch
-from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.status import Audits
 from sgl_kvfetch.types import KVGeometry
@@ -147,26 +146,29 @@ class Service:
 
     def _tell_audits(self) -> None:
         """Tell the engine, and now and then the store's page, what audits have found. If they have failed, now or
-        before this start, read and write nothing any more."""
-        audits, now_s = self._auditor.record.summary(), time.monotonic()
-        is_news = bool(audits.off) and not self._is_off
-        if is_news:
-            self._is_off = True
-            self.client.finder.turn_off()
-            self.client.writer.turn_off()
+        before this start, read and write nothing until they are sound again."""
+        record = self._auditor.record
+        audits, now_s, was_off = record.summary(), time.monotonic(), self._is_off
+        self._is_off = self._auditor.is_over
+        self.client.finder.turn(is_on=not self._is_off or self._auditor.is_trying)
+        self.client.writer.is_off = self._is_off
         self._emit(m.AuditsTold(audits))
-        if audits.off or now_s >= self._told_s + _TELL_S:
+        if self._is_off != was_off or now_s >= self._told_s + _TELL_S:
             self._told_s = now_s
             self._tasks.begin(self._tell_store(audits))
-        if is_news:
+        if self._is_off and not was_off:
             logger.error(
                 "kvfetch: audits have failed, so nothing is read or written, and all is computed: %s. If weights have "
                 "changed, attach with a new model_id. Else kvfetch calibrate --publish with prompts like yours, or "
-                "quantiser exact. To try again all the same, delete %s and attach again. See docs/audits.md",
+                "quantiser exact. It is tried again after %s; to try again now, delete %s and attach again. See "
+                "docs/audits.md",
                 audits.off,
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.try_again_s)),
                 self._record,
             )
-            metrics.AUDITED_OFF.set(1)  # last: whoever sees it finds the line in the log
+        elif was_off and not self._is_off:
+            logger.warning("kvfetch: audits are sound again: the store is read and written as before")
+        metrics.AUDITED_OFF.set(self._is_off)  # last: whoever sees it finds the line in the log
 
     async def _tell_store(self, audits: Audits) -> None:
         try:
@@ -185,10 +187,7 @@ class Service:
 
     def _audited(self, hashes: Sequence[bytes], sources: list[PageSource]) -> list[PageSource]:
         """Return the sources of the pages that are to be served: fewer if a hit is to be audited."""
-        num_served = self._auditor.served(hashes, sources)
-        if num_served < len(sources):
-            note(Reason.AUDIT)
-        return sources[:num_served]
+        return sources[: self._auditor.served(hashes, sources)]
 
     # Writes
 
@@ -303,7 +302,8 @@ def _open(command: m.Start, line: Line) -> tuple[KVFetchConfig, HeadSlice, Store
         raise FormatError(f"expected message version {m.VERSION} from the engine, found {command.version}")
     timeline.start(f"{command.rank}.data")
     config = KVFetchConfig.model_validate(command.config)
-    heads = HeadSlice(command.namespace, range(command.first_head, command.end_head), command.labels)
+    labels = msgspec.structs.replace(command.labels, writer=socket.gethostname()[:MAX_LABEL_CHARS])
+    heads = HeadSlice(command.namespace, range(command.first_head, command.end_head), labels)
     # Behind what the engine takes from, in the same memory: a GPU may take what is there, too.
     memory = MemoryCache(line.values, config.memory_cache) if config.memory_cache else None
     nvdec = None

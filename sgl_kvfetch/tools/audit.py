@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from aiohttp import ClientSession
@@ -38,6 +38,8 @@ _TOP = 20  # logprobs of a token: as many as engines give without a flag
 _LEAST = 1e-6  # probability; logprobs are rounded
 _COMPUTED, _UNKNOWN = "computed", "unknown"
 
+Found = Literal["sound", "differs", "nothing compared"]  # of prompts none of which came from a cache
+
 
 class AuditedGroup(Struct, frozen=True):
     """The prompts of a group that came from the same place. ``source``: the tier that most cached tokens came from;
@@ -55,7 +57,7 @@ class AuditedGroup(Struct, frozen=True):
     repeated_kl: float
     same_first_tokens: int  # prompts
     same_answers: int
-    is_sound: bool
+    found: Found
 
 
 class AuditResult(Struct, frozen=True):
@@ -66,12 +68,13 @@ class AuditResult(Struct, frozen=True):
     groups: list[AuditedGroup]
 
     @property
-    def is_sound(self) -> bool:
-        return all(group.is_sound for group in self.groups)
+    def differs(self) -> bool:
+        return any(group.found == "differs" for group in self.groups)
 
     @property
-    def num_cached(self) -> int:
-        return sum(group.num_prompts for group in self.groups if group.source != _COMPUTED)
+    def num_compared(self) -> int:
+        """Prompts that came from a cache."""
+        return sum(group.num_prompts for group in self.groups if group.found != "nothing compared")
 
 
 def audit(
@@ -142,7 +145,7 @@ def audit(
         if export is not None:
             export.add(result)
         asyncio.run(asyncio.sleep(every_s))
-    if not (result.is_sound and result.num_cached):
+    if result.differs or not result.num_compared:
         raise typer.Exit(1)
 
 
@@ -256,6 +259,9 @@ class _Run:
         of_again = [compared(case.computed, case.again) for case in cases]
         kl = statistics.mean([each for positions in of_cached for each in positions])
         repeated_kl = statistics.mean([each for positions in of_again for each in positions])
+        found: Found = "sound" if kl <= repeated_kl + self.most_kl else "differs"
+        if source == _COMPUTED:
+            found = "nothing compared"
         return AuditedGroup(
             name=name,
             source=source,
@@ -268,7 +274,7 @@ class _Run:
             repeated_kl=repeated_kl,
             same_first_tokens=sum(case.computed.tokens[0] == case.cached.tokens[0] for case in cases),
             same_answers=sum(case.computed.tokens == case.cached.tokens for case in cases),
-            is_sound=source == _COMPUTED or kl <= repeated_kl + self.most_kl,
+            found=found,
         )
 
 
@@ -381,7 +387,8 @@ class _Export:
 
     def add(self, result: AuditResult) -> None:
         for group in result.groups:
-            self._audits.labels(group.source, "sound" if group.is_sound else "differs").inc(group.num_prompts)
+            if group.found != "nothing compared":
+                self._audits.labels(group.source, group.found).inc(group.num_prompts)
             self._kl.labels(group.source, group.name).set(group.kl)
 
 
@@ -394,7 +401,7 @@ def _report(result: AuditResult) -> Iterator[Table | str]:
         table.add_row(
             group.name,
             group.source,
-            "sound" if group.is_sound else "differs",
+            group.found,
             f"{group.num_prompts:,}",
             f"{group.prompt_tokens:,}",
             f"{group.cached_tokens:,}",
@@ -408,12 +415,12 @@ def _report(result: AuditResult) -> Iterator[Table | str]:
     yield "KL is a lower bound, in nats a token; the last columns are shares of prompts that got the same."
     if result.skipped_prompts:
         yield f"{result.skipped_prompts} prompts were left out: they are longer than the server takes"
-    if not result.num_cached:
+    if not result.num_compared:
         yield (
-            "nothing came from a cache: send prompts that the server has seen (--prompts), or --flush, which stores "
-            "prompts first and empties the server's memory"
+            "nothing was compared, since nothing came from a cache: send prompts that the server has seen (--prompts), "
+            "or --flush, which stores prompts first and empties the server's memory"
         )
-    if not result.is_sound:
+    if result.differs:
         yield (
             f"answers from caches diverge by more than {result.most_kl:g} nats beyond chance: do not serve from them. "
             "kvfetch inspect says which namespaces the store has, kvfetch clear deletes one"

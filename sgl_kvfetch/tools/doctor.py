@@ -101,7 +101,7 @@ def doctor(
             "CUDA GPU": check_gpu,
             "Triton": check_triton,
             "codecs": check_codecs,
-            "audits": check_audits,
+            "audits": lambda: check_audits(store),
         }
     of_store: list[Check] = []
     of_machine: list[Check] = []
@@ -250,20 +250,22 @@ def check_codecs() -> list[Check]:
     return checks
 
 
-def check_audits() -> list[Check]:
-    """Say whether what is stored fits the prompts that servers of this machine serve, and what they do not use, since
-    audits found it wrong."""
+def check_audits(store: str | None = None) -> list[Check]:
+    """Say whether what is stored, in this store or in any, fits the prompts that servers of this machine serve, and
+    what they do not use, since audits found it wrong."""
     from sgl_kvfetch.plane import audit_records
     from sgl_kvfetch.plane.audit import AuditRecord
 
     kept = audit_records()
+    if store is not None:
+        kept = {path: record for path, record in kept.items() if record.store.rstrip("/") == store.rstrip("/")}
     off = {path: record for path, record in kept.items() if record.why_off}
     wrong = [
         Check(
             "audits",
             "warn",
             f"{record.model}, {record.quantiser}, in {record.store}, is not used here: {record.why_off}",
-            f"docs/audits.md says what to do; to try it again, delete {path} and attach the store again",
+            f"docs/audits.md says what to do; to try it again at once, delete {path} and attach the store again",
         )
         for path, record in off.items()
     ]
@@ -280,7 +282,7 @@ def check_audits() -> list[Check]:
         age = format_age(time.time() - found.at_s)
         line = f"{record.model}, {record.quantiser}, in {record.store}: {found.says}; the last was {age} ago"
         fitting.append(Check("audits", "warn" if found.advice else "yes", line, found.advice))
-    return [*wrong, *fitting] or [Check("audits", "yes", "no server of this machine has audited anything yet")]
+    return [*wrong, *fitting] or [Check("audits", "yes", "no server of this machine has audited it yet")]
 
 
 def check_gpu() -> list[Check]:

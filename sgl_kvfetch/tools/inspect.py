@@ -263,6 +263,8 @@ def _facts(s: SegmentSummary) -> Table:
     for name in ("model", "quantiser"):
         if label := getattr(s.labels, name):
             table.add_row(f"{name}'s label", printable(label))
+    if s.labels.writer:
+        table.add_row("written by", printable(s.labels.writer))
     for field in s.namespace.__slots__:
         table.add_row(field, printable(str(getattr(s.namespace, field))))
     for index, variant in enumerate(s.variants):

@@ -270,7 +270,8 @@ def _lines(rows: Sequence[ProfileRow]) -> Iterator[Table | str]:
                 age = format_age(time.time() - record.off_at_s)
                 yield (
                     f"{row.digest} is not used on this machine since audits failed {age} ago: "
-                    f"{printable(record.why_off)}. Publish another one; or delete {path} and attach the store again"
+                    f"{printable(record.why_off)}. Publish another one; or, to try again at once, delete {path} "
+                    "and attach the store again"
                 )
 
 

@@ -32,7 +32,7 @@ def audits(server: SGLangServer, result: str) -> float:
 
 
 def has_found(server: SGLangServer, count: int) -> bool:
-    return audits(server, "far") == count
+    return audits(server, "beyond") == count
 
 
 def told_to(store: StoreProcess) -> list[Any]:

@@ -17,8 +17,19 @@ from msgspec.structs import replace
 from harness.engine import free_port
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.tools import sglang_server
-from sgl_kvfetch.tools.audit import AuditedGroup, AuditResult, TopAnswer, _Engine, _Export, compared, divergence
+from sgl_kvfetch.tools.audit import (
+    AuditedGroup,
+    AuditResult,
+    TopAnswer,
+    _Case,
+    _Engine,
+    _Export,
+    _Run,
+    compared,
+    divergence,
+)
 from sgl_kvfetch.tools.sglang_server import ask_server, open_server, samples_of, server_info, server_samples, total
+from tests.tools.conftest import kvfetch
 
 
 def likeliest(logprobs: torch.Tensor, count: int) -> dict[int, float]:
@@ -60,10 +71,28 @@ def test_where_most_tokens_came_from() -> None:
     assert sources == ["unknown", "computed", "computed", "storage"]
 
 
+def test_an_audit_of_nothing_is_not_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of which nothing came from a cache were computed three times."""
+    answer = TopAnswer([1], [{1: -0.1}], {})
+    run = _Run("http://x", None, [8], 1, 1, 0.03, False, 0.0)
+    group = run._judged("8 tokens", answer.source, [_Case(8, answer, answer, answer)])
+    result = AuditResult("http://x", "model", 0.03, 0, [group])
+
+    async def audited(run: _Run) -> AuditResult:
+        return result
+
+    monkeypatch.setattr(_Run, "audit", audited)
+    found = kvfetch("audit", "--server", "http://x")
+    assert found.exit_code == 1
+    assert "nothing compared" in found.stdout
+    assert "nothing came from a cache" in found.stdout
+    assert "sound" not in found.stdout
+
+
 def test_audits_that_go_on_export_what_they_find() -> None:
-    group = AuditedGroup("turn 1", "storage", 3, 640, 624, 12, 0.4, 0.5, 0.0, 2, 0, False)
+    group = AuditedGroup("turn 1", "storage", 3, 640, 624, 12, 0.4, 0.5, 0.0, 2, 0, "differs")
     export = _Export(free_port())
-    export.add(AuditResult("http://x", "model", 0.03, 0, [group, replace(group, source="device", kl=0, is_sound=True)]))
+    export.add(AuditResult("http://x", "model", 0.03, 0, [group, replace(group, source="device", kl=0, found="sound")]))
     found = samples_of(prometheus_client.generate_latest().decode())
     for source, result, kl in ("storage", "differs", 0.4), ("device", "sound", 0):
         assert total(found, "sgl_kvfetch_answers_audited_total", source=source, result=result) == 3

@@ -17,6 +17,7 @@ from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encod
 from sgl_kvfetch.codec.container.sides import join_sides
 from sgl_kvfetch.codec.quant.base import Quantised, join_parts
 from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.keys import Labels
 
 
 def merge_segments(
@@ -49,9 +50,9 @@ def merge_segments(
             f"of {spec.num_levels} levels, {a.key.stem} has lost {lost}, {b.key.stem} {also_lost}: they are not merged"
         )
     spec = replace(spec, num_dropped=lost)
-    manifest = msgspec.structs.replace(
-        spec.manifest(a.first_page, a.previous_hash, a.page_hashes + b.page_hashes), expires=_earlier_expiry(a, b)
-    )
+    manifest = spec.manifest(a.first_page, a.previous_hash, a.page_hashes + b.page_hashes)
+    labels = _labels_of_both(manifest, a, b)
+    manifest = msgspec.structs.replace(manifest, expires=_earlier_expiry(a, b), labels=labels)
     parts = spec.quantiser.parts(a.geometry.torch_dtype)
 
     def joined_cell(cell: Cell) -> Quantised:
@@ -81,6 +82,12 @@ def _with_sides(whole: CodedSegment, left: CodedSegment, right: CodedSegment) ->
 
 def _earlier_expiry(a: Manifest, b: Manifest) -> int | None:
     return min((m.expires for m in (a, b) if m.expires is not None), default=None)
+
+
+def _labels_of_both(whole: Manifest, a: Manifest, b: Manifest) -> Labels:
+    """Return the labels of ``whole``, and the writer of both halves, if it is one."""
+    writer = a.labels.writer if a.labels.writer == b.labels.writer else ""
+    return msgspec.structs.replace(whole.labels, writer=writer)
 
 
 def _grid_of(manifest: Manifest) -> tuple[object, ...]:
@@ -138,7 +145,12 @@ def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, 
         contents.append(data)
     hashes = a.page_hashes + b.page_hashes
     manifest = msgspec.structs.replace(
-        a, page_hashes=hashes, variants=tuple(variants), sides=(), expires=_earlier_expiry(a, b)
+        a,
+        page_hashes=hashes,
+        variants=tuple(variants),
+        sides=(),
+        expires=_earlier_expiry(a, b),
+        labels=_labels_of_both(a, a, b),
     )
     return CodedSegment(manifest, contents[0], tuple(contents[1:]), level_data=tuple(level_data))
 

@@ -374,10 +374,11 @@ class PageFinder:
             breaker.succeeded()
             metrics.note_success("fetch")
 
-    def turn_off(self) -> None:
-        """Find nothing from now on: what is stored is wrong."""
-        self._is_off = True
-        self.forget_pages()
+    def turn(self, *, is_on: bool) -> None:
+        """Find nothing from now on, since what is stored is wrong; or find pages again."""
+        if not is_on:
+            self.forget_pages()
+        self._is_off = not is_on
 
     def forget_pages(self) -> None:
         self._known.clear()

@@ -113,7 +113,7 @@ class Writer:
         self.on_settled: Callable[[int, bool], None] = lambda num_pages, is_lost: None
         self.on_known: Callable[[PageBatch], None] = lambda segment: None  # called with what the store has already
         self.on_committed: Callable[[Segment], None] = lambda segment: None  # called with what the store has now
-        self._is_off = False
+        self.is_off = False  # whether audits have found that it would write what is wrong
         self._loop = asyncio.get_running_loop()
         self._written_s = 0.0
         self._num_in_work = 0
@@ -137,17 +137,13 @@ class Writer:
 
     def add(self, batch: PageBatch) -> None:
         """Queue pages. Call on the event loop; never waits."""
-        if self._is_off:
+        if self.is_off:
             metrics.WRITTEN_PAGES.labels("dropped_audited").inc(len(batch.page_hashes))
             self.on_settled(len(batch.page_hashes), False)
             return
         self._count(batch.size_bytes)
         self._start(self._gatherer.add_batch(batch, time.monotonic()))
         self._loop.call_later(self._linger_s + _TIMER_SLACK_S, self._cut_due)
-
-    def turn_off(self) -> None:
-        """Write nothing from now on but what is queued: audits have found it wrong."""
-        self._is_off = True
 
     def _cut_due(self) -> None:
         self._start(self._gatherer.due(time.monotonic()))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import msgspec
 import pytest
 import torch
@@ -10,11 +12,12 @@ from sgl_kvfetch.codec.quant.base import CellValues, Quantised, Quantiser, join_
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser
 from sgl_kvfetch.errors import FormatError
+from sgl_kvfetch.keys import Labels
 from sgl_kvfetch.testing import expiring
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile, values_of
-from tests.segments import SMALL, make_heads, make_segment, page_hashes, without_frame_sums
+from tests.segments import SMALL, make_heads, make_segment, page_hashes, with_labels, without_frame_sums
 
 
 def cells(segment: CodedSegment, quantiser: Quantiser) -> dict[tuple[int, int], Quantised]:
@@ -67,6 +70,17 @@ def test_the_whole_expires_with_its_earlier_half(
     merged = merge_segments(spec, expiring(left, left_s), expiring(right, right_s))
     assert merged.manifest.expires == whole_s
     assert merge_segments(spec, left, right).manifest.expires is None
+
+
+@pytest.mark.parametrize(("other", "whole"), [("a", "a"), ("b", "")])
+@pytest.mark.parametrize("span_pages", [2, 4], ids=["chunks are copied", "chunks are joined"])
+def test_the_whole_is_of_the_writer_of_both_halves(other: str, whole: str, span_pages: int) -> None:
+    """Whoever merges has not computed the values."""
+    left, right, spec = halves(2, span_pages, make_quantiser("exact"))
+    merging = replace(spec, heads=replace(spec.heads, labels=Labels("model", writer="c")))
+    of_right = with_labels(right, Labels("model", writer=other))
+    merged = merge_segments(merging, with_labels(left, Labels("model", writer="a")), of_right)
+    assert merged.manifest.labels == Labels("model", writer=whole)
 
 
 @pytest.mark.parametrize("num_pages", [1, 4])
