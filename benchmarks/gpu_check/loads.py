@@ -199,6 +199,7 @@ def measure_sides(record: Record, device: Device, forward: Stream, sizes: SideSi
     staged = StagedValues(1, 1, memory, CellValues(k, v), sides=sides)
     wanted = [SideSlots(name, [page for pool, page in keys if pool == name], x) for name, x in slots.items()]
     loader = GpuLoader(pages, EnginePools(pool, [0], pools), SCRATCH_MIB[0] * MiB)
+    loader.attach(memory, 0)
     try:
         for _ in range(2):  # the first one pins the memory
             started_s = time.monotonic()
@@ -379,6 +380,7 @@ class Prompt:
             for buffer in self._pages.layer_buffers(layer):
                 buffer.zero_()
         device.mark(device.current_stream()).synchronize()
+        loader.attach(staged.memory, 0)
         started_s = time.monotonic()
         slots = self._slots[: staged.num_pages * PAGE_TOKENS]
         index = loader.begin([Load(staged, slots, lambda is_sound: None)])
