@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 
 import obstore
 import pytest
@@ -14,6 +15,7 @@ from harness.reading import read_bytes
 from harness.s3_server import BUCKET, S3Server, s3_config
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Store, object_digest
+from sgl_kvfetch.stores.notes import PINS
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
 from sgl_kvfetch.stores.s3 import S3Store
 from sgl_kvfetch.testing import AdminStoreConformance, data_object, make_segment, page_hashes
@@ -278,3 +280,17 @@ def test_obstore_checks_the_config() -> None:
         S3Store(URL, options=HttpOptions(tls=TlsFiles(cert="x")))
     with pytest.raises(ConfigError, match=r"missing\.pem"):
         S3Store(URL, options=HttpOptions(tls=TlsFiles(ca="missing.pem")))
+
+
+@pytest.mark.process
+async def test_a_listing_of_notes_without_an_end_is_refused(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def endless(*_: object) -> AsyncIterator[dict[str, object]]:
+        while True:
+            yield {"path": f"{PINS.name}/x", "size": 1, "last_modified": datetime.now(UTC)}
+
+    store = S3Store(f"s3://{BUCKET}/kv", config=s3.config)
+    monkeypatch.setattr(store, "_list_folder", endless)
+    with pytest.raises(StoreError, match="names of a") as caught:
+        await store.notes(PINS)
+    assert caught.value.reason == "protocol"
+    await store.close()
