@@ -315,7 +315,11 @@ class S3Store(RemoteStore):
     async def notes(self, kind: NoteKind) -> Sequence[ObjectInfo]:
         """List notes. Times are in whole seconds."""
         what, folder = f"listing {kind.name}", _NOTES + kind.name
-        infos = [_info(meta, len(folder) + 1) async for meta in self._list_folder(what, folder)]
+        infos: list[ObjectInfo] = []
+        async for meta in self._list_folder(what, folder):
+            infos.append(_info(meta, len(folder) + 1))
+            if len(infos) > kind.max_notes:  # and perhaps without an end
+                break
         return kind.require_list(what, infos)
 
     async def get_note(self, kind: NoteKind, name: str, length: int | None = None) -> bytes | None:

@@ -6,6 +6,7 @@ import asyncio
 import re
 import ssl
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import obstore
@@ -18,6 +19,7 @@ from harness.s3_server import BUCKET, S3Server, s3_config
 from sgl_kvfetch import user_files
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Store, object_digest
+from sgl_kvfetch.stores.notes import PINS
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
 from sgl_kvfetch.stores.s3 import S3Store
 from sgl_kvfetch.testing import AdminStoreConformance, data_object, make_segment, page_hashes
@@ -333,3 +335,17 @@ async def test_a_ca_that_is_replaced_counts_for_the_next_call(tmp_path: Path, mo
         assert caught.value.reason == "tls"
         new.cert_pem.write_to_path(tmp_path / "ca.pem")
         assert await store.head(name) is None
+
+
+@pytest.mark.process
+async def test_a_listing_of_notes_without_an_end_is_refused(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def endless(*_: object) -> AsyncIterator[dict[str, object]]:
+        while True:
+            yield {"path": f"{PINS.name}/x", "size": 1, "last_modified": datetime.now(UTC)}
+
+    store = S3Store(f"s3://{BUCKET}/kv", config=s3.config)
+    monkeypatch.setattr(store, "_list_folder", endless)
+    with pytest.raises(StoreError, match="names of a") as caught:
+        await store.notes(PINS)
+    assert caught.value.reason == "protocol"
+    await store.close()
