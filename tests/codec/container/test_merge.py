@@ -72,14 +72,15 @@ def test_the_whole_expires_with_its_earlier_half(
     assert merge_segments(spec, left, right).manifest.expires is None
 
 
-@pytest.mark.parametrize(("right", "whole"), [("a", "a"), ("b", "")])
+@pytest.mark.parametrize(("other", "whole"), [("a", "a"), ("b", "")])
 @pytest.mark.parametrize("span_pages", [2, 4], ids=["chunks are copied", "chunks are joined"])
-def test_the_whole_is_of_the_writer_of_both_halves(right: str, whole: str, span_pages: int) -> None:
+def test_the_whole_is_of_the_writer_of_both_halves(other: str, whole: str, span_pages: int) -> None:
     """Whoever merges has not computed the values."""
-    *both, spec = halves(2, span_pages, make_quantiser("exact"))
+    left, right, spec = halves(2, span_pages, make_quantiser("exact"))
     merging = replace(spec, heads=replace(spec.heads, labels=Labels("model", writer="c")))
-    labelled = [with_labels(x, Labels("model", writer=name)) for x, name in zip(both, ("a", right), strict=True)]
-    assert merge_segments(merging, *labelled).manifest.labels == Labels("model", writer=whole)
+    of_right = with_labels(right, Labels("model", writer=other))
+    merged = merge_segments(merging, with_labels(left, Labels("model", writer="a")), of_right)
+    assert merged.manifest.labels == Labels("model", writer=whole)
 
 
 @pytest.mark.parametrize("num_pages", [1, 4])
