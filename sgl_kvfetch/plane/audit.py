@@ -661,8 +661,9 @@ def _mix_ups(expected: torch.Tensor, restored: torch.Tensor, num_blocks: int) ->
         if (count := x.shape[2]) > 1:
             noise = sums_noise(expected.dtype)
             at_once = max(1, _MOST_DISTANCES // count**2)
-            batches = zip(x.flatten(0, 1).split(at_once), y.flatten(0, 1).split(at_once), strict=True)
-            ratios = torch.cat([_nearer_to_others(*each, noise) for each in batches]).view(x.shape[:3])
+            of_x, of_y = (torch.split(z.flatten(0, 1), at_once) for z in (x, y))
+            ratios = torch.cat([_nearer_to_others(a, b, noise) for a, b in zip(of_x, of_y, strict=True)])
+            ratios = ratios.view(x.shape[:3])
             worst = ratios.amax(2) if what == "heads" else ratios[:, 0]
             yield what, _block_medians(worst if what == "tokens" else worst.T, num_blocks)
 
