@@ -385,6 +385,9 @@ def _store_error(what: str, error: BaseError) -> StoreError:
     message, detail = f"{what}: {_text(error)}", str(error)
     if _OF_METADATA.search(detail):
         return StoreError("unauthorised", f"{what}: no credentials were given, and this machine's role has none")
+    if "RequestTimeTooSkewed" in detail:  # a 403, although the credentials are right
+        why = "the clocks of this machine and of the S3 server differ too much (RequestTimeTooSkewed): set this one's"
+        return StoreError("server", f"{what}: {why}", retriable=True)
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)):
         return StoreError("unauthorised", message)
     if _BAD_CERTIFICATE.search(detail):
