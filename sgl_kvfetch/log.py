@@ -12,6 +12,7 @@ _PERIOD_S = 60.0
 _AGAIN_S = 600.0
 _MESSAGE_CHARS = 240
 _LINE_CHARS = 2000
+_MOST_KINDS = 1000  # that are told apart, such as one a client; further ones share a line
 
 
 class LimitedLogger:
@@ -32,6 +33,10 @@ class LimitedLogger:
         message."""
         now = time.monotonic()
         with self._lock:
+            if kind not in self._next_s and len(self._next_s) >= _MOST_KINDS:
+                self._next_s = {each: next_s for each, next_s in self._next_s.items() if next_s > now}
+                self._suppressed = {each: n for each, n in self._suppressed.items() if each in self._next_s}
+                kind = kind if len(self._next_s) < _MOST_KINDS else "others"
             if now < self._next_s.get(kind, 0.0):
                 self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
                 return

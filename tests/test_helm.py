@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,6 +28,11 @@ ALL = {
     "audit.prompts": "prompts",
     "audit.apiKeySecret": "sglang",
     "audit.options": "{--most-kl=0.1}",
+}
+ALL_MONITORS = {"serviceMonitor.enabled": "true"}
+OF_THE_CHART = {  # what it sets itself, and what makes no sense in a pod
+    "serve": {"host", "port", "capacity", "token", "token-file", "tls-cert", "tls-key", "insecure", "help"},
+    "audit": {"server", "prompts", "every", "metrics", "json", "help"},
 }
 BIG = {"capacity": "2TiB"}  # more than the volume
 OF_THE_OPERATOR = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
@@ -165,10 +171,26 @@ def test_a_store_may_demand_certificates_of_its_clients() -> None:
         ({"audit.server": "sglang:30000"}, "server"),
         ({"capacity": "10G"}, "capacity"),
         ({"volume": "10GiB"}, "volume"),
+        ({"capacity": "60"}, "capacity"),
+        ({"volume": "500"}, "volume"),
         ({"options": "{max-uploads}"}, "options"),
-        ({"capacity": "600GiB"}, "capacity: 600GiB does not fit into a volume of 500Gi"),
-        ({"capacity": "537GB"}, "capacity: 537GB does not fit into a volume of 500Gi"),
-        ({"volume": "450Gi"}, "capacity: 450GiB does not fit into a volume of 450Gi"),
+        ({"options": "{--nonsense}"}, "options"),
+        ({"options": "{--nonsense=1}"}, "options"),
+        ({"options": "{--capacity=1TiB}"}, "options"),  # the chart's own
+        ({"options": "{--max-uploads}"}, "options"),
+        ({"options": "{--max-object=60}"}, "options"),
+        ({"audit.options": "{--nonsense=1}"}, "options"),
+        *(({"service.port": port}, "port") for port in ("0", "-1", "65536", "99999", "http")),
+        ({"service.type": "clusterip"}, "type"),
+        *(({"serviceMonitor.interval": each}, "interval") for each in ("abc", "15", "15 s", "-")),
+        ({"storageClassName": "-"}, "storageClassName"),
+        ({"storageClassName": "a: b"}, "storageClassName"),
+        *(({key: "a: b"}, key) for key in ("tokenSecret", "tlsSecret", "existingClaim", "priorityClassName")),
+        ({"audit.prompts": "a: b"}, "prompts"),
+        ({"capacity": "600GiB"}, "capacity: 600GiB does not fit into 95% of a volume of 500Gi"),
+        ({"capacity": "499.9GiB"}, "capacity: 499.9GiB does not fit into 95% of a volume of 500Gi"),
+        ({"capacity": "511GB"}, "capacity: 511GB does not fit into 95% of a volume of 500Gi"),
+        ({"volume": "450Gi"}, "capacity: 450GiB does not fit into 95% of a volume of 450Gi"),
     ],
 )
 def test_values_that_cannot_be_meant_are_refused(values: dict[str, str], message: str) -> None:
@@ -178,7 +200,7 @@ def test_values_that_cannot_be_meant_are_refused(values: dict[str, str], message
 
 
 def test_what_fits_is_taken() -> None:
-    for values in ({"capacity": "536GB"}, {"volume": "1Ti", "capacity": "1000GiB"}, {"existingClaim": "mine"} | BIG):
+    for values in ({"capacity": "510GB"}, {"volume": "1Ti", "capacity": "970GiB"}, {"existingClaim": "mine"} | BIG):
         assert run("template", "kv", str(CHART), **LEAST | values).returncode == 0
 
 
@@ -187,3 +209,31 @@ def test_what_is_missing_is_named(missing: str) -> None:
     found = run("template", "kv", str(CHART), **{key: value for key, value in LEAST.items() if key != missing})
     assert found.returncode != 0
     assert f"{missing}: name" in found.stderr
+
+
+def test_options_are_those_of_the_commands_that_the_chart_leaves_to_users() -> None:
+    properties = json.loads((CHART / "values.schema.json").read_text())["properties"]
+    for command, options in (("serve", properties["options"]), ("audit", properties["audit"]["properties"]["options"])):
+        known = set(re.findall(r"(?<=--)[a-z][a-z-]+", kvfetch(command, "--help").output))
+        named = set(re.findall(r"[a-z][a-z-]+(?=[|)=])", options["items"]["pattern"]))
+        assert named <= known
+        assert known - named == OF_THE_CHART[command]
+
+
+def test_values_that_yaml_would_take_for_something_else_stay_text() -> None:
+    """Such as a class or a secret that is called like a number."""
+    values = {key: "123" for key in ("tokenSecret", "tlsSecret", "priorityClassName")}
+    found = run("template", "kv", str(CHART), "--set-string", "storageClassName=1e3", **LEAST, **ALL_MONITORS)
+    assert found.returncode == 0, found.stderr
+    resources = {each["kind"]: each for each in yaml.safe_load_all(found.stdout)}
+    (claim,) = resources["StatefulSet"]["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["storageClassName"] == "1e3"
+    assert resources["ServiceMonitor"]["spec"]["endpoints"][0]["interval"] == "15s"
+    strings = [word for key, value in values.items() for word in ("--set-string", f"{key}={value}")]
+    found = run("template", "kv", str(CHART), *strings, "--set", "image=kvfetch", "--set-string", "storageClassName=")
+    assert found.returncode == 0, found.stderr
+    (stateful,) = (each for each in yaml.safe_load_all(found.stdout) if each["kind"] == "StatefulSet")
+    for version in KUBERNETES:
+        kubernetes_validate.validate(stateful, version, strict=True)
+    (claim,) = stateful["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["storageClassName"] == ""  # no class, rather than the default one

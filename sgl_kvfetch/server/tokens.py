@@ -11,11 +11,14 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.server.bodies import error_answer
 from sgl_kvfetch.stores import PINS
 from sgl_kvfetch.stores.wire import PAGE_PATHS, Route
 from sgl_kvfetch.user_files import FreshFiles, read_text, require_secret, warn_if_all_may_read
 
+logger = logging.getLogger(__name__)
+_limited = LimitedLogger(logger)
 # They tell nothing: the page asks for a token, and reads with it.
 PUBLIC_PATHS = frozenset({Route.HEALTH, *PAGE_PATHS})
 
@@ -109,6 +112,7 @@ def authorised(tokens: Tokens) -> Middleware:
         needed = Role.ADMIN if changes_pins else _NEEDED.get(request.method, Role.READ)
         role = tokens.role_of(request.headers.get("Authorization", ""))
         if role is None:
+            _log_refusal(request, "an unknown token" if "Authorization" in request.headers else "no token")
             wanted = f"expected a valid bearer token in Authorization, with the role {needed.name.lower()}"
             answer = error_answer(401, "unauthorised", wanted)
             answer.headers["WWW-Authenticate"] = "Bearer"
@@ -123,4 +127,11 @@ def authorised(tokens: Tokens) -> Middleware:
 def require_role(request: web.Request, needed: Role) -> None:
     """Raise HTTPForbidden if the request's token lacks the role ``needed``."""
     if request[ROLE] < needed:
+        _log_refusal(request, f"a token with the role {request[ROLE].name.lower()}, not {needed.name.lower()}")
         raise web.HTTPForbidden(text=f"this needs a token with the role {needed.name.lower()}")
+
+
+def _log_refusal(request: web.Request, what: str) -> None:
+    """Log that a client was refused, and why: a line a client a minute, which quotes no token."""
+    client = request.remote or "a client"
+    _limited.warning(f"refused {client}", f"refused {request.method} {request.path[:200]} from {client}: it has {what}")

@@ -341,14 +341,33 @@ def _is_elsewhere(error: Exception) -> bool:
     return isinstance(error, _ELSEWHERE_ERRORS) or bool(_ELSEWHERE.search(str(error)))
 
 
+_LACKS_RIGHT = re.compile(r"NOPERM|no permissions|can't (?:run this|access at least)")
+_RIGHTS = (
+    "the index needs ~kvf1:* +eval +get +getex +set +del, gc +pttl, a database but 0 +select, and a cluster "
+    "+cluster|slots +command (docs/s3.md)"
+)
+
+
+def _missing_right(error: BaseException | None) -> str | None:
+    """Return what a server says that refuses a command to our user, or None. The cluster's client hides such an answer
+    behind an error of its own, and within a script, it has no class."""
+    while error is not None:
+        if isinstance(error, redis.exceptions.NoPermissionError) or _LACKS_RIGHT.search(str(error)):
+            return str(error).rpartition("caused error: ")[2]
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def _store_error(what: str, error: Exception) -> StoreError:
     if _is_elsewhere(error):
         message = f"{what}: the server is a replica, or still loads its data; the URL must lead to the primary"
         return StoreError("server", message, retriable=True)
+    if (refused := _missing_right(error)) is not None:
+        return StoreError("unauthorised", f"{what}: {refused}; {_RIGHTS}")
     match error:
         case TimeoutError() | redis.exceptions.TimeoutError():
             return StoreError("timeout", f"{what}: no answer in time", retriable=True)
-        case redis.exceptions.AuthenticationError() | redis.exceptions.NoPermissionError():
+        case redis.exceptions.AuthenticationError():
             return StoreError("unauthorised", f"{what}: {error}")
         case redis.exceptions.OutOfMemoryError():
             return StoreError("full", f"{what}: {error}", retriable=True)

@@ -117,5 +117,5 @@ def serve(
     except OSError as e:
         raise ConfigError(f"cannot make {directory}: {e.strerror or e}") from e
     # Show INFO: the server logs the address that it listens on.
-    show_log(logging.INFO, logging.StreamHandler())
+    show_log(logging.INFO, logging.StreamHandler(), with_time=True)
     run_server(config)

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -273,9 +274,18 @@ class _Formatter(logging.Formatter):
         return _printable_lines(f"kvfetch: {super().format(record).removeprefix('kvfetch: ')}")
 
 
-def show_log(level: int, handler: logging.Handler) -> None:
-    """Let ``handler`` show what is logged from ``level`` on, and nothing else show it."""
-    handler.setFormatter(_Formatter())
+class _TimedFormatter(_Formatter):
+    """Puts the time, with its offset from UTC, and the level before that."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="seconds")
+        return f"{at} {record.levelname} {super().format(record)}"
+
+
+def show_log(level: int, handler: logging.Handler, *, with_time: bool = False) -> None:
+    """Let ``handler`` show what is logged from ``level`` on, and nothing else show it. ``with_time``: begin lines with
+    time and level, as a command that runs for days should."""
+    handler.setFormatter(_TimedFormatter() if with_time else _Formatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 

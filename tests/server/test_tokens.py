@@ -18,7 +18,9 @@ import pytest
 from harness.waiting import WAIT_S
 from sgl_kvfetch import user_files
 from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.server import tokens
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.server.tokens import Role, TokenFile, parse_tokens
@@ -99,6 +101,33 @@ async def test_whoever_has_no_token_is_told_the_role_that_it_needs(server: Runni
             async with session.request(method, path) as response:
                 assert response.status == 401
                 assert f"with the role {role}" in await response.text()
+
+
+@pytest.mark.process
+async def test_refused_clients_are_logged_once_a_minute_without_their_tokens(
+    server: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for token, said in (("s3cret", "an unknown token"), (None, "no token"), ("r1", "the role read, not write")):
+        monkeypatch.setattr(tokens, "_limited", LimitedLogger(tokens.logger))
+        caplog.clear()
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        async with aiohttp.ClientSession(server.url, headers=headers) as session:
+            for _ in range(3):
+                async with session.put(f"{wire.Route.OBJECTS}/%1b[31m%e2%80%ae", data=b"") as response:
+                    assert response.status in (401, 403)
+        (line,) = [record.getMessage() for record in caplog.records if record.name == tokens.__name__]
+        assert line.startswith("refused PUT /v1/objects/")
+        assert line.endswith(f"from 127.0.0.1: it has {said}" if token != "r1" else said)
+        assert line.isprintable()
+        assert "s3cret" not in line
+
+
+def test_many_clients_cost_a_bounded_number_of_lines_and_bytes(caplog: pytest.LogCaptureFixture) -> None:
+    limited = LimitedLogger(tokens.logger)
+    for client in range(5000):
+        limited.warning(f"refused {client}", "refused")
+    assert len(caplog.records) == 1001
+    assert len(limited._next_s) == 1001
 
 
 @pytest.mark.process

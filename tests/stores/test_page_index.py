@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -234,3 +236,54 @@ async def test_answers_that_no_server_sends_are_an_error_and_end_the_connection(
                 await index.find(FOLDER, CHAIN[:1])
             assert num_connections >= turn
         await index.close()
+
+
+def documented_rights(is_cluster: bool) -> list[str]:
+    """Return the rights of the user in docs/s3.md."""
+    text = (Path(__file__).parents[2] / "docs" / "s3.md").read_text()
+    one, cluster = re.findall(r"^ACL SETUSER kvfetch on >PASSWORD (~kvf1:\*[^#\n]*)", text, re.MULTILINE)
+    return (cluster if is_cluster else one).split()
+
+
+async def use_all(server: RedisProcess, rights: list[str]) -> None:
+    """Do whatever the client does, as a user with these rights alone."""
+    server.client.execute_command("ACL", "SETUSER", "kvfetch", "reset", "on", ">password", *rights)
+    is_cluster = "+cluster" in server.url
+    url = server.url.replace("://", "://kvfetch@") + ("" if is_cluster else "/2")
+    index = PageIndex(IndexOptions(url, timeout_s=WAIT_S), STORE)
+    try:
+        async with index.sweeping():
+            await add(index, 0, 4)
+            assert await index.find(FOLDER, CHAIN[:4]) == entries(0, 4)
+            key = make_segment(CHAIN, 0, 4).manifest.key
+            await index.note_uses({key: 7.0})
+            assert await index.last_uses([key]) == [7.0]
+            await index.remove(FOLDER, dict(zip(CHAIN, entries(0, 4), strict=False)))
+            assert await index.find(FOLDER, CHAIN[:4]) == [None] * 4
+            other = PageIndex(IndexOptions(url, timeout_s=WAIT_S), STORE)
+            try:
+                with pytest.raises(StoreError, match=r"it has the lock for \d+ s more"):
+                    await other.sweeping().__aenter__()
+            finally:
+                await other.close()
+    finally:
+        await index.close()
+
+
+@pytest.mark.process
+async def test_a_user_with_the_documented_rights_alone(server: RedisProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PASSWORD_ENV, "password")
+    rights = documented_rights("+cluster" in server.url)
+    await use_all(server, rights)
+    for right in rights:
+        with pytest.raises(StoreError) as caught:
+            await use_all(server, [each for each in rights if each != right])
+        assert caught.value.reason == "unauthorised", right
+        said, _, needed = str(caught.value).partition("; the index needs ")
+        assert right in needed
+        if right in ("+eval", "+select", "+cluster|slots", "+command"):
+            assert f"'{right[1:]}'" in said
+        elif right.startswith("+"):  # a script's command, which Redis does not name
+            assert "The user executing the script can't run this command" in said
+        else:
+            assert "one of the keys" in said

@@ -18,7 +18,8 @@ from sgl_kvfetch import __version__
 from sgl_kvfetch.user_files import TOKEN_ENV
 from tests.tools.conftest import Stored, kvfetch
 
-LISTENING = re.compile(r"kvfetch: serving (?P<root>.+), and a page for browsers, on (?P<url>http://\S+)\n")
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d"
+LISTENING = re.compile(rf"{TIME} INFO kvfetch: serving (?P<root>.+), and a page for browsers, on (?P<url>http://\S+)\n")
 
 
 @contextmanager
@@ -89,8 +90,9 @@ def test_lines_of_the_log_have_our_name_once(tmp_path: Path) -> None:
         assert process.stderr is not None
         warned, listens = process.stderr.readline(), process.stderr.readline()
         process.terminate()
-    assert warned.startswith("kvfetch: all users of this machine may read the secret in")
-    assert listens.startswith("kvfetch: serving ")
+    assert "kvfetch: all users of this machine may read the secret in" in warned
+    assert re.match(f"{TIME} WARNING kvfetch: ", warned)
+    assert LISTENING.fullmatch(listens)
 
 
 @pytest.mark.process
