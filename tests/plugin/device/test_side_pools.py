@@ -661,7 +661,7 @@ def test_states_are_read_after_they_are_computed() -> None:
         states = make_gpu_states()
         pages = make_pages(device, read_buffer_bytes=states.most_row_bytes)  # several pieces
         device.forward_pass(lambda: [x.fill_(9) for x in states._rows])
-        with nullcontext() if fences else patch.object(pages, "_fence"):
+        with nullcontext() if fences else patch.object(pages, "fences", return_value=[]):
             read = pages.open_side_reads(states, torch.tensor([4, 1]))
         found = torch.stack([read(page) for page in range(2)])
         device.run()
