@@ -33,6 +33,7 @@ from sgl_kvfetch.tools.terminal import (
     kept_line,
     make_progress,
     option,
+    say,
     show,
 )
 from sgl_kvfetch.user_files import parse_size
@@ -91,7 +92,7 @@ def gc(
             f"{store} evicts by itself: start it with kvfetch serve --capacity; for quotas, run gc on its directory"
         )
     limits = None if capacity is None else parse_size(capacity), _parse_quotas(quota or [])
-    say = partial(typer.echo, err=True)
+    tell = partial(say, err=True)
 
     async def collect(opened: AdminStore) -> tuple[Plan, Swept | None]:
         if dry_run:
@@ -102,11 +103,11 @@ def gc(
             plan = await plan_sweep(opened, *limits, drop_levels)
             if plan.doomed or plan.coarser:
                 for line in _gc_lines(plan, None):
-                    typer.echo(line, err=as_json)
+                    say(line, err=as_json)
                 ask_to_delete(err=as_json)
         async with opened.sweeping():
             plan = await plan_sweep(opened, *limits, drop_levels)
-            return plan, await sweep_segments(opened, plan.doomed, grace_s, plan.coarser, say)
+            return plan, await sweep_segments(opened, plan.doomed, grace_s, plan.coarser, tell)
 
     plan, swept = run_on_store(store, IndexedAccess(index=index), collect)
     failures = {f"--quota {printable(name)}": "nothing is stored of this model" for name in plan.unused_quotas}

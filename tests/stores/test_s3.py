@@ -52,28 +52,6 @@ NAME = data_object(CONTENT)
 
 
 @pytest.mark.process
-async def test_a_wrong_clock_is_not_a_wrong_key() -> None:
-    """S3 answers both with 403."""
-    body = b"<Error><Code>RequestTimeTooSkewed</Code><Message>The difference is too large.</Message></Error>"
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        head = f"HTTP/1.1 403 Forbidden\r\ncontent-type: application/xml\r\ncontent-length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
-        await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        keys = {"access_key_id": "key", "secret_access_key": "secret", "region": "us-east-1"}
-        store = S3Store("s3://bucket", config={"endpoint": endpoint, **keys})
-        with pytest.raises(StoreError, match="clocks of this machine and of the S3 server differ") as caught:
-            await store.get(NAME)
-        assert caught.value.reason == "server"
-        await store.close()
-
-
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("fault", "reason", "retriable"),
     [
