@@ -176,7 +176,7 @@ _KNOWN: dict[Counter | Gauge | Histogram, Mapping[str, Iterable[str]]] = {
         "reason": ("full", "io"),
     },
     LOCAL_CACHE_FILLS: {"result": ("stored", "incomplete", "dropped", "failed")},
-    AUDITS: {"result": ("sound", "beyond", "far", "failed")},
+    AUDITS: {"result": ("sound", "beyond", "failed")},
     AUDIT_TYPICAL: {"tokens": (*(f"to {most}" for most in LENGTHS), "more")},
     STAGE_SECONDS: {"stage": ("lookup", "transmit", "decode", "restore", "encode", "commit")},
     WRITTEN_PAGES: {
@@ -186,6 +186,7 @@ _KNOWN: dict[Counter | Gauge | Histogram, Mapping[str, Iterable[str]]] = {
         )
     },
     QUEUED_BYTES: {"queue": ("write", "read")},
+    LEFT_TO_CPU: {"work": ("decode", "restore", "quantise")},
     DEVICE_REQUESTS: {"end": ENDS},
 }
 for _metric, _values in _KNOWN.items():

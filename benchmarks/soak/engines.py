@@ -237,7 +237,7 @@ class EngineSoak:
                 self.problems[f"{mode}: {sum(found)} of {len(found)} prompts come from the store in the end"] += 1
             text, audits, log = server.metrics(), "sgl_kvfetch_audits_total", server.log()
             self.requests[f"{mode}: sound audits"] = round(read_metric(text, audits, result="sound"))
-            if far := read_metric(text, audits, result="far"):
+            if far := read_metric(text, audits, result="beyond"):
                 self.problems[f"{mode}: audits that found other values"] += round(far)
             if (begin := log.find("Traceback")) >= 0:
                 self.problems[f"{mode}: tracebacks, such as {log[begin:][:4000]}"] += log.count("Traceback")
