@@ -255,6 +255,7 @@ class _Run:
         return _Case(len(prompt), cached, computed, again)
 
     def _judged(self, name: str, source: str, cases: Sequence[_Case]) -> AuditedGroup:
+        """Return what the answers to a group's prompts show. ``source``: where their tokens came from."""
         of_cached = [compared(case.computed, case.cached) for case in cases]
         of_again = [compared(case.computed, case.again) for case in cases]
         kl = statistics.mean([each for positions in of_cached for each in positions])
