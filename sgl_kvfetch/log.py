@@ -54,14 +54,14 @@ class Troubles:
         """``name``: of what fails, for the line that says that it works again."""
         self._logger, self._name = logger, name
         self._lock = threading.Lock()
-        self._lasting: dict[str, _Trouble] = {}  # by cause
+        self.lasting: dict[str, _Trouble] = {}  # by cause; empty while all works
         self._quiet_until_s: dict[str, float] = {}
 
     def failed(self, cause: str, stage: str, message: str) -> None:
         """``cause``: one of a fixed set of words. ``stage``: what was tried."""
         now_s = time.monotonic()
         with self._lock:
-            trouble = self._lasting.setdefault(cause, _Trouble(now_s, set(), 0, is_told=False))
+            trouble = self.lasting.setdefault(cause, _Trouble(now_s, set(), 0, is_told=False))
             trouble.stages.add(stage)
             trouble.count += 1
             if now_s < self._quiet_until_s.get(cause, 0.0):
@@ -74,12 +74,10 @@ class Troubles:
 
     def worked(self, *stages: str) -> None:
         """Note that stages work: what kept one of them from that is over."""
-        if not self._lasting:
-            return
         now_s = time.monotonic()
         with self._lock:
-            over = [cause for cause, each in self._lasting.items() if not each.stages.isdisjoint(stages)]
-            ended = {cause: self._lasting.pop(cause) for cause in over}
+            over = [cause for cause, each in self.lasting.items() if not each.stages.isdisjoint(stages)]
+            ended = {cause: self.lasting.pop(cause) for cause in over}
             for cause, each in ended.items():
                 if each.is_told:
                     self._quiet_until_s[cause] = min(self._quiet_until_s[cause], now_s + _PERIOD_S)

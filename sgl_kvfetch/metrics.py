@@ -230,7 +230,8 @@ def log_failure(stage: str, error: KVFetchError | TimeoutError, meanwhile: str =
 
 def note_success(stage: str) -> None:
     """Note that the store has done a lookup or a write, or that a fetch was whole."""
-    _store.worked(stage, *(() if stage == "fetch" else (_CONNECTION,)))  # of a fetch, all may be from a cache
+    if _store.lasting:
+        _store.worked(stage, *(() if stage == "fetch" else (_CONNECTION,)))  # of a fetch, all may be from a cache
 
 
 def note_certificates(ends: Mapping[str, float]) -> None:

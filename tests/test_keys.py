@@ -2,7 +2,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sgl_kvfetch.errors import FormatError, NamespaceMismatchError
 from sgl_kvfetch.keys import (
@@ -18,6 +18,7 @@ from sgl_kvfetch.stores.base import object_digest
 from tests.segments import make_heads
 
 
+@settings(deadline=None)
 @given(first=st.integers(0, 5000), count=st.integers(0, 5000), log=st.integers(0, 10))
 def test_a_split_is_aligned_whole_and_without_gaps(first: int, count: int, log: int) -> None:
     page = first
@@ -30,6 +31,7 @@ def test_a_split_is_aligned_whole_and_without_gaps(first: int, count: int, log: 
     assert page == first + count
 
 
+@settings(deadline=None)
 @given(a=st.integers(0, 2000), b=st.integers(0, 2000))
 def test_a_longer_prefix_keeps_the_long_segments_of_a_shorter_one(a: int, b: int) -> None:
     shorter, longer = sorted((a, b))

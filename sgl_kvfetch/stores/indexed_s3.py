@@ -80,7 +80,8 @@ class IndexedS3Store(S3Store):
         except StoreError as e:
             self._warn(e)
         else:
-            self._troubles.worked("index")
+            if self._troubles.lasting:
+                self._troubles.worked("index")
             hits, stale = await self._read(namespace, page_hashes, entries)
         found = Lookup(hits) if hits else await super().lookup(namespace, page_hashes)
         unknown = () if hits else found.hits

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import FormatError
@@ -50,6 +50,7 @@ def test_every_message_type_is_covered() -> None:
 
 
 @pytest.mark.parametrize(("kind", "messages"), [(m.Command, COMMANDS), (m.Event, EVENTS)])
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 2000)))
 def test_messages_are_decoded_wherever_their_bytes_were_split(kind: Any, messages: list[Any], cuts: list[int]) -> None:
     data = b"".join(map(m.encode, messages))

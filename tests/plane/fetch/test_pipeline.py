@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sgl_kvfetch.plane.fetch.pool import DecodeProfile, Pipeline, PoolTracker, SessionStart
 from tests.plane.fetch.published import PUBLISHED
@@ -73,6 +73,7 @@ def test_a_smaller_chunk_takes_less() -> None:
     assert pipeline.drained_s() == pytest.approx(0.095)
 
 
+@settings(deadline=None)
 @given(arrivals, st.floats(0, 3))
 def test_it_goes_on_from_its_state(cells: list[tuple[float, int]], pause_s: float) -> None:
     """What a policy is told of a pool is enough to know when it will be done."""
@@ -87,6 +88,7 @@ def test_it_goes_on_from_its_state(cells: list[tuple[float, int]], pause_s: floa
     assert left_s == pytest.approx(ended_s - begun_s, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(arrivals)
 def test_the_tracker_sees_what_the_model_does(cells: list[tuple[float, int]]) -> None:
     """Told of nothing but begins and ends, it knows the pool's state, and finds the profile right."""
@@ -108,6 +110,7 @@ def test_the_tracker_sees_what_the_model_does(cells: list[tuple[float, int]]) ->
         assert after.decode_s == pytest.approx(before.decode_s, rel=1e-6)
 
 
+@settings(deadline=None)
 @given(arrivals)
 def test_no_chunk_is_lost(cells: list[tuple[float, int]]) -> None:
     pipeline = ObservedPipeline(H20, 2, PoolTracker(H20, 2))

@@ -1,5 +1,5 @@
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from sgl_kvfetch.codec.container.pages import RawPages
 from sgl_kvfetch.keys import buddy_split
@@ -23,6 +23,7 @@ def shape(segments: list[PageBatch]) -> list[tuple[int, int]]:
     return [(s.first_page, len(s.page_hashes)) for s in segments]
 
 
+@settings(deadline=None)
 @given(start=st.integers(0, 70), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6))
 def test_batches_are_cut_like_the_whole_sequence(start: int, sizes: list[int]) -> None:
     """Pages are cut into the same segments, however they are split into batches."""
@@ -62,6 +63,7 @@ def test_sequences_do_not_mix() -> None:
     assert [s.page_hashes for s in gatherer.flush()] == [page_hashes(4, "a")]
 
 
+@settings(deadline=None)
 @given(start=st.integers(0, 70), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6))
 def test_whole_spans_are_known_before_their_segments(start: int, sizes: list[int]) -> None:
     """Spans come once each, as soon as they are whole, and segments have them as such, in order."""
