@@ -185,6 +185,9 @@ class RemoteStore(AdminStore):
             self._require_open()
             message = f"{what}: no answer from {self.url} within {timeout_s:g} s"
             raise StoreError("timeout", message, retriable=True) from e
+        except RuntimeError:  # as aiohttp says that it would read on from a connection that `close` has closed
+            self._require_open()
+            raise
         finally:
             self._limits.discard(limit)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import closing
@@ -15,8 +14,6 @@ from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess, RedisServic
 from harness.s3_server import BUCKET, S3Server, s3_config
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.log import LimitedLogger
-from sgl_kvfetch.stores import indexed_s3 as indexed
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex
 from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts, put_segment
@@ -90,10 +87,8 @@ async def test_an_address_that_stays_with_the_replica_is_counted_and_warned_of(
     options: IndexOptions,
     failures: list[StoreError],
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As soon as the address leads to the primary, lookups take one request again."""
-    monkeypatch.setattr(indexed, "_limited", LimitedLogger(logging.getLogger(indexed.__name__)))
     store = IndexedS3Store(URL, options, config=s3_config(s3_proxy.url))
     await put_segment(store, SEGMENT)
     await asyncio.to_thread(fail_over, *pair)
