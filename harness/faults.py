@@ -35,6 +35,7 @@ FaultKind = Literal[
 ]
 
 _PIECE_BYTES = 64 << 10
+_CLOSE_S = 1.0
 _ACCEPT_STEPS = 8  # of the event loop, and more than it takes to pass an accepted connection on
 _LENGTH = re.compile(rb"(?im)^content-length: *(\d+)\r?$")
 _CONNECTION = re.compile(rb"(?im)^connection:.*\r\n")
@@ -261,5 +262,6 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 async def _close(writer: asyncio.StreamWriter) -> None:
     writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(_CLOSE_S):  # after `start_tls`, one that was reset is never told of its end
+            await writer.wait_closed()

@@ -64,6 +64,7 @@ _BEGINNING_TOKENS, _ENDING_TOKENS = 384, 256
 _ANSWER_TOKENS = 8
 _REQUESTS = 3  # of a round, side by side
 _PHASE_S = 4.0, 9.0  # how long a fault lasts, and how long the peace after it
+_SET_S = 30.0
 _SAMPLE_S = 5.0
 _LATEST_ABORT_S = 3.0
 _LAST_TRIES = 8
@@ -208,7 +209,8 @@ class EngineSoak:
                 if fault is None:
                     self._random.choice(_data_planes()).kill()
                 else:
-                    await link.set(fault)
+                    async with asyncio.timeout(_SET_S):  # or the link would stay as it is, and nobody would know
+                        await link.set(fault)
                 self.faults[name] += 1
                 await asyncio.sleep(self._random.uniform(*_PHASE_S))
                 await link.set(None)
