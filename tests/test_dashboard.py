@@ -112,7 +112,7 @@ def test_prometheus_answers_every_query_of_the_dashboard(tmp_path: Path) -> None
     for name in ("store", "metrics", "prometheus"):
         (tmp_path / name).mkdir()
     with (
-        StoreProcess(tmp_path / "store", extra_args=["--capacity", "200KiB"]) as store,
+        StoreProcess(tmp_path / "store", extra_args=["--capacity", "600KiB"]) as store,
         metrics_server(store.url, tmp_path / "metrics") as (server_port, work),
         prometheus_of(tmp_path / "prometheus", store.port, server_port) as prometheus,
     ):
