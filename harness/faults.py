@@ -262,6 +262,10 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 async def _close(writer: asyncio.StreamWriter) -> None:
     writer.close()
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(_CLOSE_S):  # after `start_tls`, one that was reset is never told of its end
+    try:
+        async with asyncio.timeout(_CLOSE_S):
             await writer.wait_closed()
+    except OSError:
+        pass
+    except TimeoutError:  # over TLS, `close` waits 30 s for the other end, and a server's end waits for its connections
+        _reset(writer)
