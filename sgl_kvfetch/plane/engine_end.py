@@ -1,8 +1,9 @@
 """The engine's end of the data plane: all that the engine asks of it, whichever process serves.
 
-`DataPlane` keeps one serving: it starts, watches and restarts processes, and switches to another one. They follow one
-another: one of them gets all new work, and two threads may replace it: the one that watches it, and the engine's, which
-switches. When a process dies, its work under way counts as misses (`process`). What must hold is said at the fields.
+`DataPlane` keeps one serving: it starts, watches and restarts processes. They follow one another: one of them gets all
+new work, and the thread that watches it replaces it when it ends. It may die, or be told to end because the next one is
+to serve by another config. Either way, its work under way counts as misses (`process`), and so does what is asked for
+until the next one serves. What must hold is said at the fields.
 
 Only methods whose docstrings say so wait.
 """
@@ -30,7 +31,6 @@ from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.process import (
     CLOSE_S,
     Awaited,
-    EndedError,
     Launch,
     Quantising,
     ReadPages,
@@ -141,8 +141,10 @@ class DataPlane:
         )
         # What the next data plane is started with: that of the first one, until a switch.
         self._start = start
+        # Returns what it is started with instead, after a switch and until that has succeeded.
+        self._make: Callable[[], m.Start] | None = None
         # What the present data plane was told last of each kind, and those that follow it are told, too.
-        self._told: dict[type, m.ShowPrompts | m.PauseCalibration | m.TakeProfile] = {}
+        self._told: dict[type, m.ShowPrompts | m.PauseCalibration] = {}
         self._closing = threading.Event()
         self._backoff_s = _LEAST_BACKOFF_S
         # A data plane whose imports are done, which take most of a start, but that was sent no `Start`.
@@ -150,14 +152,13 @@ class DataPlane:
         # How often pages that a data plane had taken were lost: it ended, or the store had failed to take them, or they
         # were stored by another quantiser.
         self.num_losses = 0
-        self._prepared: tuple[m.Start, Run] | None = None  # it serves already, but gets no work before a switch
         self.on_switch: Callable[[], None] = lambda: None  # what is known of the store's pages holds no longer
-        # The data plane that gets all new work. It may have ended, while the next one is being started. Two threads
-        # replace it, both with `_choosing` held: the watching one only the data plane that it watched itself.
-        self._choosing = threading.Lock()
+        # The data plane that gets all new work. It may have ended, while the next one is being started. The watching
+        # thread replaces it, with the lock held, so that no switch passes it by.
+        self._replacing = threading.Lock()
         self._run = self._begin_run()
-        self._thread = self._begin_watch()  # watches `_run`
-        self._former: threading.Thread | None = None  # watches the data plane before the last switch, until its end
+        self._thread = threading.Thread(target=self._watch, name="kvfetch-data", daemon=True)
+        self._thread.start()
 
     @property
     def memory(self) -> torch.Tensor:
@@ -180,10 +181,6 @@ class DataPlane:
             logger.warning("kvfetch: the data plane did not end in %g s", CLOSE_S)
             run.running.kill()
         self._thread.join(CLOSE_S)
-        if self._former is not None:
-            self._former.join(CLOSE_S)
-        if self._prepared is not None:
-            self._prepared[1].end()
 
     @property
     def is_closing(self) -> bool:
@@ -193,62 +190,60 @@ class DataPlane:
 
     def _begin_run(self) -> Run:
         """Start a data plane, the spare one if there is one, and wait until it serves. Raises KVFetchError."""
+        make = self._make
+        start = self._start if make is None else make()
         spare, self._spare = self._spare, None
-        run = self._let_start(spare or self._new_run(), self._start)
-        for command in [*self._told.values()]:
-            run.channel.send(command)
-        return run
-
-    def _let_start(self, run: Run, start: m.Start) -> Run:
-        """Wait until a data plane serves. If it does not, end it and raise KVFetchError."""
+        run = spare or self._new_run()
         try:
             run.channel.send(start)
             run.await_ready(self._closing)
         except BaseException:
             run.end()
             raise
+        if make is not None:
+            self._start, self._make = start, None
+            if start.rank == 0:
+                logger.info("kvfetch: this server stores with %r from now on", start.config["quantiser"])
+        for command in [*self._told.values()]:
+            run.channel.send(command)
         return run
 
-    def _begin_watch(self) -> threading.Thread:
-        thread = threading.Thread(target=self._watch, args=(self._run,), name="kvfetch-data", daemon=True)
-        thread.start()
-        return thread
-
-    def _watch(self, run: Run) -> None:
-        """Serve a run until its end, then start the next one, unless a switch has replaced it. Runs on the thread that
-        receives."""
-        following: Run | None = run
-        while following is not None:
-            run, began_s = following, time.monotonic()
-            run.serve(self._closing, self._launch_spare)
-            if run.end():
+    def _watch(self) -> None:
+        """Serve each run until its end, then start the next one. Runs on the thread that receives."""
+        is_over = False
+        while not is_over:
+            began_s = time.monotonic()
+            self._run.serve(self._closing, self._launch_spare)
+            if self._run.end():
                 self._lose()
             if time.monotonic() - began_s > _STEADY_S:
                 self._backoff_s = _LEAST_BACKOFF_S
-            following = self._follow(run)
+            is_over = not self._follow()
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.end()
 
-    def _follow(self, run: Run) -> Run | None:
-        """Start the data plane that follows one that has ended. Return None at the close, or if a switch was faster."""
-        if self._closing.is_set() or run is not self._run:
-            return None
-        logger.warning("kvfetch: the data plane ended; its work under way counts as misses; it is restarted")
-        metrics.DATA_PLANE_STARTS.inc()
-        while not self._closing.wait(self._backoff_s) and run is self._run:
+    def _follow(self) -> bool:
+        """Start the data plane that follows one that has ended. Return False at the close."""
+        if self._closing.is_set():
+            return False
+        if self._make is None:
+            logger.warning("kvfetch: the data plane ended; its work under way counts as misses; it is restarted")
+            metrics.DATA_PLANE_STARTS.inc()
+        while not self._closing.wait(self._backoff_s):
             self._backoff_s = min(_MOST_BACKOFF_S, 2 * self._backoff_s)
             try:
                 following = self._begin_run()
             except (KVFetchError, OSError) as e:
-                logger.warning("kvfetch: the data plane did not start: %s", e)
+                if not self._closing.is_set():
+                    logger.warning("kvfetch: the data plane did not start: %s", e)
                 continue
-            with self._choosing:
-                if run is self._run:
-                    self._run = following
-                    return following
-            following.end()  # a switch was faster, and has a thread of its own
-        return None
+            with self._replacing:
+                self._run = following
+                if self._make is not None:  # a switch has come meanwhile
+                    following.leave()
+            return True
+        return False
 
     def _launch_spare(self) -> None:
         """Launch a spare data plane, because the present one does not answer. It may hang, or only be slow: if it
@@ -262,54 +257,15 @@ class DataPlane:
     def _lose(self) -> None:
         self.num_losses += 1
 
-    # Another one, with a profile
-
-    def prepare(self, make: Callable[[], m.Start]) -> None:
-        """Start a second data plane, on a thread, for `switch`. ``make`` returns what it is started with; it may take
-        its time, and raise KVFetchError: then there is nothing to switch to."""
-        threading.Thread(target=self._prepare, args=(make,), name="kvfetch-switch", daemon=True).start()
-
-    @property
-    def is_prepared(self) -> bool:
-        return self._prepared is not None
-
-    def switch(self) -> None:
-        """Serve by the data plane that was prepared. The former one writes what is queued, and ends; its other work
-        under way counts as misses. Call on the thread that steps: this never waits, since the new one serves already,
-        and the former one keeps the thread that watches it."""
-        assert self._prepared is not None
-        with self._choosing:
-            former, (self._start, self._run) = self._run, self._prepared
-            self._prepared, self._told = None, {}
-        self.num_losses += 1  # what it has queued is of no use to the next one
+    def switch(self, make: Callable[[], m.Start]) -> None:
+        """Serve by another config, and never again by the present one: the data plane writes what is queued, and ends,
+        and the next one is started with what ``make`` returns. That is called on another thread, where it may take its
+        time, until one serves: it may raise KVFetchError. Never waits."""
+        self.num_losses += 1  # what is queued is of no use to the next one
         self.on_switch()
-        former.channel.send(m.Close())
-        self._former, self._thread = self._thread, self._begin_watch()
-
-    def _prepare(self, make: Callable[[], m.Start]) -> None:
-        try:
-            start = make()
-            run = self._start_at_last(start)
-        except (KVFetchError, OSError) as e:
-            if not self._closing.is_set():
-                logger.warning("kvfetch: the profile cannot be used, and this server stores with 'exact': %s", e)
-            return
-        self._prepared = start, run
-        if self._closing.is_set():
-            run.end()
-
-    def _start_at_last(self, start: m.Start) -> Run:
-        """Start a data plane, another one if it ends or takes too long, and so on: the other ranks wait for this one.
-        Raises KVFetchError if it refuses the config, or at the close."""
-        backoff_s = _LEAST_BACKOFF_S
-        while True:
-            try:
-                return self._let_start(self._new_run(), start)
-            except (EndedError, OSError) as e:
-                if self._closing.wait(backoff_s):
-                    raise
-                logger.warning("kvfetch: a data plane that stores with the profile did not start: %s", e)
-                backoff_s = min(_MOST_BACKOFF_S, 2 * backoff_s)
+        with self._replacing:
+            self._make, self._told = make, {}
+            self._run.leave()
 
     # Reading
 
@@ -493,15 +449,15 @@ class DataPlane:
 
     # Finding a profile
 
-    def tell(self, command: m.ShowPrompts | m.PauseCalibration | m.TakeProfile) -> None:
+    def tell(self, command: m.ShowPrompts | m.PauseCalibration) -> None:
         """Tell the data plane, and those that follow it until a switch."""
         self._told[type(command)] = command
         self._run.channel.send(command)
 
     @property
-    def taken_profile(self) -> m.ProfileTaken | None:
-        """The profile that was found for the engine's weights, as `protocol.Start` has asked."""
-        return self._run.profile
+    def found_profile(self) -> str:
+        """The digest of the profile that was found for the engine's weights, as `Start` has asked; "" before."""
+        return self._run.found_profile
 
     def show_prompts(self, windows: Sequence[Sequence[bytes]]) -> None:
         """Let the data plane calibrate on these prompts: see `protocol.ShowPrompts`."""
@@ -509,10 +465,6 @@ class DataPlane:
 
     def pause_calibration(self, *, is_paused: bool) -> None:
         self.tell(m.PauseCalibration(is_paused))
-
-    def take_profile(self, digest: str) -> None:
-        """Let the data plane take this profile, which another rank has chosen."""
-        self.tell(m.TakeProfile(digest))
 
     def step(self) -> None:
         """Complete the stagings whose results have come, a bounded number. Never waits."""

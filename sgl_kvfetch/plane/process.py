@@ -131,6 +131,7 @@ _FOR_EVER_S = 1e6  # the largest time that a poller takes is not much more
 # nothing in them, the second if it runs, or waits for a core or a disk, as on an overloaded machine. A start is one
 # long silence: it imports torch, and may wait for a compiler or a driver.
 _RUNNING_TICKS, _START_TICKS = (12, 80), (240, 960)
+_LEAVING_TICKS = 40, 80  # one that writes what is queued, and takes no commands
 _SUSPECT_TICKS = 4  # after so many without an answer in which it does nothing, a spare data plane is started
 CLOSE_S = 10.0
 _REFUSALS: dict[str, type[KVFetchError]] = {kind.__name__: kind for kind in (ConfigError, UnsupportedError)}
@@ -197,10 +198,8 @@ class _Silence:
     """Counts ticks in which a data plane says nothing. They are no measure of time: if a busy machine delays the thread
     that counts, the data plane may well have answered."""
 
-    def __init__(self, running: Running, most_idle: int, most_ticks: int) -> None:
-        """``most_idle``: of the ticks in which the data plane does nothing. ``most_ticks``: of all."""
+    def __init__(self, running: Running) -> None:
         self._running = running
-        self._most = most_idle, most_ticks
         self._num_ticks = self.num_idle = 0
 
     def broken_by(self, events: list[m.Event]) -> list[m.Event]:
@@ -212,9 +211,9 @@ class _Silence:
             self.num_idle += not self._running.is_busy()
         return events
 
-    @property
-    def is_long(self) -> bool:
-        return self.num_idle > self._most[0] or self._num_ticks > self._most[1]
+    def is_longer(self, most_idle: int, most_ticks: int) -> bool:
+        """``most_idle``: of the ticks in which the data plane does nothing. ``most_ticks``: of all."""
+        return self.num_idle > most_idle or self._num_ticks > most_ticks
 
 
 class Run:
@@ -240,11 +239,11 @@ class Run:
         self._geometry = geometry
         self._sides = sides
         self._lock = threading.Lock()
-        self._ended = False  # guarded by the lock, like the work under way
+        self._ended = False  # or leaves; guarded by the lock, like the work under way
         self._asked: dict[int, Awaited[Any]] = {}
         self._hearing = threading.Condition()
         self._is_heard = False  # one of the threads that wait receives for all; or none can, as the data plane is gone
-        self.profile: m.ProfileTaken | None = None
+        self.found_profile = ""
         self.audits: Audits | None = None
         self._on_loss = on_loss
         self.has_lost = False  # the store has failed to take pages, and has taken none since
@@ -379,8 +378,8 @@ class Run:
 
     def await_ready(self, closing: threading.Event) -> None:
         """Wait until the data plane serves. Raises EndedError, or another KVFetchError if it refuses the config."""
-        silence = _Silence(self.running, *_START_TICKS)
-        while not silence.is_long and not closing.is_set():
+        silence = _Silence(self.running)
+        while not silence.is_longer(*_START_TICKS) and not closing.is_set():
             for event in silence.broken_by(self._receive()):
                 match event:
                     case m.Ready():
@@ -393,7 +392,7 @@ class Run:
 
     def serve(self, closing: threading.Event, on_suspicion: Callable[[], None]) -> None:
         """Process events until the data plane ends or hangs. ``on_suspicion`` is called when it may hang."""
-        silence = _Silence(self.running, *_RUNNING_TICKS)
+        silence = _Silence(self.running)
         while True:
             try:
                 events = silence.broken_by(self._receive())
@@ -401,7 +400,7 @@ class Run:
                 return
             if silence.num_idle == _SUSPECT_TICKS:
                 on_suspicion()
-            if silence.is_long and not closing.is_set():
+            if silence.is_longer(*(_LEAVING_TICKS if self._ended else _RUNNING_TICKS)) and not closing.is_set():
                 logger.warning("kvfetch: the data plane does not answer")
                 return
             if not events:
@@ -459,8 +458,8 @@ class Run:
         match event:
             case m.Staged() | m.Taken() | m.ClearOver():
                 self._answer(event)
-            case m.ProfileTaken():
-                self.profile = event
+            case m.ProfileFound():
+                self.found_profile = event.digest
             case m.AuditsTold():
                 self.audits = event.audits
             case m.Settled():
@@ -477,6 +476,14 @@ class Run:
             asked = self._asked.pop(event.work, None)
         if asked is not None:
             asked.set_result(event)  # not with the lock held: it calls back
+
+    def leave(self) -> None:
+        """Let the data plane write what is queued, and end. It takes no more work, and completes that under way soon.
+        Never waits."""
+        with self._lock:
+            self._ended = True
+        self._room.close()
+        self.channel.send(m.Close())
 
     def staged_values(self, staged: m.Staged) -> StagedValues:
         return StagedValues.of(staged, self.values, self._geometry, self._sides)

@@ -26,7 +26,7 @@ from sgl_kvfetch.keys import Labels, Namespace
 from sgl_kvfetch.plane.config import ProfileNeeds
 from sgl_kvfetch.status import Audits
 
-VERSION = 11
+VERSION = 12
 _LENGTH = struct.Struct("<I")
 _MOST_BYTES = 64 << 20  # limit for a message; a `Stage` has 32 bytes per page
 
@@ -37,15 +37,12 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Watch(msgspec.Struct, frozen=True, array_like=True):
     """What a data plane needs to find a profile for its engine's weights, or to make one. ``weights``: their
-    fingerprint. ``model_folder``: the checkpoint. ``model_name``: for people. ``needs``: what a profile must have.
-    ``finds``: whether to look for the newest profile and to calibrate if there is none, as rank 0 does; else only
-    `TakeProfile` asks for one."""
+    fingerprint. ``model_folder``: the checkpoint. ``model_name``: for people. ``needs``: what a profile must have."""
 
     weights: str
     model_folder: str
     model_name: str
     needs: ProfileNeeds
-    finds: bool
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -207,12 +204,6 @@ class PauseCalibration(_Message, frozen=True):
     is_paused: bool
 
 
-class TakeProfile(_Message, frozen=True):
-    """Take a copy of this profile from the store; `ProfileTaken` answers."""
-
-    digest: str
-
-
 class Ping(_Message, frozen=True):
     """Answer with a ``Pong``."""
 
@@ -286,13 +277,10 @@ class ClearOver(_Message, frozen=True):
     fault: str
 
 
-class ProfileTaken(_Message, frozen=True):
-    """There is a profile for the engine's weights, and a copy of it on this machine. ``about``: one line for the
-    log."""
+class ProfileFound(_Message, frozen=True):
+    """The store has a profile for the engine's weights."""
 
     digest: str
-    path: str
-    about: str
 
 
 class AuditsTold(_Message, frozen=True):
@@ -316,12 +304,11 @@ Command = (
     | Clear
     | ShowPrompts
     | PauseCalibration
-    | TakeProfile
     | Ping
     | Close
 )
 Answer = Staged | ClearOver  # the thread that has asked receives them
-Event = Ready | Refused | Answer | Taken | Settled | ProfileTaken | AuditsTold | Pong
+Event = Ready | Refused | Answer | Taken | Settled | ProfileFound | AuditsTold | Pong
 
 M = TypeVar("M")
 

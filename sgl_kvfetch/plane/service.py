@@ -136,7 +136,7 @@ class Service:
                 self._write(command)
             case m.Clear():
                 self._tasks.begin(self._clear(command))
-            case m.ShowPrompts() | m.PauseCalibration() | m.TakeProfile():
+            case m.ShowPrompts() | m.PauseCalibration():
                 if self._finder is not None:
                     self._finder.serve(command)
             case m.Ping():

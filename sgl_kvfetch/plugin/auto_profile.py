@@ -1,9 +1,10 @@
 """``"quantiser": "auto"``: an engine without a profile serves by ``exact``, and by ``klt`` once there is one.
 
 Rank 0 shows its data plane a sample of its prompts. The data plane calibrates on them, or finds that a neighbour has
-done so, and says which profile there is. Then every rank takes a copy of that profile, and prepares a second data plane
-that serves by it. When all ranks have one, all switch to it in the same step. Ranks learn of each other by one
-collective every few steps. All of them take part in it, whatever they know.
+done so, and says which profile there is. The other ranks hear of it by one collective every few steps, in which all of
+them take part. In the step in which they do, each rank's data plane ends, and the next one serves by that profile. No
+rank reads or writes by ``exact`` any more when another one has begun with ``klt``: what was computed behind a hit of
+``klt`` must not be stored as exact.
 
 SGLang has one backend in a process at a time, so this is the state of the process. All of it runs on the scheduler's
 thread, and does no I/O but messages to the data plane.
@@ -99,15 +100,15 @@ class PromptSample:
 _AGREE_EVERY = 64  # steps: the collective of several ranks takes about as long as one step of decoding in 20
 _IDLE_STEP = 16  # steps that one without a batch stands for: with --sleep-on-idle, it lasts a second
 _SAY_EVERY = 5  # windows of the sample
-_PARTS = 4  # of a digest of 128 bits, as integers of 32 bits
+_DIGEST_BYTES = 16
 
 Follow: TypeAlias = "Callable[[str], Start]"
-"""Returns what a data plane is started with that serves by a profile, from its path. May take its time."""
+"""Returns what a data plane is started with that serves by a profile, from its digest. May take its time."""
 
 
 class AutoProfile:
-    """Finds one rank's profile. ``follow`` is None where SGLang cannot go over to it while it serves. ``pauses``:
-    whether the engine computes on the CPU, which calibrating must leave to it."""
+    """Goes over to a profile. ``follow`` is None where SGLang cannot go over to it while it serves. ``pauses``: whether
+    the engine computes on the CPU, which calibrating must leave to it."""
 
     def __init__(self, plane: DataPlane, rank: int, num_ranks: int, follow: Follow | None, *, pauses: bool) -> None:
         self._plane = plane
@@ -118,9 +119,6 @@ class AutoProfile:
         self._sample = PromptSample() if rank == 0 else None
         self._is_busy = False  # as the data plane knows
         self._num_steps = 0  # since the ranks have last agreed
-        self._wanted = ""  # the digest that rank 0 has, once it is known here
-        self._about = ""  # that profile, for people
-        self._is_preparing = False
         if rank == 0:
             logger.info(
                 "kvfetch: the store has no profile of these weights yet: this server stores with 'exact', and takes a "
@@ -150,59 +148,37 @@ class AutoProfile:
             self._sample = None
 
     def step(self, scheduler: Any) -> None:
-        """Go on: call every step of SGLang's ``Scheduler``."""
+        """Go over to a profile, if there is one: call every step of SGLang's ``Scheduler``, on all ranks."""
         if self._pauses and self._rank == 0:
             is_busy = not scheduler.is_fully_idle(for_health_check=True)
             if is_busy != self._is_busy:
                 self._is_busy = is_busy
                 self._plane.pause_calibration(is_paused=is_busy)
+        digest = self._plane.found_profile
         if self._num_ranks > 1:
             self._num_steps += _IDLE_STEP if scheduler.last_batch is None else 1  # ranks have the same batches
             if self._num_steps < _AGREE_EVERY:
                 return
             self._num_steps = 0
-        state = self._state()
-        if self._num_ranks > 1:
-            least = torch.tensor(state)
-            scheduler.tree_cache._all_reduce_attn_groups(least, torch.distributed.ReduceOp.MIN)
-            state = least.tolist()
-        self._go_on(state)
-
-    def _state(self) -> list[int]:
-        """Return what the minimum over ranks is taken of: whether this rank could switch, whether it has the profile
-        that all want, and rank 0's profile."""
-        taken = self._plane.taken_profile
-        has_wanted = taken is not None and taken.digest == self._wanted
-        digest = taken.digest if taken is not None and self._rank == 0 else "0" * 8 * _PARTS
-        parts = (-int(digest[8 * i : 8 * i + 8], 16) for i in range(_PARTS))
-        return [int(self._plane.is_prepared), int(has_wanted), *parts]
-
-    def _go_on(self, least: Sequence[int]) -> None:
-        """Go one step towards ``klt``. ``least``: `_state` over all ranks. It alone decides when this is over: a rank
-        that left the others before would miss in their next collective."""
-        can_switch, all_have_it, *parts = least
-        if not any(parts):
+            digest = _of_rank_0(digest, scheduler.tree_cache)
+        if not digest:
             return
-        if not self._wanted:
-            self._wanted = "".join(f"{-part:08x}" for part in parts)
-            if self._rank != 0:
-                self._plane.take_profile(self._wanted)
-        taken = self._plane.taken_profile
-        if taken is not None and taken.digest == self._wanted:
-            self._about = taken.about
-            if self._follow is not None and not self._is_preparing:
-                self._is_preparing = True
-                self._plane.prepare(partial(self._follow, taken.path))
-        if self._follow is None and all_have_it:
-            end()
+        end()
+        if self._follow is not None:
+            self._plane.switch(partial(self._follow, digest))
+        elif self._rank == 0:
             logger.info(
-                "kvfetch: %s; device mode on a GPU stores with it once the backend is attached again", self._about
+                "kvfetch: the store has profile %s; device mode on a GPU stores with it once the backend is attached "
+                "again",
+                digest,
             )
-        elif can_switch:
-            end()
-            self._plane.switch()
-            if self._rank == 0:
-                logger.info("kvfetch: %s; this server stores with 'klt' from now on", self._about)
+
+
+def _of_rank_0(digest: str, tree: Any) -> str:
+    """Return the digest that rank 0 calls this with; other ranks have none. ``tree``: SGLang's radix cache."""
+    parts = torch.tensor(list(bytes.fromhex(digest) or bytes(_DIGEST_BYTES)))
+    tree._all_reduce_attn_groups(parts, torch.distributed.ReduceOp.MAX)
+    return bytes(parts.tolist()).hex() if parts.any() else ""
 
 
 class _State:
@@ -223,7 +199,7 @@ def end() -> None:
 
 
 def current() -> AutoProfile | None:
-    """Return what finds a profile for the backend that is attached now; None if nothing does."""
+    """Return what goes over to a profile for the backend that is attached now; None if nothing does."""
     if _state.profile is not None and _state.profile.is_over:
         end()
     return _state.profile

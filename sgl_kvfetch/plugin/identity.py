@@ -163,13 +163,13 @@ def engine_config(config: KVFetchConfig, why_no_klt: str, needs: Callable[[], Pr
 
 
 def profile_watch(needs: ProfileNeeds) -> Watch:
-    """Return what the data plane of a rank needs to find a profile that fits. Raises UnsupportedError."""
+    """Return what it takes to find a profile that fits. Raises UnsupportedError."""
     from sglang.srt.runtime_context import get_model
 
     model = get_model()
     folder = model_folder(model.model_path, model.revision)
     name = label_of_model(model.model_path, model.model_path)
-    return Watch(_weights_digest(), str(folder), name, needs, finds=needs.tp_rank == 0)
+    return Watch(_weights_digest(), str(folder), name, needs)
 
 
 def engine_profile(config: KVFetchConfig, needs: Callable[[], ProfileNeeds]) -> KVFetchConfig:
@@ -189,6 +189,14 @@ def engine_profile(config: KVFetchConfig, needs: Callable[[], ProfileNeeds]) -> 
 
     fits = needs().require_file
     return with_profile(config, _weights_digest(), get_model().model_path, tensor_parallel_group(), fits)
+
+
+def found_profile(config: KVFetchConfig, watch: Watch, digest: str) -> TakenProfile:
+    """Take the profile with this digest from the store. Raises KVFetchError."""
+    taken = take_profile(config, watch.weights, watch.needs.require_file, digest)
+    if taken is None:
+        raise ConfigError(f"{config.store} has no usable profile {watch.weights}/{digest} any more: publish it again")
+    return taken
 
 
 def engine_quantiser(config: KVFetchConfig, storage_config: Any, geometry: KVGeometry, first_layer: int) -> Quantiser:

@@ -28,6 +28,7 @@ from sgl_kvfetch.plugin.identity import (
     engine_config,
     engine_heads,
     engine_quantiser,
+    found_profile,
     kv_cache_scale,
     profile_needs,
     profile_watch,
@@ -86,9 +87,10 @@ def open_engine_plane(
     )
     if not lacks_profile:
         return opening.open(config, quantiser)
-    plane = opening.open(config, quantiser, profile_watch(needs()))
+    watch = profile_watch(needs())
+    plane = opening.open(config, quantiser, watch if rank.tp_rank == 0 else None)
     # Device mode on a GPU has pages under way that its kernels have quantised.
-    follow = None if _is_on_gpu(pages) else partial(_by_profile, asked, rank, opening)
+    follow = None if _is_on_gpu(pages) else partial(_by_profile, asked, watch, rank, opening)
     is_on_cpu = not torch.accelerator.is_available()
     auto_profile.begin(AutoProfile(plane, rank.tp_rank, rank.tp_size, follow, pauses=is_on_cpu))
     return plane
@@ -106,10 +108,14 @@ def _why_no_klt(sides: SidePools | None, rank: Any, dtype: str) -> str:
     return ""
 
 
-def _by_profile(config: KVFetchConfig, rank: Any, opening: Opening, path: str) -> Start:
-    """Return what starts a data plane that serves by the profile in the file ``path``. ``config``: as the user has it,
-    with ``auto``. ``opening``: how the present one was opened. Raises ConfigError for a profile that does not fit."""
-    config, heads, pages = config.with_profile(path), opening.heads, opening.pages
+def _by_profile(config: KVFetchConfig, watch: Watch, rank: Any, opening: Opening, digest: str) -> Start:
+    """Take the profile with this digest from the store, as at an attachment. Return what starts a data plane that
+    serves by it. ``config``: as the user has it, with ``auto``. ``opening``: how the present one was opened. Raises
+    KVFetchError."""
+    taken = found_profile(config, watch, digest)
+    if rank.tp_rank == 0:
+        logger.info("kvfetch: %s", taken.about)
+    config, heads, pages = config.with_profile(taken.path), opening.heads, opening.pages
     quantiser = engine_quantiser(config, rank, pages.geometry, pages.first_layer)
     namespace = replace(heads.namespace, quantiser=quantiser.identity)
     require_own_profile(config, quantiser, namespace)

@@ -26,7 +26,6 @@ COMMANDS: list[m.Command] = [
     m.Clear(4),
     m.ShowPrompts(((b"1234", b"5678"), (b"",))),
     m.PauseCalibration(True),
-    m.TakeProfile("d" * 32),
     m.Ping(),
     m.Close(),
 ]
@@ -38,7 +37,7 @@ EVENTS: list[m.Event] = [
     m.Settled(3),
     m.Taken(3, is_lost=True),
     m.ClearOver(4, ""),
-    m.ProfileTaken("d" * 32, "/copies/d", "a profile"),
+    m.ProfileFound("d" * 32),
     m.AuditsTold(Audits(model="m", quantiser="klt 1e-3", num_audits=3, typical=0.5, by_length={"to 1024": 0.5})),
     m.Pong(),
 ]
@@ -92,5 +91,5 @@ def test_namespaces_survive_encoding() -> None:
 
 
 def test_text_that_is_no_unicode_is_refused() -> None:
-    with pytest.raises(FormatError, match=r"a TakeProfile with the text 'of \\udcff folder': expected valid Unicode"):
-        m.encode(m.TakeProfile("of \udcff folder"))
+    with pytest.raises(FormatError, match=r"a FetchSide with the text 'of \\udcff folder': expected valid Unicode"):
+        m.encode(m.FetchSide(1, "of \udcff folder", b"", 0.0))

@@ -28,7 +28,7 @@ from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import decode_manifest
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.plane import (
     engine_end as plane_module,
     process as run_module,
@@ -438,21 +438,18 @@ def test_pages_that_are_lost_with_a_data_plane_are_counted(tmp_path: Path, launc
 def test_the_next_data_plane_is_told_what_the_last_one_was(
     plane: DataPlane, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have been asked for another rank's profile, and no rank switches before all have it."""
     told: list[object] = []
     encode = m.encode
     monkeypatch.setattr(channel_module, "encode", lambda message: told.append(message) or encode(message))  # type: ignore[func-returns-value]
     plane.show_prompts([[b"prompt"]])
-    plane.take_profile("digest")
     plane.pause_calibration(is_paused=True)
     plane.pause_calibration(is_paused=False)
     told.clear()
     launcher.signal(signal.SIGKILL)
     wait_until(lambda: len(launcher.started) >= 2 and write(plane, page_hashes(1)) == 1)
-    kinds = m.ShowPrompts, m.TakeProfile, m.PauseCalibration
+    kinds = m.ShowPrompts, m.PauseCalibration
     assert [each for each in told if isinstance(each, kinds)] == [
         m.ShowPrompts(((b"prompt",),)),
-        m.TakeProfile("digest"),
         m.PauseCalibration(False),
     ]
 
@@ -529,23 +526,25 @@ def test_an_unused_spare_data_plane_ends_with_the_others(
     assert all(each.join(WAIT_S) for each in launcher.started)
 
 
-def test_another_data_plane_takes_over(tmp_path: Path, launcher: Launcher, plane: DataPlane) -> None:
-    """With another quantiser. What the former one has taken is written; what it has found is not fetched."""
+def test_a_switch_writes_what_is_queued_and_finds_nothing_of_the_former_quantiser(
+    tmp_path: Path, launcher: Launcher, plane: DataPlane
+) -> None:
     hashes, others = page_hashes(NUM_PAGES), page_hashes(NUM_PAGES, "other")
     store(plane, hashes)
-    plane.prepare(lambda: start_by_uint8(tmp_path))
-    wait_until(lambda: plane.is_prepared)
+    restarts, losses = own_metric("sgl_kvfetch_data_plane_restarts_total"), plane.num_losses
+    plane.show_prompts([[b"prompt"]])
     assert write(plane, others) == NUM_PAGES
-    losses = plane.num_losses
-    plane.switch()
+    plane.switch(lambda: start_by_uint8(tmp_path))
     assert plane.num_losses == losses + 1
+    assert look_up(plane, hashes) == Staged(ANY, reason=Reason.DATA_PLANE)  # at once, while it ends
     assert fetch_found(plane, hashes) == 0
-    assert look_up(plane, hashes).num_pages == 0
-    store(plane, hashes)
+    assert write(plane, hashes) == 0
+    store_again(plane, hashes)
     assert launcher.started[0].join(WAIT_S)
+    assert plane._told == {}
+    assert own_metric("sgl_kvfetch_data_plane_restarts_total") == restarts
     launcher.signal(signal.SIGKILL)
-    wait_until(lambda: len(launcher.started) >= 3)  # which serves by the same quantiser
-    wait_until(lambda: look_up(plane, hashes).num_pages == NUM_PAGES)
+    wait_until(lambda: look_up(plane, hashes).num_pages == NUM_PAGES)  # the next one has the same quantiser
     former = open_plane(tmp_path, launcher)
     assert look_up(former, others).num_pages == NUM_PAGES
     former.close()
@@ -555,6 +554,85 @@ def start_by_uint8(directory: Path) -> Start:
     heads = make_heads(SMALL, make_quantiser("uint8"))
     settings = {"store": f"file://{directory}", "codec": "zstd", "quantiser": "uint8", "lookup_timeout_s": 600}
     return Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None)
+
+
+def store_again(plane: DataPlane, hashes: Sequence[bytes]) -> None:
+    """Store pages by what serves after a switch, as soon as it does."""
+    wait_until(lambda: write(plane, hashes) == len(hashes))
+    wait_until(lambda: look_up(plane, hashes).num_pages == len(hashes))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+def test_a_data_plane_that_dies_or_hangs_at_the_switch(
+    tmp_path: Path,
+    launcher: Launcher,
+    plane: DataPlane,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    is_before: bool,
+) -> None:
+    monkeypatch.setattr(run_module, "_LEAVING_TICKS", (2, 80))
+    hashes = page_hashes(NUM_PAGES)
+    store(plane, hashes)
+    for does_signal in (is_before, not is_before):
+        if does_signal:
+            launcher.signal(number)
+        else:
+            plane.switch(lambda: start_by_uint8(tmp_path))
+    store_again(plane, hashes)
+    assert plane._start == start_by_uint8(tmp_path)
+
+
+def test_a_switch_while_a_data_plane_is_restarted(tmp_path: Path, launcher: Launcher, plane: DataPlane) -> None:
+    hashes = page_hashes(NUM_PAGES)
+    store(plane, hashes)
+    launcher.signal(signal.SIGKILL)
+    wait_until(lambda: len(launcher.started) >= 2)  # which is started by the former quantiser
+    plane.switch(lambda: start_by_uint8(tmp_path))
+    store_again(plane, hashes)
+    assert plane._start == start_by_uint8(tmp_path)
+
+
+def test_a_switch_goes_on_until_a_data_plane_serves(
+    tmp_path: Path, launcher: Launcher, plane: DataPlane, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a store that does not give the profile, a config that is refused, and a process that dies."""
+    asked: list[None] = []
+
+    def make() -> Start:
+        asked.append(None)
+        if len(asked) == 1:
+            raise StoreError("refused", "no profile for now")
+        start = start_by_uint8(tmp_path)
+        return msgspec.structs.replace(start, version=0) if len(asked) == 2 else start
+
+    plane.switch(make)
+    wait_until(lambda: len(launcher.started) >= 3)
+    launcher.signal(signal.SIGKILL)
+    store_again(plane, page_hashes(NUM_PAGES))
+    assert "the data plane did not start: no profile for now" in caplog.text
+    assert "expected message version" in caplog.text
+    assert len(launcher.started) == 4
+
+
+def test_a_data_plane_that_is_closed_during_a_switch_starts_none(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plane_module, "CLOSE_S", 0.1)  # the thread still waits for the store
+    plane, asked, closed = open_plane(tmp_path, launcher), threading.Event(), threading.Event()
+
+    def make() -> Start:
+        asked.set()
+        assert closed.wait(WAIT_S)
+        return start_by_uint8(tmp_path)
+
+    plane.switch(make)
+    assert asked.wait(WAIT_S)
+    plane.close()
+    closed.set()
+    plane._thread.join(WAIT_S)
+    assert all(each.join(0) for each in launcher.started)
 
 
 @pytest.mark.parametrize(("quantiser", "codec"), [("exact", "lzma"), ("float8(e5m2)", "lzma")])
@@ -583,29 +661,6 @@ def test_pages_go_through_a_quantiser_and_a_codec_of_another_package(
     (manifest,) = [decode_manifest(each.read_bytes()) for each in (tmp_path / "store").rglob("*.kvm")]
     assert manifest.namespace.quantiser == quantiser
     assert ("lzma" in manifest.variants[0].codecs) == (quantiser == "exact")  # float8 has bytes alone
-
-
-def test_a_data_plane_that_cannot_take_over_changes_nothing(
-    tmp_path: Path, launcher: Launcher, plane: DataPlane, caplog: pytest.LogCaptureFixture
-) -> None:
-    plane.prepare(lambda: msgspec.structs.replace(start_by_uint8(tmp_path), version=0))
-    wait_until(lambda: "the profile cannot be used" in caplog.text)
-    assert not plane.is_prepared
-    store(plane, page_hashes(NUM_PAGES))
-
-
-def test_a_data_plane_that_dies_before_it_takes_over_is_started_again(
-    tmp_path: Path, launcher: Launcher, plane: DataPlane, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The other ranks would wait for this one for ever."""
-    plane.prepare(lambda: start_by_uint8(tmp_path))
-    wait_until(lambda: len(launcher.started) >= 2)
-    launcher.signal(signal.SIGKILL)
-    wait_until(lambda: plane.is_prepared)
-    assert "a data plane that stores with the profile did not start: the data plane ended" in caplog.text
-    assert len(launcher.started) >= 3
-    plane.switch()
-    store(plane, page_hashes(NUM_PAGES))
 
 
 def test_the_gauges_of_a_killed_data_plane_go_with_it(

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
+
 from harness.waiting import WAIT_S, until
+from sgl_kvfetch.codec.quant.registry import make_quantiser
+from sgl_kvfetch.plane import DataPlane
 from sgl_kvfetch.plane.process import Line
+from sgl_kvfetch.plane.protocol import Start
 from sgl_kvfetch.plane.service import Service, run_data_plane
 
 R = TypeVar("R")
+
+
+def start_by_uint8(plane: DataPlane) -> Start:
+    """Return what a data plane is started with that serves in the place of this one by another quantiser."""
+    namespace = dataclasses.replace(plane._start.namespace, quantiser=make_quantiser("uint8").identity)
+    config = plane._start.config | {"quantiser": "uint8"}
+    return msgspec.structs.replace(plane._start, namespace=namespace, config=config)
 
 
 class DataPlaneThread:

@@ -111,7 +111,7 @@ def test_sglang_says_which_layers_its_pool_has(
 
 def test_auto_stores_exact_if_no_profile_fits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that was made for fewer ranks. And it goes on looking for one that does, by what its engine needs."""
-    watch = Watch("0" * 32, "/model", "model", ProfileNeeds(GEOMETRY, (0, 1, 2), 0, 0, 1), finds=True)
+    watch = Watch("0" * 32, "/model", "model", ProfileNeeds(GEOMETRY, (0, 1, 2), 0, 0, 1))
     asked: list[ProfileNeeds] = []
 
     def none_fits(config: KVFetchConfig, why: str, needs: Callable[[], ProfileNeeds]) -> KVFetchConfig:

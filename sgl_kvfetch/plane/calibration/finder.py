@@ -39,10 +39,9 @@ class ProfileFinder:
         self._own = OwnCalibration(folder, watch, config.codec_threads, self._news.set)
         self._passed_over = PassedOver()
         self._tasks = Tasks()
-        if watch.finds:
-            self._tasks.begin(self._find())
+        self._tasks.begin(self._find())
 
-    def serve(self, command: m.ShowPrompts | m.PauseCalibration | m.TakeProfile) -> None:
+    def serve(self, command: m.ShowPrompts | m.PauseCalibration) -> None:
         """Begin to carry out a command."""
         match command:
             case m.ShowPrompts():
@@ -50,17 +49,10 @@ class ProfileFinder:
                 self._news.set()
             case m.PauseCalibration():
                 self._own.pause(is_paused=command.is_paused)
-            case m.TakeProfile():
-                self._tasks.begin(self._take(command.digest))
 
     async def close(self) -> None:
         await self._tasks.cancel()
         await self._own.close()
-
-    async def _take(self, digest: str) -> None:
-        while (taken := await self._in_store(digest)) is None:
-            await self._wait()
-        self._emit(m.ProfileTaken(taken.digest, taken.path, taken.about))
 
     async def _find(self) -> None:
         while (taken := await self._in_store()) is None:
@@ -70,7 +62,7 @@ class ProfileFinder:
         await self._own.forget()
         if not was_made_here:
             logger.info("kvfetch: the store has a profile now")
-        self._emit(m.ProfileTaken(taken.digest, taken.path, taken.about))
+        self._emit(m.ProfileFound(taken.digest))
 
     async def _make_one(self) -> bool:
         """Calibrate, or publish what was calibrated. Return whether there is a profile in the store now."""
@@ -95,18 +87,18 @@ class ProfileFinder:
             return
         self._news.clear()
 
-    async def _in_store(self, digest: str | None = None) -> TakenProfile | None:
+    async def _in_store(self) -> TakenProfile | None:
         try:
-            return await asyncio.to_thread(self._ask_store, digest)
+            return await asyncio.to_thread(self._ask_store)
         except KVFetchError as e:
             _limited.warning("ask", f"kvfetch: {self._config.store} cannot be asked for a profile: {e}")
         except Exception as e:  # the finder must go on: nothing else asks
             _limited.warning("bug", f"kvfetch: asking {self._config.store} for a profile failed: {brief(e)}")
         return None
 
-    def _ask_store(self, digest: str | None) -> TakenProfile | None:
+    def _ask_store(self) -> TakenProfile | None:
         fits = self._watch.needs.require_file
-        return asyncio.run(take_from_store(self._config, self._watch.weights, fits, digest, self._passed_over))
+        return asyncio.run(take_from_store(self._config, self._watch.weights, fits, None, self._passed_over))
 
     async def _publish(self, path: Path) -> bool:
         store = open_profile_store(self._config)

@@ -35,6 +35,7 @@ from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.codec.quant.base import Quantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.plane import service
+from sgl_kvfetch.plane.config import config_quantiser
 from sgl_kvfetch.plane.service import Service
 from sgl_kvfetch.plugin import starting
 from sgl_kvfetch.plugin.device import linker as linker_module
@@ -45,7 +46,7 @@ from sgl_kvfetch.stores.base import WrappedStore
 from sgl_kvfetch.types import TENSORS
 from tests.plugin.device.fake_streams import FakeDevice
 from tests.plugin.device.gated_store import GatedStore
-from tests.plugin.planes import Served
+from tests.plugin.planes import Served, start_by_uint8
 from tests.segments import make_heads
 
 PAGE, LAYERS, HEADS, DIM = 4, 4, 2, 48
@@ -273,6 +274,16 @@ class Rig:
             for buffers, values in self._window_values(tokens)
             for layer, buffer in enumerate(buffers)
         )
+
+    def switch(self) -> None:
+        """Go over to another quantiser."""
+        service.__dict__["config_quantiser"] = config_quantiser
+        start = start_by_uint8(self.parts.plane)
+        self.parts.plane.switch(lambda: start)
+
+    def await_switch(self) -> None:
+        """Wait until a data plane serves by the other quantiser."""
+        wait_until(lambda: self.parts.plane._make is None)
 
     def stored(self, tokens: list[int]) -> list[int]:
         """Put the pages of a prompt into the store, and remove them from the tree. Return the prompt."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 import threading
 import time
@@ -11,16 +10,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-import msgspec
 import pytest
 
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
-from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.plane import engine_end, service
-from sgl_kvfetch.plane.config import config_quantiser
+from sgl_kvfetch.plane import engine_end
 from sgl_kvfetch.plane.fetch import fetcher
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult
 from sgl_kvfetch.plugin import weight_updates
@@ -226,20 +222,13 @@ def test_pages_that_a_store_has_not_taken_are_written_again_once_it_works(rig: R
     rig.assert_nothing_held()
 
 
-def test_pages_are_written_again_by_another_quantiser(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_written_again_by_another_quantiser(rig: Rig) -> None:
     """Also those that SGLang has in its tree since before."""
-    tokens, engine_end = prompt(0, 12), rig.parts.plane
+    tokens = prompt(0, 12)
     rig.compute(tokens[:32])
     rig.write_all()
-    start = msgspec.structs.replace(
-        engine_end._start,
-        namespace=dataclasses.replace(engine_end._start.namespace, quantiser=make_quantiser("uint8").identity),
-        config=engine_end._start.config | {"quantiser": "uint8"},
-    )
-    monkeypatch.setattr(service, "config_quantiser", config_quantiser)
-    engine_end.prepare(lambda: start)
-    wait_until(lambda: engine_end.is_prepared)
-    engine_end.switch()
+    rig.switch()
+    rig.await_switch()
     rig.compute(tokens)
     rig.write_all()
     assert fetched(rig, tokens) == 48

@@ -76,6 +76,43 @@ def test_a_flush_ends_what_is_under_way(rig: Rig, moment: str) -> None:
     assert rig.fetch(prompt(0)) == 32
 
 
+@pytest.mark.parametrize("moment", [*MOMENTS, "admitted"])
+@pytest.mark.parametrize("is_aborted", [False, True], ids=["", "and an abort"])
+def test_a_switch_to_another_quantiser(rig: Rig, moment: str, is_aborted: bool) -> None:
+    """Requests that are parked go on without the store. What is staged is loaded from where it lies."""
+    rig.stored(prompt(0))
+    request = arrive_until(rig, "staged" if moment == "admitted" else moment, prompt(0))
+    if moment == "admitted":
+        request.init_next_round_input(rig.cache)
+        rig.load_back(request)
+    rig.switch()
+    if is_aborted and moment == "admitted":
+        assert rig.linker.cancel_queued_load(request.rid)
+        rig.flush()
+    elif is_aborted:
+        rig.linker.leave(request)
+    elif moment == "admitted":
+        rig.linker.layer_done_counter.set_consumer(rig.cache.ready_to_load_host_cache())
+        for layer in range(len(rig.pool.k_buffer)):
+            rig.linker.layer_done_counter.wait_until(layer)
+        assert not rig.cache.finish_external_linker_loads([request])
+        rig.flush()
+    else:
+        rig.await_unparked(request)
+        assert rig.admit(request) == [32 if moment == "staged" else 0]
+        assert rig.holds(prompt(0), 32)
+    second = rig.arrive(prompt(0, 9))
+    rig.await_unparked(second)  # at once, while the data plane ends, or when the next one serves
+    rig.linker.leave(second)
+    rig.await_switch()
+    rig.flush()
+    assert rig.fetch(prompt(0)) == 0
+    rig.write_all()
+    rig.flush()
+    assert rig.fetch(prompt(0)) == 32
+    rig.assert_nothing_held()
+
+
 def test_a_flush_leaves_no_bytes_behind(make: MakeRig) -> None:
     """Bytes of a partly used span are kept for a request that continues there, but only until a flush."""
     rig = make()

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.plane import service
+from sgl_kvfetch.plane.config import config_quantiser
+from sgl_kvfetch.plane.protocol import Start
+from sgl_kvfetch.plugin.auto_profile import AutoProfile
 from tests.plugin.device.conftest import MakeRig
 from tests.plugin.device.rig import Ranks, Request, Rig, prompt
+from tests.plugin.planes import start_by_uint8
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -67,3 +76,56 @@ def _schedule(rig: Rig, prompts: list[list[int]], is_faulty: bool, history: list
     rig.store.reads.error = None
     for request in alive:
         rig.linker.leave(request)
+
+
+def test_ranks_do_alike_while_they_switch(make: MakeRig) -> None:
+    """Rank 0 finds the profile. Rank 1 has its data plane later, and until then, both compute."""
+    ranks = Ranks(2)
+    rigs = [make(num_slots=512, rank=rank, agree=ranks.agree(rank)) for rank in range(2)]
+    histories = ranks.run(lambda rank, history: _switch(rigs[rank], rank, ranks.agree(rank), history))
+    assert histories[0] == histories[1]
+    hits = [num_tokens for num_tokens, _ in histories[0]]
+    assert max(hits[: hits.index(0)], default=0) == max(hits[hits.index(0) :]) == 32
+    for rig in rigs:
+        assert rig.parts.plane._start.namespace.quantiser == make_quantiser("uint8").identity
+        rig.assert_no_memory_held()
+
+
+def _switch(rig: Rig, rank: int, agree: Callable[[torch.Tensor], None], history: list[Any]) -> None:
+    """Serve one prompt again and again. ``history``: how many tokens were loaded, and how many slots were free."""
+    plane, tokens, is_late = rig.parts.plane, prompt(0), rank == 1
+    rig.stored_by_all(tokens)
+    service.__dict__["config_quantiser"] = config_quantiser
+    start = start_by_uint8(plane)
+
+    def follow(digest: str) -> Start:
+        nonlocal is_late
+        if is_late:
+            is_late = False
+            raise StoreError("refused", "no profile for now")
+        return start
+
+    def all_reduce(values: torch.Tensor, op: Any) -> None:
+        values.neg_()  # the rig's collective is the minimum
+        agree(values)
+        values.neg_()
+
+    auto = AutoProfile(plane, rank, 2, follow, pauses=False)
+    scheduler = SimpleNamespace(tree_cache=SimpleNamespace(_all_reduce_attn_groups=all_reduce), last_batch=None)
+    is_over = torch.zeros(1)
+    while not is_over.item():
+        if len(history) == 2 and rank == 0:
+            plane._run.found_profile = "0" * 31 + "1"
+        if plane._make is None and plane._start is not start:
+            auto.step(scheduler)
+        request = rig.arrive(tokens)
+        while rig.is_parked(request):
+            rig.step()
+        (num_tokens,) = rig.admit(request)
+        while rig.cache.linker.pending_offloads:
+            rig.step()
+        history.append((num_tokens, rig.cache.token_to_kv_pool_allocator.available_size()))
+        rig.flush()
+        is_over = torch.tensor([float(plane._start is start and num_tokens > 0)])
+        agree(is_over)
+        time.sleep(0.01)
