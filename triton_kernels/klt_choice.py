@@ -1,26 +1,25 @@
-"""Chooses how `restore_klt` is compiled, by a trial on this machine with the shapes of its model.
+"""Chooses how `restore_klt` is compiled, by a trial at each start with the shapes of its model.
 
-**Each start compares** what the kernels write for two made-up cells with what the CPU makes of them: a compiler, a
-driver or a card may give other values, and nothing later would notice. Options that differ are not taken. If none is
-left, the CPU restores.
+**What the kernels write** for two made-up cells is compared with what the CPU makes of them: a compiler, a driver or a
+card may give other values, and nothing later would notice. Options that differ are not taken. If none is left, the CPU
+restores.
 
-Which of `OPTIONS` is fastest depends on the device, and on what this Triton makes of the kernel: on an H200 one option
-took 281 us where another took 419. So each is timed once, and the times are kept in Triton's own cache folder, beside
-the code that was compiled. Triton's autotuner does not fit: it takes the fastest option, whatever that writes, and it
-would time new kinds of arguments while requests are served, in SGLang's KV buffers.
+Which of the others is fastest depends on the device, and on what this Triton makes of the kernel: on an H200 one option
+took 281 us where another took 419. So each is timed. Nothing is kept but Triton's own cache of compiled code, without
+which a trial takes seconds.
+
+Triton's autotuner stays out. It could leave options out by such a comparison (``early_config_prune``) and keep times
+(``cache_results``), but it would time each new kind of arguments while requests are served, in SGLang's KV buffers, its
+file knows neither card nor driver, and the times are the shortest part of this module.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ import torch
 from sgl_kvfetch.codec import pack
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.log import brief
-from sgl_kvfetch.triton_kernels import restore_klt, runtime
 from sgl_kvfetch.triton_kernels.restore_klt import (
     EXACT,
     OPTIONS,
@@ -41,7 +39,6 @@ from sgl_kvfetch.triton_kernels.restore_klt import (
     restore_klt_reference,
     vector_of,
 )
-from sgl_kvfetch.triton_kernels.runtime import triton
 
 logger = logging.getLogger(__name__)
 
@@ -60,41 +57,30 @@ def choose_options(
     shape: KltShape, dtype: torch.dtype, coefficients: int, device: torch.device
 ) -> tuple[KltOptions, str]:
     """Return the fastest options for cells of these sizes on a GPU, and a sentence about them. Waits for the device;
-    seconds, if no trial was made before with this card, driver, Triton and kernel. Its launches go to the current
-    stream, and write to no KV buffer. Raises UnsupportedError if no options give the CPU's values."""
-    card = torch.cuda.get_device_name(device)
-    return choose_by(_seconds_on_gpu, shape, dtype, coefficients, device, card)
+    seconds, if this Triton has not compiled them yet on this machine. Its launches go to the current stream, and write
+    to no KV buffer. Raises UnsupportedError if no options give the CPU's values."""
+    return choose_by(_seconds_on_gpu, shape, dtype, coefficients, device)
 
 
 def choose_by(
-    seconds: Seconds, shape: KltShape, dtype: torch.dtype, coefficients: int, device: torch.device, card: str
+    seconds: Seconds, shape: KltShape, dtype: torch.dtype, coefficients: int, device: torch.device
 ) -> tuple[KltOptions, str]:
     """Do the same with another clock."""
-    key = (
-        f"{card}, Triton {triton.__version__}, {coefficients} coefficients, {dtype}, {shape}, {_driver()}, {_source()}"
-    )
+    started_s, found = time.monotonic(), dict[KltOptions, float]()
     compared = [_compare(shape, dtype, coefficients, tokens, device) for tokens in (_COMPARED, _COMPARED_SINGLY)]
-    faults: dict[KltOptions, str] = {}
-
-    def is_right(options: KltOptions) -> bool:
-        if options not in faults:
-            faults[options] = next(filter(None, (each.fault_of(options) for each in compared)), "")
-            if faults[options]:
-                logger.warning("kvfetch: restore_klt is not used with %s: %s", options, faults[options])
-        return not faults[options]
-
-    found, about = _known(choices().get(key)) or {}, "as in an earlier trial"
-    best = _fastest(found, is_right)
-    if best is None:
-        started_s = time.monotonic()
-        found = _trial(seconds, shape, dtype, coefficients, device, is_right)
-        best = _fastest(found, is_right)
-        about = f"chosen in a trial of {time.monotonic() - started_s:.1f} s"
-        if best is None:
-            raise UnsupportedError(f"restore_klt: {faults[OPTIONS[0]]}")
-        _keep(key, found)
+    launch = _column(shape, dtype, coefficients, device)
+    faults = [next(filter(None, (each.fault_of(options) for each in compared)), "") for options in OPTIONS]
+    for options, fault in zip(OPTIONS, faults, strict=True):
+        if fault:
+            logger.warning("kvfetch: restore_klt is not used with %s: %s", options, fault)
+        else:
+            found[options] = seconds(partial(launch, options))
+    if not found:
+        raise UnsupportedError(f"restore_klt: {faults[0]}")
+    best, took_s = min(found, key=found.__getitem__), time.monotonic() - started_s
     times = ", ".join(f"{options} {1e6 * found[options]:.0f}" for options in found)
-    return best, f"restore_klt is compiled with {best}, {about} (us a column of cells: {times})"
+    about = f"restore_klt is compiled with {best}, chosen in a trial of {took_s:.1f} s (us a column of cells: {times})"
+    return best, about
 
 
 def fault_on_gpu(device: torch.device) -> str:
@@ -105,85 +91,15 @@ def fault_on_gpu(device: torch.device) -> str:
     return _compare(shape, buffer.dtype, 700, _COMPARED, device).fault_of(OPTIONS[0])
 
 
-def _fastest(found: Mapping[KltOptions, float], is_right: Callable[[KltOptions], bool]) -> KltOptions | None:
-    """Return the fastest options that give the CPU's values."""
-    return next((options for options in sorted(found, key=lambda each: found[each]) if is_right(options)), None)
-
-
-def _driver() -> str:
-    """Return the version of NVIDIA's driver; "" of another one."""
-    try:
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-    except (OSError, IndexError):
-        return ""
-
-
-def _source() -> str:
-    """Return a hash of the kernel's source, and of what it calls."""
-    files = (Path(str(module.__file__)) for module in (restore_klt, runtime))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-
-
-def choices() -> Mapping[str, Any]:
-    """Return what trials have found on this machine: by card, Triton and shape, microseconds by options."""
-    try:
-        found = json.loads(_path().read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def chosen(card: str) -> list[str]:
-    """Return a phrase for each choice that was made on this machine for a card, whatever the Triton."""
-    found = []
-    for key, kept in choices().items():
-        name, *about = key.split(", ")
-        if name == card and (times := _known(kept)):
-            best = min(times, key=lambda options: times[options])
-            found.append(f"{best} ({', '.join(about[:2])}; {1e6 * times[best]:.0f} us a column of cells)")
-    return found
-
-
-def _path() -> Path:
-    return Path(triton.knobs.cache.dir, "kvfetch", "restore_klt.json")
-
-
-def _known(kept: Any) -> dict[KltOptions, float] | None:
-    """Return the times that were kept; None if there are none, or they are of other options."""
-    named = {str(options): options for options in OPTIONS}
-    if not isinstance(kept, dict) or not kept or not named.keys() >= kept.keys():
-        return None
-    return {named[name]: float(us) / 1e6 for name, us in kept.items()}
-
-
-def _keep(key: str, found: Mapping[KltOptions, float]) -> None:
-    path = _path()
-    kept = {str(options): round(1e6 * s, 1) for options, s in found.items()}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps({**choices(), key: kept}, indent=1))
-        part.replace(path)
-    except OSError as error:
-        logger.warning("kvfetch: the choice for restore_klt is not kept, and made again at the next start: %s", error)
-
-
-def _trial(
-    seconds: Seconds,
-    shape: KltShape,
-    dtype: torch.dtype,
-    coefficients: int,
-    device: torch.device,
-    is_right: Callable[[KltOptions], bool],
-) -> dict[KltOptions, float]:
-    """Return the times of the options that give the CPU's values."""
+def _column(
+    shape: KltShape, dtype: torch.dtype, coefficients: int, device: torch.device
+) -> Callable[[KltOptions], object]:
+    """Return what restores a column of made-up cells with some options."""
     cell = made_up_cell(shape, dtype, coefficients, _TOKENS, device)
     table = torch.frombuffer(bytearray(cell.row() * _CELLS), dtype=torch.uint8).to(device)
     slots = torch.arange(_TOKENS, device=device)
     # All cells are one, and write the same.
-    launch = partial(launch_klt, shape, dtype, vector_of(_TOKENS))
-    rest = table, slots, 1, _TOKENS, 0
-    return {options: seconds(partial(launch, options, *rest)) for options in OPTIONS if is_right(options)}
+    return lambda options: launch_klt(shape, dtype, vector_of(_TOKENS), options, table, slots, 1, _TOKENS, 0)
 
 
 class _Compared(NamedTuple):

@@ -295,13 +295,12 @@ def check_gpu() -> list[Check]:
     count = torch.cuda.device_count()
     found = f"{count} x {torch.cuda.get_device_name()}, compute capability {major}.{minor}, torch {torch.__version__}"
     torch.zeros(1, device="cuda")  # the video libraries need a current CUDA context
-    restoring = _check_restoring(torch.device("cuda", torch.cuda.current_device()), torch.cuda.get_device_name())
+    restoring = _check_restoring(torch.device("cuda", torch.cuda.current_device()))
     return [Check("CUDA GPU", "yes", found), *restoring, *_check_nvdec(), _check_decoding()]
 
 
-def _check_restoring(device: torch.device, card: str) -> list[Check]:
-    """Try what device mode does on the GPU beside video, as a server does at its start, and look how servers on this
-    machine have compiled the kernel that restores `klt`."""
+def _check_restoring(device: torch.device) -> list[Check]:
+    """Try what device mode does on the GPU beside video, as a server does at its start."""
     from sgl_kvfetch.codec import Device
 
     gpu = Device(device)
@@ -314,7 +313,7 @@ def _check_restoring(device: torch.device, card: str) -> list[Check]:
     if importlib.util.find_spec("triton") is None:
         return [copies, Check(name, "warn", "needs Triton", f"{_INSTALL_GPU}, to restore on the GPU")]
     from sgl_kvfetch.triton_kernels.ans import try_gpu_ans
-    from sgl_kvfetch.triton_kernels.klt_choice import chosen, fault_on_gpu
+    from sgl_kvfetch.triton_kernels.klt_choice import fault_on_gpu
 
     decodes, about = try_gpu_ans(gpu)
     advice = "in device mode the CPU does this part; update Triton and the driver, or report what the message says"
@@ -325,9 +324,7 @@ def _check_restoring(device: torch.device, card: str) -> list[Check]:
         fault = f"{type(e).__name__}: {first_line(e)}"
     if fault:
         return [copies, decoding, Check(name, "warn", f"klt is restored on the CPU: {fault}", advice)]
-    found = chosen(card)
-    how = f"compiled with {'; '.join(found)}" if found else "the first server will choose how it is compiled"
-    return [copies, decoding, Check(name, "yes", f"gives the CPU's values; {how}")]
+    return [copies, decoding, Check(name, "yes", "gives the CPU's values")]
 
 
 def _without_gpu(torch_version: str) -> Check:
