@@ -13,8 +13,7 @@ that nobody calibrated, about 1.4 bits a value). Then it stages them again, from
 receives the same bytes with `http.client`, in one thread, into memory that is used again: that is what sockets alone
 take. With many rounds of a short prompt it shows whether the data plane grows: `--coded --tokens 64 --rounds 20000`.
 
-`--security none tls signed encrypted` also measures a store that speaks TLS, signed manifests, whose chunks are
-verified with SHA-256, and chunks that AES-256-GCM encrypts.
+`--security none tls encrypted` also measures a store that speaks TLS, and chunks that AES-256-GCM encrypts.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ from sgl_kvfetch.types import TENSORS, TensorName
 PAGE_SIZE, LAYERS, HEADS, HEAD_DIM = 16, 6, 8, 128
 QUANTISER: Final = "uint8"
 _CODED_PAGE_SIZE, _CODED_TOKEN_BYTES = 64, 12 << 10
-SECURITY = ("none", "tls", "signed", "encrypted")
+SECURITY = ("none", "tls", "encrypted")
 _TIMEOUT_S = 300.0
 _NO_AUDITS = {"share": 0}  # waiting until all is stored asks often, and each time is a hit
 
@@ -135,7 +134,7 @@ def _measure(codec: str, security: str, folder: Path, args: argparse.Namespace) 
         return started[-1]
 
     extra_args, ca_file, secure = _secure(security, folder)
-    keys = StoreKeys.read(None, secure.get("encryption_key_file"))
+    keys = StoreKeys.read(secure.get("key_file"))
     with StoreProcess(folder / "store", extra_args=extra_args, ca_file=ca_file) as store:
         config = {
             **secure,
@@ -322,12 +321,9 @@ def _coded_table(coded: dict[str, Any], args: argparse.Namespace) -> Table:
 
 def _secure(security: str, folder: Path) -> tuple[Sequence[str], Path | None, dict[str, Any]]:
     """Make the files. Return the store's arguments, its CA and the config keys."""
-    if security == "signed":
-        (folder / "key").write_text("k" * 32)
-        return (), None, {"manifest_key_file": str(folder / "key")}
     if security == "encrypted":
-        (folder / "key").write_text("key " + "0f" * 32)
-        return (), None, {"encryption_key_file": str(folder / "key")}
+        (folder / "key").write_text("0f" * 32)
+        return (), None, {"key_file": str(folder / "key")}
     if security == "none":
         return (), None, {}
     authority, ca, server = trustme.CA(), folder / "ca.pem", folder / "server.pem"

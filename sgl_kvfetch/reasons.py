@@ -47,8 +47,7 @@ class Reason(StrEnum):
     CORRUPT = "corrupt"
     FORMAT = "format"
     MISSING = "missing"  # a manifest names data that is gone
-    ENCRYPTED = "encrypted"
-    UNSIGNED = "unsigned"  # without a signature that the key confirms
+    ENCRYPTED = "encrypted"  # with a key that the server lacks, or not at all where it has keys
     UNSUPPORTED = "unsupported"  # cells of more heads than the rank has
 
     # The server could have had them.
@@ -101,8 +100,7 @@ ADVICE: dict[Reason, str] = {
     Reason.CORRUPT: "kvfetch verify names the damage; delete the segment, and servers write it again",
     Reason.FORMAT: "kvfetch verify names the damage; if all segments have it, update this server",
     Reason.MISSING: "nothing if it is rare; else the store is too small: a larger --capacity",
-    Reason.ENCRYPTED: "put the named key into encryption_key_file on all servers",
-    Reason.UNSIGNED: "give all servers that write the same manifest_key_file",
+    Reason.ENCRYPTED: "give all servers of the store the same key_file",
     Reason.SOONER: "nothing: the link or the decoder is slower than the engine; recompute = never fetches anyway",
     Reason.SKIPPED: "look at the failures before it: sgl_kvfetch_misses_total by reason",
     Reason.UNSUPPORTED: "raise max_tp_size on the servers that write",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvfetch.codec.container.encryption import ManifestKeys, read_encryption_keys, read_manifest_keys
+from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.prompts import read_prompts, read_texts
@@ -27,24 +27,11 @@ MARK = "\ufeff"
 INVISIBLE = "\u200b"  # a space of no width, as web pages have them
 
 
-def _verifies(path: Path) -> bool:
-    manifest, keys = b"a manifest", read_manifest_keys(path)
-    assert keys is not None
-    trailer = ManifestKeys([KEY.encode()]).sign(manifest)[len(manifest) :]
-    return keys.is_signed(manifest, trailer[4:])
-
-
-def _encrypts(path: Path) -> bool:
-    keys = read_encryption_keys(path)
-    return keys is not None and keys.first == "name"
-
-
 READERS: dict[str, tuple[str, Callable[[Path], object], object]] = {
     "one token": (TOKEN, lambda path: TokenFile(path).role_of(f"Bearer {TOKEN}"), Role.ADMIN),
     "tokens": (f"read {TOKEN}\n", lambda path: TokenFile(path).role_of(f"Bearer {TOKEN}"), Role.READ),
     "a client's token": (f"{TOKEN}\r\n", lambda path: read_token(None, path), TOKEN),
-    "manifest keys": (f"{KEY}\r\n", _verifies, True),
-    "encryption keys": (f"name {KEY}\r\n", _encrypts, True),
+    "keys": (f"{KEY}\r\n", lambda path: StoreKeys.read(path).ids, StoreKeys(bytes.fromhex(KEY)).ids),
     "a text": ("hello", read_texts, ["hello"]),
     "prompts": ('{"prompt": [1, 2]}\n', read_prompts, [[1, 2]]),
     "a model": (json.dumps(MODEL), lambda path: values_per_token(str(path)), 2 * 2 * 4 * 64),
@@ -60,7 +47,7 @@ def test_a_byte_order_mark_is_not_part_of_the_content(what: str, tmp_path: Path)
         assert read(file) == expected
 
 
-@pytest.mark.parametrize("what", ["one token", "tokens", "a client's token", "manifest keys", "encryption keys"])
+@pytest.mark.parametrize("what", ["one token", "tokens", "a client's token", "keys"])
 @pytest.mark.parametrize("bad", [INVISIBLE, "\u00e9", "\x07", f"{MARK}"], ids=ascii)
 def test_secrets_are_printable_ascii(what: str, bad: str, tmp_path: Path) -> None:
     """The error says where, and quotes nothing of the secret."""

@@ -22,12 +22,7 @@ from .container.objects import (
     views_of as views_of,
 )
 from .container.pages import Pages as Pages, RawPages as RawPages
-from .container.partial import (
-    is_vouched_for as is_vouched_for,
-    num_droppable as num_droppable,
-    signed_by as signed_by,
-    without_last_level as without_last_level,
-)
+from .container.partial import num_droppable as num_droppable, without_last_level as without_last_level
 from .container.protect import open_manifest as open_manifest, secure_segment as secure_segment
 from .container.reader import (
     CellChunks as CellChunks,

@@ -189,7 +189,7 @@ def _index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) -
         db.execute("INSERT INTO chains VALUES (?, ?, ?)", (segment, *chain))
         db.executemany("INSERT INTO pages VALUES (?, ?, ?)", page_rows(key.namespace, segment, *chain))
     pinned = notes.is_pinned(db, manifest.page_hashes[0])
-    levels = num_droppable(manifest, content), manifest.num_dropped
+    levels = num_droppable(manifest), manifest.num_dropped
     found = SegmentState.FOUND, object_digest(content), pinned, manifest.expires, *levels, segment
     db.execute(
         "UPDATE segments SET state = ?, digest = ?, pinned = ?, expires = ?, levels = ?, dropped = ? WHERE id = ?",

@@ -207,14 +207,10 @@ class KVFetchConfig(_Keys):
     token: str | None = Field(None, repr=False, description=f"bearer token; by default the environment's {TOKEN_ENV}")
     token_file: Text | None = Field(None, description="file with the token instead, which is read again on change")
     tls: TlsConfig = Field(TlsConfig(), description="files for https:// stores: ca_file, cert_file, key_file")
-    manifest_key_file: Text | None = Field(
+    key_file: Text | None = Field(
         None,
-        description="file with a key that all servers of a store share: sign manifests, and use only signed ones",
-    )
-    encryption_key_file: Text | None = Field(
-        None,
-        description="file with named keys that all servers of a store share: encrypt what is stored with the first, "
-        "and use only what is encrypted with one of them",
+        description="file with keys, the newest first, that all servers of a store share: encrypt what is stored with "
+        "the newest, and use only what is encrypted with one of them",
     )
     s3: dict[str, str | bool] | None = Field(
         None,
@@ -378,12 +374,11 @@ class KVFetchConfig(_Keys):
 
     def store_keys(self) -> StoreKeys:
         """Read the keys of the store. Raises ConfigError."""
-        return StoreKeys.read(self.manifest_key_file, self.encryption_key_file)
+        return StoreKeys.read(self.key_file)
 
     def fresh_keys(self) -> FreshFiles[StoreKeys]:
-        """Read the keys of the store, and again when their files change. Raises ConfigError."""
-        paths = [path for path in (self.manifest_key_file, self.encryption_key_file) if path is not None]
-        return FreshFiles("keys", paths, self.store_keys)
+        """Read the keys of the store, and again when their file changes. Raises ConfigError."""
+        return FreshFiles("keys", () if self.key_file is None else (self.key_file,), self.store_keys)
 
     def store_token(self) -> Token | None:
         """Return what the store is shown. Raises ConfigError if the token's file cannot be used."""

@@ -19,7 +19,7 @@ from typing import Literal
 import xxhash
 
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, DataObject, Manifest, decode_manifest, signed_by
+from sgl_kvfetch.codec import DataObject, Manifest, decode_manifest
 from sgl_kvfetch.codec.container.partial import part_with
 from sgl_kvfetch.directory import LocalStore
 from sgl_kvfetch.errors import FormatError, StoreError
@@ -39,7 +39,6 @@ _READ_S = 1.0  # a disk that takes longer to answer counts as broken
 _KNOWN_BYTES = 8 << 20  # of manifests that lookups returned, as stored; decoded they take seven times as much
 _MAX_FILLS = 64  # at a time; each may have two files open
 _DISK_CALLS = 2  # at a time, so that the local store has threads left for reads
-_ROOM_BYTES = 256  # of a manifest, for what comes with another one inside it
 _VERDICTS = frozenset({"invalid", "unauthorised"})  # the store's own answers, not failures of the store
 
 
@@ -373,15 +372,8 @@ class Filler:
         part = part_with(manifest, {name for name in names if await self._disk.head(name) is not None})
         if part is None:
             return  # a level came first
-        stored = data.stored if part == manifest else _encode_part(part, signed_by(data.stored))
+        stored = data.stored if part == manifest else part.encode()
         await self._disk.put(manifest.key.manifest_name, stored)
-
-
-def _encode_part(part: Manifest, signed: bytes) -> bytes:
-    """Return the bytes of a part of a stored manifest. ``signed``: the manifest that vouches for it goes along; b"" if
-    there is none. Without it if both would be too large: then readers with a key miss the segment."""
-    alone = part.encode()
-    return part.encode(signed) if signed and len(alone) + len(signed) <= MAX_MANIFEST_BYTES - _ROOM_BYTES else alone
 
 
 def _give_up(fill: _Fill) -> None:

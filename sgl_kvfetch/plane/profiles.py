@@ -105,7 +105,7 @@ def take_profile(config: KVFetchConfig, weights: str, fits: Fits, digest: str | 
 def _copies_folder(config: KVFetchConfig, weights: str, keys: StoreKeys) -> Path:
     """Return where copies are of what this store had that holders of ``keys`` published. Each was verified when it
     was made, so no copy counts for another store, or for keys that it was not verified with."""
-    return cache_folder("profiles", weights, config.store, keys.fingerprint)
+    return cache_folder("profiles", weights, config.store, " ".join(keys.ids))
 
 
 async def take_from_store(
@@ -227,10 +227,10 @@ def _newest_copy(folder: Path, fits: Fits, digest: str | None) -> Path | None:
     return None
 
 
-def cache_folder(kind: str, weights: str, store: str, secret: bytes = b"") -> Path:
+def cache_folder(kind: str, weights: str, store: str, more: str = "") -> Path:
     """Return the folder of the user's cache, as the XDG base directories have it, for what this machine keeps of this
-    kind, of a model's weights, and of a store. ``secret``: what else it depends on, which it does not tell."""
+    kind, of a model's weights, and of a store. ``more``: what else it depends on."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     cache = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
-    place = hashlib.sha256(secret + store.rstrip("/").encode()).hexdigest()[:_PLACE_CHARS]
+    place = hashlib.sha256(f"{more}{store.rstrip('/')}".encode()).hexdigest()[:_PLACE_CHARS]
     return Path(cache, "sgl_kvfetch", kind, f"{weights}-{place}")

@@ -204,7 +204,7 @@ def writer_spec(
         writers_resolution(codec, RESOLUTION),
         min(span_pages, max_span_pages or span_pages),
         _cell_heads(heads, config.max_tp_size),
-        encrypts=config.encryption_key_file is not None,
+        encrypts=config.key_file is not None,
         num_levels=num_levels,
         num_dropped=min(num_levels - 1, level_policy(config, quantiser).least_left_out),
     )

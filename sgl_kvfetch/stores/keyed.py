@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from sgl_kvfetch.codec import Content, StoreKeys, bytes_of, decode_manifest, is_vouched_for
-from sgl_kvfetch.codec.container.manifest import encryption_keys_of, split_signature
+from sgl_kvfetch.codec import Content, StoreKeys, bytes_of
+from sgl_kvfetch.codec.container.manifest import encryption_keys_of
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX
 from sgl_kvfetch.log import LimitedLogger
@@ -20,8 +20,7 @@ _FEW_BYTES = 64 << 10  # of manifests: the event loop checks so many itself
 
 
 class KeyedStore(WrappedStore):
-    """Signs manifests that are put into ``store``, if there are manifest keys. Treats segments as missing if their
-    manifests have no valid signature, and those that are not encrypted with one of our keys, if there are any."""
+    """Treats segments of ``store`` as missing that are not encrypted with one of our keys."""
 
     def __init__(self, store: Store, keys: StoreKeys | FreshFiles[StoreKeys]) -> None:
         """``keys``: those of files are read again when they change, with the next lookup."""
@@ -49,10 +48,13 @@ class KeyedStore(WrappedStore):
         return await self._store.read(name, start, into, received)
 
     async def put(self, name: str, data: Content) -> None:
-        await self._store.put(name, self._signed(bytes_of(data)) if name.endswith(MANIFEST_SUFFIX) else data)
+        if name.endswith(MANIFEST_SUFFIX):
+            self._require_encrypted(bytes_of(data))
+        await self._store.put(name, data)
 
     async def replace(self, name: str, data: bytes, expected_digest: str) -> bool:
-        return await self._store.replace(name, self._signed(data), expected_digest)
+        self._require_encrypted(data)
+        return await self._store.replace(name, data, expected_digest)
 
     async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
         """Look up a run, which ends at the first segment that does not count."""
@@ -62,41 +64,32 @@ class KeyedStore(WrappedStore):
         found = await self._store.lookup(namespace, page_hashes)
         manifests = [hit.manifest for hit in found.hits]
         is_few = sum(map(len, manifests)) <= _FEW_BYTES
-        args = manifests, found.from_cache
-        num_good = self._count_good(*args) if is_few else await asyncio.to_thread(self._count_good, *args)
+        num_good = self._count_good(manifests) if is_few else await asyncio.to_thread(self._count_good, manifests)
         return replace(found, hits=found.hits[:num_good])
 
-    def _count_good(self, manifests: Sequence[bytes], is_cached: bool) -> int:
+    def _count_good(self, manifests: Sequence[bytes]) -> int:
         """Return how many manifests count, from the first on."""
-        return next((i for i, each in enumerate(manifests) if not self._is_good(each, is_cached)), len(manifests))
+        return next((i for i, each in enumerate(manifests) if not self._is_good(each)), len(manifests))
 
-    def _signed(self, data: bytes) -> bytes:
-        manifest, _ = split_signature(data)
+    def _require_encrypted(self, manifest: bytes) -> None:
         try:
-            decoded = decode_manifest(manifest)
+            is_encrypted = bool(encryption_keys_of(manifest))
         except FormatError as e:
             raise StoreError("invalid", f"not a manifest: {e}") from e
-        assert self.keys.encryption is None or decoded.is_encrypted, "the store would see what must be encrypted"
-        if self.keys.manifest is None:
-            return manifest
-        assert all(each.chunk_digests for each in decoded.data), "a signature would not cover the data"
-        return self.keys.manifest.sign(manifest)
+        assert is_encrypted or not self.keys, "the store would see what must be encrypted"
 
-    def _is_good(self, data: bytes, is_cached: bool = False) -> bool:
-        manifest, _ = split_signature(data)
-        if self.keys.manifest is not None and not is_vouched_for(data, self.keys.manifest, is_cached):
-            _limited.warning("signature", "the store has a manifest without a valid signature; it is not used")
-            return False
-        if self.keys.encryption is None:
+    def _is_good(self, manifest: bytes) -> bool:
+        if not self.keys:
             return True
         try:
-            names = encryption_keys_of(manifest)
+            ids = encryption_keys_of(manifest)
         except FormatError:
             return True  # the reader says what is wrong with it
-        if names and all(name in self.keys.encryption for name in names):
+        if ids and all(key in self.keys for key in ids):
             return True
-        what = f"encrypted with the keys {', '.join(map(repr, sorted(names)))}" if names else "without encryption"
-        _limited.warning("encryption", f"the store has a segment {what}; encryption_key_file has no key for it")
+        what = f"encrypted with the keys {', '.join(sorted(ids))}" if ids else "without encryption"
+        ours = ", ".join(self.keys.ids)
+        _limited.warning("encryption", f"the store has a segment {what}; key_file has {ours}. It is not used")
         return False
 
 

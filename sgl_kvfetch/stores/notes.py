@@ -8,8 +8,8 @@ segment with one of these pages: of any namespace and rank, stored before or aft
 under the names ``WEIGHTS/DIGEST``: the fingerprint of the weights and the profile's own digest. Of several profiles of
 one model, the newest counts: the one that was put last, by the store's clock. To withdraw a profile is to delete it.
 
-What is stored is the profile's file behind a header, which has its SHA-256. Where servers have keys, the header is
-signed as manifests are, and the file is encrypted. So a reader knows from the first 4 KiB whether it wants a profile,
+What is stored is the profile's file behind a header, which has its SHA-256. Where servers have keys, the
+file is encrypted. So a reader knows from the first 4 KiB whether it wants a profile,
 and after reading the rest whether it is the one that was published. docs/format.md has the bytes.
 """
 
@@ -29,7 +29,7 @@ import msgspec
 from msgspec import Meta
 
 from sgl_kvfetch.codec import TAG_BYTES, StoreKeys, decode_manifest
-from sgl_kvfetch.codec.container.encryption import SALT_BYTES, TRAILER_BYTES, split_trailer
+from sgl_kvfetch.codec.container.encryption import SALT_BYTES, KeyId
 from sgl_kvfetch.errors import (
     DECODE_ERRORS,
     ConfigError,
@@ -228,7 +228,7 @@ async def pinned_segments(store: AdminStore, folders: Collection[str]) -> set[Se
 
 MAX_PROFILE_BYTES = 1 << 30  # with its header; of 405 billion weights it has about 1 GB
 _MAX_PROFILES = 1024
-MAX_HEAD_BYTES = 4096  # the header with its signature
+MAX_HEAD_BYTES = 4096  # the header, with what stands before it
 VERSION = 1
 
 _MAGIC = b"KVFP"
@@ -240,7 +240,7 @@ _Positive = Annotated[float, Meta(gt=0)]
 
 
 class _Encryption(msgspec.Struct, frozen=True):
-    key: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+    key: KeyId
     salt: Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * SALT_BYTES}}}\Z")]
 
 
@@ -264,29 +264,21 @@ class _Version(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class ProfileHead:
     header: ProfileHeader
-    signed: bytes  # what a signature is of
-    signature: bytes  # b"" if there is none
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.signed) + (TRAILER_BYTES if self.signature else 0)
+    num_bytes: int  # the header, with what stands before it
 
     def require_trusted(self, keys: StoreKeys) -> None:
-        """Raise FormatError unless it is signed and encrypted by a holder of ``keys``, as far as there are keys."""
-        if keys.manifest is not None and not (self.signature and keys.manifest.is_signed(self.signed, self.signature)):
-            raise FormatError("it has no signature by a key of manifest_key_file")
+        """Raise FormatError unless it is encrypted with one of ``keys``, if there are any."""
         encryption = self.header.encryption
-        if encryption is None and keys.encryption is not None:
-            raise FormatError("it is not encrypted, and there is an encryption_key_file")
-        if encryption is not None and keys.encryption is not None and encryption.key not in keys.encryption:
-            raise FormatError(f"it is encrypted with the key {encryption.key!r}, which encryption_key_file lacks")
+        if encryption is None and keys:
+            raise FormatError("it is not encrypted, and there is a key_file")
+        if encryption is not None and keys and encryption.key not in keys:
+            raise FormatError(f"it is encrypted with the key {encryption.key}, expected one of {', '.join(keys.ids)}")
 
     def require_readable(self, keys: StoreKeys) -> None:
         """Raise FormatError unless it is to be trusted and can be decrypted."""
         self.require_trusted(keys)
-        if self.header.encryption is not None and keys.encryption is None:
-            key = self.header.encryption.key
-            raise FormatError(f"it is encrypted with the key {key!r}, and there is no encryption_key_file")
+        if self.header.encryption is not None and not keys:
+            raise FormatError(f"it is encrypted with the key {self.header.encryption.key}, and there is no key_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +317,7 @@ def parse_head(name: str, data: bytes, size_bytes: int) -> ProfileHead:
     if len(data) < _HEAD.size or not data.startswith(_MAGIC):
         raise CorruptError(f"a stored profile starts with {_MAGIC!r}, this one with {data[:4]!r}")
     end = _HEAD.size + _HEAD.unpack_from(data)[1]
-    if end > MAX_HEAD_BYTES - TRAILER_BYTES or end > len(data):
+    if end > min(MAX_HEAD_BYTES, len(data)):
         raise CorruptError(f"its header ends at byte {end}, behind the first {min(len(data), MAX_HEAD_BYTES)}")
     try:
         version = msgspec.json.decode(data[_HEAD.size : end], type=_Version).version
@@ -337,13 +329,9 @@ def parse_head(name: str, data: bytes, size_bytes: int) -> ProfileHead:
     if name != f"{header.weights}/{header.digest}":
         raise CorruptError(f"its header belongs to {header.weights}/{header.digest}")
     num_bytes = header.num_bytes + (0 if header.encryption is None else TAG_BYTES)
-    found = size_bytes - end
-    signed, signature = data[:end], b""
-    if found == num_bytes + TRAILER_BYTES:
-        signed, signature = split_trailer(data[: end + TRAILER_BYTES], end)
-    if found != num_bytes and not signature:
+    if (found := size_bytes - end) != num_bytes:
         raise CorruptError(f"it has {found} bytes behind its header, expected {num_bytes}")
-    return ProfileHead(header, signed, signature)
+    return ProfileHead(header, end)
 
 
 PROFILES = NoteKind(
@@ -380,10 +368,10 @@ def seal_profile(path: Path, keys: StoreKeys) -> tuple[str, bytes]:
     if not PROFILES.has_name(name):
         raise ConfigError(f"profile {path} is of weights {weights[:60]!r}, expected their fingerprint: calibrate again")
     sealed = content
-    if keys.encryption is not None:
-        salt = secrets.token_bytes(SALT_BYTES)
-        encryption = _Encryption(keys.encryption.first, salt.hex())
-        sealed = keys.encryption.cipher(keys.encryption.first, salt, _place(name)).encrypt(0, content)
+    if keys:
+        key, salt = keys.ids[0], secrets.token_bytes(SALT_BYTES)
+        encryption = _Encryption(key, salt.hex())
+        sealed = keys.cipher(key, salt, _place(name)).encrypt(0, content)
     header = ProfileHeader(
         VERSION,
         weights,
@@ -396,8 +384,6 @@ def seal_profile(path: Path, keys: StoreKeys) -> tuple[str, bytes]:
     )
     encoded = msgspec.json.encode(header)
     head = _HEAD.pack(_MAGIC, len(encoded)) + encoded
-    if keys.manifest is not None:
-        head = keys.manifest.sign(head)
     if len(head) + len(sealed) > MAX_PROFILE_BYTES:
         raise ConfigError(f"profile {path} has {len(content)} bytes; stores keep {MAX_PROFILE_BYTES} at most")
     return name, head + sealed
@@ -409,9 +395,8 @@ def open_sealed(data: bytes, head: ProfileHead, keys: StoreKeys) -> bytes:
     header = head.header
     content = data[head.num_bytes :]
     if header.encryption is not None:
-        assert keys.encryption is not None
         name = f"{header.weights}/{header.digest}"
-        cipher = keys.encryption.cipher(header.encryption.key, bytes.fromhex(header.encryption.salt), _place(name))
+        cipher = keys.cipher(header.encryption.key, bytes.fromhex(header.encryption.salt), _place(name))
         content = cipher.decrypt(0, content, "it")
     if hashlib.sha256(content).hexdigest() != header.sha256:
         raise CorruptError("it is damaged: its SHA-256 is not the one in its header")
@@ -432,7 +417,7 @@ async def publish_profile(store: AdminStore, path: Path, keys: StoreKeys) -> str
 async def list_profiles(store: AdminStore, prefix: str = "", most: int = _MAX_PROFILES) -> list[ListedProfile]:
     """Return a store's profiles whose names start with ``prefix``, the newest first, at most ``most``.
 
-    Reads the first bytes of each. Those that cannot be used have a ``problem``. Signatures are not checked. Raises
+    Reads the first bytes of each. Those that cannot be used have a ``problem``. Keys are not looked at. Raises
     StoreError if the whole store fails.
     """
     infos = [info for info in await store.notes(PROFILES) if info.name.startswith(prefix)]

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sgl_kvfetch.codec import Manifest, decode_manifest, num_droppable, signed_by
+from sgl_kvfetch.codec import Manifest, decode_manifest, num_droppable
 from sgl_kvfetch.codec.container.partial import coarser_by
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, Labels, SegmentKey, are_named, parse_object_name
@@ -315,15 +315,13 @@ async def _coarser(store: AdminStore, segment: StoredSegment, drop_levels: int) 
         if not e.concerns_object:
             raise
         return None  # ``kvfetch verify`` reports those
-    if content is None or manifest is None:
+    if manifest is None:
         return None
     infos, oldest_write_s = segment.data.values(), time.time() - ORPHAN_AGE_S
     leftovers = [x for x in infos if x.name not in manifest.data_names and x.modified_s < oldest_write_s]
-    count = max(0, min(num_droppable(manifest, content), drop_levels - manifest.num_dropped))
+    count = max(0, min(num_droppable(manifest), drop_levels - manifest.num_dropped))
     kept = coarser_by(manifest, count).data_names
     num_bytes = sum(size for name, size in manifest.data_sizes.items() if name not in kept)
-    if count and signed_by(content) == content:
-        num_bytes -= len(content)  # which the new manifest carries
     num_bytes += sum(info.size_bytes for info in leftovers)
     return Coarser(segment, count, num_bytes, leftovers) if num_bytes else None
 

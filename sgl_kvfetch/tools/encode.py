@@ -16,7 +16,7 @@ import typer
 
 from sgl_kvfetch.tools.target import StorePart, run_on_part
 from sgl_kvfetch.tools.terminal import (
-    KeyFiles,
+    KeyFileOption,
     PartArgument,
     StoreAccess,
     format_ratio,
@@ -38,7 +38,6 @@ _MAX_OBJECT_BYTES = 4 << 30  # the default limit of ``kvfetch serve``
 
 def encode(
     store: PartArgument,
-    key_files: KeyFiles,
     access: StoreAccess,
     watch: Annotated[
         bool, option(None, "Keep encoding new segments, or exit when all are done.", "--watch/--once")
@@ -66,6 +65,7 @@ def encode(
     poll_interval_s: Annotated[
         float, option("SECONDS", "With --watch: time between listings.", "--poll-interval", min=0.05)
     ] = 5.0,
+    key_file: KeyFileOption = None,
     as_json: Annotated[
         bool,
         json_flag(
@@ -91,6 +91,7 @@ def encode(
 
         kvfetch encode /var/cache/kv --resolutions 240p,480p --keep-source
     """
+    from sgl_kvfetch.codec import StoreKeys
     from sgl_kvfetch.stores import HttpOptions
     from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, make_targets
 
@@ -114,7 +115,7 @@ def encode(
 
     with reporter.progress:
         http = HttpOptions(max_object_bytes=_MAX_OBJECT_BYTES)
-        keys = key_files.read()
+        keys = StoreKeys.read(key_file)
         try:
             run_on_part(store, access, work, options=http)
         except KeyboardInterrupt:

@@ -40,7 +40,6 @@ from sgl_kvfetch.codec import (
     require_rewritable,
     require_writable,
     secure_segment,
-    signed_by,
 )
 from sgl_kvfetch.codec.bitstream.registry import can_decode, decode_cost, resolution_for
 from sgl_kvfetch.codec.container.manifest import MAX_VARIANTS
@@ -241,7 +240,7 @@ class Encoder:
     """Encodes the segments of one store. Belongs to one event loop.
 
     ``on_progress`` gets how many segments have been dealt with, of how many that are to be encoded; each step is logged
-    with its object's name. With ``keys``, signs and encrypts, and encodes only what is signed and encrypted.
+    with its object's name. With ``keys``, encrypts, and encodes only what is encrypted.
     """
 
     def __init__(
@@ -372,9 +371,7 @@ class Encoder:
         """Decode a manifest. Raises FormatError, also if it belongs under another name, or needs a key."""
         manifest = decode_named_manifest(content, name)
         require_rewritable(content)
-        if signed_by(content) and self._store.keys.manifest is None:
-            raise FormatError("manifest is signed, and so must be its replacement: a manifest key file is needed")
-        if self._store.keys.encryption is None:
+        if not self._store.keys:
             manifest.require_open()
         return manifest
 

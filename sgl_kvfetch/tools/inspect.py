@@ -23,13 +23,12 @@ from sgl_kvfetch.tools.summary import (
     PartSummary,
     SegmentSummary,
     VariantSummary,
-    signature_of,
     summarise_namespaces,
     summarise_segment,
 )
 from sgl_kvfetch.tools.target import StorePart, run_on_part
 from sgl_kvfetch.tools.terminal import (
-    KeyFiles,
+    KeyFileOption,
     PartArgument,
     StoreAccess,
     format_age,
@@ -49,8 +48,8 @@ NAMESPACE_DIGITS, HASH_DIGITS = 12, 16  # enough to be unique, and to use as a p
 
 def inspect(
     store: PartArgument,
-    key_files: KeyFiles,
     access: StoreAccess,
+    key_file: KeyFileOption = None,
     as_json: Annotated[bool, json_flag(Inspected)] = False,
     limit: Annotated[int, option("COUNT", "Namespaces or segments to show.", min=1)] = 20,
     png: Annotated[
@@ -64,8 +63,7 @@ def inspect(
     segments, and its profiles; for a namespace, its segments; for one segment, every chunk. With several models, it
     also says how many bytes each takes. Sizes include scales and manifests. Segments of a namespace that overlap are
     counted separately.
-    With --manifest-key-file, the command says of each segment listed or shown whether its signature is good. Of
-    encrypted segments, the codecs and the pictures need --encryption-key-file.
+    Of encrypted segments, the codecs and the pictures need --key-file.
 
     Examples:
 
@@ -75,7 +73,7 @@ def inspect(
 
         kvfetch inspect file:///var/cache/kv#4f0c...e1/8-91ab --png frames.png
     """
-    keys = key_files.read()
+    keys = StoreKeys.read(key_file)
 
     async def look(part: StorePart) -> None:
         """Show one segment, the segments of a part of the store, or its namespaces."""
@@ -128,9 +126,9 @@ async def _read_segment(part: StorePart, stored: StoredSegment, keys: StoreKeys)
     if content is None:
         raise StoreError("missing", f"{name} was deleted after it was listed")
     manifest = decode_named_manifest(content, name)
-    if keys.encryption is not None:
+    if keys:
         manifest = open_manifest(manifest, keys)
-    return manifest, summarise_segment(stored, manifest, signature_of(content, keys.manifest))
+    return manifest, summarise_segment(stored, manifest)
 
 
 def _store_tables(label: str, inspected: Inspected, limit: int) -> Iterator[Table | str]:
@@ -210,14 +208,13 @@ def _segments_tables(inspected: Inspected) -> Iterator[Table | str]:
 
 
 def _segments_table(segments: Iterable[SegmentSummary]) -> Table:
-    table = make_table(("segment", "codecs", "signature"), ("pages", "first page", "tokens", "raw", "stored", "ratio"))
+    table = make_table(("segment", "codecs"), ("pages", "first page", "tokens", "raw", "stored", "ratio"))
     for s in segments:
         codecs = {codec for v in s.variants for part in v.parts if part.layout for codec in part.codecs}
         num_pages, _, page_hash = s.manifest_name.partition("/")[2].partition("-")
         table.add_row(
             f"{num_pages}-{page_hash[:HASH_DIGITS]}",
             ", ".join(sorted(map(printable, codecs))),
-            s.signature,
             str(s.num_pages),
             str(s.first_page),
             str(s.num_tokens),
@@ -271,7 +268,6 @@ def _facts(s: SegmentSummary) -> Table:
         for name, layout in variant.layouts.items():
             table.add_row(f"layout of {printable(name)}, variant {index}", _describe_layout(layout))
     table.add_row("manifest", format_size(s.manifest_bytes))
-    table.add_row("signature", s.signature)
     if s.encryption_keys:
         table.add_row("encrypted with", ", ".join(s.encryption_keys))
     if s.expires is not None:

@@ -22,7 +22,7 @@ from sgl_kvfetch.prompts import CONTEXT_TOKENS, CONTINUATION_TOKENS, NUM_WINDOWS
 from sgl_kvfetch.tools.profiles import SUMMARY, lines_of, require_store, save_and_publish, summary_of
 from sgl_kvfetch.tools.terminal import (
     STORE_HELP,
-    KeyFiles,
+    KeyFileOption,
     StoreAccess,
     format_size,
     json_flag,
@@ -47,7 +47,6 @@ _LINE_EVERY_S = 10.0  # between progress lines when stderr is not a terminal
 
 def calibrate(
     model: Annotated[str, option("PATH", "Path of a model that transformers can load.")],
-    key_files: KeyFiles,
     access: StoreAccess,
     text: Annotated[
         list[str] | None,
@@ -99,6 +98,7 @@ def calibrate(
         int, option("COUNT", "The --tp-size that SGLang will run with, or a multiple of it.", min=1)
     ] = 1,
     device: Annotated[str, option("DEVICE", "cpu, cuda, or cuda:N.", show_default="cuda if there is one")] = "",
+    key_file: KeyFileOption = None,
     as_json: Annotated[bool, json_flag(SUMMARY)] = False,
 ) -> None:
     """Measure how a model's keys and values vary and how much errors in them matter.
@@ -125,6 +125,7 @@ def calibrate(
         Calibration,
         CalibrationOptions,
         LayeredModel,
+        StoreKeys,
         calibrate_model,
         fingerprint_model,
         map_layers,
@@ -135,7 +136,7 @@ def calibrate(
         raise ConfigError("give --publish STORE, --out FILE, or both")
     if out is not None and ((out.exists() and not out.is_file()) or not out.absolute().parent.is_dir()):
         raise ConfigError(f"--out {out}: expected a file in an existing directory")
-    keys = key_files.read()
+    keys = StoreKeys.read(key_file)
     if publish is not None:
         require_store(publish, access)
     kinds, of_text = read_kinds(text or ())

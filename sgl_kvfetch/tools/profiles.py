@@ -30,7 +30,7 @@ from sgl_kvfetch.stores import (
 )
 from sgl_kvfetch.tools.target import run_on_store
 from sgl_kvfetch.tools.terminal import (
-    KeyFiles,
+    KeyFileOption,
     StoreAccess,
     StoreArgument,
     format_age,
@@ -154,13 +154,13 @@ def profile(
         ),
     ],
     store: StoreArgument,
-    key_files: KeyFiles,
     access: StoreAccess,
     which: Annotated[
         str | None,
         typer.Argument(metavar="[DIGEST|FILE]", help="A profile's digest, or its beginning; for put, its file."),
     ] = None,
     out: Annotated[Path | None, option("FILE", "With get: where to write the profile.", "--out", "-o")] = None,
+    key_file: KeyFileOption = None,
     as_json: Annotated[
         bool, json_flag(f"a list of profiles (get, put, rm: of one), each with {_FIELDS}; with show {SUMMARY}")
     ] = False,
@@ -168,9 +168,8 @@ def profile(
     """List, show, read, publish or withdraw the profiles of a store.
 
     A server with {"quantiser": "klt"} takes the newest profile of its model's weights when it starts: the one that was
-    put last. Servers that run keep theirs until they start again. Where servers have a manifest_key_file or an
-    encryption_key_file, put needs it, too: servers pass over profiles without a signature, or without encryption. A
-    token needs the role `write` for put and rm.
+    put last. Servers that run keep theirs until they start again. Where servers have a key_file,
+    put needs it, too: servers pass over profiles that are not encrypted. A token needs the role `write` for put and rm.
 
     show says what a profile's steps cost in each kind of text that it was measured on, of a profile in a store, or of
     one in a file, which it takes in the place of the store.
@@ -200,7 +199,7 @@ def profile(
         raise ConfigError(f"kvfetch profile {action} expects {wanted} behind the store")
     if (out is None) == (action == "get"):
         raise ConfigError("--out FILE belongs to kvfetch profile get, which needs it")
-    keys = key_files.read()
+    keys = StoreKeys.read(key_file)
 
     async def work(opened: AdminStore) -> tuple[list[ProfileRow], str]:
         """Do what the command says. Return the profiles to show, and a line about what was done."""

@@ -170,7 +170,7 @@ def move(
 
     Each segment is written, read back and compared; so is one that the target has already. In the end, those that the
     target still has are deleted at the source. If the command is interrupted, run it again: it moves the segments that
-    are left. Servers may use both stores meanwhile. Manifests stay as they are, with their signatures. Profiles move
+    are left. Servers may use both stores meanwhile. Manifests stay as they are. Profiles move
     with a whole store, and the newest stays the newest; for those of a part, there is kvfetch profile. Pins are not
     moved. The token is for both stores. The exit code is 1 if some segments could not be moved: they stay; or if
     nothing is stored of the model.

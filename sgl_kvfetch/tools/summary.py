@@ -4,29 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Literal
 
 from msgspec import Struct
 
-from sgl_kvfetch.codec import Manifest, RegionLayout, TileLayout, Variant, is_vouched_for, signed_by
-from sgl_kvfetch.codec.container.encryption import ManifestKeys
+from sgl_kvfetch.codec import Manifest, RegionLayout, TileLayout, Variant
 from sgl_kvfetch.keys import Labels, Namespace, profile_digest
 from sgl_kvfetch.stores import AdminStore, ProfileRow
 from sgl_kvfetch.stores.upkeep import StoredSegment, first_readable_manifest
 from sgl_kvfetch.types import KV_DTYPES
-
-Signature = Literal["good", "wrong", "missing", "signed (not checked)", "none"]
-
-
-def signature_of(content: bytes, keys: ManifestKeys | None) -> Signature:
-    """Check the signature of a manifest, or of the one that it is a part of. ``content``: the whole stored object.
-    Without ``keys``, none is expected."""
-    is_signed = bool(signed_by(content))
-    if keys is None:
-        return "signed (not checked)" if is_signed else "none"
-    if not is_signed:
-        return "missing"
-    return "good" if is_vouched_for(content, keys) else "wrong"
 
 
 class Sizes(Struct, frozen=True):
@@ -139,8 +124,7 @@ class SegmentSummary(Struct, frozen=True):
     span_tokens: int
     num_layer_groups: int
     manifest_bytes: int
-    signature: Signature
-    encryption_keys: list[str]  # names; empty if it is not encrypted
+    encryption_keys: list[str]  # ids; empty if it is not encrypted
     expires: int | None  # in seconds since the epoch; None for never
     sizes: Sizes  # everything under the segment's name
     variants: tuple[VariantSummary, ...]
@@ -177,7 +161,7 @@ class Inspected(Struct, frozen=True):
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
-def summarise_segment(stored: StoredSegment, manifest: Manifest, signature: Signature) -> SegmentSummary:
+def summarise_segment(stored: StoredSegment, manifest: Manifest) -> SegmentSummary:
     """Return what `inspect` and the page show of a segment."""
     assert stored.manifest is not None
     variants = tuple(_summarise_variant(stored, manifest, variant) for variant in manifest.variants)
@@ -192,8 +176,7 @@ def summarise_segment(stored: StoredSegment, manifest: Manifest, signature: Sign
         manifest.span_tokens(0),
         manifest.grid.num_layer_groups,
         stored.manifest.size_bytes,
-        signature,
-        manifest.key_names,
+        manifest.key_ids,
         manifest.expires,
         sizes(manifest.raw_bytes, stored.stored_bytes, manifest.namespace.kv_dtype),
         variants,

@@ -34,7 +34,6 @@ from sgl_kvfetch.user_files import TOKEN_ENV, environment_secret, format_size as
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
-    from sgl_kvfetch.codec import StoreKeys
     from sgl_kvfetch.stores import TlsFiles
 
 _PROJECT = "sgl_kvfetch"
@@ -137,6 +136,9 @@ YesOption = Annotated[bool, option(None, "Do not ask.", "--yes", "-y")]
 DryRunOption = Annotated[bool, option(None, "Say what would be deleted or written, and change nothing.", "--dry-run")]
 
 
+KeyFileOption = Annotated[Path | None, option("FILE", "The keys that this store's segments are encrypted with.")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreAccess:
     """How a command reaches a store. A command's parameter of this type is all of these options."""
@@ -183,24 +185,6 @@ class IndexedAccess(StoreAccess):
     """The same, also of an S3 store with an index."""
 
     index: IndexOption = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeyFiles:
-    """The keys of a store's segments. A command's parameter of this type is both of these options."""
-
-    manifest_key_file: Annotated[
-        Path | None, option("FILE", "The key that manifests of this store are signed with.")
-    ] = None
-    encryption_key_file: Annotated[
-        Path | None, option("FILE", "The named keys that this store's segments are encrypted with.")
-    ] = None
-
-    def read(self) -> StoreKeys:
-        """Read the files that are given. Raises ConfigError."""
-        from sgl_kvfetch.codec import StoreKeys
-
-        return StoreKeys.read(self.manifest_key_file, self.encryption_key_file)
 
 
 def read_token(token: str | None, token_file: Path | None) -> str | None:

@@ -20,10 +20,9 @@ from sgl_kvfetch.keys import ContentCheck, parse_object_name
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.stores import PROFILES, AdminStore, ObjectInfo, Verified, list_profiles, read_profile
 from sgl_kvfetch.stores.upkeep import StoredSegment, decode_named_manifest, read_manifest
-from sgl_kvfetch.tools.summary import signature_of
 from sgl_kvfetch.tools.target import StorePart, run_on_part, split_part
 from sgl_kvfetch.tools.terminal import (
-    KeyFiles,
+    KeyFileOption,
     PartArgument,
     StoreAccess,
     format_size,
@@ -45,8 +44,8 @@ MAX_COMMANDS = 20
 
 def verify(
     store: PartArgument,
-    key_files: KeyFiles,
     access: StoreAccess,
+    key_file: KeyFileOption = None,
     as_json: Annotated[bool, json_flag(Report)] = False,
     jobs: Annotated[
         int, option("COUNT", "Segments read at once, and decoding threads.", min=1, max=256, show_default="cores")
@@ -57,10 +56,9 @@ def verify(
 ) -> None:
     """Read and decode everything that is stored, and compare it with its checksums.
 
-    With --manifest-key-file, a manifest whose signature is missing or wrong is a problem, too. Without it, signatures
-    are counted and not checked. Without --encryption-key-file, encrypted segments are not decoded, only compared with
-    the digests of their bytes as they are stored. So are all segments on a machine without torch and the codecs. The
-    profiles of a whole store are checked, too.
+    With --key-file, a segment that is not encrypted is a problem, too. Without it, encrypted segments are not decoded,
+    only compared with the digests of their bytes as they are stored. So are all segments on a machine without torch and
+    the codecs. The profiles of a whole store are checked, too.
 
     The output ends with commands that delete corrupt segments: servers compute and store those again.
 
@@ -77,7 +75,7 @@ def verify(
 
         kvfetch verify file:///var/cache/kv#4f0c
     """
-    keys = key_files.read()
+    keys = StoreKeys.read(key_file)
     untold: str | None = None
 
     async def check(part: StorePart) -> Report:
@@ -122,7 +120,7 @@ async def _unusable_profiles(store: AdminStore, keys: StoreKeys) -> dict[str, st
     problems: dict[str, str] = {}
     for listed in await list_profiles(store):
         try:
-            if listed.head is None or listed.head.header.encryption is None or keys.encryption is not None:
+            if listed.head is None or listed.head.header.encryption is None or keys:
                 await read_profile(store, listed, keys)
         except (FormatError, StoreError) as e:
             if not e.concerns_object:
@@ -170,11 +168,9 @@ def _lines(report: Report) -> Iterator[str]:
             f"nothing was decoded, only compared with digests: {package} is not installed here "
             f"({how_to_install(package)})"
         )
-    if report.num_unchecked:
-        yield f"{report.num_unchecked} manifests are signed (not checked; see --manifest-key-file)"
     if report.num_locked:
         names = ", ".join(report.locking_keys)
-        yield f"{report.num_locked} segments are encrypted with {names} (not decoded; see --encryption-key-file)"
+        yield f"{report.num_locked} segments are encrypted with {names} (not decoded; see --key-file)"
     if report.num_gone:
         yield f"{report.num_gone} segments were deleted or replaced during the run"
 
@@ -185,7 +181,7 @@ def _verdict(report: Report, num_corrupt: int) -> str:
         return f"{num_corrupt} objects corrupt or missing"
     if not report.num_segments:
         return "there was nothing to verify"
-    if report.missing_package is not None or report.num_unchecked or report.num_locked:
+    if report.missing_package is not None or report.num_locked:
         return "nothing is corrupt, of what could be checked here"
     return "all is well"
 
@@ -214,15 +210,14 @@ class Problem:
 @dataclass(slots=True)
 class Report:
     """``orphans`` are data objects that no manifest names: still being written, or left by a writer that crashed.
-    ``num_gone`` counts segments that were deleted or replaced during the run; they are no problem. ``num_unchecked``
-    counts manifests with a signature that there was no key to check with, ``num_locked`` segments that there was no key
-    to decrypt with, and ``locking_keys`` are the names of those keys. ``missing_package``: why nothing was decoded."""
+    ``num_gone`` counts segments that were deleted or replaced during the run; they are no problem. ``num_locked``
+    counts segments that there was no key to decrypt with, and ``locking_keys`` are the ids of those keys.
+    ``missing_package``: why nothing was decoded."""
 
     num_segments: int = 0
     num_chunks: int = 0
     read_bytes: int = 0
     num_gone: int = 0
-    num_unchecked: int = 0
     num_locked: int = 0
     missing_package: str | None = None
     problems: list[Problem] = field(default_factory=list)
@@ -247,7 +242,7 @@ class _Piece(NamedTuple):
 @dataclass
 class Verifier:
     """Verifies ``jobs`` segments at a time. Each job holds one read of about ``read_bytes`` bytes in memory. With
-    manifest keys, also requires that all manifests are signed with one of them. Where torch or a codec's library is not
+    keys, also requires that all segments are encrypted. Where torch or a codec's library is not
     installed, nothing is decoded: stored bytes are only compared with their digests."""
 
     store: AdminStore
@@ -283,7 +278,8 @@ class Verifier:
                 raise _Gone
             self._note_read(info.size_bytes)
             manifest = decode_named_manifest(content, info.name)
-            self._check_signature(info.name, content)
+            if self.keys and not manifest.is_encrypted:
+                self._add(info.name, "is not encrypted")
             pieces = self._pieces(manifest)
         except (FormatError, StoreError) as e:
             self._blame(info.name, e)
@@ -292,15 +288,6 @@ class Verifier:
         for data, its_pieces in zip(manifest.data, pieces, strict=True):
             await self._verify_data(stored.data.get(manifest.data_name(data)), manifest, data, its_pieces)
         self.report.orphans += [data for name, data in stored.data.items() if name not in manifest.data_names]
-
-    def _check_signature(self, name: str, content: bytes) -> None:
-        signature = signature_of(content, self.keys.manifest)
-        if signature == "missing":
-            self._add(name, "has no signature")
-        elif signature == "wrong":
-            self._add(name, "its signature was not made with this key, or not for this manifest")
-        elif signature == "signed (not checked)":
-            self.report.num_unchecked += 1
 
     async def _verify_data(
         self, info: ObjectInfo | None, manifest: Manifest, data: DataObject, pieces: Iterable[_Piece]
@@ -346,7 +333,7 @@ class Verifier:
                 return self._decoded_pieces(open_manifest(manifest, self.keys))
             except EncryptedError:
                 self.report.num_locked += 1
-                self.report.locking_keys = sorted({*self.report.locking_keys, *manifest.key_names})
+                self.report.locking_keys = sorted({*self.report.locking_keys, *manifest.key_ids})
         return [self._stored_pieces(data.size_bytes) for data in manifest.data]
 
     def _decoded_pieces(self, opened: Manifest) -> list[Iterator[_Piece]]:

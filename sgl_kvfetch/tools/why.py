@@ -49,9 +49,9 @@ from sgl_kvfetch.tools.sglang_server import (
     tokenise_on,
     total,
 )
-from sgl_kvfetch.tools.summary import NamespaceSummary, signature_of, summarise_namespaces
+from sgl_kvfetch.tools.summary import NamespaceSummary, summarise_namespaces
 from sgl_kvfetch.tools.target import require_scheme, run_on_store
-from sgl_kvfetch.tools.terminal import IndexedAccess, KeyFiles, StoreArgument, json_flag, option, show
+from sgl_kvfetch.tools.terminal import IndexedAccess, KeyFileOption, StoreArgument, json_flag, option, show
 from sgl_kvfetch.tools.verify import Verifier
 from sgl_kvfetch.types import first_to_last
 
@@ -129,7 +129,6 @@ class Asked:
 
 def why(
     store: StoreArgument,
-    key_files: KeyFiles,
     access: IndexedAccess,
     prompt: PromptOption = None,
     file: FileOption = None,
@@ -141,6 +140,7 @@ def why(
     ] = None,
     model: TokenizerOption = None,
     cache_salt: SaltOption = None,
+    key_file: KeyFileOption = None,
     as_json: Annotated[bool, json_flag(list[Explained])] = False,
 ) -> None:
     """Say why a prompt, or a request, was not served from a store, and what to do about it.
@@ -163,7 +163,7 @@ def why(
     prompts = prompts_of(prompt, file, required=request is None)
     if request is not None and (prompts or server is None):
         raise ConfigError("--request needs --server, and neither --prompt nor --file")
-    keys = key_files.read()
+    keys = StoreKeys.read(key_file)
 
     async def explain(opened: AdminStore) -> list[Explained]:
         """Return for each prompt, or for the request, why it was not served from the store."""
@@ -534,12 +534,11 @@ class Diagnosis:
         except (FormatError, NamespaceMismatchError, UnsupportedError) as e:
             return reason_of(e), str(e)
         stem = manifest.key.stem
-        if (signature := signature_of(content, self.keys.manifest)) in ("wrong", "missing"):
-            return Reason.UNSIGNED, f"{stem}: the signature is {signature}"
-        ours = self.keys.encryption
-        locked = [name for name in manifest.key_names if ours is not None and name not in ours]
-        if locked:
-            return Reason.ENCRYPTED, f"{stem} is encrypted with {', '.join(locked)}"
+        ours = self.keys
+        if ours and not manifest.is_encrypted:
+            return Reason.ENCRYPTED, f"{stem} is not encrypted, and the key file is not empty"
+        if locked := [key for key in manifest.key_ids if ours and key not in ours]:
+            return Reason.ENCRYPTED, f"{stem} is encrypted with {', '.join(locked)}; the file has {', '.join(ours.ids)}"
         lost = min(variant.num_dropped for variant in manifest.variants)
         if lost > self.most_left_out:
             return Reason.COARSE, f"{stem} has lost {lost} levels; {self.most_left_out} may be left out"

@@ -27,7 +27,7 @@ PAGES = 640 // PAGE_SIZE
 
 @dataclass(frozen=True)
 class Published:
-    """A store with a token, and in it a profile that is signed with the key of its servers."""
+    """A store with a token, and in it a profile that is encrypted with the key of its servers."""
 
     store: StoreProcess
     profile: Path  # a copy of the file
@@ -40,17 +40,17 @@ def published(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """For two ranks, so that one does, too."""
     folder = tmp_path_factory.mktemp("profile")
     words = (f"w{token}" for seed in range(100, 106) for token in make_prompt(seed))
-    for name, content in (("text", " ".join(words)), ("token", "secret"), ("key", "k" * 32)):
+    for name, content in (("text", " ".join(words)), ("token", "secret"), ("key", "6b" * 32)):
         (folder / name).write_text(content)
         (folder / name).chmod(0o600)
     with StoreProcess(folder / "store", extra_args=("--token-file", str(folder / "token"))) as store:
         command = [sys.executable, "-m", "sgl_kvfetch.tools", "calibrate", "--model", str(model), "--text", "text"]
         command += ["--windows", "6", "--context", "512", "--continuation", "128", "--tp-size", "2", "--out", "profile"]
-        command += ["--publish", store.url, "--token-file", "token", "--manifest-key-file", "key"]
+        command += ["--publish", store.url, "--token-file", "token", "--key-file", "key"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert "target_kl" in done.stdout
-        keys = {"quantiser": "klt", "token": "secret", "manifest_key_file": str(folder / "key")}
+        keys = {"quantiser": "klt", "token": "secret", "key_file": str(folder / "key")}
         yield Published(store, folder / "profile", keys, {"XDG_CACHE_HOME": str(folder / "cache")})
 
 

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from sgl_kvfetch.codec.bitstream.registry import get_codec
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys, ManifestKeys, StoreKeys
+from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.container.manifest import decode_manifest, encryption_keys_of
 from sgl_kvfetch.codec.container.objects import Chunk
 from sgl_kvfetch.codec.container.protect import open_manifest, secure_segment
@@ -51,7 +51,7 @@ from tests.codec.quant.profiles import make_profile
 from tests.segments import make_segment
 
 Target = Callable[[bytes], object]
-KEYS = StoreKeys(encryption=EncryptionKeys({"ours": b"k" * 32}))
+KEYS = StoreKeys(b"k" * 32)
 TINY = KVGeometry(num_layers=2, num_heads=1, k_head_dim=48, v_head_dim=48, page_size=1, dtype="bfloat16")
 CODECS = ("ans", "ans-tables", "deflate", "hevc", "hevc420", "zstd")
 PROFILE, CONTENT = f"{'0' * 32}/{'1' * 32}", b"a profile's file"
@@ -268,7 +268,7 @@ def seeds_of(name: str) -> Iterator[bytes]:
     made = segments_by_kind()
     match name:
         case "manifests":
-            for segment in (*made, secure_segment(made[1], StoreKeys(ManifestKeys([b"k" * 32]), KEYS.encryption))):
+            for segment in (*made, secure_segment(made[1], KEYS)):
                 yield segment.manifest.encode()[12:-16]
         case "segments":
             for kind, segment in enumerate(made):
@@ -285,7 +285,7 @@ def seeds_of(name: str) -> Iterator[bytes]:
             weights, digest = PROFILE.split("/")
             header = ProfileHeader(1, weights, digest, hashlib.sha256(CONTENT).hexdigest(), len(CONTENT), "a", 1e-3)
             yield msgspec.json.encode(header)
-            encryption = {"key": "ours", "salt": "0" * 64}
+            encryption = {"key": KEYS.ids[0], "salt": "0" * 64}
             yield msgspec.json.encode(msgspec.to_builtins(header) | {"encryption": encryption})
         case "profile_files":
             with tempfile.TemporaryDirectory() as folder:

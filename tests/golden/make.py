@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys, StoreKeys
+from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
@@ -126,7 +126,7 @@ CASES = {
             first_layer=3,
             span_pages=3,
         ),
-        # Names for people (2.2).
+        # Names for people.
         Case(
             "exact-labels",
             "exact",
@@ -262,13 +262,13 @@ def write(case: Case) -> None:
 
 
 ENCRYPTED = FOLDER / "encrypted.kvm"
-KEY_NAME, KEY = "golden-1", bytes(range(32))
+KEY = bytes(range(32))
 
 
 def write_encrypted() -> None:
     """Encrypt the case exact-hevc. Its salt is random, so it is written once."""
     case = CASES["exact-hevc"]
-    coded = secure_segment(make(case), StoreKeys(encryption=EncryptionKeys({KEY_NAME: KEY})))
+    coded = secure_segment(make(case), StoreKeys(KEY))
     ENCRYPTED.write_bytes(coded.manifest.encode())
     ENCRYPTED.with_suffix(".0.kvd").write_bytes(coded.data)
 
@@ -292,7 +292,7 @@ def write_encrypted_levels() -> None:
     """Encrypt the case klt-levels. Its salts are random, so it is written once."""
     objects = [LEVELS.with_suffix(f".{number}.kvd").read_bytes() for number in range(NUM_LEVELS)]
     plain = CodedSegment.of(decode_manifest(LEVELS.read_bytes()), objects)
-    coded = secure_segment(plain, StoreKeys(encryption=EncryptionKeys({KEY_NAME: KEY})))
+    coded = secure_segment(plain, StoreKeys(KEY))
     ENCRYPTED_LEVELS.write_bytes(coded.manifest.encode())
     for number, data in enumerate(coded.contents):
         ENCRYPTED_LEVELS.with_suffix(f".{number}.kvd").write_bytes(data)

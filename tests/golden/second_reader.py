@@ -34,8 +34,6 @@ def parse_manifest(raw: bytes) -> dict[str, Any]:
     assert len(raw) <= 1 << 20
     magic, major, _minor, length = struct.unpack_from("<4sHHI", raw)
     end = 12 + length + 16
-    if len(raw) == end + 36 and raw[end : end + 4] == b"KVFS":  # a signature, which takes a key to verify
-        raw = raw[:end]
     assert (magic, major, end) == (b"KVFM", 2, len(raw))
     assert xxhash.xxh3_128_digest(raw[:-16]) == raw[-16:]
     body: dict[str, Any] = msgspec.msgpack.decode(raw[12:-16])
@@ -185,16 +183,17 @@ def decrypted(raw: bytes, objects: Sequence[bytes], key: bytes, variant: int = 0
     ]
     assert "frame_sums" not in coding
     first, *levels = objects
-    rows, plain = _decrypted_object(body, coding, first, key, layouts)
+    count = len(coding.get("levels", ())) + coding.get("num_dropped", 0)
+    rows, plain = _decrypted_object(body, coding, first, key, [count, 0, *layouts])
     contents = [plain]
     for number, (level, data) in enumerate(zip(coding.get("levels", []), levels, strict=True), 1):
-        changed, plain = _decrypted_object(body, level, data, key, [number, *layouts])
+        changed, plain = _decrypted_object(body, level, data, key, [count, number, *layouts])
         del changed["frame_sums"]
         rows["levels"][number - 1] = changed
         contents.append(plain)
     body["variants"] = [rows]
     packed = msgspec.msgpack.encode(body)
-    head = struct.pack("<4sHHI", b"KVFM", 2, 4 if levels else 2, len(packed)) + packed
+    head = struct.pack("<4sHHI", b"KVFM", 2, 7, len(packed)) + packed
     return head + xxhash.xxh3_128_digest(head), contents
 
 
@@ -207,7 +206,8 @@ def _decrypted_object(
         [
             folder_of(body),
             *(body[name] for name in ("first_page", "previous_hash", "page_hashes")),
-            *(body[name] for name in ("span_pages", "cell_layers", "cell_heads", "parts")),
+            *(body[name] for name in ("span_pages", "cell_layers", "cell_heads", "coefficients", "parts")),
+            body.get("expires"),
             inside,
         ]
     )

@@ -193,6 +193,6 @@ def test_the_docs_have_every_key_with_its_default() -> None:
 
 def test_levels_may_be_encrypted_and_are_not_coded_as_video() -> None:
     levels = STORE | {"quantiser": "klt", "levels": {}}
-    assert parse_config(levels | {"encryption_key_file": "keys"}, {}).levels is not None
+    assert parse_config(levels | {"key_file": "keys"}, {}).levels is not None
     with pytest.raises(ConfigError, match="which only ans codes"):
         parse_config(levels | {"codec": "hevc"}, {})

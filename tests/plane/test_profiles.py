@@ -24,7 +24,7 @@ from sgl_kvfetch.stores.notes import ListedProfile, publish_profile, read_profil
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import CALIBRATION, make_profile
 from tests.segments import using
-from tests.stores.test_profiles import BOTH, NO_KEYS, SIGNING, WEIGHTS, save
+from tests.stores.test_profiles import KEY, KEYS, NO_KEYS, WEIGHTS, save
 
 GEOMETRY = KVGeometry(num_layers=1, num_heads=1, k_head_dim=8, v_head_dim=8, page_size=4, dtype="bfloat16")
 
@@ -100,15 +100,17 @@ def test_a_copy_is_not_read_again_unless_it_is_damaged(
     assert wholes == [digest] * 2
 
 
-@pytest.mark.parametrize("kind", ["damaged", "cut", "foreign", "unsigned", "newer version"])
+@pytest.mark.parametrize("kind", ["damaged", "cut", "foreign", "not encrypted", "newer version"])
 def test_what_cannot_be_used_is_passed_over(
     tmp_path: Path, config: KVFetchConfig, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     root, message = tmp_path / "store", ""
-    if kind == "unsigned":
-        (tmp_path / "key").write_text("k" * 32)
-        config = config.model_copy(update={"manifest_key_file": str(tmp_path / "key")})
-    good = publish(root, save(tmp_path, 1), 20, SIGNING)
+    keys = NO_KEYS
+    if kind == "not encrypted":
+        keys = KEYS
+        (tmp_path / "key").write_text(KEY.hex())
+        config = config.model_copy(update={"key_file": str(tmp_path / "key")})
+    good = publish(root, save(tmp_path, 1), 20, keys)
     bad = publish(root, save(tmp_path, 2), 10)
     path = root / ".profiles" / WEIGHTS / bad
     content = path.read_bytes()
@@ -123,8 +125,8 @@ def test_what_cannot_be_used_is_passed_over(
             name, data = seal_profile(save(tmp_path, 2, "1" * 32), NO_KEYS)
             path.write_bytes(data.replace(b'"weights":"' + b"1" * 32, b'"weights":"' + b"0" * 32))
             message = f"it is the profile {name}, under another name"
-        case "unsigned":
-            message = "it has no signature by a key of manifest_key_file"
+        case "not encrypted":
+            message = "it is not encrypted, and there is a key_file"
         case _:
             path.write_bytes(content.replace(b'"version":1', b'"version":9'))
             message = "its header has version 9, expected 1"
@@ -228,11 +230,9 @@ def test_a_fault_of_any_kind_costs_one_profile(
 
 
 def test_encrypted_profiles_have_copies_in_clear(tmp_path: Path, config: KVFetchConfig) -> None:
-    (tmp_path / "key").write_text("k" * 32)
-    (tmp_path / "names").write_text(f"ours {(b'e' * 32).hex()}\n")
-    keys = {"manifest_key_file": str(tmp_path / "key"), "encryption_key_file": str(tmp_path / "names")}
-    digest = publish(tmp_path / "store", save(tmp_path), 0, BOTH)
-    assert taken(config.model_copy(update=keys)).digest == digest
+    (tmp_path / "key").write_text(KEY.hex())
+    digest = publish(tmp_path / "store", save(tmp_path), 0, KEYS)
+    assert taken(config.model_copy(update={"key_file": str(tmp_path / "key")})).digest == digest
     assert take_profile(config, WEIGHTS, fits) is None
 
 
@@ -255,17 +255,16 @@ def test_a_store_that_is_down(
     assert "cannot be asked for a profile" in caplog.text
 
 
-@pytest.mark.parametrize("key_file", ["manifest_key_file", "encryption_key_file"])
 def test_copies_count_for_their_store_and_keys(
-    tmp_path: Path, config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch, key_file: str
+    tmp_path: Path, config: KVFetchConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that wants keys takes no copy that was taken without, nor one of another store."""
     digest = publish(tmp_path / "store", save(tmp_path), 0)
     assert taken(config).digest == digest
-    (tmp_path / "key").write_text(f"ours {(b'e' * 32).hex()}\n" if "enc" in key_file else "k" * 32)
+    (tmp_path / "key").write_text(KEY.hex())
     monkeypatch.setattr(profiles, "take_from_store", is_down)
     assert taken(config).digest == digest
-    for changed in {key_file: str(tmp_path / "key")}, {"store": str(tmp_path / "other")}:
+    for changed in {"key_file": str(tmp_path / "key")}, {"store": str(tmp_path / "other")}:
         with pytest.raises(StoreError, match="it is down"):
             take_profile(config.model_copy(update=changed), WEIGHTS, fits)
 

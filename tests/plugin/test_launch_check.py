@@ -100,7 +100,7 @@ def test_a_profile_is_read_before_a_model_is_loaded(tmp_path: Path) -> None:
         check_launch(_args(extra | {"levels": {"finest_kl": 1e-9}}))
 
 
-@pytest.mark.parametrize("key", ["manifest_key_file", "encryption_key_file", "tls.ca_file", "tls.cert_file"])
+@pytest.mark.parametrize("key", ["key_file", "tls.ca_file", "tls.cert_file"])
 def test_key_files_are_read_before_a_model_is_loaded(key: str, tmp_path: Path) -> None:
     group, _, name = key.rpartition(".")
     for content in (None, "nonsense"):

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from sgl_kvfetch import processes
-from sgl_kvfetch.codec.container.encryption import read_encryption_keys, read_manifest_keys
+from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.server import run
 from sgl_kvfetch.server.config import ServerConfig
@@ -96,7 +96,7 @@ def _client_key(path: Path) -> None:
     TlsFiles(cert=str(path), key=str(path)).context()
 
 
-@pytest.mark.parametrize("read", [TokenFile, read_manifest_keys, read_encryption_keys, _tls_key, _client_key])
+@pytest.mark.parametrize("read", [TokenFile, StoreKeys.read, _tls_key, _client_key])
 def test_a_secret_that_all_may_read_is_warned_of(
     tmp_path: Path, read: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from harness.waiting import until
 from sgl_kvfetch import __version__
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys, StoreKeys
+from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
@@ -36,7 +36,7 @@ from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.notes import Damaged, NoteKind, Verified, seal_profile
 from sgl_kvfetch.testing import NAMESPACE, make_segment, page_hashes, put_segment
 from tests.segments import with_labels
-from tests.stores.test_profiles import BOTH, save
+from tests.stores.test_profiles import KEYS, save
 
 pytestmark = pytest.mark.process
 
@@ -201,7 +201,7 @@ async def test_the_last_days_outlive_a_restart(
 async def test_profiles_are_shown(tmp_path: Path) -> None:
     digests = []
     for number in (1, 2):
-        name, data = seal_profile(save(tmp_path, number), BOTH)
+        name, data = seal_profile(save(tmp_path, number), KEYS)
         path = tmp_path / "store" / ".profiles" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -397,7 +397,7 @@ async def test_how_much_of_a_prompt_is_stored(tmp_path: Path) -> None:
 async def test_what_a_store_without_the_key_shows_of_encrypted_segments(tmp_path: Path) -> None:
     """Its names and sizes, and how much of a prompt is stored; no codecs."""
     hashes = hashes_of([1, 2, 3, 4], 1, None)
-    segment = secure_segment(make_segment(hashes, 0, 4), StoreKeys(encryption=EncryptionKeys({"ours": b"k" * 32})))
+    segment = secure_segment(make_segment(hashes, 0, 4), StoreKeys(b"k" * 32))
     name = segment.manifest.key.manifest_name
     async with serving(tmp_path, segment) as session:
         (row,) = (await get(session, wire.Route.SUMMARY))["folders"]

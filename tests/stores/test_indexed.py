@@ -14,7 +14,7 @@ from harness.faults import Fault, FaultyProxy
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server, s3_config
 from harness.waiting import WAIT_S, until
-from sgl_kvfetch.codec.container.encryption import ManifestKeys, StoreKeys
+from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup, Store
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
@@ -276,9 +276,9 @@ async def test_manifests_that_are_cut_short_are_an_error(store: IndexedS3Store, 
     assert caught.value.reason == "truncated"
 
 
-async def test_signed_manifests_are_entered_too(store: IndexedS3Store, s3_proxy: FaultyProxy) -> None:
-    signed = KeyedStore(store, StoreKeys(ManifestKeys([b"k" * 32])))
-    await put(signed, (0, 16))
+async def test_encrypted_manifests_are_entered_too(store: IndexedS3Store, s3_proxy: FaultyProxy) -> None:
+    keyed = KeyedStore(store, StoreKeys(b"k" * 32))
+    await put(keyed, (0, 16))
     s3_proxy.requests.clear()
-    assert parts(await signed.lookup(FOLDER, CHAIN[5:12])) == [(5, 7)]
+    assert parts(await keyed.lookup(FOLDER, CHAIN[5:12])) == [(5, 7)]
     assert len(s3_proxy.requests) == 1

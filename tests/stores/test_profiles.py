@@ -12,7 +12,7 @@ from typing import TextIO
 import msgspec
 import pytest
 
-from sgl_kvfetch.codec.container.encryption import NO_KEYS, EncryptionKeys, ManifestKeys, StoreKeys
+from sgl_kvfetch.codec.container.encryption import NO_KEYS, StoreKeys
 from sgl_kvfetch.directory import files
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
@@ -29,14 +29,8 @@ from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts, put_se
 from tests.codec.quant.profiles import CALIBRATION, make_profile
 
 WEIGHTS = CALIBRATION.weights
-SIGNING = StoreKeys(ManifestKeys([b"k" * 32]))
-
-
-def with_key(name: str, byte: bytes) -> StoreKeys:
-    return StoreKeys(SIGNING.manifest, EncryptionKeys({name: byte * 32}))
-
-
-BOTH = with_key("ours", b"e")
+KEY = b"k" * 32
+KEYS, OTHERS = StoreKeys(KEY), StoreKeys(b"o" * 32)
 
 
 def save(folder: Path, num_sinks: int = 0, weights: str = WEIGHTS) -> Path:
@@ -97,23 +91,11 @@ async def test_the_newest_is_the_one_that_was_put_last(tmp_path: Path) -> None:
     ("made_with", "read_with", "message"),
     [
         (NO_KEYS, NO_KEYS, ""),
-        (SIGNING, SIGNING, ""),
-        (BOTH, BOTH, ""),
-        (SIGNING, NO_KEYS, ""),
-        (NO_KEYS, SIGNING, "has no signature by a key of manifest_key_file"),
-        (StoreKeys(ManifestKeys([b"x" * 32])), SIGNING, "has no signature by a key of manifest_key_file"),
-        (SIGNING, BOTH, "is not encrypted, and there is an encryption_key_file"),
-        (BOTH, SIGNING, "encrypted with the key 'ours'"),
-        (
-            BOTH,
-            with_key("theirs", b"e"),
-            "encrypted with the key 'ours'",
-        ),
-        (
-            BOTH,
-            with_key("ours", b"x"),
-            "does not decrypt with the key 'ours'",
-        ),
+        (KEYS, KEYS, ""),
+        (KEYS, StoreKeys(b"n" * 32, KEY), ""),
+        (NO_KEYS, KEYS, "is not encrypted, and there is a key_file"),
+        (KEYS, NO_KEYS, f"encrypted with the key {KEYS.ids[0]}, and there is no key_file"),
+        (KEYS, OTHERS, f"encrypted with the key {KEYS.ids[0]}, expected one of {OTHERS.ids[0]}"),
     ],
 )
 async def test_only_holders_of_the_keys_publish(
@@ -128,11 +110,11 @@ async def test_only_holders_of_the_keys_publish(
     else:
         assert await read_profile(store, listed, read_with) == path.read_bytes()
     stored = (tmp_path / "store" / ".profiles" / listed.info.name).read_bytes()
-    assert (path.read_bytes() in stored) == (made_with.encryption is None)
+    assert (path.read_bytes() in stored) == (not made_with)
     await store.close()
 
 
-@pytest.mark.parametrize("keys", [NO_KEYS, SIGNING, BOTH], ids=["no keys", "signed", "encrypted"])
+@pytest.mark.parametrize("keys", [NO_KEYS, KEYS], ids=["no keys", "encrypted"])
 async def test_each_damaged_byte_is_noticed(tmp_path: Path, keys: StoreKeys) -> None:
     name, data = seal_profile(save(tmp_path), keys)
     store = LocalStore(tmp_path / "store")

@@ -16,8 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from harness.s3_server import S3Server, running_s3_server
-from sgl_kvfetch.codec.container.encryption import ManifestKeys, StoreKeys
-from sgl_kvfetch.codec.container.protect import secure_segment
+from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.tools.app import app
@@ -41,20 +40,14 @@ class Stored:
         return self.root / self.segments[index].data_name
 
 
-KEY = b"k" * 32
-
-
-def sign(stored: Stored, index: int, key: bytes = KEY) -> None:
-    """Store a segment's manifest with a signature by ``key``."""
-    manifest = secure_segment(stored.segments[index], StoreKeys(ManifestKeys([key]))).manifest.encode()
-    stored.manifest_path(index).write_bytes(ManifestKeys([key]).sign(manifest))
+KEYS = StoreKeys(b"k" * 32)
 
 
 @pytest.fixture
 def key_file(tmp_path: Path) -> Path:
-    """The file that holds ``KEY``."""
+    """The file that holds the key of ``KEYS``."""
     path = tmp_path / "key"
-    path.write_bytes(KEY)
+    path.write_text("6b" * 32)
     return path
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys, StoreKeys
 from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES, Manifest, PartInfo, decode_manifest
 from sgl_kvfetch.codec.container.objects import Chunk, Variant
 from sgl_kvfetch.codec.container.protect import secure_segment
@@ -21,7 +20,7 @@ from sgl_kvfetch.types import KVGeometry
 from tests.golden.make import CASES
 from tests.odd_segments import odd_segments
 from tests.segments import SMALL, make_heads, make_segment, page_hashes, with_labels
-from tests.tools.conftest import Stored, kvfetch, kvfetch_json, put, sign, unchanged
+from tests.tools.conftest import KEYS, Stored, kvfetch, kvfetch_json, put, unchanged
 
 
 def inspect_json(*args: str) -> Any:
@@ -188,30 +187,10 @@ def test_the_expiry_is_shown(stored: Stored) -> None:
     assert "2027-01-15 08:00:00 UTC" in kvfetch("inspect", url).stdout
 
 
-def test_signatures_are_shown(stored: Stored, key_file: Path) -> None:
-    sign(stored, 0)
-    sign(stored, 1, key=b"o" * 32)
-    stems = [segment.manifest.key.stem for segment in stored.segments]
-
-    def shown(*args: str) -> list[str]:
-        return [segment_json(f"{stored.url}#{stem}", *args)["signature"] for stem in stems]
-
-    assert shown() == ["signed (not checked)", "signed (not checked)", "none"]
-    assert shown("--manifest-key-file", str(key_file)) == ["good", "wrong", "missing"]
-    folder = stored.segments[0].manifest.key.namespace
-    listed = kvfetch("inspect", f"{stored.url}#{folder}", "--manifest-key-file", str(key_file)).stdout
-    assert [s["signature"] for s in inspect_json(f"{stored.url}#{folder}")["segments"]] == ["signed (not checked)"] * 2
-    assert "good" in listed
-    assert "wrong" in listed
-    assert "signed (not checked)" in kvfetch("inspect", f"{stored.url}#{stems[0]}").stdout
-
-
-def test_encrypted_segments_are_shown_with_the_key(tmp_path: Path) -> None:
-    segment = secure_segment(make_segment(codec="hevc")[0], StoreKeys(encryption=EncryptionKeys({"ours": b"k" * 32})))
+def test_encrypted_segments_are_shown_with_the_key(tmp_path: Path, key_file: Path) -> None:
+    segment = secure_segment(make_segment(codec="hevc")[0], KEYS)
     put(tmp_path / "store", segment)
-    url, file = (tmp_path / "store").as_uri(), tmp_path / "keys"
-    file.write_text(f"ours {b'k'.hex() * 32}")
-    key = "--encryption-key-file", str(file)
+    url, key = (tmp_path / "store").as_uri(), ("--key-file", str(key_file))
 
     def codecs(*args: str) -> set[str]:
         (variant,) = segment_json(f"{url}#{segment.manifest.key.stem}", *args)["variants"]
@@ -221,11 +200,11 @@ def test_encrypted_segments_are_shown_with_the_key(tmp_path: Path) -> None:
     assert codecs(*key) >= {"hevc"}
     shown = kvfetch("inspect", f"{url}#{segment.manifest.key.stem}").stdout
     assert "encrypted with" in shown
-    assert "ours" in shown
+    assert KEYS.ids[0] in shown
     picture = tmp_path / "picture.png"
     refused = kvfetch("inspect", url, "--png", str(picture))
     assert refused.exit_code == 2
-    assert "is encrypted with the key 'ours'" in " ".join(refused.output.split())
+    assert f"is encrypted with the key {KEYS.ids[0]}" in " ".join(refused.output.split())
     assert kvfetch("inspect", url, "--png", str(picture), *key).exit_code == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys, StoreKeys
+from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader
@@ -87,16 +87,16 @@ def test_encode_makes_other_variants_of_all_levels_and_back(root: Path) -> None:
 
 def test_encode_adds_video_beside_encrypted_levels(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text(f"k {'00' * 32}")
-    root, stored = tmp_path / "store", secure_segment(segment(), StoreKeys(encryption=EncryptionKeys({"k": bytes(32)})))
+    keys.write_text("00" * 32)
+    root, stored = tmp_path / "store", secure_segment(segment(), StoreKeys(bytes(32)))
     put_levels(root, stored)
-    options = "--codec", "ans,hevc", "--resolutions", "240p", "--encryption-key-file", str(keys)
+    options = "--codec", "ans,hevc", "--resolutions", "240p", "--key-file", str(keys)
     result = kvfetch("encode", str(root), *options, "--once", "--grace", "0")
     assert result.exit_code == 0, result.output
     manifest = decode_manifest((root / stored.manifest.key.manifest_name).read_bytes())
     levels, video = manifest.variants
     assert (levels, video.codec) == (stored.manifest.variants[0], "hevc")
-    assert kvfetch("verify", str(root), "--encryption-key-file", str(keys)).exit_code == 0
+    assert kvfetch("verify", str(root), "--key-file", str(keys)).exit_code == 0
 
 
 def test_nothing_is_made_of_a_segment_that_has_lost_levels(root: Path) -> None:

@@ -273,8 +273,7 @@ def test_s3_over_tls(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     "args",
     [
         ("inspect", ".", "--token-file", "NOSUCH"),
-        ("inspect", ".", "--manifest-key-file", "NOSUCH"),
-        ("inspect", ".", "--encryption-key-file", "NOSUCH"),
+        ("inspect", ".", "--key-file", "NOSUCH"),
         ("lookup", ".", "--page-size", "1", "--file", "NOSUCH"),
         ("serve", "store", "--token-file", "FOLDER"),
         ("serve", "store", "--tls-cert", "NOSUCH", "--tls-key", "key"),

@@ -12,9 +12,7 @@ from sgl_kvfetch.plane.audit import AuditRecord, Compared, keep_record, record_f
 from sgl_kvfetch.tools.doctor import check_audits
 from tests.segments import make_heads
 from tests.stores.test_profiles import WEIGHTS, save
-from tests.tools.conftest import Stored, kvfetch, kvfetch_json
-
-ENCRYPTION_KEY = f"ours {'6b' * 32}\n"
+from tests.tools.conftest import KEYS, Stored, kvfetch, kvfetch_json
 
 
 def said(*args: str, exit_code: int = 0) -> str:
@@ -94,20 +92,16 @@ def test_doctor_says_whether_a_profile_fits_the_prompts(
     assert ("calibrate --publish" in row.advice) == (status == "warn")
 
 
-def test_keys(tmp_path: Path, stored: Stored) -> None:
-    root = stored.root
-    for name, content in (("key", "k" * 32), ("names", ENCRYPTION_KEY)):
-        (tmp_path / name).write_text(content)
-        (tmp_path / name).chmod(0o600)
-    keys = ("--manifest-key-file", str(tmp_path / "key"), "--encryption-key-file", str(tmp_path / "names"))
+def test_keys(tmp_path: Path, stored: Stored, key_file: Path) -> None:
+    root, keys = stored.root, ("--key-file", str(key_file))
     digest = put(root, tmp_path, 1, *keys)
     plain = put(root, tmp_path, 2)
     rows = kvfetch_json("profile", "list", str(root), *keys)
     assert [(row["digest"], row["is_newest"]) for row in rows] == [(plain, False), (digest, True)]
-    assert "has no signature" in rows[0]["problem"]
+    assert "is not encrypted" in rows[0]["problem"]
     get = ("profile", "get", str(root), digest, "--out", str(tmp_path / "out"))
     said(*get, *keys)
-    assert "encrypted with the key 'ours'" in said(*get, exit_code=2)
+    assert f"encrypted with the key {KEYS.ids[0]}" in said(*get, exit_code=2)
 
 
 def test_inspect_shows_what_is_stored_by_each(tmp_path: Path, stored: Stored) -> None:

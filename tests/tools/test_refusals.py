@@ -100,7 +100,7 @@ REFUSED = [
             ("[::1]:8700", "type http://[::1]:8700"),
             ("pyproject.toml", "pyproject.toml is not a directory"),
             (".#ffff", "nothing is stored"),
-            (". --manifest-key-file missing", "cannot be read"),
+            (". --key-file missing", "cannot be read"),
         )
     ),
 ]

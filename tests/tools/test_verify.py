@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from harness.store_process import StoreProcess
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys, StoreKeys
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.container.sides import encode_side
@@ -22,7 +21,7 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.upkeep import list_segments
 from sgl_kvfetch.tools.verify import Report, Verifier, _lines
 from tests.segments import as_newer, make_segment, using
-from tests.tools.conftest import Stored, kvfetch, kvfetch_json, put, sign, unchanged
+from tests.tools.conftest import KEYS, Stored, kvfetch, kvfetch_json, put, unchanged
 
 
 def flip(path: Path, place: int) -> None:
@@ -253,56 +252,26 @@ def test_a_quantiser_that_does_not_fit_is_named(stored: Stored, quantiser: str, 
     assert what in problem["what"]
 
 
-def test_encrypted_segments_are_decoded_with_the_key(tmp_path: Path, coded: tuple[CodedSegment, ...]) -> None:
-    keys, file = StoreKeys(encryption=EncryptionKeys({"ours": b"k" * 32})), tmp_path / "keys"
-    file.write_text(f"ours {b'k'.hex() * 32}")
-    stored = Stored(tmp_path / "store", tuple(secure_segment(each, keys) for each in coded))
+def test_encrypted_segments_are_decoded_with_the_key(
+    tmp_path: Path, coded: tuple[CodedSegment, ...], key_file: Path
+) -> None:
+    stored = Stored(tmp_path / "store", tuple(secure_segment(each, KEYS) for each in coded))
     for segment in stored.segments:
         put(stored.root, segment)
-    report = verify_json(stored.url, 0, "--encryption-key-file", str(file))
+    report = verify_json(stored.url, 0, "--key-file", str(key_file))
     assert (report["num_segments"], report["num_locked"]) == (3, 0)
     # Without the key, only the bytes as they are stored.
     report = verify_json(stored.url, 0)
-    assert (report["num_segments"], report["num_locked"], report["locking_keys"]) == (3, 3, ["ours"])
-    assert "encrypted with ours (not decoded" in kvfetch("verify", stored.url).stdout
+    assert (report["num_segments"], report["num_locked"], report["locking_keys"]) == (3, 3, KEYS.ids)
+    assert f"encrypted with {KEYS.ids[0]} (not decoded" in kvfetch("verify", stored.url).stdout
     flip(stored.data_path(0), 5)
     problems = verify_json(stored.url, 1)["problems"]
     assert {problem["name"] for problem in problems} == {stored.segments[0].data_name}
     assert "do not match the digest" in problems[0]["what"]
     flip(stored.data_path(0), 5)
-    file.write_text(f"ours {'00' * 32}")
-    problems = verify_json(stored.url, 1, "--encryption-key-file", str(file))["problems"]
-    assert len(problems) == 3
-    assert all("does not decrypt with the key 'ours'" in problem["what"] for problem in problems)
-
-
-def test_signatures_are_checked_with_a_key(stored: Stored, key_file: Path) -> None:
-    sign(stored, 0)
-    sign(stored, 1, key=b"o" * 32)
-    report = verify_json(stored.url, 1, "--manifest-key-file", str(key_file))
-    names = [segment.manifest.key.manifest_name for segment in stored.segments]
-    assert {p["name"]: p["what"] for p in report["problems"]} == {
-        names[1]: "its signature was not made with this key, or not for this manifest",
-        names[2]: "has no signature",
-    }
-    assert report["num_segments"] == 3
-    assert report["num_unchecked"] == 0
-    sign(stored, 1)
-    sign(stored, 2)
-    assert kvfetch("verify", stored.url, "--manifest-key-file", str(key_file)).exit_code == 0
-    flip(stored.manifest_path(0), -1)
-    (problem,) = verify_json(f"{stored.url}#{names[0]}", 1, "--manifest-key-file", str(key_file))["problems"]
-    assert problem["name"] == names[0]
-
-
-def test_signatures_are_counted_without_a_key(stored: Stored) -> None:
-    sign(stored, 0)
-    sign(stored, 1, key=b"o" * 32)
-    assert verify_json(stored.url, 0)["num_unchecked"] == 2
-    said = kvfetch("verify", stored.url).stdout
-    assert "2 manifests are signed (not checked" in said
-    assert "nothing is corrupt, of what could be checked here" in said
-    assert "all is well" not in said
+    put(stored.root, coded[0])
+    problems = verify_json(stored.url, 1, "--key-file", str(key_file))["problems"]
+    assert problems == [{"name": coded[0].manifest.key.manifest_name, "what": "is not encrypted"}]
 
 
 def test_rebuild_makes_the_catalog_anew(stored: Stored) -> None:

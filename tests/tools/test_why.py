@@ -18,7 +18,6 @@ import torch
 import xxhash
 
 from harness.models import make_llama_8b_config
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys, ManifestKeys, StoreKeys
 from sgl_kvfetch.codec.container.partial import without_last_level
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
@@ -33,7 +32,7 @@ from tests.codec.container.test_levels import KLT, SPEC as KLT_SPEC
 from tests.codec.quant.profiles import values_of
 from tests.reasons import assert_why
 from tests.segments import put_all
-from tests.tools.conftest import kvfetch, kvfetch_json
+from tests.tools.conftest import KEYS, kvfetch, kvfetch_json
 
 TOKENS = list(range(3, 19))
 
@@ -264,15 +263,15 @@ def test_the_rest_of_a_prompt_cannot_be_read(
 def test_keys(tmp_path: Path, key_file: Path) -> None:
     plain, locked = tmp_path / "plain", tmp_path / "locked"
     store(plain, coded())
-    assert_why(why(plain, "--manifest-key-file", str(key_file)), Reason.UNSIGNED, pages=range(8))
-    secured = secure_segment(coded(), StoreKeys(ManifestKeys([b"k" * 32]), EncryptionKeys({"a": b"a" * 32})))
+    assert_why(why(plain, "--key-file", str(key_file)), Reason.ENCRYPTED, pages=range(8))
+    secured = secure_segment(coded(), KEYS)
     store(locked, secured)
     assert why(locked, exit_code=0)["findings"] == []
     other_key = tmp_path / "keys"
-    other_key.write_text(f"b {'62' * 32}\n")
-    found = why(locked, "--encryption-key-file", str(other_key))
+    other_key.write_text("62" * 32)
+    found = why(locked, "--key-file", str(other_key))
     assert_why(found, Reason.ENCRYPTED, pages=range(8))
-    assert "is encrypted with a" in found["findings"][0]["detail"]
+    assert f"is encrypted with {KEYS.ids[0]}; the file has" in found["findings"][0]["detail"]
 
 
 def test_levels_that_were_dropped(tmp_path: Path) -> None:

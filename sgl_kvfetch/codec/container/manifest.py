@@ -9,8 +9,7 @@ then the major version, then every number against a bound, then numbers against 
 sound in itself. Its reader checks whether it is the one that was asked for, by namespace, heads and page hashes.
 
 A manifest is replaced only if the stored one has the digest of the bytes that were read. So what is decoded and encoded
-again must give the same bytes: the lowest minor version that has all its fields, and never fields of a newer version,
-which would be lost (`require_rewritable`).
+again must give the same bytes, and never loses fields of a newer version (`require_rewritable`).
 """
 
 from __future__ import annotations
@@ -26,14 +25,7 @@ import xxhash
 from msgspec import Meta
 
 from sgl_kvfetch.codec.bitstream.base import DIGITS, LADDER, MOST_LEVELS
-from sgl_kvfetch.codec.container.encryption import (
-    CHUNK_DIGEST_BYTES,
-    ENCRYPTED,
-    TRAILER_BYTES,
-    DataCipher,
-    Encryption,
-    split_trailer,
-)
+from sgl_kvfetch.codec.container.encryption import ENCRYPTED, DataCipher, Encryption
 from sgl_kvfetch.codec.container.objects import (
     CHECKSUM_BYTES,
     MAX_CHUNK_BYTES,
@@ -70,8 +62,8 @@ from sgl_kvfetch.types import MAX_HEADS, MAX_LAYERS, TENSORS, CellGrid, KVGeomet
 
 MAGIC = b"KVFM"
 _HEADER = struct.Struct("<4sHHI")
-# A manifest with its signature. 8,192 tokens of 80 layers and 8 heads take 111 KiB with `exact`; signed, with video
-# beside it and cells of one head, 910 KiB. A reader takes six times as much memory for each manifest.
+# 8,192 tokens of 80 layers and 8 heads take 111 KiB with `exact`. A reader takes six times as much memory for each
+# manifest.
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_VARIANTS = 16
 MAX_PARTS = 32
@@ -109,19 +101,9 @@ class _Body(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: Annotated[tuple[PartInfo, ...], Meta(min_length=1, max_length=MAX_PARTS)]
     coefficients: tuple[Annotated[int, Meta(ge=1, le=MAX_COEFFICIENTS)], ...]
     variants: Annotated[tuple[Variant, ...], Meta(min_length=1, max_length=MAX_VARIANTS)]
-    sides: Annotated[tuple[Side, ...], Meta(max_length=MAX_SIDES)] = ()  # since version 2.1
-    expires: _Expires = None  # since version 2.1
-    labels: Labels | None = None  # since version 2.2
-
-
-class _PartBody(_Body, frozen=True, omit_defaults=True, kw_only=True):
-    whole: bytes
-
-
-class _Whole(msgspec.Struct):
-    """The field of a body that holds the stored manifest of which this one is a part. A `_Body` ignores it."""
-
-    whole: bytes = b""
+    sides: Annotated[tuple[Side, ...], Meta(max_length=MAX_SIDES)] = ()
+    expires: _Expires = None
+    labels: Labels | None = None
 
 
 class _Encrypted(msgspec.Struct):
@@ -139,7 +121,6 @@ class _Encryptions(msgspec.Struct):
 # msgspec looks at a type's annotations when it first decodes one, and crashes the process (in version 0.22) if another
 # thread decodes one meanwhile. So it is made to look here, before there are threads.
 _bodies = msgspec.msgpack.Decoder(_Body)
-_wholes = msgspec.msgpack.Decoder(_Whole)
 _encryptions = msgspec.msgpack.Decoder(_Encryptions)
 msgspec.msgpack.Decoder(Namespace)
 
@@ -312,25 +293,25 @@ class Manifest(msgspec.Struct, frozen=True):
         return frozenset(self.data_sizes)
 
     @property
-    def key_names(self) -> list[str]:
-        """The names of the keys that its data objects are encrypted with."""
+    def key_ids(self) -> list[str]:
+        """The ids of the keys that its data objects are encrypted with."""
         return sorted({rows.encryption.key for rows in self.data if rows.encryption})
 
     @property
     def is_encrypted(self) -> bool:
-        return bool(self.key_names)
+        return bool(self.key_ids)
 
-    def locked(self, key_name: str) -> EncryptedError:
-        """Return the error that this reader lacks the key of that name."""
+    def locked(self, key_id: str) -> EncryptedError:
+        """Return the error that this reader lacks the key of that id."""
         return EncryptedError(
-            f"{self.key.stem} is encrypted with the key {key_name!r}, which this reader does not have "
-            "(encryption_key_file, --encryption-key-file)"
+            f"{self.key.stem} is encrypted with the key {key_id}, which this reader does not have "
+            "(key_file, --key-file)"
         )
 
     def require_open(self) -> None:
         """Raise EncryptedError if the manifest is encrypted and was not opened."""
         if self.is_encrypted and not self.ciphers:
-            raise self.locked(self.key_names[0])
+            raise self.locked(self.key_ids[0])
 
     @property
     def kv_bytes(self) -> int:
@@ -342,42 +323,23 @@ class Manifest(msgspec.Struct, frozen=True):
         """The size of these pages in all of SGLang's pools."""
         return self.kv_bytes + sum(page.num_bytes for side in self.sides for page in side.pages)
 
-    def encode(self, whole: bytes = b"") -> bytes:
-        """Return the manifest's bytes. Raises FormatError if, once signed, they are more than readers accept.
-
-        ``whole``: a stored manifest that this one is a part of (`partial`). It is stored within this one, and
-        `whole_of` returns it.
-        """
+    def encode(self) -> bytes:
+        """Return the manifest's bytes. Raises FormatError if they are more than readers accept."""
         assert not self.ciphers, "an opened manifest is not what is stored"
         labels = None if self.labels == Labels() else self.labels
         changed = {"namespace": asdict(self.namespace), "page_hashes": b"".join(self.page_hashes), "labels": labels}
         values = {name: getattr(self, name) for name in _Body.__struct_fields__} | changed
-        body = _PartBody(**values, whole=whole) if whole else _Body(**values)
-        packed = msgspec.msgpack.encode(body)
-        # The lowest version that has its fields.
-        lost = any(variant.num_dropped for variant in self.variants)
-        hidden_levels = self.is_encrypted and self.levels
-        has = self.sides or self.expires is not None, labels, self.is_encrypted, self.levels, lost, hidden_levels
-        minor = max((number for number, each in enumerate(has, 1) if each), default=0)
-        head = _HEADER.pack(MAGIC, FORMAT_MAJOR, minor, len(packed)) + packed
-        num_bytes = len(head) + CHECKSUM_BYTES + TRAILER_BYTES
+        packed = msgspec.msgpack.encode(_Body(**values))
+        head = _HEADER.pack(MAGIC, FORMAT_MAJOR, FORMAT_MINOR, len(packed)) + packed
+        num_bytes = len(head) + CHECKSUM_BYTES
         if num_bytes > MAX_MANIFEST_BYTES:
             rows = sum(len(each.chunks) for each in self.data)
             raise FormatError(f"manifest of {rows} chunks takes {num_bytes} bytes, more than {MAX_MANIFEST_BYTES}")
         return head + xxhash.xxh3_128_digest(head)
 
 
-def split_signature(data: bytes) -> tuple[bytes, bytes]:
-    """Split a stored manifest into itself and its signature, which is b"" if there is none. Verifies nothing."""
-    if len(data) < _HEADER.size:
-        return data, b""
-    body_bytes = _HEADER.unpack_from(data)[3]
-    num_bytes = _HEADER.size + body_bytes + CHECKSUM_BYTES
-    return (data, b"") if len(data) == num_bytes else split_trailer(data, num_bytes)
-
-
 def decode_manifest(data: bytes) -> Manifest:
-    """Parse and validate a manifest. Its signature, if it has one, is not verified.
+    """Parse and validate a manifest.
 
     Raises FormatVersionError for another major version, CorruptError if the checksum does not match, and FormatError
     for all other faults. Only sizes and the magic are looked at before the checksum is verified. After that, numbers
@@ -387,7 +349,6 @@ def decode_manifest(data: bytes) -> Manifest:
         raise CorruptError(f"manifest has {len(data)} bytes, fewer than its header")
     if len(data) > MAX_MANIFEST_BYTES:
         raise FormatError(f"manifest has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}")
-    data, _ = split_signature(data)
     magic, major, _minor, body_bytes = _HEADER.unpack_from(data)
     if magic != MAGIC:
         raise CorruptError(f"manifest starts with {magic!r}, expected {MAGIC!r}")
@@ -406,8 +367,8 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def encryption_keys_of(data: bytes) -> set[str]:
-    """Return the names of the keys that a manifest's objects are encrypted with, without decoding the rest. Return none
-    if an object is not encrypted. ``data``: a manifest without its signature. Raises FormatError."""
+    """Return the ids of the keys that a manifest's objects are encrypted with, without decoding the rest; none if an
+    object is not encrypted. Raises FormatError."""
     try:
         body = _encryptions.decode(memoryview(data)[_HEADER.size : -CHECKSUM_BYTES])
     except DECODE_ERRORS as e:
@@ -415,15 +376,6 @@ def encryption_keys_of(data: bytes) -> set[str]:
     levels = (level for variant in body.variants for level in variant.levels)
     found = [each.encryption for each in (*body.variants, *levels, *body.sides)]
     return {each.key for each in found if each} if all(found) else set()
-
-
-def whole_of(data: bytes) -> bytes:
-    """Return the stored manifest that ``data``, a manifest without a signature, is a part of; b"" if it is no part.
-    Verifies nothing."""
-    try:
-        return _wholes.decode(memoryview(data)[_HEADER.size : -CHECKSUM_BYTES]).whole
-    except DECODE_ERRORS:
-        return b""
 
 
 def require_rewritable(data: bytes) -> None:
@@ -513,8 +465,6 @@ def check_variant(manifest: Manifest, variant: Variant) -> None:
         raise FormatError(f"manifest lists {len(variant.chunks)} chunks, expected {num_chunks} for its geometry")
     if len(variant.frame_sums) not in (0, num_chunks):
         raise FormatError(f"manifest lists {len(variant.frame_sums)} frame sums, expected {num_chunks} or none")
-    if len(variant.chunk_digests) not in (0, num_chunks * CHUNK_DIGEST_BYTES):
-        raise FormatError(f"manifest has {len(variant.chunk_digests)} bytes of digests of {num_chunks} chunks")
     _check_levels(manifest, variant)
     expected = {part.layout for part in manifest.parts} - {""}
     if variant.layouts.keys() != expected:
@@ -545,8 +495,6 @@ def _check_levels(manifest: Manifest, variant: Variant) -> None:
         codec = ENCRYPTED if is_hidden else DIGITS
         if len(level.chunks) != num_cells or level.codecs != {codec}:
             raise FormatError(f"manifest has a level of {len(level.chunks)} chunks, expected {num_cells} of {codec}")
-        if len(level.chunk_digests) not in (0, num_cells * CHUNK_DIGEST_BYTES):
-            raise FormatError(f"manifest has {len(level.chunk_digests)} bytes of digests of {num_cells} chunks")
 
 
 def _check_sides(manifest: Manifest) -> None:
@@ -563,8 +511,6 @@ def _check_sides(manifest: Manifest) -> None:
     for side in manifest.sides:
         if not side.pages:
             raise FormatError("manifest has an object without side pages")
-        if len(side.chunk_digests) not in (0, len(side.chunks) * CHUNK_DIGEST_BYTES):
-            raise FormatError(f"manifest has {len(side.chunk_digests)} bytes of digests of side pages")
 
 
 def require_layouts(manifest: Manifest, layouts: Mapping[str, Layout]) -> None:

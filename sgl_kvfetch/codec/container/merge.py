@@ -11,7 +11,7 @@ import xxhash
 
 from sgl_kvfetch.codec.bitstream.ans import joined
 from sgl_kvfetch.codec.container.manifest import Cell, Manifest
-from sgl_kvfetch.codec.container.objects import DataObject, Level, Variant
+from sgl_kvfetch.codec.container.objects import Level, Variant
 from sgl_kvfetch.codec.container.reader import SegmentReader, first_readable
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_cells
 from sgl_kvfetch.codec.container.sides import join_sides
@@ -133,13 +133,12 @@ def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, 
                 data_digest=xxhash.xxh3_128_hexdigest(data),
                 chunks=x.chunks + y.chunks,
                 levels=tuple(
-                    Level(xxhash.xxh3_128_hexdigest(both), p.chunks + q.chunks, _joined_digests(p, q))
+                    Level(xxhash.xxh3_128_hexdigest(both), p.chunks + q.chunks)
                     for p, q, both in zip(x.levels, y.levels, levels, strict=True)
                 ),
                 codec=x.codec if x.codec == y.codec else "",
                 resolution=x.resolution if x.resolution == y.resolution else "",
                 frame_sums=_joined_frame_sums(x, y),
-                chunk_digests=_joined_digests(x, y),
             )
         )
         contents.append(data)
@@ -153,11 +152,6 @@ def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, 
         labels=_labels_of_both(a, a, b),
     )
     return CodedSegment(manifest, contents[0], tuple(contents[1:]), level_data=tuple(level_data))
-
-
-def _joined_digests(x: DataObject, y: DataObject) -> bytes:
-    """Join the digests of both halves. They are not computed from the data, which nobody has verified."""
-    return x.chunk_digests + y.chunk_digests if x.chunk_digests and y.chunk_digests else b""
 
 
 def _joined_frame_sums(*parts: Variant) -> tuple[int | None, ...]:

@@ -1,9 +1,9 @@
 """Data objects: what a manifest says of each of them, and how their rows change.
 
 A segment's bytes are in objects of three kinds. A `Variant` is the segment in one coding, a `Level` refines a variant's
-coefficients, and a `Side` has side pages. Each is a list of consecutive chunks, with a digest that names it. It may
-have chunk digests, which a signature covers, and it may be encrypted. What holds for any data object is in
-`DataObject`, and `protect` works on lists of those. So it can sign and encrypt a new kind of object without a change.
+coefficients, and a `Side` has side pages. Each is a list of consecutive chunks, with a digest that names it, and may
+be encrypted. What holds for any data object is in `DataObject`, and `protect` works on lists of those. So it can
+encrypt a new kind of object without a change.
 
 The fields are declared by each kind, because their order is the order in which manifests store them.
 
@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from sgl_kvfetch.codec.bitstream import _ans
 from sgl_kvfetch.codec.bitstream.base import LADDER, MOST_LEVELS
-from sgl_kvfetch.codec.container.encryption import CHUNK_DIGEST_BYTES, Encryption, chunk_digest
+from sgl_kvfetch.codec.container.encryption import Encryption
 from sgl_kvfetch.codec.layout.frames import RegionLayout, TileLayout
 from sgl_kvfetch.errors import CorruptError
 
@@ -104,23 +104,15 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
         decoded = coded if bitstream is content else xxhash.xxh3_128_digest(content)
         return cls(codec, len(bitstream), coded, decoded)
 
-    def require_coded(self, bitstream: bytes | memoryview, digest: bytes, what: object) -> None:
-        """Raise CorruptError unless the compressed bytes have their checksum and ``digest``, unless that is b"".
-        ``what`` begins the message."""
+    def require_coded(self, bitstream: bytes | memoryview, what: object) -> None:
+        """Raise CorruptError unless the compressed bytes have their checksum. ``what`` begins the message."""
         if xxhash.xxh3_128_digest(bitstream) != self.coded_checksum:
             raise CorruptError(f"{what}, compressed bytes: checksum does not match")
-        if digest and chunk_digest(bitstream) != digest:
-            raise CorruptError(f"{what}, compressed bytes: digest does not match")
 
     def require_decoded(self, content: bytes | memoryview, *what: object) -> None:
         """Raise CorruptError unless the decoded content has its checksum. ``what`` begins the message."""
         if xxhash.xxh3_128_digest(content) != self.decoded_checksum:
             raise CorruptError(f"{', '.join(map(str, what))}: checksum does not match")
-
-
-def nth_digest(chunk_digests: bytes, index: int) -> bytes:
-    """Return the digest of chunk ``index`` among those of several chunks; b"" if there are none."""
-    return chunk_digests[index * CHUNK_DIGEST_BYTES :][:CHUNK_DIGEST_BYTES]
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -131,8 +123,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class DataObject(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a manifest says of one data object: its *rows*. ``data_digest`` names it. ``chunk_digests``: in signed
-    manifests, `encryption.chunk_digest` of each chunk. ``encryption``: since version 2.3, of levels since 2.6."""
+    """What a manifest says of one data object: its *rows*. ``data_digest`` names it."""
 
     if TYPE_CHECKING:
 
@@ -141,9 +132,6 @@ class DataObject(msgspec.Struct, frozen=True, omit_defaults=True):
 
         @property
         def chunks(self) -> tuple[Chunk, ...]: ...
-
-        @property
-        def chunk_digests(self) -> bytes: ...
 
         @property
         def encryption(self) -> Encryption | None: ...
@@ -161,10 +149,6 @@ class DataObject(msgspec.Struct, frozen=True, omit_defaults=True):
     def offsets(self) -> list[int]:
         """Where each chunk begins in the object, and the object's end."""
         return list(accumulate((chunk.size_bytes for chunk in self.chunks), initial=0))
-
-    def digest_of(self, chunk: int) -> bytes:
-        """Return the digest of a chunk; b"" if the chunks have none."""
-        return nth_digest(self.chunk_digests, chunk)
 
     def pieces(self, data: bytes | memoryview) -> Iterator[memoryview]:
         """Yield the chunks of the object's bytes."""
@@ -187,7 +171,6 @@ class Level(DataObject, frozen=True, omit_defaults=True):
 
     data_digest: _DataDigest
     chunks: tuple[Chunk, ...]
-    chunk_digests: bytes = b""
     encryption: Encryption | None = None
 
 
@@ -204,10 +187,9 @@ class Variant(DataObject, frozen=True, omit_defaults=True):
     # For each chunk, the sum of its decoded frames (`layout.frames`) or None; empty if no chunk has one. The sums
     # depend on the layout, so they are not in the chunk's row, which identifies its content.
     frame_sums: tuple[_FrameSum | None, ...] = ()
-    chunk_digests: bytes = b""
     encryption: Encryption | None = None
-    levels: Annotated[tuple[Level, ...], Meta(max_length=MOST_LEVELS - 1)] = ()  # since version 2.4
-    num_dropped: Annotated[int, Meta(ge=0, lt=MOST_LEVELS)] = 0  # levels that a store has dropped; since version 2.5
+    levels: Annotated[tuple[Level, ...], Meta(max_length=MOST_LEVELS - 1)] = ()
+    num_dropped: Annotated[int, Meta(ge=0, lt=MOST_LEVELS)] = 0  # levels that a store has dropped
 
     def frame_sum(self, chunk: int) -> int | None:
         return self.frame_sums[chunk] if self.frame_sums else None
@@ -255,7 +237,6 @@ class Side(DataObject, frozen=True, omit_defaults=True):
 
     data_digest: _DataDigest
     pages: tuple[SidePage, ...]  # in storage order
-    chunk_digests: bytes = b""
     encryption: Encryption | None = None
 
     @property

@@ -1,9 +1,11 @@
-"""Turn segments into what a store gets to see, and back: encrypted, and with the digests that signatures cover.
+"""Turn segments into what a store gets to see, and back: encrypted.
 
 Both transform a list of data objects with their contents, in the order of `Manifest.data`. They do not depend on an
 object's kind, but only on its rows (`objects.DataObject`) and its place (`_places`). Each object is encrypted under a
-key of its own, derived from its place, so it decrypts nowhere else. Objects are encrypted before they are digested, so
-that a store can verify the digests of objects that it cannot read.
+key of its own, derived from its place, so it decrypts nowhere else. Its place has what the rest of the manifest says
+about values: pages, cells, layouts, how many levels there were, when they expire. So who changes that makes the objects
+useless. Objects are encrypted before they are digested, so that a store can verify the digests of objects that it
+cannot read.
 
 An opened manifest (`open_manifest`) has what encryption hides. It is for readers, and is never stored.
 """
@@ -22,9 +24,7 @@ from sgl_kvfetch.codec.container.encryption import (
     TABLE_NONCE,
     DataCipher,
     Encryption,
-    EncryptionKeys,
     StoreKeys,
-    chunk_digest,
 )
 from sgl_kvfetch.codec.container.manifest import Manifest, check_variant
 from sgl_kvfetch.codec.container.objects import CHECKSUM_BYTES, Chunk, DataObject, Side, Table, Variant
@@ -38,8 +38,8 @@ _tables = msgspec.msgpack.Decoder(Table)  # made before there are threads, as in
 
 
 def secure_segment(segment: CodedSegment, keys: StoreKeys) -> CodedSegment:
-    """Encrypt a segment's objects, if ``keys`` encrypt, and add chunk digests, if they sign. Objects that are
-    encrypted, or have digests, stay as they are. Those with equal data and places share one object."""
+    """Encrypt a segment's objects, if there are keys. Objects that are encrypted stay as they are; those with equal
+    data and places share one object."""
     m = segment.manifest
     made: dict[object, tuple[DataObject, bytes]] = {}
     secured = []
@@ -68,9 +68,9 @@ def open_manifest(manifest: Manifest, keys: StoreKeys) -> Manifest:
     for rows, place in zip(manifest.data, _places(manifest), strict=True):
         encryption = rows.encryption
         assert encryption is not None
-        if keys.encryption is None or encryption.key not in keys.encryption:
+        if encryption.key not in keys:
             raise manifest.locked(encryption.key)
-        cipher = keys.encryption.cipher(encryption.key, encryption.salt, place)
+        cipher = keys.cipher(encryption.key, encryption.salt, place)
         ciphers[rows.data_digest] = cipher
         opened.append(_opened(rows, cipher, encryption.table, f"the table of {manifest.key.stem}"))
     whole = msgspec.structs.replace(manifest.with_data(opened), ciphers=ciphers)
@@ -95,16 +95,12 @@ def plain_segment(segment: CodedSegment, keys: StoreKeys) -> CodedSegment:
 
 
 def _secured(rows: Rows, place: bytes, data: bytes, keys: StoreKeys) -> tuple[Rows, bytes]:
-    if keys.encryption is not None and rows.encryption is None:
-        rows, data = _encrypted(rows, place, data, keys.encryption)
-    if keys.manifest is not None and not rows.chunk_digests:
-        rows = msgspec.structs.replace(rows, chunk_digests=b"".join(map(chunk_digest, rows.pieces(data))))
-    return rows, data
+    return _encrypted(rows, place, data, keys) if keys and rows.encryption is None else (rows, data)
 
 
-def _encrypted(rows: Rows, place: bytes, data: bytes, keys: EncryptionKeys) -> tuple[Rows, bytes]:
-    salt = os.urandom(SALT_BYTES)
-    cipher = keys.cipher(keys.first, salt, place)
+def _encrypted(rows: Rows, place: bytes, data: bytes, keys: StoreKeys) -> tuple[Rows, bytes]:
+    key, salt = keys.ids[0], os.urandom(SALT_BYTES)
+    cipher = keys.cipher(key, salt, place)
     pieces = [cipher.encrypt(number, piece) for number, piece in enumerate(rows.pieces(data))]
     hidden = bytes(CHECKSUM_BYTES)
     chunks = [Chunk(ENCRYPTED, len(piece), xxhash.xxh3_128_digest(piece), hidden) for piece in pieces]
@@ -112,8 +108,7 @@ def _encrypted(rows: Rows, place: bytes, data: bytes, keys: EncryptionKeys) -> t
     changed = msgspec.structs.replace(
         rows,
         data_digest=xxhash.xxh3_128_hexdigest(data),
-        encryption=Encryption(keys.first, salt, cipher.encrypt(TABLE_NONCE, msgspec.msgpack.encode(rows.table))),
-        chunk_digests=b"",
+        encryption=Encryption(key, salt, cipher.encrypt(TABLE_NONCE, msgspec.msgpack.encode(rows.table))),
     )
     return changed.with_chunks(chunks, ()), data
 
@@ -141,33 +136,29 @@ def _plain(rows: Rows, data: bytes, cipher: DataCipher, what: str) -> tuple[Rows
     ]
     data = b"".join(pieces)
     digest = xxhash.xxh3_128_hexdigest(data)
-    changed = msgspec.structs.replace(rows, data_digest=digest, encryption=None, chunk_digests=b"")
+    changed = msgspec.structs.replace(rows, data_digest=digest, encryption=None)
     return changed.with_chunks(chunks, rows.table.frame_sums), data
 
 
 def _with_rows_of(rows: Rows, secured: DataObject) -> Rows:
-    """Return ``rows`` with the digests, chunks and encryption of an object that has the same data and place."""
-    changed = msgspec.structs.replace(
-        rows,
-        data_digest=secured.data_digest,
-        encryption=secured.encryption,
-        chunk_digests=secured.chunk_digests,
-    )
+    """Return ``rows`` with the digest, chunks and encryption of an object that has the same data and place."""
+    changed = msgspec.structs.replace(rows, data_digest=secured.data_digest, encryption=secured.encryption)
     return changed.with_chunks(secured.chunks, secured.table.frame_sums)
 
 
 def _places(manifest: Manifest) -> list[bytes]:
     """Return for each data object bytes that say where it belongs and how it is laid out: its segment's pages and
-    cells, its layouts or side pages, and a level's number."""
+    cells, and its side pages, or its layouts with the numbers of all levels and of its own."""
     m = manifest
-    insides: list[list[object]] = [_layouts(variant) for variant in m.variants]
-    insides += ([n, *_layouts(variant)] for variant in m.variants for n, _ in enumerate(variant.levels, 1))
+    insides: list[list[object]] = [_insides(variant, 0) for variant in m.variants]
+    insides += (_insides(variant, n) for variant in m.variants for n, _ in enumerate(variant.levels, 1))
     insides += ([(page.pool, page.page, page.num_bytes) for page in side.pages] for side in m.sides)
-    cells = m.span_pages, m.cell_layers, m.cell_heads
-    where = m.key.namespace, m.first_page, m.previous_hash, b"".join(m.page_hashes), *cells, m.parts
+    cells = m.span_pages, m.cell_layers, m.cell_heads, m.coefficients
+    where = m.key.namespace, m.first_page, m.previous_hash, b"".join(m.page_hashes), *cells, m.parts, m.expires
     return [msgspec.msgpack.encode((*where, inside)) for inside in insides]
 
 
-def _layouts(variant: Variant) -> list[object]:
+def _insides(variant: Variant, level: int) -> list[object]:
     layouts = sorted(variant.layouts.items(), key=lambda item: item[0])
-    return [(name, *msgspec.to_builtins(layout).values()) for name, layout in layouts]
+    shapes = ((name, *msgspec.to_builtins(layout).values()) for name, layout in layouts)
+    return [len(variant.levels) + variant.num_dropped, level, *shapes]

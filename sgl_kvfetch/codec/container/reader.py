@@ -294,7 +294,7 @@ class SegmentReader:
         for (level, number, *_), piece in zip(self.stored(cell), chunks, strict=True):
             rows = self._objects[level]
             row = rows.chunks[number]
-            row.require_coded(piece, rows.digest_of(number), f"{cell}, digits" if level else cell)
+            row.require_coded(piece, f"{cell}, digits" if level else cell)
             cipher = self.manifest.ciphers.get(rows.data_digest)
             bitstream = cipher.decrypt(number, piece, str(cell)) if cipher else piece
             found.append(CodedChunk(row, bitstream, None if level else self.variant.frame_sum(number)))

@@ -37,7 +37,7 @@ from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
 from sgl_kvfetch.types import TENSORS, TensorName
 
-# Estimates for a signed manifest: all but rows and hashes; and a chunk's row, 72 bytes with a frame sum, 69 without.
+# Estimates for a manifest: all but rows and hashes; and a chunk's row, 72 bytes with a frame sum, 69 without.
 _HEAD_BYTES, _ROW_BYTES = 4096, 71
 _TABLE_BYTES = 38  # what encryption adds to a chunk's row
 FALLBACK_CODEC = "zstd"
@@ -120,7 +120,7 @@ class SegmentSpec:
         return most_pages
 
     def _manifest_bytes(self, num_pages: int, num_variants: int) -> int:
-        """Return about how large a signed manifest is."""
+        """Return about how large a manifest is."""
         manifest = self.manifest(0, None, [bytes(PAGE_HASH_BYTES)] * num_pages)
         rows_a_cell = manifest.chunks_per_cell + self.num_levels - 1
         num_chunks = manifest.num_spans * manifest.cells_per_span * rows_a_cell

@@ -19,9 +19,9 @@ import xxhash
 
 from sgl_kvfetch.codec.bitstream.ans import AnsTablesCodec
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
-from sgl_kvfetch.codec.container.encryption import CHUNK_DIGEST_BYTES, DataCipher
+from sgl_kvfetch.codec.container.encryption import DataCipher
 from sgl_kvfetch.codec.container.manifest import Manifest
-from sgl_kvfetch.codec.container.objects import SIDE_CHUNK_BYTES, Chunk, Side, SidePage, nth_digest
+from sgl_kvfetch.codec.container.objects import SIDE_CHUNK_BYTES, Chunk, Side, SidePage
 from sgl_kvfetch.codec.layout.frames import PLANES
 from sgl_kvfetch.codec.quant.base import from_planes, to_planes
 from sgl_kvfetch.errors import CorruptError, FormatError
@@ -43,7 +43,6 @@ class SidePlace:
     data_name: str
     start: int
     page: SidePage
-    chunk_digests: bytes
     first_chunk: int  # the page's first one, counted in the object
     cipher: DataCipher | None
 
@@ -70,7 +69,7 @@ class SidePlace:
             piece, view = view[: chunk.size_bytes], view[chunk.size_bytes :]
             if chunk.codec not in _DECODE:
                 raise FormatError(f"{what} is in codec {chunk.codec!r}, expected one of {', '.join(_DECODE)}")
-            chunk.require_coded(piece, nth_digest(self.chunk_digests, index), what)
+            chunk.require_coded(piece, what)
             bitstream = self.cipher.decrypt(self.first_chunk + index, piece, what) if self.cipher else piece
             raw = _DECODE[chunk.codec](bitstream, min(left, SIDE_CHUNK_BYTES))
             chunk.require_decoded(raw, what)
@@ -92,8 +91,7 @@ def places_in(manifest: Manifest, side: Side) -> Iterator[SidePlace]:
     start = first = 0
     for page in side.pages:
         end = first + len(page.chunks)
-        digests = side.chunk_digests[first * CHUNK_DIGEST_BYTES : end * CHUNK_DIGEST_BYTES]
-        place = SidePlace(name, start, page, digests, first, cipher)
+        place = SidePlace(name, start, page, first, cipher)
         yield place
         start, first = start + place.size_bytes, end
 
@@ -154,14 +152,12 @@ def join_sides(halves: Iterable[tuple[int, Iterable[SideData]]]) -> SideData | N
     ``halves``: for each segment, the position of its first page in the joined segment, and its objects.
     """
     pages: list[SidePage] = []
-    contents, digests = [], []
+    contents = []
     for first_page, objects in halves:
         for side, data in objects:
             pages += (msgspec.structs.replace(page, page=first_page + page.page) for page in side.pages)
             contents.append(data)
-            digests.append(side.chunk_digests)
     if not pages:
         return None
     data = b"".join(contents)
-    # Digests are not computed from the data, which nobody has verified.
-    return Side(xxhash.xxh3_128_hexdigest(data), tuple(pages), b"".join(digests) if all(digests) else b""), data
+    return Side(xxhash.xxh3_128_hexdigest(data), tuple(pages)), data

@@ -45,7 +45,6 @@ from sgl_kvfetch.codec import (
     decode_manifest,
     require_rewritable,
     secure_segment,
-    signed_by,
 )
 from sgl_kvfetch.codec.container.manifest import MAX_SIDES
 from sgl_kvfetch.codec.container.merge import merge_segments
@@ -314,7 +313,7 @@ class Writer:
                 continue
             await self._store.require_replace()
             require_rewritable(hit.manifest)
-            if not _may_change(self._store, manifest, hit.manifest):
+            if not _may_change(self._store, manifest):
                 continue
             side, data = await self._run(partial(encode_side, new, self._encode_pool))
             side, data = await self._run(partial(secure_side, manifest, side, data, self._store.keys))
@@ -410,7 +409,7 @@ class Merger:
         if stored is None:
             return None
         left = await asyncio.to_thread(decode_manifest, stored)
-        if not _may_change(self._store, left, stored):
+        if not _may_change(self._store, left):
             return None
         require_rewritable(stored)
         if left.is_expired(time.time()):
@@ -461,10 +460,9 @@ def _coarse_segments(hits: Sequence[SegmentHit]) -> list[Manifest]:
     return coarse
 
 
-def _may_change(store: Store, manifest: Manifest, stored: bytes) -> bool:
+def _may_change(store: Store, manifest: Manifest) -> bool:
     """Return whether readers with keys could still use a segment if it was written again through ``store``."""
-    keys = store.keys
-    return bool((keys.manifest or not signed_by(stored)) and (keys.encryption or not manifest.is_encrypted))
+    return bool(store.keys) or not manifest.is_encrypted
 
 
 async def commit_segment(store: Store, segment: Segment) -> tuple[Segment, int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sgl_kvfetch import prompts
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys, ManifestKeys, StoreKeys
+from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.protect import open_manifest, plain_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader, cell_place
@@ -23,7 +23,6 @@ from tests.golden.make import (
     ENCRYPTED_LEVELS,
     FIRST_PAGE,
     KEY,
-    KEY_NAME,
     LEVELS,
     NUM_LEVELS,
     NUM_PAGES,
@@ -138,18 +137,11 @@ def test_the_document_rounds_beyond_the_largest_value_as_torch_does(name: str) -
     assert rounded(values.double().numpy(), name).tobytes() == expected
 
 
-def test_the_second_reader_reads_signed_manifests() -> None:
-    raw = CASES["exact-hevc"].path("kvm").read_bytes()
-    assert parse_manifest(ManifestKeys([b"k" * 32]).sign(raw)) == parse_manifest(raw)
-    with pytest.raises(AssertionError):
-        parse_manifest(raw + bytes(36))
-
-
 def test_golden_encrypted_segments_decrypt() -> None:
     raw, data = ENCRYPTED.read_bytes(), ENCRYPTED.with_suffix(".0.kvd").read_bytes()
     stored, plain = decode_manifest(raw), manifest_of(CASES["exact-hevc"])
     assert stored.encode() == raw
-    opened = open_manifest(stored, StoreKeys(encryption=EncryptionKeys({KEY_NAME: KEY})))
+    opened = open_manifest(stored, StoreKeys(KEY))
     values = restored(SegmentReader(opened, golden_quantiser("exact")), data)
     expected = CASES["exact-hevc"].path("values").read_bytes()
     assert values.view(torch.uint8).numpy().tobytes() == expected
@@ -168,9 +160,7 @@ def test_encrypted_levels_are_those_of_the_golden_segment() -> None:
     raw = ENCRYPTED_LEVELS.read_bytes()
     stored = [ENCRYPTED_LEVELS.with_suffix(f".{number}.kvd").read_bytes() for number in range(NUM_LEVELS)]
     assert decode_manifest(raw).encode() == raw
-    found = plain_segment(
-        CodedSegment.of(decode_manifest(raw), stored), StoreKeys(encryption=EncryptionKeys({KEY_NAME: KEY}))
-    )
+    found = plain_segment(CodedSegment.of(decode_manifest(raw), stored), StoreKeys(KEY))
     assert (found.manifest, found.contents) == (plain, tuple(objects))
     opened, contents = decrypted(raw, stored, KEY)
     assert (decode_manifest(opened), contents) == (plain, objects)

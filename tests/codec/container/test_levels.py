@@ -1,4 +1,4 @@
-"""Segments whose coefficients are in levels: read as far as a reader likes, merged, signed, and what is refused."""
+"""Segments whose coefficients are in levels: read as far as a reader likes, merged, encrypted, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from sgl_kvfetch.codec.bitstream.base import MOST_LEVELS
-from sgl_kvfetch.codec.container import partial
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys, ManifestKeys, StoreKeys
+from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest, encryption_keys_of
 from sgl_kvfetch.codec.container.merge import merge_segments
 from sgl_kvfetch.codec.container.objects import Level
@@ -183,19 +182,8 @@ def test_segments_that_lost_levels_are_not_merged_with_whole_ones() -> None:
         merge_segments(replace(SPEC, num_levels=1), lost, make(replace(SPEC, num_dropped=1), 1, 1))
 
 
-def test_levels_are_signed() -> None:
-    signed = secure_segment(segment(), StoreKeys(SIGNS))
-    cells(signed)
-    first, last = signed.manifest.levels
-    manifest = changed(
-        signed.manifest, first, msgspec.structs.replace(last, chunk_digests=bytes(len(last.chunk_digests)))
-    )
-    with pytest.raises(CorruptError, match="digits, compressed bytes: digest"):
-        cells(replace(signed, manifest=manifest))
-
-
-SIGNS = ManifestKeys([b"k" * 32])
-KEYS = StoreKeys(SIGNS, EncryptionKeys({"k": bytes(32)}))
+KEYS = StoreKeys(bytes(32))
+(KEY,) = KEYS.ids
 
 
 @cache
@@ -205,12 +193,11 @@ def encrypted() -> CodedSegment:
 
 def test_levels_are_encrypted() -> None:
     stored = replace(encrypted(), manifest=decode_manifest(encrypted().manifest.encode()))
-    assert stored.manifest.encode()[4:8] == b"\2\0\6\0"
-    assert encryption_keys_of(stored.manifest.encode()) == {"k"}
+    assert encryption_keys_of(stored.manifest.encode()) == {KEY}
     assert {codec for rows in stored.manifest.data for codec in rows.codecs} == {"aes-256-gcm"}
     assert all(not any(chunk.decoded_checksum) for rows in stored.manifest.data for chunk in rows.chunks)
     assert plain_segment(stored, KEYS) == segment()
-    with pytest.raises(EncryptedError, match="is encrypted with the key 'k'"):
+    with pytest.raises(EncryptedError, match=f"is encrypted with the key {KEY}"):
         SegmentReader(stored.manifest, KLT)
     opened = open_manifest(stored.manifest, KEYS)
     for num_levels in range(1, LEVELS + 1):
@@ -223,11 +210,24 @@ def test_levels_are_encrypted() -> None:
 
 def test_an_encrypted_level_decrypts_in_its_place_alone() -> None:
     first, last = encrypted().manifest.levels
-    for levels in ((last, first), (last,)):
-        with pytest.raises(CorruptError, match="does not decrypt with the key 'k'"):
+    for levels in ((last, first), (last,), (first,)):  # the last would leave no trace
+        with pytest.raises(CorruptError, match=f"does not decrypt with the key {KEY}"):
             open_manifest(changed(encrypted().manifest, *levels), KEYS)
-    coarser = open_manifest(changed(encrypted().manifest, first), KEYS)
-    assert coarser.levels[0].codecs == {"digits"}
+
+
+def test_a_store_drops_levels_that_it_cannot_read() -> None:
+    found = without_last_level(encrypted().manifest, encrypted().manifest.encode())
+    assert found is not None
+    coarser = decode_manifest(found[0])
+    assert num_droppable(coarser) == LEVELS - 2
+    opened = open_manifest(coarser, KEYS)
+    assert opened.num_dropped == 1
+    assert [level.codecs for level in opened.levels] == [frozenset({"digits"})] * (LEVELS - 2)
+    (variant,) = coarser.variants
+    for num_dropped in (0, 2):  # which readers would hold against levels.max_kl
+        lying = msgspec.structs.replace(variant, num_dropped=num_dropped)
+        with pytest.raises(CorruptError, match="does not decrypt"):
+            open_manifest(msgspec.structs.replace(coarser, variants=(lying,)), KEYS)
 
 
 def test_a_level_is_encrypted_if_its_segment_is() -> None:
@@ -235,14 +235,6 @@ def test_a_level_is_encrypted_if_its_segment_is() -> None:
     with pytest.raises(FormatError, match=r"expected \d+ of aes-256-gcm"):
         decode_manifest(mixed.encode())
     assert encryption_keys_of(mixed.encode()) == set()
-
-
-def test_manifests_say_which_version_has_levels() -> None:
-    assert segment().manifest.encode()[4:8] == b"\2\0\4\0"
-    assert changed(segment().manifest).encode()[4:8] == b"\2\0\0\0"
-    (variant,) = segment().manifest.variants
-    lost = msgspec.structs.replace(segment().manifest, variants=(variant.with_levels(0),))
-    assert lost.encode()[4:8] == b"\2\0\5\0"
 
 
 def test_levels_that_do_not_fit_are_refused() -> None:
@@ -253,7 +245,6 @@ def test_levels_that_do_not_fit_are_refused() -> None:
     for levels, fault in (
         ((msgspec.structs.replace(first, chunks=chunks[:-1]), last), "chunks, expected"),
         ((msgspec.structs.replace(first, chunks=(other, *chunks[1:])),), "of digits"),
-        ((msgspec.structs.replace(first, chunk_digests=bytes(17)),), "17 bytes of digests"),
         ((first,) * 4, "length <= 3"),
     ):
         with pytest.raises(FormatError, match=fault):
@@ -268,19 +259,3 @@ def test_levels_that_do_not_fit_are_refused() -> None:
     pictures = msgspec.structs.replace(variant, layouts={"coefficients": region_layout(200, 16, "240p")})
     with pytest.raises(FormatError, match="ladder in a layout that is not flat"):
         decode_manifest(msgspec.structs.replace(manifest, variants=(pictures,)).encode())
-
-
-def test_a_signed_manifest_keeps_its_levels_if_it_does_not_fit_beside_the_coarser_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    keys = SIGNS
-    manifest = secure_segment(segment(), StoreKeys(SIGNS)).manifest
-    content = keys.sign(manifest.encode())
-    found = without_last_level(manifest, content)
-    assert found is not None
-    assert len(found[0]) <= 2 * len(content)
-    monkeypatch.setattr(partial, "MAX_MANIFEST_BYTES", 2 * len(content))
-    assert without_last_level(manifest, content) is None
-    assert num_droppable(decode_manifest(found[0]), found[0]) == LEVELS - 2  # which needs no more room
-    larger = encrypted().manifest
-    assert num_droppable(larger, keys.sign(larger.encode())) == 0  # than its last level is, and would be kept

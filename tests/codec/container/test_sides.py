@@ -9,13 +9,11 @@ import torch
 
 from sgl_kvfetch.codec.bitstream.entropy import ZstdCodec
 from sgl_kvfetch.codec.container import manifest as manifest_module
-from sgl_kvfetch.codec.container.encryption import ManifestKeys, StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.merge import merge_segments
 from sgl_kvfetch.codec.container.objects import SIDE_CHUNK_BYTES
-from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec
-from sgl_kvfetch.codec.container.sides import SideKey, encode_side, join_sides, side_places
+from sgl_kvfetch.codec.container.sides import SideKey, encode_side, side_places
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import CorruptError, FormatError
 from sgl_kvfetch.keys import Namespace
@@ -30,7 +28,6 @@ def random_bytes(size: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 4, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-SIGNS = StoreKeys(ManifestKeys([b"k" * 32]))
 PAGES: dict[SideKey, torch.Tensor] = {
     ("swa", 2): random_bytes(300, 0),
     ("swa", 3): random_bytes(300, 1),
@@ -117,13 +114,6 @@ def test_the_document_suffices_to_read_them() -> None:
     assert names_of(parse_manifest(raw))[1:] == [name for name, _ in segment.data_objects()]
 
 
-def test_manifests_without_side_pages_are_those_of_version_2_0() -> None:
-    segment = make_segment()[0]
-    assert segment.manifest.encode()[6:8] == b"\0\0"
-    assert b"sides" not in segment.manifest.encode()
-    assert with_sides(segment, PAGES).manifest.encode()[6:8] == b"\1\0"
-
-
 @pytest.mark.parametrize("span_pages", [2, 4, 8])  # chunks are copied, or encoded again
 def test_merged_segments_keep_their_side_pages(span_pages: int) -> None:
     left, right = (make_segment(first_page=first, span_pages=span_pages)[0] for first in (0, 4))
@@ -139,25 +129,6 @@ def test_variants_are_made_without_their_side_pages() -> None:
     segment = with_sides(make_segment()[0], PAGES)
     made = transcode(segment.manifest, segment.data, make_targets(["hevc"], ["240p"]))
     assert not made.manifest.sides
-
-
-def test_digests_cover_side_pages() -> None:
-    segment = secure_segment(with_sides(make_segment()[0], PAGES), SIGNS)
-    assert contents(segment) == expected(PAGES)
-    (side,) = segment.manifest.sides
-    wrong = msgspec.structs.replace(side, chunk_digests=bytes(len(side.chunk_digests)))
-    lying = replace(segment, manifest=msgspec.structs.replace(segment.manifest, sides=(wrong,)))
-    with pytest.raises(CorruptError, match="digest does not match"):
-        contents(lying)
-
-
-def test_joined_digests_are_kept_only_if_all_have_them() -> None:
-    signed = secure_segment(with_sides(make_segment()[0], PAGES), SIGNS)
-    plain = with_sides(make_segment()[0], PAGES)
-    both = [(0, zip(x.manifest.sides, x.side_data, strict=True)) for x in (signed, plain)]
-    joined = join_sides(both)
-    assert joined is not None
-    assert not joined[0].chunk_digests
 
 
 @pytest.mark.parametrize("bit", [0, 7])
@@ -196,9 +167,6 @@ def malformed(manifest: Manifest) -> dict[str, Manifest]:
         ),
         "without side pages": with_pages(),
         "Expected `int` >= 1": changed(num_bytes=0),
-        "bytes of digests of side pages": msgspec.structs.replace(
-            manifest, sides=(msgspec.structs.replace(side, chunk_digests=b"x"),)
-        ),
     }
 
 

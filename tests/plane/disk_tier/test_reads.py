@@ -10,7 +10,8 @@ import pytest
 from harness.metrics import read_metric
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, until
-from sgl_kvfetch.codec.container.encryption import ManifestKeys, StoreKeys
+from sgl_kvfetch.codec.container.encryption import StoreKeys
+from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import disk_tier
 from sgl_kvfetch.plane.disk_tier import DiskTier
@@ -102,19 +103,21 @@ async def test_whole_data_comes_from_the_store(tier: DiskTier, remote: RemoteSto
     assert remote.num_reads == num_reads + 1
 
 
-async def test_manifests_from_the_disk_need_a_signature(make: MakeTier, remote: RemoteStore, events: Events) -> None:
-    """The tier is below the signatures, and keeps them."""
-    signed = KeyedStore(tier := make(), StoreKeys(ManifestKeys([b"k" * 32])))
-    await put_segment(signed, SEGMENT)
-    (before,) = (await signed.lookup(FOLDER, CHAIN)).hits
-    assert await read(signed) == SEGMENT.data
+async def test_manifests_from_the_disk_need_a_key(make: MakeTier, remote: RemoteStore, events: Events) -> None:
+    """The tier keeps what the store has, encrypted."""
+    keys = StoreKeys(b"k" * 32)
+    keyed, segment = KeyedStore(tier := make(), keys), secure_segment(SEGMENT, keys)
+    await put_segment(keyed, segment)
+    (before,) = (await keyed.lookup(FOLDER, CHAIN)).hits
+    assert await read(keyed, segment) == segment.data
     await until(lambda: events.fills["stored"] == 1)
     remote.error = StoreError("refused", "as told")
-    found = await signed.lookup(FOLDER, CHAIN)
+    found = await keyed.lookup(FOLDER, CHAIN)
     assert found.hits == (before,)
     assert found.from_cache
-    await tier._disk.put(MANIFEST_NAME, SEGMENT.manifest.encode())  # without one
-    assert (await signed.lookup(FOLDER, CHAIN)).hits == ()
+    await tier._disk.put(SEGMENT.data_name, SEGMENT.data)
+    await tier._disk.put(MANIFEST_NAME, SEGMENT.manifest.encode())  # which is not encrypted
+    assert (await keyed.lookup(FOLDER, CHAIN)).hits == ()
 
 
 async def test_manifests_in_memory_are_bounded(

@@ -1,4 +1,4 @@
-"""Levels in a store that may not see, or not change, what it holds: over a real store, which drops some of them."""
+"""Levels in a store that may not see what it holds: over a real store, which drops some of them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from harness.memory_pool import MemoryPool
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.bitstream.base import Decoders
-from sgl_kvfetch.codec.container.encryption import EncryptionKeys, ManifestKeys, StoreKeys
+from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
-from sgl_kvfetch.codec.container.partial import signed_by
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.base import CellValues
@@ -37,7 +36,7 @@ from tests.plane.fetch.test_levels import values_at
 
 pytestmark = pytest.mark.process
 
-SIGNS, ENCRYPTS = ManifestKeys([b"k" * 32]), EncryptionKeys({"name": bytes(32)})
+KEYS = StoreKeys(bytes(32))
 ROOM = 12  # segments that the store has room for, with all levels
 
 
@@ -62,10 +61,9 @@ def video() -> CodedSegment:
 
 
 KINDS = {
-    "signed": Kind(StoreKeys(SIGNS)),
-    "encrypted": Kind(StoreKeys(None, ENCRYPTS)),
+    "encrypted": Kind(KEYS),
     "with video": Kind(StoreKeys(), has_video=True),
-    "signed, encrypted, with video": Kind(StoreKeys(SIGNS, ENCRYPTS), has_video=True),
+    "encrypted, with video": Kind(KEYS, has_video=True),
 }
 
 
@@ -108,7 +106,7 @@ async def fetched(store: Store, number: int) -> CellValues:
     return CellValues(*(memory.read(tensor, range(4)) for tensor in ("k", "v")))
 
 
-async def test_a_store_drops_levels_that_it_cannot_read_or_sign(kind: Kind, raw: Store) -> None:
+async def test_a_store_drops_levels_that_it_cannot_read(kind: Kind, raw: Store) -> None:
     store = KeyedStore(raw, kind.keys)
     for number in range(ROOM + 1):
         await commit_segment(store, kind.segment(number))
@@ -121,33 +119,8 @@ async def test_a_store_drops_levels_that_it_cannot_read_or_sign(kind: Kind, raw:
         assert all(torch.equal(x, y) for x, y in zip(values, expected, strict=True))
         manifest = found[number]
         assert manifest is not None
-        assert manifest.is_encrypted == (kind.keys.encryption is not None)
+        assert manifest.is_encrypted == bool(kind.keys)
         # A variant that a dropped level does not make coarser would hold finer values than the others.
         assert len(manifest.variants) == 1 + (kind.has_video and not num_lost)
-    strangers = KeyedStore(raw, StoreKeys(ManifestKeys([b"x" * 32]), kind.keys.encryption))
+    strangers = KeyedStore(raw, StoreKeys(b"x" * 32))
     assert set(await manifests(strangers)) == {None}
-
-
-@pytest.mark.parametrize("kind", [KINDS["signed"], KINDS["signed, encrypted, with video"]], ids=["signed", "all"])
-async def test_a_signature_covers_what_is_left_and_nothing_else(kind: Kind, raw: Store) -> None:
-    store = KeyedStore(raw, kind.keys)
-    for number in range(ROOM + 1):
-        await commit_segment(store, kind.segment(number))
-    number = [each is not None and each.num_dropped for each in await manifests(store)].index(1)
-    name = chain(number).manifest.key.manifest_name
-    content = await raw.get(name)
-    assert content is not None
-    part = decode_manifest(content)
-    (variant,) = part.variants
-    forged = (
-        msgspec.structs.replace(variant, num_dropped=0),
-        msgspec.structs.replace(variant, levels=variant.levels[::-1] or variant.levels, num_dropped=2),
-        msgspec.structs.replace(variant, codec="zstd"),
-    )
-    for other in forged:
-        await raw.put(name, msgspec.structs.replace(part, variants=(other,)).encode(signed_by(content)))
-        assert await store.get(name) is None
-    await raw.put(name, part.encode())
-    assert await store.get(name) is None  # unsigned
-    await raw.put(name, content)
-    assert await store.get(name) == content

@@ -266,8 +266,8 @@ def test_what_is_encrypted_stays_so_and_is_decrypted_each_time(
     make: MakeRig, quantiser: KltQuantiser, work: Counter[str], tmp_path: Path
 ) -> None:
     key = tmp_path / "key"
-    key.write_text("key " + "0f" * 32)
-    config: dict[str, Any] = {"quantiser": quantiser, "encryption_key_file": str(key)}
+    key.write_text("0f" * 32)
+    config: dict[str, Any] = {"quantiser": quantiser, "key_file": str(key)}
     expected = written(make, **config)
     rig = reader(make, **config)
     assert_equal(loaded(rig, TOKENS), expected)

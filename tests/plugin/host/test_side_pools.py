@@ -175,8 +175,8 @@ def test_segments_that_are_merged_keep_their_side_pages(make: Make, tmp_path: Pa
 
 def test_encrypted_segments_grow_and_keep_their_side_pages(make: Make, served: Served, tmp_path: Path) -> None:
     keys_file = tmp_path / "keys"
-    keys_file.write_text(f"ours {'0f' * 32}\n")
-    how = {"encryption_key_file": str(keys_file)}
+    keys_file.write_text("0f" * 32)
+    how = {"key_file": str(keys_file)}
     pool = make_side_pool()
     backend = make(sides={SWA: pool}, **how)
     names = keys(8)
