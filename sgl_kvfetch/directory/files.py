@@ -212,7 +212,7 @@ class TempFile:
         self._temp = temp
         self._directory = os.open(root / namespace, os.O_RDONLY | os.O_DIRECTORY | _NO_LINKS)
         try:
-            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | _NO_LINKS
+            flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | _NO_LINKS
             self._fd = os.open(temp, flags, 0o600, dir_fd=self._directory)
         except BaseException:
             os.close(self._directory)
@@ -225,6 +225,13 @@ class TempFile:
     def write(self, data: memoryview) -> int:
         """Append some of ``data``, and return how many bytes."""
         return os.write(self._fd, data)
+
+    def write_at(self, data: memoryview, start: int) -> int:
+        """Write some of ``data`` from byte ``start`` on, and return how many bytes."""
+        return os.pwrite(self._fd, data, start)
+
+    def read_at(self, start: int, length: int) -> bytes:
+        return os.pread(self._fd, length, start)
 
     def resize(self, num_bytes: int) -> None:
         """Set the file's size. What is larger than what is written counts as taken, without a byte on the disk."""

@@ -23,7 +23,7 @@ from sgl_kvfetch.directory.notes import NoteWriter
 from sgl_kvfetch.directory.repair import DamageChecks, Repair
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.directory.workers import Workers, on
-from sgl_kvfetch.directory.writing import DataWriter, Upload, write_manifest
+from sgl_kvfetch.directory.writing import DataWriter, Parts, PartsWriter, Upload, write_manifest
 from sgl_kvfetch.errors import ConfigError, FormatError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, PAGE_HASH_BYTES, ObjectName, SegmentKey
 from sgl_kvfetch.stores import (
@@ -39,10 +39,11 @@ from sgl_kvfetch.stores import (
     Token,
     decode_pin,
     object_digest,
+    open_remote,
     require_name,
+    split_store_url,
 )
 from sgl_kvfetch.stores.base import require_namespace
-from sgl_kvfetch.stores.open import open_remote, split_store_url
 from sgl_kvfetch.stores.wire import MAX_FOLDERS, MAX_LOOKUP_ANSWER_BYTES
 
 logger = logging.getLogger(__name__)
@@ -235,6 +236,20 @@ class LocalStore(AdminStore):
             await run("writes", writer.open)
             yield Upload(lambda data: run("writes", writer.write, data), lambda: run("writes", writer.commit))
         finally:  # cancelled, too: the thread goes on. It works after the store is closed.
+            await asyncio.shield(asyncio.to_thread(writer.discard))
+
+    @asynccontextmanager
+    async def upload_parts(self, name: str, size_bytes: int) -> AsyncIterator[Parts]:
+        """Write a data object of a known size, its parts in any order. The rest is as in `upload`."""
+        writer, run = PartsWriter(self._catalog, self._room, require_name(name), size_bytes), self.workers.run
+        try:
+            await run("writes", writer.open)
+            yield Parts(
+                lambda start, data: run("writes", writer.write_at, start, data),
+                lambda start, length: run("reads", writer.read_at, start, length),
+                lambda: run("writes", writer.commit),
+            )
+        finally:
             await asyncio.shield(asyncio.to_thread(writer.discard))
 
     async def open_object(self, name: str) -> OpenObject | None:

@@ -18,6 +18,8 @@ from sgl_kvfetch.keys import ContentCheck, ObjectName
 from sgl_kvfetch.stores import object_digest
 from sgl_kvfetch.stores.upkeep import decode_named_manifest
 
+_CHECKED_AT_ONCE = 4 << 20  # bytes
+
 
 class IncompleteSegmentError(StoreError):
     """A manifest was put before its data."""
@@ -47,6 +49,17 @@ class _NewFile:
             written = self._room.retried(lambda rest=view: self._temp.write(rest), len(view))  # type: ignore[misc]
             self._written_bytes += written
             view = view[written:]
+
+    def write_at(self, data: memoryview, start: int) -> None:
+        """Write into the reserved room, from byte ``start`` on."""
+        assert start + len(data) <= self._reserved_bytes
+        self._written_bytes = max(self._written_bytes, start + len(data))
+        while data:
+            written = self._room.retried(lambda rest=data, at=start: self._temp.write_at(rest, at), len(data))  # type: ignore[misc]
+            data, start = data[written:], start + written
+
+    def read_at(self, start: int, length: int) -> bytes:
+        return self._temp.read_at(start, length)
 
     def sync(self) -> None:
         self._temp.sync()
@@ -161,7 +174,7 @@ class DataWriter:
             if self._finished:
                 return
             file = self._opened()
-            if not self._check.is_sound:
+            if not self._is_sound(file):
                 raise StoreError("invalid", f"{self.name}: the content does not match the digest in the name")
             file.sync()
             with self._catalog.writing() as db:
@@ -178,7 +191,39 @@ class DataWriter:
             if self._file is not None:
                 self._file.discard()
 
+    def _is_sound(self, file: _NewFile) -> bool:
+        return self._check.is_sound
+
     def _opened(self) -> _NewFile:
         if self._file is None:
             self._file = _NewFile(self._room, self.name, self._size_bytes)
         return self._file
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """An object that is being written in parts of any order: see `LocalStore.upload_parts`."""
+
+    write: Callable[[int, bytes | memoryview], Awaitable[None]]  # from a byte on; raises StoreError
+    read: Callable[[int, int], Awaitable[bytes | None]]  # start and length, of what is written; None after the end
+    commit: Callable[[], Awaitable[None]]  # makes it visible; raises StoreError (also ``invalid``: wrong digest)
+
+
+class PartsWriter(DataWriter):
+    """Write one data object of a known size, its parts in any order. The file is read once more to check it."""
+
+    def write_at(self, start: int, data: bytes | memoryview) -> None:
+        """Write a part, from byte ``start`` on. Raises StoreError (``full``, ``io``)."""
+        with self._lock, files.os_errors(f"writing {self.name}"), self._room.noting_failure():
+            if not self._finished:
+                self._opened().write_at(memoryview(data), start)
+
+    def read_at(self, start: int, length: int) -> bytes | None:
+        """Return a part that is written; None once the writer has ended. Raises StoreError."""
+        with self._lock, files.os_errors(f"reading {self.name}"):
+            return None if self._finished else self._opened().read_at(start, length)
+
+    def _is_sound(self, file: _NewFile) -> bool:
+        for start in range(0, self._size_bytes, _CHECKED_AT_ONCE):
+            self._check.add(file.read_at(start, min(_CHECKED_AT_ONCE, self._size_bytes - start)))
+        return self._check.is_sound

@@ -7,13 +7,14 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from sgl_kvfetch.directory import LocalStore, StoreUsage
+from sgl_kvfetch.directory import FrontStore, LocalStore, StoreUsage
 from sgl_kvfetch.errors import DECODE_ERRORS, StoreError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, split_hashes
 from sgl_kvfetch.server.bodies import ACCOUNT, BodyReader, Budget, error_answer, json_answer, store_error_answer
@@ -42,12 +43,7 @@ def create_app(config: ServerConfig) -> web.Application:
     """
     tokens = config.read_tokens()
     metrics = ServerMetrics(config.capacity_bytes)
-    store = LocalStore(
-        config.root,
-        capacity_bytes=config.capacity_bytes,
-        drop_levels=config.drop_levels,
-        orphan_age_s=config.orphan_age_s,
-    )
+    store = _open(config, metrics)
     bodies = BodyReader(metrics, config.idle_timeout_s)
     objects = ObjectHandlers(store, bodies, metrics, config)
     lookup = LookupHandler(store, bodies, metrics)
@@ -56,6 +52,8 @@ def create_app(config: ServerConfig) -> web.Application:
 
     async def show_metrics(request: web.Request) -> web.StreamResponse:
         metrics.note_usage(await store.usage())
+        if isinstance(store, FrontStore):
+            metrics.note_upstream(store.passed_bytes, store.kept_bytes)
         return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def run_store(app: web.Application) -> AsyncIterator[None]:
@@ -104,6 +102,19 @@ def create_app(config: ServerConfig) -> web.Application:
         ]
     )
     return app
+
+
+def _open(config: ServerConfig, metrics: ServerMetrics) -> LocalStore:
+    """Open the store. Raises ConfigError, also for an upstream that cannot be one."""
+    options: dict[str, Any] = {
+        "capacity_bytes": config.capacity_bytes,
+        "drop_levels": config.drop_levels,
+        "orphan_age_s": config.orphan_age_s,
+    }
+    upstream = config.open_upstream(metrics.note_certificates)
+    if upstream is None:
+        return LocalStore(config.root, **options)
+    return FrontStore(config.root, upstream, metrics.note_upstream_failure, **options)
 
 
 async def _warm_up(store: LocalStore) -> None:
@@ -169,11 +180,11 @@ def _answered(metrics: ServerMetrics, budget: Budget) -> Middleware:
                     await response.write_eof()
                 return response
             except web.HTTPException as e:
-                word = e.reason.lower().replace(" ", "_")
+                word = "range" if e.status == 416 else e.reason.lower().replace(" ", "_")
                 if e.status >= 500:
                     metrics.note_failure(what, getattr(e, "cause", word), e.text or e.reason, request.remote)
                 failed = error_answer(e.status, word, e.text or e.reason)
-                for header in ("Allow", "Retry-After", "Connection"):
+                for header in ("Allow", "Retry-After", "Connection", "Content-Range"):
                     if header in e.headers:
                         failed.headers[header] = e.headers[header]
                 return failed

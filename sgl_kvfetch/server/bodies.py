@@ -141,8 +141,11 @@ def error_answer(status: int, error: str, message: str) -> web.Response:
 def store_error_answer(method: str, error: StoreError) -> web.Response:
     """Choose the status by reason: 409 for a manifest before its data, else as in ``_STATUS``, else 500.
 
-    A disk that refuses a write is answered with 507 as well: clients send a body again at once after a 500.
+    A disk that refuses a write is answered with 507 as well: clients send a body again at once after a 500. What the
+    upstream did not do is answered with 502, unless it has said why.
     """
+    if error.url is not None and error.reason not in ("full", "invalid", "too_large"):
+        return error_answer(502, error.reason, f"the upstream: {error}")
     if isinstance(error, IncompleteSegmentError):
         return error_answer(409, "incomplete", str(error))
     refuses_write = error.reason == "io" and method == "PUT"

@@ -10,8 +10,11 @@ from pathlib import Path
 
 from sgl_kvfetch.errors import ConfigError, require_positive, why
 from sgl_kvfetch.server.tokens import Role, TokenFile, Tokens
+from sgl_kvfetch.stores import AdminStore, HttpOptions, S3Options, TlsFiles, open_remote, split_store_url
 from sgl_kvfetch.tls import FreshContext, OnEnds, ends_of
-from sgl_kvfetch.user_files import FreshFiles, require_secret, warn_if_all_may_read
+from sgl_kvfetch.user_files import FreshFiles, read_token_file, require_secret, warn_if_all_may_read
+
+_UPSTREAM_CONNECTIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,11 @@ class ServerConfig:
     tls_client_ca: Path | None = None  # PEM file; clients must have a certificate that one of these CAs signed
     orphan_age_s: float = 900.0  # unreferenced data and temporary files are deleted at this age
     grace_s: float = 10.0  # time for requests in flight when the server stops
+    upstream: str | None = None  # URL of the store that this one is in front of
+    upstream_token_file: Path | None = None  # its token, read again on change
+    upstream_index: str | None = None  # the index of an ``s3://`` upstream
+    tls_client_cert: Path | None = None  # PEM file, for an upstream that demands a certificate
+    tls_client_key: Path | None = None  # its key, if that is not in the same file
     tokenizer: str | None = None  # a model's folder or name: turns texts that are looked up on the page into tokens
 
     def __post_init__(self) -> None:
@@ -59,11 +67,53 @@ class ServerConfig:
         for field in ("upload_wait_s", "grace_s"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; expected 0 or more")
+        self._check_upstream()
         if not (self.has_token or self.insecure or is_loopback(self.host)):
             raise ConfigError(
                 f"other machines can reach --host {self.host}, and there is no token: give --token-file FILE (openssl "
                 "rand -hex 32 makes a token), or --insecure to let everybody read, write and delete"
             )
+
+    def open_upstream(self, on_ends: OnEnds = lambda ends: None) -> AdminStore | None:
+        """Return a client of the upstream; None if there is none. Raises ConfigError."""
+        if self.upstream is None:
+            return None
+        path = self.upstream_token_file
+        cert, key = (each and str(each) for each in (self.tls_client_cert, self.tls_client_key))
+        return open_remote(
+            self.upstream,
+            token=None if path is None else FreshFiles("token", (path,), lambda: read_token_file(path, "the token")),
+            options=HttpOptions(
+                tls=TlsFiles(
+                    cert=None if cert is None else str(cert), key=None if key is None else str(key), on_ends=on_ends
+                ),
+                max_connections=_UPSTREAM_CONNECTIONS,
+            ),
+            s3=S3Options(index=self.upstream_index),
+        )
+
+    def _check_upstream(self) -> None:
+        """Raises ConfigError."""
+        options = {
+            "--upstream-token-file": self.upstream_token_file,
+            "--index": self.upstream_index,
+            "--tls-client-cert": self.tls_client_cert,
+            "--tls-client-key": self.tls_client_key,
+        }
+        given = [option for option, value in options.items() if value is not None]
+        if self.upstream is None:
+            if given:
+                raise ConfigError(f"{given[0]} is for the store that --upstream names, and that is not given")
+            return
+        parts = split_store_url(self.upstream)
+        if self.upstream_index is not None and parts.scheme != "s3":
+            raise ConfigError(f"--index is for s3:// stores; {self.upstream} has its own")
+        if self.tls_client_key is not None and self.tls_client_cert is None:
+            raise ConfigError(f"--tls-client-key {self.tls_client_key} needs --tls-client-cert")
+        is_here = is_loopback(self.host) or self.host in ("", "0.0.0.0", "::")
+        hosts = {self.host, *(("localhost", "127.0.0.1", "::1") if is_here else ())}
+        if parts.scheme != "s3" and parts.hostname in hosts and parts.port == self.port:
+            raise ConfigError(f"--upstream {self.upstream} is this store itself")
 
     @property
     def has_token(self) -> bool:

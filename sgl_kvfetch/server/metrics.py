@@ -108,6 +108,17 @@ class ServerMetrics:
         self._collected = counter("collected_objects", "Orphaned objects and temporary files removed")
         self._unreadable = counter("unreadable_manifests", "Unreadable manifests that were skipped")
         self._last = StoreUsage(0, 0, 0, 0, 0)
+        self._upstream_bytes = counter(
+            "upstream_bytes", "Bytes of data read from the upstream: for readers, or behind them", ("for",)
+        )
+        self._upstream_failures = counter(
+            "upstream_failures", "Failures of the upstream, and of what keeps its segments", ("operation",)
+        )
+        for purpose in ("readers", "keeping"):
+            self._upstream_bytes.labels(purpose)
+        for operation in ("lookup", "read", "write", "delete", "keep"):
+            self._upstream_failures.labels(operation)
+        self._last_upstream = {"readers": 0, "keeping": 0}
         self._certificates = gauge(
             "certificate_end_timestamp_seconds", "When certificates end: our own, and the last of the CAs", ("file",)
         )
@@ -227,6 +238,17 @@ class ServerMetrics:
         self._collected.inc(usage.num_collected - self._last.num_collected)
         self._unreadable.inc(usage.num_unreadable - self._last.num_unreadable)
         self._last = usage
+
+    def note_upstream(self, passed_bytes: int, kept_bytes: int) -> None:
+        """Take the counts of a store that has an upstream."""
+        now = {"readers": passed_bytes, "keeping": kept_bytes}
+        for purpose, num_bytes in now.items():
+            self._upstream_bytes.labels(purpose).inc(num_bytes - self._last_upstream[purpose])
+        self._last_upstream = now
+
+    def note_upstream_failure(self, operation: str, error: StoreError) -> None:
+        self._upstream_failures.labels(operation).inc()
+        _limited.warning(f"upstream {operation} {error.reason}", f"upstream ({operation}, {error.reason}): {error}")
 
 
 def cause_of(error: Exception) -> str:

@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from sgl_kvfetch.codec import MAX_MANIFEST_BYTES
-from sgl_kvfetch.directory import LocalStore
+from sgl_kvfetch.directory import FrontStore, LocalStore
 from sgl_kvfetch.directory.files import OpenObject, open_object, os_errors, read_fully
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import ObjectName, parse_object_name
@@ -45,6 +45,8 @@ _SENDFILE_BYTES = 1 << 20  # by one call, which keeps the event loop from anythi
 _TLS_PIECE_BYTES = 256 << 10
 _RECENT_S = 5.0
 _MAX_RECENT = 4096
+_PASSED_BYTES = 4 << 20  # that an answer from the upstream holds
+_ONE_RANGE = re.compile("bytes=([0-9]{1,18})-([0-9]{1,18})")
 _NO_BYTES = re.compile("bytes=-0+")  # aiohttp takes it for all
 
 
@@ -117,12 +119,55 @@ class ObjectHandlers:
             self._uploads.release()
 
     async def get(self, request: web.Request) -> web.StreamResponse:
-        _name(request)
+        is_manifest, front = _name(request).is_manifest, self._store if isinstance(self._store, FrontStore) else None
+        if front is not None and is_manifest:
+            return await self._send_manifest(request, front)
         opened = await self._opener.open(request.match_info["name"])
-        if opened is None:
+        if opened is not None:
+            with opened.file:
+                return await self._send(request, opened)
+        return _not_found(request) if front is None else await self._pass_on(request, front)
+
+    async def _send_manifest(self, request: web.Request, front: FrontStore) -> web.StreamResponse:
+        content = await front.get_manifest(request.match_info["name"])
+        if content is None:
             return _not_found(request)
-        with opened.file:
-            return await self._send(request, opened)
+        start, end = _range_of(request, len(content))
+        self._metrics.sent_bytes.inc(end - start)
+        response = web.Response(body=content[start:end], content_type=BYTES_TYPE)
+        _note_range(request, response, start, end, len(content))
+        return response
+
+    async def _pass_on(self, request: web.Request, front: FrontStore) -> web.StreamResponse:
+        """Answer with data that only the upstream has, as it comes."""
+        name, size = request.match_info["name"], None
+        asked = request.headers.get("Range")
+        span = None if asked is None else _ONE_RANGE.fullmatch(asked)
+        if span is None or int(span[2]) < int(span[1]):  # of all other ranges, the size says what they are
+            info = await front.head(name)
+            if info is None:
+                return _not_found(request)
+            size = info.size_bytes
+            start, end = _range_of(request, size)
+        else:
+            start, end = int(span[1]), int(span[2]) + 1
+        response = web.StreamResponse(headers={"Accept-Ranges": "bytes", "Content-Type": BYTES_TYPE})
+        _note_range(request, response, start, end, size)
+        response.content_length = end - start
+        request[ACCOUNT].take(min(_PASSED_BYTES, end - start))
+
+        async def send(piece: memoryview) -> None:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(piece)
+            self._metrics.sent_bytes.inc(len(piece))
+
+        if end > start and not await front.pass_on(name, start, end - start, send):
+            return _not_found(request)
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write_eof()
+        return response
 
     async def list_notes(self, request: web.Request) -> web.StreamResponse:
         return json_answer(Notes(list(await self._store.notes(_kind(request)))))
@@ -156,19 +201,8 @@ class ObjectHandlers:
         """Answer with a file, or with the range of it that the request asks for."""
         size = opened.info.size_bytes
         response = web.StreamResponse(headers=_headers(opened.info))
-        try:
-            start, end, _ = request.http_range.indices(size)
-        except ValueError:
-            start = end = size
-        if (header := request.headers.get("Range")) is not None:
-            # RFC 9110 would ignore malformed and multiple ranges, and send the whole object: a large answer to a
-            # mistake. Our clients send neither, so both are errors.
-            if start >= end or _NO_BYTES.fullmatch(header):
-                answer = error_answer(416, "range", f"expected one range within {size} bytes, found {header[:80]!r}")
-                answer.headers["Content-Range"] = f"bytes */{size}"
-                return answer
-            response.set_status(206)
-            response.headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+        start, end = _range_of(request, size)
+        _note_range(request, response, start, end, size)
         response.content_length = end - start
         await response.prepare(request)
         await send_file(request, response, opened.file, start, end)
@@ -236,6 +270,34 @@ def _name(request: web.Request) -> ObjectName:
         return parse_object_name(request.match_info["name"])
     except FormatError as e:
         raise web.HTTPBadRequest(text=str(e)) from e
+
+
+class _NoSuchRange(web.HTTPRequestRangeNotSatisfiable):
+    def __init__(self, header: str, size: int) -> None:
+        headers = {"Content-Range": f"bytes */{size}"}
+        super().__init__(text=f"expected one range within {size} bytes, found {header[:80]!r}", headers=headers)
+
+
+def _range_of(request: web.Request, size: int) -> tuple[int, int]:
+    """Return which bytes of an object a request asks for: from, to. Raises HTTPException.
+
+    RFC 9110 would ignore malformed and multiple ranges, and send the whole object: a large answer to a mistake. Our
+    clients send neither, so both are errors.
+    """
+    header = request.headers.get("Range")
+    try:
+        start, end, _ = request.http_range.indices(size)
+    except ValueError:
+        start = end = size
+    if header is not None and (start >= end or _NO_BYTES.fullmatch(header)):
+        raise _NoSuchRange(header, size)
+    return start, end
+
+
+def _note_range(request: web.Request, response: web.StreamResponse, start: int, end: int, size: int | None) -> None:
+    if "Range" in request.headers:
+        response.set_status(206)
+        response.headers["Content-Range"] = f"bytes {start}-{end - 1}/{'*' if size is None else size}"
 
 
 def _kind(request: web.Request) -> NoteKind:

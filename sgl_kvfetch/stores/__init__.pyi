@@ -28,5 +28,10 @@ from .notes import (
     put_pin as put_pin,
     read_profile as read_profile,
 )
-from .open import S3Options as S3Options, takes_token as takes_token
+from .open import (
+    S3Options as S3Options,
+    open_remote as open_remote,
+    split_store_url as split_store_url,
+    takes_token as takes_token,
+)
 from .remote import Breaker as Breaker, HttpOptions as HttpOptions, TlsFiles as TlsFiles, Token as Token

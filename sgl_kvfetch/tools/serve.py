@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from sgl_kvfetch.errors import ConfigError
-from sgl_kvfetch.tools.terminal import TokenOption, option, read_token, show_log
+from sgl_kvfetch.tools.terminal import IndexOption, TokenOption, option, read_token, show_log
 from sgl_kvfetch.user_files import parse_size
 
 DEFAULT_PORT = 8700
@@ -50,6 +50,25 @@ def serve(
     tls_client_ca: Annotated[
         Path | None, option("FILE", "PEM file with CAs: clients must have a certificate by one of them.")
     ] = None,
+    upstream: Annotated[
+        str | None,
+        option(
+            "URL",
+            "A store to be in front of, http(s):// or s3://: what this one lacks is read from there and kept, what is "
+            "written goes to both.",
+        ),
+    ] = None,
+    upstream_token_file: Annotated[
+        Path | None, option("FILE", "A file that holds the upstream's token. Read again, as tokens are.")
+    ] = None,
+    index: IndexOption = None,
+    tls_client_cert: Annotated[
+        Path | None,
+        option("FILE", "Our certificate, for an upstream that demands one.", envvar="KVFETCH_TLS_CLIENT_CERT"),
+    ] = None,
+    tls_client_key: Annotated[
+        Path | None, option("FILE", "Its key, if that is not in the same file.", envvar="KVFETCH_TLS_CLIENT_KEY")
+    ] = None,
     insecure: Annotated[bool, option(None, "Accept other hosts without a token.", "--insecure")] = False,
     orphan_age_s: Annotated[
         float, option("SECONDS", "Age at which unfinished writes are removed.", "--orphan-age")
@@ -88,6 +107,8 @@ def serve(
         kvfetch serve /var/cache/kv --capacity 100GiB
 
         KVFETCH_TOKEN=secret kvfetch serve /var/cache/kv --host 0.0.0.0
+
+        kvfetch serve /nvme/kv --capacity 200GiB --upstream http://STORE:8700
     """
     from sgl_kvfetch.server.config import ServerConfig
     from sgl_kvfetch.server.run import run_server
@@ -102,6 +123,11 @@ def serve(
         tls_key=tls_key,
         tls_client_ca=tls_client_ca,
         insecure=insecure,
+        upstream=upstream,
+        upstream_token_file=upstream_token_file,
+        upstream_index=index,
+        tls_client_cert=None if upstream is None else tls_client_cert,
+        tls_client_key=None if upstream is None else tls_client_key,
         capacity_bytes=parse_size(capacity) if capacity is not None else None,
         drop_levels=drop_levels,
         max_body_bytes=parse_size(max_object),

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from harness.waiting import WAIT_S
+from sgl_kvfetch.directory.front import FrontStore
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.plane.disk_tier import DiskTier
-from sgl_kvfetch.server.run import RunningServer
+from sgl_kvfetch.server.config import ServerConfig
+from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.hedged import HedgedStore
 from sgl_kvfetch.stores.http import HttpStore
@@ -38,6 +40,24 @@ class TestHttpStore(AdminStoreConformance):
         store = HttpStore(server.url)
         yield store
         await store.close()
+
+
+class TestFrontStore(AdminStoreConformance):
+    @pytest.fixture
+    async def store(self, tmp_path: Path) -> AsyncIterator[Store]:
+        store = FrontStore(tmp_path / "near", LocalStore(tmp_path / "far"))
+        yield store
+        await store.close()
+
+
+@pytest.mark.process
+class TestServedFrontStore(AdminStoreConformance):
+    @pytest.fixture
+    async def store(self, server: RunningServer, tmp_path: Path) -> AsyncIterator[Store]:
+        async with running_server(ServerConfig(tmp_path / "near", port=0, grace_s=1, upstream=server.url)) as near:
+            store = HttpStore(near.url)
+            yield store
+            await store.close()
 
 
 @pytest.mark.process

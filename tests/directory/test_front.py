@@ -1,0 +1,286 @@
+"""A store in front of a store: what is asked of which, and what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from harness.waiting import until
+from sgl_kvfetch.codec import Content
+from sgl_kvfetch.directory import front, keeper
+from sgl_kvfetch.directory.front import FrontStore
+from sgl_kvfetch.directory.local import LocalStore
+from sgl_kvfetch.errors import StoreError
+from sgl_kvfetch.stores.base import Lookup, bytes_read, object_digest
+from sgl_kvfetch.testing import FOLDER, expiring, make_segment, page_hashes, parts, put_segment
+
+CHAIN = page_hashes(64)
+SEGMENT = make_segment(CHAIN, 0, 64)
+NAME = SEGMENT.data_name
+MANIFEST_NAME = SEGMENT.manifest.key.manifest_name
+SIZE = len(SEGMENT.data)
+ERROR = StoreError("refused", "nobody listens", retriable=True)
+
+
+class Upstream(LocalStore):
+    """A store that fails, waits and counts as a test tells it to."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.error: StoreError | None = None
+        self.reads: list[tuple[int, int]] = []  # start and length of each that has begun
+        self.num_lookups = self.num_halves = 0
+        self.may_read = asyncio.Event()
+        self.may_read.set()
+        self.flips = False
+
+    async def read(self, name, start, into, received=lambda num_bytes: None) -> bool:  # type: ignore[no-untyped-def]
+        self.reads.append((start, sum(map(len, into))))
+        if self.error is not None:
+            raise self.error
+        data = await LocalStore.get(self, name, start, len(into[0]))
+        if data is None:
+            return False
+        half = len(data) // 2
+        if self.flips:
+            data = bytes([data[0] ^ 1]) + data[1:]
+        into[0][:half] = data[:half]
+        received(half)
+        self.num_halves += 1
+        await self.may_read.wait()
+        into[0][half:] = data[half:]
+        received(len(data) - half)
+        return True
+
+    async def get(self, name: str, start: int = 0, length: int | None = None) -> bytes | None:
+        if self.error is not None:
+            raise self.error
+        return await super().get(name, start, length)
+
+    async def put(self, name: str, data: Content) -> None:
+        if self.error is not None:
+            raise self.error
+        await super().put(name, data)
+
+    async def lookup(self, namespace: str, page_hashes: Sequence[bytes]) -> Lookup:
+        self.num_lookups += 1
+        if self.error is not None:
+            raise self.error
+        await self.may_read.wait()
+        return await super().lookup(namespace, page_hashes)
+
+
+@pytest.fixture
+async def upstream(tmp_path: Path) -> Upstream:
+    return Upstream(tmp_path / "upstream")
+
+
+@pytest.fixture
+def failures() -> list[tuple[str, str]]:
+    return []
+
+
+@pytest.fixture
+async def node(tmp_path: Path, upstream: Upstream, failures: list[tuple[str, str]]) -> AsyncIterator[FrontStore]:
+    store = FrontStore(tmp_path / "node", upstream, lambda what, error: failures.append((what, error.reason)))
+    yield store
+    upstream.may_read.set()
+    await store.close()
+
+
+async def passed(node: FrontStore, start: int = 0, length: int = SIZE) -> bytes | None:
+    """Return what a reader gets of data that the directory lacks."""
+    got = bytearray()
+
+    async def send(piece: memoryview) -> None:
+        got.extend(piece)
+
+    return bytes(got) if await node.pass_on(NAME, start, length, send) else None
+
+
+async def kept(node: FrontStore) -> None:
+    """Wait until the segment is found in the directory alone."""
+
+    async def is_kept() -> bool:
+        return bool((await LocalStore.lookup_taking(node, FOLDER, CHAIN, lambda size: None)).hits)
+
+    await until(is_kept)
+
+
+async def test_what_was_read_is_found_and_read_without_the_upstream(node: FrontStore, upstream: Upstream) -> None:
+    await put_segment(upstream, SEGMENT)
+    assert parts(await node.lookup(FOLDER, CHAIN)) == [(0, 64)]
+    assert await passed(node) == SEGMENT.data
+    await kept(node)
+    upstream.error, upstream.num_lookups = ERROR, 0
+    found = await node.lookup(FOLDER, CHAIN)
+    assert (parts(found), upstream.num_lookups) == ([(0, 64)], 0)
+    assert found.hits[0].manifest == SEGMENT.manifest.encode()
+    assert await bytes_read(node, NAME, 1, SIZE - 1) == SEGMENT.data[1:]
+
+
+async def test_a_reader_waits_for_its_range_alone_and_no_byte_comes_twice(
+    node: FrontStore, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_QUIET_S", 0.01)
+    await put_segment(upstream, SEGMENT)
+    assert await passed(node, 100, 50) == SEGMENT.data[100:150]
+    assert upstream.reads == [(100, 50)]
+    await kept(node)
+    assert sorted(upstream.reads) == [(0, 100), (100, 50), (150, SIZE - 150)]
+    assert (node.passed_bytes, node.kept_bytes) == (50, SIZE - 50)
+
+
+async def test_bytes_are_passed_on_as_they_come(node: FrontStore, upstream: Upstream) -> None:
+    await put_segment(upstream, SEGMENT)
+    upstream.may_read.clear()
+    came: list[bytes] = []
+
+    async def send(piece: memoryview) -> None:
+        came.append(bytes(piece))
+        upstream.may_read.set()
+
+    assert await node.pass_on(NAME, 0, SIZE, send)
+    assert (came[0], b"".join(came)) == (SEGMENT.data[: SIZE // 2], SEGMENT.data)
+
+
+async def test_a_reader_ends_what_is_fetched_behind_others(
+    node: FrontStore, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_QUIET_S", 0.01)
+    await put_segment(upstream, SEGMENT)
+    await passed(node, 0, 2)
+    upstream.may_read.clear()
+    await until(lambda: upstream.num_halves == 2)  # half of the rest has come
+    reading = asyncio.ensure_future(passed(node, SIZE - 2, 2))
+    await until(lambda: len(upstream.reads) == 3)
+    upstream.may_read.set()
+    assert await reading == SEGMENT.data[-2:]
+    await kept(node)
+    rest = 2 + (SIZE - 2) // 2  # what had come of the piece was not fetched again
+    assert upstream.reads == [(0, 2), (2, SIZE - 2), (SIZE - 2, 2), (rest, SIZE - 2 - rest)]
+
+
+async def test_what_is_being_kept_is_read_from_the_disk(node: FrontStore, upstream: Upstream) -> None:
+    await put_segment(upstream, SEGMENT)
+    await passed(node, 0, 1000)
+
+    async def is_on_disk() -> bool:
+        return await node._keeper.read(NAME, 0, 1000) is not None
+
+    await until(is_on_disk)
+    assert await passed(node, 10, 900) == SEGMENT.data[10:910]
+    assert upstream.reads == [(0, 1000)]
+
+
+async def test_damaged_bytes_are_not_kept(
+    node: FrontStore, upstream: Upstream, failures: list[tuple[str, str]]
+) -> None:
+    await put_segment(upstream, SEGMENT)
+    upstream.flips = True
+    assert await passed(node) != SEGMENT.data  # the reader verifies it
+    await until(lambda: failures == [("keep", "invalid")])
+    assert [path.name for path in (node.root / FOLDER).iterdir()] == []
+    upstream.flips = False
+    assert await passed(node) == SEGMENT.data
+
+
+async def test_expired_segments_are_not_kept(node: FrontStore, upstream: Upstream) -> None:
+    await put_segment(upstream, expiring(SEGMENT, 1.0))
+    assert await passed(node) == SEGMENT.data
+    await until(lambda: not node._keeper._segments)
+    assert not (node.root / FOLDER).exists()
+
+
+async def test_a_full_disk_costs_speed_alone(
+    node: FrontStore, upstream: Upstream, failures: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put_segment(upstream, SEGMENT)
+    monkeypatch.setattr(node._room, "_free_bytes", lambda: 0)
+    assert await passed(node) == SEGMENT.data
+    await until(lambda: len(failures) == 1)
+    assert failures[0][0] == "keep"
+
+
+async def test_the_rest_of_a_prompt_is_looked_up_in_the_upstream(node: FrontStore, upstream: Upstream) -> None:
+    first, second = make_segment(CHAIN, 0, 32), make_segment(CHAIN, 32, 32)
+    await put_segment(node, first)
+    await put_segment(upstream, second)
+    assert parts(await node.lookup(FOLDER, CHAIN)) == [(0, 32), (0, 32)]
+    await put_segment(upstream, SEGMENT)  # merged by another node
+    assert parts(await node.lookup(FOLDER, CHAIN)) == [(0, 32), (32, 32)]
+
+
+async def test_an_answer_has_no_more_bytes_than_an_answer_may_have(
+    node: FrontStore, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = make_segment(CHAIN, 0, 32), make_segment(CHAIN, 32, 32)
+    await put_segment(node, first)
+    await put_segment(upstream, second)
+    room = len(first.manifest.encode()) + front._HIT_BYTES
+    monkeypatch.setattr(front, "MAX_LOOKUP_ANSWER_BYTES", room + 100)
+    assert parts(await node.lookup(FOLDER, CHAIN)) == [(0, 32)]
+
+
+async def test_while_the_upstream_fails_the_directory_answers(
+    node: FrontStore, upstream: Upstream, failures: list[tuple[str, str]]
+) -> None:
+    await put_segment(node, make_segment(CHAIN, 0, 32))
+    upstream.error = ERROR
+    for _ in range(5):
+        assert parts(await node.lookup(FOLDER, CHAIN)) == [(0, 32)]
+    assert failures == [("lookup", "refused")] * 3  # then it is left alone for a while
+    usage = await node.usage()
+    assert usage.write_problem == "the upstream fails: nobody listens"
+    with pytest.raises(StoreError, match="nobody listens"):
+        await put_segment(node, SEGMENT)
+
+
+async def test_a_lookup_does_not_wait_for_an_upstream_that_hangs(
+    node: FrontStore, upstream: Upstream, failures: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "_LOOKUP_S", 0.01)
+    upstream.may_read.clear()
+    assert parts(await node.lookup(FOLDER, CHAIN)) == []
+    assert failures == [("lookup", "timeout")]
+
+
+async def test_a_store_whose_upstream_is_back_can_be_written(node: FrontStore, upstream: Upstream) -> None:
+    upstream.error = ERROR
+    await node.lookup(FOLDER, CHAIN)
+    upstream.error = None
+    assert (await node.usage()).write_problem is None
+
+
+async def test_what_is_written_and_deleted_is_so_in_both(node: FrontStore, upstream: Upstream) -> None:
+    await put_segment(node, SEGMENT)
+    for store in (upstream, node):
+        assert await LocalStore.get(store, NAME) == SEGMENT.data
+        assert await LocalStore.get(store, MANIFEST_NAME) == SEGMENT.manifest.encode()
+    assert await node.delete(MANIFEST_NAME)
+    assert await node.delete_prefix(FOLDER) == 1
+    for store in (upstream, node):
+        assert [info async for info in LocalStore.list(store)] == []
+
+
+async def test_a_write_that_the_upstream_refuses_is_not_found(node: FrontStore, upstream: Upstream) -> None:
+    await node.put(NAME, SEGMENT.data)
+    await upstream.delete(NAME)
+    with pytest.raises(StoreError, match="put the data before the manifest"):
+        await node.put(MANIFEST_NAME, SEGMENT.manifest.encode())
+    assert parts(await node.lookup(FOLDER, CHAIN)) == []
+
+
+async def test_a_replaced_manifest_is_kept_only_with_its_data(node: FrontStore, upstream: Upstream) -> None:
+    await put_segment(node, SEGMENT)
+    other = make_segment(CHAIN, 0, 64, content=1)
+    for name, data in other.data_objects():
+        await upstream.put(name, data)
+    digest = object_digest(SEGMENT.manifest.encode())
+    assert await node.replace(MANIFEST_NAME, other.manifest.encode(), digest)
+    assert await node.get(MANIFEST_NAME) == other.manifest.encode()
+    assert parts(await LocalStore.lookup_taking(node, FOLDER, CHAIN, lambda size: None)) == []
+    assert not await node.create(MANIFEST_NAME, SEGMENT.manifest.encode())

@@ -1,0 +1,283 @@
+"""`kvfetch serve --upstream`: real servers over real sockets, in this process and in their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from harness.faults import Fault, FaultyProxy
+from harness.metrics import read_metric
+from harness.s3_server import BUCKET, running_s3_server
+from harness.store_process import StoreProcess
+from harness.waiting import until
+from sgl_kvfetch.codec import CodedSegment
+from sgl_kvfetch.codec.container.encryption import NO_KEYS
+from sgl_kvfetch.errors import ConfigError, StoreError
+from sgl_kvfetch.server.config import ServerConfig
+from sgl_kvfetch.server.run import RunningServer, running_server
+from sgl_kvfetch.stores.base import bytes_read
+from sgl_kvfetch.stores.http import HttpStore
+from sgl_kvfetch.stores.notes import PROFILES, publish_profile
+from sgl_kvfetch.stores.remote import HttpOptions
+from sgl_kvfetch.stores.s3 import S3Store
+from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts, put_segment
+from tests.stores.test_profiles import save
+
+pytestmark = pytest.mark.process
+
+CHAIN = page_hashes(64)
+SEGMENT = make_segment(CHAIN, 0, 64)
+NAME = SEGMENT.data_name
+SIZE = len(SEGMENT.data)
+ONCE = HttpOptions(max_attempts=1)
+
+
+class Pair:
+    """A store, and another one in front of it, with clients of both. ``proxy`` is between them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._stack = AsyncExitStack()
+        self.proxy: FaultyProxy
+
+    async def __aenter__(self) -> Pair:
+        far = await self._stack.enter_async_context(running_server(ServerConfig(self.root / "far", port=0, grace_s=0)))
+        self.proxy = await self._stack.enter_async_context(FaultyProxy(far.host, far.port))
+        config = ServerConfig(self.root / "near", port=0, grace_s=0, upstream=self.proxy.url)
+        self.near_server: RunningServer = await self._stack.enter_async_context(running_server(config))
+        self.far, self.near = HttpStore(far.url), HttpStore(self.near_server.url, options=ONCE)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.near.close()
+        await self.far.close()
+        await self._stack.aclose()
+
+    async def metrics(self) -> str:
+        async with aiohttp.ClientSession() as session, session.get(f"{self.near_server.url}/metrics") as answer:
+            return await answer.text()
+
+    def reads(self) -> int:
+        """Return how many reads of data the upstream has got."""
+        return sum(method == "GET" and path.endswith(".kvd") for method, path in self.proxy.requests)
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    async with Pair(tmp_path) as pair:
+        yield pair
+
+
+async def fetch(store: HttpStore, segment: CodedSegment = SEGMENT, piece: int = 4096) -> None:
+    """Look a segment up and read its data in ranges, as a fetch does, and compare all of it."""
+    found = await store.lookup(FOLDER, segment.manifest.page_hashes)
+    assert parts(found) == [(0, segment.manifest.num_pages)]
+    assert found.hits[0].manifest == segment.manifest.encode()
+    size = len(segment.data)
+    ranges = [(start, min(piece, size - start)) for start in range(0, size, piece)]
+    got = await asyncio.gather(*(bytes_read(store, segment.data_name, *each) for each in ranges))
+    assert b"".join(each or b"" for each in got) == segment.data
+
+
+def is_kept(root: Path, segment: CodedSegment = SEGMENT) -> bool:
+    return (root / segment.manifest.key.manifest_name).exists()
+
+
+async def test_a_second_fetch_asks_the_upstream_for_nothing(pair: Pair) -> None:
+    await put_segment(pair.far, SEGMENT)
+    await fetch(pair.near)
+    await until(lambda: is_kept(pair.root / "near"))
+    pair.proxy.requests.clear()
+    await fetch(pair.near)
+    assert pair.proxy.requests == []
+    text = await pair.metrics()
+    assert read_metric(text, "kvfetch_server_upstream_bytes_total", **{"for": "readers"}) == SIZE
+    assert read_metric(text, "kvfetch_server_upstream_bytes_total", **{"for": "keeping"}) == 0
+
+
+async def test_whole_objects_open_ranges_and_manifests_are_passed_on(pair: Pair) -> None:
+    await put_segment(pair.far, SEGMENT)
+    assert await pair.near.get(NAME) == SEGMENT.data
+    assert await pair.near.get(SEGMENT.manifest.key.manifest_name) == SEGMENT.manifest.encode()
+    assert await pair.near.get("0" * 32 + ".0-1/1-" + "0" * 64 + ".kvm") is None
+    assert await bytes_read(pair.near, NAME.replace(FOLDER, "0" * 32 + ".0-1"), 0, 5) is None
+    info = await pair.near.head(NAME)
+    assert info is not None
+    assert info.size_bytes == SIZE
+    async with aiohttp.ClientSession() as session:
+        url = f"{pair.near_server.url}/v1/objects/{NAME}"
+        for header, expected in (("bytes=-7", SEGMENT.data[-7:]), (f"bytes={SIZE - 9}-", SEGMENT.data[-9:])):
+            async with session.get(url, headers={"Range": header}) as answer:
+                assert (answer.status, await answer.read()) == (206, expected)
+        async with session.get(url, headers={"Range": f"bytes={SIZE}-"}) as answer:
+            assert (answer.status, answer.headers["Content-Range"]) == (416, f"bytes */{SIZE}")
+
+
+async def test_an_upstream_that_breaks_off_breaks_the_answer_off(pair: Pair) -> None:
+    await put_segment(pair.far, SEGMENT)
+    await pair.proxy.set(Fault("close", after_bytes=100, only=lambda method, path: path.endswith(".kvd")))
+    with pytest.raises(StoreError) as e:
+        await bytes_read(pair.near, NAME, 0, SIZE)
+    assert e.value.reason in ("truncated", "proxy")
+    await pair.proxy.set(None)
+    await fetch(pair.near)
+
+
+async def test_reads_go_on_while_the_upstream_is_away_and_writes_fail(pair: Pair) -> None:
+    await put_segment(pair.near, SEGMENT)
+    await pair.proxy.set(Fault("refuse"))
+    await fetch(pair.near)
+    more = page_hashes(128)
+    assert parts(await pair.near.lookup(FOLDER, more)) == [(0, 64)]
+    other = make_segment(more, 64, 64)
+    with pytest.raises(StoreError, match=r"502.*the upstream: putting .* no connection"):
+        await put_segment(pair.near, other)
+    text = await pair.metrics()
+    assert read_metric(text, "kvfetch_server_upstream_failures_total", operation="write") == 1
+    assert read_metric(text, "kvfetch_server_read_only") == 1
+    await pair.proxy.set(None)
+
+    async def is_back() -> bool:  # it is left alone for a while
+        return read_metric(await pair.metrics(), "kvfetch_server_read_only") == 0
+
+    await until(is_back)
+    await put_segment(pair.near, other)
+    await fetch(pair.far, other)
+
+
+async def test_a_reader_is_served_while_the_upstream_is_slow_to_give_the_rest(pair: Pair) -> None:
+    await put_segment(pair.far, SEGMENT)
+    assert await bytes_read(pair.near, NAME, 0, 100) == SEGMENT.data[:100]
+    await pair.proxy.set(Fault("stall", only=lambda method, path: path.endswith(".kvd")))
+    await until(lambda: pair.reads() == 2)  # the rest, of which nothing comes
+    reading = asyncio.ensure_future(bytes_read(pair.near, NAME, 100, 100))
+    await until(lambda: pair.reads() == 3)
+    await pair.proxy.set(None)
+    assert await bytes_read(pair.near, NAME, 0, 100) == SEGMENT.data[:100]
+    reading.cancel()
+
+
+async def test_profiles_are_the_upstreams(pair: Pair, tmp_path: Path) -> None:
+    name = await publish_profile(pair.far, save(tmp_path), NO_KEYS)
+    assert [info.name for info in await pair.near.notes(PROFILES)] == [name]
+    content = await pair.near.get_note(PROFILES, name)
+    assert content is not None
+    assert content == await pair.far.get_note(PROFILES, name)
+    assert await pair.near.delete_note(PROFILES, name)
+    assert list(await pair.far.notes(PROFILES)) == []
+    await pair.near.put_note(PROFILES, name, content)
+    assert await pair.far.get_note(PROFILES, name) == content
+
+
+async def test_a_bucket_as_the_upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_s3_server() as s3:
+        s3.make_bucket()
+        for key, value in s3.config.items():
+            monkeypatch.setenv(f"AWS_{key.upper()}", value)
+        bucket = S3Store(f"s3://{BUCKET}/kv", config=s3.config)
+        config = ServerConfig(tmp_path / "near", port=0, grace_s=0, upstream=f"s3://{BUCKET}/kv")
+        async with running_server(config) as server:
+            near = HttpStore(server.url)
+            await put_segment(bucket, SEGMENT)
+            await fetch(near)
+            await until(lambda: is_kept(tmp_path / "near"))
+            more = page_hashes(128)
+            await put_segment(near, make_segment(more, 64, 64))
+            assert parts(await bucket.lookup(FOLDER, more)) == [(0, 64), (0, 64)]
+            await near.close()
+        await bucket.close()
+
+
+async def test_the_token_of_the_upstream(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("wrong\n")
+    async with running_server(ServerConfig(tmp_path / "far", port=0, grace_s=0, token="right")) as far:
+        near = ServerConfig(
+            tmp_path / "near", port=0, grace_s=0, upstream=far.url, upstream_token_file=tmp_path / "token"
+        )
+        async with running_server(near) as server:
+            store = HttpStore(server.url, options=ONCE)
+            with pytest.raises(StoreError, match="the store does not know this token") as e:
+                await put_segment(store, SEGMENT)
+            assert e.value.reason == "proxy"  # not the client's own token
+            (tmp_path / "token").write_text("right\n")
+
+            async def has_written() -> bool:  # the file is read again
+                with contextlib.suppress(StoreError):
+                    await put_segment(store, SEGMENT)
+                    return True
+                return False
+
+            await until(has_written)
+            await store.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"upstream": "file:///kv"}, "is a directory of this machine"),
+        ({"upstream": "ftp://x"}, "is not supported"),
+        ({"upstream": "http://localhost:8700"}, "is this store itself"),
+        ({"upstream": "http://x", "upstream_index": "redis://x"}, "--index is for s3:// stores"),
+        ({"upstream_token_file": Path("x")}, "--upstream-token-file is for the store that --upstream names"),
+        ({"upstream": "https://x", "tls_client_key": Path("x")}, "needs --tls-client-cert"),
+    ],
+)
+def test_upstreams_that_cannot_be(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerConfig(tmp_path, **options).open_upstream()
+
+
+@pytest.mark.slow
+async def test_a_store_that_is_killed_loses_nothing_that_the_upstream_has(tmp_path: Path) -> None:
+    """Kill the store in front while segments are read and written through it, at random moments."""
+    chain, pause = page_hashes(512), random.Random(0)
+    segments = [make_segment(chain, first, 64) for first in range(0, 512, 64)]
+    with (
+        StoreProcess(tmp_path / "far") as far,
+        StoreProcess(tmp_path / "near", extra_args=["--upstream", far.url]) as near,
+    ):
+        client = HttpStore(far.url)
+        for segment in segments[:4]:
+            await put_segment(client, segment)
+        written: list[CodedSegment] = []
+
+        async def work() -> None:
+            store = HttpStore(near.url, options=ONCE)
+            try:
+                for segment in pause.sample(segments[:4] + written, 2):
+                    await fetch(store, segment, 997)
+                for segment in segments[4:]:
+                    await put_segment(store, segment)
+                    if segment not in written:
+                        written.append(segment)
+            finally:
+                await store.close()
+
+        for _ in range(6):
+            working = asyncio.ensure_future(work())
+            await asyncio.sleep(pause.uniform(0, 0.3))
+            near.kill()
+            with contextlib.suppress(StoreError):
+                await working
+            for segment in segments[:4] + written:
+                await fetch(client, segment)
+            await asyncio.to_thread(near.start)
+        store = HttpStore(near.url)
+        for segment in segments[:4] + written:
+            await fetch(store, segment)
+        await until(lambda: all(is_kept(tmp_path / "near", each) for each in segments[:4] + written))
+        await until(lambda: not list((tmp_path / "near").rglob(".tmp-*")))
+        far.stop()
+        for segment in segments[:4] + written:
+            await fetch(store, segment)
+        far.start()
+        await store.close()
+        await client.close()
