@@ -271,10 +271,14 @@ async def test_a_store_that_is_killed_loses_nothing_that_the_upstream_has(tmp_pa
                 await fetch(client, segment)
             await asyncio.to_thread(near.start)
         store = HttpStore(near.url)
-        for segment in segments[:4] + written:
-            await fetch(store, segment)
-        await until(lambda: all(is_kept(tmp_path / "near", each) for each in segments[:4] + written))
-        await until(lambda: not list((tmp_path / "near").rglob(".tmp-*")))
+
+        async def are_kept() -> bool:
+            missing = [each for each in segments[:4] + written if not is_kept(tmp_path / "near", each)]
+            for segment in missing:
+                await fetch(store, segment)
+            return not missing
+
+        await until(are_kept)
         far.stop()
         for segment in segments[:4] + written:
             await fetch(store, segment)
