@@ -5,7 +5,7 @@ python -m benchmarks.audits --windows 20
 A window is a prompt that was stored, of which all but the last 128 tokens are served. The model computes those behind
 what was restored, as a server does, and an audit compares (`plane/audit.py`). Of each fault, the table has the least
 ratio of all windows, and the median of their typical ratios; of sound hits, the largest of both. Beyond 4, the default
-of ``audit.most``, a single audit finds it; a median of 20 beyond 1.5 is told as drift.
+of what is expected, a single audit finds it; a median of 20 beyond 1.5 is told as drift.
 
 python -m benchmarks.audits --sound FILE --windows 100
 
@@ -52,7 +52,7 @@ from sgl_kvfetch.codec.quant.profile import MeasuredStep, Profile
 from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.plane import audit
 from sgl_kvfetch.plane.audit import Compared, compare, places_of
-from sgl_kvfetch.plane.config import AuditConfig, parse_config
+from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
 from sgl_kvfetch.plane.store import open_client
 from sgl_kvfetch.plane.write.gather import PageBatch
 
@@ -316,12 +316,13 @@ async def audit_cost(model: _Model, quantiser: Quantiser, num_audits: int) -> tu
         compared.append(time.thread_time() - before_s)
         return found
 
-    with tempfile.TemporaryDirectory(prefix="kvfetch-audits-") as folder, patch.object(audit, "compare", timed):
-        config = parse_config({"store": f"file://{folder}", "audit": {"share": 1, "per_minute": "1TB"}})
+    timing, unlimited = patch.object(audit, "compare", timed), patch.object(audit, "_MOST_BYTES", 1 << 40)
+    with tempfile.TemporaryDirectory(prefix="kvfetch-audits-") as folder, timing, unlimited:
+        config = parse_config({"store": f"file://{folder}"})
         heads = model.heads(quantiser)
         client = open_client(config, heads, quantiser)
         parts = heads, quantiser, client.finder, client.fetcher
-        auditor = audit.Auditor(config.audit, *parts, store=client.store, writes=True, file=Path(folder, "audits"))
+        auditor = audit.Auditor(1.0, *parts, store=client.store, writes=True, file=Path(folder, "audits"))
         client.writer.add(PageBatch(0, None, hashes, [RawPages(*pages)]))
         await client.writer.drain()
         for _ in range(num_audits):
@@ -339,12 +340,13 @@ async def audit_cost(model: _Model, quantiser: Quantiser, num_audits: int) -> tu
 
 
 def _say_cost(name: str, whole: Sequence[float], compared: Sequence[float]) -> None:
+    share = KVFetchConfig.model_fields["audit_share"].default
     of = {"reading, restoring and comparing": whole, "comparing alone": compared}
     for what, seconds in of.items():
         median_ms = 1000 * statistics.median(seconds)
         print(
             f"{name}: {what} {_AUDITED} tokens takes {median_ms:.1f} ms of CPU time ({1000 * min(seconds):.1f} to "
-            f"{1000 * max(seconds):.1f} in {len(seconds)}), {AuditConfig().share * median_ms:.2f} ms a hit by default",
+            f"{1000 * max(seconds):.1f} in {len(seconds)}), {share * median_ms:.2f} ms a hit by default",
             flush=True,
         )
 

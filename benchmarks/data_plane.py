@@ -71,7 +71,7 @@ QUANTISER: Final = "uint8"
 _CODED_PAGE_SIZE, _CODED_TOKEN_BYTES = 64, 12 << 10
 SECURITY = ("none", "tls", "encrypted")
 _TIMEOUT_S = 300.0
-_NO_AUDITS = {"share": 0}  # waiting until all is stored asks often, and each time is a hit
+_NO_AUDITS = {"audit_share": 0}  # waiting until all is stored asks often, and each time is a hit
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _measure(codec: str, security: str, folder: Path, args: argparse.Namespace) 
             "max_connections": args.connections,
             "fetch_timeout_s": _TIMEOUT_S,
             "recompute": "never",
-            "audit": _NO_AUDITS,
+            **_NO_AUDITS,
         }
         pool = SharedPool.create(heads.geometry, num_pages * args.prefixes)
         start = Start(config, namespace, 0, HEADS, 0, None, pool=pool.places)
@@ -212,7 +212,7 @@ def _measure_coded(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     with StoreProcess(folder / "store") as store:
         config = {
             "store": store.url, "quantiser": "klt", "profile": str(folder / "profile"), "fetch_timeout_s": _TIMEOUT_S,
-            "recompute": "never", "memory_cache": f"{4 * _CODED_TOKEN_BYTES * args.tokens}B", "audit": _NO_AUDITS,
+            "recompute": "never", "memory_cache": 4 * _CODED_TOKEN_BYTES * args.tokens, **_NO_AUDITS,
         }  # fmt: skip
         command = Start(config, namespace, 0, grid.num_heads, 0, None, takes_code=True)
         staging_bytes = len(hashes) * heads.geometry.page_bytes

@@ -4,11 +4,11 @@ Each point is a fetch of one prefix in a fresh process: it is staged in shared m
 loaded into SGLang's own token-to-KV pool on the CPU. A store process on a socket serves it, of segments as a writer
 makes them. Resident memory is sampled every millisecond, starting right before the fetch. By then, pool and shared
 memory have been touched, and a fetch of one span has warmed up all code. ``peak`` is the largest growth. ``compressed``
-is the peak of the host buffer as the fetcher counts it, bounded by ``inflight_bytes``. ``decoded`` is the largest
-growth minus the buffer's bytes at the same time: integers, frames, values on their way to shared memory, and the memory
-of the HTTP client. On a GPU, loads pass through the buffers of ``device_bytes``, which are made once; that figure is
-read from the code, not measured. The prefix repeats one span, of values that drift along the tokens or, for klt, of
-random coefficients. Only lengths matter here, not contents.
+is the peak of the host buffer as the fetcher counts it, at most half of what may wait to be decoded. ``decoded`` is the
+largest growth minus the buffer's bytes at the same time: integers, frames, values on their way to shared memory, and
+the memory of the HTTP client. On a GPU, loads pass through the buffers of ``device_bytes``, which are made once; that
+figure is read from the code, not measured. The prefix repeats one span, of values that drift along the tokens or, for
+klt, of random coefficients. Only lengths matter here, not contents.
 """
 
 from __future__ import annotations
@@ -359,7 +359,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--codec", nargs="+", default=["hevc", "zstd"], help="of the prefixes")
     parser.add_argument("--quantiser", nargs="+", default=["exact", "uint8"], choices=["exact", "uint8"])
     parser.add_argument("--profile", help="a profile by kvfetch calibrate, to measure klt as well")
-    parser.add_argument("--inflight-mib", type=int, default=256, help="the config's inflight_bytes")
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="decoding threads")
     parser.add_argument("--point", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -373,7 +372,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     console = Console(width=120)
     config = {
         "mode": "read_only",
-        "inflight_bytes": args.inflight_mib << 20,
         "codec_threads": args.threads,
         "fetch_timeout_s": _DEADLINE_S,
     }

@@ -57,7 +57,7 @@ from sgl_kvfetch.prompts import read_texts
 
 PAGE_SIZE = 16
 COMPUTING = "computing"
-_BINS: dict[str, Any] = {"quantiser": "cachegen", "cachegen": {"k_bins": [32], "v_bins": [32]}}
+_BINS: dict[str, Any] = {"quantiser": "cachegen(k=32;v=32)"}
 _NUM_BACKWARDS = 2  # prompts per length whose tokens backwards are other prompts, as long to compute
 TIMEOUT_S = 300
 MODES: dict[str, Callable[..., list[str]]] = {

@@ -123,7 +123,7 @@ def extra_config(store_url: str, *, prefetch_threshold: int = 16, **config: Any)
     """Return a config for tests. Nothing is computed that is stored, since a small model computes its KV faster than a
     link transfers it. There are no audits, which cut hits at random. Lookups and fetches may take long: on a busy
     machine they do."""
-    patient = {"lookup_timeout_s": WAIT_S, "fetch_timeout_s": WAIT_S, "recompute": "never", "audit": {"share": 0}}
+    patient = {"lookup_timeout_s": WAIT_S, "fetch_timeout_s": WAIT_S, "recompute": "never", "audit_share": 0}
     return {"store": store_url, "prefetch_threshold": prefetch_threshold, **patient, **config}
 
 

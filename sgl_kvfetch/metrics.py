@@ -77,7 +77,7 @@ DATA_PLANE_STARTS = Counter("sgl_kvfetch_data_plane_restarts", "Data planes repl
 AUDITS = Counter(
     "sgl_kvfetch_audits", "Comparisons of stored pages with what the engine computed, by result", ["result"]
 )
-# sound, beyond (audit.most), failed (it could not be read)
+# sound, beyond (what is expected), failed (it could not be read)
 AUDIT_RATIO = Histogram(
     "sgl_kvfetch_audit_ratio",
     "Squared errors of audited pages, as a multiple of what is expected, in the layer where they are worst",

@@ -129,7 +129,7 @@ class EngineSoak:
     def _running(self, model: Path, url: str, ca_file: Path) -> Iterator[None]:
         config: dict[str, Any] = {
             "tls": {"ca_file": str(ca_file)},
-            "audit": {"share": 1},
+            "audit_share": 1,
             "lookup_timeout_s": 2.0,
             "fetch_timeout_s": 5.0,
             "prefetch_threshold": 64,

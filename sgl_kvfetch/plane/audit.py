@@ -26,10 +26,10 @@ values, whose errors grow in a few layers and tokens to a hundred times of what 
 
 The largest of these is the ratio of an audit.
 
-**After an audit beyond ``audit.most``** nobody knows whether the segment or this server is wrong. The segment becomes a
-*suspect*, which is not served here, and the next hits are audited at once. A sound audit of another segment shows that
-the server is right, and suspects are deleted. Three audits beyond, of different segments among the last ten, mean one
-of two things, told apart by who wrote the segments:
+**After an audit beyond what is expected**, nobody knows whether the segment or this server is wrong. The segment
+becomes a *suspect*, which is not served here, and the next hits are audited at once. A sound audit of another segment
+shows that the server is right, and suspects are deleted. Three audits beyond, of different segments among the last ten,
+mean one of two things, told apart by who wrote the segments:
 
 * *A writer is wrong*: they are of one writer, and segments of another one are sound. That writer's segments are not
   served for a while. Who may write can give any name, so many names count as many writers; but each of their segments
@@ -76,7 +76,6 @@ from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.log import LimitedLogger, printable
 from sgl_kvfetch.metrics import note
 from sgl_kvfetch.plane.arena import StridedPages
-from sgl_kvfetch.plane.config import AuditConfig
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
@@ -95,11 +94,12 @@ from sgl_kvfetch.user_files import replace_file
 logger = logging.getLogger(__name__)
 _limited = LimitedLogger(logger)
 
+_MOST_RATIO = 4.0  # how many times as large as expected errors may be
 _AUDIT_TOKENS = 128  # of an audit, at most, or one page: the mean error of so many varies little
 _OF_A_LAYER, _OF_A_TOKEN = 8.0, 6.0  # how much larger the ratio of a layer, or of a token of the first layer, may be
 _BLOCK_TOKENS = 16  # half of which must be off before they count by themselves
 _OF_A_BLOCK = 25.0  # how much larger the ratio of a block of one layer may be
-_OF_OTHERS = 2.0  # how much nearer to another one a block must be: at audit.most, 4, eight times in squares
+_OF_OTHERS = 2.0  # how much nearer to another one a block must be: at the most, 4, eight times in squares
 _OF_PRODUCTS, _OF_SUMS = 1e-4, 10.0  # distances that count, in values' squares, and in what sums may change of them
 _MOST_DISTANCES = 1 << 20  # in memory
 _OF_A_QUARTER = 4.0  # how much larger the ratio of all layers may be than that of the quarter with the least errors
@@ -115,7 +115,7 @@ _AT_ONCE = 3  # hits that are audited after one that was beyond
 _NUM_KEPT = 200  # audits that a machine remembers of a rank, for what is typical
 _MOST_WANTED = 512  # pages that were cut off hits, here or by the first rank, and have not been handed over
 _MOST_PENDING = 4  # audits
-_MINUTE_S = 60.0
+_MOST_BYTES, _MINUTE_S = 256 << 20, 60.0  # of values, that are compared in a minute
 _MOST_POLLS, _POLL_S = 200, 0.05  # an audit waits 10 s at most for others' fetches
 _FETCH_S = 60.0
 _NICE = 10
@@ -250,7 +250,7 @@ class Auditor:
 
     def __init__(
         self,
-        config: AuditConfig,
+        share: float,
         heads: HeadSlice,
         quantiser: Quantiser,
         finder: PageFinder,
@@ -263,10 +263,11 @@ class Auditor:
         record: AuditRecord | None = None,
         on_audit: Callable[[], None] = lambda: None,
     ) -> None:
-        """``writes``: whether the engine hands over what it computes; else nothing can be audited. ``file``: what this
-        machine remembers. ``cuts``: whether this rank cuts hits, as the first one does for all. ``record``: if it
-        remembers nothing. ``on_audit`` is called on the loop after each audit, and when this rank tries again."""
-        self._config = config
+        """``share``: of hits, and of computed segments that the store has. ``writes``: whether the engine hands over
+        what it computes; else nothing can be audited. ``file``: what this machine remembers. ``cuts``: whether this
+        rank cuts hits, as the first one does for all. ``record``: if it remembers nothing. ``on_audit`` is called on
+        the loop after each audit, and when this rank tries again."""
+        self._share = share
         self._heads = heads
         self._geometry = heads.geometry
         self._quantiser = quantiser
@@ -283,7 +284,6 @@ class Auditor:
         self._distrusted: dict[str, float] = {}  # until when, by writer
         self._num_pages = max(1, _AUDIT_TOKENS // self._geometry.page_size)
         self._random = random.Random()  # nobody who writes can tell which hits are audited
-        share = config.share
         self._hits_to_first = self._random.randint(1, math.ceil(_FIRST / share)) if share else 0
         self._num_due = 0  # audits
         self._left_bytes, self._minute_ends_s = 0.0, 0.0
@@ -307,7 +307,7 @@ class Auditor:
 
     def _try_again_later(self) -> None:
         self.is_trying = False
-        if not (self._writes and self._config.share):
+        if not (self._writes and self._share):
             return  # nothing would tell whether it may go on
         wait_s = min(max(0.0, self.record.try_again_s - time.time()), _MOST_BACK_OFF_S)
         self._timer = asyncio.get_running_loop().call_later(wait_s, self._try_again)
@@ -369,7 +369,7 @@ class Auditor:
     def _is_due(self, num_pages: int) -> bool:
         """Draw whether so many pages of a hit, or of a segment, are to be audited."""
         self._hits_to_first -= 1
-        if self._random.random() < self._config.share or not self._hits_to_first:
+        if self._random.random() < self._share or not self._hits_to_first:
             self._num_due = min(_AT_ONCE, self._num_due + 1)
         if not (self._num_due or self.is_trying) or not self._fits(num_pages):
             return False
@@ -381,10 +381,10 @@ class Auditor:
         num_bytes, now_s = num_pages * self._geometry.page_bytes, time.monotonic()
         if now_s >= self._minute_ends_s:
             # An audit of one page may be more than the bound; it is then the only one of its minute.
-            self._left_bytes, self._minute_ends_s = float(self._config.per_minute), now_s + _MINUTE_S
-        fits = self._left_bytes >= min(num_bytes, self._config.per_minute)
+            self._left_bytes, self._minute_ends_s = float(_MOST_BYTES), now_s + _MINUTE_S
+        fits = self._left_bytes >= min(num_bytes, _MOST_BYTES)
         is_off = self.is_over and not self.is_trying
-        if is_off or not fits or self._num_pending >= _MOST_PENDING or not self._config.share:
+        if is_off or not fits or self._num_pending >= _MOST_PENDING or not self._share:
             return False
         self._left_bytes -= num_bytes
         return True
@@ -519,7 +519,7 @@ class Auditor:
     def _judge(self, audited: Compared, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> str:
         """Take in what was found of pages of a segment. Return the result, for the metrics."""
         metrics.AUDIT_RATIO.observe(audited.ratio)
-        is_beyond = audited.ratio > self._config.most
+        is_beyond = audited.ratio > _MOST_RATIO
         parts = span_parts(sources)
         writers = {writer_of(part.reader) for part in parts}
         writer = writers.pop() if len(writers) == 1 else ""
@@ -533,7 +533,7 @@ class Auditor:
             self._suspects |= {part.reader.data_name: (list(hashes), part.reader) for part in parts}
             what = (
                 f"in {audited.where}, errors are {audited.ratio:.3g} times as large as {self._quantiser.identity} "
-                f"should make them; at most {self._config.most:g} times are expected (audit.most)"
+                f"should make them; at most {_MOST_RATIO:g} times are expected"
             )
             _limited.warning("beyond", f"kvfetch: an audit of {stem}: {what}")
             self._act_on(writer, what)

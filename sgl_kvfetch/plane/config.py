@@ -37,10 +37,15 @@ from sgl_kvfetch.codec import (
 )
 from sgl_kvfetch.codec.bitstream.base import MOST_LEVELS
 from sgl_kvfetch.codec.quant.klt import require_grid
-from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, QuantiserName, is_brought, make_brought
-from sgl_kvfetch.codec.quant.symmetric import MAX_BINS, MIN_BINS
+from sgl_kvfetch.codec.quant.registry import (
+    PlainQuantiserName,
+    QuantiserName,
+    is_brought,
+    make_brought,
+    quantiser_from_identity,
+)
 from sgl_kvfetch.directory import open_store
-from sgl_kvfetch.errors import ConfigError
+from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.keys import is_unicode
 from sgl_kvfetch.stores import HttpOptions, S3Options, TlsFiles, Token
 from sgl_kvfetch.stores.open import store_urls
@@ -70,6 +75,7 @@ SGLANG_KEYS = frozenset(
 
 Text = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, BeforeValidator(lambda value: parse_duration(value) if isinstance(value, str) else value)]
+_CACHEGEN = "cachegen("  # an identity, with bins of the user's
 _BY_USER = "by user"  # the context in which a config is validated that a user wrote
 
 
@@ -80,7 +86,6 @@ def _size(value: object, info: ValidationInfo) -> int:
 
 Size = Annotated[int, BeforeValidator(_size)]
 SizeOrNone = Annotated[int, BeforeValidator(lambda value, info: _size(value, info) if value else 0)]
-Bins = list[Annotated[int, Field(ge=MIN_BINS, le=MAX_BINS)]]
 MiB = 1 << 20
 
 
@@ -123,13 +128,6 @@ class IndexConfig(_Keys):
     )
 
 
-class CacheGenConfig(_Keys):
-    """The numbers of bins by layer, 4 to 256; the last one is for all further layers."""
-
-    k_bins: Bins | None = Field(default=None, min_length=1, description="bins of K by layer; by default CacheGen's")
-    v_bins: Bins | None = Field(default=None, min_length=1, description="bins of V by layer; by default CacheGen's")
-
-
 class LocalCache(_Keys):
     """A directory on a disk of this machine, which all its ranks and servers may share."""
 
@@ -165,27 +163,6 @@ class LevelsConfig(_Keys):
     )
     within_s: float = Field(
         default=1.0, gt=0, le=600, description="time for a prompt to arrive, before levels are left out"
-    )
-
-
-class AuditConfig(_Keys):
-    """Comparisons of what is stored with what the server computes."""
-
-    share: float = Field(
-        default=0.01,
-        ge=0,
-        le=1,
-        description="share of hits, and of computed segments that the store has, that are audited",
-    )
-    most: float = Field(
-        default=4.0,
-        ge=1,
-        le=1e6,
-        description="how many times as large as expected errors may be; after three such audits of ten, the server "
-        "neither reads nor writes what this quantiser makes for a while",
-    )
-    per_minute: Size = Field(
-        default="256MiB", validate_default=True, description="size of the values that are compared in a minute, at most"
     )
 
 
@@ -245,7 +222,6 @@ class KVFetchConfig(_Keys):
         description="KL divergence of the next token's distribution that klt may cause, in nats, as calibrated; by "
         "default the profile's own",
     )
-    cachegen: CacheGenConfig | None = Field(None, description="bins of quantiser = 'cachegen': k_bins, v_bins")
     codec: str = Field(
         "ans",
         description="how integers become bytes when this server writes; by default the fastest for the bits: video is "
@@ -283,7 +259,6 @@ class KVFetchConfig(_Keys):
         description="size, such as 16GiB, of a cache in this machine's memory of what was read and written lately, "
         "as it is stored; each rank has one; by default there is none",
     )
-    inflight_bytes: int = Field(256 * MiB, ge=1 * MiB, description="compressed bytes that may wait to be decoded")
     write_queue_bytes: int = Field(
         512 * MiB,
         ge=1 * MiB,
@@ -293,7 +268,13 @@ class KVFetchConfig(_Keys):
         None,
         description="write klt in levels, and read fewer where the link is slow: count, max_kl and more",
     )
-    audit: AuditConfig = Field(AuditConfig(), description="whether hits are right: share, most, per_minute")
+    audit_share: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="share of hits, and of computed segments that the store has, whose stored values are compared with "
+        "what the server computes",
+    )
     decode_profile: Text | None = Field(
         None,
         description="file from `kvfetch decoders` on this machine, for choosing among a segment's variants",
@@ -311,7 +292,12 @@ class KVFetchConfig(_Keys):
     @classmethod
     def _known_quantiser(cls, value: str | None) -> str | None:
         known = (*get_args(QuantiserName), "auto")
-        if value is not None and value not in known and not is_brought(value):
+        if value is not None and value.startswith(_CACHEGEN):
+            try:
+                quantiser_from_identity(value)
+            except FormatError as e:
+                raise ValueError(str(e)) from e
+        elif value is not None and value not in known and not is_brought(value):
             raise ValueError(f"expected one of {', '.join(known)}, or one that an installed package brings")
         return value
 
@@ -334,8 +320,6 @@ class KVFetchConfig(_Keys):
     def _keys_fit_each_other(self) -> Self:
         """Raises ValueError for keys that need, or exclude, each other."""
         name = self.quantiser_name
-        if name != "cachegen" and self.cachegen is not None:
-            raise ValueError(f"cachegen needs quantiser = 'cachegen', not {name!r}")
         if self.quantiser == "auto" and self.profile is not None:
             raise ValueError("quantiser = 'auto' takes its profile from the store: leave out profile, or set 'klt'")
         if name != "klt" and (self.profile is not None or "target_kl" in self.model_fields_set):
@@ -403,10 +387,8 @@ class KVFetchConfig(_Keys):
 GROUPS: dict[str, type[_Keys]] = {
     "tls": TlsConfig,
     "index": IndexConfig,
-    "cachegen": CacheGenConfig,
     "local_cache": LocalCache,
     "levels": LevelsConfig,
-    "audit": AuditConfig,
     "device": DeviceModeConfig,
 }
 
@@ -486,11 +468,13 @@ _MOST_NUMBERS = 8  # of layers in a message
 
 def config_quantiser(config: KVFetchConfig) -> Quantiser:
     """Create the quantiser of a config. Raises ConfigError for a profile that is unreadable or misses the target."""
-    name, bins = config.quantiser_name, config.cachegen or CacheGenConfig()
+    name = config.quantiser_name
     if is_brought(name):
         return make_brought(name)
+    if name.startswith(_CACHEGEN):
+        return quantiser_from_identity(name)
     if name != "klt":
-        return make_quantiser(cast("PlainQuantiserName", name), bins.k_bins, bins.v_bins)
+        return make_quantiser(cast("PlainQuantiserName", name))
     assert config.profile is not None
     return KltQuantiser(load_profile(Path(config.profile)), config.finest_kl)
 

@@ -86,7 +86,7 @@ class Service:
         namespace, labels = heads.namespace, heads.labels
         names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
         self._auditor = Auditor(
-            config.audit,
+            config.audit_share,
             heads,
             client.writer.quantiser,
             client.finder,

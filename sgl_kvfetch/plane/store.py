@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+_INFLIGHT_BYTES = 256 << 20  # compressed bytes that may wait to be decoded
 _CONNECT_S = 5.0  # limit for one attempt to connect to the store
 
 
@@ -149,7 +150,7 @@ def open_client(
         store,
         _open_pool(config, nvdec),
         read_size=read_size,
-        inflight_bytes=config.inflight_bytes,
+        inflight_bytes=_INFLIGHT_BYTES,
         may_delete=config.writes,
         decode_bytes=_DECODE_BYTES,
         policy=None if config.decode_profile is None else LookAhead(horizon=_HORIZON),

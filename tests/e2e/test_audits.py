@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 TOKENS, AUDITED = 640, 128
 COMMON: dict[str, Any] = {"prefetch_threshold": 64}
-ALL = COMMON | {"audit": {"share": 1}}
+ALL = COMMON | {"audit_share": 1}
 
 
 def audits(server: SGLangServer, result: str) -> float:

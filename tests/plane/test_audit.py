@@ -24,6 +24,7 @@ from sgl_kvfetch.codec.quant.profile import MeasuredStep
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.codec.quant.rope import Rope, rotate, unrotate
 from sgl_kvfetch.keys import Labels
+from sgl_kvfetch.plane import audit
 from sgl_kvfetch.plane.audit import Auditor, AuditRecord, Compared, compare, keep_record, read_record
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plane.store import StoreClient, open_client
@@ -54,15 +55,15 @@ class Bench:
         *,
         cuts: bool = True,
         writer: str = "",
-        **audit: Any,
+        share: float = 1.0,
     ) -> None:
         """``writer``: its machine."""
         self.heads = replace(make_heads(GEOMETRY, quantiser), labels=Labels(writer=writer))
-        parsed = parse_config({"store": f"file://{folder}", "audit": {"share": 1} | audit} | config)
+        parsed = parse_config({"store": f"file://{folder}"} | config)
         self.client: StoreClient = open_client(parsed, self.heads, quantiser)
         parts = quantiser, self.client.finder, self.client.fetcher
         self.auditor = Auditor(
-            parsed.audit,
+            share,
             self.heads,
             *parts,
             store=self.client.store,
@@ -104,8 +105,8 @@ def batch(values: CellValues, hashes: Sequence[bytes], first: int = 0, before: S
 async def make(tmp_path: Path) -> AsyncIterator[Callable[..., Bench]]:
     made: list[Bench] = []
 
-    def build(quantiser: Quantiser, config: dict[str, Any] | None = None, **audit: Any) -> Bench:
-        made.append(Bench(tmp_path / "store", quantiser, config or {}, **audit))
+    def build(quantiser: Quantiser, config: dict[str, Any] | None = None, **options: Any) -> Bench:
+        made.append(Bench(tmp_path / "store", quantiser, config or {}, **options))
         return made[-1]
 
     yield build
@@ -555,8 +556,8 @@ async def test_errors_that_are_a_little_too_large_in_all_audits_are_told(
 async def test_no_more_is_audited_in_a_minute_than_may_be(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_bytes = 8 * GEOMETRY.page_bytes
-    bench, computed = make(EXACT, per_minute=f"{2 * num_bytes}B"), values_of(PROFILE, NUM_TOKENS)
+    monkeypatch.setattr(audit, "_MOST_BYTES", 2 * 8 * GEOMETRY.page_bytes)
+    bench, computed = make(EXACT), values_of(PROFILE, NUM_TOKENS)
     hashes = await bench.store(computed)
     assert [await bench.hit(hashes, computed) for _ in range(3)] == [PAGES - 8, PAGES - 8, PAGES]
     now_s = time.monotonic() + 61

@@ -54,8 +54,11 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"quantiser": "int4"}, "quantiser = 'int4': .*exact, uint8, cachegen, klt, auto"),
         ({"fetch_timeout_s": 0}, "fetch_timeout_s = 0: .*greater than 0"),
         ({"max_connections": "many"}, "max_connections = 'many': .*integer"),
-        ({"quantiser": "cachegen", "cachegen": {"k_bins": [300]}}, "cachegen.k_bins.0 = 300: .*256"),
-        ({"cachegen": {"k_bins": [16]}}, "needs quantiser = 'cachegen', not 'exact'"),
+        (
+            {"quantiser": "cachegen(k=300;v=16)"},
+            r"quantiser = 'cachegen\(k=300;v=16\)': .*k_bins = \[300\]: .* 4 to 256",
+        ),
+        ({"quantiser": "cachegen(16)"}, r"quantiser = 'cachegen\(16\)': .* is unknown"),
         ({"quantiser": "exact", "profile": "p"}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
         ({"quantiser": "auto", "profile": "p"}, "'auto' takes its profile from the store: leave out profile"),
         ({"target_kl": 1e-3}, "profile and target_kl need quantiser = 'klt', not 'exact'"),
@@ -86,7 +89,9 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"recompute": "always"}, "recompute = 'always': .*'auto' or 'never'"),
         (S3 | {"indx": "redis://x"}, "unknown key 'indx'; did you mean 'index'"),
         ({"local_cache": "/nvme"}, r"local_cache = '/nvme': .*write it as {\"local_cache\": {\"path\": \.\.\.}}"),
-        ({"audit": 0.5}, "audit = 0.5: it has keys of its own; .*known keys are share, most, per_minute"),
+        ({"audit": 0.5}, r"unknown key 'audit' \(= 0.5\); did you mean 'audit_share'"),
+        ({"audit_share": 2}, "audit_share = 2: .*less than or equal to 1"),
+        ({"device": 0.5}, "device = 0.5: it has keys of its own; .*known keys are pool_share"),
         (S3 | {"index": "redis://x"}, r"index = \(hidden\): .*{\"index\": {\"url\": "),
         ({"store": "kv:8700"}, "store = 'kv:8700': expected one URL: .*; is it http://kv:8700?"),
         ({"local_cache": {"path": "/nvme"}}, "'local_cache.capacity' is required: its size, such as 200GiB"),
@@ -148,13 +153,11 @@ def test_sizes_have_a_unit() -> None:
     sizes = {
         "local_cache": {"path": "/nvme", "capacity": "200GiB"},
         "memory_cache": "16MB",
-        "audit": {"per_minute": "1B"},
     }
     config = parse_config(STORE | sizes, {})
     assert config.local_cache is not None
     assert (config.local_cache.path, config.local_cache.capacity) == ("/nvme", 200 << 30)
-    assert (config.memory_cache, config.audit.per_minute) == (16_000_000, 1)
-    assert parse_config(STORE, {}).audit.per_minute == 256 << 20
+    assert config.memory_cache == 16_000_000
     for each in (config, parse_config(STORE | {"memory_cache": 0}, {})):
         sent = each.model_dump(mode="json", exclude_unset=True)  # to the data plane
         assert KVFetchConfig.model_validate(sent) == each
@@ -162,10 +165,10 @@ def test_sizes_have_a_unit() -> None:
 
 
 @pytest.mark.parametrize("size", [16, "16", 16.5, 200 << 30])
-@pytest.mark.parametrize("key", ["local_cache.capacity", "memory_cache", "audit.per_minute"])
+@pytest.mark.parametrize("key", ["local_cache.capacity", "memory_cache"])
 def test_a_bare_number_is_no_size(key: str, size: object) -> None:
     group, _, name = key.partition(".")
-    value = {"path": "/nvme", name: size} if group == "local_cache" else {name: size} if name else size
+    value = {"path": "/nvme", name: size} if name else size
     with pytest.raises(ConfigError, match=rf"{key} = .*: {size} what\? say {size}GiB or {size}B"):
         parse_config(STORE | {group: value}, {})
 

@@ -85,7 +85,7 @@ def plane(tmp_path: Path, launcher: Launcher) -> Iterator[DataPlane]:
 def open_plane(directory: Path, launcher: Launcher, *, staging_bytes: int = 0, **config: object) -> DataPlane:
     heads = make_heads(SMALL, make_quantiser("exact"))
     patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600, "recompute": "never"}  # on slow machines, too
-    no_audits = {"audit": {"share": 0}}  # which hits they cut is drawn
+    no_audits = {"audit_share": 0}  # which hits they cut is drawn
     settings = {"store": f"file://{directory}", "codec": "zstd"} | patient | no_audits | config
     start = Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None, pool=POOL.places)
     return DataPlane(start, SMALL, launcher, staging_bytes=staging_bytes, pool_files=POOL.files)
@@ -645,9 +645,7 @@ def test_pages_go_through_a_quantiser_and_a_codec_of_another_package(
     namespace = replace(make_heads(SMALL, make_quantiser("exact")).namespace, quantiser=quantiser)
     settings = {"store": f"file://{tmp_path / 'store'}", "codec": codec, "quantiser": quantiser}
     patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600, "recompute": "never"}
-    start = Start(
-        settings | patient | {"audit": {"share": 0}}, namespace, 0, SMALL.num_heads, 0, None, pool=POOL.places
-    )
+    start = Start(settings | patient | {"audit_share": 0}, namespace, 0, SMALL.num_heads, 0, None, pool=POOL.places)
     plane = DataPlane(start, SMALL, launcher, pool_files=POOL.files)
     hashes = page_hashes(NUM_PAGES)
     values = store(plane, hashes)

@@ -53,7 +53,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: Served) -> Ite
     ) -> KVFetchStorage:
         monkeypatch.setattr(store, "_LINGER_S", linger_s)
         patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600, "recompute": "never"}  # on slow machines, too
-        no_audits = {"audit": {"share": 0}}  # which hits they cut is drawn
+        no_audits = {"audit_share": 0}  # which hits they cut is drawn
         extra = {"store": f"file://{tmp_path}", "codec": "zstd"} | patient | no_audits | config
         place = storage_config(extra_config=extra, is_mla_model=isinstance(pool, MLATokenToKVPoolHost), pp_size=stages)
         made.append(KVFetchStorage(place, pool or make_pool()))

@@ -483,7 +483,7 @@ def make_rig(
         "quantiser": "exact" if quantiser is None else "klt",
         "device": device or {"pool_share": 1.0},
         "recompute": "never",
-        "audit": {"share": 0},  # which hits they cut is drawn
+        "audit_share": 0,  # which hits they cut is drawn
         "prefetch_threshold": PAGE,
         "lookup_timeout_s": 600,  # no test should wait for these, however slow its machine is
         "fetch_timeout_s": 600,

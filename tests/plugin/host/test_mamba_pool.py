@@ -99,7 +99,7 @@ def open_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
         kv_pool: HostKVCache, is_mla: bool = False, profile: Path | None = None, **side_pools: HostKVCache
     ) -> KVFetchStorage:
         extra = {"store": f"file://{tmp_path}", "codec": "zstd", "lookup_timeout_s": 600, "fetch_timeout_s": 600}
-        extra |= {"recompute": "never", "audit": {"share": 0}}  # whatever the machine measures, and no hit is cut
+        extra |= {"recompute": "never", "audit_share": 0}  # whatever the machine measures, and no hit is cut
         extra |= {} if profile is None else {"profile": str(profile)}
         backend = KVFetchStorage(storage_config(extra_config=extra, is_mla_model=is_mla), kv_pool)
         for name, pool in side_pools.items():
