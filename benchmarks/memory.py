@@ -163,9 +163,9 @@ def repeated_segments(setup: Setup, num_tokens: int) -> list[CodedSegment]:
         span = _encode_span(spec, hashes[:span_pages], threads)
     (variant,) = span.manifest.variants
     coded, start = [], 0
-    for index, chunk in enumerate(variant.chunks):
+    for chunk in variant.chunks:
         bitstream = span.data[start : start + chunk.size_bytes]
-        coded.append(CodedChunk(chunk, bitstream, variant.frame_sum(index)))
+        coded.append(CodedChunk(chunk, bitstream))
         start += chunk.size_bytes
     segments = []
     for first, count in buddy_split(0, len(hashes), MAX_SEGMENT_TOKENS // PAGE_TOKENS):

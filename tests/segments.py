@@ -13,7 +13,6 @@ import msgspec
 import torch
 import xxhash
 
-from sgl_kvfetch.codec.container.manifest import Manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -103,11 +102,6 @@ def there_and_back(quantiser: Quantiser, values: Mapping[TensorName, torch.Tenso
         for whole, part in zip(restored.cell(place.layers, place.heads), back, strict=True):
             whole.copy_(part)
     return dict(zip(TENSORS, restored, strict=True))
-
-
-def without_frame_sums(manifest: Manifest) -> Manifest:
-    variants = tuple(msgspec.structs.replace(variant, frame_sums=()) for variant in manifest.variants)
-    return msgspec.structs.replace(manifest, variants=variants)
 
 
 def with_labels(segment: CodedSegment, labels: Labels) -> CodedSegment:

@@ -128,15 +128,14 @@ def read_values(
     cells = cells_of(body)
     assert len(coding["chunks"]) == len(cells) * len(body["parts"])
     assert sum(size for _, size, _, _ in coding["chunks"]) == len(data)
-    sums = coding.get("frame_sums") or [None] * len(coding["chunks"])
-    chunks = iter(zip(coding["chunks"], sums, strict=True))
+    chunks = iter(coding["chunks"])
     digits = [pieces_of(level, content) for level, content in zip(coding.get("levels", ()), levels, strict=False)]
     known = None if profile is None else Profile.parse(profile)
     out, offset = [], 0
     for cell in cells:
         parts = {}
         for name, layout in body["parts"]:
-            (codec, size, coded, decoded), frame_sum = next(chunks)
+            codec, size, coded, decoded = next(chunks)
             bitstream = data[offset : offset + size]
             offset += size
             assert xxhash.xxh3_128_digest(bitstream) == coded
@@ -147,7 +146,7 @@ def read_values(
                 part = unladder([bitstream, *(piece for piece, _ in finer)], *cell.shape(space, layout))
                 decoded = finer[-1][1] if finer else decoded
             elif layout:
-                part = integers_of(bitstream, codec, coding["layouts"][layout], cell.shape(space, layout), frame_sum)
+                part = integers_of(bitstream, codec, coding["layouts"][layout], cell.shape(space, layout))
             else:
                 assert codec == "zstd"
                 part = np.frombuffer(unzstd(bitstream), np.uint8)
@@ -181,14 +180,12 @@ def decrypted(raw: bytes, objects: Sequence[bytes], key: bytes, variant: int = 0
         [name, *(layout[field] for field in LAYOUT_FIELDS if field in layout)]
         for name, layout in sorted(coding["layouts"].items())
     ]
-    assert "frame_sums" not in coding
     first, *levels = objects
     count = len(coding.get("levels", ())) + coding.get("num_dropped", 0)
     rows, plain = _decrypted_object(body, coding, first, key, [count, 0, *layouts])
     contents = [plain]
     for number, (level, data) in enumerate(zip(coding.get("levels", []), levels, strict=True), 1):
         changed, plain = _decrypted_object(body, level, data, key, [count, number, *layouts])
-        del changed["frame_sums"]
         rows["levels"][number - 1] = changed
         contents.append(plain)
     body["variants"] = [rows]
@@ -216,7 +213,7 @@ def _decrypted_object(
     table = msgspec.msgpack.decode(aes.decrypt(b"\xff" * 12, encryption["table"], None))
     assert xxhash.xxh3_128_hexdigest(data) == rows["data_digest"]
     pieces, chunks = [], []
-    for number, (row, (codec, checksum)) in enumerate(zip(rows["chunks"], table["chunks"], strict=True)):
+    for number, (row, (codec, checksum)) in enumerate(zip(rows["chunks"], table, strict=True)):
         assert (row[0], row[3]) == ("aes-256-gcm", bytes(16))
         stored, data = data[: row[1]], data[row[1] :]
         assert xxhash.xxh3_128_digest(stored) == row[2]
@@ -225,8 +222,7 @@ def _decrypted_object(
         chunks.append([codec, len(piece), xxhash.xxh3_128_digest(piece), checksum])
     plain = b"".join(pieces)
     kept = {name: value for name, value in rows.items() if name != "encryption"}
-    changed = {"chunks": chunks, "data_digest": xxhash.xxh3_128_hexdigest(plain), "frame_sums": table["frame_sums"]}
-    return kept | changed, plain
+    return kept | {"chunks": chunks, "data_digest": xxhash.xxh3_128_hexdigest(plain)}, plain
 
 
 # Cells
@@ -397,9 +393,7 @@ def rows_of(
     return rows
 
 
-def integers_of(
-    bitstream: bytes, codec: str, layout: dict[str, Any], shape: tuple[int, ...], frame_sum: int | None
-) -> np.ndarray:
+def integers_of(bitstream: bytes, codec: str, layout: dict[str, Any], shape: tuple[int, ...]) -> np.ndarray:
     width, height = layout["width"], layout["height"]
     if layout["type"] == "tiles":
         tile_h, tile_w = layout["head_rows"] * layout["dim_rows"], layout["head_cols"] * layout["dim_cols"]
@@ -420,7 +414,6 @@ def integers_of(
         region = c // 3 % regions
         place = (c // (3 * regions), c % 3, region // a_row * rows + t // cols, region % a_row * cols + t % cols)
     frames = frames_of(bitstream, codec, (num_frames, 3, height, width))
-    assert frame_sum is None or frame_sum == sum_of(frames)
     found: np.ndarray = frames[place]
     return found
 
@@ -461,14 +454,6 @@ def frames_of(bitstream: bytes, codec: str, shape: tuple[int, int, int, int]) ->
 def pixels(picture: av.VideoFrame, index: int) -> np.ndarray:
     plane = picture.planes[index]
     return np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)[: plane.height, : plane.width]
-
-
-def sum_of(frames: np.ndarray) -> int:
-    x = np.ascontiguousarray(frames).reshape(-1).view("<u8")
-    z = x + np.arange(1, len(x) + 1, dtype=U64) * U64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> U64(30))) * U64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> U64(27))) * U64(0x94D049BB133111EB)
-    return int((z ^ (z >> U64(31))).sum(dtype=U64))
 
 
 # Values

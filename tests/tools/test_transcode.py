@@ -25,7 +25,7 @@ from sgl_kvfetch.tools.encoder import (
 )
 from sgl_kvfetch.types import KVGeometry
 from tests.golden.make import CASES
-from tests.segments import SMALL, make_segment, without_frame_sums
+from tests.segments import SMALL, make_segment
 
 WIDE = KVGeometry(num_layers=3, num_heads=4, k_head_dim=64, v_head_dim=64, page_size=64, dtype="bfloat16")
 TARGETS = (Target("hevc", "240p"), Target("hevc420", "480p"), Target("deflate", "1080p"))
@@ -58,31 +58,6 @@ def test_transcoding_keeps_all_parts(name: str, codec: str) -> None:
         assert decoded_equal(made, index, source, 0)
         assert variant.codecs <= {variant.codec, "zstd"}
     assert decode_manifest(made.manifest.encode()) == made.manifest
-
-
-@pytest.mark.slow
-def test_each_variant_has_its_own_frame_sums() -> None:
-    """Other layouts of the same integers have other sums, whether the source has sums or not."""
-    source, _ = make_segment(WIDE, 16, quantiser=make_quantiser("uint8"), codec="hevc", span_pages=16)
-    targets = (Target("hevc", "240p"), Target("hevc", "480p"), Target("hevc420", "480p"), Target("zstd", "480p"))
-    for manifest in (source.manifest, without_frame_sums(source.manifest)):
-        made = transcode(manifest, source.data, targets)
-        sums = [variant.frame_sums for variant in made.manifest.variants]
-        assert sums[0] == source.manifest.variants[0].frame_sums
-        assert sums[1] == sums[2] != sums[0]
-        assert sums[3] == ()
-        for index in range(len(targets)):
-            verify_variant(made.manifest, index, made.variant_data(index))
-
-
-def test_verify_detects_a_wrong_frame_sum() -> None:
-    source, _ = make_segment(SMALL, 4, quantiser=make_quantiser("uint8"), codec="hevc")
-    (variant,) = source.manifest.variants
-    wrong = tuple(None if each is None else each ^ 1 for each in variant.frame_sums)
-    lying = msgspec.structs.replace(source.manifest, variants=(msgspec.structs.replace(variant, frame_sums=wrong),))
-    verify_variant(source.manifest, 0, source.data)
-    with pytest.raises(CorruptError, match="frame sum does not match"):
-        verify_variant(lying, 0, source.data)
 
 
 class WithoutProfile(KltIntegers):

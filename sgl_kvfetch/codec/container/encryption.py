@@ -34,7 +34,7 @@ KeyId = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{ID_DIGITS}}}\Z")]
 
 class Encryption(msgspec.Struct, frozen=True):
     """How a data object is encrypted. ``key``: the id of the shared key. ``salt``: the random bytes from which the
-    object's own key is derived. ``table``: the encrypted `objects.Table`, with what the chunks' rows hide."""
+    object's own key is derived. ``table``: the encrypted `objects.Table`: what the chunks' rows hide."""
 
     key: KeyId
     salt: Annotated[bytes, Meta(min_length=SALT_BYTES, max_length=SALT_BYTES)]

@@ -463,8 +463,6 @@ def check_variant(manifest: Manifest, variant: Variant) -> None:
     num_chunks = manifest.num_spans * manifest.cells_per_span * manifest.chunks_per_cell
     if len(variant.chunks) != num_chunks:
         raise FormatError(f"manifest lists {len(variant.chunks)} chunks, expected {num_chunks} for its geometry")
-    if len(variant.frame_sums) not in (0, num_chunks):
-        raise FormatError(f"manifest lists {len(variant.frame_sums)} frame sums, expected {num_chunks} or none")
     _check_levels(manifest, variant)
     expected = {part.layout for part in manifest.parts} - {""}
     if variant.layouts.keys() != expected:

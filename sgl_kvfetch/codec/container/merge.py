@@ -138,7 +138,6 @@ def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, 
                 ),
                 codec=x.codec if x.codec == y.codec else "",
                 resolution=x.resolution if x.resolution == y.resolution else "",
-                frame_sums=_joined_frame_sums(x, y),
             )
         )
         contents.append(data)
@@ -152,9 +151,3 @@ def _joined(left: CodedSegment, right: CodedSegment, pairs: Sequence[tuple[int, 
         labels=_labels_of_both(a, a, b),
     )
     return CodedSegment(manifest, contents[0], tuple(contents[1:]), level_data=tuple(level_data))
-
-
-def _joined_frame_sums(*parts: Variant) -> tuple[int | None, ...]:
-    if not any(part.frame_sums for part in parts):
-        return ()
-    return tuple(part.frame_sum(chunk) for part in parts for chunk in range(len(part.chunks)))

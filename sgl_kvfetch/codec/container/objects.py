@@ -86,7 +86,6 @@ MAX_SIDE_PAGE_BYTES = 1 << 30
 Checksum = Annotated[bytes, Meta(min_length=CHECKSUM_BYTES, max_length=CHECKSUM_BYTES)]
 Name = Annotated[str, Meta(max_length=64)]
 _DataDigest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-_FrameSum = Annotated[int, Meta(ge=0)]  # 64 bits; MessagePack has no larger ones
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -115,11 +114,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise CorruptError(f"{', '.join(map(str, what))}: checksum does not match")
 
 
-class Table(msgspec.Struct, frozen=True):
-    """What the rows of an encrypted object hide: its chunks' codecs and decoded checksums, and their frame sums."""
-
-    chunks: tuple[tuple[Name, Checksum], ...]
-    frame_sums: tuple[_FrameSum | None, ...]
+Table = tuple[tuple[Name, Checksum], ...]  # what the rows of an encrypted object hide: codec and decoded checksum
 
 
 class DataObject(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -158,10 +153,10 @@ class DataObject(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def table(self) -> Table:
         """What encryption hides of the rows."""
-        return Table(tuple((chunk.codec, chunk.decoded_checksum) for chunk in self.chunks), ())
+        return tuple((chunk.codec, chunk.decoded_checksum) for chunk in self.chunks)
 
-    def with_chunks(self, chunks: Sequence[Chunk], frame_sums: tuple[int | None, ...]) -> Self:
-        """Return the rows with other chunks in the same places. Only a variant has frame sums."""
+    def with_chunks(self, chunks: Sequence[Chunk]) -> Self:
+        """Return the rows with other chunks in the same places."""
         return msgspec.structs.replace(self, chunks=tuple(chunks))
 
 
@@ -184,22 +179,9 @@ class Variant(DataObject, frozen=True, omit_defaults=True):
     # may use another codec (noise does), and short spans have smaller pictures.
     codec: Name = ""
     resolution: Name = ""
-    # For each chunk, the sum of its decoded frames (`layout.frames`) or None; empty if no chunk has one. The sums
-    # depend on the layout, so they are not in the chunk's row, which identifies its content.
-    frame_sums: tuple[_FrameSum | None, ...] = ()
     encryption: Encryption | None = None
     levels: Annotated[tuple[Level, ...], Meta(max_length=MOST_LEVELS - 1)] = ()
     num_dropped: Annotated[int, Meta(ge=0, lt=MOST_LEVELS)] = 0  # levels that a store has dropped
-
-    def frame_sum(self, chunk: int) -> int | None:
-        return self.frame_sums[chunk] if self.frame_sums else None
-
-    @property
-    def table(self) -> Table:
-        return msgspec.structs.replace(super().table, frame_sums=self.frame_sums)
-
-    def with_chunks(self, chunks: Sequence[Chunk], frame_sums: tuple[int | None, ...]) -> Self:
-        return msgspec.structs.replace(self, chunks=tuple(chunks), frame_sums=frame_sums)
 
     @property
     def objects(self) -> tuple[Variant | Level, ...]:
@@ -243,7 +225,7 @@ class Side(DataObject, frozen=True, omit_defaults=True):
     def chunks(self) -> tuple[Chunk, ...]:
         return tuple(chunk for page in self.pages for chunk in page.chunks)
 
-    def with_chunks(self, chunks: Sequence[Chunk], frame_sums: tuple[int | None, ...]) -> Self:
+    def with_chunks(self, chunks: Sequence[Chunk]) -> Self:
         left = iter(chunks)
         pages = (msgspec.structs.replace(page, chunks=tuple(next(left) for _ in page.chunks)) for page in self.pages)
         return msgspec.structs.replace(self, pages=tuple(pages))

@@ -110,7 +110,7 @@ def _encrypted(rows: Rows, place: bytes, data: bytes, keys: StoreKeys) -> tuple[
         data_digest=xxhash.xxh3_128_hexdigest(data),
         encryption=Encryption(key, salt, cipher.encrypt(TABLE_NONCE, msgspec.msgpack.encode(rows.table))),
     )
-    return changed.with_chunks(chunks, ()), data
+    return changed.with_chunks(chunks), data
 
 
 def _opened(rows: Rows, cipher: DataCipher, packed: bytes, what: str) -> Rows:
@@ -118,13 +118,13 @@ def _opened(rows: Rows, cipher: DataCipher, packed: bytes, what: str) -> Rows:
         table = _tables.decode(cipher.decrypt(TABLE_NONCE, packed, what))
     except DECODE_ERRORS as e:
         raise FormatError(f"{what} is malformed: {e}") from e
-    if len(table.chunks) != len(rows.chunks):
-        raise FormatError(f"{what} has {len(table.chunks)} chunks, expected the manifest's {len(rows.chunks)}")
+    if len(table) != len(rows.chunks):
+        raise FormatError(f"{what} has {len(table)} chunks, expected the manifest's {len(rows.chunks)}")
     chunks = [
         Chunk(codec, row.size_bytes, row.coded_checksum, checksum)
-        for row, (codec, checksum) in zip(rows.chunks, table.chunks, strict=True)
+        for row, (codec, checksum) in zip(rows.chunks, table, strict=True)
     ]
-    return rows.with_chunks(chunks, table.frame_sums)
+    return rows.with_chunks(chunks)
 
 
 def _plain(rows: Rows, data: bytes, cipher: DataCipher, what: str) -> tuple[Rows, bytes]:
@@ -137,13 +137,13 @@ def _plain(rows: Rows, data: bytes, cipher: DataCipher, what: str) -> tuple[Rows
     data = b"".join(pieces)
     digest = xxhash.xxh3_128_hexdigest(data)
     changed = msgspec.structs.replace(rows, data_digest=digest, encryption=None)
-    return changed.with_chunks(chunks, rows.table.frame_sums), data
+    return changed.with_chunks(chunks), data
 
 
 def _with_rows_of(rows: Rows, secured: DataObject) -> Rows:
     """Return ``rows`` with the digest, chunks and encryption of an object that has the same data and place."""
     changed = msgspec.structs.replace(rows, data_digest=secured.data_digest, encryption=secured.encryption)
-    return changed.with_chunks(secured.chunks, secured.table.frame_sums)
+    return changed.with_chunks(secured.chunks)
 
 
 def _places(manifest: Manifest) -> list[bytes]:

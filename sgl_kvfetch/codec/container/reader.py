@@ -17,9 +17,9 @@ from sgl_kvfetch.codec.bitstream.registry import CODECS, can_decode, get_codec
 from sgl_kvfetch.codec.container.manifest import Cell, Manifest, PartInfo
 from sgl_kvfetch.codec.container.objects import MAX_CHUNK_BYTES, Chunk, DataObject
 from sgl_kvfetch.codec.container.sides import SideKey, SidePlace, side_places
-from sgl_kvfetch.codec.layout.frames import Layout, sum_of_frames
+from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantised, Quantiser
-from sgl_kvfetch.errors import ConfigError, CorruptError, FormatError
+from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.types import KVGeometry
 
 BYTES_CODEC = ZstdCodec()  # for parts that are plain bytes
@@ -45,11 +45,10 @@ CellChunks = Sequence[memoryview]  # a cell's chunks, in the order of `SegmentRe
 
 
 class CodedChunk(NamedTuple):
-    """A chunk's row and bitstream. ``frame_sum``: as in `Variant`. ``levels``: those that refine it."""
+    """A chunk's row and bitstream. ``levels``: those that refine it."""
 
     row: Chunk
     bitstream: bytes | memoryview
-    frame_sum: int | None
     levels: tuple[CodedChunk, ...] = ()
 
     @property
@@ -297,7 +296,7 @@ class SegmentReader:
             row.require_coded(piece, f"{cell}, digits" if level else cell)
             cipher = self.manifest.ciphers.get(rows.data_digest)
             bitstream = cipher.decrypt(number, piece, str(cell)) if cipher else piece
-            found.append(CodedChunk(row, bitstream, None if level else self.variant.frame_sum(number)))
+            found.append(CodedChunk(row, bitstream))
         parts, levels = found[: self._num_parts], tuple(found[self._num_parts :])
         return [part._replace(levels=levels) if part.row.codec == LADDER else part for part in parts]
 
@@ -324,13 +323,10 @@ class SegmentReader:
         return get_codec(coded.row.codec).decode(coded.bitstream, shape)
 
     def _verified_integers(self, cell: Cell, part: PartInfo, coded: CodedChunk, frames: torch.Tensor) -> torch.Tensor:
-        """Return the integers in ``frames`` after verifying them. Verify the frame sum, too, since other readers may
-        rely on it alone."""
+        """Return the integers in ``frames`` after verifying them."""
         shape = self.manifest.integers_shape(cell, part.layout)
         integers = self.variant.layouts[part.layout].from_frames(frames, shape)
         coded.finest.require_decoded(integers.numpy().data, cell, f"decoded {part.name}")
-        if coded.frame_sum is not None and sum_of_frames(frames) != coded.frame_sum:
-            raise CorruptError(f"{cell}, decoded frames: frame sum does not match")
         return integers
 
     def _decode_bytes(self, cell: Cell, part: PartInfo, coded: CodedChunk) -> bytes:

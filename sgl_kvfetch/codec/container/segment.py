@@ -31,14 +31,14 @@ from sgl_kvfetch.codec.container.manifest import (
 from sgl_kvfetch.codec.container.objects import Chunk, Content, Level, Pieces, Side, Variant, bytes_of
 from sgl_kvfetch.codec.container.pages import Pages, RawPages, quantised_cells
 from sgl_kvfetch.codec.container.reader import BYTES_CODEC, CodedChunk, cell_place, coefficients_of, part_infos
-from sgl_kvfetch.codec.layout.frames import Layout, sum_of_frames
+from sgl_kvfetch.codec.layout.frames import Layout
 from sgl_kvfetch.codec.quant.base import Quantised, Quantiser
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
 from sgl_kvfetch.types import TENSORS, TensorName
 
-# Estimates for a manifest: all but rows and hashes; and a chunk's row, 72 bytes with a frame sum, 69 without.
-_HEAD_BYTES, _ROW_BYTES = 4096, 71
+# Estimates for a manifest: all but rows and hashes; and a chunk's row.
+_HEAD_BYTES, _ROW_BYTES = 4096, 69
 _TABLE_BYTES = 38  # what encryption adds to a chunk's row
 FALLBACK_CODEC = "zstd"
 # A plane with more order-0 entropy is noise, such as the low mantissa bytes of exact values. `ans` would gain nothing;
@@ -330,10 +330,9 @@ def make_variant(
 def _variant(
     coded: Iterable[CodedChunk], layouts: Mapping[str, Layout], codec: str, resolution: str
 ) -> tuple[Variant, Pieces]:
-    chunks, bitstreams, sums, _ = zip(*coded, strict=True)
+    chunks, bitstreams, _ = zip(*coded, strict=True)
     data = Pieces(bitstreams)
-    frame_sums = () if all(each is None for each in sums) else sums
-    return Variant(data.hexdigest(), dict(layouts), chunks, codec, resolution, frame_sums), data  # type: ignore[arg-type]
+    return Variant(data.hexdigest(), dict(layouts), chunks, codec, resolution), data  # type: ignore[arg-type]
 
 
 def encode_cell(
@@ -352,7 +351,7 @@ def encode_cell(
         raw = x.contiguous().cpu().numpy().reshape(-1).data
         if not part.layout:
             bitstream = BYTES_CODEC.compress(raw)
-            chunks.append(CodedChunk(Chunk.of(BYTES_CODEC.name, bitstream, raw), bitstream, None))
+            chunks.append(CodedChunk(Chunk.of(BYTES_CODEC.name, bitstream, raw), bitstream))
             continue
         frames = layouts[part.layout].to_frames(x)
         if num_levels > 1:
@@ -361,8 +360,7 @@ def encode_cell(
             continue
         tried = {name: _bitstream(name, frames, raw) for name in _codecs_for(cell, part, codec, x, raw)}
         name, bitstream = min(tried.items(), key=lambda item: len(item[1]))
-        frame_sum = sum_of_frames(frames) if get_codec(name).is_video else None
-        chunks.append(CodedChunk(Chunk.of(name, bitstream, raw), bitstream, frame_sum))
+        chunks.append(CodedChunk(Chunk.of(name, bitstream, raw), bitstream))
     return chunks
 
 
@@ -387,7 +385,7 @@ def _with_levels(
         is_whole = count == len(bitstreams)
         decoded = frames if is_whole else decode_ladder(bitstreams[:count], len(bitstreams), shape_of_frames)
         content = layout.from_frames(decoded, shape).numpy().tobytes()
-        chunks.append(CodedChunk(Chunk.of(LADDER if count == 1 else DIGITS, bitstream, content), bitstream, None))
+        chunks.append(CodedChunk(Chunk.of(LADDER if count == 1 else DIGITS, bitstream, content), bitstream))
     return chunks[0]._replace(levels=tuple(chunks[1:]))
 
 

@@ -112,8 +112,7 @@ def test_segments_are_so_long_that_a_manifest_has_room_for_two_variants(
     assert spec.longest_segment(128) == expected
     manifest = decode_manifest(unread(spec, expected))
     (variant,) = manifest.variants
-    video = msgspec.structs.replace(variant, frame_sums=(1 << 63,) * len(variant.chunks))
-    decode_manifest(msgspec.structs.replace(manifest, variants=(video, variant)).encode())
+    decode_manifest(msgspec.structs.replace(manifest, variants=(variant, variant)).encode())
 
 
 def test_who_would_write_only_manifests_that_are_too_large_is_told() -> None:

@@ -17,7 +17,7 @@ from sgl_kvfetch.testing import expiring
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile, values_of
-from tests.segments import SMALL, make_heads, make_segment, page_hashes, with_labels, without_frame_sums
+from tests.segments import SMALL, make_heads, make_segment, page_hashes, with_labels
 
 
 def cells(segment: CodedSegment, quantiser: Quantiser) -> dict[tuple[int, int], Quantised]:
@@ -123,20 +123,6 @@ def test_klt_merges_with_its_exact_tokens(num_pages: int) -> None:
 def test_whole_spans_are_copied_not_coded_again() -> None:
     left, right, spec = halves(4, 4, make_quantiser("exact"))
     assert merge_segments(spec, left, right).data == left.data + right.data
-
-
-def test_frame_sums_are_copied_with_the_chunks_that_have_one() -> None:
-    left, right, spec = halves(4, 4, make_quantiser("uint8"))
-    (a,), (b,) = left.manifest.variants, right.manifest.variants
-    assert a.frame_sums
-    old = CodedSegment(without_frame_sums(right.manifest), right.data)
-    nothing = (None,) * len(a.chunks)
-    for pair, expected in (((left, right), a.frame_sums + b.frame_sums), ((left, old), a.frame_sums + nothing)):
-        merged = merge_segments(spec, *pair)
-        assert merged.manifest.variants[0].frame_sums == expected
-        cells(merged, make_quantiser("uint8"))  # verifies them
-    older = CodedSegment(without_frame_sums(left.manifest), left.data)
-    assert merge_segments(spec, older, old).manifest.variants[0].frame_sums == ()
 
 
 def test_only_buddies_merge() -> None:

@@ -9,7 +9,6 @@ import torch
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
-from sgl_kvfetch.codec.layout.frames import sum_of_frames
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues
 from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser, quantiser_from_identity
@@ -164,42 +163,7 @@ def test_manifest_and_back() -> None:
     assert SegmentReader(manifest, make_quantiser("exact")).data_name == coded.data_name
 
 
-@pytest.mark.parametrize("codec", ["hevc", "hevc420"])
-def test_planes_that_are_video_have_the_sum_of_their_frames(codec: str) -> None:
-    coded, _ = make_segment(codec=codec, quantiser=make_quantiser("uint8"))
-    (variant,) = coded.manifest.variants
-    reader = SegmentReader(coded.manifest, make_quantiser("uint8"))
-    frames = iter(
-        variant.layouts[part.layout].to_frames(integers) if part.layout else None
-        for cell in coded.manifest.cells()
-        for part, integers in zip(
-            coded.manifest.parts,
-            reader.decode_cell(cell, reader.chunks_in(cell, [coded.data])),
-            strict=True,
-        )
-    )
-    for chunk, found, expected in zip(variant.chunks, variant.frame_sums, frames, strict=True):
-        assert found == (sum_of_frames(expected) if expected is not None else None)
-        assert (chunk.codec == codec) == (found is not None)
-    assert variant.frame_sums[0] is None  # scales
-
-
-def test_no_video_no_sums() -> None:
-    coded, _ = make_segment(codec="zstd")
-    assert coded.manifest.variants[0].frame_sums == ()
-
-
-@pytest.mark.parametrize("sums", [(1,), (-1,) * 8, ("1",) * 8, (0.5,) * 8], ids=str)
-def test_frame_sums_that_are_none_are_refused(sums: Any) -> None:
-    coded, _ = make_segment(codec="hevc")
-    (variant,) = coded.manifest.variants
-    sums = sums * (len(variant.chunks) // 8) if len(sums) == 8 else sums
-    bad = msgspec.structs.replace(variant, frame_sums=sums)
-    with pytest.raises(FormatError, match=r"frame sums|frame_sums"):
-        decode_manifest(msgspec.structs.replace(coded.manifest, variants=(bad,)).encode())
-
-
-def test_frame_sums_are_of_whole_words() -> None:
+def test_pictures_have_sides_of_whole_coding_units() -> None:
     coded, _ = make_segment(codec="hevc")
     (variant,) = coded.manifest.variants
     layout = msgspec.structs.replace(variant.layouts["k"], width=variant.layouts["k"].width + 1)
