@@ -21,6 +21,10 @@ def join(pieces: Sequence[Buffer], /) -> bytes:
 def decode(tables: Tables, data: Buffer, rows: int, tokens: int, out: Buffer, /) -> str | None:
     """Decode into ``out``, uint8 ``(rows, tokens)``. Return what is wrong with ``data``, or None."""
 
+def decode_fitted(tables: Tables, data: Buffer, tokens: int, rows: int, out: Buffer, /) -> str | None:
+    """Decode what `encode_fitted` coded into ``out``, uint8 ``(tokens, rows)``. ``tables``: whose distribution a row's
+    class alone chooses. Return what is wrong with ``data``, or None."""
+
 def encode_digits(tables: Tables, values: Buffer, rows: int, tokens: int, /) -> bytes:
     """Return the bitstream of the digits of int16 ``values``, ``(rows, tokens)``: what `refine` needs to restore them
     from a third of each, rounded to the nearest integer."""

@@ -65,6 +65,11 @@ struct Tables {
     int delta;                 // the table that codes a row's class, less the class of the row before
     bool has_vectors;          // whether to use the CPU's vectors of 512 bits
     const uint32_t* digits = nullptr;  // (tables, 4): slots of the digit towards zero | of that and of digit 0 << 10
+
+    // The decoding table of a row's class, where energies choose none.
+    const uint32_t* of_class(int row_class) const {
+        return decode + (static_cast<size_t>(choice[row_class * kLevels]) << kBits);
+    }
 };
 
 inline int level_of(uint32_t energy) {
@@ -81,6 +86,52 @@ inline uint16_t next_energy(uint32_t energy, int n, uint32_t gain) {
 }
 
 inline size_t digit_context(int table, int n) { return table * kCoarse + std::min(std::abs(n), kCoarse - 1); }
+
+// ---- transposing
+
+constexpr size_t kTile = 64;  // bytes of a row, and rows, that are transposed together
+
+typedef uint8_t Sixteen __attribute__((vector_size(16)));
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Sixteen{__VA_ARGS__})
+#endif
+
+// Transposes 16 rows of 16 bytes. Four times, each row of the first half is interleaved with one of the second half.
+inline void transpose_16(const uint8_t* from, size_t stride, uint8_t* to, size_t to_stride) {
+    Sixteen x[16], y[16];
+    for (int i = 0; i < 16; ++i) std::memcpy(&x[i], from + i * stride, 16);
+    for (int round = 0; round < 4; ++round) {
+        for (int i = 0; i < 8; ++i) {
+            y[2 * i] = SHUFFLE(x[i], x[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            y[2 * i + 1] = SHUFFLE(x[i], x[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+        std::copy(y, y + 16, x);
+    }
+    for (int i = 0; i < 16; ++i) std::memcpy(to + i * to_stride, &x[i], 16);
+}
+
+// Writes `columns` rows of `rows` bytes, from `rows` rows of `columns` bytes. Rows begin `stride` and `to_stride` bytes
+// apart. Whole lines of the cache are read and written, since a power of two between rows leaves room for few.
+void transpose(const uint8_t* from, size_t stride, size_t rows, size_t columns, uint8_t* to, size_t to_stride) {
+    for (size_t r = 0; r < rows; r += kTile)
+        for (size_t c = 0; c < columns; c += kTile) {
+            const size_t height = std::min(kTile, rows - r), width = std::min(kTile, columns - c);
+            const uint8_t* tile = from + r * stride + c;
+            uint8_t turned[kTile * kTile];
+            if (height == kTile && width == kTile) {
+                for (size_t i = 0; i < kTile; i += 16)
+                    for (size_t k = 0; k < kTile; k += 16)
+                        transpose_16(tile + i * stride + k, stride, turned + k * kTile + i, kTile);
+            } else {
+                for (size_t i = 0; i < height; ++i)
+                    for (size_t k = 0; k < width; ++k) turned[k * kTile + i] = tile[i * stride + k];
+            }
+            for (size_t k = 0; k < width; ++k) std::memcpy(to + (c + k) * to_stride + r, turned + k * kTile, height);
+        }
+}
 
 // ---- decoding
 
@@ -158,14 +209,21 @@ void decode_tokens(uint32_t* states, const Tables& t, int row_class, uint16_t* e
     }
 }
 
-// Decodes a step of a row. It does the same as `decode_tokens`, but has no branch that depends on a state, and has loops
-// that compilers vectorise.
+// Decodes the tokens of a row of one table.
+void decode_plain(uint32_t* states, const uint32_t* table, size_t from, size_t tokens, uint8_t* row, Reader& in) {
+    for (size_t i = from; i < tokens; ++i) row[i] = decode_symbol(states[i % kLanes], table, in);
+}
+
+// Decodes a step of a row. It does the same as `decode_tokens`, or as `decode_plain`, but has no branch that depends on a
+// state, and has loops that compilers vectorise.
+template <bool is_plain>
 __attribute__((always_inline)) inline void decode_step(uint32_t* states, const Tables& t, const uint8_t* choice,
                                                        uint32_t gain, uint16_t* energies, uint8_t* row, Reader& in) {
-    int32_t levels[kLanes];
+    int32_t levels[kLanes] = {};
     uint32_t flags = 0;
     uint32_t entries[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) levels[lane] = level_of(energies[lane]);
+    if (!is_plain)
+        for (int lane = 0; lane < kLanes; ++lane) levels[lane] = level_of(energies[lane]);
     const uint8_t* next = in.next;
     for (int lane = 0; lane < kLanes; ++lane) {
         const uint32_t* table = t.decode + (static_cast<size_t>(choice[levels[lane]]) << kBits);
@@ -184,16 +242,15 @@ __attribute__((always_inline)) inline void decode_step(uint32_t* states, const T
     if (flags >> kEscapeFlag)
         for (uint32_t& entry : entries)
             if (entry >> kEscapeFlag) entry = in.escape();
-    for (int lane = 0; lane < kLanes; ++lane) {
-        row[lane] = static_cast<uint8_t>(entries[lane]);
-        energies[lane] = next_energy(energies[lane], row[lane] - kZero, gain);
-    }
+    for (int lane = 0; lane < kLanes; ++lane) row[lane] = static_cast<uint8_t>(entries[lane]);
+    if (!is_plain)
+        for (int lane = 0; lane < kLanes; ++lane) energies[lane] = next_energy(energies[lane], row[lane] - kZero, gain);
 }
 
 // Decodes rows of `count` whole groups, from row `from` on. Returns the row behind, or the first one for which not every
 // group has room.
 CLONES size_t decode_rows(Piece* pieces, size_t count, const Tables& t, const uint8_t* classes, size_t from,
-                          size_t rows, uint16_t* energies, size_t stride, uint8_t* values) {
+                          size_t rows, uint16_t* energies, size_t stride, uint8_t* values, bool is_plain) {
     for (size_t r = from; r < rows; ++r) {
         for (size_t k = 0; k < count; ++k)
             if (!pieces[k].in.has_room(kGroup / kLanes)) return r;
@@ -201,7 +258,11 @@ CLONES size_t decode_rows(Piece* pieces, size_t count, const Tables& t, const ui
         const uint32_t gain = t.gains[classes[r]];
         for (size_t i = 0; i < count * kGroup; i += kLanes) {
             Piece& piece = pieces[i / kGroup];
-            decode_step(piece.states, t, choice, gain, energies + i, values + r * stride + i, piece.in);
+            uint8_t* row = values + r * stride + i;
+            if (is_plain)
+                decode_step<true>(piece.states, t, choice, gain, energies + i, row, piece.in);
+            else
+                decode_step<false>(piece.states, t, choice, gain, energies + i, row, piece.in);
         }
     }
     return rows;
@@ -209,11 +270,15 @@ CLONES size_t decode_rows(Piece* pieces, size_t count, const Tables& t, const ui
 
 // Decodes whole steps of a row, while there is room for any step. Returns the number of tokens.
 CLONES size_t decode_steps(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens,
-                           uint8_t* row, Reader& in) {
+                           uint8_t* row, Reader& in, bool is_plain) {
     const uint8_t* choice = t.choice + row_class * kLevels;
+    const uint32_t gain = t.gains[row_class];
     size_t i = 0;
     for (; i + kLanes <= tokens && in.has_room(1); i += kLanes)
-        decode_step(states, t, choice, t.gains[row_class], energies + i, row + i, in);
+        if (is_plain)
+            decode_step<true>(states, t, choice, gain, energies + i, row + i, in);
+        else
+            decode_step<false>(states, t, choice, gain, energies + i, row + i, in);
     return i;
 }
 
@@ -272,39 +337,83 @@ AVX512 inline __m512i with_escapes(__m512i entry, __mmask16 escaped, Reader& in)
     return _mm512_load_si512(each);
 }
 
-// What all tokens of a row have in common.
+// What all tokens of a row have in common. `shift`: of a table's number.
 struct Row {
     const Tables& t;
     const Choice choice;
     const __m512i gain;
+
+    AVX512 Row(const Tables& t, int row_class, int shift)
+        : t(t), choice(choice_of(t, row_class, shift)), gain(_mm512_set1_epi32(t.gains[row_class])) {}
 };
 
-// Decodes integers: a step of 16 lanes.
+// Decodes the integers of 16 lanes with these tables, and writes them into the row. Returns them.
+AVX512 inline __m512i decode_16(__m512i& state, const uint32_t* tables, __m512i table, uint8_t* row, Reader& in) {
+    const __m512i low_bits = _mm512_set1_epi32((1 << kBits) - 1), slot = _mm512_and_si512(state, low_bits);
+    __m512i entry = _mm512_i32gather_epi32(_mm512_add_epi32(table, slot), tables, 4);
+    const __m512i count = _mm512_and_si512(_mm512_srli_epi32(entry, 8), low_bits);
+    const __m512i offset = _mm512_and_si512(_mm512_srli_epi32(entry, 18), low_bits);
+    state = _mm512_add_epi32(_mm512_mullo_epi32(count, _mm512_srli_epi32(state, kBits)), offset);
+    state = filled_16(state, in.next);
+    const __mmask16 escaped = _mm512_test_epi32_mask(entry, _mm512_set1_epi32(1 << kEscapeFlag));
+    if (__builtin_expect(escaped, 0)) entry = with_escapes(entry, escaped, in);
+    const __m512i integer = _mm512_and_si512(entry, _mm512_set1_epi32(255));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(row), _mm512_cvtepi32_epi8(integer));
+    return integer;
+}
+
+#endif
+
+// What rows hold, and how they are decoded: integers whose tables energies choose. `step` decodes 16 lanes.
 struct Integers {
     using Value = uint8_t;
-    static constexpr int kShift = kBits;  // of a table's number
 
+    static size_t rows(Piece* pieces, const Tables& t, const uint8_t* classes, size_t from, size_t rows,
+                       uint16_t* energies, size_t stride, uint8_t* values) {
+        return decode_rows(pieces, kWays, t, classes, from, rows, energies, stride, values, false);
+    }
+    static void row(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t from, size_t tokens,
+                    uint8_t* row, Reader& in) {
+        if (!from) from = decode_steps(states, t, row_class, energies, tokens, row, in, false);
+        decode_tokens(states, t, row_class, energies, from, tokens, row, in);
+    }
+#ifdef HAS_AVX512
+    AVX512 static inline Row of(const Tables& t, int row_class) { return {t, row_class, kBits}; }
     AVX512 static inline void step(__m512i& state, const Row& of, uint16_t* energies, uint8_t* row, Reader& in) {
-        const __m512i energy = energies_of(energies), low_bits = _mm512_set1_epi32((1 << kBits) - 1);
-        const __m512i slot = _mm512_and_si512(state, low_bits);
-        __m512i entry = _mm512_i32gather_epi32(_mm512_add_epi32(of.choice.at(energy), slot), of.t.decode, 4);
-        const __m512i count = _mm512_and_si512(_mm512_srli_epi32(entry, 8), low_bits);
-        const __m512i offset = _mm512_and_si512(_mm512_srli_epi32(entry, 18), low_bits);
-        state = _mm512_add_epi32(_mm512_mullo_epi32(count, _mm512_srli_epi32(state, kBits)), offset);
-        state = filled_16(state, in.next);
-        const __mmask16 escaped = _mm512_test_epi32_mask(entry, _mm512_set1_epi32(1 << kEscapeFlag));
-        if (__builtin_expect(escaped, 0)) entry = with_escapes(entry, escaped, in);
-        const __m512i integer = _mm512_and_si512(entry, _mm512_set1_epi32(255));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(row), _mm512_cvtepi32_epi8(integer));
+        const __m512i energy = energies_of(energies);
+        const __m512i integer = decode_16(state, of.t.decode, of.choice.at(energy), row, in);
         move_energies(_mm512_sub_epi32(integer, _mm512_set1_epi32(kZero)), energy, of.gain, energies);
     }
+#endif
 };
 
+// Integers of rows of one table each.
+struct Plain {
+    using Value = uint8_t;
+
+    static size_t rows(Piece* pieces, const Tables& t, const uint8_t* classes, size_t from, size_t rows,
+                       uint16_t* energies, size_t stride, uint8_t* values) {
+        return decode_rows(pieces, kWays, t, classes, from, rows, energies, stride, values, true);
+    }
+    static void row(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t from, size_t tokens,
+                    uint8_t* row, Reader& in) {
+        if (!from) from = decode_steps(states, t, row_class, energies, tokens, row, in, true);
+        decode_plain(states, t.of_class(row_class), from, tokens, row, in);
+    }
+#ifdef HAS_AVX512
+    AVX512 static inline const uint32_t* of(const Tables& t, int row_class) { return t.of_class(row_class); }
+    AVX512 static inline void step(__m512i& state, const uint32_t* table, uint16_t*, uint8_t* row, Reader& in) {
+        decode_16(state, table, _mm512_setzero_si512(), row, in);
+    }
+#endif
+};
+
+#ifdef HAS_AVX512
 // Decodes whole steps of a row, while there is room for any step. Returns the number of tokens.
 template <class Coded>
 AVX512 size_t read_steps_avx512(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens,
                                 typename Coded::Value* row, Reader& in) {
-    const Row of{t, choice_of(t, row_class, Coded::kShift), _mm512_set1_epi32(t.gains[row_class])};
+    const auto of = Coded::of(t, row_class);
     __m512i a = _mm512_loadu_si512(states), b = _mm512_loadu_si512(states + 16);
     size_t i = 0;
     for (; i + kLanes <= tokens && in.has_room(1); i += kLanes) {
@@ -335,8 +444,7 @@ AVX512 size_t read_ways_avx512(Piece* pieces, const Tables& t, const uint8_t* cl
 #pragma GCC unroll 8
         for (int k = 0; k < kWays; ++k) has_room &= in[k].has_room(kGroup / kLanes);
         if (!has_room) break;
-        const int row_class = classes[r];
-        const Row of{t, choice_of(t, row_class, Coded::kShift), _mm512_set1_epi32(t.gains[row_class])};
+        const auto of = Coded::of(t, classes[r]);
         typename Coded::Value* row = values + r * stride;
         for (int i = 0; i < kGroup; i += kLanes) {
 #pragma GCC unroll 8
@@ -384,11 +492,21 @@ AVX512 inline __m512i shorts_of(const int16_t* row) {
     return _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)));
 }
 
-// Refines integers: a step of 16 lanes.
+#endif
+
+// Integers that are refined.
 struct Digits {
     using Value = int16_t;
-    static constexpr int kShift = 2;  // of a table's number
 
+    static size_t rows(Piece*, const Tables&, const uint8_t*, size_t from, size_t, uint16_t*, size_t, int16_t*) {
+        return from;
+    }
+    static void row(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t from, size_t tokens,
+                    int16_t* row, Reader& in) {
+        refine_tokens(states, t, row_class, energies, from, tokens, row, in);
+    }
+#ifdef HAS_AVX512
+    AVX512 static inline Row of(const Tables& t, int row_class) { return {t, row_class, 2}; }
     AVX512 static inline void step(__m512i& state, const Row& of, uint16_t* energies, int16_t* row, Reader& in) {
         const __m512i n = shorts_of(row), energy = energies_of(energies), low_bits = _mm512_set1_epi32(1023);
         const __m512i size = _mm512_min_epi32(_mm512_abs_epi32(n), _mm512_set1_epi32(kCoarse - 1));
@@ -410,46 +528,27 @@ struct Digits {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(row), _mm512_cvtepi32_epi16(fine));
         move_energies(fine, energy, of.gain, energies);
     }
+#endif
 };
-#endif
 
-void read_row(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens, uint8_t* row,
-              Reader& in) {
-    size_t done;
-#ifdef HAS_AVX512
-    if (t.has_vectors)
-        done = read_steps_avx512<Integers>(states, t, row_class, energies, tokens, row, in);
-    else
-#endif
-        done = decode_steps(states, t, row_class, energies, tokens, row, in);
-    decode_tokens(states, t, row_class, energies, done, tokens, row, in);
-}
-
-void read_row(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens, int16_t* row,
-              Reader& in) {
+template <class Coded>
+void read_row(uint32_t* states, const Tables& t, int row_class, uint16_t* energies, size_t tokens,
+              typename Coded::Value* row, Reader& in) {
     size_t done = 0;
 #ifdef HAS_AVX512
-    if (t.has_vectors) done = read_steps_avx512<Digits>(states, t, row_class, energies, tokens, row, in);
+    if (t.has_vectors) done = read_steps_avx512<Coded>(states, t, row_class, energies, tokens, row, in);
 #endif
-    refine_tokens(states, t, row_class, energies, done, tokens, row, in);
+    Coded::row(states, t, row_class, energies, done, tokens, row, in);
 }
 
 // Decodes rows of `kWays` whole groups. Returns the row behind, or the first one for which not every group has room.
-size_t read_groups(Piece* pieces, const Tables& t, const uint8_t* classes, size_t from, size_t rows,
-                   uint16_t* energies, size_t stride, uint8_t* values) {
+template <class Coded>
+size_t read_groups(Piece* pieces, const Tables& t, const uint8_t* classes, size_t from, size_t rows, uint16_t* energies,
+                   size_t stride, typename Coded::Value* values) {
 #ifdef HAS_AVX512
-    if (t.has_vectors)
-        return read_ways_avx512<Integers>(pieces, t, classes, from, rows, energies, stride, values);
+    if (t.has_vectors) return read_ways_avx512<Coded>(pieces, t, classes, from, rows, energies, stride, values);
 #endif
-    return decode_rows(pieces, kWays, t, classes, from, rows, energies, stride, values);
-}
-
-size_t read_groups(Piece* pieces, const Tables& t, const uint8_t* classes, size_t from, size_t rows,
-                   uint16_t* energies, size_t stride, int16_t* values) {
-#ifdef HAS_AVX512
-    if (t.has_vectors) return read_ways_avx512<Digits>(pieces, t, classes, from, rows, energies, stride, values);
-#endif
-    return from;
+    return Coded::rows(pieces, t, classes, from, rows, energies, stride, values);
 }
 
 // Returns the classes of all rows.
@@ -464,53 +563,97 @@ std::vector<uint8_t> read_classes(Piece& piece, const Tables& t, size_t rows) {
     return classes;
 }
 
-// Decodes, or refines, rows of integers: the classes, and then the groups. Returns nullptr, or what is wrong.
-template <class T>
-const char* read(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens, T* values) {
-    const size_t groups = (tokens + kGroup - 1) / kGroup, header = 4 * groups;
-    if (size < header) return "is shorter than the sizes of its groups";
-    if (size % 2) return "ends within a word";
-    std::vector<Piece> pieces(groups);
-    size_t start = header;
-    for (size_t g = 0; g < groups; ++g) {
-        uint32_t words;
-        std::memcpy(&words, data + 4 * g, 4);
-        if (words > (size - start) / 2) return "is shorter than its groups";
-        const size_t lanes = std::min<size_t>(kLanes, tokens - g * kGroup);
-        const char* fault = pieces[g].open(data + start, 2 * size_t{words}, lanes, data, data + size);
-        if (fault) return fault;
-        start += 2 * size_t{words};
-    }
-    Piece coded_classes;
-    const size_t class_lanes = std::min<size_t>(kClassLanes, rows);
-    const char* fault = coded_classes.open(data + start, size - start, class_lanes, data, data + size);
-    if (fault) return fault;
-    const std::vector<uint8_t> classes = read_classes(coded_classes, t, rows);
-    if ((fault = coded_classes.close())) return fault;
+// A bitstream whose parts were found: the pieces of the groups, and the class of each row.
+struct Opened {
+    std::vector<Piece> pieces;
+    std::vector<uint8_t> classes;
 
+    // Returns nullptr, or what is wrong.
+    const char* open(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens) {
+        const size_t groups = (tokens + kGroup - 1) / kGroup, header = 4 * groups;
+        if (size < header) return "is shorter than the sizes of its groups";
+        if (size % 2) return "ends within a word";
+        pieces.resize(groups);
+        size_t start = header;
+        for (size_t g = 0; g < groups; ++g) {
+            uint32_t words;
+            std::memcpy(&words, data + 4 * g, 4);
+            if (words > (size - start) / 2) return "is shorter than its groups";
+            const size_t lanes = std::min<size_t>(kLanes, tokens - g * kGroup);
+            const char* fault = pieces[g].open(data + start, 2 * size_t{words}, lanes, data, data + size);
+            if (fault) return fault;
+            start += 2 * size_t{words};
+        }
+        Piece coded_classes;
+        const size_t class_lanes = std::min<size_t>(kClassLanes, rows);
+        const char* fault = coded_classes.open(data + start, size - start, class_lanes, data, data + size);
+        if (fault) return fault;
+        classes = read_classes(coded_classes, t, rows);
+        return coded_classes.close();
+    }
+};
+
+// How many groups take turns from this token on.
+size_t groups_from(size_t token, size_t tokens) { return token + kWays * kGroup <= tokens ? kWays : 1; }
+
+// Decodes, or refines, some rows of groups that take turns, of `tokens` tokens together.
+template <class Coded>
+void read_rows(Piece* pieces, const Tables& t, const uint8_t* classes, size_t rows, uint16_t* energies, size_t tokens,
+               size_t stride, typename Coded::Value* values) {
+    for (size_t r = 0; r < rows; ++r) {
+        if (tokens == kWays * kGroup) r = read_groups<Coded>(pieces, t, classes, r, rows, energies, stride, values);
+        if (r == rows) break;
+        for (size_t from = 0; from < tokens; from += kGroup) {
+            Piece& piece = pieces[from / kGroup];
+            const size_t length = std::min<size_t>(kGroup, tokens - from);
+            typename Coded::Value* row = values + r * stride + from;
+            read_row<Coded>(piece.states, t, classes[r], energies + from, length, row, piece.in);
+        }
+    }
+}
+
+// Decodes, or refines, rows of integers. Returns nullptr, or what is wrong.
+template <class Coded>
+const char* read(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens,
+                 typename Coded::Value* values) {
+    Opened in;
+    if (const char* fault = in.open(t, data, size, rows, tokens)) return fault;
     std::vector<uint16_t> energies(tokens, kUnit);
-    for (size_t g = 0; g < groups;) {
-        const size_t first = g * kGroup;
-        const bool are_whole = first + kWays * kGroup <= tokens;
-        const size_t count = are_whole ? kWays : 1;
-        for (size_t r = 0; r < rows; ++r) {
-            if (are_whole)
-                r = read_groups(&pieces[g], t, classes.data(), r, rows, &energies[first], tokens, values + first);
-            if (r == rows) break;
-            for (size_t k = 0; k < count; ++k) {
-                const size_t from = first + k * kGroup, length = std::min<size_t>(kGroup, tokens - from);
-                Piece& piece = pieces[g + k];
-                read_row(piece.states, t, classes[r], &energies[from], length, values + r * tokens + from, piece.in);
-            }
+    for (size_t first = 0; first < tokens;) {
+        const size_t count = groups_from(first, tokens), length = std::min(count * kGroup, tokens - first);
+        Piece* pieces = &in.pieces[first / kGroup];
+        read_rows<Coded>(pieces, t, in.classes.data(), rows, &energies[first], length, tokens, values + first);
+        for (size_t k = 0; k < count; ++k)
+            if (const char* fault = pieces[k].close()) return fault;
+        first += length;
+    }
+    return nullptr;
+}
+
+// Decodes rows of one table each, and writes their tokens one after another: `frames` is (tokens, rows).
+const char* read_frames(const Tables& t, const uint8_t* data, size_t size, size_t rows, size_t tokens,
+                        uint8_t* frames) {
+    Opened in;
+    if (const char* fault = in.open(t, data, size, rows, tokens)) return fault;
+    uint8_t some[kTile * kWays * kGroup];
+    for (size_t first = 0; first < tokens;) {
+        const size_t count = groups_from(first, tokens), length = std::min(count * kGroup, tokens - first);
+        Piece* pieces = &in.pieces[first / kGroup];
+        for (size_t r = 0; r < rows; r += kTile) {
+            const size_t now = std::min<size_t>(kTile, rows - r);
+            read_rows<Plain>(pieces, t, &in.classes[r], now, nullptr, length, length, some);
+            transpose(some, length, now, length, frames + first * rows + r, rows);
         }
         for (size_t k = 0; k < count; ++k)
-            if ((fault = pieces[g + k].close())) return fault;
-        g += count;
+            if (const char* fault = pieces[k].close()) return fault;
+        first += length;
     }
     return nullptr;
 }
 
 // ---- encoding
+
+constexpr size_t kSpare = 32;  // bytes in front of a piece's room, which a vector may overwrite
 
 // A piece that is written from its end to its beginning, as rANS encodes.
 struct Writer {
@@ -583,6 +726,27 @@ void choose_tables(const Tables& t, int row_class, const uint8_t* row, size_t fr
     }
 }
 
+// The entries of a table whose integers, but for the escaped ones, are neighbours.
+struct Near {
+    static constexpr int kCount = 32;
+    alignas(64) uint32_t entries[kCount];  // of the integers from `lowest` on
+    uint32_t escape;                       // of all others
+    int lowest;
+
+    // Returns whether the table is one. `table`: as in `Tables::encode`, where some integer is escaped.
+    bool take(const uint32_t* table) {
+        int first = 256, last = -1;
+        for (int i = 0; i < 256; ++i)
+            if (table[i] >> kEscapeFlag)
+                escape = table[i];
+            else
+                first = std::min(first, i), last = i;
+        lowest = std::min(first, 256 - kCount);
+        std::copy(table + lowest, table + lowest + kCount, entries);
+        return last - lowest < kCount;
+    }
+};
+
 #ifdef HAS_AVX512
 AVX512 void choose_tables_avx512(const Tables& t, int row_class, const uint8_t* row, size_t tokens, uint16_t* energies,
                                  uint8_t* chosen) {
@@ -598,24 +762,25 @@ AVX512 void choose_tables_avx512(const Tables& t, int row_class, const uint8_t* 
     choose_tables(t, row_class, row, i, tokens, energies, chosen);
 }
 
-// Encodes a step of 16 lanes.
-AVX512 inline void encode_16(__m512i& state, const uint32_t* entries, const uint8_t* row, const uint8_t* chosen,
-                             Writer& out) {
-    const __m512i index = _mm512_add_epi32(_mm512_slli_epi32(integers_of(chosen), 8), integers_of(row));
-    const __m512i entry = _mm512_i32gather_epi32(index, entries, 4);
+// Encodes a step of 16 lanes, whose integers have these entries.
+AVX512 inline void encode_16(__m512i& state, __m512i entry, __m512 inverse, const uint8_t* row, uint8_t*& next,
+                             std::vector<uint8_t>& escapes) {
     const __m512i count = _mm512_and_si512(_mm512_srli_epi32(entry, 10), _mm512_set1_epi32(1023));
     const __mmask16 escaped = _mm512_test_epi32_mask(entry, _mm512_set1_epi32(1 << kEscapeFlag));
     if (__builtin_expect(escaped, 0))
         for (int lane = 16; lane-- > 0;)
-            if (escaped >> lane & 1) out.escapes.push_back(row[lane]);
+            if (escaped >> lane & 1) escapes.push_back(row[lane]);
     const __mmask16 full = _mm512_cmpge_epu32_mask(state, _mm512_slli_epi32(count, 32 - kBits));
+    // Words lie in front of those before them. What is stored in front of the words is overwritten by the next ones.
     const unsigned words = _mm_popcnt_u32(full);
-    out.next -= 2 * words;
-    _mm256_mask_storeu_epi16(out.next, static_cast<__mmask16>((1u << words) - 1),
-                             _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, state)));
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i last = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(words)));
+    const __m512i moved = _mm512_permutexvar_epi32(last, _mm512_maskz_compress_epi32(full, state));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(next - kSpare), _mm512_cvtepi32_epi16(moved));
+    next -= 2 * words;
     state = _mm512_mask_srli_epi32(state, full, state, 16);
     // The quotient is below 2^22, so the one computed in float32 is at most 1 too large or too small.
-    __m512i quotient = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_cvtepu32_ps(state), _mm512_cvtepi32_ps(count)));
+    __m512i quotient = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_cvtepu32_ps(state), inverse));
     __m512i rest = _mm512_sub_epi32(state, _mm512_mullo_epi32(quotient, count));
     const __mmask16 over = _mm512_cmplt_epi32_mask(rest, _mm512_setzero_si512());
     quotient = _mm512_mask_sub_epi32(quotient, over, quotient, _mm512_set1_epi32(1));
@@ -627,27 +792,74 @@ AVX512 inline void encode_16(__m512i& state, const uint32_t* entries, const uint
     state = _mm512_add_epi32(_mm512_slli_epi32(quotient, kBits), _mm512_add_epi32(rest, first));
 }
 
+// The entries of tokens that have any tables.
+struct AnyEntries {
+    const uint32_t* entries;
+    const uint8_t* chosen;
+
+    AVX512 void encode(__m512i& state, const uint8_t* row, size_t token, uint8_t*& next,
+                       std::vector<uint8_t>& escapes) const {
+        const __m512i index = _mm512_add_epi32(_mm512_slli_epi32(integers_of(chosen + token), 8), integers_of(row + token));
+        const __m512i entry = _mm512_i32gather_epi32(index, entries, 4);
+        const __m512i count = _mm512_and_si512(_mm512_srli_epi32(entry, 10), _mm512_set1_epi32(1023));
+        const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1), _mm512_cvtepi32_ps(count));
+        encode_16(state, entry, inverse, row + token, next, escapes);
+    }
+};
+
+// The entries of a row of one table, in registers: all but the escape's are those of 32 neighbouring integers.
+struct NearEntries {
+    __m512i low, high, escape, lowest;
+    __m512 low_inverse, high_inverse, escape_inverse;
+
+    AVX512 explicit NearEntries(const Near& near)
+        : low(_mm512_load_si512(near.entries)),
+          high(_mm512_load_si512(near.entries + 16)),
+          escape(_mm512_set1_epi32(static_cast<int>(near.escape))),
+          lowest(_mm512_set1_epi32(near.lowest)),
+          low_inverse(inverse_of(low)),
+          high_inverse(inverse_of(high)),
+          escape_inverse(inverse_of(escape)) {}
+
+    AVX512 static __m512 inverse_of(__m512i entry) {
+        const __m512i count = _mm512_and_si512(_mm512_srli_epi32(entry, 10), _mm512_set1_epi32(1023));
+        return _mm512_div_ps(_mm512_set1_ps(1), _mm512_cvtepi32_ps(count));
+    }
+
+    AVX512 void encode(__m512i& state, const uint8_t* row, size_t token, uint8_t*& next,
+                       std::vector<uint8_t>& escapes) const {
+        const __m512i index = _mm512_sub_epi32(integers_of(row + token), lowest);
+        const __mmask16 is_near = _mm512_cmplt_epu32_mask(index, _mm512_set1_epi32(Near::kCount));
+        const __m512i entry = _mm512_mask_mov_epi32(escape, is_near, _mm512_permutex2var_epi32(low, index, high));
+        const __m512 inverse =
+            _mm512_mask_mov_ps(escape_inverse, is_near, _mm512_permutex2var_ps(low_inverse, index, high_inverse));
+        encode_16(state, entry, inverse, row + token, next, escapes);
+    }
+};
+
 // Encodes the first `tokens` tokens, whole steps, of a row of `ways` groups, which take turns.
-template <int ways>
-AVX512 void encode_ways_avx512(Writer* writers, const uint32_t* entries, const uint8_t* row, const uint8_t* chosen,
-                               size_t tokens) {
+template <int ways, class Entries>
+AVX512 void encode_ways_avx512(Writer* writers, const Entries& entries, const uint8_t* row, size_t tokens) {
     __m512i states[2 * ways];
+    uint8_t* next[ways];
 #pragma GCC unroll 8
     for (int k = 0; k < ways; ++k) {
         states[2 * k] = _mm512_loadu_si512(writers[k].states);
         states[2 * k + 1] = _mm512_loadu_si512(writers[k].states + 16);
+        next[k] = writers[k].next;
     }
     for (size_t i = tokens; i > 0; i -= kLanes)
 #pragma GCC unroll 8
         for (int k = 0; k < ways; ++k) {
             const size_t token = k * kGroup + i;
-            encode_16(states[2 * k + 1], entries, row + token - 16, chosen + token - 16, writers[k]);
-            encode_16(states[2 * k], entries, row + token - kLanes, chosen + token - kLanes, writers[k]);
+            entries.encode(states[2 * k + 1], row, token - 16, next[k], writers[k].escapes);
+            entries.encode(states[2 * k], row, token - kLanes, next[k], writers[k].escapes);
         }
 #pragma GCC unroll 8
     for (int k = 0; k < ways; ++k) {
         _mm512_storeu_si512(writers[k].states, states[2 * k]);
         _mm512_storeu_si512(writers[k].states + 16, states[2 * k + 1]);
+        writers[k].next = next[k];
     }
 }
 #endif
@@ -657,6 +869,7 @@ struct Plan {
     size_t rows, tokens;
     std::vector<uint8_t> chosen;  // empty if each row has one table
     std::vector<uint8_t> classes;
+    std::vector<Near> near;  // each table, if each row has one and all are such
 
     Plan(size_t rows, size_t tokens, bool has_row_tables = false)
         : rows(rows), tokens(tokens), chosen(has_row_tables ? 0 : rows * tokens), classes(rows) {}
@@ -669,19 +882,25 @@ void write_groups(const Tables& t, const uint32_t* entries, const Plan& plan, co
     std::vector<uint8_t> same(plan.chosen.empty() ? tokens : 0);
     for (size_t r = plan.rows; r-- > 0;) {
         const uint8_t *row = symbols + r * plan.tokens + first, *chosen = same.data();
+#ifdef HAS_AVX512
+        if (t.has_vectors && tokens == kWays * kGroup && !plan.near.empty()) {
+            encode_ways_avx512<kWays>(writers, NearEntries(plan.near[plan.classes[r]]), row, kGroup);
+            continue;
+        }
+#endif
         if (same.empty())
             chosen = &plan.chosen[r * plan.tokens + first];
         else
             std::fill(same.begin(), same.end(), plan.classes[r]);
 #ifdef HAS_AVX512
         if (t.has_vectors && tokens == kWays * kGroup) {
-            encode_ways_avx512<kWays>(writers, entries, row, chosen, kGroup);
+            encode_ways_avx512<kWays>(writers, AnyEntries{entries, chosen}, row, kGroup);
             continue;
         }
         if (t.has_vectors) {
             const size_t whole = tokens / kLanes * kLanes;
             encode_tokens(*writers, entries, row, chosen, whole, tokens);
-            encode_ways_avx512<1>(writers, entries, row, chosen, whole);
+            encode_ways_avx512<1>(writers, AnyEntries{entries, chosen}, row, whole);
             continue;
         }
 #endif
@@ -695,19 +914,19 @@ void write_groups(const Tables& t, const uint32_t* entries, const Plan& plan, co
 std::vector<uint8_t> write(const Tables& t, const uint32_t* entries, const Plan& plan, const uint8_t* symbols) {
     const size_t groups = (plan.tokens + kGroup - 1) / kGroup;
     // Words are not cleared, because most of them are never touched.
-    std::unique_ptr<uint8_t[]> words(new uint8_t[2 * plan.rows * (plan.tokens + 1)]);
+    std::unique_ptr<uint8_t[]> words(new uint8_t[2 * plan.rows * (plan.tokens + 1) + kSpare * (groups + 1)]);
     std::vector<Writer> writers;
     uint8_t* room = words.get();
     for (size_t first = 0; first < plan.tokens; first += kGroup) {
         const size_t tokens = std::min<size_t>(kGroup, plan.tokens - first);
-        writers.emplace_back(std::min<size_t>(kLanes, tokens), room += 2 * plan.rows * tokens);
+        writers.emplace_back(std::min<size_t>(kLanes, tokens), room += kSpare + 2 * plan.rows * tokens);
     }
     for (size_t g = 0; g < groups;) {
         const size_t count = (g + kWays) * kGroup <= plan.tokens ? kWays : 1;
         write_groups(t, entries, plan, symbols, g, count, &writers[g]);
         g += count;
     }
-    writers.emplace_back(std::min<size_t>(kClassLanes, plan.rows), room + 2 * plan.rows);
+    writers.emplace_back(std::min<size_t>(kClassLanes, plan.rows), room + kSpare + 2 * plan.rows);
     const uint32_t* deltas = t.encode + (static_cast<size_t>(t.delta) << 8);
     for (size_t r = plan.rows; r-- > 0;) {
         const int delta = plan.classes[r] - (r ? plan.classes[r - 1] : 0);
@@ -776,10 +995,12 @@ std::vector<uint8_t> encode_digits(const Tables& t, int num_tables, const int16_
 constexpr int kSymbols = 256;
 constexpr int kMostFitted = 16;                 // distributions
 constexpr size_t kLeastIntegers = 1u << 13;     // for each distribution: with fewer, it takes more bytes than it saves
-constexpr int kRounds = 5;                      // of Lloyd's algorithm
+constexpr int kRounds = 3;                      // of Lloyd's algorithm
 constexpr double kPrior = 0.02;                 // added to each symbol's count, so that each one can code every row
 constexpr int kCountBits = 15;                  // of a row's counts; those of longer rows are shifted
 constexpr int kPad = 32;                        // symbols that a vector has room for
+constexpr size_t kCountedBlock = 64;            // bytes that are counted together
+constexpr size_t kLeastSampled = 512, kSampledEvery = 4;  // of rows of so many tokens, one block of so many is counted
 
 using Slots = std::array<uint16_t, kSymbols + 1>;
 
@@ -787,33 +1008,6 @@ struct Fitted {
     std::vector<Slots> slots;
     std::vector<int> classes;  // of rows
 };
-
-// Writes `columns` rows of `tokens` bytes, from `tokens` rows of `columns` bytes: 8 times 8 bytes at once.
-void transpose(const uint8_t* from, size_t tokens, size_t columns, uint8_t* to) {
-    const size_t whole_tokens = tokens & ~size_t{7}, whole_columns = columns & ~size_t{7};
-    constexpr size_t kBlock = 64;
-    for (size_t first = 0; first < whole_columns; first += kBlock) {
-        const size_t end = std::min(first + kBlock, whole_columns);
-        for (size_t i = 0; i < whole_tokens; i += 8)
-            for (size_t c = first; c < end; c += 8) {
-                uint64_t x[8];
-                for (int k = 0; k < 8; ++k) std::memcpy(&x[k], from + (i + k) * columns + c, 8);
-                const uint64_t masks[] = {0x00000000ffffffff, 0x0000ffff0000ffff, 0x00ff00ff00ff00ff};
-                for (int step = 0; step < 3; ++step) {
-                    const int apart = 4 >> step, bits = 8 * apart;
-                    for (int k = 0; k < 8; ++k)
-                        if (!(k & apart)) {
-                            const uint64_t moved = ((x[k] >> bits) ^ x[k + apart]) & masks[step];
-                            x[k + apart] ^= moved;
-                            x[k] ^= moved << bits;
-                        }
-                }
-                for (int k = 0; k < 8; ++k) std::memcpy(to + (c + k) * tokens + i, &x[k], 8);
-            }
-    }
-    for (size_t c = 0; c < columns; ++c)
-        for (size_t i = c < whole_columns ? whole_tokens : 0; i < tokens; ++i) to[c * tokens + i] = from[i * columns + c];
-}
 
 // Counts bytes. Equal ones often follow each other: in one table, each would wait for the one before.
 void count_bytes(const uint8_t* data, size_t size, uint32_t* counts) {
@@ -827,6 +1021,53 @@ void count_bytes(const uint8_t* data, size_t size, uint32_t* counts) {
     for (; i < size; ++i) ++tables[0][data[i]];
     for (int s = 0; s < kSymbols; ++s) counts[s] = tables[0][s] + tables[1][s] + tables[2][s] + tables[3][s];
 }
+
+// The symbols of rows, and how often each row has them.
+struct Counts {
+    std::vector<int> symbols;  // those that occur
+    size_t width;              // of a row: a count for each symbol, and zeros behind
+    std::vector<int16_t> rows;
+
+    // Of rows of many tokens, every fourth block is counted.
+    Counts(const uint8_t* values, size_t num_rows, size_t tokens)
+        : tokens_(tokens), step_(tokens < kLeastSampled ? kCountedBlock : kSampledEvery * kCountedBlock) {
+        bool occurs[kSymbols] = {};
+        for (size_t r = 0; r < num_rows; ++r)
+            each_block(values + r * tokens, [&](const uint8_t* block, size_t size) {
+                for (size_t i = 0; i < size; ++i) occurs[block[i]] = true;
+            });
+        uint8_t places[kSymbols] = {};
+        for (int s = 0; s < kSymbols; ++s)
+            if (occurs[s]) {
+                places[s] = static_cast<uint8_t>(symbols.size());
+                symbols.push_back(s);
+            }
+        width = (symbols.size() + kPad - 1) / kPad * kPad;
+        rows.resize(num_rows * width);
+        int shift = 0;
+        while (tokens >> shift >= (1u << kCountBits) - 1) ++shift;
+        std::vector<uint32_t> tables(4 * width);
+        for (size_t r = 0; r < num_rows; ++r) {
+            std::fill(tables.begin(), tables.end(), 0);
+            uint32_t* const first = tables.data();
+            each_block(values + r * tokens, [&](const uint8_t* block, size_t size) {
+                for (size_t i = 0; i < size; ++i) ++first[(i & 3) * width + places[block[i]]];
+            });
+            for (size_t i = 0; i < width; ++i) {
+                const uint32_t count = first[i] + first[width + i] + first[2 * width + i] + first[3 * width + i];
+                rows[r * width + i] = static_cast<int16_t>((count + (1u << shift) - 1) >> shift);
+            }
+        }
+    }
+
+   private:
+    size_t tokens_, step_;
+
+    template <class Work>
+    void each_block(const uint8_t* row, Work work) const {
+        for (size_t i = 0; i < tokens_; i += step_) work(row + i, std::min(kCountedBlock, tokens_ - i));
+    }
+};
 
 // Returns the slots of a distribution with these counts, of which some are not 0. Symbols of less than half a slot are
 // escaped.
@@ -874,28 +1115,15 @@ CLONES void assign(const int16_t* counts, size_t rows, size_t width, const int16
 }
 
 Fitted fit(const uint8_t* values, size_t rows, size_t tokens) {
-    int shift = 0;
-    while (tokens >> shift >= (1u << kCountBits) - 1) ++shift;
-    std::vector<int16_t> all(rows * kSymbols);
-    bool occurs[kSymbols] = {};
-    for (size_t r = 0; r < rows; ++r) {
-        uint32_t row[kSymbols];
-        count_bytes(values + r * tokens, tokens, row);
-        for (int s = 0; s < kSymbols; ++s) {
-            occurs[s] |= row[s] > 0;
-            all[r * kSymbols + s] = static_cast<int16_t>((row[s] + (1u << shift) - 1) >> shift);
-        }
-    }
-    std::vector<int> symbols;
-    for (int s = 0; s < kSymbols; ++s)
-        if (occurs[s]) symbols.push_back(s);
-    const size_t width = (symbols.size() + kPad - 1) / kPad * kPad;
-    std::vector<int16_t> counts(rows * width);
+    const Counts found(values, rows, tokens);
+    const std::vector<int>& symbols = found.symbols;
+    const std::vector<int16_t>& counts = found.rows;
+    const size_t width = found.width;
     // Rows of like entropy begin together.
     std::vector<double> keys(1u << kCountBits, -1), order_keys(rows);
     for (size_t r = 0; r < rows; ++r)
         for (size_t i = 0; i < symbols.size(); ++i) {
-            const int16_t c = counts[r * width + i] = all[r * kSymbols + symbols[i]];
+            const int16_t c = counts[r * width + i];
             if (keys[c] < 0) keys[c] = c ? c * std::log2(static_cast<double>(c)) : 0;
             order_keys[r] += keys[c];
         }
@@ -943,7 +1171,7 @@ Fitted fit(const uint8_t* values, size_t rows, size_t tokens) {
 // `frames`: (tokens, rows). `t` codes the classes of rows.
 std::vector<uint8_t> encode_fitted(const Tables& t, const uint8_t* frames, size_t tokens, size_t rows, Fitted& fitted) {
     std::unique_ptr<uint8_t[]> values(new uint8_t[rows * tokens]);
-    transpose(frames, tokens, rows, values.get());
+    transpose(frames, rows, tokens, rows, values.get(), tokens);
     fitted = fit(values.get(), rows, tokens);
     std::vector<uint32_t> entries(fitted.slots.size() << 8);
     for (size_t d = 0; d < fitted.slots.size(); ++d) {
@@ -958,6 +1186,12 @@ std::vector<uint8_t> encode_fitted(const Tables& t, const uint8_t* frames, size_
     }
     Plan plan(rows, tokens, true);
     std::copy(fitted.classes.begin(), fitted.classes.end(), plan.classes.begin());
+    plan.near.resize(fitted.slots.size());
+    for (size_t d = 0; d < plan.near.size(); ++d)
+        if (!plan.near[d].take(&entries[d << 8])) {
+            plan.near.clear();
+            break;
+        }
     return write(t, entries.data(), plan, values.get());
 }
 
@@ -1097,8 +1331,25 @@ PyObject* py_decode(PyObject*, PyObject* args) {
         return nullptr;
     const char* fault = nullptr;
     return has_memory_for([&] {
-               fault = read(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens,
-                              static_cast<uint8_t*>(out.view.buf));
+               fault = read<Integers>(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens,
+                                      static_cast<uint8_t*>(out.view.buf));
+           })
+               ? text_of(fault)
+               : nullptr;
+}
+
+PyObject* py_decode_fitted(PyObject*, PyObject* args) {
+    PyObject* tuple;
+    Buffer data, out;
+    Py_ssize_t tokens, rows;
+    TablesArgument t;
+    if (!PyArg_ParseTuple(args, "Oy*nnw*", &tuple, &data.view, &tokens, &rows, &out.view) || !t.parse(tuple) ||
+        !are_sizes(rows, tokens, out.view.len))
+        return nullptr;
+    const char* fault = nullptr;
+    return has_memory_for([&] {
+               fault = read_frames(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens,
+                                   static_cast<uint8_t*>(out.view.buf));
            })
                ? text_of(fault)
                : nullptr;
@@ -1130,8 +1381,8 @@ PyObject* py_refine(PyObject*, PyObject* args) {
         return nullptr;
     const char* fault = nullptr;
     return has_memory_for([&] {
-               fault = read(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens,
-                              static_cast<int16_t*>(values.view.buf));
+               fault = read<Digits>(t.tables, data.as<uint8_t>(), data.view.len, rows, tokens,
+                                    static_cast<int16_t*>(values.view.buf));
            })
                ? text_of(fault)
                : nullptr;
@@ -1176,6 +1427,8 @@ PyMethodDef methods[] = {
      "(tokens, rows)"},
     {"entropy_bits", py_entropy_bits, METH_VARARGS, "entropy_bits(data) -> order-0 entropy, in bits a byte"},
     {"decode", py_decode, METH_VARARGS, "decode(tables, data, rows, tokens, out) -> None, or what is wrong with data"},
+    {"decode_fitted", py_decode_fitted, METH_VARARGS,
+     "decode_fitted(tables, data, tokens, rows, out) -> None, or what is wrong with data; out is (tokens, rows)"},
     {"encode_digits", py_encode_digits, METH_VARARGS, "encode_digits(tables, values, rows, tokens) -> bytes"},
     {"refine", py_refine, METH_VARARGS, "refine(tables, data, rows, tokens, values) -> None, or what is wrong"},
     {nullptr, nullptr, 0, nullptr},

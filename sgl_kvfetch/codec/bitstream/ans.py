@@ -158,9 +158,10 @@ class AnsTablesCodec(Codec):
         if num_frames > _MOST_TOKENS:
             raise CorruptError(f"ans-tables bitstream is for {num_frames} tokens, expected at most {_MOST_TOKENS}")
         slots, coded = read_tables(bitstream)
-        rows = torch.empty((PLANES * height * width, num_frames), dtype=torch.uint8)
-        fill(self._native(slots), coded, PLANES * height * width, num_frames, rows)
-        return rows.T.contiguous().view(num_frames, PLANES, height, width)
+        frames = torch.empty((num_frames, PLANES, height, width), dtype=torch.uint8)
+        rows = PLANES * height * width
+        _require_whole(_ans.decode_fitted(self._native(slots), coded, num_frames, rows, frames.numpy().data))
+        return frames
 
     def _native(self, slots: np.ndarray) -> tuple[object, ...]:
         """Return native tables where class c has distribution c, whatever a token's energy."""
@@ -203,6 +204,10 @@ def entropy_bits(data: bytes | memoryview) -> float:
 def fill(native: tuple[object, ...], bitstream: bytes | memoryview, rows: int, tokens: int, out: torch.Tensor) -> None:
     """Decode ``rows`` rows of ``tokens`` integers into ``out``, contiguous uint8. ``native``: as `native_tables`
     returns them. Raises CorruptError."""
-    fault = _ans.decode(native, bitstream, rows, tokens, out.numpy().data)
+    _require_whole(_ans.decode(native, bitstream, rows, tokens, out.numpy().data))
+
+
+def _require_whole(fault: str | None) -> None:
+    """Raise CorruptError if the native coder found a fault."""
     if fault is not None:
         raise CorruptError(f"ans bitstream {fault}")

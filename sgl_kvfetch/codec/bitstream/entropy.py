@@ -40,7 +40,7 @@ class _BytesCodec(Codec):
     def compress(self, data: bytes | memoryview) -> bytes: ...
 
     @abstractmethod
-    def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
+    def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes | memoryview:
         """Return at most ``max_bytes`` bytes, even if the data claims to hold more. Raises CorruptError."""
 
 
@@ -72,10 +72,10 @@ class RawCodec(_BytesCodec):
     def compress(self, data: bytes | memoryview) -> bytes:
         return bytes(data)
 
-    def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes:
+    def decompress(self, data: bytes | memoryview, max_bytes: int) -> bytes | memoryview:
         if len(data) > max_bytes:
             raise CorruptError(f"raw bitstream has {len(data)} bytes, expected at most {max_bytes}")
-        return bytes(data)
+        return data
 
 
 class DeflateCodec(_BytesCodec):

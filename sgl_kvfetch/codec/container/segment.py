@@ -17,7 +17,7 @@ import torch
 
 from sgl_kvfetch.codec.bitstream.ans import AnsCodec, AnsTablesCodec, entropy_bits
 from sgl_kvfetch.codec.bitstream.base import DIGITS, LADDER, Wide
-from sgl_kvfetch.codec.bitstream.entropy import RawCodec
+from sgl_kvfetch.codec.bitstream.entropy import RawCodec, ZstdCodec
 from sgl_kvfetch.codec.bitstream.ladder import decode_ladder, encode_ladder
 from sgl_kvfetch.codec.bitstream.registry import get_codec
 from sgl_kvfetch.codec.container.manifest import (
@@ -40,10 +40,9 @@ from sgl_kvfetch.types import TENSORS, TensorName
 # Estimates for a manifest: all but rows and hashes; and a chunk's row.
 _HEAD_BYTES, _ROW_BYTES = 4096, 69
 _TABLE_BYTES = 38  # what encryption adds to a chunk's row
-FALLBACK_CODEC = "zstd"
-# A plane with more order-0 entropy is noise, such as the low mantissa bytes of exact values. `ans` would gain nothing;
-# video coding would be slow, and expand it by a third. Below this, the user's choice of video is kept even if another
-# codec would be smaller: with NVDEC, decoding video is free.
+# A plane with more order-0 entropy is noise, such as the low mantissa bytes of exact values, and stored as it is. `ans`
+# would gain nothing; video coding would be slow, and expand it by a third. Below this, the user's choice of video is
+# kept even if another codec would be smaller: with NVDEC, decoding video is free.
 NOISE_BITS = 7.9
 # zstd is tried only where tokens repeat. `ans` takes a quarter less for what does not, so few repetitions do not pay.
 _MUCH_REPEATED, _START_BYTES = 0.25, 64
@@ -358,7 +357,7 @@ def encode_cell(
             bitstreams = encode_ladder(frames, wide, len(x), num_levels)
             chunks.append(_with_levels(bitstreams, frames, layouts[part.layout], tuple(x.shape)))
             continue
-        tried = {name: _bitstream(name, frames, raw) for name in _codecs_for(cell, part, codec, x, raw)}
+        tried = {name: _bitstream(name, frames, raw) for name in _codecs_for(cell, part, codec, frames, x)}
         name, bitstream = min(tried.items(), key=lambda item: len(item[1]))
         chunks.append(CodedChunk(Chunk.of(name, bitstream, raw), bitstream))
     return chunks
@@ -389,18 +388,21 @@ def _with_levels(
     return chunks[0]._replace(levels=tuple(chunks[1:]))
 
 
-def _codecs_for(cell: Cell, part: PartInfo, codec: str, x: torch.Tensor, raw: memoryview) -> tuple[str, ...]:
-    """Return the codecs among which the smallest bitstream of a part ``x`` is chosen, if the user wants ``codec``."""
+def _codecs_for(cell: Cell, part: PartInfo, codec: str, frames: torch.Tensor, x: torch.Tensor) -> tuple[str, ...]:
+    """Return the codecs among which the smallest bitstream of a part ``x`` is chosen, if the user wants ``codec``.
+    ``frames``: of ``x``."""
     is_values = codec == AnsCodec.name and part.layout in TENSORS
     if not is_values and not get_codec(codec).is_video:
         return (codec,)
-    if entropy_bits(_sample(raw)) > NOISE_BITS:
-        return (FALLBACK_CODEC,)
-    if not is_values:
+    is_noise = entropy_bits(_sample(x.contiguous().numpy().reshape(-1).data)) > NOISE_BITS
+    if not is_values and not is_noise:
         return (codec,)
+    # Where frames are larger than what they hold, zstd leaves out the rest.
+    of_noise = RawCodec.name if frames.numel() == x.numel() else ZstdCodec.name
+    usual = of_noise if is_noise else AnsTablesCodec.name
     # In the first layer, V usually depends on the token alone, so it repeats. Only zstd finds repetitions.
     may_repeat = cell.layer_group == 0 and part.layout == "v" and _share_of_repeated(x) >= _MUCH_REPEATED
-    return (AnsTablesCodec.name, FALLBACK_CODEC) if may_repeat else (AnsTablesCodec.name,)
+    return (usual, ZstdCodec.name) if may_repeat else (usual,)
 
 
 def _share_of_repeated(x: torch.Tensor) -> float:

@@ -272,27 +272,36 @@ class ExactQuantiser(Quantiser):
     ) -> CellValues:
         size = dtype.itemsize
         assert len(quantised) == len(TENSORS) * size
-        k, v = (torch.stack([plane[tokens] for plane in quantised[i : i + size]]) for i in (0, size))
-        return CellValues(from_planes(k, dtype), from_planes(v, dtype))
+        k, v = (_joined([plane[tokens] for plane in quantised[i : i + size]], dtype) for i in (0, size))
+        return CellValues(k, v)
 
 
 def to_planes(values: torch.Tensor) -> torch.Tensor:
     """Return the bytes of ``values``, whose bits are rotated left by one: uint8 ``(itemsize, *values.shape)``, least
     significant first."""
-    return _planes_of((values,))
+    return torch.stack(_planes_of((values,)))
 
 
-def _planes_of(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def _planes_of(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the planes of tensors on the host that follow each other in their first dimension. Reads each of them
-    once, and copies nothing else."""
-    size = pieces[0].dtype.itemsize
-    planes = blocks.empty((size, sum(map(len, pieces)), *pieces[0].shape[1:]))
+    once, and copies nothing else. Each plane has memory of its own: one may be sent as it is, when the other is gone.
+    """
+    shape = sum(map(len, pieces)), *pieces[0].shape[1:]
+    planes = [blocks.empty(shape) for _ in range(pieces[0].dtype.itemsize)]
+    views = [plane.numpy().data for plane in planes]
     first = 0
     for piece in pieces:
         aligned = piece if piece.stride(-1) == 1 else piece.contiguous()
-        _exact.split(aligned.detach().view(torch.uint8).numpy().data, size, planes.numpy().data, first)
+        _exact.split(aligned.detach().view(torch.uint8).numpy().data, views, first)
         first += piece.numel()
     return planes
+
+
+def _joined(planes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return the values that these planes, on the host, are of."""
+    values = torch.empty(planes[0].shape, dtype=dtype)
+    _exact.join([plane.contiguous().numpy().data for plane in planes], values.view(torch.uint8).numpy().data)
+    return values
 
 
 def from_planes(rotated: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -163,6 +164,8 @@ def test_the_native_coder_refuses_wrong_sizes() -> None:
             _ans.encode(sound, bytes(size), rows, tokens)
     with pytest.raises(ValueError, match="rows of"):
         _ans.encode_fitted(sound, bytes(15), 8, 2)
+    with pytest.raises(ValueError, match="rows of"):
+        _ans.decode_fitted(sound, b"", 8, 2, bytearray(15))
     for broken in ((b"", *sound[1:]), (*sound[:2], b"\xff" * 2048, *sound[3:])):
         with pytest.raises(ValueError, match="tables have the wrong sizes"):
             _ans.encode(broken, bytes(16), 2, 8)
@@ -179,6 +182,23 @@ def test_tables_in_the_bitstream_are_read_alike(num_tokens: int, num_places: int
     if frames.numel() <= 20_000:
         rows = unans_tables(bitstream, 3 * num_places, num_tokens)
         assert np.array_equal(rows.T, frames.reshape(num_tokens, -1).numpy())
+
+
+@pytest.mark.parametrize(
+    "integers", [range(100, 120), range(5), range(250, 256), range(90, 130), (0, 255), range(256)], ids=str
+)
+def test_rows_of_few_and_of_many_integers_are_coded_alike_with_and_without_vectors(integers: Sequence[int]) -> None:
+    """The coder holds the entries of 32 neighbouring integers in registers. Rare ones outside are escaped."""
+    chance = np.random.default_rng(len(integers))
+    values = chance.choice(np.array(integers, np.uint8), (1024 + 70, 3, 1, 4))
+    rare = chance.random(values.shape) < 1e-4
+    frames = torch.from_numpy(np.where(rare, chance.integers(0, 256, values.shape, np.uint8), values))
+    bitstream, portable = TABLES.encode(frames), AnsTablesCodec(is_portable=True)
+    assert portable.encode(frames) == bitstream
+    for codec in (TABLES, portable):
+        assert torch.equal(decode(codec, bitstream, frames), frames)
+    rows = unans_tables(bitstream, 12, len(frames))
+    assert np.array_equal(rows.T, frames.reshape(len(frames), -1).numpy())
 
 
 @settings(deadline=None, max_examples=60)

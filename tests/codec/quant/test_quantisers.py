@@ -1,6 +1,8 @@
+import numpy as np
 import pytest
 import torch
 
+from sgl_kvfetch.codec.quant import _exact
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser, join_parts, to_planes
 from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import ConfigError, FormatError, QuantiseError
@@ -65,6 +67,35 @@ def test_exact_puts_the_exponent_in_the_last_plane_and_the_sign_in_the_last_bit(
         planes = to_planes(values).flatten(1)
         assert planes[-1].tolist() == [127, 127, 128, 125]
         assert (planes[0] & 1).tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_planes_are_joined_into_strided_values(size: int) -> None:
+    chance = np.random.default_rng(size)
+    memory = chance.integers(0, 256, (5, 3, 4, 7 * size), np.uint8)
+    values = memory[:, ::2, 1:3]
+    planes = [np.zeros(values.size // size + 2, np.uint8) for _ in range(size)]
+    _exact.split(values.data, [plane.data for plane in planes], 2)
+    assert not any(plane[:2].any() for plane in planes)
+    joined = np.zeros_like(memory)
+    _exact.join([plane[2:].data for plane in planes], joined[:, ::2, 1:3].data)
+    assert np.array_equal(joined[:, ::2, 1:3], values)
+    joined[:, ::2, 1:3] = 0
+    assert not joined.any()
+
+
+def test_planes_that_do_not_fit_are_refused() -> None:
+    values = np.zeros((4, 6), np.uint8)
+    for planes in ([], [bytearray(12)], [bytearray(12), bytearray(11)], [bytearray(3)] * 9):
+        with pytest.raises(ValueError, match="24 bytes of values do not fit"):
+            _exact.join(planes, values.data)
+        with pytest.raises(ValueError, match="24 bytes of values do not fit"):
+            _exact.split(values.data, planes, 0)
+    for first in (-1, 1, 13):
+        with pytest.raises(ValueError, match="at"):
+            _exact.split(values.data, [bytearray(12), bytearray(12)], first)
+    with pytest.raises(BufferError):
+        _exact.split(values.data, [bytes(12), bytes(12)], 0)
 
 
 @pytest.mark.parametrize("name", ["uint8", "cachegen"])
