@@ -17,12 +17,16 @@ import psutil  # type: ignore[import-untyped]
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _before: dict[int, Any] = {}  # the handlers that ours replaced
 _noted_s = 0.0  # CPU time that the kernel does not count for this process
+_running: dict[int, bool] = {}  # processes whose CPU time counts while they run, and whether their descendants' does
 
 
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a process that ends with this one, as `end_children_on_signals` says. ``options``: those of Popen."""
+    """Start a process that ends with this one, as `end_children_on_signals` says. Its CPU time counts while it runs.
+    ``options``: those of Popen."""
     end_children_on_signals()
-    return subprocess.Popen(command, **options)
+    process = subprocess.Popen(command, **options)
+    _running[process.pid] = False
+    return process
 
 
 def end_children_on_signals() -> None:
@@ -41,21 +45,39 @@ def end_children_on_signals() -> None:
 
 
 def children_cpu_s() -> float:
-    """Return the CPU seconds of this process's descendants: of those that were waited for, and those that
-    `note_cpu_time` and `note_s` have counted."""
+    """Return the CPU seconds of this process's descendants: of those that were waited for, of those that `start_child`
+    and `count_with_descendants` count while they run, and those that `note_cpu_time` and `note_s` have counted."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime + _noted_s
+    running_s = 0.0
+    for pid, has_descendants in list(_running.items()):
+        try:
+            process = psutil.Process(pid)
+            running_s += _cpu_s([process, *(process.children(recursive=True) if has_descendants else ())])
+        except psutil.NoSuchProcess:
+            del _running[pid]
+    return usage.ru_utime + usage.ru_stime + _noted_s + running_s
+
+
+def count_with_descendants(pid: int) -> None:
+    """Count the CPU time of a process and its descendants while it runs: a server that tests share belongs to each of
+    them, and not to the last one."""
+    _running[pid] = True
 
 
 def note_cpu_time(pid: int) -> None:
     """Count the CPU time of a child's descendants. Call this before the child is killed together with them: nobody
     waits for them then, so the kernel adds their CPU time to no other process's."""
-    global _noted_s
     with contextlib.suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                _noted_s += times.user + times.system + times.children_user + times.children_system
+        note_s(_cpu_s(psutil.Process(pid).children(recursive=True)))
+        _running.pop(pid, None)
+
+
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    total_s = 0.0
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total_s += sum(process.cpu_times()[:4])  # its own, and of children that it has waited for
+    return total_s
 
 
 def note_s(cpu_s: float) -> None:

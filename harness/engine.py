@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from harness.children import note_cpu_time, start_child
+from harness.children import count_with_descendants, note_cpu_time, start_child
 from harness.imported_sglang import ForkedProcess, ImportedSGLang, common_environment
 from harness.waiting import WAIT_S, polls
 
@@ -258,6 +258,7 @@ class SGLangServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        count_with_descendants(self._process.pid)
         try:
             self._wait_until_healthy()
         except BaseException:

@@ -1,26 +1,27 @@
-"""Starts processes that need SGLang without importing it in each: they are forked from one that has imported it.
+"""Starts processes that need SGLang, or torch, without importing it in each: they are forked from one that has imported
+it (`harness/sglang_importer.py`).
 
-Three quarters of the CPU time that a server takes to start are imports. What it does after them is the same, with one
-difference: plugins are loaded after `sglang.srt.entrypoints.http_server` was imported, and not before. In a server's
-schedulers that is so anyway.
+Nine tenths of the CPU time that a server takes to start are imports, its data plane's among them. What it does after
+them is the same, with one difference: plugins are loaded after `sglang.srt.entrypoints.http_server` was imported, and
+not before. In a server's schedulers that is so anyway.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import select
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
-from harness.children import note_s, start_child
+from harness.children import start_child
+from harness.sglang_importer import Forker, fork_child, fork_data_planes
 from harness.waiting import WAIT_S
 
 _SCRIPT = Path(__file__).with_name("sglang_importer.py")
@@ -29,7 +30,12 @@ _READ_LATE = {
     *("KVFETCH_SGLANG", "MOONCAKE_PROTOCOL", "PYTEST_CURRENT_TEST", "XDG_CACHE_HOME"),
     *("SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_DISABLED_MODEL_ARCHS", "SGLANG_MAMBA_CONV_DTYPE"),
     "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND",
+    *("OTEL_BSP_SCHEDULE_DELAY", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"),
+    "OTEL_TRACES_EXPORTER",
 }
+
+# What data planes import without metrics: `prometheus_client` reads at import in which folder processes share them.
+_OF_DATA_PLANES = "codec.container.merge", "directory.local", "plane.config", "stores.http"
 
 
 def common_environment() -> dict[str, str]:
@@ -38,44 +44,25 @@ def common_environment() -> dict[str, str]:
     return os.environ | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
 
 
-class ForkedProcess:
-    """A process with the methods of ``subprocess.Popen`` that the harness uses."""
+class ForkedProcess(subprocess.Popen[bytes]):
+    """A process that another one has forked. ``options``: those of ``subprocess.Popen``."""
 
-    def __init__(self, status: int, command: Sequence[str]) -> None:
-        self.pid: int = forkserver.read_signed(status)
-        self._status, self._command = status, command
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
-        return self.wait() if self._code is not None or self._has_ended(0.0) else None
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end, and return the exit code. Raises ``subprocess.TimeoutExpired``."""
-        if self._code is None:
-            if not self._has_ended(timeout):
-                raise subprocess.TimeoutExpired(self._command, timeout or 0.0)
-            self._code = int(forkserver.read_signed(self._status))
-            note_s(forkserver.read_signed(self._status) / 1e6)
-            os.close(self._status)
-        return self._code
-
-    def terminate(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
-
-    def _has_ended(self, timeout_s: float | None) -> bool:
-        return bool(select.select([self._status], [], [], timeout_s)[0])
+    def __init__(self, forker: Forker, command: Sequence[str], **options: Any) -> None:
+        self._execute_child = partial(fork_child, forker, self)
+        super().__init__(command, **options)
 
 
-class ImportedSGLang:
-    """A process that has imported SGLang, from when one is first needed. A context manager."""
+class Importer:
+    """A process that has imported modules, from when one is first needed. A context manager."""
 
-    def __init__(self) -> None:
-        self._importer: subprocess.Popen[bytes] | None = None
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
+        self._forker: Forker | None = None
         self._environment: dict[str, str] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="sglang-imported-")
+        self._folder = tempfile.TemporaryDirectory(prefix="imported-")
         self._log = Path(self._folder.name, "log")
 
     def __enter__(self) -> Self:
@@ -84,6 +71,46 @@ class ImportedSGLang:
     def __exit__(self, *error: object) -> None:
         self._end()
         self._folder.cleanup()
+
+    def forker(self, environment: Mapping[str, str]) -> Forker:
+        """Return what asks the process. With another environment than before, modules are imported again."""
+        with self._lock:
+            has_ended = self._process is not None and self._process.poll() is not None
+            if self._forker is None or has_ended or environment != self._environment:
+                self._end()
+                self._environment = dict(environment)
+                self._forker = self._begin()
+            return self._forker
+
+    def log(self) -> str:
+        """Return what the process has printed: why it could not import a module."""
+        return self._log.read_text()
+
+    def _begin(self) -> Forker:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, self._log.open("wb") as log:
+            self._process = start_child(
+                [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno()), *self._modules],
+                cwd=self._folder.name,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+            )
+        return Forker(self._requests)
+
+    def _end(self) -> None:
+        if self._process is not None and self._requests is not None:
+            self._requests.close()
+            self._process.wait()
+
+
+class ImportedSGLang(Importer):
+    """A process that has imported what SGLang's server imports before and after it reads its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__("sglang.launch_server", "sglang.srt.entrypoints.http_server")
 
     def start(
         self,
@@ -95,23 +122,18 @@ class ImportedSGLang:
         stderr: IO[bytes],
     ) -> ForkedProcess | None:
         """Start ``python`` with a command line, ``-m`` or ``-c`` first, in a session of its own. Its environment is
-        ``common``, updated with ``own``. If ``common`` changes, SGLang is imported again. Return None if the process
-        must import SGLang itself, because importing may read a variable in ``own``."""
+        ``common``, updated with ``own``. Return None if the process must import SGLang itself, because importing may
+        read a variable in ``own``."""
         early = {name: value for name, value in common.items() if name not in _READ_LATE}
-        if any(name not in _READ_LATE and early.get(name) != value for name, value in own.items()):
+        late = _READ_LATE | ({"PYTHONPATH"} if _customises(own) else set())
+        if any(name not in late and early.get(name) != value for name, value in own.items()):
             return None
-        if self._importer is None or self._importer.poll() is not None or early != self._environment:
-            self._end()
-            self._begin(early)
-        assert self._requests is not None
-        status, theirs = os.pipe()
-        request = {"command": list(command), "folder": os.fspath(folder), "environment": {**common, **own}}
-        socket.send_fds(self._requests, [json.dumps(request).encode()], [stdout.fileno(), stderr.fileno(), theirs])
-        os.close(theirs)
+        files = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
         try:
-            return ForkedProcess(status, command)
-        except EOFError:
-            raise RuntimeError(f"SGLang cannot be imported:\n{self._log.read_text()}") from None
+            forker = self.forker(early)
+            return ForkedProcess(forker, command, cwd=folder, env={**common, **own}, start_new_session=True, **files)
+        except (EOFError, OSError):
+            raise RuntimeError(f"SGLang cannot be imported:\n{self.log()}") from None
 
     def run(self, command: Sequence[str], folder: Path, **own: str) -> subprocess.CompletedProcess[str]:
         """Run ``python`` with a command line to its end, with output to two files in a folder. Its environment is
@@ -122,22 +144,18 @@ class ImportedSGLang:
         assert process is not None, f"SGLang reads one of {list(own)} while it is imported"
         return subprocess.CompletedProcess(command, process.wait(WAIT_S), *(path.read_text() for path in paths))
 
-    def _begin(self, environment: dict[str, str]) -> None:
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, self._log.open("wb") as log:
-            self._importer = start_child(
-                [sys.executable, "-P", str(_SCRIPT), str(theirs.fileno())],
-                cwd=self._folder.name,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-            )
-        self._environment = environment
 
-    def _end(self) -> None:
-        if self._importer is not None:
-            assert self._requests is not None
-            self._requests.close()
-            self._importer.wait()
+def _customises(environment: Mapping[str, str]) -> bool:
+    """Return whether a folder of PYTHONPATH is there for its ``sitecustomize.py``, which forks run, too."""
+    folders = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    return any(Path(folder, "sitecustomize.py").exists() for folder in folders)
+
+
+@contextmanager
+def data_planes_are_forked() -> Iterator[None]:
+    """Fork the data planes that this process starts from one that has imported torch and most of what they need."""
+    environment = common_environment()
+    with Importer("torch", *(f"sgl_kvfetch.{name}" for name in _OF_DATA_PLANES)) as importer:
+        end = fork_data_planes(lambda: importer.forker(environment))
+        yield
+        end()

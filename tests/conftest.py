@@ -27,6 +27,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 if not has_accelerator():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# What SGLang compiles for its page hash: for the SGLang of this environment, and once, whatever caches servers have.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
+
 # A shell starts background jobs with Ctrl-C ignored, and what the tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -75,7 +78,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     there, such as compiled code, stays where it is, as do the models of `benchmarks`, which take long to make."""
     users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     ours = tmp_path_factory.mktemp("cache")
-    for name in ("sgl_kvfetch-models", "torch_extensions", "sglang", "tvm-ffi", "huggingface", "matplotlib", "pip"):
+    for name in ("sgl_kvfetch-models", "sglang", "tvm-ffi", "huggingface", "matplotlib", "pip"):
         (users / name).mkdir(parents=True, exist_ok=True)
     for folder in users.iterdir():
         if folder.name != "sgl_kvfetch":

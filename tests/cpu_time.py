@@ -1,8 +1,9 @@
 """Measures the CPU time of tests, and of the processes that they start. It shows it at the end of a run, by folder, and
 for the ten slowest files.
 
-Elapsed time says little on a busy machine. Each test's figure is in its report, and so in pytest's `--junit-xml`. Not
-counted are grandchildren that nobody waited for, but for those of the servers of `harness.engine`.
+Elapsed time says little on a busy machine. Each test's figure is in its report, and so in pytest's `--junit-xml`. A
+server that several tests share counts for each of them while it runs. Not counted are grandchildren that nobody waited
+for, but for those of the servers of `harness.engine`.
 """
 
 from __future__ import annotations

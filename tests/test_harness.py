@@ -15,9 +15,9 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 
-from harness.children import children_cpu_s, note_cpu_time
+from harness.children import children_cpu_s, count_with_descendants, note_cpu_time
 from harness.engine import free_port, has_accelerator
-from harness.imported_sglang import ImportedSGLang, common_environment
+from harness.imported_sglang import ImportedSGLang, common_environment, data_planes_are_forked
 from harness.slow_link import SlowLink
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
@@ -92,11 +92,16 @@ def test_the_cpu_time_of_grandchildren_counts() -> None:
         try:
             found = psutil.Process(process.pid)
             wait_until(lambda: any(each.cpu_times().user > 0.2 for each in found.children()))
+            os.killpg(process.pid, signal.SIGSTOP)
             before_s = children_cpu_s()
-            note_cpu_time(process.pid)
-            assert children_cpu_s() - before_s > 0.2
+            count_with_descendants(process.pid)  # as they run
+            running_s = children_cpu_s()
+            assert running_s - before_s > 0.2
+            note_cpu_time(process.pid)  # the same, once
+            assert abs(children_cpu_s() - running_s) < 0.2
         finally:
             os.killpg(process.pid, signal.SIGKILL)
+    assert children_cpu_s() - before_s > 0.2
 
 
 def test_a_store_that_ends_by_itself_fails_its_test(tmp_path: Path) -> None:
@@ -170,7 +175,7 @@ def importer(imported_sglang: ImportedSGLang | None) -> ImportedSGLang:
 IMPORTED = """
 import os, sys
 assert "sglang.srt.managers.scheduler" in sys.modules
-print(sys.argv, os.getcwd(), os.environ["XDG_CACHE_HOME"], os.getsid(0) == os.getpid())
+print(sys.argv, os.getcwd(), os.environ["XDG_CACHE_HOME"], os.getsid(0) == os.getpid(), os.getppid())
 print("wrong", file=sys.stderr)
 """
 
@@ -180,7 +185,7 @@ print("wrong", file=sys.stderr)
 def test_processes_that_find_sglang_imported_are_like_others(importer: ImportedSGLang, tmp_path: Path) -> None:
     done = importer.run(["-c", IMPORTED, "--flag", "a b"], tmp_path, XDG_CACHE_HOME="cache")
     assert (done.returncode, done.stderr) == (0, "wrong\n")
-    assert done.stdout == f"['-c', '--flag', 'a b'] {tmp_path} cache True\n"
+    assert done.stdout == f"['-c', '--flag', 'a b'] {tmp_path} cache True {os.getpid()}\n"
     ends = {"sys.exit(3)": 3, "raise ValueError": 1, "os.kill(os.getpid(), 9)": -9}
     assert {how: importer.run(["-c", f"import os, sys; {how}"], tmp_path).returncode for how in ends} == ends
 
@@ -204,6 +209,17 @@ def test_hooks_are_found_wherever_their_functions_were_imported(importer: Import
     num_hooked, left = importer.run(["-c", HOOKED], tmp_path).stdout.splitlines()[-1].split(" ", 1)
     assert int(num_hooked) > 30
     assert left == "[]"
+
+
+@pytest.mark.process
+def test_data_planes_are_forked() -> None:
+    command = [sys.executable, "-P", "-m", "sgl_kvfetch.plane", "no number"]
+    with data_planes_are_forked(), subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as plane:
+        assert psutil.Process(plane.pid).ppid() == os.getpid()
+        _, said = plane.communicate()
+        assert plane.returncode == 1
+    assert b"sglang_importer.py" in said
+    assert b"'no number'" in said
 
 
 def test_what_is_read_while_sglang_is_imported_needs_an_import_of_its_own(tmp_path: Path) -> None:

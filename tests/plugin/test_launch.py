@@ -1,6 +1,6 @@
 """Tests with real processes: which launches stop at start, and which are left alone.
 
-The first and the last import SGLang as its commands do, while plugins are loaded. For the others it is imported before.
+`sglang serve` imports SGLang as its commands do, while plugins are loaded. For the others it is imported before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 INSTALLED = importlib.metadata.version("sglang")
 
-LAUNCH = [sys.executable, "-m", "sglang.launch_server"]
 SERVE = [str(Path(sys.executable).with_name("sglang")), "serve"]
 KVFETCH = ["--hicache-storage-backend", "kvfetch"]
 HOST_MODE = [*KVFETCH, "--enable-hierarchical-cache", "--hicache-storage-backend-extra-config"]
@@ -71,10 +70,10 @@ def _run(command: Sequence[str], cwd: Path, **env: str) -> subprocess.CompletedP
     )
 
 
-@pytest.mark.parametrize("command", [LAUNCH, SERVE], ids=["launch_server", "serve"])
-def test_a_wrong_config_key_stops_the_command_with_one_message(command: list[str], tmp_path: Path) -> None:
-    config = json.dumps({"store": "http://127.0.0.1:1", "codek": "hevc"})
-    done = _run([*command, *NO_MODEL, *HOST_MODE, config], tmp_path)
+@pytest.mark.parametrize("command", ["launch_server", "serve"])
+def test_a_wrong_config_key_stops_the_command_with_one_message(command: str, run: Run, tmp_path: Path) -> None:
+    flags = [*NO_MODEL, *HOST_MODE, json.dumps({"store": "http://127.0.0.1:1", "codek": "hevc"})]
+    done = _run([*SERVE, *flags], tmp_path) if command == "serve" else run(["-m", "sglang.launch_server", *flags])
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     message = done.stderr.strip().splitlines()[-1]
@@ -202,7 +201,7 @@ for line in lines:
 """
 
 
-def test_pages_have_64_tokens_where_nobody_chooses(tmp_path: Path) -> None:
+def test_pages_have_64_tokens_where_nobody_chooses(run: Run, tmp_path: Path) -> None:
     ours = [*KVFETCH, "--hicache-storage-backend-extra-config", json.dumps({"store": tmp_path.as_uri()})]
     host = [*ours, "--enable-hierarchical-cache"]
     device = ours if HAS_LINKER else host
@@ -219,7 +218,7 @@ def test_pages_have_64_tokens_where_nobody_chooses(tmp_path: Path) -> None:
     common = ["--model-path", str(make_tiny_llama(tmp_path / "model")), "--device", "cpu"]
     common += ["--attention-backend", "torch_native"]
     lines = json.dumps([common, *(line for several in sizes.values() for line in several)])
-    done = _run([sys.executable, "-c", PAGE_SIZES, lines], tmp_path)
+    done = run(["-c", PAGE_SIZES, lines])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [size for size, several in sizes.items() for _ in several]
     assert "kvfetch: pages have 64 tokens, since no --page-size is given" in done.stdout + done.stderr
