@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.engine import SGLangServer, device_args, hicache_args
+from harness.engine import SGLangServer, host_tier_args
 from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import wait_until
@@ -63,39 +64,25 @@ def test_the_end_of_a_hit_is_computed_and_compared(
         assert 0 <= told["audits"]["typical"] <= told["audits"]["ratio"] < 4
 
 
-@pytest.mark.parametrize("mode", ["host", "device"])
-def test_each_rank_compares_the_pages_that_the_first_has_cut(
-    mode: str, model: Path, store: StoreProcess, expected: Expected
-) -> None:
-    arguments = hicache_args if mode == "host" else device_args
-    flags = [*arguments(store.url, **COMMON), "--tp-size", "2"]
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-    with SGLangServer(model, extra_args=flags, env=env) as server:
-        for seed in (0, 1):
-            ask(server, make_prompt(seed))
-        wait_until_written(server, 4 * TOKENS // PAGE_SIZE)
-    flags = [*arguments(store.url, **ALL), "--tp-size", "2"]
-    with SGLangServer(model, extra_args=flags, env=env) as server:
-        for seed in (0, 1):
-            answer = ask(server, make_prompt(seed))
-            assert from_storage(answer) == TOKENS - PAGE_SIZE - AUDITED
-            assert same_answer(answer, expected[seed])
-            wait_until(lambda seed=seed: audits(server, "sound") == 2 * (seed + 1))  # type: ignore[misc]
+@pytest.fixture(scope="module")
+def other(other_model: Path) -> Iterator[Shared]:
+    """A server with other weights under the same name."""
+    shared = Shared(other_model, host_tier_args(), "wait_complete")
+    yield shared
+    shared.close()
 
 
 @pytest.mark.parametrize("mode", ["host", "device"])
-def test_a_server_with_other_weights_under_the_same_name_stops_reading(
-    mode: str, model: Path, other_model: Path, store: StoreProcess, tmp_path: Path
+def test_a_server_stops_reading_what_other_weights_wrote_under_its_name(
+    mode: str, other: Shared, store: StoreProcess, request: pytest.FixtureRequest
 ) -> None:
-    arguments = hicache_args if mode == "host" else device_args
-    env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    shared: Shared = request.getfixturevalue(mode)
     prompts = [make_prompt(seed) for seed in range(4)]
-    with SGLangServer(model, extra_args=arguments(store.url, **COMMON, model_id="m")) as writer:
+    with other.attached(store.url, **COMMON, model_id="m") as writer:
         for prompt in prompts:
             ask(writer, prompt)
         wait_until_written(writer, len(prompts) * TOKENS // PAGE_SIZE)
-    flags = arguments(store.url, **ALL, model_id="m")
-    with SGLangServer(other_model, extra_args=flags, env=env) as server:
+    with shared.attached(store.url, **ALL, model_id="m") as server:
         for count, prompt in enumerate(prompts[:3], start=1):
             assert from_storage(ask(server, prompt)) > 0
             wait_until(partial(has_found, server, count))
@@ -105,5 +92,5 @@ def test_a_server_with_other_weights_under_the_same_name_stops_reading(
         wait_until(lambda: any(told["audits"]["off"] for told in told_to(store)))
         assert from_storage(ask(server, prompts[3])) == 0
         assert_why(why(store, server, 3), Reason.AUDITED)
-    with SGLangServer(other_model, extra_args=flags, env=env) as server:  # it remembers
+    with shared.attached(store.url, **ALL, model_id="m") as server:  # another data plane remembers it
         assert from_storage(ask(server, prompts[3])) == 0

@@ -18,21 +18,7 @@ from tests.e2e.shared import Shared
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
-def test_flags_that_change_no_values_do_not_divide_a_store(model: Path, host: Shared, store: StoreProcess) -> None:
-    prompt = make_prompt(0)
-    flags = hicache_args(store.url, codec="zstd")
-    with host.attached(store.url, codec="zstd") as server:
-        expected = ask(server, prompt)
-        wait_until_written(server, len(prompt) // 16)
-    others = ["--context-length", "1024", "--trust-remote-code", "--load-format", "safetensors"]
-    others += ["--model-loader-extra-config", '{"enable_multithread_load": false}']
-    with SGLangServer(model, extra_args=[*flags, *others]) as server:
-        answer = ask(server, prompt)
-    assert from_storage(answer) >= 0.9 * len(prompt)
-    assert same_answer(answer, expected)
-
-
-def test_page_sizes_dtypes_and_weights_do_not_mix(
+def test_page_sizes_types_of_kv_and_weights_do_not_mix(
     model: Path, other_model: Path, host: Shared, store: StoreProcess
 ) -> None:
     """Each engine is asked the same prompt twice, with its own tiers emptied between: first nothing may come from what
@@ -43,7 +29,7 @@ def test_page_sizes_dtypes_and_weights_do_not_mix(
     engines: list[tuple[AbstractContextManager[SGLangServer], int, bool]] = [
         (host.attached(store.url, codec="zstd"), 16, True),
         (SGLangServer(model, extra_args=[*flags, "--page-size", "64"]), 64, True),
-        (SGLangServer(model, extra_args=[*flags, "--dtype", "bfloat16"]), 16, False),
+        (SGLangServer(model, extra_args=[*flags, "--kv-cache-dtype", "fp8_e4m3"]), 16, False),
         (SGLangServer(other_model, extra_args=flags), 16, True),
     ]
     tokens = set()
@@ -57,6 +43,9 @@ def test_page_sizes_dtypes_and_weights_do_not_mix(
             assert from_storage(second) >= 0.9 * len(prompt) - page_size
             if is_float32:
                 assert same_answer(second, first)
+            else:
+                assert second.output_ids == first.output_ids
+                assert "kv dtype float8_e4m3fn" in server.log()
             tokens.add(tuple(first.output_ids))
     assert len(list(store.directory.glob("*/*.kvm"))) >= len(engines)
     assert len([d for d in store.directory.iterdir() if re.fullmatch(NAMESPACE_PATTERN, d.name)]) == len(engines)

@@ -19,6 +19,7 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.profile import load_profile
 from tests.e2e.conftest import PAGE_SIZE, ask, from_storage, make_prompt
 from tests.e2e.continuation import continue_from_quantised
+from tests.e2e.shared import Shared
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -54,18 +55,17 @@ def published(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield Published(store, folder / "profile", keys, {"XDG_CACHE_HOME": str(folder / "cache")})
 
 
-def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, published: Published) -> None:
+def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, host: Shared, published: Published) -> None:
     """As transformers does from the same KV, quantised in memory; see ``test_round_trip.test_quantised``. Positions
     are at stake here: the second half of the prompt is written by itself, and stands where it stood. It is stored in
     levels, all of which are read. A server with a coarser target leaves one out, and another one for lack of time.
     Both servers find their profile in the store."""
-    calibrated, store, env = load_profile(published.profile), published.store, published.env
+    calibrated, store = load_profile(published.profile), published.store
     target_kl = calibrated.curve[1].kl  # a step that shows, and of which a few more do not matter
     quantiser = KltQuantiser(calibrated, target_kl)
     config = published.keys | {"target_kl": target_kl}
-    flags = hicache_args(store.url, **config, levels={"count": 3})
     prompt = make_prompt(0)
-    with SGLangServer(model, extra_args=flags, env=env) as server:
+    with host.attached(store.url, **config, levels={"count": 3}) as server:
         (said,) = [line for line in server.log().splitlines() if f"profile {calibrated.digest}" in line]
         assert f"of 'model' from {store.url}, the newest of its weights" in said
         ask(server, prompt[:320])
@@ -89,8 +89,8 @@ def test_sglang_goes_on_from_what_the_quantiser_restores(model: Path, published:
 
     coarser_kl, max_kl = (calibrated.kl_of(factor * quantiser.step) for factor in (3, 9))
     hurried = {"count": 3, "max_kl": max_kl, "within_s": 1e-6, "finest_kl": target_kl}
-    flags = hicache_args(store.url, **config | {"target_kl": coarser_kl}, levels=hurried, mode="read_only")
-    with SGLangServer(model, extra_args=flags, env=env) as server:
+    config |= {"target_kl": coarser_kl, "levels": hurried, "mode": "read_only"}
+    with host.attached(store.url, **config) as server:
         coarse = ask(server, prompt)
         metrics = server.metrics()
     assert from_storage(coarse) == num_cached

@@ -27,7 +27,7 @@ def mellum(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_mellum(tmp_path_factory.mktemp("mellum"), WINDOW)
 
 
-@pytest.mark.parametrize("mode", ["host", "device", "on the GPU path"])
+@pytest.mark.parametrize("mode", ["host", "on the GPU path"])
 def test_windows_are_stored_and_restored_with_their_prefixes(
     mode: str, mellum: Path, store: StoreProcess, tmp_path: Path
 ) -> None:

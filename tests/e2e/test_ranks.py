@@ -1,4 +1,6 @@
-"""Two ranks in device mode: what befalls one of them befalls both, and never hangs."""
+"""Servers of two ranks: they read what servers of one rank wrote, and the other way round; each rank audits its own
+heads; and what befalls one of them befalls both, and never hangs.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +9,24 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.engine import Generation, ServerError, SGLangServer, device_args
+from harness.engine import Generation, ServerError, SGLangServer, device_args, host_tier_args
 from harness.faults import Fault
-from harness.metrics import wait_until_written
+from harness.metrics import read_metric, wait_until_written
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.stores.wire import Route
-from tests.e2e.conftest import ask, from_storage, make_prompt, same_answer
+from tests.e2e.conftest import PAGE_SIZE, Expected, ask, from_storage, make_prompt, same_answer
 from tests.e2e.device import attached, begin, wait_until_disconnected
 from tests.e2e.faults import PAGES, SLACK_S, Proxy, fetch_again, is_data, misses
-from tests.e2e.shared import attach, detach
+from tests.e2e.shared import Shared, attach, detach
+from tests.e2e.test_audits import ALL, AUDITED, COMMON, audits
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -30,6 +34,76 @@ DEADLINE_S = 2.0
 CONFIG: dict[str, Any] = {"mode": "read_only", "fetch_timeout_s": DEADLINE_S}
 RANKS = ["--tp-size", "2"]
 ENV = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+@pytest.fixture(scope="module")
+def host_ranks(model: Path) -> Iterator[Shared]:
+    shared = Shared(model, [*host_tier_args(), *RANKS], "wait_complete", ENV)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module")
+def device_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    shared = Shared(model, [*device_args(f"file://{tmp_path_factory.mktemp('none')}"), *RANKS], None, ENV)
+    yield shared
+    shared.close()
+
+
+@pytest.mark.parametrize("mode", ["host", "device"])
+def test_ranks_read_their_heads_of_what_others_wrote(
+    mode: str, store: StoreProcess, expected: Expected, request: pytest.FixtureRequest
+) -> None:
+    config: dict[str, Any] = {"quantiser": "exact", "codec": "zstd", "lookup_timeout_s": 20}
+    one_rank: Shared = request.getfixturevalue(mode)
+    two_ranks: Shared = request.getfixturevalue(f"{mode}_ranks")
+
+    def is_fetched(server: SGLangServer, seed: int) -> bool:
+        answer = ask(server, make_prompt(seed))
+        assert from_storage(answer) >= 0.9 * 640
+        return same_answer(answer, expected[seed])
+
+    with one_rank.attached(store.url, **config) as one:
+        assert from_storage(ask(one, make_prompt(0))) == 0
+        wait_until_written(one, PAGES)
+        raw_bytes = read_metric(one.metrics(), "sgl_kvfetch_wire_bytes_total", direction="write")
+
+    with two_ranks.attached(store.url, **config) as two:
+        assert is_fetched(two, 0)
+        # Both ranks together have read each byte once.
+        assert read_metric(two.metrics(), "sgl_kvfetch_wire_bytes_total", direction="read") <= raw_bytes
+        computed = ask(two, make_prompt(1))
+        assert from_storage(computed) == 0
+        assert same_answer(computed, expected[1])
+        wait_until_written(two, 2 * PAGES)
+        # A prefix of which each TP size has written a part.
+        ask(two, make_prompt(0) + make_prompt(2, 320))
+        wait_until_written(two, 2 * (PAGES + 320 // PAGE_SIZE))
+        two.flush()
+        assert is_fetched(two, 1)
+
+    with one_rank.attached(store.url, **config) as one:
+        assert is_fetched(one, 1)
+        answer = ask(one, make_prompt(0) + make_prompt(2, 320))
+        assert from_storage(answer) >= 0.9 * 960
+        assert read_metric(one.metrics(), "sgl_kvfetch_misses_total") == 0
+
+
+@pytest.mark.parametrize("mode", ["host", "device"])
+def test_each_rank_audits_the_pages_that_the_first_has_cut(
+    mode: str, store: StoreProcess, expected: Expected, request: pytest.FixtureRequest
+) -> None:
+    shared: Shared = request.getfixturevalue(f"{mode}_ranks")
+    with shared.attached(store.url, **COMMON) as server:
+        for seed in (0, 1):
+            ask(server, make_prompt(seed))
+        wait_until_written(server, 4 * PAGES)
+    with shared.attached(store.url, **ALL) as server:
+        for seed in (0, 1):
+            answer = ask(server, make_prompt(seed))
+            assert from_storage(answer) == 640 - PAGE_SIZE - AUDITED
+            assert same_answer(answer, expected[seed])
+            wait_until(lambda seed=seed: audits(server, "sound") == 2 * (seed + 1))  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -53,21 +127,16 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with StoreProcess(tmp_path_factory.mktemp("ranks") / "store") as store:
-        link = Proxy(store)
-        try:
-            flags = [*device_args(store.url), *RANKS]
-            with SGLangServer(model, extra_args=flags, env=ENV, admin_api_key="admin") as server:
-                computed = [ask(server, make_prompt(seed)) for seed in range(2)]
-                assert [from_storage(answer) for answer in computed] == [0, 0]
-                wait_until_written(server, 2 * 2 * PAGES)
-                server.flush()
-                detach(server)
-                attach(server, link.url, **CONFIG)
-                yield Pair(server, link, store, computed)
-        finally:
-            link.close()
+def pair(device_ranks: Shared, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """From here on to the last test, which ends the server."""
+    with StoreProcess(tmp_path_factory.mktemp("ranks") / "store") as store, closing(Proxy(store)) as link:
+        with device_ranks.attached(store.url) as server:
+            computed = [ask(server, make_prompt(seed)) for seed in range(2)]
+            assert [from_storage(answer) for answer in computed] == [0, 0]
+            wait_until_written(server, 2 * 2 * PAGES)
+        with device_ranks.detached() as server:
+            attach(server, link.url, **CONFIG)
+            yield Pair(server, link, store, computed)
 
 
 def test_what_two_ranks_wrote_comes_back(pair: Pair) -> None:
