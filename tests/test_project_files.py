@@ -41,9 +41,12 @@ def test_workflows_run_the_two_commands() -> None:
     assert PROJECT["project"]["requires-python"] == ">=3.11"
 
 
-def test_the_release_tier_has_six_parts_of_files_that_exist() -> None:
+def test_the_release_tier_has_six_parts_of_files_and_tests_that_exist() -> None:
     assert len(RELEASE) == 6
-    assert [path for path in files() if not (ROOT / path).exists()] == []
+    for each in files():
+        path, _, test = each.partition("::")
+        assert (ROOT / path).exists(), each
+        assert not test or f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), each
     assert len({*files()}) == len(files())
     runs = [step.get("run") for step in load(".github/workflows/release.yml")["jobs"]["test"]["steps"]]
     assert "scripts/test --release" in runs

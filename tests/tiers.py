@@ -1,19 +1,27 @@
 """The tests that a release must pass beside those of each change, in six parts of about the same time.
 
 ``scripts/test`` leaves them out, and ``scripts/test --release`` runs them. ``.ci/run`` runs one part after all others,
-the next one for each commit, so that none is left out for more than six of them in a row.
+the next one for each commit, so that none is left out for more than six of them in a row. Where a promise has many
+cases (models, modes, cards), each change must pass one, and the others are here.
 
-    python -m tests.tiers [PART]    # prints the files of a part, 1 to 6; by default of all parts
+    python -m tests.tiers [PART]    # prints the files and tests of a part, 1 to 6; by default of all parts
+    python -m tests.tiers slow      # prints the files that `scripts/test --fast` leaves out
 """
 
 from __future__ import annotations
 
 import sys
 
+_LAYER_MAPS = "tests/e2e/test_layer_maps.py"
+
 RELEASE: dict[str, tuple[str, ...]] = {
-    "the lowest versions": ("tests/test_lowest.py",),
+    "other versions": (
+        "tests/test_lowest.py",
+        "tests/plugin/test_versions.py::test_the_other_release_matches_the_tables",
+    ),
     "packaging": (
         "tests/codec/test_aarch64.py",
+        "tests/plugin/test_triton_kernels_name.py::test_sglang_gets_the_same_answer_with_and_without_us",
         "tests/test_compose.py",
         "tests/test_containers.py",
         "tests/test_dashboard.py",
@@ -27,21 +35,59 @@ RELEASE: dict[str, tuple[str, ...]] = {
         "tests/e2e/drafts.py",
         "tests/e2e/test_families.py",
         "tests/e2e/test_states.py",
+        "tests/e2e/test_images.py",
+        *(f"{_LAYER_MAPS}::test_layers_that_rotate_differently[{family}]" for family in ("gemma3_text", "cohere2")),
+        f"{_LAYER_MAPS}::test_language_models_inside_image_text_checkpoints",
+        f"{_LAYER_MAPS}::test_layers_that_sglang_keeps_elsewhere[short convolutions]",
+        f"{_LAYER_MAPS}::test_layers_that_sglang_keeps_elsewhere[gated delta rule]",
+        "tests/e2e/test_draft_model.py::test_a_draft_model_goes_on_from_what_it_stored[host]",
+        "tests/e2e/test_draft_model.py::test_a_draft_model_goes_on_from_what_it_stored[on the GPU path]",
+        "tests/e2e/test_draft_model.py::test_the_model_goes_on_from_what_klt_restores",
+        "tests/e2e/test_mla.py::test_sglang_goes_on_from_latent_vectors_that_klt_restores",
+        "tests/codec/calibrate/test_real_model.py",
     ),
-    "fuzzers and soaks": (
+    "fuzzers, soaks and benchmarks": (
         "tests/fuzz",
+        "tests/benchmarks/test_gpu_bundle.py",
+        "tests/benchmarks/test_gpu_check.py",
+        "tests/benchmarks/test_gpu_server.py",
         "tests/benchmarks/test_smoke.py",
         "tests/benchmarks/test_smoke_sglang.py",
         "tests/benchmarks/test_soak.py",
         "tests/e2e/test_encode_kill.py",
     ),
-    "kernels on all cards": ("tests/triton_kernels/test_emulated_kernels.py",),
+    "all cards and processors": (
+        "tests/codec/quant/test_klt.py::test_each_instruction_set_rounds_within_the_bounds",
+        "tests/triton_kernels/test_emulated_kernels.py",
+        "tests/triton_kernels/test_other_cards.py",
+    ),
     "a user's first hour": (
         "tests/server/test_page_in_browser.py",
         "tests/test_examples.py",
         "tests/test_quick_start.py",
     ),
 }
+
+# By folder, the files of which each takes more than 2 s of CPU time: what `scripts/test --fast` leaves out beside tests
+# with one of the markers slow, process, sglang and gpu. No folder is left out as a whole.
+SLOW = {
+    "tests/benchmarks/codec": "figures",
+    "tests/codec/bitstream": "ans ladder nvdec surfaces",
+    "tests/codec/calibrate": "addend calibrate layer_map layers pools",
+    "tests/codec/container": "bounds encryption merge segment sides",
+    "tests/codec/quant": "klt",
+    "tests/directory": "disk_room dropped_levels index",
+    "tests/plane/fetch": "ahead levels variants",
+    "tests/plane": "audit",
+    "tests/plugin/device": "attach choices ends linker",
+    "tests/plugin/host": "side_pools storage storage_nvdec",
+    "tests/stores": "connection_states receiving",
+    "tests/tools": "calibrate decoders doctor inspect transcode verify why",
+}
+
+
+def slow_files() -> list[str]:
+    return [f"{folder}/test_{name}.py" for folder, names in SLOW.items() for name in names.split()]
 
 
 def files(part: int | None = None) -> list[str]:
@@ -51,4 +97,4 @@ def files(part: int | None = None) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(*files(*map(int, sys.argv[1:])), sep="\n")
+    print(*(slow_files() if sys.argv[1:] == ["slow"] else files(*map(int, sys.argv[1:]))), sep="\n")

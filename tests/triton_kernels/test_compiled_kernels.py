@@ -1,4 +1,6 @@
-"""The kernels as machine code, and the package without Triton. Each in a process of its own: this one interprets."""
+"""The kernels as machine code for one card, and the package without Triton. Each in a process of its own: this one
+interprets. `test_other_cards.py` has the other cards, and the oldest Triton.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ pytestmark = pytest.mark.process
 
 FLOATS = ("float32", "bfloat16", "float16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
-TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
+TARGET = "sm_90"
+MOST_REGISTERS = {"ans_decode": 80, "xxh3": 96}  # with 64, 32 programs of one warp fit an SM; with 80, 25; with 96, 21
 KLT_KERNELS = [
     *(f"restore_klt {which} {dtype} 2x128" for which in ("rotated", "interleaved") for dtype in FLOATS),
     *(f"restore_klt {which}bfloat16 {shape}" for which in ("", "rotated ") for shape in ("3x64", "2x80", "2x256")),
@@ -27,19 +30,23 @@ QUANTISING_KERNELS = [*(f"centre rotated {dtype} 2x128" for dtype in (*FLOATS, *
 Facts = dict[tuple[str, str], dict[str, Any]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def compiled() -> Facts:
-    return facts_of()
+    return facts_of(TARGET)
 
 
-def facts_of(*arguments: str, triton: Path | None = None) -> Facts:
-    lines = run_python("-m", "benchmarks.compiled_kernels", *arguments, triton=triton).splitlines()
+def facts_of(*targets: str, triton: Path | None = None) -> Facts:
+    lines = run_python("-m", "benchmarks.compiled_kernels", "--targets", *targets, triton=triton).splitlines()
     return {(x["kernel"], x["target"]): x for x in map(json.loads, lines)}
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kernel", KLT_KERNELS)
-def test_compiles_klt(kernel: str, target: str, compiled: Facts) -> None:
+def test_compiles_klt(kernel: str, compiled: Facts) -> None:
+    check_klt(compiled, kernel, TARGET)
+    check_tensor_cores(compiled, kernel, TARGET, "wgmma.mma_async m64 k16")
+
+
+def check_klt(compiled: Facts, kernel: str, target: str) -> None:
     """With 128 registers a thread, two programs fit an SM; with more, one. An AMD unit has twice as many."""
     facts, is_amd = compiled[kernel, target], target == "gfx942"
     assert facts["stack_bytes"] <= (128 if is_amd else 8), "registers spill"
@@ -49,28 +56,31 @@ def test_compiles_klt(kernel: str, target: str, compiled: Facts) -> None:
     assert not is_amd or facts["loop"] is None
 
 
-@pytest.mark.parametrize("kernel", KLT_KERNELS)
-@pytest.mark.parametrize(("target", "instruction"), [("sm_90", "wgmma.mma_async m64 k16"), ("sm_100", "tcgen05.mma")])
-def test_klt_multiplies_with_all_of_a_tensor_core(kernel: str, target: str, instruction: str, compiled: Facts) -> None:
+def check_tensor_cores(compiled: Facts, kernel: str, target: str, instruction: str) -> None:
     """Integers are converted once for all channels of a tile: about as many instructions as tensor cores take turns."""
     facts = compiled[kernel, target]
     assert facts["instructions"] == [instruction]
     assert facts["loop"][0] <= 340
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("kernel", "registers"), [("ans_decode", 80), ("xxh3", 96)])
-def test_compiles_a_program_of_one_warp(kernel: str, registers: int, target: str, compiled: Facts) -> None:
-    """An SM has at most 32 programs. With 64 registers a thread, as many fit; with 80, 25; with 96, 21."""
+@pytest.mark.parametrize("kernel", MOST_REGISTERS)
+def test_compiles_a_program_of_one_warp(kernel: str, compiled: Facts) -> None:
+    check_one_warp(compiled, kernel, TARGET)
+
+
+def check_one_warp(compiled: Facts, kernel: str, target: str) -> None:
     facts = compiled[kernel, target]
     assert facts["stack_bytes"] == 0, "registers spill"
-    assert facts["registers"] <= registers
+    assert facts["registers"] <= MOST_REGISTERS[kernel]
     assert facts["shared_bytes"] <= 1024
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kernel", QUANTISING_KERNELS)
-def test_compiles_what_quantises(kernel: str, target: str, compiled: Facts) -> None:
+def test_compiles_what_quantises(kernel: str, compiled: Facts) -> None:
+    check_quantising(compiled, kernel, TARGET)
+
+
+def check_quantising(compiled: Facts, kernel: str, target: str) -> None:
     """With 80 registers a thread six programs fit an SM, with 168 three."""
     facts = compiled[kernel, target]
     assert facts["stack_bytes"] == 0, "registers spill"
@@ -80,18 +90,7 @@ def test_compiles_what_quantises(kernel: str, target: str, compiled: Facts) -> N
 
 def test_every_variant_is_named_here(compiled: Facts) -> None:
     exact = (f"exact_tokens {dtype} 2x128" for dtype in (*FLOATS, FP8[0]))
-    others = "ans_decode", "xxh3"
-    assert {kernel for kernel, _ in compiled} == {*KLT_KERNELS, *QUANTISING_KERNELS, *exact, *others}
-
-
-def test_the_oldest_triton_compiles_every_kernel(compiled: Facts, oldest_triton: Path) -> None:
-    """For one target, which takes half a minute. `test_emulated_kernels` takes another."""
-    found = facts_of("--targets", "sm_90", triton=oldest_triton)
-    assert set(found) == {(kernel, target) for kernel, target in compiled if target == "sm_90"}
-    for (kernel, target), facts in found.items():
-        assert facts["stack_bytes"] == 0, f"{kernel}: registers spill"
-        assert facts["access_bytes"] >= compiled[kernel, target]["access_bytes"], kernel
-        assert facts["instructions"] == compiled[kernel, target]["instructions"], kernel
+    assert {kernel for kernel, _ in compiled} == {*KLT_KERNELS, *QUANTISING_KERNELS, *exact, *MOST_REGISTERS}
 
 
 def test_references_need_no_triton() -> None:
