@@ -53,20 +53,6 @@ HEDGED_READS = Counter(
     ["kind", "result"],
 )  # lookup, read; won, lost, failed, refused (too many were running)
 INDEX_FAILURES = Counter("sgl_kvfetch_index_failures", "Calls of the page index that failed", ["reason"])
-LOCAL_CACHE_READ_BYTES = Counter(
-    "sgl_kvfetch_local_cache_read_bytes", "Bytes of data read with local_cache, by the tier they came from", ["tier"]
-)  # disk, store
-LOCAL_CACHE_FILLS = Counter(
-    "sgl_kvfetch_local_cache_fills", "Data objects whose copying to local_cache has ended", ["result"]
-)  # stored, incomplete (the rest was not read), dropped (no memory, or deleted), failed
-LOCAL_CACHE_FAILURES = Counter(
-    "sgl_kvfetch_local_cache_failures",
-    "Failures of local_cache, each of which costs speed only",
-    ["operation", "reason"],
-)
-LOCAL_CACHE_LOOKUPS = Counter(
-    "sgl_kvfetch_local_cache_lookups", "Lookups that local_cache answered because the store failed"
-)
 MEMORY_CACHE_BYTES = Gauge(
     "sgl_kvfetch_memory_cache_bytes", "Coded bytes that memory_cache holds", multiprocess_mode="livesum"
 )
@@ -128,7 +114,7 @@ NAMESPACE = Gauge(
 )
 STORE_DOWN = Gauge(
     "sgl_kvfetch_store_down",
-    "1 while lookups are skipped, or answered by local_cache, because the store failed",
+    "1 while lookups are skipped, because the store failed",
     multiprocess_mode="livemax",
 )
 CERTIFICATE_END = Gauge(
@@ -170,12 +156,6 @@ _KNOWN: dict[Counter | Gauge | Histogram, Mapping[str, Iterable[str]]] = {
     RAW_BYTES: _DIRECTIONS,
     HEDGED_READS: {"kind": ("lookup", "read"), "result": ("won", "lost", "failed", "refused")},
     INDEX_FAILURES: {"reason": get_args(StoreErrorReason)},
-    LOCAL_CACHE_READ_BYTES: {"tier": ("disk", "store")},
-    LOCAL_CACHE_FAILURES: {
-        "operation": ("open", "read", "lookup", "fill", "delete"),
-        "reason": ("full", "io"),
-    },
-    LOCAL_CACHE_FILLS: {"result": ("stored", "incomplete", "dropped", "failed")},
     AUDITS: {"result": ("sound", "beyond", "failed")},
     AUDIT_TYPICAL: {"tokens": (*(f"to {most}" for most in LENGTHS), "more")},
     STAGE_SECONDS: {"stage": ("lookup", "transmit", "decode", "restore", "encode", "commit")},

@@ -1,7 +1,7 @@
 """The data plane: everything between the engine and the store, in a process beside the engine's, one a rank.
 
 It looks up, fetches, decodes and restores pages, and chooses among variants (``fetch``), gathers, encodes and writes
-segments (``write``), and keeps what was read on a local disk (``disk_tier``). `DataPlane` is the engine's end of
+segments (``write``). `DataPlane` is the engine's end of
 the line. The config is parsed here.
 
 It knows stores and the codec. It imports no sglang, and takes nothing for granted about the process at

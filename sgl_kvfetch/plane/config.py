@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast, get_args
-from urllib.parse import unquote
 
 import msgspec
 from pydantic import (
@@ -128,20 +127,6 @@ class IndexConfig(_Keys):
     )
 
 
-class LocalCache(_Keys):
-    """A directory on a disk of this machine, which all its ranks and servers may share."""
-
-    path: str = Field(description="the directory, which nothing else uses")
-    capacity: Size = Field(description="its size, such as 200GiB")
-
-    @field_validator("path")
-    @classmethod
-    def _absolute(cls, value: str) -> str:
-        if not os.path.isabs(value):
-            raise ValueError("expected an absolute path")
-        return value
-
-
 class LevelsConfig(_Keys):
     """Qualities of ``klt`` in one segment, each in a data object of its own."""
 
@@ -250,10 +235,6 @@ class KVFetchConfig(_Keys):
         le=1e9,
         description="time, such as 1d, after which what this server writes is not read any more, and is deleted",
     )
-    local_cache: LocalCache | None = Field(
-        None,
-        description='keep what is read on a disk of this machine: {"path": "/nvme/kv", "capacity": "200GiB"}',
-    )
     memory_cache: SizeOrNone = Field(
         0,
         description="size, such as 16GiB, of a cache in this machine's memory of what was read and written lately, "
@@ -335,10 +316,6 @@ class KVFetchConfig(_Keys):
             for key in ("s3", "index"):
                 if getattr(self, key) is not None:
                     raise ValueError(f"{key} is for s3:// stores; kvfetch serve and directories need none")
-        directory = Path(unquote(self.store[7:])) if self.store.startswith("file://") else None
-        if self.local_cache is not None and Path(self.local_cache.path) == directory:
-            # Evictions from the cache would delete the store's segments.
-            raise ValueError(f"local_cache.path and the store {self.store} are the same directory")
         return self
 
     @property
@@ -387,7 +364,6 @@ class KVFetchConfig(_Keys):
 GROUPS: dict[str, type[_Keys]] = {
     "tls": TlsConfig,
     "index": IndexConfig,
-    "local_cache": LocalCache,
     "levels": LevelsConfig,
     "device": DeviceModeConfig,
 }

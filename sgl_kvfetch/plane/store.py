@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import CodedSegment, Decoders, EncodedSegment, Quantiser, SegmentSpec
 from sgl_kvfetch.codec.bitstream.registry import writers_resolution
-from sgl_kvfetch.directory import LocalStore, open_store
+from sgl_kvfetch.directory import open_store
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.metrics import count_miss
 from sgl_kvfetch.plane.config import KVFetchConfig, s3_options, tls_files
-from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.finder import PageFinder, SideFetcher
 from sgl_kvfetch.plane.fetch.link import Link
@@ -42,11 +41,9 @@ _INFLIGHT_BYTES = 256 << 20  # compressed bytes that may wait to be decoded
 _CONNECT_S = 5.0  # limit for one attempt to connect to the store
 
 
-def open_configured_store(
-    config: KVFetchConfig, heads: HeadSlice | None = None, on_received: Callable[[int], None] = lambda num_bytes: None
-) -> Store:
-    """Open the store that the config names, behind the local cache if there is one, and count its retries, hedged reads
-    and the index's failures. Raises ConfigError. ``on_received``: as for `HedgedStore`."""
+def open_configured_store(config: KVFetchConfig, on_received: Callable[[int], None] = lambda num_bytes: None) -> Store:
+    """Open the store that the config names, and count its retries, hedged reads and the index's failures. Raises
+    ConfigError. ``on_received``: as for `HedgedStore`."""
     store: Store
     if config.store.startswith("file:"):
         store = open_store(config.store, token=config.store_token())  # reads of a directory are not hedged
@@ -68,10 +65,7 @@ def open_configured_store(
             on_hedge=lambda kind, result: metrics.HEDGED_READS.labels(kind, result).inc(),
             on_received=on_received,
         )
-    if config.local_cache is not None:
-        disk = LocalStore(config.local_cache.path, capacity_bytes=config.local_cache.capacity)
-        store = DiskTier(store, disk, config.lookup_timeout_s / 2, None if heads is None else heads.heads)
-    return with_keys(store, config.fresh_keys())  # also what the disk answers
+    return with_keys(store, config.fresh_keys())
 
 
 RESOLUTION = "240p"  # the smallest files, and no slower to decode than larger pictures
@@ -139,7 +133,7 @@ def open_client(
     levels = level_policy(config, quantiser)
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     link = Link()
-    store = open_configured_store(config, heads, link.received)
+    store = open_configured_store(config, link.received)
     spec = writer_spec(config, heads, quantiser, max_span_pages)
     try:
         spec.require_readable()

@@ -136,7 +136,6 @@ class Lookup:
     """The longest run of stored pages that starts at the first requested page, as consecutive parts of segments."""
 
     hits: tuple[SegmentHit, ...]
-    from_cache: bool = False  # the store failed, and a cache of it answered: there may be more in the store
 
     @property
     def num_pages(self) -> int:

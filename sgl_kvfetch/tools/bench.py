@@ -123,7 +123,7 @@ def bench(
     Without --file, prompts are cut from Python's language reference. The first prompt of each group is sent once more
     before the others, and not counted. Each turn of a conversation is a prompt of its own, with all that was said
     before it. Start the server with --enable-metrics: without them, bytes are missing, and prompts are written while
-    others are computed. If the server has memory_cache or local_cache, prompts come from there. What was written stays
+    others are computed. If the server has a memory_cache, prompts come from there. What was written stays
     in the store until it is evicted. A server with an API key needs it as SGLANG_API_KEY in the environment; --flush
     needs the admin key, if there is one.
 

@@ -70,10 +70,6 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"token": "\ud800"}, r"token = \(hidden\): expected valid Unicode"),
         (S3 | {"s3": {"region": "\ud800"}}, r"s3 = \(hidden\): expected valid Unicode"),
         ({"tls": {"ca_file": "\ud800"}}, r"tls.ca_file = '\\ud800': .*valid .*unicode"),
-        (
-            {"local_cache": {"path": "/\udcff", "capacity": "1B"}},
-            r"local_cache.path = '/\\udcff': expected valid Unicode",
-        ),
         ({"token": 5}, r"token = \(hidden\)"),
         ({"store": "s3://"}, "store = 's3://': expected .*s3://BUCKET"),
         ({"index": {"url": "redis://x"}}, "index is for s3:// stores"),
@@ -88,24 +84,11 @@ def test_the_token_comes_from_the_environment_and_is_not_shown() -> None:
         ({"device": {"poolshare": 1}}, r"unknown key 'device.poolshare' \(= 1\); did you mean 'pool_share'"),
         ({"recompute": "always"}, "recompute = 'always': .*'auto' or 'never'"),
         (S3 | {"indx": "redis://x"}, "unknown key 'indx'; did you mean 'index'"),
-        ({"local_cache": "/nvme"}, r"local_cache = '/nvme': .*write it as {\"local_cache\": {\"path\": \.\.\.}}"),
         ({"audit": 0.5}, r"unknown key 'audit' \(= 0.5\); did you mean 'audit_share'"),
         ({"audit_share": 2}, "audit_share = 2: .*less than or equal to 1"),
         ({"device": 0.5}, "device = 0.5: it has keys of its own; .*known keys are pool_share"),
         (S3 | {"index": "redis://x"}, r"index = \(hidden\): .*{\"index\": {\"url\": "),
         ({"store": "kv:8700"}, "store = 'kv:8700': expected one URL: .*; is it http://kv:8700?"),
-        ({"local_cache": {"path": "/nvme"}}, "'local_cache.capacity' is required: its size, such as 200GiB"),
-        ({"local_cache": {"capacity": "1GiB"}}, "'local_cache.path' is required: the directory"),
-        ({"local_cache": {"path": "nvme", "capacity": "1B"}}, "local_cache.path = 'nvme': expected an absolute path"),
-        ({"local_cache": {"path": "/nvme", "capacity": "1G"}}, "local_cache.capacity = '1G': invalid size '1G'"),
-        (
-            {"local_cache": {"path": "/", "capacity": "1B", "size": 1}},
-            "key 'local_cache.size'.*known keys are path",
-        ),
-        (
-            {"store": "file:///n%20v/", "local_cache": {"path": "/n v", "capacity": "1B"}},
-            "local_cache.path and the store file:///n%20v/ are the same directory",
-        ),
     ],
 )
 def test_faults_name_key_value_and_what_is_allowed(extra: dict[str, object], message: str) -> None:
@@ -151,12 +134,9 @@ def test_a_time_to_live_is_in_seconds_or_has_a_unit() -> None:
 
 def test_sizes_have_a_unit() -> None:
     sizes = {
-        "local_cache": {"path": "/nvme", "capacity": "200GiB"},
         "memory_cache": "16MB",
     }
     config = parse_config(STORE | sizes, {})
-    assert config.local_cache is not None
-    assert (config.local_cache.path, config.local_cache.capacity) == ("/nvme", 200 << 30)
     assert config.memory_cache == 16_000_000
     for each in (config, parse_config(STORE | {"memory_cache": 0}, {})):
         sent = each.model_dump(mode="json", exclude_unset=True)  # to the data plane
@@ -165,12 +145,9 @@ def test_sizes_have_a_unit() -> None:
 
 
 @pytest.mark.parametrize("size", [16, "16", 16.5, 200 << 30])
-@pytest.mark.parametrize("key", ["local_cache.capacity", "memory_cache"])
-def test_a_bare_number_is_no_size(key: str, size: object) -> None:
-    group, _, name = key.partition(".")
-    value = {"path": "/nvme", name: size} if name else size
-    with pytest.raises(ConfigError, match=rf"{key} = .*: {size} what\? say {size}GiB or {size}B"):
-        parse_config(STORE | {group: value}, {})
+def test_a_bare_number_is_no_size(size: object) -> None:
+    with pytest.raises(ConfigError, match=rf"memory_cache = .*: {size} what\? say {size}GiB or {size}B"):
+        parse_config(STORE | {"memory_cache": size}, {})
 
 
 def test_a_missing_store_is_named() -> None:

@@ -104,10 +104,9 @@ def test_exact_in_the_place_of_klt(monkeypatch: pytest.MonkeyPatch) -> None:
         raise StoreError("refused", "the store is down")
 
     monkeypatch.setattr(identity, "take_profile", take)
-    local_cache = {"path": "/nvme", "capacity": "1GiB"}
-    extra = {"store": "http://s", "target_kl": 1e-3, "levels": {}, "codec": "ans", "local_cache": local_cache}
+    extra = {"store": "http://s", "target_kl": 1e-3, "levels": {}, "codec": "ans", "audit_share": 1}
     found = with_profile(parse_config(extra | {"quantiser": "klt", "token": "t"}, {}), WEIGHTS, "model", Alone(), fits)
-    assert found == parse_config({"store": "http://s", "quantiser": "exact", "token": "t", "local_cache": local_cache})
+    assert found == parse_config({"store": "http://s", "quantiser": "exact", "token": "t", "audit_share": 1})
     assert KVFetchConfig.model_validate(found.model_dump(mode="json", exclude_unset=True)) == found
 
 

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.front import FrontStore
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.plane.disk_tier import DiskTier
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores.base import Store
@@ -65,15 +63,5 @@ class TestHedgedStore(StoreConformance):
     @pytest.fixture
     async def store(self, server: RunningServer) -> AsyncIterator[Store]:
         store = HedgedStore(HttpStore(server.url), max_reads=8)
-        yield store
-        await store.close()
-
-
-@pytest.mark.process
-class TestDiskTier(StoreConformance):
-    @pytest.fixture
-    async def store(self, server: RunningServer, tmp_path: Path) -> AsyncIterator[Store]:
-        disk = LocalStore(tmp_path / "disk", capacity_bytes=100 << 20)
-        store = DiskTier(HttpStore(server.url), disk, WAIT_S)
         yield store
         await store.close()

@@ -1,28 +1,14 @@
-"""Manifests that name a part of what a stored manifest names, for whoever keeps only that part of its data: a cache on
-a disk, and a store that drops levels to make room.
+"""Manifests that name a part of what a stored manifest names, for a store that drops levels to make room.
 
-Neither needs a key. A store can always take data away. Readers see how many levels a part lacks, and refuse too many;
+It needs no key. A store can always take data away. Readers see how many levels a part lacks, and refuse too many;
 an encrypted object decrypts only if that number is right (`protect`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
-
 import msgspec
 
 from sgl_kvfetch.codec.container.manifest import Manifest, require_rewritable
-
-
-def part_with(manifest: Manifest, names: Container[str]) -> Manifest | None:
-    """Return a manifest of the data objects among ``names``: variants whose first level is there, each with the levels
-    up to the first that is not, and no side pages. Return None if there is no variant."""
-    here = []
-    for variant in manifest.variants:
-        is_there = [manifest.data_name(each) in names for each in variant.objects]
-        if is_there[0]:
-            here.append(variant.with_levels([*is_there, False].index(False) - 1))
-    return msgspec.structs.replace(manifest, variants=tuple(here), sides=()) if here else None
 
 
 def coarser_by(manifest: Manifest, num_levels: int) -> Manifest:

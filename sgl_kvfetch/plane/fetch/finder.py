@@ -345,9 +345,8 @@ class PageFinder:
     async def _look_up(self, heads: HeadSlice, hashes: Sequence[bytes]) -> list[PageSource]:
         async with self._asking:
             lookup = await self._store.lookup(heads.folder, hashes)
-            if not lookup.from_cache:
-                metrics.note_success("lookup")
-            metrics.STORE_DOWN.set(self.is_paused or lookup.from_cache)
+            metrics.note_success("lookup")
+            metrics.STORE_DOWN.set(self.is_paused)
             async with self._decoding:
                 return await self._sources(heads, lookup.hits, hashes)
 

@@ -163,7 +163,7 @@ class Writer:
         will meet it again, and report it."""
         try:
             found = await self._store.lookup(self._spec.heads.folder, span.page_hashes)
-            if found.from_cache or found.num_pages == len(span.page_hashes):
+            if found.num_pages == len(span.page_hashes):
                 return
             raw_bytes = span.num_bytes
             where = span.first_page, span.previous_hash, span.page_hashes
@@ -249,8 +249,6 @@ class Writer:
         coarse: list[Manifest] = []
         for _ in range(_ADD_ATTEMPTS):
             found = await self._store.lookup(self._spec.heads.folder, segment.page_hashes)
-            if found.from_cache:  # do not encode what cannot be stored
-                raise StoreError("skipped", "the store does not answer; only the local cache does")
             if found.num_pages < len(segment.page_hashes):
                 break
             coarse = await asyncio.to_thread(_coarse_segments, found.hits) if self._refines else []

@@ -191,23 +191,6 @@ async def test_an_answer_with_other_pages_is_a_fault(store: LocalStore, monkeypa
     assert "other pages than the lookup requested" in str(faults[0])
 
 
-async def test_a_lookup_that_a_cache_answers_shows_that_the_store_is_down(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pages, _ = finder(store)
-    look_up, is_down = store.lookup, True
-
-    async def answer(*args: object) -> Lookup:
-        return replace(await look_up(*args), from_cache=is_down)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(store, "lookup", answer)
-    assert len(await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S)) == NUM_PAGES
-    assert own_metric("sgl_kvfetch_store_down") == 1
-    is_down = False
-    await pages.find_pages(page_hashes(NUM_PAGES), WAIT_S)
-    assert own_metric("sgl_kvfetch_store_down") == 0
-
-
 # A store that answers with manifests as large as they may be
 
 

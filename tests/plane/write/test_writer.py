@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.metrics import own_metric
 from harness.waiting import WAIT_S, LoopClock, until_idle
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.objects import Content
@@ -19,7 +18,6 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import SegmentKey
 from sgl_kvfetch.plane.write.gather import PageBatch
 from sgl_kvfetch.plane.write.writer import Writer, commit_segment
-from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import TENSORS
 from tests.segments import SMALL, as_newer, make_heads, make_values, page_hashes
@@ -181,19 +179,6 @@ async def test_pages_in_the_store_are_not_written_again(store: LocalStore, make:
     before = await names(store)
     await write(make(), 0, 8)
     assert await names(store) == before
-
-
-async def test_nothing_is_encoded_while_only_a_cache_answers(
-    store: LocalStore, make: Callable[..., Writer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def answer(*args: object) -> Lookup:
-        return Lookup((), from_cache=True)
-
-    monkeypatch.setattr(store, "lookup", answer)
-    monkeypatch.setattr("sgl_kvfetch.plane.write.writer.encode_pages", pytest.fail)
-    before = own_metric("sgl_kvfetch_written_pages_total", result="dropped_error")
-    await write(make(), 0, 4)
-    assert own_metric("sgl_kvfetch_written_pages_total", result="dropped_error") == before + 4
 
 
 async def test_nothing_is_counted_as_queued_when_all_is_written(store: LocalStore, make: Callable[..., Writer]) -> None:
