@@ -1,11 +1,11 @@
 """Measures how close a fetch comes to the time of its longest stage.
 
-    python -m benchmarks.fetch --json out.json [--decode-profile FILE]
+    python -m benchmarks.fetch --json out.json
 
 A prefix is stored as video and fetched with the client that both modes of SGLang use. The store is real and runs in
 another process, sockets and decoding are real, and values are restored into a pool's pages. The link's speed is
 limited, so that transmitting takes three times as long as decoding and restoring (`link`), or a third of it (`decode`).
-With a profile that ``kvfetch decoders`` made, the fetch chooses among the prefix's variants.
+With several codecs, the fetch chooses among the prefix's variants.
 
 Each round times every stage alone, then the fetch. ``ideal_s`` is the longest stage's time, and ``efficiency`` is
 ``ideal_s / actual_s``. Decoding and restoring count as one stage, because the same threads do both.
@@ -39,16 +39,8 @@ from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encod
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages, restore_cells
-from sgl_kvfetch.plane.fetch.plan import (
-    LookAhead,
-    PageSource,
-    Policy,
-    ReadSize,
-    ReadUnit,
-    read_units,
-    span_parts,
-)
-from sgl_kvfetch.plane.fetch.pool import DecodePool, load_decode_profile
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, read_units, span_parts
+from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.open import open_hedged
@@ -94,7 +86,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=whole_number, default=1, help="for decoding and restoring")
     parser.add_argument("--rounds", type=whole_number, default=5, help="how many")
     parser.add_argument("--settings", default=",".join(SETTINGS), help="which to measure")
-    parser.add_argument("--decode-profile", type=Path, help="choose among variants; default: the first one")
     args = parser.parse_args(argv)
     args.settings = args.settings.split(",")
     if unknown := set(args.settings) - set(SETTINGS):
@@ -187,20 +178,12 @@ class Bench:
         )
 
     async def _fetch(self, store: Store) -> None:
-        args = self._args
-        policy: Policy | None = None
-        profile, num_sessions = None, args.threads
-        if args.decode_profile is not None:
-            policy = LookAhead(horizon=8)
-            profile = load_decode_profile(args.decode_profile)
-            num_sessions = profile.num_sessions
         fetcher = Fetcher(
             store,
-            DecodePool([{}] * num_sessions, profile),
+            DecodePool([{}] * self._args.threads),
             read_size=READ_SIZE,
             inflight_bytes=256 << 20,
             may_delete=False,
-            policy=policy,
         )
         num_pages = self._segment.manifest.num_pages
         result = await fetcher.fetch(self._sources, PoolPages(self._pool, range(num_pages)), _TIMEOUT_S)

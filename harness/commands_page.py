@@ -20,7 +20,7 @@ _GROUPS = {
     "A store": ("serve", "inspect", "verify", "gc", "clear", "move", "index"),
     "Prompts in a store": ("lookup", "pin", "unpin"),
     "A model's profile": ("calibrate", "profile"),
-    "Video, and how fast machines decode": ("encode", "decoders"),
+    "Video": ("encode",),
 }
 _PAGES = {
     "estimate": "sizing.md",
@@ -35,7 +35,6 @@ _PAGES = {
     "calibrate": "calibrating.md",
     "profile": "calibrating.md",
     "encode": "adaptive.md",
-    "decoders": "adaptive.md",
     **dict.fromkeys(("gc", "clear", "lookup", "pin", "unpin"), "retention.md"),
 }
 _SHARED_BY = 3  # commands, from which on an option is described once

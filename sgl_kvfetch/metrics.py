@@ -40,7 +40,7 @@ SIDE_PAGES = Counter(
     "sgl_kvfetch_side_pages", "Pages of SGLang's side pools: stored, or requested from fetches", ["pool", "result"]
 )  # stored, hit, miss
 READ_CELLS = Counter(
-    "sgl_kvfetch_read_cells", "Cells restored, by how many levels of coefficients were left out", ["levels_left_out"]
+    "sgl_kvfetch_read_cells", "Cells restored, by how many times their step was tripled", ["coarseness"]
 )
 WIRE_BYTES = Counter("sgl_kvfetch_wire_bytes", "Bytes on the wire", ["direction"])  # read, write
 RAW_BYTES = Counter("sgl_kvfetch_raw_bytes", "Size of the same pages in the pool", ["direction"])
@@ -151,7 +151,7 @@ _KNOWN: dict[Counter | Gauge | Histogram, Mapping[str, Iterable[str]]] = {
     LOOKUP_PAGES: _RESULTS,
     FETCHED_PAGES: _RESULTS,
     MISSES: {"stage": ("lookup", "fetch", "load", "write"), "reason": COUNTED},
-    READ_CELLS: {"levels_left_out": map(str, range(4))},
+    READ_CELLS: {"coarseness": map(str, range(4))},
     WIRE_BYTES: _DIRECTIONS,
     RAW_BYTES: _DIRECTIONS,
     HEDGED_READS: {"kind": ("lookup", "read"), "result": ("won", "lost", "failed", "refused")},

@@ -106,7 +106,7 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's namespace and heads, and what applies to all ranks. ``most_left_out``: how many levels a segment may
+    """One rank's namespace and heads, and what applies to all ranks. ``coarseness``: how many levels a segment may
     lack. ``threshold_tokens``: SGLang's prefetch_threshold, below which nothing is looked up. ``writes_back``: whether
     SGLang stores only what it evicts. ``audits``: None before the first one."""
 
@@ -118,7 +118,7 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     first_head: int
     end_head: int
     labels: Labels = Labels()
-    most_left_out: int = 0
+    coarseness: int = 0
     writes_back: bool = False
     audits: Audits | None = None
     recent: Annotated[list[Decided], Meta(max_length=MAX_RECENT)] = []  # the newest last

@@ -48,7 +48,6 @@ RUNS: dict[str, tuple[str, int, str]] = {
     "unpin": ("STORE --prompt [1] --page-size 1", 1, "there was no such pin"),
     "calibrate": ("--model m --text FILE --out OUT", 2, "calibrate needs torch, which is not installed here"),
     "profile": ("list STORE", 0, "no profiles"),
-    "decoders": ("", 2, "decoders needs torch, which is not installed here"),
     "doctor": ("STORE", 1, "store lookup"),
     "why": ("STORE --prompt [1]", 1, "never_written"),
 }

@@ -1,5 +1,4 @@
 from .bitstream.base import Codec as Codec, Decoders as Decoders
-from .bitstream.nvdec import open_current_nvdec as open_current_nvdec
 from .bitstream.registry import CODECS as CODECS, require_writable as require_writable
 from .calibrate.fit import CalibrationOptions as CalibrationOptions, calibrate_model as calibrate_model
 from .calibrate.layer_map import map_layers as map_layers

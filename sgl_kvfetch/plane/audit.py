@@ -432,7 +432,7 @@ class Auditor:
                 pool = StridedPages([x.view(-1, self._geometry.page_size, *x.shape[1:]) for x in restored])
                 fetched = await self._fetcher.fetch(sources, PoolPages(pool, range(len(sources))), _FETCH_S)
                 if fetched.num_pages == len(hashes):
-                    coarser = 3.0 ** max(self._fetcher.levels.most_left_out, sources[0].reader.levels_left_out)
+                    coarser = self._fetcher.tolerance.step(sources[0].reader)
                     about = self._quantiser, self._heads, self._tokens(pages), coarser
                     audited = await self._run(partial(compare, computed, restored, *about))
                     result = self._judge(audited, hashes, sources)

@@ -79,12 +79,7 @@ def gpu_restores(sources: Sequence[PageSource]) -> bool:
 
 def stays_coded(reader: SegmentReader, cell: Cell) -> bool:
     """Return whether an engine's GPU decodes a cell that it restores."""
-    return (
-        not reader.variant.levels
-        and not reader.variant.num_dropped
-        and reader.is_in_one_bitstream(cell, CODEC)
-        and reader.num_integers(cell) >= _LEAST_INTEGERS
-    )
+    return reader.is_in_one_bitstream(cell, CODEC) and reader.num_integers(cell) >= _LEAST_INTEGERS
 
 
 def lies_as_taken(reader: SegmentReader, span: int) -> bool:
@@ -101,6 +96,7 @@ class RegionPlan:
     def __init__(self, parts: Sequence[SpanPart], held: Held | None = None) -> None:
         """``held``: what memory has of these parts; by default nothing, so that all cells lie in the region."""
         self.parts = parts
+        self.data_names = {part.reader.data_name for part in parts}
         self.entries = [
             None if held is None or not lies_as_taken(part.reader, part.span) else held.entry(part.reader, part.span)
             for part in parts
@@ -199,6 +195,9 @@ class CodedRegion(Destination):
 
     def is_kept(self, part: int) -> bool:
         return None not in self._kept[part]
+
+    def takes(self, reader: SegmentReader) -> bool:
+        return reader.data_name in self._plan.data_names
 
     def places(self, unit: ReadUnit) -> list[CellChunks] | None:
         rows = self._plan.rows_of(unit)

@@ -137,17 +137,8 @@ class LevelsConfig(_Keys):
         default=None,
         gt=0,
         le=10,
-        description="KL divergence that reading fewer levels may cost; by default all levels are read",
-    )
-    finest_kl: float | None = Field(
-        default=None,
-        gt=0,
-        le=10,
-        description="target_kl of all levels together; servers with the same one read each other's prompts, and write "
-        "the levels that their own target_kl needs; by default target_kl",
-    )
-    within_s: float = Field(
-        default=1.0, gt=0, le=600, description="time for a prompt to arrive, before levels are left out"
+        description="KL divergence that reading fewer levels may cost, where a prompt would take longer than 1 s; by "
+        "default all levels are read",
     )
 
 
@@ -247,7 +238,7 @@ class KVFetchConfig(_Keys):
     )
     levels: LevelsConfig | None = Field(
         None,
-        description="write klt in levels, and read fewer where the link is slow: count, max_kl and more",
+        description="write klt in levels, and read fewer where the link is slow: count, max_kl",
     )
     audit_share: float = Field(
         0.01,
@@ -255,10 +246,6 @@ class KVFetchConfig(_Keys):
         le=1,
         description="share of hits, and of computed segments that the store has, whose stored values are compared with "
         "what the server computes",
-    )
-    decode_profile: Text | None = Field(
-        None,
-        description="file from `kvfetch decoders` on this machine, for choosing among a segment's variants",
     )
     device: DeviceModeConfig = Field(DeviceModeConfig(), description="of device mode alone: pool_share")
     codec_threads: int = Field(
@@ -346,11 +333,6 @@ class KVFetchConfig(_Keys):
         if (path := self.token_file) is None:
             return self.token
         return FreshFiles("token", (path,), lambda: read_token_file(path, "token_file"))
-
-    @property
-    def finest_kl(self) -> float | None:
-        """What all levels together may cost: ``target_kl``, unless other servers need more levels."""
-        return self.target_kl if self.levels is None else self.levels.finest_kl or self.target_kl
 
     @property
     def reads(self) -> bool:
@@ -452,13 +434,13 @@ def config_quantiser(config: KVFetchConfig) -> Quantiser:
     if name != "klt":
         return make_quantiser(cast("PlainQuantiserName", name))
     assert config.profile is not None
-    return KltQuantiser(load_profile(Path(config.profile)), config.finest_kl)
+    return KltQuantiser(load_profile(Path(config.profile)), config.target_kl)
 
 
 class ProfileNeeds(msgspec.Struct, frozen=True, array_like=True):
     """What a profile must have for a rank to serve by it. ``geometry``: of the rank's pool of K and V. ``layers``: the
     model's layers in that pool. ``first_layer``: the number of the first one among those of all pipeline stages.
-    ``target_kl``, ``finest_kl``: as in the config."""
+    ``target_kl``: as in the config."""
 
     geometry: KVGeometry
     layers: tuple[int, ...]
@@ -466,7 +448,6 @@ class ProfileNeeds(msgspec.Struct, frozen=True, array_like=True):
     tp_rank: int
     tp_size: int
     target_kl: float | None = None
-    finest_kl: float | None = None
 
     def require_file(self, path: str) -> None:
         """Raise ConfigError unless the profile in a file has what is needed. Reads no tensors."""
@@ -474,10 +455,9 @@ class ProfileNeeds(msgspec.Struct, frozen=True, array_like=True):
 
     def require(self, path: str, profile: Profile) -> None:
         """Raise ConfigError unless a profile, or its outline, has this rank's layers and heads as whole cells, and
-        reaches the targets. ``path``: for messages."""
+        reaches the target. ``path``: for messages."""
         self._require_shape(path, profile)
         profile.require_target(self.target_kl)
-        profile.require_target(self.finest_kl, "finest_kl")
 
     def _require_shape(self, path: str, profile: Profile) -> None:
         """Raise ConfigError unless a profile has this rank's layers and heads as whole cells."""

@@ -1,7 +1,7 @@
 """Keeps coded bytes in memory: what was read or written lately is found, and restored again, without the network.
 
-An entry is a span of a segment, in one variant and with so many levels. It holds the chunks of the span's cells as they
-are stored. The least recently used entry goes first; entries that a request waits for stay.
+An entry is a span of a segment, in the objects of one reader. It holds the chunks of the span's cells as they are
+stored. The least recently used entry goes first; entries that a request waits for stay.
 
 The memory is shared with the engine, and a chunk lies where a GPU can take it. So an entry has a life:
 
@@ -35,7 +35,7 @@ from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, ReadUnit, SpanPar
 CODE_ALIGNMENT = 16  # of a cell's integers, in bytes: GPUs read them from there
 
 Kept = tuple[bytes, int]  # what a cell has beside its integers, and its number of exact tokens
-_SpanKey = tuple[str, int, int]  # data object, number of levels, span
+_SpanKey = tuple[str, int, int]  # the first data object, how many are read, span
 
 
 class _Layout(NamedTuple):
@@ -297,7 +297,7 @@ class Held:
 
 
 def _key(reader: SegmentReader, span: int) -> _SpanKey:
-    return reader.data_name, reader.num_levels, span
+    return reader.data_name, len(reader.object_names), span
 
 
 _layouts: WeakKeyDictionary[SegmentReader, dict[int, _Layout]] = WeakKeyDictionary()

@@ -296,8 +296,7 @@ class Stager:
         self._sides = sides
         self._audited = audited
         self._config = config
-        # A decode profile chooses the variant of each read when it begins, too late for a region's layout.
-        self._takes_code = takes_code and config.decode_profile is None
+        self._takes_code = takes_code
         self._room = room
         self._geometry = heads.geometry
         self._client = client

@@ -10,7 +10,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_kvfetch import metrics
@@ -24,8 +23,9 @@ from sgl_kvfetch.plane.config import KVFetchConfig, s3_options, tls_files
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.finder import PageFinder, SideFetcher
 from sgl_kvfetch.plane.fetch.link import Link
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy, LookAhead, ReadSize
-from sgl_kvfetch.plane.fetch.pool import DecodePool, load_decode_profile
+from sgl_kvfetch.plane.fetch.offers import Tolerance
+from sgl_kvfetch.plane.fetch.plan import ReadSize
+from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.plane.write.writer import Writer
 from sgl_kvfetch.stores import HttpOptions, Store, with_keys
@@ -74,7 +74,6 @@ MAX_SEGMENT_TOKENS = 8192  # limit for a segment, the unit of lookup and commit
 _QUEUED_SEGMENTS = 4  # so many segments fit into the write queue at least, unless one has a single span
 _LINGER_S = 0.25  # how long pages wait for the next ones before a segment is cut
 _RETIRE_S = 60.0  # minimum time to keep merged halves, for readers that do not know of the merge
-_HORIZON = 8  # cells to look ahead; a choice takes the event loop a few milliseconds
 READ_SIZE = ReadSize(4 << 20)
 # What an engine's GPU decodes is only verified here: no piece of a span is of use before the others, and fewer requests
 # take less.
@@ -128,9 +127,9 @@ def open_client(
     memory: MemoryCache | None = None,
 ) -> StoreClient:
     """Open the store; call this on the event loop. ``nvdec`` decodes what it can, the CPU the rest.
-    ``max_span_pages``: upper limit for the pages of a span. ``engine_codecs``: those that the engine decodes; variants
-    that leave no video to the CPU are preferred. ``memory`` keeps what is read and written. Raises ConfigError."""
-    levels = level_policy(config, quantiser)
+    ``max_span_pages``: upper limit for the pages of a span. ``engine_codecs``: those that the engine decodes.
+    ``memory`` keeps what is read and written. Raises ConfigError."""
+    tolerance = tolerance_of(config, quantiser)
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     link = Link()
     store = open_configured_store(config, link.received)
@@ -147,8 +146,7 @@ def open_client(
         inflight_bytes=_INFLIGHT_BYTES,
         may_delete=config.writes,
         decode_bytes=_DECODE_BYTES,
-        policy=None if config.decode_profile is None else LookAhead(horizon=_HORIZON),
-        levels=levels,
+        tolerance=tolerance,
         link=link,
         memory=memory,
     )
@@ -159,7 +157,7 @@ def open_client(
         partial(count_miss, "lookup"),
         fetcher.link.answered,
         engine_codecs=(*engine_codecs, *(() if nvdec is None else nvdec.codecs)),
-        levels=levels,
+        tolerance=tolerance,
         memory=memory,
     )
     writer = Writer(
@@ -171,7 +169,7 @@ def open_client(
         linger_s=_LINGER_S,
         retire_s=max(_RETIRE_S, 2 * config.fetch_timeout_s),
         ttl_s=config.ttl_s,
-        refines=config.quantiser_name == "klt" and levels.most_left_out == 0,
+        refines=config.quantiser_name == "klt" and tolerance.coarseness == 0,
     )
     if memory is not None:
         writer.on_committed = partial(_keep_written, memory, finder, read_size)
@@ -191,17 +189,15 @@ def writer_spec(
 ) -> SegmentSpec:
     """Return how this config's writer encodes segments. Arguments as in `open_client`."""
     span_pages = _power_of_two_pages(SPAN_TOKENS, heads.namespace.page_size)
-    codec, num_levels = config.codec, 1 if config.levels is None else config.levels.count
     return SegmentSpec(
         heads,
         quantiser,
-        codec,
-        writers_resolution(codec, RESOLUTION),
+        config.codec,
+        writers_resolution(config.codec, RESOLUTION),
         min(span_pages, max_span_pages or span_pages),
         _cell_heads(heads, config.max_tp_size),
         encrypts=config.key_file is not None,
-        num_levels=num_levels,
-        num_dropped=min(num_levels - 1, level_policy(config, quantiser).least_left_out),
+        num_levels=1 if config.levels is None else config.levels.count,
     )
 
 
@@ -216,18 +212,10 @@ def _longest_segment(spec: SegmentSpec, queue_bytes: int) -> int:
     return most
 
 
-def level_policy(config: KVFetchConfig, quantiser: Quantiser) -> LevelPolicy:
-    """Return how many levels a config's server may leave out. Raises ConfigError."""
-    levels, needless, most = config.levels, 0, 0
-    if levels is None:
-        return LevelPolicy()
-    if levels.finest_kl is not None:
-        assert quantiser.profile is not None
-        target_kl = config.target_kl or quantiser.profile.default_target_kl
-        needless = quantiser.levels_within(target_kl, "target_kl")
-    if levels.max_kl is not None:
-        most = quantiser.levels_within(levels.max_kl, "levels.max_kl")
-    return LevelPolicy(max(most, needless), levels.within_s, needless)
+def tolerance_of(config: KVFetchConfig, quantiser: Quantiser) -> Tolerance:
+    """Return how coarse what a config's server reads may be. Raises ConfigError."""
+    max_kl = None if config.levels is None else config.levels.max_kl
+    return Tolerance() if max_kl is None else Tolerance(quantiser.coarseness_within(max_kl, "levels.max_kl"))
 
 
 def _cell_heads(heads: HeadSlice, max_tp_size: int) -> int:
@@ -238,16 +226,13 @@ def _cell_heads(heads: HeadSlice, max_tp_size: int) -> int:
 
 
 def _open_pool(config: KVFetchConfig, nvdec: Nvdec | None) -> DecodePool[Decoders]:
-    """Open as many decode sessions as the profile says, or ``codec_threads`` without one, and with NVDEC at least one
-    per video engine. Without a profile, and if only the CPU decodes, as many again follow at low priority, which take
-    what comes while all before them are busy. Raises ConfigError."""
-    profile = None if config.decode_profile is None else load_decode_profile(Path(config.decode_profile))
-    num_sessions = config.codec_threads if profile is None else profile.num_sessions
+    """Open ``codec_threads`` decode sessions, and with NVDEC at least one per video engine. If only the CPU decodes, as
+    many again follow at low priority, which take what comes while all before them are busy."""
     if nvdec is not None:
-        num_sessions = max(num_sessions, nvdec.num_engines)
-    num_yielding = num_sessions if nvdec is None and profile is None else 0
-    sessions = [nvdec.open_session() if nvdec else {} for _ in range(num_sessions + num_yielding)]
-    return DecodePool(sessions, profile, num_yielding=num_yielding)
+        num_sessions = max(config.codec_threads, nvdec.num_engines)
+        return DecodePool([nvdec.open_session() for _ in range(num_sessions)])
+    sessions: list[Decoders] = [{} for _ in range(2 * config.codec_threads)]
+    return DecodePool(sessions, num_yielding=config.codec_threads)
 
 
 def _power_of_two_pages(tokens: int, page_size: int) -> int:

@@ -219,7 +219,7 @@ def profile_needs(config: KVFetchConfig, rank: Any, geometry: KVGeometry, first_
     layers = pool_layers()
     end_layer = first_layer + geometry.num_layers
     mine = tuple(range(first_layer, end_layer)) if layers is None else layers[first_layer:end_layer]
-    return ProfileNeeds(geometry, mine, first_layer, rank.tp_rank, rank.tp_size, config.target_kl, config.finest_kl)
+    return ProfileNeeds(geometry, mine, first_layer, rank.tp_rank, rank.tp_size, config.target_kl)
 
 
 def require_own_profile(config: KVFetchConfig, quantiser: Quantiser, namespace: Namespace) -> None:
@@ -323,7 +323,7 @@ def quantiser_label(config: KVFetchConfig, quantiser: Quantiser) -> str:
     """Return what segments call the quantiser of a config; "" if its identity says it all."""
     if quantiser.profile is None:
         return ""
-    return label_of_klt(config.finest_kl or quantiser.profile.default_target_kl)
+    return label_of_klt(config.target_kl or quantiser.profile.default_target_kl)
 
 
 def _model_heads(rank_heads: int, tp_size: int) -> int:

@@ -41,9 +41,7 @@ def check_launch(server_args: Any) -> None:
     check_files(config)
     if config.profile is not None:
         # Load no tensors: SGLang forks after this, and whatever makes torch start threads here hangs in the children.
-        outline = read_outline(Path(config.profile))
-        outline.require_target(config.target_kl)
-        outline.require_target(config.finest_kl, "finest_kl")
+        read_outline(Path(config.profile)).require_target(config.target_kl)
 
 
 def use_linker(server_args: Any) -> None:

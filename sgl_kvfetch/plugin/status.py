@@ -24,20 +24,20 @@ class _State:
 
     def __init__(self) -> None:
         self.heads: HeadSlice | None = None
-        self.most_left_out = 0
+        self.coarseness = 0
         self.recent: deque[Decided] = deque(maxlen=MAX_RECENT)
 
 
 _state = _State()
 
 
-def serves(heads: HeadSlice, most_left_out: int) -> None:
-    """Note that a data plane serves by this namespace from now on. ``most_left_out``: as in `ServerStatus`."""
+def serves(heads: HeadSlice, coarseness: int) -> None:
+    """Note that a data plane serves by this namespace from now on. ``coarseness``: as in `ServerStatus`."""
     namespace, labels = heads.namespace, heads.labels
     names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
     metrics.NAMESPACE.labels(heads.folder, *names).set(1)
     _state.recent.clear()  # what was found in another store, or under another namespace, says nothing of this one
-    _state.heads, _state.most_left_out = heads, most_left_out
+    _state.heads, _state.coarseness = heads, coarseness
 
 
 def note(request_id: str, hashes: Sequence[str], num_found: int, num_served: int, reason: str) -> None:
@@ -88,7 +88,7 @@ def status_of(scheduler: Any) -> ServerStatus | None:
         first_head=heads.heads.start,
         end_head=heads.heads.stop,
         labels=heads.labels,
-        most_left_out=_state.most_left_out,
+        coarseness=_state.coarseness,
         writes_back=mode == "host" and tree.is_write_back,
         audits=audits,
         recent=list(_state.recent),

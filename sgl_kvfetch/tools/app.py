@@ -49,14 +49,12 @@ COMMANDS = {
     "unpin": "Evict pinned prompts' segments like others again.",
     "calibrate": "Measure how a model's keys and values vary and how much errors in them matter.",
     "profile": "List, show, read, publish or withdraw the profiles of a store.",
-    "decoders": "Measure how long this machine takes to decode a cell, for each codec and resolution.",
     "doctor": 'Check a store and what this machine can do, and say how to fix each "no".',
 }
 _MODULES = {  # of the commands that have no module of their own
     **dict.fromkeys(("lookup", "pin", "unpin"), "prompts"),
     **dict.fromkeys(("gc", "index"), "upkeep"),
     **dict.fromkeys(("clear", "move"), "segments"),
-    **dict.fromkeys(("calibrate", "decoders"), "measure"),
     "profile": "profiles",
 }
 _LOOK: dict[str, Any] = {

@@ -357,7 +357,7 @@ def _check_nvdec() -> list[Check]:
 
 def _check_decoding() -> Check:
     """Decode two pictures with the decoder that a server would use."""
-    from sgl_kvfetch.codec import open_current_nvdec
+    from sgl_kvfetch.codec.bitstream.nvdec import open_current_nvdec
 
     name = "HEVC decoding"
     nvdec, about = open_current_nvdec()

@@ -140,8 +140,8 @@ def transcode(
     """
     quantiser = quantiser_from_identity(manifest.namespace.quantiser)
     reader = SegmentReader(manifest, quantiser, source)
-    if reader.levels_left_out:
-        raise FormatError(f"{manifest.key.stem} has lost {reader.levels_left_out} levels: it is no source for others")
+    if reader.coarseness:
+        raise FormatError(f"{manifest.key.stem} has lost {reader.coarseness} levels: it is no source for others")
     ways = [(target.codec, target_layouts(manifest, quantiser, target.resolution)) for target in targets]
     # With short spans, several resolutions have the same layout. Encode it only once.
     coded: dict[int, list[CodedChunk]] = {ways.index(way): [] for way in ways}

@@ -45,8 +45,8 @@ async def _decoded(store: AdminStore, reader: SegmentReader, cell: Cell) -> Quan
     if (num_bytes := reader.frames_bytes(cell)) > _MOST_FRAMES_BYTES:
         raise ConfigError(f"{cell} has {num_bytes} bytes of frames; pictures show at most {_MOST_FRAMES_BYTES}")
     chunks = []
-    for level, found in groupby(reader.stored(cell), key=lambda each: each.level):
-        name, of_object = reader.object_names[level], list(found)  # next to each other
+    for place, found in groupby(reader.stored(cell), key=lambda each: each.place):
+        name, of_object = reader.object_names[place], list(found)  # next to each other
         start = of_object[0].start
         if (data := await store.get(name, start, of_object[-1].end - start)) is None:
             raise StoreError("missing", f"{name} is gone")

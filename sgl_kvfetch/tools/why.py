@@ -190,7 +190,7 @@ def why(
                 partial(page_hashes, tokens, cache_salt=cache_salt),
                 partial(page_hashes, tokens) if cache_salt else None,
                 keys,
-                status.most_left_out if status else 0,
+                status.coarseness if status else 0,
                 range(status.first_head, status.end_head) if status else None,
             )
             explained.append(await _with_text(await _explain(diagnosis, len(tokens), asked), tokens, model, server))
@@ -451,7 +451,7 @@ def when(at_s: float) -> str:
 @dataclass
 class Diagnosis:
     """Looks for one prompt in a store. ``segments``: all of the store's. ``summaries``: its namespaces. ``hashes_at``:
-    the prompt's. ``unsalted_at``: the same without cache_salt; None if there is none. ``most_left_out``: how many
+    the prompt's. ``unsalted_at``: the same without cache_salt; None if there is none. ``coarseness``: how many
     levels a segment may lack. ``rank_heads``: those of the server's rank; None if there is no server."""
 
     store: AdminStore
@@ -460,7 +460,7 @@ class Diagnosis:
     hashes_at: HashesAt
     unsalted_at: HashesAt | None = None
     keys: StoreKeys = NO_KEYS
-    most_left_out: int = 0
+    coarseness: int = 0
     rank_heads: range | None = None
 
     @property
@@ -540,8 +540,8 @@ class Diagnosis:
         if locked := [key for key in manifest.key_ids if ours and key not in ours]:
             return Reason.ENCRYPTED, f"{stem} is encrypted with {', '.join(locked)}; the file has {', '.join(ours.ids)}"
         lost = min(variant.num_dropped for variant in manifest.variants)
-        if lost > self.most_left_out:
-            return Reason.COARSE, f"{stem} has lost {lost} levels; {self.most_left_out} may be left out"
+        if lost > self.coarseness:
+            return Reason.COARSE, f"{stem} has lost {lost} levels; {self.coarseness} may be left out"
         return None
 
     async def _data_fault(self, manifest: Manifest) -> tuple[Reason, str] | None:

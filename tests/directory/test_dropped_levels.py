@@ -19,7 +19,8 @@ from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy, ReadSize
+from sgl_kvfetch.plane.fetch.offers import Tolerance
+from sgl_kvfetch.plane.fetch.plan import ReadSize
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores import Pin
@@ -155,9 +156,9 @@ async def test_a_level_that_is_dropped_between_lookup_and_fetch(make: MakeStore)
     await fill(store, [0])
     hashes = list(chain(0).manifest.page_hashes)
     with closing(DecodePool[Decoders]([{}])) as pool:
-        levels = LevelPolicy(1, 1e9)
-        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=True, levels=levels)
-        finder = PageFinder(store, SPEC.heads, KLT, print, levels=LevelPolicy(1))
+        how = {"read_size": ReadSize(600), "inflight_bytes": 1 << 20, "tolerance": Tolerance(1, 1e9)}
+        fetcher = Fetcher(store, pool, may_delete=True, **how)  # type: ignore[arg-type]
+        finder = PageFinder(store, SPEC.heads, KLT, print, tolerance=Tolerance(1))
         sources = await finder.find_pages(hashes, WAIT_S)
         await fill(store, range(1, 7))
         assert await lost(store, 0) == 1

@@ -27,6 +27,7 @@ from sgl_kvfetch.keys import Labels
 from sgl_kvfetch.plane import audit
 from sgl_kvfetch.plane.audit import Auditor, AuditRecord, Compared, compare, keep_record, read_record
 from sgl_kvfetch.plane.config import parse_config
+from sgl_kvfetch.plane.fetch.offers import Tolerance
 from sgl_kvfetch.plane.store import StoreClient, open_client
 from sgl_kvfetch.plane.write.gather import PageBatch
 from sgl_kvfetch.plane.write.writer import delete_segment
@@ -169,10 +170,8 @@ async def test_levels_that_are_left_out_are_allowed_for(make: Callable[..., Benc
     config = {"quantiser": "klt", "profile": "unread", "target_kl": 1e-4, "levels": {"count": 2, "max_kl": 9e-3}}
     bench, computed = make(KltQuantiser(PROFILE, 1e-4), config), values_of(PROFILE, NUM_TOKENS)
     hashes = await bench.store(computed)
-    for which in (bench.client.fetcher.levels, replace(bench.client.fetcher.levels, least_left_out=1)):
-        bench.client.finder._levels = which
-        bench.client.finder.forget_pages()
-        bench.client.finder._readers.clear()
+    for within_s in (1e9, 1e-9):  # all levels, and one less: the link was measured by then
+        bench.client.fetcher._chooser.tolerance = Tolerance(1, within_s)
         before = results()
         await bench.hit(hashes, computed)
         assert since(before) == {"sound": 1}

@@ -307,8 +307,8 @@ def test_pages_that_do_not_come_quantised_come_as_values(plane: DataPlane, why: 
 
 
 def test_an_impossible_config_is_refused(tmp_path: Path, launcher: Launcher) -> None:
-    with pytest.raises(ConfigError, match="decode-profile"):
-        open_plane(tmp_path, launcher, decode_profile=str(tmp_path / "decode-profile"))
+    with pytest.raises(ConfigError, match="token-file"):
+        open_plane(tmp_path, launcher, token_file=str(tmp_path / "token-file"))
     assert launcher.started[0].join(WAIT_S)
     assert not [t for t in threading.enumerate() if t.name == "kvfetch-data"]
 

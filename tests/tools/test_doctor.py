@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import torch
 
-from sgl_kvfetch import codec
 from sgl_kvfetch.codec import Device
+from sgl_kvfetch.codec.bitstream import nvdec
 from sgl_kvfetch.codec.bitstream.nvdec import DecodeCaps
 from sgl_kvfetch.codec.bitstream.registry import CODECS
 from sgl_kvfetch.codec.container.segment import CodedSegment
@@ -300,9 +300,9 @@ def test_the_decoders_structure_has_its_c_size() -> None:
 
 
 def test_what_a_server_decodes_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "open_current_nvdec", lambda: (object(), "decoded on NVDEC, 7 engines: hevc"))
+    monkeypatch.setattr(nvdec, "open_current_nvdec", lambda: (object(), "decoded on NVDEC, 7 engines: hevc"))
     assert doctor._check_decoding() == Check("HEVC decoding", "yes", "decoded on NVDEC, 7 engines: hevc")
-    monkeypatch.setattr(codec, "open_current_nvdec", lambda: (None, "HEVC is decoded on the CPU: no library"))
+    monkeypatch.setattr(nvdec, "open_current_nvdec", lambda: (None, "HEVC is decoded on the CPU: no library"))
     check = doctor._check_decoding()
     assert (check.status, check.found) == ("warn", "HEVC is decoded on the CPU: no library")
 

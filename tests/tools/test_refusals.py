@@ -12,7 +12,7 @@ from tests.tools.test_estimate import SMOLLM
 
 NOBODY = "http://127.0.0.1:1"
 AUDIT, BENCH, WHY = (f"{command} --server {NOBODY}" for command in ("audit", "bench", "why ."))
-ESTIMATE, DECODERS, SERVE = "estimate --link 1Gbps --prefill-tps 1000", "decoders --tokens 32", "serve new --port 0"
+ESTIMATE, SERVE = "estimate --link 1Gbps --prefill-tps 1000", "serve new --port 0"
 PRICES = f"{ESTIMATE} --model model --s3-prices"
 GC, S3 = "gc . --capacity 1GiB", "s3://bucket"
 
@@ -25,9 +25,6 @@ REFUSED = [
     (f"{BENCH} --flush --lengths 1024,x", "--lengths '1024,x': expected numbers of tokens"),
     (f"{BENCH} --flush --plot no/such/folder/x.png", "--plot no/such/folder/x.png: expected a file"),
     (f"{BENCH} --flush", "no SGLang server answers there"),
-    (f"{DECODERS} --codecs vp9", "'vp9' is unknown"),
-    (f"{DECODERS} --resolutions 4k", "'4k' is unknown"),
-    (f"{DECODERS} --out nowhere/decode.json", "does not exist"),
     ("doctor --store-only", "kvfetch doctor STORE --store-only"),
     ("encode file:///no/such/directory", "is not a directory"),
     ("encode ftp://somewhere", "not supported"),

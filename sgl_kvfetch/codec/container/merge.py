@@ -44,7 +44,7 @@ def merge_segments(
 
     spec = replace(spec, cell_heads=a.cell_heads)  # joining changes only a cell's tokens
     halves = [_reader_and_data(spec, segment) for segment in (left, right)]
-    lost, also_lost = (reader.levels_left_out for reader, _ in halves)
+    lost, also_lost = (reader.coarseness for reader, _ in halves)
     if lost != also_lost or lost >= spec.num_levels:
         raise FormatError(
             f"of {spec.num_levels} levels, {a.key.stem} has lost {lost}, {b.key.stem} {also_lost}: they are not merged"

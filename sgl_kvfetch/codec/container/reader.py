@@ -29,9 +29,9 @@ _MOST_BYTES_A_TOKEN = 4096
 
 class StoredChunk(NamedTuple):
     """Where a chunk of a cell is stored: bytes ``[start, end)`` of an object, in which it is the chunk ``number``.
-    ``level``: the object's, among `SegmentReader.object_names`."""
+    ``place``: the object's, among `SegmentReader.object_names`."""
 
-    level: int
+    place: int
     number: int
     start: int
     end: int
@@ -69,7 +69,11 @@ class CellSize(NamedTuple):
 
 
 class SegmentReader:
-    """Decodes the cells of one variant of a segment."""
+    """Decodes the cells of one variant of a segment.
+
+    Whoever only reads sees bytes in `object_names`, and need not know of variants and levels: `ways` are the readers of
+    the same cells in other bytes.
+    """
 
     def __init__(
         self,
@@ -102,7 +106,6 @@ class SegmentReader:
         self._num_parts = manifest.chunks_per_cell
         self._sizes: dict[tuple[int, int, int], CellSize] = {}
         self._span_bytes: dict[int, int] = {}
-        self._coarser: dict[int, SegmentReader] = {}
 
     def _require_quantiser(self) -> None:
         """Raise FormatError unless the manifest describes cells as the quantiser makes them."""
@@ -169,7 +172,7 @@ class SegmentReader:
 
     def chunks_in(self, cell: Cell, objects: Sequence[bytes | memoryview]) -> list[memoryview]:
         """Return a cell's chunks. ``objects``: the contents of ``object_names``."""
-        return [memoryview(objects[each.level])[each.start : each.end] for each in self.stored(cell)]
+        return [memoryview(objects[each.place])[each.start : each.end] for each in self.stored(cell)]
 
     def coded_bytes(self, cell: Cell) -> int:
         """Return the size of a cell's chunks."""
@@ -184,24 +187,36 @@ class SegmentReader:
         return self._span_bytes[span]
 
     @property
-    def num_levels(self) -> int:
-        """How many levels of coefficients are read."""
-        return 1 + len(self.levels)
-
-    @property
-    def levels_left_out(self) -> int:
+    def coarseness(self) -> int:
         """How many levels are not read, or not stored any more. Each of them triples the step."""
         return self.variant.num_dropped + len(self.variant.levels) - len(self.levels)
 
-    def without_levels(self, count: int) -> SegmentReader:
-        """Return the reader that leaves out the last ``count`` levels of this one."""
-        if not count:
-            return self
-        if count not in self._coarser:
-            index = self.manifest.variants.index(self.variant)
-            kept = self.num_levels - count
-            self._coarser[count] = SegmentReader(self.manifest, self.quantiser, index, self.rank_heads, kept)
-        return self._coarser[count]
+    @cached_property
+    def coarser(self) -> SegmentReader | None:
+        """The reader of the same variant without this one's last level; None if it is the only one."""
+        if not self.levels:
+            return None
+        index = self.manifest.variants.index(self.variant)
+        return SegmentReader(self.manifest, self.quantiser, index, self.rank_heads, len(self.levels))
+
+    @property
+    def codec(self) -> str:
+        return self.variant.codec
+
+    @cached_property
+    def coding(self) -> str:
+        """What decides how long its cells take to decode, for each integer."""
+        return f"{self.variant.codec} {self.variant.resolution} {len(self.levels)}"
+
+    def ways(self, most: int) -> Iterator[SegmentReader]:
+        """Yield the readers of this segment's cells that are at most of coarseness ``most``, this one first: each
+        variant whose codecs are available, in all its levels and in fewer."""
+        for first in (self, *self._others):
+            yield first
+            each = first.coarser
+            while each is not None and each.coarseness <= most:
+                yield each
+                each = each.coarser
 
     def span_cells(self, span: int) -> Iterator[Cell]:
         """Yield the span's cells that the rank reads, in storage order."""
@@ -242,12 +257,12 @@ class SegmentReader:
         return side_places(self.manifest)
 
     @cached_property
-    def variants(self) -> tuple[SegmentReader, ...]:
-        """A reader for each variant whose codecs are available, including this one."""
+    def _others(self) -> tuple[SegmentReader, ...]:
+        """A reader for each other variant whose codecs are available."""
         return tuple(
-            self if variant is self.variant else SegmentReader(self.manifest, self.quantiser, index, self.rank_heads)
+            SegmentReader(self.manifest, self.quantiser, index, self.rank_heads)
             for index, variant in enumerate(self.manifest.variants)
-            if can_decode(variant.codecs)
+            if variant is not self.variant and can_decode(variant.codecs)
         )
 
     def decode_cell(self, cell: Cell, chunks: CellChunks, decoders: Decoders | None = None) -> Quantised:
@@ -271,8 +286,9 @@ class SegmentReader:
 
     def is_in_one_bitstream(self, cell: Cell, codec: str) -> bool:
         """Return whether all integers of a cell are in one bitstream of ``codec``, the last part, whose frames begin
-        with the integers."""
-        return self.last_chunk(cell).codec == codec and self._size(cell).is_one_bitstream
+        with the integers. What has levels is in several bitstreams, or in fewer than it was written in."""
+        is_whole = not self.variant.levels and not self.variant.num_dropped
+        return is_whole and self.last_chunk(cell).codec == codec and self._size(cell).is_one_bitstream
 
     def last_chunk(self, cell: Cell) -> Chunk:
         """Return the row of a cell's last part."""
@@ -290,10 +306,10 @@ class SegmentReader:
     def _verified_pieces(self, cell: Cell, chunks: CellChunks) -> list[CodedChunk]:
         """Return a cell's parts, each with its levels, verified and decrypted."""
         found = []
-        for (level, number, *_), piece in zip(self.stored(cell), chunks, strict=True):
-            rows = self._objects[level]
+        for (place, number, *_), piece in zip(self.stored(cell), chunks, strict=True):
+            rows = self._objects[place]
             row = rows.chunks[number]
-            row.require_coded(piece, f"{cell}, digits" if level else cell)
+            row.require_coded(piece, f"{cell}, digits" if place else cell)
             cipher = self.manifest.ciphers.get(rows.data_digest)
             bitstream = cipher.decrypt(number, piece, str(cell)) if cipher else piece
             found.append(CodedChunk(row, bitstream))
@@ -317,7 +333,7 @@ class SegmentReader:
         shape = layout.num_frames(integers), layout.height, layout.width
         if coded.row.codec == LADDER:
             bitstreams = [each.bitstream for each in (coded, *coded.levels)]
-            return decode_ladder(bitstreams, self.num_levels + self.levels_left_out, shape)
+            return decode_ladder(bitstreams, 1 + len(self.levels) + self.coarseness, shape)
         if decoder := decoders.get(coded.row.codec):
             return decoder.decode(coded.bitstream, shape).frames
         return get_codec(coded.row.codec).decode(coded.bitstream, shape)
@@ -365,6 +381,13 @@ def cell_place(manifest: Manifest, cell: Cell) -> CellPlace:
         range(manifest.first_head + heads.start, manifest.first_head + heads.stop),
         range(first_token, first_token + manifest.span_tokens(cell.span)),
     )
+
+
+def preferred_reader(
+    manifest: Manifest, quantiser: Quantiser, rank_heads: range, engine_codecs: Collection[str] = ()
+) -> SegmentReader:
+    """Return the reader of `first_readable`. Raises as `SegmentReader` does."""
+    return SegmentReader(manifest, quantiser, first_readable(manifest, engine_codecs), rank_heads)
 
 
 def first_readable(manifest: Manifest, engine_codecs: Collection[str] = ()) -> int:

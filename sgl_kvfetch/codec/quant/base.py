@@ -125,7 +125,7 @@ class Quantiser(ABC):
     ) -> torch.Tensor:
         """Return how many times larger the squared errors of ``restored`` are than this quantiser's should be: float32
         ``(2, layers, tokens)``, of K and of V. ``computed``: the same values as a model computes them, perhaps with
-        sums in another order. ``coarser``: how many times as large steps may be, since levels were left out."""
+        sums in another order. ``coarser``: how many times as large steps may be."""
         again = self.dequantise(self.quantise(computed, place), computed.k.dtype, place)
         return _ratios(computed, restored, again, computed, coarser**2)
 
@@ -172,9 +172,9 @@ class Quantiser(ABC):
         """Return the tensors, on the host, with which kernels quantise a cell."""
         raise AssertionError(f"no kernel quantises {self.identity}")
 
-    def levels_within(self, max_kl: float, key: str) -> int:
-        """Return how many levels may be left out if values may cost ``max_kl`` nats a token. Raises ConfigError if that
-        is none, naming the config's ``key``."""
+    def coarseness_within(self, max_kl: float, key: str) -> int:
+        """Return how many times the step may be tripled if values may cost ``max_kl`` nats a token. Raises ConfigError
+        if that is never, naming the config's ``key``."""
         raise ConfigError(f"{key} is for klt: the cost of {self.identity} is not known")
 
     splits_heads: bool = True  # whether a head's integers are the same, whatever other heads its cell has

@@ -477,11 +477,10 @@ class KltQuantiser(KltIntegers):
         rows = self._rows[self._key(place)]
         return list(map(Wide, rows.wide.tolist(), rows.bits.tolist()))
 
-    def levels_within(self, max_kl: float, key: str) -> int:
-        # Each level triples the step.
+    def coarseness_within(self, max_kl: float, key: str) -> int:
         costs = [self.profile.kl_of(self.step * 3**count) for count in range(1, MOST_LEVELS)]
         if max_kl < costs[0]:
-            raise ConfigError(f"{key} = {max_kl:g} is below {costs[0]:.2g}, the cost of leaving out one level")
+            raise ConfigError(f"{key} = {max_kl:g} is below {costs[0]:.2g}, the cost of a step three times as large")
         return sum(cost <= max_kl for cost in costs)
 
     @property

@@ -298,13 +298,13 @@ class Profile:
                 return float(f"{low.step * (high.step / low.step) ** part:.4g}")
         return self.curve[-1].step
 
-    def require_target(self, target_kl: float | None, key: str = "target_kl") -> float:
-        """Return what ``target_kl`` stands for. ``key``: of the config. Raises ConfigError if it was not measured."""
+    def require_target(self, target_kl: float | None) -> float:
+        """Return what ``target_kl`` stands for. Raises ConfigError if it was not measured."""
         default = self.default_target_kl
         target_kl = default if target_kl is None else target_kl
         if not self.curve[0].kl <= target_kl <= self.curve[-1].kl:
             raise ConfigError(
-                f"{key} = {target_kl:g} is outside this profile's range, {self.curve[0].kl:.2g} to "
+                f"target_kl = {target_kl:g} is outside this profile's range, {self.curve[0].kl:.2g} to "
                 f"{self.curve[-1].kl:.2g}; its default is {default:.2g}"
             )
         return target_kl

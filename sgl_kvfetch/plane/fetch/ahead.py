@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from sgl_kvfetch.codec import SegmentReader
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
-from sgl_kvfetch.plane.fetch.plan import CellsKey, ReadUnit, UnitKey
+from sgl_kvfetch.plane.fetch.plan import ReadUnit, SpanKey, UnitKey
 
-# Yields the units of a lookup's pages that are still to be read. The argument says which cells to leave out.
-Units = Callable[[Callable[[CellsKey], bool]], Iterator[ReadUnit]]
+# Yields the units of a lookup's pages that are still to be read. The argument says which spans to leave out.
+Units = Callable[[Callable[[SpanKey], bool]], Iterator[ReadUnit]]
 
 
 @dataclass(slots=True, eq=False)
 class _Lookup:
     """The state of one lookup's read-ahead."""
 
-    taken: set[CellsKey] = field(default_factory=set)  # cells that fetches already requested
+    taken: set[SpanKey] = field(default_factory=set)  # spans that fetches have begun to read
     dropped: set[str] = field(default_factory=set)  # data objects of which nothing more is to be read
     has_failed: bool = False
 
@@ -38,7 +40,7 @@ class AheadReader:
         self._budget = budget
         self._transmit = transmit
         self._reads: dict[UnitKey, tuple[ReadUnit, asyncio.Task[memoryview], asyncio.TimerHandle]] = {}
-        self._by_cells: dict[CellsKey, ReadUnit] = {}
+        self._by_span: defaultdict[SpanKey, set[UnitKey]] = defaultdict(set)  # of `_reads`
         self._lookups: dict[_Lookup, asyncio.Task[None]] = {}
 
     def begin(self, units: Units, expire_s: float) -> None:
@@ -49,23 +51,25 @@ class AheadReader:
         timer = loop.call_later(expire_s, task.cancel)
         task.add_done_callback(partial(self._ended, lookup, timer))
 
-    def find_unit(self, key: CellsKey) -> ReadUnit | None:
-        """Return the unit, and so the variant, in which these cells are read ahead, or None."""
-        return self._by_cells.get(key)
+    def find_reader(self, key: SpanKey) -> SegmentReader | None:
+        """Return the reader with which a span is read ahead, or None."""
+        return next((self._reads[unit][0].reader for unit in self._by_span.get(key, ())), None)
 
     def take_read(self, unit: ReadUnit) -> asyncio.Task[memoryview] | None:
         """Return the task that reads the unit's bytes, or None. The caller must release them to the budget."""
         if unit.key not in self._reads:
             return None
         _, task, timer = self._reads.pop(unit.key)
-        self._by_cells.pop(unit.cells_key)
+        self._by_span[unit.span_key].remove(unit.key)
+        if not self._by_span[unit.span_key]:
+            del self._by_span[unit.span_key]
         timer.cancel()  # it refers to this object, and so keeps bytes alive
         return task
 
     def leave_out(self, unit: ReadUnit) -> None:
-        """Note that a fetch requests this unit itself: it is no longer worth reading ahead."""
+        """Note that a fetch reads this unit's span: what is left of it is not read ahead any more."""
         for lookup in self._lookups:
-            lookup.taken.add(unit.cells_key)
+            lookup.taken.add(unit.span_key)
 
     def drop_units(self, data_name: str | None = None) -> None:
         """Drop all units, or all of this data object. No lookup reads more of what is dropped."""
@@ -79,7 +83,7 @@ class AheadReader:
 
     async def _read(self, lookup: _Lookup, units: Units, expire_s: float) -> None:
         loop = asyncio.get_running_loop()
-        # Make the next unit, and choose its variant, only when the link has room again: later choices are better.
+        # Make the next unit, and choose how to read its span, only when the link has room again: later is better.
         for unit in units(lookup.taken.__contains__):
             if self._is_needless(unit, lookup):
                 continue
@@ -89,7 +93,7 @@ class AheadReader:
                 continue
             task = loop.create_task(self._transmit(unit))
             task.add_done_callback(partial(self._read_ended, lookup, unit.key))
-            self._by_cells[unit.cells_key] = unit
+            self._by_span[unit.span_key].add(unit.key)
             self._reads[unit.key] = unit, task, loop.call_later(expire_s, self._drop, unit.key)
             await asyncio.sleep(0)  # let the task send its request
             await self._link.may_read()
@@ -97,8 +101,8 @@ class AheadReader:
                 return
 
     def _is_needless(self, unit: ReadUnit, lookup: _Lookup) -> bool:
-        key = unit.cells_key
-        return key in self._by_cells or key in lookup.taken or unit.reader.data_name in lookup.dropped
+        is_gone = unit.reader.data_name in lookup.dropped
+        return unit.key in self._reads or unit.span_key in lookup.taken or is_gone
 
     def _read_ended(self, lookup: _Lookup, key: UnitKey, task: asyncio.Task[memoryview]) -> None:
         """Keep no failure for a later fetch: the segment may have been written again, or the store be back."""

@@ -5,8 +5,8 @@ requested and arrives, and its cells are decoded and restored one by one, in any
 decoding and restoring run on a decode pool.
 
 What may happen to a unit, and what then: it is late, missing, damaged, or of a key that we lack. Then it fails, and the
-fetch ends in front of its pages: a page counts only if all pages before it are whole. A damaged level is left out
-instead, if it may be. Nothing is tried twice here; the store's client hedges reads.
+fetch ends in front of its pages: a page counts only if all pages before it are whole. A unit that may be coarser is
+read without what is damaged or gone. Nothing else is tried twice here; the store's client hedges reads.
 
 What must hold:
 
@@ -44,14 +44,12 @@ from sgl_kvfetch.plane.arena import StridedPages
 from sgl_kvfetch.plane.choice import Cost
 from sgl_kvfetch.plane.fetch.ahead import AheadReader
 from sgl_kvfetch.plane.fetch.link import BytesBudget, Link
+from sgl_kvfetch.plane.fetch.offers import Chooser, Tolerance
 from sgl_kvfetch.plane.fetch.plan import (
-    CellsKey,
-    Chooser,
-    LevelPolicy,
     PageSource,
-    Policy,
     ReadSize,
     ReadUnit,
+    SpanKey,
     SpanPart,
     UnitKey,
     read_units,
@@ -96,6 +94,10 @@ class Destination(ABC):
     def is_kept(self, part: int) -> bool:
         """Return whether the cells of a fetch's part were verified by another fetch, and need not be read."""
         return False
+
+    def takes(self, reader: SegmentReader) -> bool:
+        """Return whether cells may come as this reader reads them, and not only as the fetch's sources do."""
+        return True
 
     def places(self, unit: ReadUnit) -> list[CellChunks] | None:
         """Return where the chunks of a unit's cells may be received, if they stay as they are coded. Else return
@@ -181,8 +183,8 @@ def restore_cells(
     ended_s = time.monotonic()
     metrics.STAGE_SECONDS.labels("decode").observe(decoded_s - started_s)
     metrics.STAGE_SECONDS.labels("restore").observe(ended_s - decoded_s)
-    about: dict[str, int | str] = {"bytes": unit.size_bytes, "codec": unit.reader.variant.codec}
-    timeline.add(request, "decode", started_s, decoded_s, **about, levels_left_out=unit.reader.levels_left_out)
+    about: dict[str, int | str] = {"bytes": unit.size_bytes, "codec": unit.reader.codec}
+    timeline.add(request, "decode", started_s, decoded_s, **about, coarseness=unit.reader.coarseness)
     timeline.add(request, "restore", decoded_s, ended_s)
 
 
@@ -251,7 +253,7 @@ class _RunningFetch:
         self.num_unasked -= taken.reader.cells_per_span
         self.restored(part, taken.reader.cells_per_span)
         metrics.MEMORY_CACHE_READ_BYTES.inc(taken.size_bytes)
-        metrics.READ_CELLS.labels(str(taken.reader.levels_left_out)).inc(taken.reader.cells_per_span)
+        metrics.READ_CELLS.labels(str(taken.reader.coarseness)).inc(taken.reader.cells_per_span)
 
     def fail(self, part: int, error: KVFetchError | None) -> None:
         """End the fetch before this part. ``error`` is None if the part is not wanted."""
@@ -295,16 +297,14 @@ class Fetcher:
         inflight_bytes: int,
         may_delete: bool,
         decode_bytes: int = sys.maxsize,
-        policy: Policy | None = None,
-        levels: LevelPolicy | None = None,
+        tolerance: Tolerance | None = None,
         link: Link | None = None,
         memory: MemoryCache | None = None,
     ) -> None:
         """``may_delete``: report damaged segments to the
         store, which deletes them if they are damaged there. ``decode_bytes`` bounds the memory for frames and values
-        between bitstreams and pages; by default, only the number of sessions bounds it. ``policy`` chooses among a
-        segment's variants, and needs a pool with a profile; if None, the first decodable variant is read. ``levels``:
-        which levels may be left out; by default none. ``link`` hears what the store receives; without it, only whole
+        between bitstreams and pages; by default, only the number of sessions bounds it. ``tolerance``: how coarse what
+        is read may be; by default it is all read. ``link`` hears what the store receives; without it, only whole
         transfers count. ``memory`` keeps what is read."""
         self._store = store
         self._memory = memory
@@ -314,21 +314,25 @@ class Fetcher:
         self._ahead_budget = BytesBudget(max(1, inflight_bytes // 2), self._report_queue)
         self._fetch_budget = BytesBudget(max(1, inflight_bytes - inflight_bytes // 2), self._report_queue)
         self.link = link or Link()
-        self._chooser = Chooser(policy, pool, self.link)
+        self._chooser = Chooser(tolerance or Tolerance(), pool, self.link)
         self._decode_budget = BytesBudget(decode_bytes)
-        self.levels = levels or LevelPolicy()
         self._may_delete = may_delete
         self._reports: dict[str, asyncio.Task[None]] = {}  # running, by the manifest's name
         self._running: set[_RunningFetch] = set()
         self._ahead: AheadReader | None = None  # once something is to be read ahead
         # Bytes of spans that a fetch used only in part. SGLang fetches in batches of 128 pages, and the next batch or
         # the next turn of a conversation begins with the rest of the span.
-        self._begun: OrderedDict[UnitKey, memoryview] = OrderedDict()
+        self._begun: OrderedDict[UnitKey, tuple[ReadUnit, memoryview]] = OrderedDict()
         self._begun_bytes = inflight_bytes // 8
 
     def close(self, *, wait: bool = True) -> None:
         """Close the pool. All fetches must have ended. With ``wait``, return only when running jobs have ended."""
         self.pool.close(wait=wait)
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """How coarse what is read may be."""
+        return self._chooser.tolerance
 
     @property
     def is_busy(self) -> bool:
@@ -352,27 +356,22 @@ class Fetcher:
 
     def open(self, held: Held, parts: Sequence[SpanPart]) -> None:
         """Open entries in memory for what is not there of these parts, if it is known how they will be read."""
-        held.open(part for part in parts if not self._chooser.is_free(part.reader, self.levels))
+        held.open(part for part in parts if not self._chooser.is_free(part.reader))
 
     def cost(self, sources: Sequence[PageSource]) -> Cost:
         """Estimate how long it takes to fetch these pages, if nothing else is fetched."""
         parts = span_parts(sources)
         missing = [part for part in parts if self._memory is None or not self._memory.has(part.reader, part.span)]
         goodput_bps = self.link.goodput_bps  # an old one, too: a fetch or a probe corrects it
-        transmit_s = None if goodput_bps is None else self._seconds(missing, goodput_bps / 8)
+        seconds = self.tolerance.seconds
+        transmit_s = None if goodput_bps is None else seconds(missing, goodput_bps / 8)
         rate = self.pool.bytes_per_s
-        return Cost(transmit_s if missing else 0.0, None if rate is None else self._seconds(parts, rate))
-
-    def _seconds(self, parts: Sequence[SpanPart], bytes_per_s: float) -> float:
-        most_bytes = least_bytes = sum(part.size_bytes for part in parts)
-        if self.levels.most_left_out:
-            least_bytes = sum(replace(part, reader=self.levels.coarsest(part.reader)).size_bytes for part in parts)
-        return self.levels.seconds(most_bytes, least_bytes, bytes_per_s)
+        return Cost(transmit_s if missing else 0.0, None if rate is None else seconds(parts, rate))
 
     def read_ahead(self, sources: Sequence[PageSource], expire_s: float) -> None:
         """Start to transmit the bytes of these pages, as link and budget allow, and keep them for ``expire_s``
         seconds."""
-        due_s = time.monotonic() + self.levels.within_s
+        due_s = time.monotonic() + self.tolerance.within_s
         if self._ahead is None:
             self._ahead = AheadReader(self.link, self._ahead_budget, self._read_whole)
         self._ahead.begin(partial(self._units_ahead, span_parts(sources), due_s), expire_s)
@@ -385,15 +384,14 @@ class Fetcher:
                     await self._read_whole(unit)
 
     def _units_ahead(
-        self, parts: Sequence[SpanPart], due_s: float, is_taken: Callable[[CellsKey], bool]
+        self, parts: Sequence[SpanPart], due_s: float, is_taken: Callable[[SpanKey], bool]
     ) -> Iterator[ReadUnit]:
         unasked = sum(part.reader.cells_per_span for part in parts)
         for part in parts:
-            left = unasked
-            for unit in self._units(part, due_s, lambda: left, is_taken):  # noqa: B023, it must see later values
-                left -= len(unit.cells)
-                if unit.key not in self._begun and not self._is_in_memory(unit.reader, part.span):
-                    yield unit
+            if not is_taken(part.key):
+                for unit in self._units(part, due_s, unasked):
+                    if unit.key not in self._begun and not self._is_in_memory(unit.reader, part.span):
+                        yield unit
             unasked -= part.reader.cells_per_span
 
     async def fetch(
@@ -444,7 +442,7 @@ class Fetcher:
         self, fetch: _RunningFetch, deadline_s: float, on_requested: Callable[[], None] | None, compute_s: float
     ) -> None:
         """Run all units."""
-        due_s = time.monotonic() + self.levels.within_s
+        due_s = time.monotonic() + self.tolerance.within_s
         try:
             async with asyncio.TaskGroup() as group:
                 if math.isfinite(compute_s):
@@ -456,7 +454,7 @@ class Fetcher:
                     if not fetch.has(part) and self._comes_after(part, deadline_s):
                         fetch.is_late = True
                         fetch.fail(index, None)
-                    for unit in self._units(part, due_s, self._num_unasked):
+                    for unit in self._units(part, due_s, self._num_unasked, fetch.destination.takes):
                         if not fetch.is_wanted(index):
                             break
                         if self._ahead is not None:
@@ -472,7 +470,7 @@ class Fetcher:
                             task.add_done_callback(partial(_release, self._fetch_budget, unit.size_bytes))
                         await asyncio.sleep(0)  # let the task send its request
                         if not is_here:
-                            await self.link.may_read()  # so the next variant is chosen as late as possible
+                            await self.link.may_read()  # so what is next is chosen as late as possible
                     if not fetch.is_wanted(index):
                         break
                 fetch.num_unasked = 0
@@ -502,11 +500,11 @@ class Fetcher:
         goodput_bps = self.link.recent_bps(now_s)
         if goodput_bps is None:
             return False
-        least_bytes = replace(part, reader=self.levels.coarsest(part.reader)).size_bytes
+        least_bytes = self.tolerance.coarsest(part.reader).span_bytes(part.span)
         return now_s + (self.link.outstanding_bytes + least_bytes) * 8 / goodput_bps > deadline_s
 
     async def _run_unit(self, unit: ReadUnit, index: int, fetch: _RunningFetch) -> None:
-        """Take one unit through all three stages; if a level is damaged or gone, once more without it, if it may be
+        """Take one unit through all three stages; if something is damaged or gone, once more without it, if it may be
         left out."""
         while True:
             try:
@@ -519,10 +517,11 @@ class Fetcher:
                     self.drop_kept(unit.reader.data_name)
                 if is_damage:
                     self.report_damage(unit.reader)
-                if not is_damage or self.levels.coarsest(unit.reader) is unit.reader:
+                coarser = self.tolerance.coarser(unit.reader) if is_damage else None
+                if coarser is None:
                     fetch.fail(index, e)
                     break
-                unit = replace(unit, reader=unit.reader.without_levels(1))
+                unit = replace(unit, reader=coarser)
                 fetch.num_transmitting += 1
         if fetch.advance():
             raise _SettledError
@@ -536,7 +535,7 @@ class Fetcher:
             raise
         fetch.num_transmitting -= 1
         await self._restore(unit, chunks, part, fetch)
-        metrics.READ_CELLS.labels(str(unit.reader.levels_left_out)).inc(len(unit.cells))
+        metrics.READ_CELLS.labels(str(unit.reader.coarseness)).inc(len(unit.cells))
         fetch.restored(index, len(unit.cells))
 
     async def _restore(
@@ -560,9 +559,8 @@ class Fetcher:
         num_bytes = destination.working_bytes(unit)
         await self._decode_budget.acquire(num_bytes)
         try:
-            variant = self._chooser.profile_variant(unit.reader)
-            work = sum(self._chooser.work(unit.reader, cell) for cell in unit.cells)
-            future = self.pool.submit(job, variant, work=work, size_bytes=unit.size_bytes)
+            what = {"num_integers": unit.num_integers, "size_bytes": unit.size_bytes}
+            future = self.pool.submit(job, unit.reader.coding, **what)
         except BaseException:
             self._decode_budget.release(num_bytes)
             raise
@@ -582,6 +580,7 @@ class Fetcher:
             raise
         future.result()
 
+    @property
     def _num_unasked(self) -> int:
         """Count the cells that running fetches have not requested yet; all fetches share link and decoders."""
         return sum(fetch.num_unasked for fetch in self._running)
@@ -590,30 +589,36 @@ class Fetcher:
         self,
         part: SpanPart,
         due_s: float,
-        num_unasked: Callable[[], int],
-        is_taken: Callable[[CellsKey], bool] = lambda _: False,
-    ) -> Iterator[ReadUnit]:
-        """Yield the units to read of a span. Each unit's variant and levels are chosen when the unit is requested,
-        unless its cells are read ahead already. Cells for which ``is_taken`` returns True are left out. ``num_unasked``
-        counts the cells not requested yet, including those of the next unit. ``due_s``: when the fetch should end."""
+        num_unasked: int,
+        takes: Callable[[SegmentReader], bool] = lambda _: True,
+    ) -> list[ReadUnit]:
+        """Return the units to read of a span, all with one reader: with that with which some of it was read already, or
+        the one that is chosen now. ``num_unasked`` counts the cells not requested yet, including those of the span.
+        ``due_s``: when the fetch should end. ``takes``: as in `Destination`."""
         reader = part.reader
-        for run in self._chooser.runs(reader, part.span, self._read_size):
-            key = reader.stem, run[0]
-            if is_taken(key):
-                continue
-            unit = None if self._ahead is None else self._ahead.find_unit(key)
+        if self._chooser.is_free(reader):
+            begun = self._begun_reader(part)
             # The segment may have been rewritten meanwhile, with other spans or cells.
-            if unit is None or unit.cells != run or not unit.reader.has_cells_of(reader):
+            if begun is not None and begun.has_cells_of(reader) and takes(begun):
+                reader = begun
+            else:
                 left_s, is_here = due_s - time.monotonic(), partial(self._is_in_memory, span=part.span)
-                unit = ReadUnit(self._chooser.choose(reader, run, self.levels, left_s, num_unasked(), is_here), run)
-            yield unit
+                reader = self._chooser.choose(part, left_s, num_unasked, takes, is_here)
+        return read_units(reader, part.span, self._read_size)
+
+    def _begun_reader(self, part: SpanPart) -> SegmentReader | None:
+        """Return the reader with which some of a span is read ahead, or was read by a fetch before."""
+        found = None if self._ahead is None else self._ahead.find_reader(part.key)
+        if found is not None:
+            return found
+        return next((unit.reader for unit, _ in self._begun.values() if unit.span_key == part.key), None)
 
     def _is_in_memory(self, reader: SegmentReader, span: int) -> bool:
         return self._memory is not None and self._memory.has(reader, span)
 
     async def _chunks_of(self, unit: ReadUnit, part: SpanPart, fetch: _RunningFetch) -> Sequence[CellChunks]:
         """Return the chunks of a unit's cells: from memory if something has read them, or else from the store."""
-        held, data = fetch.held, self._begun.get(unit.key)
+        held, (_, data) = fetch.held, self._begun.get(unit.key, (None, None))
         if held is not None and (chunks := held.chunks(unit)) is not None:
             return chunks
         is_used_again = part.is_begun and part.request_pages[-1] == fetch.num_asked - 1
@@ -642,11 +647,11 @@ class Fetcher:
 
     def _keep_begun(self, unit: ReadUnit, data: memoryview) -> None:
         """Keep these bytes, and evict older ones if there is no room, but never those of the same span."""
-        self._begun[unit.key] = data
+        self._begun[unit.key] = unit, data
         self._begun.move_to_end(unit.key)
-        while sum(map(len, self._begun.values())) > self._begun_bytes:
-            data_name, _, cell, _ = oldest = next(iter(self._begun))
-            if (data_name, cell.span) == (unit.reader.data_name, unit.cells[0].span):
+        while sum(len(each) for _, each in self._begun.values()) > self._begun_bytes:
+            oldest, (other, _) = next(iter(self._begun.items()))
+            if other.span_key == unit.span_key:
                 return
             del self._begun[oldest]
 

@@ -30,11 +30,11 @@ from functools import partial
 
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec import Manifest, Quantiser, SegmentReader, SidePlace, decode_manifest, open_manifest
-from sgl_kvfetch.codec.container.reader import first_readable
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.metrics import count_miss, note
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy, PageSource
+from sgl_kvfetch.plane.fetch.offers import Tolerance
+from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.plane.memory_cache import MemoryCache
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.side_by_side import side_by_side
@@ -208,13 +208,12 @@ class PageFinder:
         on_fault: Callable[[KVFetchError], None],
         on_answer: Callable[[float], None] = lambda seconds: None,
         engine_codecs: Collection[str] = (),
-        levels: LevelPolicy | None = None,
+        tolerance: Tolerance | None = None,
         memory: MemoryCache | None = None,
     ) -> None:
         """``on_fault`` gets the error for each unusable segment that the store returned, ``on_answer`` the seconds of
-        each lookup. ``engine_codecs``: the codecs that video engines decode; variants in these codecs are preferred.
-        Segments that have lost more levels than ``levels`` allows are not used. The store is not asked for what is in
-        ``memory``."""
+        each lookup. ``engine_codecs``: as for `Tolerance.reader`. Segments that are coarser than ``tolerance``
+        allows are not used. The store is not asked for what is in ``memory``."""
         self._memory = memory
         self._on_answer = on_answer
         self._store = store
@@ -222,7 +221,7 @@ class PageFinder:
         self._quantiser = quantiser
         self._on_fault = on_fault
         self._engine_codecs = engine_codecs
-        self._levels = levels or LevelPolicy()
+        self._tolerance = tolerance or Tolerance()
         self._lookups = Breaker()
         self._fetches = Breaker()
         self._side_fetches = Breaker()  # its own: before each of these, a fetch of KV has succeeded
@@ -428,11 +427,7 @@ class PageFinder:
         if manifest.is_encrypted:
             manifest = open_manifest(manifest, self._store.keys)
         heads.require_same(manifest.heads)
-        variant = first_readable(manifest, self._engine_codecs)
-        reader = SegmentReader(manifest, self._quantiser, variant, self._heads.heads)
-        if (lost := reader.levels_left_out) > (most := self._levels.most_left_out):
-            raise StoreError("coarse", f"{manifest.key.stem} has lost {lost} levels; {most} may be left out")
-        return self._levels.finest(reader)
+        return self._tolerance.reader(manifest, self._quantiser, self._heads.heads, self._engine_codecs)
 
     async def _make_room(self, num_bytes: int) -> int:
         """Forget pages until there is room for manifests of so many bytes. Return how much room there is."""

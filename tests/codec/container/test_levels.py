@@ -149,17 +149,21 @@ def test_readers_know_what_they_leave_out_and_what_is_lost() -> None:
     manifest = segment().manifest
     assert first_readable(manifest) == 0
     reader = SegmentReader(manifest, KLT)
-    assert (reader.num_levels, reader.levels_left_out) == (LEVELS, 0)
-    assert reader.without_levels(0) is reader
-    coarser = reader.without_levels(1)
-    assert coarser is reader.without_levels(1)
-    assert (coarser.num_levels, coarser.levels_left_out) == (LEVELS - 1, 1)
+    assert (len(reader.object_names), reader.coarseness) == (LEVELS, 0)
+    coarser = reader.coarser
+    assert coarser is not None
+    assert coarser is reader.coarser
+    assert (len(coarser.object_names), coarser.coarseness) == (LEVELS - 1, 1)
+    assert [each.coarseness for each in reader.ways(LEVELS)] == list(range(LEVELS))
+    assert list(reader.ways(1)) == [reader, coarser]
+    assert list(reader.ways(0)) == [reader]
     cell = next(manifest.cells())
     assert coarser.coded_bytes(cell) < reader.coded_bytes(cell)
     lost = msgspec.structs.replace(manifest, variants=(manifest.variants[0].with_levels(1),))
     reader = SegmentReader(decode_manifest(lost.encode()), KLT)
-    assert (reader.num_levels, reader.levels_left_out) == (2, LEVELS - 2)
-    assert reader.without_levels(1).levels_left_out == LEVELS - 1
+    assert (len(reader.object_names), reader.coarseness) == (2, LEVELS - 2)
+    assert [each.coarseness for each in reader.ways(LEVELS)] == [LEVELS - 2, LEVELS - 1]
+    assert list(reader.ways(0)) == [reader]  # it cannot be finer
 
 
 @pytest.mark.parametrize("num_pages", [1, 2])

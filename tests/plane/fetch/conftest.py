@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -22,8 +22,9 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.link import Link
-from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, Situation
-from sgl_kvfetch.plane.fetch.pool import DecodePool, DecodeProfile, VariantProfile
+from sgl_kvfetch.plane.fetch.offers import Chooser, Tolerance
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, SpanPart
+from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import TENSORS, TensorName
@@ -129,26 +130,26 @@ async def assert_nothing_held(fetcher: Fetcher) -> None:
     assert fetcher.link.outstanding_bytes == 0
 
 
-# As if the smaller one (of these numbers, zstd's) were slow to decode.
-PROFILE = DecodeProfile(
-    device="made up",
-    source="for tests",
-    variants=(
-        VariantProfile(name="zstd", size_bytes=1000, decode_s=(0.2, 0.2)),
-        VariantProfile(name="hevc 240p", size_bytes=2000, decode_s=(0.001, 0.001)),
-    ),
-)
+class Recorder(Chooser):
+    """Takes the ways to read a span in turn, and keeps what it was asked: spans, and the number of cells left."""
 
+    def __init__(self, fetcher: Fetcher) -> None:
+        super().__init__(Tolerance(), fetcher.pool, fetcher.link)
+        self.spans: list[int] = []
+        self.left: list[int] = []
 
-class Recorder:
-    """Chooses in turn, and keeps what it was told."""
-
-    def __init__(self) -> None:
-        self.situations: list[Situation] = []
-
-    def choose(self, situation: Situation) -> int:
-        self.situations.append(situation)
-        return situation.available[len(self.situations) % len(situation.available)]
+    def choose(
+        self,
+        part: SpanPart,
+        within_s: float,
+        num_cells_left: int,
+        takes: Callable[[SegmentReader], bool],
+        is_here: Callable[[SegmentReader], bool],
+    ) -> SegmentReader:
+        self.spans.append(part.span)
+        self.left.append(num_cells_left)
+        ways = list(part.reader.ways(0))
+        return ways[len(self.spans) % len(ways)]
 
 
 @pytest.fixture
@@ -159,15 +160,18 @@ async def made(segment: Segment, store: SpoiltStore) -> CodedSegment:
 
 
 @pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
+def choosing(store: SpoiltStore) -> Iterator[Fetcher]:
+    """A fetcher whose spans are read in the ways that a `Recorder` takes."""
+    with closing(DecodePool[Decoders]([{}, {}])) as pool:
+        fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=False)
+        fetcher._chooser = Recorder(fetcher)
+        yield fetcher
 
 
 @pytest.fixture
-def choosing(store: SpoiltStore, recorder: Recorder) -> Iterator[Fetcher]:
-    """A fetcher that chooses among a segment's variants as the recorder says."""
-    with closing(DecodePool[Decoders]([{}, {}], PROFILE)) as pool:
-        yield Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=False, policy=recorder)
+def recorder(choosing: Fetcher) -> Recorder:
+    assert isinstance(choosing._chooser, Recorder)
+    return choosing._chooser
 
 
 def wanted(made: CodedSegment) -> list[PageSource]:

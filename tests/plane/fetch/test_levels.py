@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import msgspec
 import pytest
@@ -22,26 +23,31 @@ from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.errors import CorruptError, StoreError
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, FetchResult, PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
-from sgl_kvfetch.plane.fetch.plan import (
-    Chooser,
-    LevelPolicy,
-    LookAhead,
-    Offer,
-    PageSource,
-    ReadSize,
-    Supply,
-    best_offer,
-    read_units,
-)
-from sgl_kvfetch.plane.fetch.pool import DecodePool, DecodeProfile, VariantProfile
+from sgl_kvfetch.plane.fetch.offers import Chooser, Tolerance
+from sgl_kvfetch.plane.fetch.plan import PageSource, ReadSize, SpanPart, read_units, span_parts
+from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.codec.container.test_levels import GEOMETRY, KLT, LEVELS, SPEC, make
 from tests.plane.fetch.conftest import SpoiltStore, assert_nothing_held, measured_link
 
 NUM_PAGES = 4
-ANY, NONE = LevelPolicy(LEVELS - 1, 1e9), LevelPolicy()
-AT_ONCE = LevelPolicy(LEVELS - 1, 1e-9)  # always too late
+
+
+class Sized:
+    """A span, by its size in all levels and in one less."""
+
+    def __init__(self, num_bytes: int, coarser_bytes: int | None = None) -> None:
+        self.reader, self.span, self.size_bytes = self, 0, num_bytes
+        self.coarseness = int(coarser_bytes is None)
+        self.coarser = None if coarser_bytes is None else Sized(coarser_bytes)
+
+    def span_bytes(self, span: int) -> int:
+        return self.size_bytes
+
+
+ANY, NONE = Tolerance(LEVELS - 1, 1e9), Tolerance()
+AT_ONCE = Tolerance(LEVELS - 1, 1e-9)  # always too late
 
 
 @pytest.fixture
@@ -57,8 +63,8 @@ def pool() -> Iterator[DecodePool[Decoders]]:
         yield pool
 
 
-def fetcher_of(store: SpoiltStore, pool: DecodePool[Decoders], levels: LevelPolicy) -> Fetcher:
-    return Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=True, levels=levels)
+def fetcher_of(store: SpoiltStore, pool: DecodePool[Decoders], tolerance: Tolerance) -> Fetcher:
+    return Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=True, tolerance=tolerance)
 
 
 def sources(coded: CodedSegment) -> list[PageSource]:
@@ -93,48 +99,48 @@ def same(a: CellValues, b: CellValues) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("levels", [NONE, ANY], ids=["by default", "with time"])
+@pytest.mark.parametrize("tolerance", [NONE, ANY], ids=["by default", "with time"])
 async def test_all_levels_are_read_unless_they_are_late(
-    store: SpoiltStore, pool: DecodePool[Decoders], laddered: CodedSegment, levels: LevelPolicy
+    store: SpoiltStore, pool: DecodePool[Decoders], laddered: CodedSegment, tolerance: Tolerance
 ) -> None:
-    result, values = await fetched(fetcher_of(store, pool, levels), sources(laddered))
+    result, values = await fetched(fetcher_of(store, pool, tolerance), sources(laddered))
     assert result == FetchResult(NUM_PAGES)
     assert same(values, values_at(laddered, LEVELS))
     assert not same(values, values_at(laddered, LEVELS - 1))
 
 
-@pytest.mark.parametrize("most_left_out", [0, 1, 2])
+@pytest.mark.parametrize("coarseness", [0, 1, 2])
 async def test_levels_that_would_be_late_are_left_out_as_far_as_allowed(
     store: SpoiltStore,
     pool: DecodePool[Decoders],
     laddered: CodedSegment,
-    most_left_out: int,
+    coarseness: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fetcher = fetcher_of(store, pool, LevelPolicy(most_left_out, 1e-9))
+    fetcher = fetcher_of(store, pool, Tolerance(coarseness, 1e-9))
     await fetched(fetcher, sources(laddered))  # measures the link
     traced = []
 
     def add(request: timeline.Request, stage: timeline.Stage, *times: float, **about: int | str) -> None:
         if stage == "decode":
-            traced.append(about["levels_left_out"])
+            traced.append(about["coarseness"])
 
     monkeypatch.setattr(timeline, "add", add)
-    before = own_metric("sgl_kvfetch_read_cells_total", levels_left_out=str(most_left_out))
+    before = own_metric("sgl_kvfetch_read_cells_total", coarseness=str(coarseness))
     result, values = await fetched(fetcher, sources(laddered))
     assert result == FetchResult(NUM_PAGES)
-    assert same(values, values_at(laddered, LEVELS - most_left_out))
+    assert same(values, values_at(laddered, LEVELS - coarseness))
     num_cells = len(list(laddered.manifest.cells()))
-    assert own_metric("sgl_kvfetch_read_cells_total", levels_left_out=str(most_left_out)) == before + num_cells
-    assert traced == [most_left_out] * num_cells
+    assert own_metric("sgl_kvfetch_read_cells_total", coarseness=str(coarseness)) == before + num_cells
+    assert traced == [coarseness] * num_cells
 
 
 async def test_cells_of_one_unit_are_the_same_at_all_levels(laddered: CodedSegment) -> None:
     reader = SegmentReader(laddered.manifest, KLT)
     objects = [laddered.data, *laddered.level_data]
     for unit in read_units(reader, 0, ReadSize(600)):
-        for count in range(LEVELS):
-            coarser = replace(unit, reader=reader.without_levels(count))
+        for count, way in enumerate(reader.ways(LEVELS)):
+            coarser = replace(unit, reader=way)
             data = b"".join(objects[i][start:end] for i, (_, start, end) in enumerate(coarser.reads))
             assert len(data) == coarser.size_bytes
             for cell, chunks in zip(unit.cells, coarser.split(data), strict=True):
@@ -148,7 +154,7 @@ async def test_what_was_read_ahead_is_fetched_in_the_same_levels(
     fetcher = fetcher_of(store, pool, ANY)
     fetcher.read_ahead(sources(laddered), expire_s=60)
     await until(lambda: fetcher.link.goodput_bps is not None)
-    fetcher.levels = AT_ONCE
+    fetcher._chooser.tolerance = AT_ONCE
     result, values = await fetched(fetcher, sources(laddered))
     assert result.num_pages == NUM_PAGES
     assert same(values, values_at(laddered, LEVELS))
@@ -197,41 +203,23 @@ async def test_segments_that_lost_more_levels_than_allowed_are_misses(
     await store.put(lost.key.manifest_name, lost.encode())
     faults: list[Exception] = []
     find = partial(PageFinder, store, SPEC.heads, KLT, faults.append)
-    assert len(await find(levels=LevelPolicy(1)).find_pages(list(lost.page_hashes), WAIT_S)) == NUM_PAGES
+    assert len(await find(tolerance=Tolerance(1)).find_pages(list(lost.page_hashes), WAIT_S)) == NUM_PAGES
     assert not faults
-    assert await find(levels=NONE).find_pages(list(lost.page_hashes), WAIT_S) == []
+    assert await find(tolerance=NONE).find_pages(list(lost.page_hashes), WAIT_S) == []
     (fault,) = faults
     assert isinstance(fault, StoreError)
     assert (fault.reason, "has lost 1 levels; 0 may be left out" in str(fault)) == ("coarse", True)
 
 
-def test_as_many_levels_are_chosen_as_the_slower_of_link_and_decoders_brings_in_time() -> None:
-    reader = SegmentReader(make(num_pages=NUM_PAGES).manifest, KLT)
-    cell = next(reader.manifest.cells())
-    sizes = [reader.without_levels(count).coded_bytes(cell) for count in range(LEVELS)]
-    offers = [Offer(reader.without_levels(count), sizes[count], count) for count in range(2)]
-
-    def chosen(supply: Supply) -> int:
-        return best_offer(offers, supply, 2.0, lambda alike: alike[0]).levels_left_out
-
-    def left_out(num_bytes: float, outstanding: int = 0, *, decodes: float | None = None) -> int:
-        return chosen(Supply(10, outstanding, num_bytes / 2, decodes))
-
-    assert left_out(10 * sizes[0]) == 0
-    assert left_out(10 * sizes[0] - 2) == 1
-    assert left_out(10 * sizes[0], outstanding=1) == 1
-    assert left_out(10 * sizes[0], decodes=5 * sizes[0] - 1.0) == 1
-    assert left_out(10 * sizes[2]) == 1  # no more than allowed
-    assert chosen(Supply(10, 0, None, None)) == 0
-
-
 @pytest.mark.parametrize(
-    ("most_bytes", "least_bytes", "seconds"),
-    [(150, 50, 1.5), (400, 50, 2.0), (400, 300, 3.0), (150, 150, 1.5)],
+    ("bytes_per_s", "within_s", "seconds"), [(1.0, 2.0, 1.0), (0.4, 2.0, 2.0), (0.1, 2.0, 4.0), (1.0, 0.1, 0.4)]
 )
-def test_how_long_a_fetch_takes(most_bytes: int, least_bytes: int, seconds: float) -> None:
-    assert LevelPolicy(2, within_s=2.0).seconds(most_bytes, least_bytes, 100.0) == seconds
-    assert LevelPolicy().seconds(most_bytes, most_bytes, 100.0) == most_bytes / 100
+def test_how_long_a_fetch_takes(bytes_per_s: float, within_s: float, seconds: float) -> None:
+    """All levels, if that is in time; else as long as it may take, or longer if not even the fewest come in time. The
+    rate is in shares of all bytes, and the fewest levels are 0.4 of them."""
+    parts = [cast(SpanPart, Sized(1000, 400))]
+    assert Tolerance(1, within_s).seconds(parts, 1000 * bytes_per_s) == pytest.approx(seconds)
+    assert Tolerance(0, within_s).seconds(parts, 1000 * bytes_per_s) == pytest.approx(1 / bytes_per_s)
 
 
 @pytest.mark.parametrize(
@@ -244,18 +232,11 @@ def test_video_and_levels_are_chosen_together(bytes_per_s: float, within_s: floa
     coded = make(num_pages=NUM_PAGES)
     video = transcode(coded.manifest, coded.data, make_targets(["hevc"], ["240p"]), levels=coded.level_data)
     both = *video.manifest.variants, *coded.manifest.variants
-    slow, fast = ((x, x) for x in (0.2, 1e-4))
-    profile = DecodeProfile(
-        device="made up",
-        source="for tests",
-        variants=(
-            VariantProfile(name="ans", size_bytes=1000, decode_s=slow),
-            VariantProfile(name="hevc 240p", size_bytes=2000, decode_s=fast),
-        ),
-    )
     reader = SegmentReader(msgspec.structs.replace(coded.manifest, variants=both), KLT)
-    with closing(DecodePool[Decoders]([{}] * 2, profile)) as decoders:
-        chooser = Chooser(LookAhead(), decoders, measured_link(10_000, bytes_per_s, 8))
-        run = chooser.runs(reader, 0, ReadSize(600))[0]
-        chosen = chooser.choose(reader, run, LevelPolicy(LEVELS - 1), within_s, 8)
-    assert (chosen.variant.codec, chosen.levels_left_out) == (codec, left_out)
+    (part, *_) = span_parts([PageSource(reader, page) for page in range(NUM_PAGES)])
+    with closing(DecodePool[Decoders]([{}] * 2)) as decoders:
+        for way in reader.ways(LEVELS):
+            decoders._rates.add(way.coding, 1000, 1000, 1e-6 if way.codec == "hevc" else 1e-2)
+        chooser = Chooser(Tolerance(LEVELS - 1), decoders, measured_link(10_000, bytes_per_s, 8))
+        chosen = chooser.choose(part, within_s, 8, lambda _: True, lambda _: False)
+    assert (chosen.codec, chosen.coarseness) == (codec, left_out)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from sgl_kvfetch.plane.fetch.link import Link, robust
+from sgl_kvfetch.plane.fetch.link import Link
 
 
 class Clock:
@@ -106,7 +106,6 @@ async def test_staggered_connections_add_up(clock: Clock) -> None:
     """Each of two has half of the link all the time; one begins where the other is halfway."""
     link = carried(clock, (250, 0, 0.5), *((500, i / 2, i / 2 + 1) for i in range(6)), (250, 3, 3.5))
     assert link.recent_bps(clock.now_s) == pytest.approx(8000.0)
-    assert robust(link.transfers).median_bps == pytest.approx(8000.0, rel=0.1)
 
 
 async def test_many_connections_all_the_time(clock: Clock) -> None:
@@ -114,7 +113,6 @@ async def test_many_connections_all_the_time(clock: Clock) -> None:
     link = carried(clock, *((1000, i / 16, i / 16 + 1) for i in range(200)))
     assert len(link.transfers) > 8  # or the estimate could not follow the link
     assert link.recent_bps(clock.now_s) == pytest.approx(16 * 8000.0, rel=0.1)
-    assert robust(link.transfers).median_bps == pytest.approx(16 * 8000.0, rel=0.1)
 
 
 async def test_transfers_that_end_almost_together_are_one(clock: Clock) -> None:

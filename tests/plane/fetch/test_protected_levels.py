@@ -23,7 +23,8 @@ from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.codec.quant.base import CellValues
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher, PoolPages
 from sgl_kvfetch.plane.fetch.finder import PageFinder
-from sgl_kvfetch.plane.fetch.plan import LevelPolicy, ReadSize
+from sgl_kvfetch.plane.fetch.offers import Tolerance
+from sgl_kvfetch.plane.fetch.plan import ReadSize
 from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Store
@@ -98,7 +99,7 @@ async def manifests(store: Store) -> list[Manifest | None]:
 async def fetched(store: Store, number: int) -> CellValues:
     with closing(DecodePool[Decoders]([{}])) as pool:
         fetcher = Fetcher(store, pool, read_size=ReadSize(600), inflight_bytes=1 << 20, may_delete=False)
-        finder = PageFinder(store, SPEC.heads, KLT, print, levels=LevelPolicy(1))
+        finder = PageFinder(store, SPEC.heads, KLT, print, tolerance=Tolerance(1))
         sources = await finder.find_pages(list(chain(number).manifest.page_hashes), WAIT_S)
         memory = MemoryPool(GEOMETRY, 4, 0.0)
         result = await fetcher.fetch(sources, PoolPages(memory, range(4)), WAIT_S)

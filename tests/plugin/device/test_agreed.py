@@ -11,6 +11,7 @@ import os
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane import store as client
+from sgl_kvfetch.plane.fetch.offers import Tolerance
 from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.stores import Breaker
 from sgl_kvfetch.triton_kernels import runtime
@@ -173,7 +175,7 @@ def lose_levels(folder: Path, but: set[Path]) -> None:
         path.write_bytes(type(manifest).encode(manifest.__replace__(variants=variants)))
 
 
-LEVELS = {"count": 3, "max_kl": 10, "within_s": 600}
+LEVELS = {"count": 3, "max_kl": 10}
 
 
 @pytest.fixture(params=["klt", "windows"])
@@ -182,6 +184,7 @@ def pair(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request
     levels, of which one rank has lost some; those of the third are coded on one rank alone."""
     use_small_model(monkeypatch, num_heads=1)  # the interpreter takes milliseconds for each
     monkeypatch.setattr(client, "SPAN_TOKENS", 4 * PAGE)
+    monkeypatch.setattr(client, "Tolerance", partial(Tolerance, within_s=600))
     monkeypatch.setattr(runtime, "INTERPRETED", False)
     common: dict[str, Any] = {"num_layers": LAYERS, "num_slots": NUM_SLOTS}
     kinds: list[list[dict[str, Any]]] = [[{}] * len(PROMPTS)] * 2

@@ -32,7 +32,7 @@ EIGHT = [
     "kvfetch-load -> event loop: Unstage",
 ]
 THREADS = "copy", "data", "decode", "encode", "load", "segment"
-MOST_MODULES = 37
+MOST_MODULES = 38
 
 
 def test_hand_overs_of_a_prompt_of_one_cell(make: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.plane import service, store
-from sgl_kvfetch.plane.fetch.pool import DecodePool, DecodeProfile, VariantProfile
+from sgl_kvfetch.plane.fetch.pool import DecodePool
 from sgl_kvfetch.plugin.host.pages import HostPages
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import TENSORS
@@ -126,31 +126,11 @@ def test_the_variant_that_nvdec_decodes_is_read(
     assert nvc.packets
 
 
-def profile_of(num_sessions: int) -> bytes:
-    decode_s = (1.0,) * num_sessions
-    variant = VariantProfile(name="hevc 240p", size_bytes=1000, decode_s=decode_s)
-    return DecodeProfile(device="made up", source="for tests", variants=(variant,)).encode()
-
-
-@pytest.mark.parametrize(
-    ("profiled", "codec_threads", "expected"),
-    [(None, 1, 3), (None, 5, 5), (2, 5, 3), (4, 1, 4)],
-)
+@pytest.mark.parametrize(("codec_threads", "expected"), [(1, 3), (5, 5)])
 def test_at_least_one_session_an_engine(
-    make: Make,
-    sessions: list[Any],
-    nvc: FakeNvc,
-    tmp_path: Path,
-    profiled: int | None,
-    codec_threads: int,
-    expected: int,
+    make: Make, sessions: list[Any], nvc: FakeNvc, codec_threads: int, expected: int
 ) -> None:
-    config: dict[str, Any] = {"codec_threads": codec_threads}
-    if profiled is not None:
-        path = tmp_path / "profile.json"
-        path.write_bytes(profile_of(profiled))
-        config["decode_profile"] = str(path)
-    make(make_gpu_pool(), **config)
+    make(make_gpu_pool(), codec_threads=codec_threads)
     assert len(sessions) == expected
     assert len({id(session["hevc"]) for session in sessions}) == expected
 
