@@ -16,7 +16,7 @@ import yaml
 import sgl_kvfetch
 from sgl_kvfetch.plugin.versions import SGLANG_VERSIONS
 from sgl_kvfetch.tools.terminal import how_to_install
-from tests.tiers import RELEASE, files
+from tests.tiers import RELEASE, files, slow_files
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -43,7 +43,7 @@ def test_workflows_run_the_two_commands() -> None:
 
 def test_the_release_tier_has_six_parts_of_files_and_tests_that_exist() -> None:
     assert len(RELEASE) == 6
-    for each in files():
+    for each in [*files(), *slow_files()]:
         path, _, test = each.partition("::")
         assert (ROOT / path).exists(), each
         assert not test or f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), each

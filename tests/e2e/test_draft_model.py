@@ -20,7 +20,7 @@ from tests.e2e.test_layer_maps import calibrated
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 SHAPE = TinyLlama(hidden_size=128, intermediate_size=256, num_layers=2, num_heads=2)
-PROMPT = list(range(3, 131))
+PROMPT = list(range(3, 67))
 DRAFT_TOKENS = 4
 
 
