@@ -77,12 +77,12 @@ SLOW = {
     "tests/codec/container": "bounds encryption merge segment sides",
     "tests/codec/quant": "klt",
     "tests/directory": "disk_room dropped_levels index",
-    "tests/plane/fetch": "ahead levels variants",
+    "tests/plane/fetch": "ahead levels",
     "tests/plane": "audit",
     "tests/plugin/device": "attach choices ends linker",
     "tests/plugin/host": "side_pools storage storage_nvdec",
     "tests/stores": "connection_states receiving",
-    "tests/tools": "calibrate decoders doctor inspect transcode verify why",
+    "tests/tools": "calibrate doctor inspect transcode verify why",
 }
 
 
