@@ -26,7 +26,7 @@ StoreErrorReason = Literal[
     "io",  # the local file system failed
     "skipped",  # no request was sent, since the store keeps failing
     "missing",  # an object that a manifest names is gone
-    "coarse",  # a segment has lost more levels than a reader may leave out
+    "coarse",  # a segment is coarser than a reader may use
 ]
 
 

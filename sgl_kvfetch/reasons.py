@@ -96,7 +96,7 @@ ADVICE: dict[Reason, str] = {
     Reason.EVICTED: "a larger --capacity; kvfetch pin keeps a prompt",
     Reason.EXPIRED: "a longer ttl_s on the servers that write",
     Reason.DIVERGES: "move what changes (a date, an id, a list) to the end; nothing if prompts should differ there",
-    Reason.COARSE: "a larger --capacity, a smaller --drop-levels, or a larger levels.max_kl",
+    Reason.COARSE: "a larger --capacity, or a larger max_kl",
     Reason.CORRUPT: "kvfetch verify names the damage; delete the segment, and servers write it again",
     Reason.FORMAT: "kvfetch verify names the damage; if all segments have it, update this server",
     Reason.MISSING: "nothing if it is rare; else the store is too small: a larger --capacity",

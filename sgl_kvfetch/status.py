@@ -106,8 +106,8 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's namespace and heads, and what applies to all ranks. ``coarseness``: how many levels a segment may
-    lack. ``threshold_tokens``: SGLang's prefetch_threshold, below which nothing is looked up. ``writes_back``: whether
+    """One rank's namespace and heads, and what applies to all ranks. ``coarseness``: as in `Tolerance`.
+    ``threshold_tokens``: SGLang's prefetch_threshold, below which nothing is looked up. ``writes_back``: whether
     SGLang stores only what it evicts. ``audits``: None before the first one."""
 
     mode: str  # "host" or "device"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -154,3 +155,12 @@ def test_long_functions_say_what_they_do_for_their_caller() -> None:
         and not ast.get_docstring(node)
     ]
     assert without == []
+
+
+def test_few_modules_name_a_concept() -> None:
+    """`scripts/concepts --list` prints them."""
+    script = runpy.run_path(str(ROOT / "scripts" / "concepts"))
+    for concept, (_, limit) in script["CONCEPTS"].items():
+        found = script["modules_that_name"](concept)
+        assert found, concept
+        assert limit is None or len(found) <= limit, "\n".join(found)

@@ -8,6 +8,7 @@ from .container.manifest import (
     MAX_MANIFEST_BYTES as MAX_MANIFEST_BYTES,
     Cell as Cell,
     Manifest as Manifest,
+    coarsened as coarsened,
     decode_manifest as decode_manifest,
     require_rewritable as require_rewritable,
 )
@@ -20,7 +21,6 @@ from .container.objects import (
     views_of as views_of,
 )
 from .container.pages import Pages as Pages, RawPages as RawPages
-from .container.partial import num_droppable as num_droppable, without_last_level as without_last_level
 from .container.protect import open_manifest as open_manifest, secure_segment as secure_segment
 from .container.reader import (
     CellChunks as CellChunks,

@@ -97,10 +97,10 @@ def decompress(data: bytes, profile: Profile | None = None) -> tuple[torch.Tenso
     stored = stored[manifest_bytes:]
     geometry = manifest.geometry
     most = len(manifest.page_hashes) * geometry.page_size
-    if len(manifest.variants) != 1 or not 1 <= num_tokens <= most:
+    if len(manifest.data) != 1 or not 1 <= num_tokens <= most:
         raise FormatError(f"these bytes say {num_tokens} tokens in {most} places: they are damaged")
     reader = SegmentReader(manifest, _reading(manifest, profile))
-    if len(stored) < (expected := reader.variant.size_bytes):
+    if len(stored) < (expected := manifest.data[0].size_bytes):
         raise FormatError(f"these bytes end after {len(data)}, {expected - len(stored)} too early: they are cut off")
     shape = most, geometry.num_layers, geometry.num_heads
     dims = geometry.k_head_dim, geometry.v_head_dim

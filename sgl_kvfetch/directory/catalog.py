@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 FOLDER = ".catalog"  # no namespace is called like this
 BUSY_S = 5.0  # how long a write waits for others; lookups never wait
 _WAITS = 50  # a write's wait is so many short ones: while the machine stands still, one passes, and not all
-_VERSION = 6
+_VERSION = 7
 _USES_AT_ONCE = 256
 _BLOCK_BYTES = 4096
 _MAX_LOG_BYTES = 64 << 20  # the write-ahead log is cut to this after it has grown
@@ -89,12 +89,12 @@ CREATE TABLE segments (
     last_used REAL NOT NULL,      -- seconds since the epoch
     pinned INTEGER NOT NULL DEFAULT 0,
     expires REAL,                 -- its manifest's: seconds since the epoch; NULL for never
-    levels INTEGER NOT NULL DEFAULT 0,  -- that may be dropped from it
-    dropped INTEGER NOT NULL DEFAULT 0  -- levels that it has lost
+    droppable INTEGER NOT NULL DEFAULT 0,  -- how many times it may be made coarser
+    dropped INTEGER NOT NULL DEFAULT 0  -- how many times it was
 );
 CREATE INDEX segments_by_state ON segments (state);
 CREATE INDEX segments_by_use ON segments (pinned, last_used) WHERE state != 0;
-CREATE INDEX segments_with_levels ON segments (last_used) WHERE levels > 0;
+CREATE INDEX segments_to_coarsen ON segments (last_used) WHERE droppable > 0;
 CREATE INDEX segments_by_expiry ON segments (expires) WHERE expires IS NOT NULL;
 
 CREATE TABLE files (

@@ -134,8 +134,8 @@ class LocalStore(AdminStore):
         """The first write creates the directory. Raises ConfigError for a capacity below one byte.
 
         ``min_free_bytes``: segments are also evicted to leave this much of the disk free, for as much as that a day if
-        others take it; by default 1 % of the disk, at most 1 GiB. ``drop_levels``: how many levels of coefficients a
-        segment loses before any segment is evicted.
+        others take it; by default 1 % of the disk, at most 1 GiB. ``drop_levels``: how many times a segment is
+        made coarser before any segment is evicted.
         """
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ConfigError(f"capacity_bytes is {capacity_bytes}; expected at least 1, or none for no limit")
@@ -160,10 +160,10 @@ class LocalStore(AdminStore):
             return files.read_object(self.root, name, MAX_MANIFEST_BYTES + 1)
 
     @on("writes")
-    def drop_level(self, name: str) -> Mapping[str, int]:
+    def coarsen(self, name: str) -> Mapping[str, int]:
         require_name(name)
-        with files.os_errors(f"dropping a level of {name}"):
-            return self._room.drop_level(name)
+        with files.os_errors(f"making {name} coarser"):
+            return self._room.coarsen(name)
 
     @on("writes")
     def delete_unnamed(self, name: str) -> bool:

@@ -8,11 +8,11 @@ A size is only what a client says. So nothing is evicted before a write is known
 not fit into the empty store is refused, and one that is larger than a tenth of it is taken only while there is free
 room. A write that has evicted a tenth of the store, and still lacks room, fails.
 
-Eviction takes, in this order: files that nobody reads any more, old data that no manifest names, the last levels of
-segments, the least recently used segments, and pinned ones when nothing else is left. It takes a few at a time, so that
-no transaction is long, and one thread of a process does it at a time. Data without a manifest is safe for a minute,
-since its writer may be about to put the manifest. All such data may take a quarter of the store: otherwise writers
-that die would fill it.
+Eviction takes, in this order: files that nobody reads any more, old data that no manifest names, what segments can do
+without (they become coarser), the least recently used segments, and pinned ones when nothing else is left. It takes a
+few at a time, so that no transaction is long, and one thread of a process does it at a time. Data without a manifest is
+safe for a minute, since its writer may be about to put the manifest. All such data may take a quarter of the store:
+otherwise writers that die would fill it.
 
 A full disk is not always ours to empty. What other programs have taken beyond the reserve is never made room for: the
 store would evict itself to nothing while something else fills the disk. Then writes are refused, and reads go on.
@@ -36,7 +36,7 @@ from functools import partial
 from math import inf
 from typing import TypeVar
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, decode_manifest, without_last_level
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, coarsened, decode_manifest
 from sgl_kvfetch.directory import files, notes, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileRole, FileState, SegmentState, temp_name
 from sgl_kvfetch.errors import FormatError, StoreError
@@ -76,8 +76,8 @@ _IS_SETTLED = f"""NOT EXISTS (
 _LEAST_USED = f"""
 SELECT id, pinned FROM segments WHERE state != {SegmentState.LOOSE:d} AND {_IS_SETTLED}
 ORDER BY {LIVE_RANK_SQL} LIMIT {_EVICTED_AT_ONCE}"""  # `_delete_expired` goes before
-_LEAST_USED_WITH_LEVELS = f"""
-SELECT name FROM segments WHERE levels > 0 AND dropped < ? AND pinned = 0 AND {_IS_SETTLED}
+_LEAST_USED_TO_COARSEN = f"""
+SELECT name FROM segments WHERE droppable > 0 AND dropped < ? AND pinned = 0 AND {_IS_SETTLED}
 ORDER BY {LIVE_RANK_SQL} LIMIT {_EVICTED_AT_ONCE}"""
 _SET_LAST_USED = "UPDATE segments SET last_used = ? WHERE name = ?"
 # Not those with a new file: they may be being written again, data first.
@@ -127,7 +127,7 @@ class DiskRoom:
     ) -> None:
         """``drop_levels``: the most that a segment loses, instead of being evicted."""
         self.num_evicted = 0  # segments
-        self.num_dropped = 0  # levels
+        self.num_dropped = 0  # how often a segment was made coarser
         self.counted = threading.Event()  # set unless a sweep is counting what is on the disk
         self.counted.set()
         self._catalog = catalog
@@ -445,10 +445,10 @@ class DiskRoom:
         return min(_MIN_FREE_BYTES, int(disk.f_blocks * disk.f_frsize * _MIN_FREE_PART))
 
     def _evict(self, lacking: int) -> int:
-        """Delete old data without a manifest, then last levels of the least recently used segments, then such segments:
-        a few. Return how many bytes that has freed, 0 if there was nothing.
+        """Delete old data without a manifest, then make a few of the least recently used segments coarser, then delete
+        such segments. Return how many bytes that has freed, 0 if there was nothing.
 
-        Pinned segments keep their levels, and go when there are no others.
+        Pinned segments stay as fine as they are, and go when there are no others.
         """
         if num_left := self.delete_leftovers():
             return num_left
@@ -462,7 +462,7 @@ class DiskRoom:
                 if freed < lacking:
                     self._remove(db, [name], doomed)
                     freed += max(1, size)
-        if freed < lacking and (dropped := self._drop_some_levels(lacking - freed, before)):
+        if freed < lacking and (dropped := self._coarsen_some(lacking - freed, before)):
             return freed + dropped
         with self._deleting() as (db, doomed):
             for segment, pinned in db.execute(_LEAST_USED, (before,)).fetchall():
@@ -472,34 +472,34 @@ class DiskRoom:
                     freed += max(1, self._evict_segment(db, segment, doomed))
         return freed
 
-    def _drop_some_levels(self, lacking: int, before: float) -> int:
-        """Drop the last level of a few segments. Return how many bytes that has freed."""
+    def _coarsen_some(self, lacking: int, before: float) -> int:
+        """Make a few segments coarser. Return how many bytes that has freed."""
         if not self._drop_levels:
             return 0
         with self._catalog.writing() as db:
-            found = db.execute(_LEAST_USED_WITH_LEVELS, (self._drop_levels, before)).fetchall()
+            found = db.execute(_LEAST_USED_TO_COARSEN, (self._drop_levels, before)).fetchall()
         freed = 0
         for (name,) in found:
             if freed >= lacking:
                 break
             try:
-                dropped = self.drop_level(name)
+                dropped = self.coarsen(name)
             except (FormatError, OSError) as e:  # such as a full disk
-                logger.warning("cannot drop a level of %s: %s", name, one_line(e))
+                logger.warning("cannot make %s coarser: %s", name, one_line(e))
                 continue
             freed += sum(dropped[name] for name in self.delete_unnamed(dropped))
         return freed
 
-    def drop_level(self, name: str) -> Mapping[str, int]:
-        """Replace a manifest by one without the last level. Return the sizes, by name, of what it does not need any
-        more; nothing if it keeps its levels. Raises FormatError and OSError.
+    def coarsen(self, name: str) -> Mapping[str, int]:
+        """Replace a manifest by the next coarser one. Return the sizes, by name, of what it does not need any more;
+        nothing if there is none. Raises FormatError and OSError.
 
         This does not count as a use of the segment. The manifest's own bytes may exceed the capacity for a moment.
         """
         content = files.read_object(self._catalog.root, name, MAX_MANIFEST_BYTES)
         if content is None:
             return {}
-        found = without_last_level(decode_named_manifest(content, name), content)
+        found = coarsened(decode_named_manifest(content, name), content)
         if found is None or not self._replace_manifest(name, object_digest(content), found[0]):
             return {}
         self.num_dropped += 1

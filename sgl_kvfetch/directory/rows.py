@@ -7,7 +7,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest, num_droppable
+from sgl_kvfetch.codec import MAX_MANIFEST_BYTES, Manifest
 from sgl_kvfetch.directory import files, notes
 from sgl_kvfetch.directory.catalog import FileRole, FileState, SegmentState, page_rows, temp_name
 from sgl_kvfetch.errors import FormatError
@@ -189,10 +189,10 @@ def _index_segment(db: sqlite3.Connection, manifest: Manifest, content: bytes) -
         db.execute("INSERT INTO chains VALUES (?, ?, ?)", (segment, *chain))
         db.executemany("INSERT INTO pages VALUES (?, ?, ?)", page_rows(key.namespace, segment, *chain))
     pinned = notes.is_pinned(db, manifest.page_hashes[0])
-    levels = num_droppable(manifest), manifest.num_dropped
-    found = SegmentState.FOUND, object_digest(content), pinned, manifest.expires, *levels, segment
+    coarser = manifest.num_droppable, manifest.num_dropped
+    found = SegmentState.FOUND, object_digest(content), pinned, manifest.expires, *coarser, segment
     db.execute(
-        "UPDATE segments SET state = ?, digest = ?, pinned = ?, expires = ?, levels = ?, dropped = ? WHERE id = ?",
+        "UPDATE segments SET state = ?, digest = ?, pinned = ?, expires = ?, droppable = ?, dropped = ? WHERE id = ?",
         found,
     )
 
@@ -207,7 +207,7 @@ def hide_segment(db: sqlite3.Connection, segment: int, state: SegmentState) -> N
         keys = page_rows(name.partition("/")[0], segment, first_page, hashes)
         db.executemany("DELETE FROM pages WHERE key = ? AND first_page = ? AND segment = ?", keys)
         db.execute("DELETE FROM chains WHERE segment = ?", (segment,))
-    db.execute("UPDATE segments SET state = ?, digest = NULL, pinned = 0, levels = 0 WHERE id = ?", (state, segment))
+    db.execute("UPDATE segments SET state = ?, digest = NULL, pinned = 0, droppable = 0 WHERE id = ?", (state, segment))
 
 
 def examine_if_unread(db: sqlite3.Connection, root: Path, name: str) -> None:

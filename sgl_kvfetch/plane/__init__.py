@@ -1,6 +1,6 @@
 """The data plane: everything between the engine and the store, in a process beside the engine's, one a rank.
 
-It looks up, fetches, decodes and restores pages, and chooses among variants (``fetch``), gathers, encodes and writes
+It looks up, fetches, decodes and restores pages, and chooses how to read them (``fetch``), gathers, encodes and writes
 segments (``write``). `DataPlane` is the engine's end of
 the line. The config is parsed here.
 

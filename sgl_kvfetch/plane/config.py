@@ -306,6 +306,11 @@ class KVFetchConfig(_Keys):
         return self
 
     @property
+    def num_levels(self) -> int:
+        """How many levels the server writes; 1 for all at once."""
+        return 1 if self.levels is None else self.levels.count
+
+    @property
     def quantiser_name(self) -> str:
         """The quantiser; with ``auto``, the one that the server is to have in the end."""
         return "klt" if self.quantiser == "auto" else self.quantiser or ("exact" if self.profile is None else "klt")
@@ -419,6 +424,12 @@ def tls_files(config: KVFetchConfig) -> TlsFiles:
 def s3_options(config: KVFetchConfig) -> S3Options:
     s3, index = config.s3 or {}, config.index
     return S3Options(s3) if index is None else S3Options(s3, index.url, index.ttl_s)
+
+
+def coarseness_of(config: KVFetchConfig, quantiser: Quantiser) -> int:
+    """Return how many times the step may be tripled in what a config's server reads. Raises ConfigError."""
+    max_kl = None if config.levels is None else config.levels.max_kl
+    return 0 if max_kl is None else quantiser.coarseness_within(max_kl, "levels.max_kl")
 
 
 _MOST_NUMBERS = 8  # of layers in a message

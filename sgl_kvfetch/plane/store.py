@@ -19,7 +19,7 @@ from sgl_kvfetch.directory import open_store
 from sgl_kvfetch.errors import ConfigError, FormatError, KVFetchError
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.metrics import count_miss
-from sgl_kvfetch.plane.config import KVFetchConfig, s3_options, tls_files
+from sgl_kvfetch.plane.config import KVFetchConfig, coarseness_of, s3_options, tls_files
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.fetch.finder import PageFinder, SideFetcher
 from sgl_kvfetch.plane.fetch.link import Link
@@ -129,7 +129,7 @@ def open_client(
     """Open the store; call this on the event loop. ``nvdec`` decodes what it can, the CPU the rest.
     ``max_span_pages``: upper limit for the pages of a span. ``engine_codecs``: those that the engine decodes.
     ``memory`` keeps what is read and written. Raises ConfigError."""
-    tolerance = tolerance_of(config, quantiser)
+    tolerance = Tolerance(coarseness_of(config, quantiser))
     encode_pool = ThreadPoolExecutor(config.codec_threads, "kvfetch-encode")
     link = Link()
     store = open_configured_store(config, link.received)
@@ -197,7 +197,7 @@ def writer_spec(
         min(span_pages, max_span_pages or span_pages),
         _cell_heads(heads, config.max_tp_size),
         encrypts=config.key_file is not None,
-        num_levels=1 if config.levels is None else config.levels.count,
+        num_levels=config.num_levels,
     )
 
 
@@ -210,12 +210,6 @@ def _longest_segment(spec: SegmentSpec, queue_bytes: int) -> int:
         fitting = max(1, queue_bytes // _QUEUED_SEGMENTS // spec.heads.geometry.page_bytes)
         most = min(most, max(spec.span_pages, 1 << (fitting.bit_length() - 1)))
     return most
-
-
-def tolerance_of(config: KVFetchConfig, quantiser: Quantiser) -> Tolerance:
-    """Return how coarse what a config's server reads may be. Raises ConfigError."""
-    max_kl = None if config.levels is None else config.levels.max_kl
-    return Tolerance() if max_kl is None else Tolerance(quantiser.coarseness_within(max_kl, "levels.max_kl"))
 
 
 def _cell_heads(heads: HeadSlice, max_tp_size: int) -> int:

@@ -16,8 +16,9 @@ from sgl_kvfetch.codec import CellPlace, Quantiser, SegmentSpec, cell_place
 from sgl_kvfetch.keys import PAGE_HASH_BYTES, HeadSlice
 from sgl_kvfetch.log import brief
 from sgl_kvfetch.plane import DataPlane, KVFetchConfig, SharedPool, Start, Watch
+from sgl_kvfetch.plane.config import coarseness_of
 from sgl_kvfetch.plane.process import DataPlaneProcess, Launch
-from sgl_kvfetch.plane.store import tolerance_of, writer_spec
+from sgl_kvfetch.plane.store import writer_spec
 from sgl_kvfetch.plugin import auto_profile, status
 from sgl_kvfetch.plugin.auto_profile import AutoProfile
 from sgl_kvfetch.plugin.device.pages import SlotPages
@@ -80,7 +81,7 @@ def open_engine_plane(
     heads = engine_heads(config, quantiser, rank, pages.geometry, pages.first_layer, pools)
     require_own_profile(config, quantiser, heads.namespace)
     logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, heads.namespace)
-    status.serves(heads, tolerance_of(config, quantiser).coarseness)
+    status.serves(heads, coarseness_of(config, quantiser))
     page_bytes = sides.page_bytes if sides else {}
     opening = Opening(
         heads, rank.tp_rank, pages, gpu, most_span_pages, page_bytes, staging_bytes, takes_code=takes_code, pool=pool
@@ -122,7 +123,7 @@ def _by_profile(config: KVFetchConfig, watch: Watch, rank: Any, opening: Opening
     labels = msgspec.structs.replace(heads.labels, quantiser=quantiser_label(config, quantiser))
     heads = HeadSlice(namespace, heads.heads, labels)
     logger.info("kvfetch: %s, namespace %s: %s", config.store, heads.folder, namespace)
-    status.serves(heads, tolerance_of(config, quantiser).coarseness)
+    status.serves(heads, coarseness_of(config, quantiser))
     return replace(opening, heads=heads).start(config, quantiser)
 
 

@@ -104,7 +104,7 @@ class ServerMetrics:
         capacity.set(float("inf") if capacity_bytes is None else capacity_bytes)
         self._segments = gauge("segments", "Segments that lookups can find")
         self._evicted = counter("evicted_segments", "Segments evicted to make room")
-        self._dropped = counter("dropped_levels", "Levels of coefficients dropped to make room")
+        self._dropped = counter("dropped_levels", "How often a segment was made coarser to make room")
         self._collected = counter("collected_objects", "Orphaned objects and temporary files removed")
         self._unreadable = counter("unreadable_manifests", "Unreadable manifests that were skipped")
         self._last = StoreUsage(0, 0, 0, 0, 0)

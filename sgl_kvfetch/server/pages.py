@@ -470,13 +470,9 @@ class PageHandlers:
             "heads": [manifest.first_head, manifest.first_head + manifest.num_heads],
             "raw_bytes": manifest.raw_bytes,
             "expires_s": manifest.expires,
-            "variants": [
-                {
-                    "codecs": sorted(variant.codecs),
-                    "resolution": variant.resolution,
-                    "stored_bytes": variant.size_bytes,
-                }
-                for variant in manifest.variants
+            "codings": [
+                {"codecs": each.codecs, "resolution": each.resolution, "stored_bytes": each.size_bytes}
+                for each in manifest.codings
             ],
             "side_pools": sorted({page.pool for side in manifest.sides for page in side.pages}),
         }

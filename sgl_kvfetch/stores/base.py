@@ -46,8 +46,8 @@ from sgl_kvfetch.codec import (
     NO_KEYS,
     Content,
     Manifest,
+    coarsened,
     decode_manifest,
-    without_last_level,
 )
 from sgl_kvfetch.errors import FormatError, StoreError
 from sgl_kvfetch.keys import (
@@ -339,14 +339,14 @@ class AdminStore(Store):
         """Read a manifest, without counting that as a use of its segment."""
         return await self.get(name)
 
-    async def drop_level(self, name: str) -> Mapping[str, int]:
-        """Replace a manifest by one without the last level. Return the sizes, by name, of what it does not need any
-        more; nothing if it keeps its levels, or others have changed it. This does not count as a use of the segment.
+    async def coarsen(self, name: str) -> Mapping[str, int]:
+        """Replace a manifest by the next coarser one. Return the sizes, by name, of what it does not need any more;
+        nothing if there is none, or others have changed it. This does not count as a use of the segment.
         Raises FormatError and StoreError."""
         content = await self.peek(name)
         if content is None:
             return {}
-        found = without_last_level(decode_manifest(content), content)
+        found = coarsened(decode_manifest(content), content)
         if found is None or not await self.replace(name, found[0], object_digest(content)):
             return {}
         return found[1]

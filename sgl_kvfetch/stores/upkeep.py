@@ -2,7 +2,7 @@
 
 For the commands that look after a store that does not evict by itself, and for directories, which delete in the same
 order. What a sweep deletes is decided by one listing: the store alone knows what it has. Only the manifests of segments
-that may lose levels are read.
+that may become coarser are read.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sgl_kvfetch.codec import Manifest, decode_manifest, num_droppable
-from sgl_kvfetch.codec.container.partial import coarser_by
+from sgl_kvfetch.codec import Manifest, decode_manifest
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import MANIFEST_SUFFIX, Labels, SegmentKey, are_named, parse_object_name
 from sgl_kvfetch.side_by_side import side_by_side
@@ -192,7 +191,7 @@ _WORKERS = 16
 
 @dataclass(frozen=True, slots=True)
 class Coarser:
-    """A segment that is to lose its last levels. ``leftovers``: data that its manifest does not name."""
+    """A segment that is to become coarser. ``leftovers``: data that its manifest does not name."""
 
     segment: StoredSegment
     num_levels: int
@@ -247,7 +246,7 @@ async def plan_sweep(
     # A segment with a newer object may be on its way to being written again, data first.
     expired = await store.expired([segment.key for segment in whole if segment.modified_s < oldest_write_s])
     pinned = await pinned_segments(store, {segment.key.namespace for segment in whole})
-    # Of the data alone: a manifest is also replaced where nobody uses the segment, as when it loses levels.
+    # Of the data alone: a manifest is also replaced where nobody uses the segment, as when it becomes coarser.
     last_writes = {s.key: max(info.modified_s for info in s.data.values()) for s in whole}
     last_uses = {s.key: max(used or 0.0, last_writes[s.key]) for s, used in zip(whole, uses, strict=True)}
 
@@ -305,7 +304,7 @@ async def plan_sweep(
 
 
 async def _coarser(store: AdminStore, segment: StoredSegment, drop_levels: int) -> Coarser | None:
-    """Return how a segment can lose levels, ``drop_levels`` at most with those that it has lost; None if it cannot."""
+    """Return how a segment can become coarser, ``drop_levels`` times at most with those before; None if it cannot."""
     if len(segment.data) == 1:
         return None
     try:
@@ -319,8 +318,8 @@ async def _coarser(store: AdminStore, segment: StoredSegment, drop_levels: int) 
         return None
     infos, oldest_write_s = segment.data.values(), time.time() - ORPHAN_AGE_S
     leftovers = [x for x in infos if x.name not in manifest.data_names and x.modified_s < oldest_write_s]
-    count = max(0, min(num_droppable(manifest), drop_levels - manifest.num_dropped))
-    kept = coarser_by(manifest, count).data_names
+    count = max(0, min(manifest.num_droppable, drop_levels - manifest.num_dropped))
+    kept = manifest.coarser_by(count).data_names
     num_bytes = sum(size for name, size in manifest.data_sizes.items() if name not in kept)
     num_bytes += sum(info.size_bytes for info in leftovers)
     return Coarser(segment, count, num_bytes, leftovers) if num_bytes else None
@@ -333,8 +332,8 @@ async def sweep_segments(
     coarser: Sequence[Coarser] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> Swept:
-    """Delete segments: their manifests, and after ``grace_s``, when their readers are done, their data. Likewise the
-    last levels of ``coarser``. ``say``: is told what comes next, if it takes long.
+    """Delete segments: their manifests, and after ``grace_s``, when their readers are done, their data. Likewise what
+    ``coarser`` ones lose. ``say``: is told what comes next, if it takes long.
 
     Objects that cannot be deleted are reported and stay: a later sweep finds them. Raises StoreError if the store or
     its index cannot be used at all.
@@ -371,7 +370,7 @@ async def sweep_segments(
         unneeded = unnamed.setdefault(each.segment.key, {info.name: info.size_bytes for info in each.leftovers})
         with noting_failures(name):
             for _ in range(each.num_levels):
-                dropped = await store.drop_level(name)
+                dropped = await store.coarsen(name)
                 swept.num_levels += bool(dropped)
                 unneeded |= dropped
 

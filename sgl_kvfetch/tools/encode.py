@@ -47,7 +47,7 @@ def encode(
         str, option("NAMES", "One or more of 240p,480p,640p,1080p; the first is the read default.")
     ] = "240p",
     keep_source: Annotated[
-        bool, option(None, "Also keep existing variants, for readers without the codec.", "--keep-source")
+        bool, option(None, "Also keep what is stored, for readers without the codec.", "--keep-source")
     ] = False,
     workers: Annotated[
         int, option("COUNT", "Parallel segments, each in a thread and in memory.", min=1, max=256, show_default="cores")
@@ -80,7 +80,7 @@ def encode(
     Runs on any machine, beside servers and other encoders; needs neither the model nor its profile. HEVC is encoded on
     the CPU (libx265). A segment's new data are written, read back and decoded before its manifest is replaced. The old
     data are deleted only after that, so the command can be killed at any time and continues from there when it is
-    started again. Segments that already have the wanted variants are skipped. During the grace period a segment takes
+    started again. Segments that are already stored so are skipped. During the grace period a segment takes
     space twice: a store that is nearly full evicts other segments to make room.
 
     The exit code is 0 on success, 1 if a segment could not be encoded, 2 if the store cannot be used.

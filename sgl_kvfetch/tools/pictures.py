@@ -59,7 +59,7 @@ def _thumbnails(reader: SegmentReader, quantised: Quantised) -> Iterator[tuple[i
     for index, (part, integers) in enumerate(zip(reader.manifest.parts, quantised, strict=True)):
         if not part.layout:
             continue
-        layout: Layout = reader.variant.layouts[part.layout]
+        layout: Layout = reader.layouts[part.layout]
         if layout.is_flat:  # no pictures: draw those that a video would have
             layout = layouts_of(reader.manifest, reader.quantiser, _RESOLUTION)[part.layout]
         # The layout is a bijection, so these are exactly the frames of the integers that the codec decoded.

@@ -338,19 +338,20 @@ class Verifier:
         return [self._stored_pieces(data.size_bytes) for data in manifest.data]
 
     def _decoded_pieces(self, opened: Manifest) -> list[Iterator[_Piece]]:
-        from sgl_kvfetch.codec import SegmentReader, quantiser_from_identity
+        from sgl_kvfetch.codec import quantiser_from_identity
+        from sgl_kvfetch.codec.container.reader import all_readers
 
         quantiser = quantiser_from_identity(opened.namespace.quantiser)
-        num_variants = len(opened.variants)
-        readers = [SegmentReader(opened, quantiser, index, num_levels=1) for index in range(num_variants)]
+        readers = all_readers(opened, quantiser)
+        # What refines these is decoded with them. Its bytes are compared with the digest in its name.
+        refining = opened.data[len(readers) : len(opened.data) - len(opened.sides)]
         return [
-            *map(self._variant_pieces, readers),
-            # A level is decoded with those before it. Its bytes are compared with the digest in its name.
-            *(self._stored_pieces(level.size_bytes) for level in opened.levels),
+            *map(self._coded_pieces, readers),
+            *(self._stored_pieces(rows.size_bytes) for rows in refining),
             *(self._side_pieces(opened, side) for side in opened.sides),
         ]
 
-    def _variant_pieces(self, reader: SegmentReader) -> Iterator[_Piece]:
+    def _coded_pieces(self, reader: SegmentReader) -> Iterator[_Piece]:
         from sgl_kvfetch.plane.fetch.plan import ReadSize, read_units
 
         for span in range(reader.manifest.num_spans):

@@ -451,8 +451,8 @@ def when(at_s: float) -> str:
 @dataclass
 class Diagnosis:
     """Looks for one prompt in a store. ``segments``: all of the store's. ``summaries``: its namespaces. ``hashes_at``:
-    the prompt's. ``unsalted_at``: the same without cache_salt; None if there is none. ``coarseness``: how many
-    levels a segment may lack. ``rank_heads``: those of the server's rank; None if there is no server."""
+    the prompt's. ``unsalted_at``: the same without cache_salt; None if there is none. ``coarseness``: as in
+    `Tolerance`. ``rank_heads``: those of the server's rank; None if there is no server."""
 
     store: AdminStore
     segments: Sequence[StoredSegment]
@@ -539,9 +539,8 @@ class Diagnosis:
             return Reason.ENCRYPTED, f"{stem} is not encrypted, and the key file is not empty"
         if locked := [key for key in manifest.key_ids if ours and key not in ours]:
             return Reason.ENCRYPTED, f"{stem} is encrypted with {', '.join(locked)}; the file has {', '.join(ours.ids)}"
-        lost = min(variant.num_dropped for variant in manifest.variants)
-        if lost > self.coarseness:
-            return Reason.COARSE, f"{stem} has lost {lost} levels; {self.coarseness} may be left out"
+        if found := manifest.too_coarse(self.coarseness):
+            return Reason.COARSE, found
         return None
 
     async def _data_fault(self, manifest: Manifest) -> tuple[Reason, str] | None:

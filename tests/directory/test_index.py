@@ -29,7 +29,7 @@ class FakeManifest:
     expires: int | None = None
     previous_hash: bytes | None = None
     namespace: Namespace = NAMESPACE
-    variants: tuple[()] = ()
+    num_droppable: int = 0
     num_dropped: int = 0
 
     @property

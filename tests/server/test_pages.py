@@ -403,7 +403,7 @@ async def test_what_a_store_without_the_key_shows_of_encrypted_segments(tmp_path
         (row,) = (await get(session, wire.Route.SUMMARY))["folders"]
         assert (row["num_segments"], row["num_tokens"], row["model_identity"]) == (1, 4, "conformance")
         about = await get(session, f"{wire.Route.SEGMENTS}/{name}")
-        assert [variant["codecs"] for variant in about["variants"]] == [["aes-256-gcm"]]
+        assert [each["codecs"] for each in about["codings"]] == [["aes-256-gcm"]]
         asked = {"prompt": [1, 2, 3, 4], "page_size": 1}
         async with session.post(wire.Route.PROMPTS, json=asked) as response:
             assert list((await response.json())["stored_pages"].values()) == [4]

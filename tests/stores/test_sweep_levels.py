@@ -114,14 +114,14 @@ async def test_a_segment_that_is_written_again_meanwhile_keeps_its_data(store: A
     plan = await plan_sweep(store, NUM * WHOLE - LAST // 2, drop_levels=1)
     (coarser,) = plan.coarser
     number = next(n for n in range(NUM) if chain(n).manifest.key == coarser.segment.key)
-    drop_level = store.drop_level
+    drop_level = store.coarsen
 
     async def drop_and_write(name: str) -> object:
         dropped = await drop_level(name)
         await commit_segment(store, chain(number))
         return dropped
 
-    store.drop_level = drop_and_write  # type: ignore[method-assign, assignment]
+    store.coarsen = drop_and_write  # type: ignore[method-assign, assignment]
     swept = await sweep_segments(store, plan.doomed, 0, plan.coarser)
     assert (swept.num_levels, swept.num_objects) == (1, 0)
     assert await lost(store) == [0] * NUM
@@ -143,7 +143,7 @@ async def test_a_manifest_that_cannot_be_read_ends_no_sweep(store: AdminStore) -
     capacity = NUM * (WHOLE - LAST) + 64 * NUM
     plan = await plan_sweep(store, capacity, drop_levels=1)
     store.peek = failing(store.peek)  # type: ignore[method-assign, assignment]
-    store.drop_level = failing(store.drop_level)  # type: ignore[method-assign, assignment]
+    store.coarsen = failing(store.coarsen)  # type: ignore[method-assign, assignment]
     planned = await plan_sweep(store, capacity, drop_levels=1)
     assert chain(0).manifest.key not in {each.segment.key for each in planned.coarser}
     assert planned.stored_bytes - planned.freed_bytes <= capacity  # others make room
@@ -157,7 +157,7 @@ async def test_levels_that_an_interrupted_sweep_has_left_are_deleted(tmp_path: P
     for number in range(NUM):
         await commit_segment(store, chain(number))
     name = chain(0).manifest.key.manifest_name
-    (left,) = await store.drop_level(name)
+    (left,) = await store.coarsen(name)
     capacity = (await plan_sweep(store, None)).stored_bytes - 1
     assert (await plan_sweep(store, capacity, drop_levels=1)).coarser[0].segment.key != chain(0).manifest.key
     old_s = time.time() - ORPHAN_AGE_S - 60

@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from harness.models import make_llama_8b_config
-from sgl_kvfetch.codec.container.partial import without_last_level
+from sgl_kvfetch.codec.container.manifest import coarsened
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -281,13 +281,13 @@ def test_levels_that_were_dropped(tmp_path: Path) -> None:
     store(tmp_path, segment)
     assert why(tmp_path, prompt=TOKENS, exit_code=0)["stored_pages"] == 2
     path = tmp_path / segment.manifest.key.manifest_name
-    dropped = without_last_level(segment.manifest, path.read_bytes())
+    dropped = coarsened(segment.manifest, path.read_bytes())
     assert dropped is not None
     path.write_bytes(dropped[0])
     found = why(tmp_path, prompt=TOKENS)
     assert_why(found, Reason.COARSE, pages=range(2))
     assert "has lost 1 levels; 0 may be left out" in found["findings"][0]["detail"]
-    with told_by_a_server(status_of(KLT_SPEC.heads.namespace, most_left_out=1)) as url:
+    with told_by_a_server(status_of(KLT_SPEC.heads.namespace, coarseness=1)) as url:
         assert why(tmp_path, "--server", url, prompt=TOKENS, exit_code=0)["stored_pages"] == 2
 
 

@@ -1,8 +1,8 @@
 """Codecs by name: the manifest records these names.
 
 Installed packages bring further ones: an entry point in the group ``sgl_kvfetch.codecs``, named like the codec, loads a
-`Codec` (docs/extending.md). It codes rows of integers, or pictures that are no video. Readers without it leave its
-variants out. Bytes that it decodes may come from anybody who can write to the store.
+`Codec` (docs/extending.md). It codes rows of integers, or pictures that are no video. Readers without it leave
+out what it has coded. Bytes that it decodes may come from anybody who can write to the store.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CodecName = Literal["ans", "hevc", "hevc420", "zstd", "deflate", "raw"]
 
 _OTHERS = AnsCodec(), AnsTablesCodec(), ZstdCodec(), DeflateCodec(), RawCodec()
 CODECS: dict[str, Codec] = {**HEVC_CODECS, **{codec.name: codec for codec in _OTHERS}}
-_READABLE = frozenset({*CODECS, LADDER})  # of ours, the codecs of a variant's chunks that a reader can decode
+_READABLE = frozenset({*CODECS, LADDER})  # of ours, the codecs of chunks that a reader can decode
 logger = logging.getLogger(__name__)
 
 
@@ -67,7 +67,7 @@ def require_writable(name: str) -> str:
 
 
 def can_decode(codecs: Set[str]) -> bool:
-    """Return whether a reader can decode a variant of these codecs."""
+    """Return whether a reader can decode chunks of these codecs."""
     return all(_is_there(name) for name in codecs - _READABLE)
 
 
@@ -86,7 +86,7 @@ def _loads(name: str) -> bool:
 
 
 def decode_cost(codecs: Iterable[str]) -> int:
-    """Return the largest `Codec.decode_cost` of these codecs, which `can_decode` accepts. Levels are coded as `ans`."""
+    """Return the largest `Codec.decode_cost` of these codecs, which `can_decode` accepts. A ladder is as `ans`."""
     return max(get_codec(AnsCodec.name if name == LADDER else name).decode_cost for name in codecs)
 
 

@@ -133,6 +133,14 @@ class Cell(NamedTuple):
     head_block: int
 
 
+class StoredAs(NamedTuple):
+    """One way in which a segment is stored. ``size_bytes``: of its first data object."""
+
+    codecs: list[str]
+    resolution: str
+    size_bytes: int
+
+
 _grid = lru_cache(CellGrid)  # readers ask for each cell
 
 
@@ -266,6 +274,41 @@ class Manifest(msgspec.Struct, frozen=True):
         return max((variant.num_dropped for variant in self.variants), default=0)
 
     @property
+    def num_droppable(self) -> int:
+        """How many levels a store may drop, one after the other."""
+        return max((len(each.levels) for each in self.variants), default=0)
+
+    def coarser_by(self, count: int) -> Manifest:
+        """Return the manifest without the last ``count`` levels.
+
+        All variants hold the same values. So each loses as many levels. A variant that has fewer is left out: it would
+        stay finer than the others.
+        """
+        if not count:
+            return self
+        kept = [each for each in self.variants if len(each.levels) >= count]
+        coarser = (each.with_levels(len(each.levels) - count) for each in kept)
+        return msgspec.structs.replace(self, variants=tuple(coarser))
+
+    def too_coarse(self, most: int) -> str:
+        """Say that the store has dropped more levels than the ``most`` that a reader may leave out; "" if it has
+        not."""
+        lost = self.num_dropped
+        return f"{self.key.stem} has lost {lost} levels; {most} may be left out" if lost > most else ""
+
+    @property
+    def codings(self) -> list[StoredAs]:
+        """How the segment is stored, once or several times."""
+        return [StoredAs(sorted(each.codecs), each.resolution, each.size_bytes) for each in self.variants]
+
+    @property
+    def insides(self) -> list[list[object]]:
+        """For each data object, what it holds of the segment: side pages, or layouts, and which of all levels."""
+        coded = [_inside(variant, 0) for variant in self.variants]
+        coded += (_inside(variant, n) for variant in self.variants for n, _ in enumerate(variant.levels, 1))
+        return coded + [[(page.pool, page.page, page.num_bytes) for page in side.pages] for side in self.sides]
+
+    @property
     def data(self) -> tuple[DataObject, ...]:
         """All data objects: the variants', then those of their levels, then the side pages'."""
         return (*self.variants, *self.levels, *self.sides)
@@ -378,6 +421,27 @@ def encryption_keys_of(data: bytes) -> set[str]:
     return {each.key for each in found if each} if all(found) else set()
 
 
+def coarsened(manifest: Manifest, content: bytes) -> tuple[bytes, dict[str, int]] | None:
+    """Return a stored manifest's bytes without its last level, and the sizes, by name, of the data objects that it then
+    no longer needs. Return None if it has none. Raises FormatVersionError.
+
+    This needs no key. A store can always take data away. Readers see how many levels a segment lacks, and refuse too
+    many; an encrypted object decrypts only if that number is right (`protect`).
+    """
+    if not manifest.num_droppable:
+        return None
+    require_rewritable(content)
+    coarser = manifest.coarser_by(1)
+    unnamed = {name: size for name, size in manifest.data_sizes.items() if name not in coarser.data_names}
+    return coarser.encode(), unnamed
+
+
+def _inside(variant: Variant, level: int) -> list[object]:
+    layouts = sorted(variant.layouts.items(), key=lambda item: item[0])
+    shapes = ((name, *msgspec.to_builtins(layout).values()) for name, layout in layouts)
+    return [len(variant.levels) + variant.num_dropped, level, *shapes]
+
+
 def require_rewritable(data: bytes) -> None:
     """Raise FormatVersionError if a newer minor version wrote this manifest: to write it again would drop its new
     fields. ``data``: a manifest that decodes."""
@@ -417,8 +481,7 @@ def _validated(body: _Body) -> Manifest:
     except UnsupportedError as e:
         raise FormatError(f"manifest's namespace is invalid: {e}") from e
     _check_parts(manifest)
-    for variant in body.variants:
-        check_variant(manifest, variant)
+    check_data(manifest)
     _check_sides(manifest)
     if len({rows.encryption is None for rows in manifest.data}) > 1:
         raise FormatError("manifest has encrypted objects and others, expected one kind")
@@ -457,9 +520,15 @@ def _check_parts(manifest: Manifest) -> None:
         raise FormatError(f"manifest lists coefficients of {len(manifest.coefficients)} cells, expected {expected}")
 
 
-def check_variant(manifest: Manifest, variant: Variant) -> None:
-    """Raise FormatError unless a variant fits its manifest. What encryption hides is not checked: `open_manifest` calls
-    this again."""
+def check_data(manifest: Manifest) -> None:
+    """Raise FormatError unless all variants fit. What encryption hides is not checked: `open_manifest` calls this
+    again."""
+    for variant in manifest.variants:
+        _check_variant(manifest, variant)
+
+
+def _check_variant(manifest: Manifest, variant: Variant) -> None:
+    """Raise FormatError unless a variant fits its manifest."""
     num_chunks = manifest.num_spans * manifest.cells_per_span * manifest.chunks_per_cell
     if len(variant.chunks) != num_chunks:
         raise FormatError(f"manifest lists {len(variant.chunks)} chunks, expected {num_chunks} for its geometry")

@@ -3,7 +3,7 @@
 Both transform a list of data objects with their contents, in the order of `Manifest.data`. They do not depend on an
 object's kind, but only on its rows (`objects.DataObject`) and its place (`_places`). Each object is encrypted under a
 key of its own, derived from its place, so it decrypts nowhere else. Its place has what the rest of the manifest says
-about values: pages, cells, layouts, how many levels there were, when they expire. So who changes that makes the objects
+about values: pages, cells, layouts, how fine they are, when they expire. So who changes that makes the objects
 useless. Objects are encrypted before they are digested, so that a store can verify the digests of objects that it
 cannot read.
 
@@ -26,8 +26,8 @@ from sgl_kvfetch.codec.container.encryption import (
     Encryption,
     StoreKeys,
 )
-from sgl_kvfetch.codec.container.manifest import Manifest, check_variant
-from sgl_kvfetch.codec.container.objects import CHECKSUM_BYTES, Chunk, DataObject, Side, Table, Variant
+from sgl_kvfetch.codec.container.manifest import Manifest, check_data
+from sgl_kvfetch.codec.container.objects import CHECKSUM_BYTES, Chunk, DataObject, Side, Table
 from sgl_kvfetch.errors import DECODE_ERRORS, CorruptError, FormatError
 
 if TYPE_CHECKING:  # importing it loads torch
@@ -74,8 +74,7 @@ def open_manifest(manifest: Manifest, keys: StoreKeys) -> Manifest:
         ciphers[rows.data_digest] = cipher
         opened.append(_opened(rows, cipher, encryption.table, f"the table of {manifest.key.stem}"))
     whole = msgspec.structs.replace(manifest.with_data(opened), ciphers=ciphers)
-    for variant in whole.variants:
-        check_variant(whole, variant)
+    check_data(whole)
     return whole
 
 
@@ -148,17 +147,8 @@ def _with_rows_of(rows: Rows, secured: DataObject) -> Rows:
 
 def _places(manifest: Manifest) -> list[bytes]:
     """Return for each data object bytes that say where it belongs and how it is laid out: its segment's pages and
-    cells, and its side pages, or its layouts with the numbers of all levels and of its own."""
+    cells, and what it holds of them (`Manifest.insides`)."""
     m = manifest
-    insides: list[list[object]] = [_insides(variant, 0) for variant in m.variants]
-    insides += (_insides(variant, n) for variant in m.variants for n, _ in enumerate(variant.levels, 1))
-    insides += ([(page.pool, page.page, page.num_bytes) for page in side.pages] for side in m.sides)
     cells = m.span_pages, m.cell_layers, m.cell_heads, m.coefficients
     where = m.key.namespace, m.first_page, m.previous_hash, b"".join(m.page_hashes), *cells, m.parts, m.expires
-    return [msgspec.msgpack.encode((*where, inside)) for inside in insides]
-
-
-def _insides(variant: Variant, level: int) -> list[object]:
-    layouts = sorted(variant.layouts.items(), key=lambda item: item[0])
-    shapes = ((name, *msgspec.to_builtins(layout).values()) for name, layout in layouts)
-    return [len(variant.levels) + variant.num_dropped, level, *shapes]
+    return [msgspec.msgpack.encode((*where, inside)) for inside in m.insides]

@@ -52,6 +52,11 @@ class CodedChunk(NamedTuple):
     levels: tuple[CodedChunk, ...] = ()
 
     @property
+    def all(self) -> tuple[CodedChunk, ...]:
+        """The chunk, and those that refine it."""
+        return self, *self.levels
+
+    @property
     def finest(self) -> Chunk:
         """The row with the checksum of what all its levels decode to."""
         return self.levels[-1].row if self.levels else self.row
@@ -202,6 +207,10 @@ class SegmentReader:
     @property
     def codec(self) -> str:
         return self.variant.codec
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        return self.variant.layouts
 
     @cached_property
     def coding(self) -> str:
@@ -388,6 +397,11 @@ def preferred_reader(
 ) -> SegmentReader:
     """Return the reader of `first_readable`. Raises as `SegmentReader` does."""
     return SegmentReader(manifest, quantiser, first_readable(manifest, engine_codecs), rank_heads)
+
+
+def all_readers(manifest: Manifest, quantiser: Quantiser) -> list[SegmentReader]:
+    """Return a reader of each variant's first level. Raises as `SegmentReader` does."""
+    return [SegmentReader(manifest, quantiser, index, num_levels=1) for index in range(len(manifest.variants))]
 
 
 def first_readable(manifest: Manifest, engine_codecs: Collection[str] = ()) -> int:

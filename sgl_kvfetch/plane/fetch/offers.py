@@ -44,8 +44,8 @@ class Tolerance:
         """Return the reader of a segment that offers begin with. ``engine_codecs``: those that video engines decode.
         Raises StoreError if the segment has become too coarse, and what `SegmentReader` raises."""
         reader = preferred_reader(manifest, quantiser, rank_heads, tuple(engine_codecs))
-        if (lost := reader.coarseness) > self.coarseness:
-            raise StoreError("coarse", f"{manifest.key.stem} has lost {lost} levels; {self.coarseness} may be left out")
+        if found := manifest.too_coarse(self.coarseness):
+            raise StoreError("coarse", found)
         return reader
 
     def coarser(self, reader: SegmentReader) -> SegmentReader | None:

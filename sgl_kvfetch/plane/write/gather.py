@@ -27,7 +27,7 @@ class SpanPages:
 
     @property
     def num_bytes(self) -> int:
-        coded = (each for chunk in self.chunks for each in (chunk, *chunk.levels))
+        coded = (each for chunk in self.chunks for each in chunk.all)
         return sum(piece.num_bytes for piece in self.pieces) + sum(len(each.bitstream) for each in coded)
 
     def some(self, pages: slice) -> SpanPages:

@@ -93,7 +93,7 @@ class Writer:
         refines: bool = False,
     ) -> None:
         """Call on the event loop that the writer should use. ``retire_s``: see ``Merger``. ``ttl_s``: how long segments
-        live from their commit on; by default for ever. ``refines``: write segments again that have lost levels. Not
+        live from their commit on; by default for ever. ``refines``: write segments again that have become coarser. Not
         for a server that reads coarse values: it would write those as if it had computed them."""
         self._store = store
         self._spec = spec
@@ -446,7 +446,7 @@ class Merger:
 
 
 def _coarse_segments(hits: Sequence[SegmentHit]) -> list[Manifest]:
-    """Return the manifests among ``hits`` that have lost levels. Return none if a hit uses only part of its segment:
+    """Return the manifests among ``hits`` that have become coarser. Return none if a hit uses only part of its segment:
     replacing it would lose the rest."""
     coarse = []
     for hit in hits:
@@ -486,7 +486,7 @@ def _secured(segment: Segment, store: Store) -> CodedSegment:
 
 
 async def delete_segment(store: Store, known: Manifest) -> None:
-    """Delete a segment with the data of all variants in its stored manifest and in ``known``, the manifest first.
+    """Delete a segment with all data of its stored manifest and in ``known``, the manifest first.
 
     Raises StoreError; some of its objects may be deleted then. Data that is left is garbage that no reader sees.
     """

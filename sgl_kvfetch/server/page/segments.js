@@ -73,9 +73,9 @@ function showSegment(name) {
       ["Heads", range(found.heads)],
       ["Values", found.kv_dtype],
       ["Raw size", size(found.raw_bytes)],
-      ...found.variants.map((variant) => [
-        `Variant ${variant.codecs.join(", ")} ${variant.resolution}`,
-        `${size(variant.stored_bytes)}, ${(found.raw_bytes / variant.stored_bytes).toFixed(1)} times smaller`,
+      ...found.codings.map((coding) => [
+        `Variant ${coding.codecs.join(", ")} ${coding.resolution}`,
+        `${size(coding.stored_bytes)}, ${(found.raw_bytes / coding.stored_bytes).toFixed(1)} times smaller`,
       ]),
       ["Side pools", found.side_pools.join(", ") || "none"],
       ["Expires", found.expires_s === null ? "never" : new Date(1000 * found.expires_s).toISOString()],

@@ -11,10 +11,9 @@ import torch
 
 from sgl_kvfetch.codec.bitstream.base import MOST_LEVELS
 from sgl_kvfetch.codec.container.encryption import StoreKeys
-from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest, encryption_keys_of
+from sgl_kvfetch.codec.container.manifest import Manifest, coarsened, decode_manifest, encryption_keys_of
 from sgl_kvfetch.codec.container.merge import merge_segments
 from sgl_kvfetch.codec.container.objects import Level
-from sgl_kvfetch.codec.container.partial import num_droppable, without_last_level
 from sgl_kvfetch.codec.container.protect import open_manifest, plain_segment, secure_segment
 from sgl_kvfetch.codec.container.reader import SegmentReader, cell_place, first_readable
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
@@ -220,10 +219,10 @@ def test_an_encrypted_level_decrypts_in_its_place_alone() -> None:
 
 
 def test_a_store_drops_levels_that_it_cannot_read() -> None:
-    found = without_last_level(encrypted().manifest, encrypted().manifest.encode())
+    found = coarsened(encrypted().manifest, encrypted().manifest.encode())
     assert found is not None
     coarser = decode_manifest(found[0])
-    assert num_droppable(coarser) == LEVELS - 2
+    assert coarser.num_droppable == LEVELS - 2
     opened = open_manifest(coarser, KEYS)
     assert opened.num_dropped == 1
     assert [level.codecs for level in opened.levels] == [frozenset({"digits"})] * (LEVELS - 2)
