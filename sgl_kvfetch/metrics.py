@@ -36,16 +36,12 @@ MISSES = Counter(
     "sgl_kvfetch_misses", "Lookups, fetches, loads and writes that fell short because of an error", ["stage", "reason"]
 )  # lookup, fetch, load, write; a `Reason`
 FETCHED_PAGES = Counter("sgl_kvfetch_fetched_pages", "Pages requested from fetches", ["result"])  # hit, miss
-SIDE_PAGES = Counter(
-    "sgl_kvfetch_side_pages", "Pages of SGLang's side pools: stored, or requested from fetches", ["pool", "result"]
-)  # stored, hit, miss
 READ_CELLS = Counter(
     "sgl_kvfetch_read_cells", "Cells restored, by how many times their step was tripled", ["coarseness"]
 )
 WIRE_BYTES = Counter("sgl_kvfetch_wire_bytes", "Bytes on the wire", ["direction"])  # read, write
 RAW_BYTES = Counter("sgl_kvfetch_raw_bytes", "Size of the same pages in the pool", ["direction"])
 CORRUPT_CHUNKS = Counter("sgl_kvfetch_corrupt_chunks", "Cells that failed a checksum or did not decode")
-DELETED_SEGMENTS = Counter("sgl_kvfetch_deleted_segments", "Segments deleted as damaged, or as an audit found them")
 RETRIES = Counter("sgl_kvfetch_retries", "Retried requests to the store")
 HEDGED_READS = Counter(
     "sgl_kvfetch_hedged_reads",
@@ -53,9 +49,6 @@ HEDGED_READS = Counter(
     ["kind", "result"],
 )  # lookup, read; won, lost, failed, refused (too many were running)
 INDEX_FAILURES = Counter("sgl_kvfetch_index_failures", "Calls of the page index that failed", ["reason"])
-MEMORY_CACHE_BYTES = Gauge(
-    "sgl_kvfetch_memory_cache_bytes", "Coded bytes that memory_cache holds", multiprocess_mode="livesum"
-)
 MEMORY_CACHE_READ_BYTES = Counter(
     "sgl_kvfetch_memory_cache_read_bytes", "Coded bytes read from memory_cache instead of the store"
 )
@@ -64,11 +57,6 @@ AUDITS = Counter(
     "sgl_kvfetch_audits", "Comparisons of stored pages with what the engine computed, by result", ["result"]
 )
 # sound, beyond (what is expected), failed (it could not be read)
-AUDIT_RATIO = Histogram(
-    "sgl_kvfetch_audit_ratio",
-    "Squared errors of audited pages, as a multiple of what is expected, in the layer where they are worst",
-    buckets=(0.01, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 8, 16, 100, 1000, 10000),
-)
 AUDIT_TYPICAL = Histogram(
     "sgl_kvfetch_audit_typical",
     "Squared errors of audited pages, as a multiple of what is expected, of all layers, by their place in the prompt",
@@ -99,18 +87,11 @@ DIVERGED_PAGES = Counter(
 WRITTEN_PAGES = Counter("sgl_kvfetch_written_pages", "Pages submitted for writing", ["result"])
 # stored, known (the store had them), dropped_full, dropped_invalid, dropped_error, dropped_data_plane (it ended),
 # dropped_audited (audits have ended writing)
-MERGES = Counter("sgl_kvfetch_merges", "Pairs of segments merged into one of twice the length")
 QUEUED_BYTES = Gauge(
     "sgl_kvfetch_queued_bytes",
     "Bytes in queues: write (raw), read (compressed)",
     ["queue"],
     multiprocess_mode="livesum",
-)
-NAMESPACE = Gauge(
-    "sgl_kvfetch_namespace_info",
-    "1 for each namespace that this server has opened",
-    ["namespace", "model", "quantiser"],
-    multiprocess_mode="max",
 )
 STORE_DOWN = Gauge(
     "sgl_kvfetch_store_down",
@@ -146,7 +127,7 @@ PARKED_REQUESTS = Gauge("sgl_kvfetch_parked_requests", "Requests waiting for the
 _RESULTS = {"result": ("hit", "miss")}
 _DIRECTIONS = {"direction": ("read", "write")}
 # Values of labels that are known beforehand: their samples are 0 from the start on, since `increase` and `rate` do not
-# see the first event of a sample that begins with it. Names of side pools and namespaces are not known.
+# see the first event of a sample that begins with it.
 _KNOWN: dict[Counter | Gauge | Histogram, Mapping[str, Iterable[str]]] = {
     LOOKUP_PAGES: _RESULTS,
     FETCHED_PAGES: _RESULTS,

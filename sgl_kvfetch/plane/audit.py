@@ -461,7 +461,6 @@ class Auditor:
             # Another server may have deleted it, and written it again.
             if stored is not None and data_name in decode_manifest(stored).data_names:
                 await delete_segment(self._store, reader.manifest)
-                metrics.DELETED_SEGMENTS.inc()
                 writer = printable(writer_of(reader)) or "an unknown server"
                 logger.warning("kvfetch: deleted the segment %s, which %s wrote", reader.stem, writer)
             self._suspects.pop(data_name, None)
@@ -518,7 +517,6 @@ class Auditor:
 
     def _judge(self, audited: Compared, hashes: Sequence[bytes], sources: Sequence[PageSource]) -> str:
         """Take in what was found of pages of a segment. Return the result, for the metrics."""
-        metrics.AUDIT_RATIO.observe(audited.ratio)
         is_beyond = audited.ratio > _MOST_RATIO
         parts = span_parts(sources)
         writers = {writer_of(part.reader) for part in parts}

@@ -206,7 +206,6 @@ class MemoryCache:
 
     def _count(self, num_bytes: int) -> None:
         self._used_bytes += num_bytes
-        metrics.MEMORY_CACHE_BYTES.set(self._used_bytes)
 
 
 class Held:

@@ -522,7 +522,6 @@ class Stager:
             sides = {(pool, page): content for page, content in sorted(come.items())} if staging.is_wanted else {}
             if sides and not self._put_sides(staging, sides):
                 miss("fetch", "no_slots")
-            _count_sides(pool, len(hashes), len(come))
             reason = shortfall(reasons) if len(come) < len(hashes) else ""
             staged = m.Staged(command.work, 0, len(come), reason)
             if staging.sides is not None:
@@ -635,7 +634,6 @@ class Stager:
             with counted("fetch"):
                 what = prompt.hashes[run], prompt.sources[run], pool, self._sides[pool]
                 await self._client.side_fetcher.fetch(*what, prompt.end_s, pages)
-            _count_sides(pool, num_pages - first, len(pages))
             come |= {(pool, first + page): pages[page] for page in sorted(pages)}
         return come
 
@@ -666,8 +664,3 @@ class Stager:
 def _firsts(trailing: Mapping[str, int], num_pages: int) -> list[tuple[str, int]]:
     """Return for each side pool the first page of a run that needs its own there."""
     return [(pool, max(0, num_pages - number) if number else 0) for pool, number in trailing.items()]
-
-
-def _count_sides(pool: str, num_asked: int, num_come: int) -> None:
-    metrics.SIDE_PAGES.labels(pool, "hit").inc(num_come)
-    metrics.SIDE_PAGES.labels(pool, "miss").inc(num_asked - num_come)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from sgl_kvfetch import metrics
 from sgl_kvfetch.plugin.register import BACKEND, linker_of
 from sgl_kvfetch.status import MAX_RECENT, Decided, ServerStatus
 
@@ -33,9 +32,6 @@ _state = _State()
 
 def serves(heads: HeadSlice, coarseness: int) -> None:
     """Note that a data plane serves by this namespace from now on. ``coarseness``: as in `ServerStatus`."""
-    namespace, labels = heads.namespace, heads.labels
-    names = labels.model_name(namespace.model), labels.quantiser_name(namespace.quantiser)
-    metrics.NAMESPACE.labels(heads.folder, *names).set(1)
     _state.recent.clear()  # what was found in another store, or under another namespace, says nothing of this one
     _state.heads, _state.coarseness = heads, coarseness
 

@@ -88,7 +88,6 @@ def test_a_server_stops_reading_what_other_weights_wrote_under_its_name(
             wait_until(partial(has_found, server, count))
         wait_until(lambda: read_metric(server.metrics(), "sgl_kvfetch_audited_off") == 1)
         assert "audits have failed" in server.log()
-        assert read_metric(server.metrics(), "sgl_kvfetch_deleted_segments_total") == 0  # the store may be right
         wait_until(lambda: any(told["audits"]["off"] for told in told_to(store)))
         assert from_storage(ask(server, prompts[3])) == 0
         assert_why(why(store, server, 3), Reason.AUDITED)

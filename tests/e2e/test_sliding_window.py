@@ -38,8 +38,6 @@ def test_windows_are_stored_and_restored_with_their_prefixes(
         computed = [ask(server, make_prompt(seed)) for seed in range(2)]
         assert not any(map(from_storage, computed))
         wait_until_written(server, 2 * TOKENS // PAGE_SIZE)
-        stored = read_metric(server.metrics(), "sgl_kvfetch_side_pages_total", pool="swa", result="stored")
-        assert stored >= 2 * WINDOW / PAGE_SIZE
         server.flush()
         restored = ask(server, make_prompt(0))
         assert from_storage(restored) >= 0.9 * TOKENS

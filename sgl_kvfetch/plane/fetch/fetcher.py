@@ -673,7 +673,6 @@ class Fetcher:
         try:
             if await self._store.report_damage(name):
                 logger.warning("the store has deleted the damaged segment %s", name)
-                metrics.DELETED_SEGMENTS.inc()
                 self._drop_ahead(data_name)
                 self.drop_kept(data_name)  # of what came since the damage was found
         except StoreError as e:

@@ -41,7 +41,6 @@ from sgl_kvfetch.codec import (
     Manifest,
     Quantiser,
     SegmentSpec,
-    Side,
     decode_manifest,
     require_rewritable,
     secure_segment,
@@ -189,7 +188,7 @@ class Writer:
                 if manifest is None:
                     continue
                 try:
-                    metrics.MERGES.inc(await self._merger.grow(manifest, self._run))
+                    await self._merger.grow(manifest, self._run)
                 except KVFetchError as e:
                     metrics.log_failure("write", e, "neighbouring segments are not merged")
 
@@ -285,8 +284,6 @@ class Writer:
         metrics.STAGE_SECONDS.labels("encode").observe(encode_s)
         metrics.STAGE_SECONDS.labels("commit").observe(time.monotonic() - started_s)
         metrics.WIRE_BYTES.labels("write").inc(num_bytes)
-        for side in manifest.sides:
-            _count_sides(side)
         side_bytes = sum(page.num_bytes for side in manifest.sides for page in side.pages)
         metrics.RAW_BYTES.labels("write").inc(manifest.num_pages * self._spec.heads.geometry.page_bytes + side_bytes)
         return manifest
@@ -320,7 +317,6 @@ class Writer:
             await self._store.put(whole.data_name(side), data)
             if not await self._store.replace(manifest.key.manifest_name, content, object_digest(hit.manifest)):
                 return False
-            _count_sides(side)
         return True
 
     def _encode(self, segment: PageBatch) -> EncodedSegment:
@@ -348,11 +344,6 @@ class Writer:
         self._segment_pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _count_sides(side: Side) -> None:
-    for page in side.pages:
-        metrics.SIDE_PAGES.labels(page.pool, "stored").inc()
-
-
 Run = Callable[[Callable[[], CodedSegment]], asyncio.Future[CodedSegment]]
 
 
@@ -374,12 +365,11 @@ class Merger:
         self._retiring = Tasks()
         self._deleting = asyncio.Lock()
 
-    async def grow(self, manifest: Manifest, run: Run) -> int:
+    async def grow(self, manifest: Manifest, run: Run) -> None:
         """Merge a stored segment with its left buddy, the result with its own left buddy, and so on.
 
-        ``run`` computes off the event loop. Return the number of merges. Raises KVFetchError; earlier merges stay.
+        ``run`` computes off the event loop. Raises KVFetchError; earlier merges stay.
         """
-        num_merged = 0
         segment: CodedSegment | None = None
         while left := await self._left_buddy(manifest):
             segment = segment or await self._read(manifest)
@@ -390,8 +380,6 @@ class Merger:
             assert isinstance(stored, CodedSegment)
             self.retire((half.manifest for half in (left, segment)), stored.manifest.key)
             segment, manifest = stored, stored.manifest
-            num_merged += 1
-        return num_merged
 
     def _merged(self, left: CodedSegment, right: CodedSegment) -> CodedSegment:
         keys = self._store.keys
