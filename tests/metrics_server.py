@@ -42,7 +42,7 @@ class _QuietHandler(WSGIRequestHandler):
 def open_plane(url: str) -> DataPlane:
     heads = make_heads(SMALL, make_quantiser("exact"))
     settings = {"store": url, "codec": "zstd", "lookup_timeout_s": 60, "fetch_timeout_s": 60, "recompute": "never"}
-    settings["audit"] = {"share": 0}  # which hits they cut is drawn
+    settings["audit_share"] = 0  # which hits they cut is drawn
     start = Start(settings, heads.namespace, 0, SMALL.num_heads, 0, None, pool=POOL.places)
     return DataPlane(start, SMALL, DataPlaneProcess, pool_files=POOL.files)
 

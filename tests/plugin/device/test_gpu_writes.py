@@ -84,7 +84,7 @@ def test_an_audit_compares_what_a_gpu_has_computed(
 
     monkeypatch.setattr(KltCells, "quantise", noted)
     of_klt = {"quantiser": quantiser, "codec": "ans"} if by_gpu else {}
-    rig = make(num_layers=LAYERS, gpu=FakeDevice(seed=2), audit={"share": 1}, **of_klt)
+    rig = make(num_layers=LAYERS, gpu=FakeDevice(seed=2), audit_share=1, **of_klt)
     tokens = rig.stored(prompt(0))
     results = {"sound": 0.0, "beyond": 0.0, "failed": 0.0}
 

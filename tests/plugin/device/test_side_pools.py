@@ -344,7 +344,7 @@ def test_drafts_that_go_by_pairs_of_tokens_are_loaded(make: MakeRig, kind: str, 
 @pytest.mark.parametrize("has_pairs", [False, True])
 def test_hits_with_drafts_and_indexers_are_audited(make: MakeRig, kind: str, has_pairs: bool) -> None:
     """The engine computes the end of a hit, which is compared. The rest is loaded with all that it needs."""
-    rig = make(following=kind, has_pairs=has_pairs, audit={"share": 1})
+    rig = make(following=kind, has_pairs=has_pairs, audit_share=1)
     tokens = prompt(0, num_pages=48)
     num_tokens = len(tokens) - (4 if has_pairs else 0)  # in whole pages of pairs
     rig.stored(tokens)
