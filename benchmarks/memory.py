@@ -269,6 +269,7 @@ class _Engine:
     def __init__(self, setup: Setup, config: KVFetchConfig, client: StoreClient, num_tokens: int) -> None:
         from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
 
+        from sgl_kvfetch.plane import Start
         from sgl_kvfetch.plane.arena import Arena, Room, StridedPages
         from sgl_kvfetch.plane.staging import Stager
         from sgl_kvfetch.plugin.device.pages import DevicePages, EnginePools, ValueLoader
@@ -282,9 +283,9 @@ class _Engine:
         self._arena.whole.fill_(1)
         self._staged: asyncio.Queue[Any] = asyncio.Queue()
         answer, room = self._staged.put_nowait, Room(num_bytes)
-        what: dict[str, Any] = {"pool": StridedPages(()), "sides": {}, "takes_code": False}
-        parts = config, heads, client, answer, self._arena, room
-        self._stager = Stager(*parts, **what, audited=lambda hashes, sources: sources)
+        start = Start({}, heads.namespace, heads.heads.start, heads.heads.stop, 0, None)
+        parts = config, heads, client, answer, self._arena, room, start
+        self._stager = Stager(*parts, pool=StridedPages(()), audited=lambda hashes, sources: sources)
         layers = range(heads.geometry.num_layers)
         counter = LayerWiseLoadCounter(len(layers))
         self._loader = ValueLoader(DevicePages(pool, PAGE_TOKENS), counter, EnginePools(pool, layers))

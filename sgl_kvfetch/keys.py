@@ -151,7 +151,7 @@ class Namespace:
 
     model: _Text  # fingerprint of the weights and their configs, or the user's own name for them
     model_dtype: _Text  # dtype the model computes in, quantisation, and a digest of other flags
-    attention: _Text  # "mha" or "mla", and what identifies the pages of side pools
+    attention: _Text  # "mha" or "mla", and what a page has beside K and V
     kv_dtype: _Text
     page_size: int
     num_layers: int

@@ -15,7 +15,6 @@ from .container.manifest import (
 from .container.objects import (
     MAX_SEGMENT_PAGES as MAX_SEGMENT_PAGES,
     Content as Content,
-    Side as Side,
     Variant as Variant,
     bytes_of as bytes_of,
     views_of as views_of,

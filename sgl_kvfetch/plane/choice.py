@@ -294,4 +294,4 @@ class FetchOrder:
         self._link_free_s = now_s + sum(FIRST_S if seconds == math.inf else seconds for seconds in left_s)
         if is_whole and self._present.expected_s is not None:
             self._lag.ended(now_s, self._present.expected_s)
-        self._present = replace(NO_TURN, end_s=self._present.end_s)  # side pages come after it
+        self._present = replace(NO_TURN, end_s=self._present.end_s)  # what belongs to it comes after it

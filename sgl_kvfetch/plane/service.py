@@ -24,16 +24,13 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import torch
 
 from sgl_kvfetch import metrics, timeline
-from sgl_kvfetch.codec import Pages, RawPages
 from sgl_kvfetch.codec.bitstream.nvdec import open_nvdec_alone
-from sgl_kvfetch.codec.container.pages import QuantisedPages
 from sgl_kvfetch.errors import FormatError, KVFetchError, StoreError
 from sgl_kvfetch.keys import MAX_LABEL_CHARS, HeadSlice, split_hashes, valid_unicode
 from sgl_kvfetch.plane import protocol as m
-from sgl_kvfetch.plane.arena import Emit, Room, map_pool, pages_in, tensors_in
+from sgl_kvfetch.plane.arena import Emit, Room, map_pool
 from sgl_kvfetch.plane.audit import Auditor, AuditRecord, record_file
 from sgl_kvfetch.plane.calibration.finder import ProfileFinder
 from sgl_kvfetch.plane.calibration.own import delete_old
@@ -45,7 +42,7 @@ from sgl_kvfetch.plane.process import Line
 from sgl_kvfetch.plane.protocol import Outbox
 from sgl_kvfetch.plane.staging import Stager
 from sgl_kvfetch.plane.store import StoreClient, open_client
-from sgl_kvfetch.plane.write.gather import PageBatch
+from sgl_kvfetch.plane.write.gather import taken_batch
 from sgl_kvfetch.side_by_side import Tasks
 from sgl_kvfetch.status import Audits
 from sgl_kvfetch.types import KVGeometry
@@ -77,10 +74,11 @@ class Service:
         self._config = config
         self._heads = heads
         self._geometry: KVGeometry = heads.geometry
+        self._start = start
         self._emit = emit
         self._answer = answer
+        self._quantiser = client.writer.quantiser
         self._written = line.pages  # where the engine puts pages that are to be written
-        self._sides = start.sides
         self._told_s, self._is_off = -math.inf, False
         self._record = record_file(config.store, heads)
         namespace, labels = heads.namespace, heads.labels
@@ -88,7 +86,7 @@ class Service:
         self._auditor = Auditor(
             config.audit_share,
             heads,
-            client.writer.quantiser,
+            self._quantiser,
             client.finder,
             client.fetcher,
             store=client.store,
@@ -108,8 +106,7 @@ class Service:
             answer,
             line.values,
             room,
-            sides=start.sides,
-            takes_code=start.takes_code,
+            start,
             audited=self._audited,
             pool=map_pool(line.pool, start.pool, heads.geometry.torch_dtype),
         )
@@ -195,38 +192,14 @@ class Service:
         """Queue pages. They are read from shared memory until they are encoded: then it is the engine's again."""
         hashes = split_hashes(command.hashes)
         try:
-            batch = self._batch(command, hashes)
+            # Not emitted at once: tensors end at any point of this program, also while a message is being sent.
+            taken = partial(self._call_soon, self._emit, m.Taken(command.work))
+            batch = taken_batch(command, self._start, self._geometry, self._quantiser, self._written, taken)
             self._auditor.handed_over(batch)
             self.client.writer.add(batch)
         except Exception:
             logger.exception("kvfetch: taking pages for writing failed")
             self._emit(m.Settled(len(hashes)))
-
-    def _batch(self, command: m.Write, hashes: Sequence[bytes]) -> PageBatch:
-        """Return what the engine has put into shared memory as a batch of pages, and lend it that memory's end."""
-        geometry = self._geometry
-        num_tokens, value_bytes = len(hashes) * geometry.page_size, len(hashes) * geometry.page_bytes
-        if command.cells:
-            value_bytes = num_tokens * (len(command.cells) + sum(num_rows for num_rows, _ in command.cells))
-        sizes = [self._sides[pool] for pool, _ in command.sides]
-        # Not emitted at once: tensors end at any point of this program, also while a message is being sent.
-        emit = partial(self._call_soon, self._emit, m.Taken(command.work))
-        memory = self._written.lend(command.offset, value_bytes + sum(sizes), emit)
-        pages: Pages
-        if command.cells:
-            # Copied, too: there are few.
-            exact_bytes = sum(size for _, size in command.cells)
-            exact = self._written.view(command.exact, torch.uint8, (exact_bytes,)).clone()
-            rows = memory[:value_bytes].view(-1, num_tokens)
-            cells = self.client.writer.quantiser.split_cells(rows, exact, command.cells)
-            page_bytes = -(-(value_bytes + len(exact)) // len(hashes))
-            pages = QuantisedPages(cells, range(len(hashes)), geometry.page_size, page_bytes)
-        else:
-            pages = RawPages(*pages_in(memory, geometry, len(hashes)))
-        # Copies: they are encoded with their segment, which the memory of their pages should not wait for.
-        sides = [x.clone() for x in tensors_in(memory[value_bytes:], torch.uint8, ((size,) for size in sizes))]
-        by_page = dict(zip(command.sides, sides, strict=True))
-        return PageBatch(command.first_page, command.previous_hash, hashes, [pages], by_page)
 
     def _call_soon(self, *call: Any) -> None:
         with suppress(RuntimeError):  # the loop has ended

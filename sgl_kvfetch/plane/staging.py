@@ -33,7 +33,7 @@ from sgl_kvfetch.plane.choice import Cost, FetchOrder, Points
 from sgl_kvfetch.plane.coded import CodedRegion, RegionPlan, StagedCode, gpu_restores
 from sgl_kvfetch.plane.config import KVFetchConfig
 from sgl_kvfetch.plane.fetch.fetcher import Destination, FetchResult, PoolPages
-from sgl_kvfetch.plane.fetch.finder import KV_POOL, Usable, usable_runs
+from sgl_kvfetch.plane.fetch.finder import KV_POOL, SideFetcher, Usable, usable_runs
 from sgl_kvfetch.plane.fetch.plan import PageSource, span_parts
 from sgl_kvfetch.plane.memory_cache import Held
 from sgl_kvfetch.plane.store import StoreClient
@@ -283,20 +283,19 @@ class Stager:
         answer: Emit,
         arena: Arena,
         room: Room,
+        start: m.Start,
         *,
         pool: StridedPages,
-        sides: Mapping[str, int],
-        takes_code: bool,
         audited: Callable[[Sequence[bytes], list[PageSource]], list[PageSource]],
     ) -> None:
         """``answer``: as for `Service`. ``room`` allocates bytes of ``arena``. ``pool``: where fetched pages go.
-        ``sides``, ``takes_code``: as in `protocol.Start`. ``audited`` returns the sources of those pages that are to be
-        served."""
+        ``audited`` returns the sources of those pages that are to be served."""
         self._pool = pool
-        self._sides = sides
+        self._sides = start.sides
+        self._side_fetcher = SideFetcher(client.store, client.finder, client.fetcher.report_damage)
         self._audited = audited
         self._config = config
-        self._takes_code = takes_code
+        self._takes_code = start.takes_code
         self._room = room
         self._geometry = heads.geometry
         self._client = client
@@ -516,7 +515,7 @@ class Stager:
                 except TimeoutError as e:
                     finder.fetched(hashes, [e], is_of_sides=True)
                     raise
-                await self._client.side_fetcher.fetch(hashes, sources, pool, self._sides[pool], deadline_s, come)
+                await self._side_fetcher.fetch(hashes, sources, pool, self._sides[pool], deadline_s, come)
         finally:
             staging.task = None
             sides = {(pool, page): content for page, content in sorted(come.items())} if staging.is_wanted else {}
@@ -633,7 +632,7 @@ class Stager:
             run = slice(first, num_pages)
             with counted("fetch"):
                 what = prompt.hashes[run], prompt.sources[run], pool, self._sides[pool]
-                await self._client.side_fetcher.fetch(*what, prompt.end_s, pages)
+                await self._side_fetcher.fetch(*what, prompt.end_s, pages)
             come |= {(pool, first + page): pages[page] for page in sorted(pages)}
         return come
 

@@ -21,7 +21,7 @@ from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.metrics import count_miss
 from sgl_kvfetch.plane.config import KVFetchConfig, coarseness_of, s3_options, tls_files
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
-from sgl_kvfetch.plane.fetch.finder import PageFinder, SideFetcher
+from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.link import Link
 from sgl_kvfetch.plane.fetch.offers import Tolerance
 from sgl_kvfetch.plane.fetch.plan import ReadSize
@@ -88,7 +88,6 @@ class StoreClient:
     store: Store
     finder: PageFinder
     fetcher: Fetcher
-    side_fetcher: SideFetcher
     writer: Writer
     encode_pool: Executor
     memory: MemoryCache | None
@@ -173,8 +172,7 @@ def open_client(
     )
     if memory is not None:
         writer.on_committed = partial(_keep_written, memory, finder, read_size)
-    side_fetcher = SideFetcher(store, finder, fetcher.report_damage)
-    return StoreClient(store, finder, fetcher, side_fetcher, writer, encode_pool, memory)
+    return StoreClient(store, finder, fetcher, writer, encode_pool, memory)
 
 
 def _keep_written(

@@ -138,7 +138,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     *rows_of(
         _HOOKS,
-        # Gives the zero-copy interface to a fixed list of names, and does not detach a backend that refuses side pools;
+        # Gives the zero-copy interface to a fixed list of names, and does not detach a backend that refuses pools;
         # runs at start-up and at run time.
         (f"{_CONTROLLER}.attach_storage_backend", "around", "attach_backend"),
         patch=REGISTERED_NAMES,

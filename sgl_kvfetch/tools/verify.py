@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from sgl_kvfetch.codec import NO_KEYS, Cell, Manifest, Side, StoreKeys, open_manifest
-from sgl_kvfetch.codec.container.objects import DataObject
+from sgl_kvfetch.codec import NO_KEYS, Cell, Manifest, StoreKeys, open_manifest
+from sgl_kvfetch.codec.container.objects import DataObject, Side
 from sgl_kvfetch.errors import ConfigError, EncryptedError, FormatError, StoreError
 from sgl_kvfetch.keys import ContentCheck, parse_object_name
 from sgl_kvfetch.log import printable

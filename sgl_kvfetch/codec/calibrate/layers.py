@@ -94,7 +94,7 @@ class KV(NamedTuple):
     the rotated part of the one vector that a token has in a layer, and V is the rest, the latent vector.
 
     ``indexer``: the keys of the layer's indexer, which chooses the tokens to attend to, ``(tokens, dim)``; None if it
-    has none. SGLang keeps them in a side pool, so they are always exact."""
+    has none. SGLang keeps them in a pool of their own, so they are always exact."""
 
     k: torch.Tensor
     v: torch.Tensor

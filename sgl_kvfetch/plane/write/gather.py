@@ -1,4 +1,4 @@
-"""Joins SGLang's page batches into runs, and cuts runs into segments. Pure: callers pass the time."""
+"""Takes batches of pages from the engine, joins them into runs, and cuts runs into segments. Callers pass the time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sgl_kvfetch.codec import CodedChunk, Pages, SideKey
-from sgl_kvfetch.keys import buddy_split
+from sgl_kvfetch.codec import CodedChunk, Pages, Quantiser, RawPages, SideKey
+from sgl_kvfetch.codec.container.pages import QuantisedPages
+from sgl_kvfetch.keys import buddy_split, split_hashes
+from sgl_kvfetch.plane import protocol as m
+from sgl_kvfetch.plane.arena import Arena, pages_in, tensors_in
+from sgl_kvfetch.types import KVGeometry
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +66,37 @@ class PageBatch:
     def coded_bytes(self) -> int:
         """The bytes of the spans that are coded."""
         return sum(span.num_bytes for span in self.spans if span.chunks)
+
+
+def taken_batch(
+    command: m.Write,
+    start: m.Start,
+    geometry: KVGeometry,
+    quantiser: Quantiser,
+    memory: Arena,
+    on_returned: Callable[[], object],
+) -> PageBatch:
+    """Return what the engine has put into shared ``memory``, which is lent to the batch: see `Arena.lend`."""
+    hashes = split_hashes(command.hashes)
+    num_tokens, value_bytes = len(hashes) * geometry.page_size, len(hashes) * geometry.page_bytes
+    if command.cells:
+        value_bytes = num_tokens * (len(command.cells) + sum(num_rows for num_rows, _ in command.cells))
+    sizes = [start.sides[pool] for pool, _ in command.sides]
+    lent = memory.lend(command.offset, value_bytes + sum(sizes), on_returned)
+    pages: Pages
+    if command.cells:
+        # Copied, too: there are few.
+        exact_bytes = sum(size for _, size in command.cells)
+        exact = memory.view(command.exact, torch.uint8, (exact_bytes,)).clone()
+        cells = quantiser.split_cells(lent[:value_bytes].view(-1, num_tokens), exact, command.cells)
+        page_bytes = -(-(value_bytes + len(exact)) // len(hashes))
+        pages = QuantisedPages(cells, range(len(hashes)), geometry.page_size, page_bytes)
+    else:
+        pages = RawPages(*pages_in(lent, geometry, len(hashes)))
+    # Copies: they are encoded with their segment, which the memory of their pages should not wait for.
+    sides = [x.clone() for x in tensors_in(lent[value_bytes:], torch.uint8, ((size,) for size in sizes))]
+    by_page = dict(zip(command.sides, sides, strict=True))
+    return PageBatch(command.first_page, command.previous_hash, hashes, [pages], by_page)
 
 
 @dataclass(slots=True, eq=False)

@@ -351,7 +351,7 @@ def test_sglang_need_not_wait_for_side_pages_when_it_stops(make: Make, served: S
         await asyncio.Event().wait()
         raise AssertionError
 
-    served.service.client.side_fetcher._store = Mock(read=hang)
+    served.service._stager._side_fetcher._store = Mock(read=hang)
     backend._prefetch = replace(backend._prefetch, is_stopping=arrived.is_set)
     assert backend.batch_get_v2([transfer(keys(2)[1:], [5])]) == {SWA: [False]}
 
@@ -376,7 +376,7 @@ def test_lookups_pause_while_side_pages_cannot_be_read(
         raise StoreError("server", "a test")
 
     with monkeypatch.context() as failing:
-        failing.setattr(served.service.client.side_fetcher, "_store", Mock(read=fail))
+        failing.setattr(served.service._stager._side_fetcher, "_store", Mock(read=fail))
 
         def is_skipped() -> bool:
             if backend.batch_exists_v2(names, wants).kv_hit_pages == 0:
