@@ -46,9 +46,10 @@ from benchmarks.codec.kv_model import KVModel
 from benchmarks.real_model import prose, real_model
 from benchmarks.real_profile import real_profile
 from benchmarks.report import make_parser, no_traceback, whole_number
-from sgl_kvfetch.codec import CellValues, KltQuantiser, Quantiser, load_profile, make_quantiser
+from sgl_kvfetch.codec import CellValues, KltQuantiser, Quantiser, load_profile
 from sgl_kvfetch.codec.container.pages import RawPages
 from sgl_kvfetch.codec.quant.profile import MeasuredStep, Profile
+from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import HeadSlice, Namespace
 from sgl_kvfetch.plane import audit
 from sgl_kvfetch.plane.audit import Compared, compare, places_of

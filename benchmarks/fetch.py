@@ -32,6 +32,7 @@ from benchmarks.heads import make_heads
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, settings, whole_number, write_json
 from harness.memory_pool import MemoryPool
+from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.manifest import Cell
 from sgl_kvfetch.codec.container.reader import CellChunks, SegmentReader
@@ -45,7 +46,6 @@ from sgl_kvfetch.plane.write.writer import commit_segment
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.open import open_hedged
 from sgl_kvfetch.stores.remote import HttpOptions
-from sgl_kvfetch.testing import page_hashes
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName
 

@@ -38,6 +38,7 @@ from rich.console import Console
 from benchmarks.heads import make_heads
 from benchmarks.machine import machine, versions
 from benchmarks.report import make_parser, make_table, write_json
+from harness.small_segments import page_hashes
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.bitstream.registry import resolution_for
 from sgl_kvfetch.codec.container.reader import CodedChunk
@@ -51,7 +52,6 @@ from sgl_kvfetch.keys import HeadSlice, buddy_split
 from sgl_kvfetch.plane.config import KVFetchConfig, parse_config
 from sgl_kvfetch.plane.fetch.fetcher import Fetcher
 from sgl_kvfetch.plane.write.writer import commit_segment
-from sgl_kvfetch.testing import page_hashes
 from sgl_kvfetch.types import TENSORS, KVGeometry, TensorName, torch_dtype
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import msgspec
 
+from harness.small_segments import make_segment, page_hashes
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.keys import Labels
-from sgl_kvfetch.testing import make_segment, page_hashes
 from tests.segments import with_labels
 
 CHAIN = page_hashes(4)

@@ -13,12 +13,12 @@ import msgspec
 import torch
 import xxhash
 
+from harness.small_segments import put_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.base import CellPlace, CellValues, Quantiser
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.keys import FORMAT_MAJOR, FORMAT_MINOR, HeadSlice, Labels, Namespace
 from sgl_kvfetch.stores.base import AdminStore, Store
-from sgl_kvfetch.testing import put_segment
 from sgl_kvfetch.types import TENSORS, CellGrid, KVGeometry, TensorName, torch_dtype
 
 S = TypeVar("S", bound=Store)

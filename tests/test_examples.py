@@ -25,10 +25,10 @@ from harness.engine import other_models
 from harness.models import TinyLlama, make_tiny_llama
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, running_s3_server
+from harness.small_segments import make_segment, page_hashes, put_segment
 from harness.store_process import StoreProcess
 from sgl_kvfetch.plane.config import parse_config
 from sgl_kvfetch.plane.store import open_configured_store
-from sgl_kvfetch.testing import make_segment, page_hashes, put_segment
 from tests.conftest import ROOT
 from tests.test_helm import KUBERNETES, helm, rendered
 

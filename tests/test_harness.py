@@ -19,10 +19,10 @@ from harness.children import children_cpu_s, count_with_descendants, note_cpu_ti
 from harness.engine import free_port, has_accelerator
 from harness.imported_sglang import ImportedSGLang, common_environment, data_planes_are_forked
 from harness.slow_link import SlowLink
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, put_segment
 
 pytestmark = pytest.mark.process
 

@@ -21,8 +21,8 @@ PACKAGES = ("sgl_kvfetch", "triton_kernels", "cpu_engine")
 HOUSES = ("codec", "stores", "directory", "server", "plane", "plugin", "tools")
 WITH_A_DOOR = ("codec", "stores", "directory", "plane", "tools")
 OPEN = ("stores.upkeep", "stores.wire")  # modules that others may enter: all that they have is for others
-# What people import who use the package as a library, or bring a store, a codec or a quantiser.
-FOR_PEOPLE = ("docs/library.md", "examples/compress.py", "examples/extension/kvfetch_example.py")
+# What people import who use the package as a library.
+FOR_PEOPLE = ("docs/library.md", "examples/compress.py")
 
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:

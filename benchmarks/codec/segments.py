@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.codec.method import KV_DTYPE, KVShape, Method
 from benchmarks.heads import make_heads
+from harness.small_segments import page_hashes
 from sgl_kvfetch.codec.bitstream.registry import resolution_for
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
 from sgl_kvfetch.codec.container.reader import SegmentReader
@@ -19,7 +20,6 @@ from sgl_kvfetch.codec.quant.base import CellValues, Quantiser
 from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.keys import buddy_split
 from sgl_kvfetch.plane.store import MAX_SEGMENT_TOKENS, RESOLUTION, SPAN_TOKENS
-from sgl_kvfetch.testing import page_hashes
 from sgl_kvfetch.types import KVGeometry, dtype_name
 
 PAGE_TOKENS = 64

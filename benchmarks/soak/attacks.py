@@ -24,12 +24,12 @@ import msgspec
 import xxhash
 from yarl import URL
 
+from harness.small_segments import head_slice, make_segment, page_hashes, put_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.prompts import page_hashes as hashes_of
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.notes import Pin
 from sgl_kvfetch.stores.wire import MAX_LOOKUP_PAGES, Route
-from sgl_kvfetch.testing import head_slice, make_segment, page_hashes, put_segment
 
 _NUM_MODELS = 500
 _NUM_LONG_NAMES = 30

@@ -17,6 +17,7 @@ from typing import TypeVar
 from benchmarks.soak.ledger import Ledger
 from benchmarks.soak.world import NOISE_HEADS, PROMPT_PAGES, Segment, Version, World, WrongError
 from harness.reading import read_bytes
+from harness.small_segments import data_object
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.plane.write.writer import delete_segment
@@ -24,7 +25,6 @@ from sgl_kvfetch.stores.base import AdminStore, object_digest
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.stores.wire import Route
-from sgl_kvfetch.testing import data_object
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-from .bitstream.base import Codec as Codec, Decoders as Decoders
+from .bitstream.base import Decoders as Decoders
 from .bitstream.registry import CODECS as CODECS, require_writable as require_writable
 from .calibrate.fit import CalibrationOptions as CalibrationOptions, calibrate_model as calibrate_model
 from .calibrate.layer_map import map_layers as map_layers
@@ -40,7 +40,6 @@ from .layout.frames import PLANES as PLANES, Layout as Layout, RegionLayout as R
 from .quant.base import (
     CellPlace as CellPlace,
     CellValues as CellValues,
-    Part as Part,
     Quantised as Quantised,
     Quantiser as Quantiser,
 )
@@ -51,5 +50,5 @@ from .quant.profile import (
     load_profile as load_profile,
     read_outline as read_outline,
 )
-from .quant.registry import make_quantiser as make_quantiser, quantiser_from_identity as quantiser_from_identity
+from .quant.registry import quantiser_from_identity as quantiser_from_identity
 from .tensors import compress as compress, decompress as decompress

@@ -40,8 +40,7 @@ from sgl_kvfetch.directory.keeper import Disk, Keeper
 from sgl_kvfetch.directory.local import LocalStore, StoreUsage
 from sgl_kvfetch.directory.writing import Upload
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.stores import PROFILES, AdminStore, Breaker, Lookup, NoteKind, ObjectInfo, SegmentHit
-from sgl_kvfetch.stores.base import require_name
+from sgl_kvfetch.stores import PROFILES, AdminStore, Breaker, Lookup, NoteKind, ObjectInfo, SegmentHit, require_name
 from sgl_kvfetch.stores.wire import MAX_LOOKUP_ANSWER_BYTES
 
 _LOOKUP_S = 1.0  # clients wait for 2 s by default

@@ -24,30 +24,20 @@ from pydantic import (
     model_validator,
 )
 
-from sgl_kvfetch.codec import (
-    KltQuantiser,
-    Profile,
-    Quantiser,
-    StoreKeys,
-    load_profile,
-    make_quantiser,
-    read_outline,
-    require_writable,
-)
+from sgl_kvfetch.codec import KltQuantiser, Profile, Quantiser, StoreKeys, load_profile, read_outline, require_writable
 from sgl_kvfetch.codec.bitstream.base import MOST_LEVELS
 from sgl_kvfetch.codec.quant.klt import require_grid
 from sgl_kvfetch.codec.quant.registry import (
     PlainQuantiserName,
     QuantiserName,
-    is_brought,
-    make_brought,
+    make_quantiser,
     quantiser_from_identity,
 )
 from sgl_kvfetch.directory import open_store
 from sgl_kvfetch.errors import ConfigError, FormatError
 from sgl_kvfetch.keys import is_unicode
 from sgl_kvfetch.stores import HttpOptions, S3Options, TlsFiles, Token
-from sgl_kvfetch.stores.open import store_urls
+from sgl_kvfetch.stores.open import STORE_URLS
 from sgl_kvfetch.types import TENSORS, KVGeometry
 from sgl_kvfetch.user_files import (
     TOKEN_ENV,
@@ -156,7 +146,7 @@ class DeviceModeConfig(_Keys):
 class KVFetchConfig(_Keys):
     """Every config key with its default. A test compares docs/configuration.md with this class."""
 
-    store: str = Field(description=f"URL of the store: {' or '.join(store_urls().values())}")
+    store: str = Field(description=f"URL of the store: {' or '.join(STORE_URLS.values())}")
     token: str | None = Field(None, repr=False, description=f"bearer token; by default the environment's {TOKEN_ENV}")
     token_file: Text | None = Field(None, description="file with the token instead, which is read again on change")
     tls: TlsConfig = Field(TlsConfig(), description="files for https:// stores: ca_file, cert_file, key_file")
@@ -265,8 +255,8 @@ class KVFetchConfig(_Keys):
                 quantiser_from_identity(value)
             except FormatError as e:
                 raise ValueError(str(e)) from e
-        elif value is not None and value not in known and not is_brought(value):
-            raise ValueError(f"expected one of {', '.join(known)}, or one that an installed package brings")
+        elif value is not None and value not in known:
+            raise ValueError(f"expected one of {', '.join(known)}")
         return value
 
     @field_validator("codec")
@@ -278,10 +268,10 @@ class KVFetchConfig(_Keys):
     @classmethod
     def _one_url(cls, value: object) -> object:
         scheme, _, rest = value.partition("://") if isinstance(value, str) else ("", "", "")
-        if scheme not in (known := store_urls()) or not rest:
+        if scheme not in STORE_URLS or not rest:
             lacks_scheme = isinstance(value, str) and value and "://" not in value
             hint = f"; is it http://{value}?" if lacks_scheme else ""
-            raise ValueError(f"expected one URL: {' or '.join(known.values())}{hint}")
+            raise ValueError(f"expected one URL: {' or '.join(STORE_URLS.values())}{hint}")
         return value
 
     @model_validator(mode="after")
@@ -438,8 +428,6 @@ _MOST_NUMBERS = 8  # of layers in a message
 def config_quantiser(config: KVFetchConfig) -> Quantiser:
     """Create the quantiser of a config. Raises ConfigError for a profile that is unreadable or misses the target."""
     name = config.quantiser_name
-    if is_brought(name):
-        return make_brought(name)
     if name.startswith(_CACHEGEN):
         return quantiser_from_identity(name)
     if name != "klt":

@@ -39,11 +39,11 @@ from sgl_kvfetch.stores import (
     ProfileRow,
     Verified,
     is_namespace,
-    last_verified,
     list_profiles,
     profile_rows,
     put_pin,
 )
+from sgl_kvfetch.stores.notes import last_verified
 from sgl_kvfetch.stores.upkeep import whole_pages
 from sgl_kvfetch.stores.wire import MAX_LOOKUP_PAGES, MAX_LOOKUP_REQUEST_BYTES, PAGE_PATHS, Route
 from sgl_kvfetch.types import first_to_last

@@ -20,8 +20,6 @@ from .notes import (
     ProfileRow as ProfileRow,
     Verified as Verified,
     decode_pin as decode_pin,
-    get_pin as get_pin,
-    last_verified as last_verified,
     list_profiles as list_profiles,
     profile_rows as profile_rows,
     publish_profile as publish_profile,

@@ -286,8 +286,7 @@ class WrappedStore(Store):
 class AdminStore(Store):
     """A store that can also list its objects, sweep its segments and keep notes.
 
-    To make one, eleven methods are needed: those that are abstract here and in `Store`. `sgl_kvfetch.testing` has the
-    tests that it must pass.
+    `tests/stores/conformance.py` has the tests that it must pass.
     """
 
     has_page: ClassVar[bool] = False  # whether it shows people what it keeps, its notes included

@@ -1,8 +1,4 @@
-"""Open a store by its URL: one that other machines share. `directory.open_store` also opens a directory.
-
-Installed packages bring stores for further schemes: an entry point in the group ``sgl_kvfetch.stores``, named like the
-scheme, is called with ``(url, token, options)`` and returns an `AdminStore` (docs/extending.md).
-"""
+"""Open a store by its URL: one that other machines share. `directory.open_store` also opens a directory."""
 
 from __future__ import annotations
 
@@ -11,16 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from sgl_kvfetch.doors import brought_by_others, label_of, load_brought, require_made
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import AdminStore, Store
 from sgl_kvfetch.stores.hedged import MAX_HEDGES, HedgedStore, OnHedge
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions, Token
-from sgl_kvfetch.user_files import FreshFiles
 
 # The form of a store's URL, by its scheme. `directory.open_store` opens the last one.
-_OUR_URLS = {
+STORE_URLS = {
     "http": "http://HOST:PORT",
     "https": "https://HOST:PORT",
     "s3": "s3://BUCKET/PREFIX",
@@ -48,14 +42,9 @@ def split_store_url(url: str) -> SplitResult:
         _ = parts.port
     except ValueError as e:
         raise ConfigError(f"store URL {url!r} is malformed: {e}") from e
-    if parts.scheme not in (known := store_urls()):
-        raise ConfigError(f"store URL {url!r} is not supported; expected {' or '.join(known.values())}")
+    if parts.scheme not in STORE_URLS:
+        raise ConfigError(f"store URL {url!r} is not supported; expected {' or '.join(STORE_URLS.values())}")
     return parts
-
-
-def store_urls() -> dict[str, str]:
-    """Return the form of a store's URL, by its scheme: ours, and those that installed packages bring."""
-    return {scheme: f"{scheme}://..." for scheme in brought_by_others("stores")} | _OUR_URLS
 
 
 def open_remote(
@@ -67,8 +56,7 @@ def open_remote(
 ) -> AdminStore:
     """Create a client of the store at ``url``. Does no I/O: the first request fails if the store is unreachable.
 
-    ``token`` is for ``http(s)://`` stores and those of others, ``options`` is for all, ``s3`` for ``s3://`` ones.
-    Raises ConfigError.
+    ``token`` is for ``http(s)://`` stores, ``options`` is for all, ``s3`` for ``s3://`` ones. Raises ConfigError.
     """
     options, s3 = options or HttpOptions(), s3 or S3Options()
     scheme = split_store_url(url).scheme
@@ -79,21 +67,7 @@ def open_remote(
             return HttpStore(url, token=token, options=options)
         case "s3":
             return _open_s3(url, options, s3)
-        case "file":
-            raise ConfigError(f"{url!r} is a directory of this machine; expected a store that others share")
-    return _open_brought(scheme, url, token, options)
-
-
-def _open_brought(scheme: str, url: str, token: Token | None, options: HttpOptions) -> AdminStore:
-    """Open a store that another package brings. Raises ConfigError, which names what it lacks."""
-    opener = load_brought("stores", scheme)
-    try:
-        store = opener(url, token.value if isinstance(token, FreshFiles) else token, options)
-    except TypeError as e:  # it takes other arguments, or lacks methods
-        raise ConfigError(f"{label_of('stores', scheme)}: {e}; it is called with (url, token, options)") from e
-    require_made("stores", scheme, store, AdminStore)
-    assert isinstance(store, AdminStore)
-    return store
+    raise ConfigError(f"{url!r} is a directory of this machine; expected a store that others share")
 
 
 def open_hedged(

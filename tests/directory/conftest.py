@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_segments import FOLDER
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.testing import FOLDER
 
 
 @pytest.fixture

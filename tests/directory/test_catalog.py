@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, put_segment
 
 CHAIN = page_hashes(4)
 LIMIT_BYTES = 32 << 10

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.directory import files, repair
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup
-from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.segments import names
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.directory import catalog
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import StoreError
-from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from tests.directory.conftest import disk_bytes, temporary
 
 SIZE = len(make_segment(page_hashes(4), 0, 4).data) + len(make_segment(page_hashes(4), 0, 4).manifest.encode())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_segments import FOLDER, expiring, make_segment, page_hashes, parts, put_segment
 from harness.waiting import until
 from sgl_kvfetch.codec import Content
 from sgl_kvfetch.directory import front, keeper
@@ -15,7 +16,6 @@ from sgl_kvfetch.directory.front import FrontStore
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup, bytes_read, object_digest
-from sgl_kvfetch.testing import FOLDER, expiring, make_segment, page_hashes, parts, put_segment
 
 CHAIN = page_hashes(64)
 SEGMENT = make_segment(CHAIN, 0, 64)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from hypothesis import given, settings, strategies as st
 
+from harness.small_segments import FOLDER, NAMESPACE, page_hashes
 from sgl_kvfetch.directory import catalog as index, rows
 from sgl_kvfetch.directory.catalog import Catalog, FileState
 from sgl_kvfetch.keys import Namespace, SegmentKey
-from sgl_kvfetch.testing import FOLDER, NAMESPACE, page_hashes
 
 SPACE = FOLDER
 NUM_PAGES = 16

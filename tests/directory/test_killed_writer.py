@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_segments import FOLDER, make_segment, page_hashes
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes
 
 NUM_SEGMENTS = 4
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.directory.files import TempFile
@@ -19,7 +20,6 @@ from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Lookup
-from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.directory.conftest import age, disk_bytes, temporary
 

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory import catalog, rows
 from sgl_kvfetch.directory.local import LocalStore
@@ -19,7 +20,6 @@ from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores import object_digest
 from sgl_kvfetch.stores.upkeep import decode_named_manifest
-from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from tests.directory.conftest import write_files
 
 CHAIN = page_hashes(4)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S
 from sgl_kvfetch.directory import rows
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.directory.repair import Repair
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.base import Lookup
-from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts, put_segment
 from tests.directory.conftest import age, disk_bytes, write_files
 
 CHAIN = page_hashes(8)

@@ -26,7 +26,6 @@ import torch
 from harness.metrics import own_metric
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch import metrics
-from sgl_kvfetch.codec import decode_manifest
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.plane import (
@@ -43,10 +42,8 @@ from sgl_kvfetch.plane.protocol import Staged, Start
 from sgl_kvfetch.plane.staging import StagedValues
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.types import TENSORS, TensorName
-from tests.conftest import ROOT
 from tests.reasons import assert_counted
 from tests.segments import SMALL, make_heads, make_values, page_hashes
-from tests.test_extending import install_example
 
 pytestmark = pytest.mark.process
 
@@ -633,32 +630,6 @@ def test_a_data_plane_that_is_closed_during_a_switch_starts_none(
     closed.set()
     plane._thread.join(WAIT_S)
     assert all(each.join(0) for each in launcher.started)
-
-
-@pytest.mark.parametrize(("quantiser", "codec"), [("exact", "lzma"), ("float8(e5m2)", "lzma")])
-def test_pages_go_through_a_quantiser_and_a_codec_of_another_package(
-    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch, quantiser: str, codec: str
-) -> None:
-    """The process finds them by their entry points; this one does not need them."""
-    (tmp_path / "installed").mkdir()
-    monkeypatch.setenv("PYTHONPATH", f"{install_example(tmp_path / 'installed')}:{ROOT}")
-    namespace = replace(make_heads(SMALL, make_quantiser("exact")).namespace, quantiser=quantiser)
-    settings = {"store": f"file://{tmp_path / 'store'}", "codec": codec, "quantiser": quantiser}
-    patient = {"lookup_timeout_s": 600, "fetch_timeout_s": 600, "recompute": "never"}
-    start = Start(settings | patient | {"audit_share": 0}, namespace, 0, SMALL.num_heads, 0, None, pool=POOL.places)
-    plane = DataPlane(start, SMALL, launcher, pool_files=POOL.files)
-    hashes = page_hashes(NUM_PAGES)
-    values = store(plane, hashes)
-    num_pages, pool = fetch(plane, hashes)
-    plane.close()
-    assert num_pages == NUM_PAGES
-    for tensor in TENSORS:
-        expected = values[tensor]
-        rounded = expected if quantiser == "exact" else expected.to(torch.float8_e5m2).to(expected.dtype)
-        assert torch.equal(pool[tensor], rounded)
-    (manifest,) = [decode_manifest(each.read_bytes()) for each in (tmp_path / "store").rglob("*.kvm")]
-    assert manifest.namespace.quantiser == quantiser
-    assert ("lzma" in manifest.variants[0].codecs) == (quantiser == "exact")  # float8 has bytes alone
 
 
 def test_the_gauges_of_a_killed_data_plane_go_with_it(

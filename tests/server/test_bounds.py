@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from harness.small_segments import FOLDER, head_slice, make_segment, page_hashes, put_segment
 from harness.store_process import StoreProcess
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.segment import CodedSegment
@@ -20,7 +21,6 @@ from sgl_kvfetch.prompts import page_hashes as hashes_of
 from sgl_kvfetch.server import app as application, pages
 from sgl_kvfetch.server.bodies import Budget, Overloaded
 from sgl_kvfetch.stores import wire
-from sgl_kvfetch.testing import FOLDER, head_slice, make_segment, page_hashes, put_segment
 from tests.server.test_pages import get, serving
 from tests.server.test_server import metric, raw, serving as serving_root
 

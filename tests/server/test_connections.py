@@ -17,13 +17,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from harness.small_segments import data_object
 from harness.waiting import WAIT_S, LoopClock
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import RunningServer, fit_connections, running_server
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.testing import data_object
 
 pytestmark = pytest.mark.process
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_segments import data_object
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.directory.room import DiskRoom
 from sgl_kvfetch.errors import StoreError
@@ -19,7 +20,6 @@ from sgl_kvfetch.log import LimitedLogger
 from sgl_kvfetch.server import app as application, metrics as server_metrics
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.testing import data_object
 from tests.server.test_server import metric, serving
 
 pytestmark = pytest.mark.process

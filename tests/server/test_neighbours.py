@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from sgl_kvfetch import processes
 from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.directory.local import LocalStore
@@ -20,7 +21,6 @@ from sgl_kvfetch.server.tokens import TokenFile
 from sgl_kvfetch.stores import Pin, wire
 from sgl_kvfetch.stores.notes import put_pin
 from sgl_kvfetch.stores.remote import TlsFiles
-from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, put_segment
 from tests.server.test_pages import serving
 
 SEGMENT = make_segment(page_hashes(4), 0, 4)

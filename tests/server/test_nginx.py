@@ -13,13 +13,14 @@ import aiohttp
 import pytest
 
 from harness.engine import free_port
+from harness.small_segments import data_object
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.testing import AdminStoreConformance, data_object
+from tests.stores.conformance import AdminStoreConformance
 
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 pytestmark = [pytest.mark.process, pytest.mark.skipif(NGINX is None, reason="needs nginx, as in Debian's nginx-light")]

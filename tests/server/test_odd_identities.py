@@ -7,6 +7,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from harness.small_segments import make_segment, page_hashes
 from harness.waiting import until
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
@@ -14,7 +15,6 @@ from sgl_kvfetch.keys import Labels
 from sgl_kvfetch.prompts import page_hashes as hashes_of
 from sgl_kvfetch.server import pages
 from sgl_kvfetch.stores import wire
-from sgl_kvfetch.testing import make_segment, page_hashes
 from tests.odd_segments import odd_segments
 from tests.server.test_pages import get, serving
 

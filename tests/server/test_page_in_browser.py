@@ -20,12 +20,12 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
+from harness.small_segments import make_segment
 from harness.store_process import StoreProcess
 from harness.waiting import WAIT_S, wait_until
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.prompts import page_hashes
 from sgl_kvfetch.stores.notes import publish_profile
-from sgl_kvfetch.testing import make_segment
 from tests.segments import put_all, using
 from tests.stores.test_profiles import NO_KEYS, save
 

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from harness.small_segments import NAMESPACE, make_segment, page_hashes, put_segment
 from harness.waiting import until
 from sgl_kvfetch import __version__
 from sgl_kvfetch.codec.container.encryption import StoreKeys
@@ -34,7 +35,6 @@ from sgl_kvfetch.status import Audits
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.notes import Damaged, NoteKind, Verified, seal_profile
-from sgl_kvfetch.testing import NAMESPACE, make_segment, page_hashes, put_segment
 from tests.segments import with_labels
 from tests.stores.test_profiles import KEYS, save
 

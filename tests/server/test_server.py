@@ -17,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.slow_link import slow_link
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.waiting import WAIT_S, LoopClock, until
 from sgl_kvfetch.directory import local
 from sgl_kvfetch.directory.local import LocalStore, StoreUsage
@@ -28,7 +29,7 @@ from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import object_digest
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions
-from sgl_kvfetch.testing import BAD_NAMES, FOLDER, data_object, make_segment, page_hashes, put_segment
+from tests.stores.conformance import BAD_NAMES
 
 CONTENT = bytes(range(200))
 NAME = data_object(CONTENT)

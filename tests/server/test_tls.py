@@ -13,6 +13,7 @@ import trustme
 from typer.testing import Result
 
 from harness.metrics import own_metric
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.waiting import until
 from sgl_kvfetch import user_files
 from sgl_kvfetch.errors import ConfigError, StoreError
@@ -22,7 +23,6 @@ from sgl_kvfetch.server.metrics import ServerMetrics
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
-from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, put_segment
 from sgl_kvfetch.tls import ends_of
 from tests.tools.conftest import kvfetch
 

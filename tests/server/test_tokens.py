@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.waiting import WAIT_S
 from sgl_kvfetch import user_files
 from sgl_kvfetch.errors import ConfigError, StoreError
@@ -27,7 +28,6 @@ from sgl_kvfetch.server.tokens import Role, TokenFile, parse_tokens
 from sgl_kvfetch.stores import wire
 from sgl_kvfetch.stores.base import object_digest
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, put_segment
 from sgl_kvfetch.user_files import TOKEN_ENV
 
 DEADLINE_S = WAIT_S

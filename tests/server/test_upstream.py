@@ -16,6 +16,7 @@ import pytest
 from harness.faults import Fault, FaultyProxy
 from harness.metrics import read_metric
 from harness.s3_server import BUCKET, running_s3_server
+from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from harness.store_process import StoreProcess
 from harness.waiting import until
 from sgl_kvfetch.codec import CodedSegment
@@ -28,7 +29,6 @@ from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.notes import PROFILES, publish_profile
 from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts, put_segment
 from tests.stores.test_profiles import save
 
 pytestmark = pytest.mark.process

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from harness.small_segments import FOLDER, make_segment, page_hashes, parts
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.keys import buddy_split
 from sgl_kvfetch.stores.base import lookup_by_name, possible_lengths
-from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts
 
 
 class Bucket:

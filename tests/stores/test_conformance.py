@@ -12,7 +12,7 @@ from sgl_kvfetch.server.run import RunningServer, running_server
 from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.hedged import HedgedStore
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.testing import AdminStoreConformance, StoreConformance
+from tests.stores.conformance import AdminStoreConformance, StoreConformance
 
 
 class TestLocalStore(AdminStoreConformance):

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import trustme
 
+from harness.small_segments import FOLDER, data_object, page_hashes
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
-from sgl_kvfetch.testing import FOLDER, data_object, page_hashes
 
 STATES = ("connecting", "handshake", "request", "head", "body", "idle")
 FAULTS = ("silent", "closed", "reset")

@@ -16,6 +16,7 @@ import pytest
 from harness.faults import Fault, FaultyProxy
 from harness.metrics import read_metric
 from harness.slow_link import slow_link
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, TimerClock, until
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
@@ -26,7 +27,6 @@ from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.open import open_hedged
 from sgl_kvfetch.stores.remote import HttpOptions
 from sgl_kvfetch.stores.wire import Route
-from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, parts, put_segment
 
 SILENCE_S = 0.04
 Request = Callable[[Attempt], Awaitable[bool]]

@@ -14,6 +14,7 @@ from aiohttp import web
 from harness.engine import free_port
 from harness.faults import Fault, FaultyProxy
 from harness.reading import read_bytes
+from harness.small_segments import FOLDER, data_object, make_segment, page_hashes, put_segment
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, StoreError, StoreErrorReason
 from sgl_kvfetch.server.run import RunningServer
@@ -22,7 +23,6 @@ from sgl_kvfetch.stores.base import Lookup, SegmentHit
 from sgl_kvfetch.stores.http import HttpStore, read_whole
 from sgl_kvfetch.stores.notes import PINS, PROFILES
 from sgl_kvfetch.stores.remote import HttpOptions
-from sgl_kvfetch.testing import FOLDER, data_object, make_segment, page_hashes, put_segment
 
 CONTENT = bytes(range(256)) * 1000
 NAME = data_object(CONTENT)

@@ -12,11 +12,11 @@ import pytest
 from harness.faults import FaultyProxy
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess, RedisService, fail_over
 from harness.s3_server import BUCKET, S3Server, s3_config
+from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex
-from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts, put_segment
 
 pytestmark = pytest.mark.process
 

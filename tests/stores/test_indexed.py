@@ -13,6 +13,7 @@ from harness.engine import free_port
 from harness.faults import Fault, FaultyProxy
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server, s3_config
+from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.codec.container.encryption import StoreKeys
 from sgl_kvfetch.errors import StoreError
@@ -22,7 +23,7 @@ from sgl_kvfetch.stores.keyed import KeyedStore
 from sgl_kvfetch.stores.redis_index import Entry, IndexOptions, PageIndex
 from sgl_kvfetch.stores.remote import Breaker, HttpOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.testing import FOLDER, AdminStoreConformance, make_segment, page_hashes, parts, put_segment
+from tests.stores.conformance import AdminStoreConformance
 
 pytestmark = pytest.mark.process
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch import user_files
 from sgl_kvfetch.codec.container.encryption import NO_KEYS, StoreKeys
 from sgl_kvfetch.codec.container.manifest import decode_manifest, encryption_keys_of
@@ -15,7 +16,6 @@ from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.stores import keyed
 from sgl_kvfetch.stores.base import Lookup, object_digest
 from sgl_kvfetch.stores.keyed import KeyedStore, with_keys
-from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, make_targets
 from sgl_kvfetch.user_files import FreshFiles
 

@@ -13,11 +13,11 @@ import pytest
 
 from harness.faults import FaultyProxy
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
+from harness.small_segments import FOLDER, make_segment, page_hashes
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.redis_index import PASSWORD_ENV, Entry, IndexOptions, PageIndex, decode_entry
 from sgl_kvfetch.stores.remote import Breaker
-from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes
 
 STORE = "s3://bucket/prefix"
 CHAIN = page_hashes(16)

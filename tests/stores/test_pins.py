@@ -11,6 +11,7 @@ import pytest
 
 from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET, S3Server
+from harness.small_segments import FOLDER, head_slice, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.catalog import Catalog
 from sgl_kvfetch.directory.local import LocalStore
@@ -19,7 +20,6 @@ from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.notes import PINS, Pin, decode_pin, put_pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.upkeep import plan_sweep
-from sgl_kvfetch.testing import FOLDER, head_slice, make_segment, page_hashes, parts, put_segment
 
 pytestmark = pytest.mark.usefixtures("tiny_stores")
 

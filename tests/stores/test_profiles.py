@@ -12,6 +12,7 @@ from typing import TextIO
 import msgspec
 import pytest
 
+from harness.small_segments import FOLDER, make_segment, page_hashes, parts, put_segment
 from sgl_kvfetch.codec.container.encryption import NO_KEYS, StoreKeys
 from sgl_kvfetch.directory import files
 from sgl_kvfetch.directory.local import LocalStore
@@ -25,7 +26,6 @@ from sgl_kvfetch.stores.notes import (
     seal_profile,
 )
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes, parts, put_segment
 from tests.codec.quant.profiles import CALIBRATION, make_profile
 
 WEIGHTS = CALIBRATION.weights

@@ -11,6 +11,7 @@ import pytest
 
 from harness.forward_proxy import ForwardProxy
 from harness.s3_server import BUCKET, S3Server, s3_config
+from harness.small_segments import data_object
 from harness.waiting import WAIT_S
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.server.config import ServerConfig
@@ -19,7 +20,6 @@ from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.http import HttpStore
 from sgl_kvfetch.stores.remote import HttpOptions, environment_proxy
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.testing import data_object
 
 pytestmark = pytest.mark.process
 

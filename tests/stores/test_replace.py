@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_segments import make_segment, page_hashes, put_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.errors import StoreError
 from sgl_kvfetch.server.run import RunningServer
 from sgl_kvfetch.stores.base import object_digest
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.testing import make_segment, page_hashes, put_segment
 
 
 @pytest.mark.process

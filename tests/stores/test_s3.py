@@ -16,13 +16,14 @@ import trustme
 from harness.faults import Fault, FaultKind, FaultyProxy
 from harness.reading import read_bytes
 from harness.s3_server import BUCKET, S3Server, s3_config
+from harness.small_segments import data_object, make_segment, page_hashes
 from sgl_kvfetch import user_files
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.stores.base import Store, object_digest
 from sgl_kvfetch.stores.notes import PINS
 from sgl_kvfetch.stores.remote import HttpOptions, TlsFiles
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.testing import AdminStoreConformance, data_object, make_segment, page_hashes
+from tests.stores.conformance import AdminStoreConformance
 
 URL = f"s3://{BUCKET}/some/prefix"
 

@@ -17,8 +17,8 @@ from sgl_kvfetch.stores.base import Store
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.testing import AdminStoreConformance
 from tests.segments import make_segment as make_real_segment, using
+from tests.stores.conformance import AdminStoreConformance
 from tests.tools.conftest import kvfetch
 
 pytestmark = pytest.mark.process

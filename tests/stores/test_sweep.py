@@ -14,6 +14,7 @@ import pytest
 from harness.engine import free_port
 from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET, S3Server
+from harness.small_segments import FOLDER, data_object, head_slice, make_segment, page_hashes, parts, put_segment
 from harness.waiting import WAIT_S, until
 from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES
 from sgl_kvfetch.directory.local import LocalStore
@@ -26,7 +27,6 @@ from sgl_kvfetch.stores.notes import Pin, put_pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
 from sgl_kvfetch.stores.upkeep import StoredSegment, plan_sweep
-from sgl_kvfetch.testing import FOLDER, data_object, head_slice, make_segment, page_hashes, parts, put_segment
 from tests.segments import names
 
 URL = f"s3://{BUCKET}/kv"

@@ -12,6 +12,17 @@ import torch
 
 from harness.redis_server import RedisProcess
 from harness.s3_server import BUCKET, S3Server
+from harness.small_segments import (
+    FOLDER,
+    NAMESPACE,
+    data_object,
+    expiring,
+    head_slice,
+    make_segment,
+    page_hashes,
+    parts,
+    put_segment,
+)
 from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.container.pages import RawPages
 from sgl_kvfetch.codec.quant.registry import make_quantiser
@@ -28,17 +39,6 @@ from sgl_kvfetch.stores.notes import Pin, put_pin
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
 from sgl_kvfetch.stores.upkeep import plan_sweep, sweep_segments
-from sgl_kvfetch.testing import (
-    FOLDER,
-    NAMESPACE,
-    data_object,
-    expiring,
-    head_slice,
-    make_segment,
-    page_hashes,
-    parts,
-    put_segment,
-)
 from tests.segments import names
 
 pytestmark = pytest.mark.process

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_segments import NAMESPACE
 from sgl_kvfetch.errors import ConfigError
 from sgl_kvfetch.status import Decided
-from sgl_kvfetch.testing import NAMESPACE
 from sgl_kvfetch.tools.bench import BenchResult, GroupResult, _Answer, _bench, _group_result, _Metrics, _report, _Sent
 from sgl_kvfetch.tools.bench_prompts import Group, cut_prompts, read_conversations
 from sgl_kvfetch.tools.sglang_server import open_server

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_segments import head_slice, make_segment, page_hashes
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import Labels
 from sgl_kvfetch.stores.notes import Pin, put_pin
-from sgl_kvfetch.testing import head_slice, make_segment, page_hashes
 from sgl_kvfetch.tools.terminal import format_size
 from tests.segments import names, put_all, using, with_labels
 from tests.tools.conftest import kvfetch, kvfetch_json, unchanged

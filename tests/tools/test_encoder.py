@@ -14,6 +14,7 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 
+from harness.small_segments import expiring
 from harness.waiting import LoopClock, until
 from sgl_kvfetch.codec import Content
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
@@ -26,7 +27,6 @@ from sgl_kvfetch.server.config import ServerConfig
 from sgl_kvfetch.server.run import running_server
 from sgl_kvfetch.stores.base import AdminStore, object_digest
 from sgl_kvfetch.stores.http import HttpStore
-from sgl_kvfetch.testing import expiring
 from sgl_kvfetch.tools import encoder as encoder_module
 from sgl_kvfetch.tools.encoder import EncodeOptions, Encoder, Garbage, Target, make_targets, transcode
 from tests.segments import as_newer, make_segment, names

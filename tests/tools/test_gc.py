@@ -10,11 +10,11 @@ import pytest
 
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server
+from harness.small_segments import expiring, make_segment, page_hashes
 from harness.waiting import WAIT_S
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.stores.redis_index import IndexOptions, PageIndex
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.testing import expiring, make_segment, page_hashes
 from tests.segments import names, put_all, using
 from tests.tools.conftest import Stored, kvfetch, kvfetch_json, unchanged
 

@@ -6,12 +6,12 @@ import pytest
 
 from harness.redis_server import REDIS, REDIS_MISSING, RedisProcess
 from harness.s3_server import BUCKET, S3Server
+from harness.small_segments import FOLDER, expiring, head_slice, make_segment, page_hashes, parts
 from harness.waiting import WAIT_S
 from sgl_kvfetch.stores.base import Lookup
 from sgl_kvfetch.stores.indexed_s3 import IndexedS3Store
 from sgl_kvfetch.stores.redis_index import IndexOptions
 from sgl_kvfetch.stores.s3 import S3Store
-from sgl_kvfetch.testing import FOLDER, expiring, head_slice, make_segment, page_hashes, parts
 from tests.segments import put_all, using
 from tests.tools.conftest import kvfetch, kvfetch_json
 

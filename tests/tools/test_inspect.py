@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from harness.small_segments import expiring
 from sgl_kvfetch.codec.container.manifest import MAX_MANIFEST_BYTES, Manifest, PartInfo, decode_manifest
 from sgl_kvfetch.codec.container.objects import Chunk, Variant
 from sgl_kvfetch.codec.container.protect import secure_segment
@@ -13,7 +14,6 @@ from sgl_kvfetch.codec.container.reader import SegmentReader
 from sgl_kvfetch.codec.quant.registry import quantiser_from_identity
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import Labels
-from sgl_kvfetch.testing import expiring
 from sgl_kvfetch.tools.pictures import draw_sheet
 from sgl_kvfetch.tools.terminal import format_size
 from sgl_kvfetch.types import KVGeometry

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.small_segments import FOLDER, make_segment, page_hashes
 from harness.store_process import StoreProcess
 from sgl_kvfetch.directory.local import LocalStore
-from sgl_kvfetch.testing import FOLDER, make_segment, page_hashes
 from tests.segments import put_all, using
 from tests.tools.conftest import kvfetch, kvfetch_json
 

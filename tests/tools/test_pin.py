@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
+from harness.small_segments import NAMESPACE
 from sgl_kvfetch.codec.container.segment import SegmentSpec, encode_segment
 from sgl_kvfetch.codec.quant.registry import make_quantiser
 from sgl_kvfetch.directory.local import LocalStore
 from sgl_kvfetch.keys import HeadSlice
 from sgl_kvfetch.prompts import page_hashes
 from sgl_kvfetch.stores.upkeep import pages_stored
-from sgl_kvfetch.testing import NAMESPACE
 from tests.segments import put_all, using
 from tests.tools.conftest import kvfetch, kvfetch_json
 

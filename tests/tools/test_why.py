@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from harness.models import make_llama_8b_config
+from harness.small_segments import NAMESPACE, expiring
 from sgl_kvfetch.codec.container.manifest import coarsened
 from sgl_kvfetch.codec.container.protect import secure_segment
 from sgl_kvfetch.codec.container.segment import CodedSegment, SegmentSpec, encode_segment
@@ -27,7 +28,6 @@ from sgl_kvfetch.keys import FORMAT_MAJOR, HeadSlice, Namespace, label_of_reques
 from sgl_kvfetch.prompts import page_hashes
 from sgl_kvfetch.reasons import Reason
 from sgl_kvfetch.status import Decided, ServerStatus
-from sgl_kvfetch.testing import NAMESPACE, expiring
 from tests.codec.container.test_levels import KLT, SPEC as KLT_SPEC
 from tests.codec.quant.profiles import values_of
 from tests.reasons import assert_why

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 
+from harness.small_segments import make_segment as make_small
 from sgl_kvfetch.codec.container.encryption import ENCRYPTED, NO_KEYS, StoreKeys
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest, encryption_keys_of
 from sgl_kvfetch.codec.container.merge import merge_segments
@@ -20,7 +21,6 @@ from sgl_kvfetch.codec.layout.frames import TileLayout
 from sgl_kvfetch.codec.quant.base import Quantised
 from sgl_kvfetch.codec.quant.registry import make_quantiser, quantiser_from_identity
 from sgl_kvfetch.errors import ConfigError, CorruptError, EncryptedError, FormatError
-from sgl_kvfetch.testing import make_segment as make_small
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.segments import SMALL, make_heads, make_segment, page_hashes
 

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 import torch
 
+from harness.small_segments import expiring
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.container.merge import merge_segments
 from sgl_kvfetch.codec.container.reader import SegmentReader
@@ -13,7 +14,6 @@ from sgl_kvfetch.codec.quant.klt import KltQuantiser
 from sgl_kvfetch.codec.quant.registry import PlainQuantiserName, make_quantiser
 from sgl_kvfetch.errors import FormatError
 from sgl_kvfetch.keys import Labels
-from sgl_kvfetch.testing import expiring
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from sgl_kvfetch.types import KVGeometry
 from tests.codec.quant.profiles import make_profile, values_of

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.process
 
 DECODE = """
 import sys
-from sgl_kvfetch.testing import make_segment, page_hashes
+from harness.small_segments import make_segment, page_hashes
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.stores.notes import Pin, decode_pin
 

@@ -15,6 +15,7 @@ import pytest
 import xxhash
 
 from harness.metrics import own_metric
+from harness.small_segments import expiring, put_segment
 from harness.waiting import WAIT_S
 from sgl_kvfetch import metrics
 from sgl_kvfetch.codec.container.manifest import Manifest, decode_manifest
@@ -29,7 +30,6 @@ from sgl_kvfetch.plane.fetch.finder import PageFinder
 from sgl_kvfetch.plane.fetch.plan import PageSource
 from sgl_kvfetch.stores.base import Lookup, SegmentHit
 from sgl_kvfetch.stores.remote import Breaker
-from sgl_kvfetch.testing import expiring, put_segment
 from sgl_kvfetch.tools.encoder import make_targets, transcode
 from tests.segments import make_heads, make_segment, page_hashes
 
