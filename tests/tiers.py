@@ -69,12 +69,14 @@ RELEASE: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# By folder, the files of which each takes more than 2 s of CPU time: what `scripts/test --fast` leaves out beside tests
-# with one of the markers slow, process, sglang and gpu. No folder is left out as a whole.
+# What `scripts/test --fast` leaves out beside tests with a marker (slow, process, sglang, gpu). By folder, the
+# files of which each takes more than 2 s of CPU time, or imports as long for tests with such a marker. Of each folder
+# other files are left, but for `tests/e2e`.
 SLOW = {
+    "tests": "blocks",
     "tests/benchmarks/codec": "figures",
     "tests/codec/bitstream": "ans ladder nvdec surfaces",
-    "tests/codec/calibrate": "addend calibrate layer_map layers pools",
+    "tests/codec/calibrate": "addend calibrate layer_map layers packed pools",
     "tests/codec/container": "bounds encryption merge segment sides",
     "tests/codec/quant": "klt",
     "tests/directory": "disk_room dropped_levels index",
@@ -82,13 +84,15 @@ SLOW = {
     "tests/plane": "audit",
     "tests/plugin/device": "attach choices ends linker",
     "tests/plugin/host": "side_pools storage storage_nvdec",
+    "tests/server": "schema",
     "tests/stores": "connection_states receiving",
     "tests/tools": "calibrate doctor inspect transcode verify why",
 }
 
 
 def slow_files() -> list[str]:
-    return [f"{folder}/test_{name}.py" for folder, names in SLOW.items() for name in names.split()]
+    slow = [f"{folder}/test_{name}.py" for folder, names in SLOW.items() for name in names.split()]
+    return ["tests/e2e", *slow]
 
 
 def files(part: int | None = None) -> list[str]:

@@ -6,7 +6,6 @@ import os
 import signal
 
 from benchmarks.gpu_check.record import Record, SkippedError
-from harness.waiting import wait_until
 
 
 def passes(record: Record) -> None:
@@ -28,8 +27,3 @@ def crashes(record: Record) -> None:
     record.row("numbers", name="one")
     record.fail("before")
     os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def waits(record: Record) -> None:
-    record.row("numbers", name="one", limit_s=record.left_s)
-    wait_until(record.path.with_name("seen").exists)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from benchmarks.demo import OURS, RecordedConsole, Run, Subject, _judge, _report, main, verdict
+from benchmarks.demo import OURS, Run, Subject, _judge, _report, verdict
 from harness.engine import Generation
 
 SUBJECT = Subject("a model", Path("model"), [1] * 100, "What is it?", "tulip", {}, [])
@@ -49,28 +48,3 @@ def test_no_verdict_on_what_was_not_fetched(
     answers = {"computing": COMPUTED, "raw bytes": RIGHT, OURS: ours}
     _report(Console(), SUBJECT, answers, dict.fromkeys(answers, 0), "a title")
     assert ("times as fast" in capsys.readouterr().out) == is_said
-
-
-@pytest.mark.parametrize(
-    "args", [["--model", "absent"], ["--profile", "x"], ["--text", "x"], ["--model", "smollm2-135m", "--profile", "x"]]
-)
-def test_wrong_arguments_are_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(args)
-    assert "error" in capsys.readouterr().err
-
-
-def test_a_recording_has_each_line_at_its_time_but_for_long_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now_s = iter([100.0, 101.0, 500.0])
-    monkeypatch.setattr("benchmarks.demo.time.monotonic", lambda: next(now_s))
-    console = RecordedConsole()
-    for text in ("first", "second\nthird", "fourth"):
-        console.print(text)
-    monkeypatch.undo()
-    console.save(tmp_path / "demo.svg")
-    drawn = (tmp_path / "demo.svg").read_text()
-    assert re.findall(r"appear 0.1s ([\d.]+)s", drawn) == ["0.0", "1.0", "1.0", "2.5"]
-    assert "http://www.w3.org" in drawn
-    assert "@font-face" not in drawn  # which would be fetched

@@ -6,8 +6,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from benchmarks.gpu_check import (
     nvdec_damage,
     passes,
     quantise,
-    tests,
 )
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.runner import _END_S, STEPS, TOTAL_S, Result, Step, run_step
@@ -34,12 +32,10 @@ from benchmarks.kernel_bytes import Span
 from harness import stand_in_pool
 from harness.waiting import WAIT_S
 from sgl_kvfetch.codec.bitstream.nvdec import Nvdec
-from sgl_kvfetch.codec.cuda_streams import Device
 from sgl_kvfetch.codec.quant import klt
 from sgl_kvfetch.plugin.device import gpu_pages
 from sgl_kvfetch.triton_kernels import runtime
 from sgl_kvfetch.triton_kernels.quantise_klt import KltCells
-from sgl_kvfetch.triton_kernels.restore_klt import OPTIONS, KltOptions, KltShape
 from tests.codec.bitstream.fake_nvdec import FakeNvc, make_caps, make_nvdec
 from tests.plugin.device.fake_streams import FakeDevice
 
@@ -87,41 +83,6 @@ def test_how_a_step_ends(name: str, outcome: str, reason: str, tmp_path: Path) -
     assert (result.outcome, result.reason) == (outcome, reason)
     if name in ("passes", "crashes"):
         assert result.rows[0]["name"] == "one"
-
-
-def test_what_a_step_has_recorded_so_far(tmp_path: Path) -> None:
-    seen: list[Result] = []
-
-    def note(result: Result) -> None:
-        if result.rows:
-            seen.append(result)
-            (tmp_path / "seen").touch()
-
-    step = Step("waits", "waits", "tests.benchmarks.gpu_steps:waits", WAIT_S)
-    assert run_step(step, tmp_path, WAIT_S, note).outcome == "passed"
-    assert (seen[0].outcome, seen[0].reason) == ("failed", "cut off with the whole run")
-    assert seen[0].rows[0]["name"] == "one"
-    assert 0 < seen[0].rows[0]["limit_s"] <= WAIT_S
-
-
-def test_a_run_that_is_ended_has_written_the_rows_of_its_last_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [{"table": "Machine", "what": "gpu", "is": "NVIDIA H100"}]
-
-    def run(step: Step, folder: Path, limit_s: float, progress: Callable[[Result], object]) -> Result:
-        if step.name == "nvdec":
-            progress(Result("nvdec", "NVDEC", "failed", "cut off", rows=[{"table": "NVDEC: bits", "found": "equal"}]))
-            raise KeyboardInterrupt
-        return Result(step.name, step.title, "passed", rows=rows)
-
-    monkeypatch.setattr(command, "run_step", run)
-    monkeypatch.setattr(driver_libraries, "complete", lambda folder: [])
-    with pytest.raises(KeyboardInterrupt):
-        command.main(["--out", str(tmp_path), "--only", "nvdec"])
-    page = (tmp_path / "nvidia-h100.md").read_text()
-    assert "| NVDEC | failed | 0 | cut off |" in page
-    assert "## NVDEC: bits" in page
 
 
 def test_a_run_goes_on_after_a_failure_and_writes_what_it_found(
@@ -181,22 +142,6 @@ def test_kernels_are_held_against_their_references(record: Record, monkeypatch: 
     monkeypatch.setattr(kernels, "restore_klt", wrong)
     kernels.check(record, device, TINY)
     assert all(f"{name}, 17 tokens" in found_by(record)["reason"] for name in CASES)
-
-
-def test_how_kernels_are_compiled_is_told(record: Record) -> None:
-    asked = []
-
-    def chosen(shape: KltShape, *about: object) -> tuple[KltOptions, str]:
-        asked.append((shape.k.rotary_dim, *about))
-        return OPTIONS[0], f"tried {len(asked)}"
-
-    device = torch.device("cpu")
-    kernels.choose(record, device, TINY[0], chosen)
-    assert asked == [(0, torch.bfloat16, 20, device), (16, torch.bfloat16, 20, device)]
-    assert [(row["kernel"], row["found"]) for row in found_by(record)["rows"]] == [
-        ("restore_klt", "tried 1"),
-        ("restore_klt NeoX", "tried 2"),
-    ]
 
 
 def test_ans_is_held_against_the_cpu_and_measured(record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,15 +216,6 @@ def test_throughput_is_measured_by_sessions(record: Record, monkeypatch: pytest.
     for row in rows:
         assert row["mbit_a_second"] == pytest.approx(1e3 * row["gb_of_values_a_second"] * row["bits_a_value"])
         assert row["mbit_a_second_an_engine"] == row["mbit_a_second"] / min(2, row["sessions"])
-
-
-def test_throughput_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record, nvc = Record(tmp_path / "found.json", limit_s=nvdec._LAST_S), FakeNvc(FakeDevice())
-    engines = Nvdec(nvc, nvc.device, {"hevc": make_caps(num_engines=2)})
-    nvdec.measure(record, engines, [1], {"240p": (2,), "1080p": (2,)})
-    found = found_by(record)
-    assert not found["rows"]
-    assert [note.split(":")[0] for note in found["notes"]] == ["NVDEC"] * 2
 
 
 def test_a_matrix_product_beside_decoding(record: Record) -> None:
@@ -384,46 +320,3 @@ def test_copies_at_once_are_held_against_copies_one_by_one(record: Record) -> No
 
     loads.measure_copies(record, Forgetful(), 5, 100)
     assert found_by(record)["reason"] == "copies of 5 ranges, at once: other bytes"
-
-
-def test_launches_are_measured_beside_pinning(record: Record) -> None:
-    """Until all is pinned."""
-    from sgl_kvfetch.plugin.device.gpu_pages import PIECE_BYTES
-
-    class Slow(FakeDevice):
-        def pin(self, memory: torch.Tensor) -> None:
-            super().pin(memory)
-            time.sleep(0.01)
-            pinned.append(memory.nbytes)
-
-    pinned, device = list[int](), Slow()
-    loads.measure_pinning(record, device, 2 * PIECE_BYTES + 10, 50)
-    alone, beside = found_by(record)["rows"]
-    assert (alone["beside"], alone["launches"], beside["beside"]) == ("nothing", 50, "pinning")
-    assert beside["launches"] > 0
-    assert 0 < beside["median_us"] <= beside["longest_us"]
-    assert beside["longest_ms_of_a_piece"] >= 10
-    assert pinned == [PIECE_BYTES, PIECE_BYTES, 10]
-    assert not device.pinned_memory
-
-
-def test_a_late_device_holds_some_work_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-
-    @contextmanager
-    def launching(self: Device, stream: object) -> Iterator[Callable[[Callable[[], object]], object]]:
-        yield lambda work: work()
-
-    monkeypatch.setattr(Device, "launching", launching)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("held up"))
-    device = loads.LateDevice(CPU, 0)
-    for _ in range(100):
-        device.launch(FakeDevice().forward, lambda: done.append("work"))
-    assert done.count("work") == 100
-    assert 5 < done.count("held up") < 40
-
-
-def test_tests_that_need_a_gpu_are_found() -> None:
-    found = set(tests.find_files())
-    assert {"tests/tools/test_doctor_gpu.py", "tests/plugin/device/test_cuda_pages.py"} <= found
-    assert "tests/codec/bitstream/test_codecs.py" not in found

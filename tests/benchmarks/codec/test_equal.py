@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from benchmarks.codec import equal
-from sgl_kvfetch.errors import ConfigError
 
 
 def _row(name: str, *points: tuple[float, float]) -> dict[str, Any]:
@@ -60,22 +59,3 @@ def test_no_bits_beyond_what_was_measured() -> None:
     assert equal.bits_at(1e-2, ours, windows) == pytest.approx(1.0)
     assert equal.bits_at(0.0, ours, windows) is None
     assert equal._say_bits(3e-5, ours) == "ours at 3e-05: not measured"
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"context_tokens": 256}, "context_tokens is 256, and 128 in"),
-        ({}, "klt-1/ans on this window is in another report"),
-    ],
-)
-def test_reports_that_do_not_fit_together(other: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        equal.join([Path("a"), Path("b")], [_report(*OURS), _report(*OURS, **other)])
-
-
-def test_not_a_report(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text("[]")
-    with pytest.raises(SystemExit, match=r"expected a report that benchmarks\.codec wrote"):
-        equal.main([str(path)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,16 +17,13 @@ from benchmarks.codec.kv_model import KVModel
 from benchmarks.codec.measure import estimate, measure
 from benchmarks.codec.method import KVShape, Method
 from benchmarks.codec.segments import PAGE_TOKENS, SegmentMethod
-from harness import default_text
-from harness.models import make_tiny_lfm2, make_tiny_mellum
+from harness.models import make_tiny_mellum
 from sgl_kvfetch.codec.container.manifest import decode_manifest
 from sgl_kvfetch.codec.quant.registry import make_quantiser
-from sgl_kvfetch.errors import UnsupportedError
 from sgl_kvfetch.prompts import text_digest
 from tests.benchmarks.codec.kv import make_kv
 from tests.benchmarks.conftest import Run
 from tests.codec.quant.profiles import make_profile
-from tests.test_default_text import ASKED, CALL, TOLD, write_npm, write_wheel
 
 CONTEXT, CONTINUATION = 64, 20
 
@@ -108,30 +104,6 @@ def test_each_kind_of_text_is_measured_beside_the_default_target(
     assert f"of the default target, {profile.default_target_kl:.2g} |" in said
 
 
-def test_kinds_of_text_are_read_from_packages(tmp_path: Path) -> None:
-    """From other files than those of the default text."""
-    for package in ("learnyounode-4.2.2", "javascripting-2.7.4"):
-        files = {f"exercises/a/problem.{x}.md": x for x in ("ru", "ja", "zh-cn")}
-        files |= {f"problems/b/problem_{x}.md": x for x in ("ru", "ja", "zh-cn")}
-        write_npm(tmp_path / f"{package}.tgz", files)
-    catalogue = 'msgid "a"\nmsgstr "ein Satz von mehr als dreißig Zeichen"\n'
-    catalogues = {f"wagtail/locale/{x}/LC_MESSAGES/django.po": catalogue for x in ("de", "ar")}
-    write_wheel(tmp_path / "wagtail-8.0.1-py3-none-any.whl", catalogues)
-    data = "bfcl_eval/data/"
-    bfcl = {f"{data}memory_prereq_conversation/memory_student.json": json.dumps(TOLD)}
-    for name in ("live_simple", "simple_javascript", "parallel"):
-        bfcl[f"{data}BFCL_v4_{name}.json"] = json.dumps(ASKED)
-        bfcl[f"{data}possible_answer/BFCL_v4_{name}.json"] = json.dumps(CALL)
-    write_wheel(tmp_path / "bfcl_eval-2026.3.23-py3-none-any.whl", bfcl)
-    found = {kind: text(tmp_path) for kind, text in kinds.KINDS.items()}
-    assert list(found) == list(default_text.KINDS)
-    assert (found["russian"], found["chinese"]) == ("ru\n\nru", "zh-cn\n\nzh-cn")
-    assert found["german"] == found["arabic"] == "ein Satz von mehr als dreißig Zeichen"
-    assert found["tools"].count("You may call these tools:") == 3
-    assert found["chats"] == "USER: My order is late.\nUSER: It came."
-    assert "def " in found["code"]
-
-
 class _Noisy(Method):
     """Exact values in 3 bytes each, with noise on what comes back."""
 
@@ -180,23 +152,6 @@ def test_sliding_windows_keep_the_whole_context(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = torch.log_softmax(model.model(ids[None]).logits[0, 40:].float(), -1)
         torch.testing.assert_close(model.log_probabilities(k, v, ids[40:]), expected, rtol=1e-3, atol=1e-3)
-
-
-def test_states_beside_keys_and_values_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="its cache holds more than keys and values"):
-        KVModel(str(make_tiny_lfm2(tmp_path)))
-
-
-def test_nothing_begins_without_time(tiny_llama: Path) -> None:
-    """The time is enough for the first method on both windows, and for the second one on the first window."""
-    windows = [torch.full((CONTEXT + CONTINUATION + 1,), 5)] * 2
-    methods = [_Noisy(), _Noisy(), _Noisy()]
-    for number, method in enumerate(methods):
-        method.name = f"noisy {number}"
-    left = iter([True, True, False, True, True, False, False])
-    measured = measure(KVModel(str(tiny_llama)), windows, CONTEXT, methods, has_time=lambda: next(left))
-    assert [len(row.samples) for row in measured.rows] == [2, 1]
-    assert measured.left_out == {"noisy 2": "there was no time"}
 
 
 def test_intervals() -> None:
