@@ -29,6 +29,7 @@ _BINARY: dict[str, Callable[[Values, Values], Values]] = {
     "sub": np.subtract,
     "mul": np.multiply,
     "div": np.divide,
+    "rem": np.fmod,  # its sign is the dividend's
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,

@@ -57,6 +57,7 @@ def run(code: str, argument: int = 0, num_blocks: int = 1, threads: int = THREAD
         ("add.s32 %r3, %r1, -3;", lambda i: i - 3),
         ("mul.hi.s32 %r3, %r9, 1431655766;", lambda i: -3),  # -7 / 3, rounded down
         ("div.s32 %r3, %r9, 2;", lambda i: -3),
+        ("rem.s32 %r3, %r9, 4;", lambda i: -3),
         ("shr.s32 %r3, %r9, 40;", lambda i: -1),
         ("shl.b32 %r3, %r1, 32;", lambda i: 0),
         ("bfe.s32 %r3, %r1, 2, 2;", lambda i: (i // 4 % 4) - 4 * (i // 8 % 2)),
