@@ -107,8 +107,8 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
 
 class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's namespace and heads, and what applies to all ranks. ``coarseness``: as in `Tolerance`.
-    ``threshold_tokens``: SGLang's prefetch_threshold, below which nothing is looked up. ``writes_back``: whether
-    SGLang stores only what it evicts. ``audits``: None before the first one."""
+    ``threshold_tokens``: SGLang's prefetch_threshold, below which nothing is looked up. ``unstored``: why SGLang stores
+    less than it computes. ``audits``: None before the first one."""
 
     mode: str  # "host" or "device"
     reads: bool
@@ -119,6 +119,6 @@ class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     end_head: int
     labels: Labels = Labels()
     coarseness: int = 0
-    writes_back: bool = False
+    unstored: Annotated[list[_Text], Meta(max_length=8)] = []
     audits: Audits | None = None
     recent: Annotated[list[Decided], Meta(max_length=MAX_RECENT)] = []  # the newest last

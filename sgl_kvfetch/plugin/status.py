@@ -66,13 +66,14 @@ def status_of(scheduler: Any) -> ServerStatus | None:
     tree, heads = scheduler.tree_cache, _state.heads
     if (linker := linker_of(tree)) is not None:
         mode, access, threshold_tokens = "device", linker.access, linker.threshold_tokens
-        audits = linker.audits
+        audits, reasons = linker.audits, list[str]()
     else:
         controller: Any = getattr(tree, "cache_controller", None)
         is_ours = controller is not None and controller.storage_backend_type == BACKEND
         mode, access = "host", controller.storage_backend.access if is_ours else None
         threshold_tokens = tree.prefetch_threshold if is_ours else 0
         audits = controller.storage_backend.audits if is_ours else None
+        reasons = controller.storage_backend.unstored if is_ours else []
     if access is None or heads is None:
         return None
     return ServerStatus(
@@ -85,7 +86,7 @@ def status_of(scheduler: Any) -> ServerStatus | None:
         end_head=heads.heads.stop,
         labels=heads.labels,
         coarseness=_state.coarseness,
-        writes_back=mode == "host" and tree.is_write_back,
+        unstored=reasons,
         audits=audits,
         recent=list(_state.recent),
     )

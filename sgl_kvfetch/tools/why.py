@@ -698,8 +698,8 @@ def _unwritten(status: ServerStatus | None, samples: Sequence[Sample]) -> Iterat
     """Yield what keeps a server from writing pages, or has done so since its start."""
     if status is not None and not status.writes:
         yield "it does not write: its mode is read_only, or its weights were updated"
-    if status is not None and status.writes_back:
-        yield "it stores pages only when SGLang evicts them (--hicache-write-policy write_back)"
+    if status is not None:
+        yield from status.unstored
     if queued := queued_text(samples):
         yield queued
     for result, what in _DROPPED.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -137,3 +138,26 @@ def after(names: list[str]) -> HiCacheStorageExtraInfo:
 def store_pages(backend: KVFetchStorage, names: list[str], pages: list[int], before: list[str] | None = None) -> None:
     assert backend.batch_set_v1(names, tokens(pages), after(before or [])) == [True] * len(names)
     wait_until(lambda: backend.batch_exists([*(before or []), *names]) == len(names) + len(before or []))
+
+
+def make_cache(
+    policy: str = "timeout",
+    base_s: float = 31.0,
+    per_ki_token_s: float = 0.0,
+    *,
+    is_write_back: bool = False,
+    host_tokens: int = 64,
+    host_memory_mode: str = "cache",
+) -> SimpleNamespace:
+    """Return what the backend reads of SGLang's radix cache, whose device pool has room for 64 tokens."""
+    host_pool = SimpleNamespace(size=host_tokens)
+    per_page_s = PAGE_SIZE / 1024 * per_ki_token_s
+    return SimpleNamespace(
+        prefetch_stop_policy=policy,
+        prefetch_timeout_base=base_s,
+        prefetch_timeout_per_page=per_page_s,
+        page_size=PAGE_SIZE,
+        is_write_back=is_write_back,
+        cache_controller=SimpleNamespace(mem_pool_host=host_pool, host_memory_mode=host_memory_mode),
+        token_to_kv_pool_allocator=SimpleNamespace(size=64),
+    )

@@ -365,7 +365,7 @@ def test_why_a_server_has_not_written_pages(tmp_path: Path) -> None:
 
     assert detail(status_of()) == "the store has no trace of them"
     assert "it does not write: its mode is read_only" in detail(status_of(writes=False))
-    assert "--hicache-write-policy write_back" in detail(status_of(writes_back=True))
+    assert detail(status_of(unstored=["no room", "no time"])).endswith("says of its writes: no room; no time")
     said = detail(
         status_of(),
         **{

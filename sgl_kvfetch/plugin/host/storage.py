@@ -118,6 +118,25 @@ def explain(policy: str, budget: tuple[float, float], fetch_timeout_s: float) ->
     return f"a request waits for its stored prefix {at_most}; what is not there then is computed"
 
 
+def _unstored(cache: Any) -> list[str]:
+    """Return why SGLang stores less than it computes; nothing if it stores all. ``cache``: its radix cache."""
+    found, controller = [], cache.cache_controller
+    if cache.is_write_back:
+        found.append(
+            "with --hicache-write-policy write_back, SGLang stores pages only when it evicts them, and never looks up "
+            "a prompt whose beginning it has on the device alone: write_through, SGLang's default, does both"
+        )
+    in_host, on_device = controller.mem_pool_host.size, cache.token_to_kv_pool_allocator.size
+    if in_host < on_device and controller.host_memory_mode != "buffer_only":
+        found.append(
+            f"SGLang's host pool has room for {in_host:,} tokens, its device pool for {on_device:,}: pages that find "
+            "no room in the host pool when they are computed are never stored. --hicache-host-memory-mode buffer_only "
+            "stores all, if the host pool has room for a whole prompt; so does --hicache-ratio 1 or more, and device "
+            "mode, which needs no host pool"
+        )
+    return found
+
+
 _MOST_NODES = 1 << 16  # after so many, it begins anew
 
 
@@ -150,10 +169,6 @@ class Rewriting:
 
 R = TypeVar("R")
 
-_WRITE_BACK = (
-    "kvfetch: with --hicache-write-policy write_back, SGLang stores pages only when it evicts them, and never looks up "
-    "a prompt whose beginning it has on the device alone: write_through, SGLang's default, does both"
-)
 _GRACE_S = 1.0  # how long a thread waits for the data plane beyond a deadline
 _POLL_S = 0.05
 _BATCH_PAGES = 128  # how many pages SGLang fetches at a time
@@ -211,6 +226,7 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         if self._pages.packed is not None:
             self._sides.add_pool(PACKED, self._pages.packed)
         self._patience = Patience(None, config.fetch_timeout_s)
+        self.unstored: list[str] = []  # why SGLang stores less than it computes
         self.meter = PrefillMeter()
         self._was_idle = False  # the engine has had nothing to compute since the data plane was told so
         self._looked_up_for = ""  # the label of the request whose pages SGLang looks up now
@@ -271,12 +287,13 @@ class KVFetchStorage(HiCacheStorage):  # type: ignore[misc]
         """
         self._patience = Patience(cache, self._config.fetch_timeout_s)
         budget = choose_budget(base_s, per_ki_token_s, self._config.fetch_timeout_s)
+        self.unstored = _unstored(cache)
         if self._storage_config.tp_rank == 0:
             policy = cache.prefetch_stop_policy
             meaning = explain(policy, budget, self._config.fetch_timeout_s)
             logger.info("kvfetch: SGLang's prefetch policy is %s: %s", policy, meaning)
-            if cache.is_write_back:
-                logger.warning(_WRITE_BACK)
+            for reason in self.unstored:
+                logger.warning("kvfetch: %s", reason)
         return budget
 
     def begin_lookup(self, request_id: str) -> None:

@@ -16,21 +16,8 @@ from sgl_kvfetch.plane.write.writer import Merger
 from sgl_kvfetch.plugin import hooks
 from sgl_kvfetch.plugin.host import storage
 from sgl_kvfetch.plugin.host.storage import SGLANG_BUDGET, Patience, choose_budget, explain
-from tests.plugin.backends import PAGE_SIZE, Make, keys, store_pages, tokens
+from tests.plugin.backends import Make, keys, make_cache, store_pages, tokens
 from tests.plugin.planes import Served
-
-
-def make_cache(
-    policy: str = "timeout", base_s: float = 31.0, per_ki_token_s: float = 0.0, *, is_write_back: bool = False
-) -> SimpleNamespace:
-    per_page_s = PAGE_SIZE / 1024 * per_ki_token_s
-    return SimpleNamespace(
-        prefetch_stop_policy=policy,
-        prefetch_timeout_base=base_s,
-        prefetch_timeout_per_page=per_page_s,
-        page_size=PAGE_SIZE,
-        is_write_back=is_write_back,
-    )
 
 
 def make_operation(start_s: float, num_tokens: int = 1024, *, expired: bool = False) -> SimpleNamespace:
@@ -78,7 +65,7 @@ def test_the_log_says_what_the_policy_means() -> None:
 
 def test_the_runtime_config_gets_our_budget(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     cache = make_cache()
-    cache.cache_controller = SimpleNamespace(storage_backend=make(fetch_timeout_s=20))
+    cache.cache_controller.storage_backend = make(fetch_timeout_s=20)
     attachment = SimpleNamespace(_cache=cache)
     given = {"prefetch_timeout_base": 1.0, "prefetch_timeout_per_ki_token": 0.25, "enable_storage": True}
     with caplog.at_level("INFO"):
@@ -94,6 +81,18 @@ def test_the_runtime_config_gets_our_budget(make: Make, caplog: pytest.LogCaptur
 def test_the_log_says_what_write_back_costs(make: Make, caplog: pytest.LogCaptureFixture, is_write_back: bool) -> None:
     make().be_patient(make_cache(is_write_back=is_write_back), 1.0, 0.25)
     assert ("write_back" in caplog.text) is is_write_back
+
+
+@pytest.mark.parametrize(
+    ("host_tokens", "mode", "is_said"), [(63, "cache", True), (64, "cache", False), (63, "buffer_only", False)]
+)
+def test_the_log_says_that_a_small_host_pool_loses_pages(
+    make: Make, caplog: pytest.LogCaptureFixture, host_tokens: int, mode: str, is_said: bool
+) -> None:
+    make().be_patient(make_cache(host_tokens=host_tokens, host_memory_mode=mode), 1.0, 0.25)
+    said = f"host pool has room for {host_tokens} tokens, its device pool for 64: pages that find no room"
+    assert (said in caplog.text) is is_said
+    assert ("--hicache-ratio 1 or more" in caplog.text) is is_said
 
 
 async def merges_nothing(*args: object) -> int:

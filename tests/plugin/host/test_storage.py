@@ -35,6 +35,7 @@ from tests.plugin.backends import (
     Make,
     after,
     keys,
+    make_cache,
     make_fp8_pool,
     make_mla_pool,
     make_pool,
@@ -113,8 +114,8 @@ def test_pages_wait_in_the_host_pool_while_it_has_room_for_others(
     waiting: Queue[Any] = Queue()
     waiting.put(SimpleNamespace(hash_value=keys(num_waiting)))
     waiting.put(None)  # SGLang's, when it stops
-    controller = SimpleNamespace(backup_queue=waiting, storage_stop_event=stop)
-    cache = SimpleNamespace(cache_controller=controller, prefetch_stop_policy="timeout", is_write_back=False)
+    cache = make_cache()
+    cache.cache_controller.backup_queue, cache.cache_controller.storage_stop_event = waiting, stop
     backend.be_patient(cache, 1.0, 0.0)
     free = fill_queue(backend._plane)
     refusals = note_refusals(backend._plane, monkeypatch)
@@ -168,13 +169,7 @@ def test_a_fetch_ends_when_sglang_gives_it_up(
     assert backend.batch_exists(keys(2)) == 2
     started_s = time.monotonic()
     gives_up = iter([False, False, True])
-    cache = SimpleNamespace(
-        prefetch_stop_policy="timeout",
-        prefetch_timeout_base=1.0,
-        prefetch_timeout_per_page=0.0,
-        page_size=4,
-        is_write_back=False,
-    )
+    cache = make_cache(base_s=1.0)
     is_policy = reason == "policy"
     operation = SimpleNamespace(
         start_time=started_s + 600,
