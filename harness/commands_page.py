@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 _GROUPS = {
     "Before you install anything, or when something is wrong": ("estimate", "bench", "audit", "doctor", "why"),
     "A store": ("serve", "inspect", "verify", "gc", "clear", "move", "index"),
-    "Prompts in a store": ("lookup", "pin", "unpin"),
+    "Prompts in a store": ("pin", "unpin"),
     "A model's profile": ("calibrate", "profile"),
     "Video": ("encode",),
 }
@@ -35,7 +35,7 @@ _PAGES = {
     "calibrate": "calibrating.md",
     "profile": "calibrating.md",
     "encode": "adaptive.md",
-    **dict.fromkeys(("gc", "clear", "lookup", "pin", "unpin"), "retention.md"),
+    **dict.fromkeys(("gc", "clear", "pin", "unpin"), "retention.md"),
 }
 _SHARED_BY = 3  # commands, from which on an option is described once
 _HEAD = """\

@@ -28,7 +28,7 @@ _NOT_COMMANDS = {
     "kvfetch: ..., namespace ...",  # a message
     "kvfetch search-layout",  # decision 14 says that it was removed
 }
-_HARMLESS = ("inspect", "lookup", "verify", "pin", "unpin", "gc")  # these run, on a store of this test
+_HARMLESS = ("inspect", "verify", "pin", "unpin", "gc")  # these run, on a store of this test
 _MODULES = {"scripts/demo": "benchmarks.demo", "scripts/gpu_check": "benchmarks.gpu_check"}  # where their options are
 
 

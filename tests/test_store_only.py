@@ -37,7 +37,6 @@ RUNS: dict[str, tuple[str, int, str]] = {
     "bench": ("--server http://127.0.0.1:1 --flush", 2, "no SGLang server answers there"),
     "audit": ("--server http://127.0.0.1:1", 2, "no SGLang server answers there"),
     "inspect": ("STORE", 0, "stored in all"),
-    "lookup": (f"STORE --prompt {json.dumps(TOKENS).replace(' ', '')} --page-size 1", 0, "8 pages; stored: 8 in"),
     "verify": ("STORE", 0, "nothing was decoded, only compared with digests: numpy is not installed here"),
     "encode": ("STORE", 2, "encode needs torch, which is not installed here"),
     "index": ("rebuild s3://bucket --index redis://127.0.0.1:1", 2, "pip install '.[s3]' in a checkout"),
@@ -89,13 +88,13 @@ def test_the_wheel_brings_what_the_list_has_and_no_more(kvfetch: str) -> None:
 def test_a_store_runs(kvfetch: str, tmp_path: Path) -> None:
     namespace = store_pages(tmp_path / "store", 8, range(2))
     with StoreProcess(tmp_path / "store", command=[kvfetch]) as store:
-        look = run(kvfetch, "lookup", store.url, "--prompt", str(TOKENS), "--page-size", "1", "--json")
+        look = run(kvfetch, "why", store.url, "--prompt", str(TOKENS), "--json")
         (prompt,) = json.loads(look.stdout)
         with urllib.request.urlopen(f"{store.url}/v1/summary") as answer:
             (folder,) = json.loads(answer.read())["folders"]
         with urllib.request.urlopen(f"{store.url}/page.js") as answer:
             assert answer.status == 200
-    assert prompt["stored_pages"] == {namespace: 8}
+    assert (prompt["namespace"], prompt["stored_pages"], prompt["findings"]) == (namespace, 8, [])
     assert folder["num_tokens"] == 8
 
 

@@ -37,7 +37,6 @@ COMMANDS = {
     "audit": "Ask a running server twice for the same answers, from its caches and computed, and compare the "
     "probabilities.",
     "inspect": "Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.",
-    "lookup": "Say how many of a prompt's pages a lookup finds, by namespace.",
     "why": "Say why a prompt, or a request, was not served from a store, and what to do about it.",
     "verify": "Read and decode everything that is stored, and compare it with its checksums.",
     "encode": "Encode segments that servers wrote with a fast codec as video, at one or more resolutions.",
@@ -52,7 +51,7 @@ COMMANDS = {
     "doctor": 'Check a store and what this machine can do, and say how to fix each "no".',
 }
 _MODULES = {  # of the commands that have no module of their own
-    **dict.fromkeys(("lookup", "pin", "unpin"), "prompts"),
+    **dict.fromkeys(("pin", "unpin"), "prompts"),
     **dict.fromkeys(("gc", "index"), "upkeep"),
     **dict.fromkeys(("clear", "move"), "segments"),
     "profile": "profiles",

@@ -1,4 +1,4 @@
-"""``kvfetch lookup``, ``pin`` and ``unpin``: find prompts in a store, and keep them there."""
+"""``kvfetch pin`` and ``unpin``: keep prompts in a store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from msgspec import Struct
 from sgl_kvfetch.errors import DECODE_ERRORS, ConfigError
 from sgl_kvfetch.log import printable
 from sgl_kvfetch.prompts import Prompt, Tokens, page_hashes, read_prompts, tokenise
-from sgl_kvfetch.stores import MAX_LABEL, PINS, AdminStore, Pin, Store, put_pin
+from sgl_kvfetch.stores import MAX_LABEL, PINS, AdminStore, Pin, put_pin
 from sgl_kvfetch.stores.notes import MAX_PIN_PAGES, get_pin
 from sgl_kvfetch.stores.upkeep import pages_stored, stored_page_sizes
 from sgl_kvfetch.tools.target import run_on_store
@@ -34,52 +34,12 @@ PageSizeOption = Annotated[int | None, option("TOKENS", "SGLang's --page-size.",
 SaltOption = Annotated[str | None, option("SALT", "The cache_salt of the prompts' requests.")]
 
 
-class StoredPrompt(Struct, frozen=True):
-    """How much of a prompt is stored."""
-
-    num_tokens: int
-    num_pages: int  # whole pages
-    stored_pages: dict[str, int]  # by namespace
-
-
 class PinSummary(Struct, frozen=True):
     name: str
     label: str
     num_pages: int
     page_size: int
     stored_pages: dict[str, int]  # by namespace
-
-
-def lookup(
-    store: StoreArgument,
-    page_size: Annotated[int, option("TOKENS", "SGLang's --page-size.", min=1, show_default=False)],
-    access: IndexedAccess,
-    prompt: PromptOption = None,
-    file: FileOption = None,
-    model: TokenizerOption = None,
-    cache_salt: SaltOption = None,
-    as_json: Annotated[bool, json_flag(list[StoredPrompt])] = False,
-) -> None:
-    """Say how many of a prompt's pages a lookup finds, by namespace.
-
-    Counted are whole pages from the prompt's beginning on, for which the heads of all ranks are stored. A lookup counts
-    as a use of the segments that it finds.
-
-    Examples:
-
-        kvfetch lookup http://127.0.0.1:8700 --file system-prompt.txt --model /models/llama --page-size 64
-
-        kvfetch lookup http://127.0.0.1:8700 --prompt '[1, 2, 3, 4]' --page-size 2
-    """
-    prompts = tokens_of(prompts_of(prompt, file, required=True), model)
-
-    async def look_up(store: AdminStore) -> list[StoredPrompt]:
-        found = [await _stored_prompt(store, tokens, page_size, cache_salt) for tokens in prompts]
-        if not any(one.stored_pages for one in found):
-            await _compare_page_sizes(store, page_size)
-        return found
-
-    _show_stored(run_on_store(store, access, look_up), as_json)
 
 
 def pin(
@@ -213,26 +173,12 @@ def _pins_of(
     return pins
 
 
-async def _stored_prompt(store: Store, tokens: Sequence[int], page_size: int, cache_salt: str | None) -> StoredPrompt:
-    """Look a prompt up. Raises StoreError."""
-    hashes = page_hashes(tokens, page_size, cache_salt)
-    return StoredPrompt(len(tokens), len(hashes), await pages_stored(store, hashes))
-
-
 async def _compare_page_sizes(store: AdminStore, page_size: int) -> None:
     """Say on stderr if the store has segments, and all of another page size: no page of this size can be found."""
     sizes = await stored_page_sizes(store)
     if sizes and page_size not in sizes:
         stored = " or ".join(map(str, sorted(sizes)))
         say(f"kvfetch: no pages of {page_size} tokens are stored: type --page-size {stored}", err=True)
-
-
-def _show_stored(prompts: Sequence[StoredPrompt], as_json: bool) -> None:
-    lines = (
-        f"prompt {number}: {p.num_tokens} tokens, {p.num_pages} pages; {_stored_text(p.stored_pages)}"
-        for number, p in enumerate(prompts)
-    )
-    show(prompts, as_json, lines)
 
 
 def _stored_text(stored_pages: Mapping[str, int]) -> str:

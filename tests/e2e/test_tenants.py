@@ -56,11 +56,10 @@ def test_look_up_and_pin(model: Path, host: Shared, store: StoreProcess, tmp_pat
             server.generate(input_ids=prompt, max_new_tokens=1, cache_salt="one")
         wait_until_written(server, 2 * PAGES)
     tokenised = ("--model", str(model), "--page-size", str(PAGE_SIZE))
-    result = kvfetch("lookup", store.url, *options, *tokenised)
+    result = kvfetch("why", store.url, *options, "--model", str(model))
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
-    assert [(one["num_tokens"], one["num_pages"]) for one in found] == [(640, PAGES)] * 2
-    assert [list(one["stored_pages"].values()) for one in found] == [[PAGES]] * 2
+    assert [(one["num_tokens"], one["num_pages"], one["stored_pages"]) for one in found] == [(640, PAGES, PAGES)] * 2
     result = kvfetch("pin", store.url, *options, *tokenised)
     assert result.exit_code == 0, result.output
     assert [list(pin["stored_pages"].values()) for pin in json.loads(result.output)] == [[PAGES]] * 2

@@ -149,17 +149,16 @@ def test_the_servers_token_file_is_no_clients(stores: Stores, tmp_path: Path, te
 
 def test_another_page_size_than_what_is_stored(tmp_path: Path) -> None:
     store_pages(tmp_path, 8, range(2))
-    for command in ("lookup", "pin"):
-        result = kvfetch(command, str(tmp_path), "--prompt", str(TOKENS), "--page-size", "4")
-        assert result.exit_code == 0
-        assert result.stderr == "kvfetch: no pages of 4 tokens are stored: type --page-size 1\n"
-    found = kvfetch("lookup", str(tmp_path), "--prompt", "[99, 98]", "--page-size", "1")
-    assert found.stderr == ""
-    assert kvfetch("lookup", str(tmp_path), "--prompt", "[1]", "--page-size", "4", "--json").stdout.startswith("[")
+    result = kvfetch("pin", str(tmp_path), "--prompt", str(TOKENS), "--page-size", "4")
+    assert result.exit_code == 0
+    assert result.stderr == "kvfetch: no pages of 4 tokens are stored: type --page-size 1\n"
+    assert kvfetch("pin", str(tmp_path), "--prompt", "[99, 98]", "--page-size", "1").stderr == ""
+    found = kvfetch("pin", str(tmp_path), "--prompt", str(TOKENS), "--page-size", "4", "--json")
+    assert found.stdout.startswith("[")
 
 
 def test_an_empty_store_has_no_page_size(tmp_path: Path) -> None:
-    assert kvfetch("lookup", str(tmp_path), "--prompt", "[1]", "--page-size", "1").stderr == ""
+    assert kvfetch("pin", str(tmp_path), "--prompt", "[1]", "--page-size", "1").stderr == ""
 
 
 @contextmanager
@@ -202,8 +201,8 @@ def test_a_model_that_nobody_has_is_asked_for_once(tmp_path: Path) -> None:
 
         threading.Thread(target=answer, daemon=True).start()
         at_hub = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(tmp_path)}
-        lookup = ("lookup", str(tmp_path), "--prompt", "a text", "--page-size", "1", "--model", "nosuch/model")
-        done = in_a_process(*lookup, **at_hub, HF_HUB_OFFLINE="0", TRANSFORMERS_OFFLINE="0")
+        pin = ("pin", str(tmp_path), "--prompt", "a text", "--page-size", "1", "--model", "nosuch/model")
+        done = in_a_process(*pin, **at_hub, HF_HUB_OFFLINE="0", TRANSFORMERS_OFFLINE="0")
         hub.shutdown(socket.SHUT_RDWR)
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("kvfetch: ")]
@@ -274,7 +273,7 @@ def test_s3_over_tls(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("inspect", ".", "--token-file", "NOSUCH"),
         ("inspect", ".", "--key-file", "NOSUCH"),
-        ("lookup", ".", "--page-size", "1", "--file", "NOSUCH"),
+        ("pin", ".", "--page-size", "1", "--file", "NOSUCH"),
         ("serve", "store", "--token-file", "FOLDER"),
         ("serve", "store", "--tls-cert", "NOSUCH", "--tls-key", "key"),
         ("estimate", "--link", "1Gbps", "--prefill-tps", "1", "--model", "NOSUCH"),

@@ -78,17 +78,3 @@ def test_a_page_counts_when_all_heads_are_stored(tmp_path: Path) -> None:
     assert look() == {namespace: 2}
     store_pages(tmp_path, 8, range(1, 2))
     assert look() == {namespace: 4}
-
-
-def test_look_up_prompts(tmp_path: Path, tiny_llama: Path) -> None:
-    root = tmp_path / "store"
-    namespace = store_pages(root, 8, range(1))
-    store_pages(root, 4, range(1, 2))
-    salted = store_pages(root, 2, range(2), salt="tenant")
-    look = "lookup", str(root), "--page-size", "1"
-    assert run(*look, "--prompt", TEXT, "--model", str(tiny_llama)) == (
-        f"prompt 0: 8 tokens, 8 pages; stored: 4 in {namespace}\n"
-    )
-    found = kvfetch_json(*look, "--prompt", str(TOKENS[:3]), "--cache-salt", "tenant")
-    assert found == [{"num_tokens": 3, "num_pages": 3, "stored_pages": {salted: 2}}]
-    assert run(*look, "--prompt", "[1, 2]") == "prompt 0: 2 tokens, 2 pages; stored: none\n"

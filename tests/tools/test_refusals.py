@@ -59,7 +59,6 @@ REFUSED = [
     ("pin 127.0.0.1:8700", "type http://127.0.0.1:8700"),
     ("unpin .", "expected the name of a pin"),
     ("unpin . nonsense", "not the name of a pin"),
-    ("lookup . --page-size 1", "expected --prompt or --file"),
     (WHY, "expected --prompt or --file"),
     ("why . --server cache:30000 --prompt '[1]'", "type http://cache:30000"),
     (f"{WHY} --prompt '[1]'", "no SGLang server answers there: start it, or correct the host and port"),
