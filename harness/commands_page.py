@@ -16,7 +16,7 @@ from sgl_kvfetch.tools.app import COMMANDS, app
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 _GROUPS = {
-    "Before you install anything, or when something is wrong": ("estimate", "bench", "audit", "doctor", "why"),
+    "Before you install anything, or when something is wrong": ("estimate", "bench", "compare", "doctor", "why"),
     "A store": ("serve", "inspect", "verify", "gc", "clear", "move", "index"),
     "Prompts in a store": ("pin", "unpin"),
     "A model's profile": ("calibrate", "profile"),
@@ -25,7 +25,7 @@ _GROUPS = {
 _PAGES = {
     "estimate": "sizing.md",
     "bench": "sizing.md#measure-it",
-    "audit": "audits.md",
+    "compare": "audits.md#compare-answers",
     "doctor": "operations.md",
     "why": "operations.md#why-a-prompt-was-not-served",
     "serve": "serving.md",

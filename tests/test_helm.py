@@ -24,15 +24,15 @@ ALL = {
     "storageClassName": "fast",
     "options": "{--max-uploads=8}",
     **{f"{part}.enabled": "true" for part in ("serviceMonitor", "prometheusRule", "dashboard", "networkPolicy")},
-    "audit.server": "http://sglang:30000",
-    "audit.prompts": "prompts",
-    "audit.apiKeySecret": "sglang",
-    "audit.options": "{--most-kl=0.1}",
+    "compare.server": "http://sglang:30000",
+    "compare.prompts": "prompts",
+    "compare.apiKeySecret": "sglang",
+    "compare.options": "{--most-kl=0.1}",
 }
 ALL_MONITORS = {"serviceMonitor.enabled": "true"}
 OF_THE_CHART = {  # what it sets itself, and what makes no sense in a pod
     "serve": {"host", "port", "capacity", "token", "token-file", "tls-cert", "tls-key", "insecure", "help"},
-    "audit": {"server", "prompts", "every", "metrics", "json", "help"},
+    "compare": {"server", "prompts", "every", "metrics", "json", "help"},
 }
 BIG = {"capacity": "2TiB"}  # more than the volume
 OF_THE_OPERATOR = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
@@ -77,10 +77,10 @@ def test_the_store_understands_its_options(values: dict[str, str]) -> None:
     assert kvfetch(*container["args"], "--unknown", "--help").exit_code == 2
 
 
-def test_answers_are_audited_by_a_pod_of_its_own() -> None:
+def test_answers_are_compared_by_a_pod_of_its_own() -> None:
     resources = rendered(**LEAST, **ALL)
     (container,) = resources["Deployment"]["spec"]["template"]["spec"]["containers"]
-    assert container["args"][:2] == ["audit", "--server=http://sglang:30000"]
+    assert container["args"][:2] == ["compare", "--server=http://sglang:30000"]
     assert kvfetch(*container["args"], "--help").exit_code == 0
     assert kvfetch(*container["args"], "--unknown", "--help").exit_code == 2
     assert f"--metrics={container['ports'][0]['containerPort']}" in container["args"]
@@ -88,8 +88,8 @@ def test_answers_are_audited_by_a_pod_of_its_own() -> None:
     of_store = resources["Service"]["spec"]["selector"]
     assert not of_store.items() <= labels.items()
     assert resources["PodMonitor"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    without = {key: value for key, value in ALL.items() if key != "audit.prompts"}
-    assert "audit.prompts: name a config map" in run("template", "kv", str(CHART), **LEAST, **without).stderr
+    without = {key: value for key, value in ALL.items() if key != "compare.prompts"}
+    assert "compare.prompts: name a config map" in run("template", "kv", str(CHART), **LEAST, **without).stderr
 
 
 def test_an_existing_claim_takes_the_place_of_a_new_one() -> None:
@@ -168,7 +168,7 @@ def test_a_store_may_demand_certificates_of_its_clients() -> None:
     [
         ({"capcity": "10GiB"}, "capcity"),
         ({"service.prot": "1"}, "prot"),
-        ({"audit.server": "sglang:30000"}, "server"),
+        ({"compare.server": "sglang:30000"}, "server"),
         ({"capacity": "10G"}, "capacity"),
         ({"volume": "10GiB"}, "volume"),
         ({"capacity": "60"}, "capacity"),
@@ -179,14 +179,14 @@ def test_a_store_may_demand_certificates_of_its_clients() -> None:
         ({"options": "{--capacity=1TiB}"}, "options"),  # the chart's own
         ({"options": "{--max-uploads}"}, "options"),
         ({"options": "{--max-object=60}"}, "options"),
-        ({"audit.options": "{--nonsense=1}"}, "options"),
+        ({"compare.options": "{--nonsense=1}"}, "options"),
         *(({"service.port": port}, "port") for port in ("0", "-1", "65536", "99999", "http")),
         ({"service.type": "clusterip"}, "type"),
         *(({"serviceMonitor.interval": each}, "interval") for each in ("abc", "15", "15 s", "-")),
         ({"storageClassName": "-"}, "storageClassName"),
         ({"storageClassName": "a: b"}, "storageClassName"),
         *(({key: "a: b"}, key) for key in ("tokenSecret", "tlsSecret", "existingClaim", "priorityClassName")),
-        ({"audit.prompts": "a: b"}, "prompts"),
+        ({"compare.prompts": "a: b"}, "prompts"),
         ({"capacity": "600GiB"}, "capacity: 600GiB does not fit into 95% of a volume of 500Gi"),
         ({"capacity": "499.9GiB"}, "capacity: 499.9GiB does not fit into 95% of a volume of 500Gi"),
         ({"capacity": "511GB"}, "capacity: 511GB does not fit into 95% of a volume of 500Gi"),
@@ -213,7 +213,8 @@ def test_what_is_missing_is_named(missing: str) -> None:
 
 def test_options_are_those_of_the_commands_that_the_chart_leaves_to_users() -> None:
     properties = json.loads((CHART / "values.schema.json").read_text())["properties"]
-    for command, options in (("serve", properties["options"]), ("audit", properties["audit"]["properties"]["options"])):
+    of_compare = properties["compare"]["properties"]["options"]
+    for command, options in (("serve", properties["options"]), ("compare", of_compare)):
         known = set(re.findall(r"(?<=--)[a-z][a-z-]+", kvfetch(command, "--help").output))
         named = set(re.findall(r"[a-z][a-z-]+(?=[|)=])", options["items"]["pattern"]))
         assert named <= known

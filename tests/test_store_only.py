@@ -35,7 +35,7 @@ RUNS: dict[str, tuple[str, int, str]] = {
     "serve": ("FILE/store --port PORT", 2, "cannot make FILE/store"),  # the tests serve by it
     "estimate": ("--model CONFIG --link 10Gbps --prefill-tps 8000", 0, "exact"),
     "bench": ("--server http://127.0.0.1:1 --flush", 2, "no SGLang server answers there"),
-    "audit": ("--server http://127.0.0.1:1", 2, "no SGLang server answers there"),
+    "compare": ("--server http://127.0.0.1:1", 2, "no SGLang server answers there"),
     "inspect": ("STORE", 0, "stored in all"),
     "verify": ("STORE", 0, "nothing was decoded, only compared with digests: numpy is not installed here"),
     "encode": ("STORE", 2, "encode needs torch, which is not installed here"),

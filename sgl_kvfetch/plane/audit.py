@@ -32,8 +32,8 @@ shows that the server is right, and suspects are deleted. Three audits beyond, o
 mean one of two things, told apart by who wrote the segments:
 
 * *A writer is wrong*: they are of one writer, and segments of another one are sound. That writer's segments are not
-  served for a while. Who may write can give any name, so many names count as many writers; but each of their segments
-  becomes a suspect, and this server goes on as long as others' are sound.
+  served for a while. A segment says itself who wrote it, so an attacker may write under many names and never have
+  three under one; but each of these segments becomes a suspect, and this server goes on as long as others' are sound.
 * *This server may be wrong*: no other writer's segments are sound. The rank is *off*: it finds and writes nothing,
   since what it wrote would be believed by others. After a while, which doubles each time, it *tries again*: it looks
   up, serves nothing, and audits each hit. Three sound audits, or one of another writer, and it goes on as before.

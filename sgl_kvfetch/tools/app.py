@@ -34,7 +34,7 @@ COMMANDS = {
     "estimate": "Estimate whether fetching beats computing, and how large and costly a store would be.",
     "bench": "Measure the time to first token on a running server: of prompts that it computes, and of the same ones "
     "fetched.",
-    "audit": "Ask a running server twice for the same answers, from its caches and computed, and compare the "
+    "compare": "Ask a running server twice for the same answers, from its caches and computed, and compare the "
     "probabilities.",
     "inspect": "Show what is stored: by namespace, by segment, or chunk by chunk, and how it compares with raw KV.",
     "why": "Say why a prompt, or a request, was not served from a store, and what to do about it.",

@@ -1,4 +1,4 @@
-"""Reads or makes the prompts of ``kvfetch bench`` and ``kvfetch audit``."""
+"""Reads or makes the prompts of ``kvfetch bench`` and ``kvfetch compare``."""
 
 from __future__ import annotations
 

@@ -11,15 +11,15 @@ from tests.tools.conftest import Stored, kvfetch
 from tests.tools.test_estimate import SMOLLM
 
 NOBODY = "http://127.0.0.1:1"
-AUDIT, BENCH, WHY = (f"{command} --server {NOBODY}" for command in ("audit", "bench", "why ."))
+COMPARE, BENCH, WHY = (f"{command} --server {NOBODY}" for command in ("compare", "bench", "why ."))
 ESTIMATE, SERVE = "estimate --link 1Gbps --prefill-tps 1000", "serve new --port 0"
 PRICES = f"{ESTIMATE} --model model --s3-prices"
 GC, S3 = "gc . --capacity 1GiB", "s3://bucket"
 
 REFUSED = [
-    (f"{AUDIT} --metrics 9100", "--metrics needs --every SECONDS"),
-    (f"{AUDIT} --lengths x", "--lengths 'x': expected numbers of tokens"),
-    (AUDIT, f"--server {NOBODY}"),
+    (f"{COMPARE} --metrics 9100", "--metrics needs --every SECONDS"),
+    (f"{COMPARE} --lengths x", "--lengths 'x': expected numbers of tokens"),
+    (COMPARE, f"--server {NOBODY}"),
     (BENCH, "--flush empties its caches, also of its other users' prompts; --reader URL measures on a second server"),
     (f"{BENCH} --reader {NOBODY}/", "--flush"),  # it is the same server
     (f"{BENCH} --flush --lengths 1024,x", "--lengths '1024,x': expected numbers of tokens"),

@@ -1,4 +1,4 @@
-"""`kvfetch audit` compares what a running server answers from its caches with what it computes."""
+"""`kvfetch compare` compares what a running server answers from its caches with what it computes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ async def is_no_sglang(*args: object) -> None:
     raise ConfigError("it is another engine")
 
 
-def audited(url: str, *options: str, exit_code: int = 0) -> dict[str, Any]:
+def compared(url: str, *options: str, exit_code: int = 0) -> dict[str, Any]:
     few = ("--sample", "3", "--tokens", "4", "--wait", "2")
-    return kvfetch_json("audit", "--server", url, *few, *options, exit_code=exit_code)
+    return kvfetch_json("compare", "--server", url, *few, *options, exit_code=exit_code)
 
 
 def test_sound_caches_and_values_that_are_too_coarse(
@@ -33,16 +33,16 @@ def test_sound_caches_and_values_that_are_too_coarse(
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": make_prompt(number)}) + "\n" for number in range(3)))
     with host.attached(store.url, codec="zstd") as server:
-        (nothing,) = audited(server.url, "--prompts", str(file), exit_code=1)["groups"]
-        (of_server,) = audited(server.url, "--prompts", str(file))["groups"]
-        (stored,) = audited(server.url, "--prompts", str(file), "--flush")["groups"]
+        (nothing,) = compared(server.url, "--prompts", str(file), exit_code=1)["groups"]
+        (of_server,) = compared(server.url, "--prompts", str(file))["groups"]
+        (stored,) = compared(server.url, "--prompts", str(file), "--flush")["groups"]
     with host.attached(store.url, codec="zstd", quantiser="cachegen") as server:
-        (coarse,) = audited(server.url, "--prompts", str(file), "--flush", "--most-kl", "1e-6", exit_code=1)["groups"]
-        table = kvfetch("audit", "--server", server.url, "--prompts", str(file), "--sample", "1", "--most-kl", "0")
+        (coarse,) = compared(server.url, "--prompts", str(file), "--flush", "--most-kl", "1e-6", exit_code=1)["groups"]
+        table = kvfetch("compare", "--server", server.url, "--prompts", str(file), "--sample", "1", "--most-kl", "0")
         with monkeypatch.context() as patch:
-            patch.setattr("sgl_kvfetch.tools.audit.server_info", is_no_sglang)
-            patch.setattr("sgl_kvfetch.tools.audit._Engine.tokenise", None)  # the prompts are tokens
-            (by_openai,) = audited(server.url, "--prompts", str(file), "--most-kl", "1")["groups"]
+            patch.setattr("sgl_kvfetch.tools.compare.server_info", is_no_sglang)
+            patch.setattr("sgl_kvfetch.tools.compare._Engine.tokenise", None)  # the prompts are tokens
+            (by_openai,) = compared(server.url, "--prompts", str(file), "--most-kl", "1")["groups"]
     for group, source, num_cached in (nothing, "computed", 0), (of_server, "host", 624), (stored, "storage", 624):
         assert (group["source"], group["cached_tokens"], group["num_prompts"]) == (source, num_cached, 3)
         assert group["num_positions"] == 3 * 4

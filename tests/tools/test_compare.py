@@ -1,5 +1,5 @@
-"""`kvfetch audit` without a server: divergences of what is known, and what it refuses. tests/e2e/test_audit.py audits
-SGLang."""
+"""`kvfetch compare` without a server: divergences of what is known, and what it refuses. tests/e2e/test_compare.py has
+servers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from harness.engine import free_port
 from sgl_kvfetch.errors import ConfigError, StoreError
 from sgl_kvfetch.tools import sglang_server
-from sgl_kvfetch.tools.audit import (
-    AuditedGroup,
-    AuditResult,
+from sgl_kvfetch.tools.compare import (
+    ComparedGroup,
+    Comparison,
     TopAnswer,
     _Case,
     _Engine,
@@ -71,31 +71,31 @@ def test_where_most_tokens_came_from() -> None:
     assert sources == ["unknown", "computed", "computed", "storage"]
 
 
-def test_an_audit_of_nothing_is_not_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_of_nothing_is_not_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of which nothing came from a cache were computed three times."""
     answer = TopAnswer([1], [{1: -0.1}], {})
     run = _Run("http://x", None, [8], 1, 1, 0.03, False, 0.0)
     group = run._judged("8 tokens", answer.source, [_Case(8, answer, answer, answer)])
-    result = AuditResult("http://x", "model", 0.03, 0, [group])
+    result = Comparison("http://x", "model", 0.03, 0, [group])
 
-    async def audited(run: _Run) -> AuditResult:
+    async def compared(run: _Run) -> Comparison:
         return result
 
-    monkeypatch.setattr(_Run, "audit", audited)
-    found = kvfetch("audit", "--server", "http://x")
+    monkeypatch.setattr(_Run, "compare", compared)
+    found = kvfetch("compare", "--server", "http://x")
     assert found.exit_code == 1
     assert "nothing compared" in found.stdout
     assert "nothing came from a cache" in found.stdout
     assert "sound" not in found.stdout
 
 
-def test_audits_that_go_on_export_what_they_find() -> None:
-    group = AuditedGroup("turn 1", "storage", 3, 640, 624, 12, 0.4, 0.5, 0.0, 2, 0, "differs")
+def test_comparisons_that_go_on_export_what_they_find() -> None:
+    group = ComparedGroup("turn 1", "storage", 3, 640, 624, 12, 0.4, 0.5, 0.0, 2, 0, "differs")
     export = _Export(free_port())
-    export.add(AuditResult("http://x", "model", 0.03, 0, [group, replace(group, source="device", kl=0, found="sound")]))
+    export.add(Comparison("http://x", "model", 0.03, 0, [group, replace(group, source="device", kl=0, found="sound")]))
     found = samples_of(prometheus_client.generate_latest().decode())
     for source, result, kl in ("storage", "differs", 0.4), ("device", "sound", 0):
-        assert total(found, "sgl_kvfetch_answers_audited_total", source=source, result=result) == 3
+        assert total(found, "sgl_kvfetch_answers_compared_total", source=source, result=result) == 3
         assert total(found, "sgl_kvfetch_answers_kl", source=source, group="turn 1") == kl
 
 

@@ -1,4 +1,4 @@
-"""``kvfetch audit``: whether a running server answers from its caches as it does when it computes."""
+"""``kvfetch compare``: whether a running server answers from its caches as it does when it computes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _COMPUTED, _UNKNOWN = "computed", "unknown"
 Found = Literal["sound", "differs", "nothing compared"]  # of prompts none of which came from a cache
 
 
-class AuditedGroup(Struct, frozen=True):
+class ComparedGroup(Struct, frozen=True):
     """The prompts of a group that came from the same place. ``source``: the tier that most cached tokens came from;
     ``computed`` if none was cached, ``unknown`` if the server does not say. Divergences are nats, means of all compared
     positions; ``repeated_kl`` is that of two computations."""
@@ -60,12 +60,12 @@ class AuditedGroup(Struct, frozen=True):
     found: Found
 
 
-class AuditResult(Struct, frozen=True):
+class Comparison(Struct, frozen=True):
     server: str
     model: str
     most_kl: float
     skipped_prompts: int
-    groups: list[AuditedGroup]
+    groups: list[ComparedGroup]
 
     @property
     def differs(self) -> bool:
@@ -77,7 +77,7 @@ class AuditResult(Struct, frozen=True):
         return sum(group.num_prompts for group in self.groups if group.found != "nothing compared")
 
 
-def audit(
+def compare(
     server: Annotated[str, option("URL", "The server, with its caches as they are.", show_default=False)],
     prompts: Annotated[
         Path | None,
@@ -109,7 +109,7 @@ def audit(
     metrics: Annotated[
         int | None, option("PORT", "With --every: serve metrics for Prometheus there.", min=1, max=65535)
     ] = None,
-    as_json: Annotated[bool, json_flag(AuditResult)] = False,
+    as_json: Annotated[bool, json_flag(Comparison)] = False,
 ) -> None:
     """Ask a running server twice for the same answers, from its caches and computed, and compare the probabilities.
 
@@ -122,23 +122,23 @@ def audit(
     Of each token, only the 20 likeliest are known, so divergences are lower bounds: what is left is taken as one token.
     A cache that is wrong is far beyond --most-kl, 0.03; the default target of `klt` is 0.001.
 
-    It needs no plugin in the server: it audits SGLang's own host tier and storage backends, too, and servers with
-    OpenAI's /v1/completions that know cache_salt, such as vLLM. Each audited prompt is computed twice, and takes room
+    It needs no plugin in the server: it compares SGLang's own host tier and storage backends, too, and servers with
+    OpenAI's /v1/completions that know cache_salt, such as vLLM. Each compared prompt is computed twice, and takes room
     in the caches. The exit code is 1 if answers from caches differ, or if nothing came from a cache.
 
     Examples:
 
-        kvfetch audit --server http://127.0.0.1:30000 --prompts prompts.jsonl
+        kvfetch compare --server http://127.0.0.1:30000 --prompts prompts.jsonl
 
-        kvfetch audit --server http://127.0.0.1:30000 --prompts prompts.jsonl --every 60 --metrics 9100
+        kvfetch compare --server http://127.0.0.1:30000 --prompts prompts.jsonl --every 60 --metrics 9100
     """
     server = require_scheme(server).rstrip("/")
     if metrics is not None and every_s is None:
-        raise ConfigError("--metrics needs --every SECONDS: an audit that ends serves nothing")
+        raise ConfigError("--metrics needs --every SECONDS: a comparison that ends serves nothing")
     export = None if metrics is None else _Export(metrics)
     run = _Run(server, prompts, parse_lengths(lengths), sample, tokens, most_kl, flush, wait_s)
     while True:
-        result = asyncio.run(run.audit())
+        result = asyncio.run(run.compare())
         show(result, as_json, _report(result))
         if every_s is None:
             break
@@ -222,7 +222,7 @@ class _Run:
     flush: bool
     wait_s: float
 
-    async def audit(self) -> AuditResult:
+    async def compare(self) -> Comparison:
         """Ask each prompt from the caches and computed, and compare the answers. Raises ConfigError."""
         async with open_server(self.server) as session:
             engine = await _Engine.find(session, self.server, self.num_tokens)
@@ -236,17 +236,17 @@ class _Run:
                 await asyncio.sleep(self.wait_s)
                 await flush_cache(session, self.server)
             cases: dict[tuple[str, str], list[_Case]] = {}
-            with make_progress("audit") as progress:
+            with make_progress("compare") as progress:
                 for name, prompt in progress.track(prompts):
                     case = await self._case(engine, prompt)
                     cases.setdefault((name, case.cached.source), []).append(case)
-        audited = [self._judged(*key, of_group) for key, of_group in cases.items()]
-        return AuditResult(self.server, engine.model, self.most_kl, num_skipped, audited)
+        compared = [self._judged(*key, of_group) for key, of_group in cases.items()]
+        return Comparison(self.server, engine.model, self.most_kl, num_skipped, compared)
 
     async def _case(self, engine: _Engine, prompt: Any) -> _Case:
-        # From the caches first: what is computed goes into them, too, and could push out what is to be audited.
+        # From the caches first: what is computed goes into them, too, and could push out what is to be compared.
         cached = await engine.ask(prompt, None)
-        computed, again = [await engine.ask(prompt, f"kvfetch-audit-{secrets.token_hex(8)}") for _ in range(2)]
+        computed, again = [await engine.ask(prompt, f"kvfetch-compare-{secrets.token_hex(8)}") for _ in range(2)]
         if computed.num_cached or again.num_cached:
             raise ConfigError(
                 f"--server {self.server} has {max(computed.num_cached, again.num_cached)} tokens cached for a "
@@ -254,7 +254,7 @@ class _Run:
             )
         return _Case(len(prompt), cached, computed, again)
 
-    def _judged(self, name: str, source: str, cases: Sequence[_Case]) -> AuditedGroup:
+    def _judged(self, name: str, source: str, cases: Sequence[_Case]) -> ComparedGroup:
         """Return what the answers to a group's prompts show. ``source``: where their tokens came from."""
         of_cached = [compared(case.computed, case.cached) for case in cases]
         of_again = [compared(case.computed, case.again) for case in cases]
@@ -263,7 +263,7 @@ class _Run:
         found: Found = "sound" if kl <= repeated_kl + self.most_kl else "differs"
         if source == _COMPUTED:
             found = "nothing compared"
-        return AuditedGroup(
+        return ComparedGroup(
             name=name,
             source=source,
             num_prompts=len(cases),
@@ -369,32 +369,32 @@ class _Engine:
 
 
 class _Export:
-    """Metrics of audits that go on."""
+    """Metrics of comparisons that go on."""
 
     def __init__(self, port: int) -> None:
         """Raises ConfigError if the port is taken."""
         import prometheus_client as prometheus
 
-        self._audits = prometheus.Counter(
-            "sgl_kvfetch_answers_audited", "Prompts whose answers were compared", ["source", "result"]
+        self._compared = prometheus.Counter(
+            "sgl_kvfetch_answers_compared", "Prompts whose answers were compared", ["source", "result"]
         )
         self._kl = prometheus.Gauge(
-            "sgl_kvfetch_answers_kl", "Divergence of answers in the last audit, in nats", ["source", "group"]
+            "sgl_kvfetch_answers_kl", "Divergence of answers in the last comparison, in nats", ["source", "group"]
         )
         try:
             prometheus.start_http_server(port)
         except OSError as e:
             raise ConfigError(f"--metrics {port}: {e.strerror}") from e
 
-    def add(self, result: AuditResult) -> None:
+    def add(self, result: Comparison) -> None:
         for group in result.groups:
             if group.found != "nothing compared":
-                self._audits.labels(group.source, group.found).inc(group.num_prompts)
+                self._compared.labels(group.source, group.found).inc(group.num_prompts)
             self._kl.labels(group.source, group.name).set(group.kl)
 
 
-def _report(result: AuditResult) -> Iterator[Table | str]:
-    """Yield what an audit found: a table, and what its figures mean."""
+def _report(result: Comparison) -> Iterator[Table | str]:
+    """Yield what a comparison found: a table, and what its figures mean."""
     columns = ("prompts", "tokens", "cached", "KL", "worst", "computed twice", "first token", "answer")
     table = make_table(("", "from", "found"), columns)
     table.title = f"Answers from caches beside computed ones: {result.model}"
