@@ -164,3 +164,10 @@ def test_few_modules_name_a_concept() -> None:
         found = script["modules_that_name"](concept)
         assert found, concept
         assert limit is None or len(found) <= limit, "\n".join(found)
+
+
+def test_what_users_choose_from_does_not_grow() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "concepts"))
+    found = script["sizes"]()
+    assert found.keys() == script["SIZES"].keys()
+    assert {what: count for what, count in found.items() if not 0 < count <= script["SIZES"][what]} == {}

@@ -278,7 +278,6 @@ def test_s3_over_tls(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
         ("serve", "store", "--tls-cert", "NOSUCH", "--tls-key", "key"),
         ("estimate", "--link", "1Gbps", "--prefill-tps", "1", "--model", "NOSUCH"),
         ("calibrate", "--model", "m", "--out", "profile", "--text", "NOSUCH"),
-        ("decoders", "--codecs", "zstd", "--tokens", "16", "--rounds", "1", "--out", "FOLDER"),
         ("verify", "NOSUCH"),
     ],
 )
