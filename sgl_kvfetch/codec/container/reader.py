@@ -220,12 +220,11 @@ class SegmentReader:
     def ways(self, most: int) -> Iterator[SegmentReader]:
         """Yield the readers of this segment's cells that are at most of coarseness ``most``, this one first: each
         variant whose codecs are available, in all its levels and in fewer."""
-        for first in (self, *self._others):
-            yield first
-            each = first.coarser
-            while each is not None and each.coarseness <= most:
+        each: SegmentReader | None
+        for each in (self, *self._others):
+            yield each
+            while each.coarseness < most and (each := each.coarser) is not None:
                 yield each
-                each = each.coarser
 
     def span_cells(self, span: int) -> Iterator[Cell]:
         """Yield the span's cells that the rank reads, in storage order."""

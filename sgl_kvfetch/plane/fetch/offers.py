@@ -50,8 +50,7 @@ class Tolerance:
 
     def coarser(self, reader: SegmentReader) -> SegmentReader | None:
         """Return the reader that leaves one more level out; None if it may not be."""
-        coarser = reader.coarser
-        return coarser if coarser is not None and coarser.coarseness <= self.coarseness else None
+        return reader.coarser if reader.coarseness < self.coarseness else None
 
     def coarsest(self, reader: SegmentReader) -> SegmentReader:
         """Return the reader that leaves out as many levels as may be."""
